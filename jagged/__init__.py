@@ -1,0 +1,48 @@
+"""Ranking models on TorchRec's KeyedJaggedTensor that never pad.
+
+Everything is loaded on first use, so that ``import jagged`` and ``jagged --help`` cost nothing and need neither triton nor
+torchrec.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from jagged.config import TrainConfig as TrainConfig
+    from jagged.doctor import doctor as doctor
+    from jagged.evaluation import evaluate as evaluate
+    from jagged.recommender import Recommender as Recommender
+    from jagged.recommender import recommend as recommend
+    from jagged.report import report as report
+    from jagged.training import train as train
+
+_WHERE = {
+    "TrainConfig": "jagged.config",
+    "Recommender": "jagged.recommender",
+    "doctor": "jagged.doctor",
+    "evaluate": "jagged.evaluation",
+    "recommend": "jagged.recommender",
+    "report": "jagged.report",
+    "train": "jagged.training",
+}
+_SUBPACKAGES = ("data", "models", "modules", "ops", "training")
+
+__all__ = ["Recommender", "TrainConfig", "doctor", "evaluate", "recommend", "report", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(_WHERE[name]), name)
+        globals()[name] = value
+        return value
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"jagged.{name}")
+    raise AttributeError(f"module 'jagged' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBPACKAGES, "__version__"])

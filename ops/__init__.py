@@ -1,0 +1,7 @@
+"""Differentiable functions on jagged tensors: tensors in, tensors out."""
+
+if __name__ != "jagged.ops":
+    # A second import under another name would register every operator twice.
+    raise ImportError(
+        f"this package was imported as {__name__!r}; import it as 'jagged.ops' (the folder `ops/` is that package's home)"
+    )
