@@ -27,28 +27,16 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
 
     # Data.
-    data: str | None = Field(
-        None, description="events file or folder: text, csv or parquet; None for the built-in sample"
-    )
+    data: str | None = Field(None, description="events file or folder: text, csv or parquet; None for the built-in sample")
     output: str = Field("runs/sasrec", description="directory to write the run into")
-    format: Literal["auto", "text", "csv", "parquet"] = Field(
-        "auto", description="format of the data; auto by file name"
-    )
+    format: Literal["auto", "text", "csv", "parquet"] = Field("auto", description="format of the data; auto by file name")
     user_column: str = Field("user_id", description="column of user ids")
     item_column: str = Field("item_id", description="column of item ids")
     timestamp_column: str = Field("timestamp", description="column of times: numbers or timestamps")
-    split: Literal["leave-one-out", "global-time"] = Field(
-        "leave-one-out", description="how validation and test are held out"
-    )
-    valid_fraction: float = Field(
-        0.1, gt=0, lt=1, description="global-time: the fraction of events used for validation"
-    )
-    test_fraction: float = Field(
-        0.1, gt=0, lt=1, description="global-time: the last fraction of events, used for the test"
-    )
-    max_seq_len: int = Field(
-        50, ge=1, le=65_536, description="longest history the model sees; older events are left out"
-    )
+    split: Literal["leave-one-out", "global-time"] = Field("leave-one-out", description="how validation and test are held out")
+    valid_fraction: float = Field(0.1, gt=0, lt=1, description="global-time: the fraction of events used for validation")
+    test_fraction: float = Field(0.1, gt=0, lt=1, description="global-time: the last fraction of events, used for the test")
+    max_seq_len: int = Field(50, ge=1, le=65_536, description="longest history the model sees; older events are left out")
 
     # Model.
     model: Literal["sasrec"] = Field("sasrec", description="the model to train")
@@ -63,21 +51,15 @@ class TrainConfig(BaseModel):
     learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
-    gradient_clip_norm: float | None = Field(
-        1.0, gt=0, description="largest global gradient norm; none for no clipping"
-    )
+    gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
     max_epochs: int = Field(60, ge=1, description="most passes over the training data")
     patience: int = Field(10, ge=1, description="validations without a better metric before training stops")
     monitor: str = Field("ndcg@10", description="validation metric that selects the checkpoint")
-    precision: Literal["32-true", "bf16-mixed", "auto"] = Field(
-        "auto", description="auto: bf16-mixed on a GPU, else 32-true"
-    )
+    precision: Literal["32-true", "bf16-mixed", "auto"] = Field("auto", description="auto: bf16-mixed on a GPU, else 32-true")
     seed: int = Field(0, ge=0, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
     num_workers: int = Field(0, ge=0, description="loader processes")
-    checkpoint_every: int | None = Field(
-        None, ge=1, description="steps between checkpoints; always one after each epoch"
-    )
+    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints; always one after each epoch")
     tensorboard: bool = Field(True, description="write TensorBoard curves where tensorboard is installed")
 
     # Evaluation.
@@ -124,7 +106,5 @@ def _explain(error: ValidationError) -> str:
         if problem["type"] == "extra_forbidden":
             lines.append(f"{name}: unknown option; known are {known}")
         else:
-            lines.append(
-                f"{name}: {problem['msg']}; got {problem['input']!r}" if problem["loc"] else f"{problem['msg']}"
-            )
+            lines.append(f"{name}: {problem['msg']}; got {problem['input']!r}" if problem["loc"] else f"{problem['msg']}")
     return "\n".join(lines)
