@@ -1,0 +1,104 @@
+"""Checks of arguments: of metadata always, of values on demand because they cost a device synchronisation."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def check_tensor(name: str, tensor: Tensor, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
+    """Check the rank of a tensor against a shape as documentation writes it, `"[S, H, D]"`, and its dtype."""
+    rank = shape.count(",") + 1
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: expected a tensor {shape}, got {type(tensor).__name__}")
+    if "*" in shape:
+        if tensor.dim() < rank - 1:
+            raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    elif tensor.dim() != rank:
+        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    if dtypes and tensor.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {_names((tensor.dtype,))}; convert it with .to(...)")
+
+
+def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two tensors share dtype and device."""
+    if tensor.dtype != other.dtype:
+        raise TypeError(
+            f"{name}: expected the dtype of {other_name}, {_names((other.dtype,))}, got {_names((tensor.dtype,))}; convert one of them"
+        )
+    if tensor.device != other.device:
+        raise ValueError(f"{name}: expected the device of {other_name}, {other.device}, got {tensor.device}; move one of them")
+
+
+def check_offsets(offsets: Tensor, like: Tensor, name: str = "offsets", total: int | None = None) -> None:
+    """Check what metadata shows of offsets `[B + 1]`; with `JAGGED_VALIDATE=1` their values too, against `total` rows."""
+    check_tensor(name, offsets, "[B + 1]", (torch.int32, torch.int64))
+    if offsets.shape[0] < 1:
+        raise ValueError(f"{name}: expected shape [B + 1], got [0]; an empty batch has one offset, 0")
+    if offsets.device != like.device:
+        raise ValueError(f"{name}: expected the device of the values, {like.device}, got {offsets.device}; move it with .to(...)")
+    if validation_is_on():
+        validate_offsets(offsets, total, name=name)
+
+
+def validation_is_on() -> bool:
+    """Tell whether values are to be checked: `JAGGED_VALIDATE=1`, and not inside a compiled or captured region."""
+    if torch.compiler.is_compiling() or os.environ.get("JAGGED_VALIDATE") != "1":
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def validate_offsets(offsets: Tensor, total: int | None = None, *, name: str = "offsets") -> None:
+    """Check the values of offsets `[B + 1]`: from 0, never decreasing, ending at `total`. Costs one device synchronisation.
+
+    Args:
+        offsets: `[B + 1]`, int32 or int64.
+        total: the number of rows the offsets describe; None does not check the end.
+        name: what messages call the offsets.
+
+    Raises:
+        ValueError: names the first bad place, what stands there and what was expected.
+        TypeError: offsets that are not int32 or int64.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import validate_offsets
+        >>> validate_offsets(torch.tensor([0, 2, 2, 5]), total=5)
+    """
+    check_tensor(name, offsets, "[B + 1]", (torch.int32, torch.int64))
+    values = offsets.detach().cpu()
+    if values.shape[0] < 1:
+        raise ValueError(f"{name}: expected shape [B + 1], got [0]; an empty batch has one offset, 0")
+    if values[0] != 0:
+        raise ValueError(f"{name}[0]: expected 0, got {int(values[0])}; offsets count rows from the start of the values")
+    falls = torch.nonzero(values.diff() < 0)
+    if falls.numel():
+        place = int(falls[0]) + 1
+        raise ValueError(
+            f"{name}[{place}]: expected at least {int(values[place - 1])}, the offset before it, got {int(values[place])}; "
+            "offsets never decrease"
+        )
+    if total is not None and values[-1] != total:
+        raise ValueError(
+            f"{name}[{values.shape[0] - 1}]: expected {total}, the number of rows, got {int(values[-1])}; "
+            "the last offset is the total length"
+        )
+
+
+def resolve_total(total: int | None, offsets: Tensor, name: str = "total") -> int:
+    """Return `total`, or read it from the last offset: one device synchronisation, refused where none may happen."""
+    if total is not None:
+        return total
+    if torch.compiler.is_compiling() or (offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
+        raise ValueError(
+            f"{name}: must be given in a compiled or captured call, because reading it from the offsets synchronises"
+        )
+    return int(offsets[-1])
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

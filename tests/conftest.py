@@ -1,0 +1,55 @@
+"""Where the tests run, how deep, and with which poison in fresh memory."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+import torch
+
+from tests.places import PLACE, Place
+
+LONG = os.environ.get("JAGGED_TEST_LONG") == "1"
+EXAMPLES = {"cpu": (100, 2_000), "interpret": (10, 200), "gpu": (100, 10_000)}[PLACE.name][LONG]
+
+hypothesis.settings.register_profile(
+    "jagged",
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=not LONG,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.load_profile("jagged")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Op tests follow the place they run in; `long` ones run only in `make test-long`."""
+    for item in items:
+        if "place" in getattr(item, "fixturenames", ()):
+            if PLACE.name != "cpu":
+                item.add_marker(PLACE.name)
+        elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if item.get_closest_marker("long") and not LONG:
+            item.add_marker(pytest.mark.skip(reason="runs in make test-long"))
+
+
+@pytest.fixture
+def place() -> Place:
+    """The device and the backend the op tests run on in this process."""
+    return PLACE
+
+
+@pytest.fixture(autouse=True)
+def _fresh_memory_is_nan(request: pytest.FixtureRequest) -> object:
+    """Fill every uninitialised tensor with NaN (integers with their largest value), so that an unwritten element is seen."""
+    if "place" not in request.fixturenames:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
