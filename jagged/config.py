@@ -6,12 +6,20 @@ so that the command line can show help and refuse a bad option at once.
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import json
+import os
 import tomllib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from types import NoneType
+from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+# A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
+_MAX_FILE_BYTES = 16 * 1024
 
 
 class ConfigError(ValueError):
@@ -21,10 +29,11 @@ class ConfigError(ValueError):
 class TrainConfig(BaseModel):
     """What `jagged train` trains, on what, and how.
 
-    Sources, later ones winning: the defaults below, a TOML file (`--config`), flags and `--set key=value`.
+    Sources, later ones winning: the defaults below, a file (`--config`), `--set key=value`, flags. Types are strict: `1` is no
+    boolean and `"64"` no number, in Python as in a file. Where a field may be None, a file (TOML knows no null) says `"none"`.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
     # Data.
     data: str | None = Field(None, description="events file or folder: text, csv or parquet; None for the built-in sample")
@@ -54,7 +63,11 @@ class TrainConfig(BaseModel):
     gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
     max_epochs: int = Field(60, ge=1, description="most passes over the training data")
     patience: int = Field(10, ge=1, description="validations without a better metric before training stops")
-    monitor: str = Field("ndcg@10", description="validation metric that selects the checkpoint")
+    monitor: str = Field(
+        "ndcg@10",
+        pattern=r"^(ndcg|recall|mrr|coverage|surprisal)@(5|10|20)$",
+        description="validation metric that selects the checkpoint",
+    )
     precision: Literal["32-true", "bf16-mixed", "auto"] = Field("auto", description="auto: bf16-mixed on a GPU, else 32-true")
     seed: int = Field(0, ge=0, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
@@ -66,6 +79,17 @@ class TrainConfig(BaseModel):
     filter_viewed: bool = Field(False, description="take items of a user's history out of the ranking")
     eval_batch_size: int = Field(1024, ge=1, description="users per evaluation step")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+        for name, value in plain.items():
+            if value == "none" and name in cls.model_fields and NoneType in _kinds(name):
+                plain[name] = None
+        return plain
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.embedding_dim % self.num_heads:
@@ -75,36 +99,135 @@ class TrainConfig(BaseModel):
         return self
 
     @classmethod
-    def load(cls, path: str | Path | None = None, overrides: dict[str, Any] | None = None) -> TrainConfig:
-        """Resolve a configuration from a TOML file and overrides (flags and `--set`), which win.
+    def load(cls, path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+        """Resolve a configuration from a file and overrides, which win.
+
+        Args:
+            path: a TOML file, or the `config.json` of an earlier run.
+            overrides: values by field name.
 
         Raises:
             ConfigError: one line per wrong field: its name, what was found, what is expected.
         """
-        values: dict[str, Any] = {}
-        if path is not None:
-            try:
-                values.update(tomllib.loads(Path(path).read_text(encoding="utf-8")))
-            except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-                raise ConfigError(f"{path}: cannot be read as TOML: {error}") from None
+        values = {} if path is None else _read_file(Path(path))
         values.update(overrides or {})
         try:
             return cls.model_validate(values)
         except ValidationError as error:
-            raise ConfigError(_explain(error)) from None
+            prefix = "" if path is None else f"{path}: "
+            raise ConfigError("\n".join(prefix + line for line in _explain(error))) from None
 
     def save(self, path: str | Path) -> None:
-        """Write the resolved configuration as JSON."""
+        """Write the resolved configuration as JSON; `load` reads it."""
         Path(path).write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
 
 
-def _explain(error: ValidationError) -> str:
+def sections() -> dict[str, list[str]]:
+    """The fields' names under the headings that help and report show them by."""
+    headings = {"data": "Data", "model": "Model", "batch_size": "Training", "filter_viewed": "Evaluation"}
+    result: dict[str, list[str]] = {}
+    for name in TrainConfig.model_fields:
+        if name in headings:
+            current = result.setdefault(headings[name], [])
+        current.append(name)
+    return result
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The values that the field `name` can take, where they are a fixed few; else nothing."""
+    annotation = TrainConfig.model_fields[name].annotation
+    return get_args(annotation) if get_origin(annotation) is Literal else ()
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """`key=value` texts, as `--set` takes them, to values by field name; a later one wins.
+
+    Raises:
+        ConfigError: an entry without `=`, or an unknown key.
+    """
+    values = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        name = name.strip()
+        if not equals:
+            raise ConfigError(f"--set {assignment}: found no '=', expected key=value, for example --set embedding_dim=128")
+        if name not in TrainConfig.model_fields:
+            raise ConfigError(f"--set {assignment}: {_unknown(name)}")
+        values[name] = parse_text(name, text.strip())
+    return values
+
+
+def parse_text(name: str, text: str) -> Any:
+    """The text of a flag or of `--set` as a value for the field `name`.
+
+    A TOML literal (`0.2`, `true`, `"quoted"`) means what it says in TOML, any other text is a string. A field that takes strings
+    gets the text as it stands, quotes aside, so that an events file may be called `2024`. `none` is None.
+    """
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+    except (ValueError, RecursionError):
+        value = text
+    if str in _kinds(name):
+        return value if isinstance(value, str) else text
+    if isinstance(value, str):
+        # Numbers that Python's users write and TOML refuses: `.5`, `1.`, `007`.
+        for kind in _kinds(name) & {int, float}:
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value
+
+
+def _kinds(name: str) -> set[type]:
+    """The Python types that the field `name` takes."""
+    annotation = TrainConfig.model_fields[name].annotation
+    if isinstance(annotation, type):
+        return {annotation}
+    return {part if isinstance(part, type) else type(part) for part in get_args(annotation)}
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if len(content) > _MAX_FILE_BYTES:
+        raise ConfigError(f"{path}: found more than {_MAX_FILE_BYTES} bytes, expected a short configuration in {kind}")
+    try:
+        values = parse(content.decode("utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{path}: found values nested too deeply, expected lines of the form key = value") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: found {_short(values)}, expected an object of options")
+    return values
+
+
+def _explain(error: ValidationError) -> list[str]:
     lines = []
-    known = ", ".join(sorted(TrainConfig.model_fields))
-    for problem in error.errors():
-        name = ".".join(str(part) for part in problem["loc"]) or "configuration"
+    for problem in error.errors(include_url=False):
+        name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(f"{name}: unknown option; known are {known}")
+            lines.append(_unknown(name))
+        elif name:
+            lines.append(f"{name}: {problem['msg']}; got {_short(problem['input'])}")
         else:
-            lines.append(f"{name}: {problem['msg']}; got {problem['input']!r}" if problem["loc"] else f"{problem['msg']}")
-    return "\n".join(lines)
+            lines.append(problem["msg"].removeprefix("Value error, "))
+    return lines
+
+
+def _unknown(name: str) -> str:
+    known = list(TrainConfig.model_fields)
+    close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
+    return f"{_short(name)}: unknown option; " + (f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}")
+
+
+def _short(value: Any) -> str:
+    try:
+        text = repr(value)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
