@@ -1,0 +1,259 @@
+"""`jagged doctor`: what is installed, whether it fits, and whether it works, found out by running it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from jagged import versions as _versions
+
+if TYPE_CHECKING:
+    import torch
+
+NO_GPU = "no GPU"
+_TIMEOUT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was tried: its name, how it went, and what there is to say about it."""
+
+    name: str
+    status: Literal["ok", "failed", "not run"]
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.status}" + (f": {self.detail}" if self.detail else "")
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """What `doctor` found; `str` of it is what the command prints."""
+
+    versions: dict[str, str]
+    problems: list[_versions.Problem]
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything fits and nothing that was tried failed."""
+        return not self.problems and all(check.status != "failed" for check in self.checks)
+
+    def __str__(self) -> str:
+        rows = [("python", f"{platform.python_version()} ({sys.executable})"), ("platform", platform.platform())]
+        for package, found in _versions.by_package(self.versions).items():
+            if found is None:
+                rows.append((package, "not installed" + (" (optional)" if package in _versions.OPTIONAL else "")))
+            else:
+                name, version = found
+                rows.append((package, version if name == package else f"{version} ({name})"))
+        lines = ["Versions", *_aligned(rows)]
+        if self.checks:
+            lines += ["", "Checks, each by running it"]
+            lines += _aligned([(c.name, c.status + (f": {c.detail}" if c.detail else "")) for c in self.checks])
+        lines.append("")
+        for problem in self.problems:
+            lines += [f"Problem: {problem.message}", f"  run: {problem.cure}"]
+        failed = [check.name for check in self.checks if check.status == "failed"]
+        if failed and not self.problems:
+            lines.append(f"Problem: failed: {', '.join(failed)}; the versions fit one another, so this is worth a bug report")
+        if self.ok:
+            lines.append("All is well.")
+        return "\n".join(lines)
+
+
+def doctor(versions: Mapping[str, str] | None = None, *, run_checks: bool = True) -> DoctorReport:
+    """Look at the installation: versions, whether they fit, the GPU, and a tiny run of every op family on every backend.
+
+    The runs happen in a process of their own, so that a library that crashes is reported and not suffered.
+
+    Args:
+        versions: version by distribution to judge, by default those installed.
+        run_checks: whether to run anything, or to judge the versions alone.
+    """
+    versions = _versions.installed() if versions is None else versions
+    checks = _run(list(_CHECKS)) if run_checks else []
+    return DoctorReport(dict(versions), _versions.problems(versions), checks)
+
+
+def _aligned(rows: list[tuple[str, str]]) -> list[str]:
+    width = max(len(name) for name, _ in rows)
+    return [f"  {name:<{width}}  {value}" for name, value in rows]
+
+
+def _run(names: Sequence[str], timeout: float = _TIMEOUT_SECONDS) -> list[Check]:
+    """Run the named checks in another process; where one kills the process, go on with the next in a new one."""
+    checks: list[Check] = []
+    root = str(Path(__file__).resolve().parent.parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+    while len(checks) < len(names):
+        command = [sys.executable, "-c", "from jagged.doctor import _worker; _worker()", *names[len(checks) :]]
+        try:
+            process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
+            output, end = process.stdout, f"the process ended with status {process.returncode}: {_last_line(process.stderr)}"
+        except subprocess.TimeoutExpired as error:
+            partial = error.stdout or b""
+            output = partial.decode() if isinstance(partial, bytes) else partial
+            end = f"no answer after {timeout:.0f} s"
+        checks += [Check(**json.loads(line)) for line in output.splitlines() if line.startswith('{"name"')]
+        if len(checks) < len(names):
+            checks.append(Check(names[len(checks)], "failed", end))
+    return checks
+
+
+def _worker() -> None:
+    for name in sys.argv[1:]:
+        try:
+            detail = _CHECKS[name]()
+            check = Check(name, "not run" if detail == NO_GPU else "ok", detail)
+        except Exception as error:
+            check = Check(name, "failed", f"{type(error).__name__}: {_last_line(str(error), first=True)}")
+        print(json.dumps(vars(check)), flush=True)
+
+
+def _last_line(text: str, *, first: bool = False) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
+    return lines[0 if first else -1][:300]
+
+
+def _check_torch() -> str:
+    import torch
+
+    torch.ones(2, 2) @ torch.ones(2, 2)
+    return f"{torch.get_num_threads()} threads"
+
+
+def _check_gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return NO_GPU
+    torch.ones(2, 2, device="cuda") @ torch.ones(2, 2, device="cuda")
+    names = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"sm_{properties.major}{properties.minor}"
+        names.append(f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, {capability}")
+    return f"{'; '.join(names)}; CUDA {torch.version.cuda}"
+
+
+def _on(device: str, op: Callable[[torch.device, str], None]) -> Callable[[], str]:
+    """The check that runs `op` on `device` with the backend that serves it."""
+
+    def check() -> str:
+        import torch
+
+        if device == "cpu":
+            op(torch.device("cpu"), "torch")
+            return ""
+        if not torch.cuda.is_available():
+            return NO_GPU
+        op(torch.device("cuda"), "triton")
+        torch.cuda.synchronize()
+        return ""
+
+    return check
+
+
+def _conversion(device: torch.device, backend: str) -> None:
+    import torch
+
+    from jagged.ops import dense_to_jagged, jagged_to_dense
+
+    values = torch.arange(6.0, device=device).view(3, 2).requires_grad_()
+    offsets = torch.tensor([0, 1, 3], device=device)
+    dense = jagged_to_dense(values, offsets, 2, backend=backend)
+    expected = torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[2.0, 3.0], [4.0, 5.0]]], device=device)
+    torch.testing.assert_close(dense, expected)
+    back = dense_to_jagged(dense, offsets, 3, backend=backend)
+    torch.testing.assert_close(back, values)
+    (gradient,) = torch.autograd.grad(back.sum(), values)
+    torch.testing.assert_close(gradient, torch.ones_like(values))
+
+
+def _attention(device: torch.device, backend: str) -> None:
+    import torch
+
+    from jagged.ops import jagged_attention
+
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, 2, 16, generator=generator).to(device).requires_grad_() for _ in range(3))
+    offsets = torch.tensor([0, 2, 5], device=device)
+    ours = jagged_attention(q, k, v, offsets, causal=True, backend=backend)
+    parts = []
+    for start, end in ((0, 2), (2, 5)):
+        query, key, value = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        parts.append(attended.transpose(0, 1))
+    _same(ours, torch.cat(parts), (q, k, v))
+
+
+def _cross_entropy(device: torch.device, backend: str) -> None:
+    import torch
+
+    from jagged.ops import linear_cross_entropy
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (4, 7))
+    target = torch.tensor([0, 6, 3, 3], device=device)
+    ours = linear_cross_entropy(hidden, weight, target, backend=backend)
+    _same(ours, torch.nn.functional.cross_entropy(hidden @ weight.T, target), (hidden, weight))
+
+
+def _same(ours: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
+    """Compare values and gradients; loosely, for this asks whether an op works at all."""
+    import torch
+
+    torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
+    upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).to(ours.device)
+    ours_gradients = torch.autograd.grad(ours, inputs, upstream)
+    for ours_gradient, gradient in zip(ours_gradients, torch.autograd.grad(expected, inputs, upstream), strict=True):
+        torch.testing.assert_close(ours_gradient, gradient, rtol=1e-2, atol=1e-2)
+
+
+def _embedding(device: torch.device, backend: str) -> None:
+    import torch
+    from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    features = KeyedJaggedTensor(keys=["id"], values=torch.tensor([1, 2, 0]), lengths=torch.tensor([1, 2])).to(device)
+    table = {"name": "t", "embedding_dim": 4, "num_embeddings": 3, "feature_names": ["id"]}
+    collection = EmbeddingCollection(tables=[EmbeddingConfig(**table)], device=device)
+    rows = collection(features)["id"].values()
+    weight = collection.embeddings["t"].weight
+    torch.testing.assert_close(rows, weight[features.values()])
+    bags = EmbeddingBagCollection(tables=[EmbeddingBagConfig(**table)], device=device)(features)
+    if bags.values().shape != (2, 4):
+        raise ValueError(f"pooled embeddings have shape {tuple(bags.values().shape)}, expected (2, 4)")
+
+
+def _fbgemm(device: torch.device, backend: str) -> None:
+    import fbgemm_gpu  # noqa: F401, registers the operators
+    import torch
+
+    lengths = torch.tensor([1, 2], device=device)
+    offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)
+    torch.testing.assert_close(offsets.cpu(), torch.tensor([0, 1, 3]))
+
+
+_CHECKS: dict[str, Callable[[], str]] = {
+    "torch on CPU": _check_torch,
+    "GPU": _check_gpu,
+    "conversion, torch on CPU": _on("cpu", _conversion),
+    "attention, torch on CPU": _on("cpu", _attention),
+    "cross_entropy, torch on CPU": _on("cpu", _cross_entropy),
+    "conversion, Triton on GPU": _on("cuda", _conversion),
+    "attention, Triton on GPU": _on("cuda", _attention),
+    "cross_entropy, Triton on GPU": _on("cuda", _cross_entropy),
+    "fbgemm_gpu on CPU": _on("cpu", _fbgemm),
+    "fbgemm_gpu on GPU": _on("cuda", _fbgemm),
+    "torchrec on CPU": _on("cpu", _embedding),
+    "torchrec on GPU": _on("cuda", _embedding),
+}
