@@ -5,3 +5,15 @@ if __name__ != "jagged.ops":
     raise ImportError(
         f"this package was imported as {__name__!r}; import it as 'jagged.ops' (the folder `ops/` is that package's home)"
     )
+
+from jagged.ops._shared.validation import validate_offsets
+from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
+
+__all__ = [
+    "dense_to_jagged",
+    "jagged_concat",
+    "jagged_split",
+    "jagged_to_dense",
+    "jagged_truncate",
+    "validate_offsets",
+]

@@ -28,7 +28,8 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
     """Check that two tensors share dtype and device."""
     if tensor.dtype != other.dtype:
         raise TypeError(
-            f"{name}: expected the dtype of {other_name}, {_names((other.dtype,))}, got {_names((tensor.dtype,))}; convert one of them"
+            f"{name}: expected the dtype of {other_name}, {_names((other.dtype,))}, "
+            f"got {_names((tensor.dtype,))}; convert one of them"
         )
     if tensor.device != other.device:
         raise ValueError(f"{name}: expected the device of {other_name}, {other.device}, got {tensor.device}; move one of them")

@@ -1,0 +1,384 @@
+"""Public conversions, their gradients and their operators. Every one is linear, so gradients of any order are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.offsets import uniform_offsets
+from jagged.ops._shared.registration import define_operator, resolve_backend
+from jagged.ops._shared.validation import check_offsets, check_same, check_tensor, resolve_total
+from jagged.ops.conversion import torch_impl
+
+
+def _truncated(grad: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool, backend: str) -> Tensor:
+    return grad.new_empty(total, *grad.shape[1:])
+
+
+_to_dense = define_operator(
+    "to_dense",
+    "(Tensor values, Tensor offsets, SymInt length, float padding_value, str backend) -> Tensor",
+    torch_impl=torch_impl.to_dense,
+    triton_impl="jagged.ops.conversion.kernels:to_dense",
+    fake=lambda values, offsets, length, padding_value, backend: values.new_empty(
+        offsets.shape[0] - 1, length, *values.shape[1:]
+    ),
+)
+_to_jagged = define_operator(
+    "to_jagged",
+    "(Tensor dense, Tensor offsets, SymInt total, str backend) -> Tensor",
+    torch_impl=torch_impl.to_jagged,
+    triton_impl="jagged.ops.conversion.kernels:to_jagged",
+    fake=lambda dense, offsets, total, backend: dense.new_empty(total, *dense.shape[2:]),
+)
+_concat = define_operator(
+    "concat",
+    "(Tensor[] values, Tensor[] offsets, str backend) -> Tensor",
+    torch_impl=torch_impl.concat,
+    triton_impl="jagged.ops.conversion.kernels:concat",
+    fake=lambda values, offsets, backend: values[0].new_empty(sum(v.shape[0] for v in values), *values[0].shape[1:]),
+)
+_split = define_operator(
+    "split",
+    "(Tensor values, Tensor[] offsets, SymInt[] totals, str backend) -> Tensor[]",
+    torch_impl=torch_impl.split,
+    triton_impl="jagged.ops.conversion.kernels:split",
+    fake=lambda values, offsets, totals, backend: [values.new_empty(total, *values.shape[1:]) for total in totals],
+)
+_truncate = define_operator(
+    "truncate",
+    "(Tensor values, Tensor offsets, Tensor new_offsets, SymInt total, bool keep_last, str backend) -> Tensor",
+    torch_impl=torch_impl.truncate,
+    triton_impl="jagged.ops.conversion.kernels:truncate",
+    fake=_truncated,
+)
+_truncate_backward = define_operator(
+    "truncate_backward",
+    "(Tensor grad, Tensor offsets, Tensor new_offsets, SymInt total, bool keep_last, str backend) -> Tensor",
+    torch_impl=torch_impl.truncate_backward,
+    triton_impl="jagged.ops.conversion.kernels:truncate_backward",
+    fake=_truncated,
+)
+
+
+class ToDenseFunction(torch.autograd.Function):
+    """Jagged to dense; the gradient goes the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, length: int, padding_value: float, backend: str) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.total, ctx.backend = values.shape[0], backend
+        return _to_dense(values, offsets, length, padding_value, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,) = ctx.saved_tensors
+        return ToJaggedFunction.apply(grad, offsets, ctx.total, ctx.backend), None, None, None, None
+
+
+class ToJaggedFunction(torch.autograd.Function):
+    """Dense to jagged; the gradient goes the way back, into zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, dense: Tensor, offsets: Tensor, total: int, backend: str) -> Tensor:
+        ctx.save_for_backward(offsets)
+        ctx.length, ctx.backend = dense.shape[1], backend
+        return _to_jagged(dense, offsets, total, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (offsets,) = ctx.saved_tensors
+        return ToDenseFunction.apply(grad, offsets, ctx.length, 0.0, ctx.backend), None, None, None
+
+
+class ConcatFunction(torch.autograd.Function):
+    """Concatenate parts per sample; the gradient is split. Takes the offsets of all parts, then their values."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, *tensors: Tensor) -> Tensor:
+        offsets, values = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+        ctx.save_for_backward(*offsets)
+        ctx.totals, ctx.backend = [part.shape[0] for part in values], backend
+        return _concat(values, offsets, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        offsets = ctx.saved_tensors
+        return None, *[None] * len(offsets), *SplitFunction.apply(ctx.backend, ctx.totals, grad, *offsets)
+
+
+class SplitFunction(torch.autograd.Function):
+    """Split into parts per sample; the gradients are concatenated."""
+
+    @staticmethod
+    def forward(ctx: Any, backend: str, totals: list[int], values: Tensor, *offsets: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*offsets)
+        ctx.backend = backend
+        return tuple(_split(values, offsets, totals, backend))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        offsets = ctx.saved_tensors
+        return None, None, ConcatFunction.apply(ctx.backend, *offsets, *grads), *[None] * len(offsets)
+
+
+class TruncateFunction(torch.autograd.Function):
+    """Keep some rows of each sample; the gradient of dropped rows is zero."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, values: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool, backend: str
+    ) -> Tensor:
+        ctx.save_for_backward(offsets, new_offsets)
+        ctx.total, ctx.keep_last, ctx.backend = values.shape[0], keep_last, backend
+        return _truncate(values, offsets, new_offsets, total, keep_last, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, new_offsets = ctx.saved_tensors
+        whole = TruncateBackwardFunction.apply(grad, offsets, new_offsets, ctx.total, ctx.keep_last, ctx.backend)
+        return whole, None, None, None, None, None
+
+
+class TruncateBackwardFunction(torch.autograd.Function):
+    """The gradient of `TruncateFunction`, itself differentiable."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool, backend: str
+    ) -> Tensor:
+        ctx.save_for_backward(offsets, new_offsets)
+        ctx.kept, ctx.keep_last, ctx.backend = grad.shape[0], keep_last, backend
+        return _truncate_backward(grad, offsets, new_offsets, total, keep_last, backend)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, new_offsets = ctx.saved_tensors
+        kept = TruncateFunction.apply(grad, offsets, new_offsets, ctx.kept, ctx.keep_last, ctx.backend)
+        return kept, None, None, None, None, None
+
+
+def jagged_to_dense(
+    values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0, *, backend: str | None = None
+) -> Tensor:
+    """Pad samples to a dense tensor, keeping the first `length` rows of each.
+
+    Args:
+        values: `[S, *F]`, any floating-point or integer dtype; gradients flow for floating-point ones.
+        offsets: `[B + 1]`, int32 or int64, from 0 to S.
+        length: rows per sample in the output; longer samples lose the rest.
+        padding_value: fills the places of shorter samples.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        `[B, length, *F]` in the dtype of `values`.
+
+    Raises:
+        ValueError: wrong shapes or devices, or a negative length.
+        TypeError: offsets that are not int32 or int64.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import jagged_to_dense
+        >>> jagged_to_dense(torch.tensor([1., 2., 3.]), torch.tensor([0, 2, 3]), length=2)
+        tensor([[1., 2.],
+                [3., 0.]])
+    """
+    check_tensor("values", values, "[S, *F]")
+    check_offsets(offsets, values, total=values.shape[0])
+    if length < 0:
+        raise ValueError(f"length: expected at least 0, got {length}")
+    return ToDenseFunction.apply(values, offsets, length, padding_value, _backend(backend, values))
+
+
+def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None, *, backend: str | None = None) -> Tensor:
+    """Take the rows that samples have out of a dense tensor.
+
+    Args:
+        dense: `[B, L, *F]`, any floating-point or integer dtype.
+        offsets: `[B + 1]`, int32 or int64.
+        total: S, the last offset; None reads it from the offsets, which synchronises once with the device.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        `[S, *F]`; rows of a sample past L are zero.
+
+    Raises:
+        ValueError: wrong shapes or devices; no `total` in a compiled or captured call.
+        TypeError: offsets that are not int32 or int64.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import dense_to_jagged
+        >>> dense_to_jagged(torch.tensor([[1., 2.], [3., 0.]]), torch.tensor([0, 2, 3]))
+        tensor([1., 2., 3.])
+    """
+    check_tensor("dense", dense, "[B, L, *F]")
+    check_offsets(offsets, dense, total=total)
+    _check_batch("dense", dense, offsets)
+    return ToJaggedFunction.apply(dense, offsets, resolve_total(total, offsets), _backend(backend, dense))
+
+
+def jagged_concat(
+    values: Sequence[Tensor], offsets: Sequence[Tensor | None], *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Concatenate jagged tensors sample by sample: the rows of part 0, then of part 1, and so on.
+
+    Args:
+        values: for each part `[S_k, *F]`, or `[B, n_k, *F]` where its offsets are None; one dtype, one device, one F.
+        offsets: for each part `[B + 1]`, int32 or int64 (one dtype), or None for a dense part.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        values `[sum S_k, *F]` and their offsets `[B + 1]`.
+
+    Raises:
+        ValueError: no parts, parts of different batch sizes, features or devices, or only dense parts.
+        TypeError: parts of different dtypes.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import jagged_concat
+        >>> history, target = torch.tensor([1, 2, 3]), torch.tensor([[8], [9]])
+        >>> jagged_concat([history, target], [torch.tensor([0, 2, 3]), None])
+        (tensor([1, 2, 8, 3, 9]), tensor([0, 3, 5]))
+    """
+    if len(values) != len(offsets) or not values:
+        raise ValueError(f"values: expected one or more parts, one for each of the offsets; got {len(values)} and {len(offsets)}")
+    batch_offsets = _first_jagged(offsets)
+    rows, parts = [], []
+    for k, (part, part_offsets) in enumerate(zip(values, offsets, strict=True)):
+        name = f"values[{k}]"
+        check_same(name, part, "values[0]", values[0])
+        if part_offsets is None:
+            check_tensor(name, part, "[B, n, *F]")
+            _check_batch(name, part, batch_offsets)
+            part_offsets = uniform_offsets(part.shape[0], part.shape[1], batch_offsets)
+            part = part.reshape(part.shape[0] * part.shape[1], *part.shape[2:])
+        else:
+            check_tensor(name, part, "[S, *F]")
+            check_offsets(part_offsets, part, f"offsets[{k}]", total=part.shape[0])
+            _check_alike(f"offsets[{k}]", part_offsets, batch_offsets)
+        rows.append(part)
+        parts.append(part_offsets)
+        if part.shape[1:] != rows[0].shape[1:]:
+            raise ValueError(f"{name}: expected features {list(rows[0].shape[1:])} as in values[0], got {list(part.shape[1:])}")
+    joined = ConcatFunction.apply(_backend(backend, values[0]), *parts, *rows)
+    return joined, torch.stack(parts).sum(0, dtype=batch_offsets.dtype)
+
+
+def jagged_split(
+    values: Tensor, offsets: Sequence[Tensor | int], totals: Sequence[int] | None = None, *, backend: str | None = None
+) -> tuple[Tensor, ...]:
+    """Split a jagged tensor sample by sample: the way back of `jagged_concat`.
+
+    Args:
+        values: `[sum S_k, *F]`.
+        offsets: for each part its offsets `[B + 1]`, or an integer n for a dense part of n rows a sample.
+        totals: S_k of each jagged part, in order; None reads all but one from the offsets, which synchronises.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        for each part `[S_k, *F]`, or `[B, n, *F]` where an integer was given.
+
+    Raises:
+        ValueError: no jagged part, offsets of different batch sizes, totals that do not add up to the rows.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import jagged_split
+        >>> jagged_split(torch.tensor([1, 2, 8, 3, 9]), [torch.tensor([0, 2, 3]), 1])
+        (tensor([1, 2, 3]), tensor([[8],
+                [9]]))
+    """
+    check_tensor("values", values, "[S, *F]")
+    batch_offsets = _first_jagged([None if isinstance(part, int) else part for part in offsets])
+    batch_size = batch_offsets.shape[0] - 1
+    jagged_parts = [k for k, part in enumerate(offsets) if isinstance(part, Tensor)]
+    if totals is not None and len(totals) != len(jagged_parts):
+        raise ValueError(f"totals: expected one for each of the {len(jagged_parts)} jagged parts, got {len(totals)}")
+    parts, sizes = [], []
+    for k, part in enumerate(offsets):
+        if isinstance(part, int):
+            parts.append(uniform_offsets(batch_size, part, batch_offsets))
+            sizes.append(batch_size * part)
+        else:
+            check_offsets(part, values, f"offsets[{k}]")
+            _check_alike(f"offsets[{k}]", part, batch_offsets)
+            parts.append(part)
+            sizes.append(-1 if totals is None else totals[jagged_parts.index(k)])
+    if totals is None:
+        for k in jagged_parts[:-1]:
+            sizes[k] = resolve_total(None, parts[k], "totals")
+        sizes[jagged_parts[-1]] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != jagged_parts[-1])
+    if sum(sizes) != values.shape[0] or min(sizes) < 0:
+        raise ValueError(f"values: expected as many rows as the parts have together, {sizes}; got {values.shape[0]}")
+    outputs = SplitFunction.apply(_backend(backend, values), sizes, values, *parts)
+    return tuple(
+        rows.reshape(batch_size, part, *rows.shape[1:]) if isinstance(part, int) else rows
+        for rows, part in zip(outputs, offsets, strict=True)
+    )
+
+
+def jagged_truncate(
+    values: Tensor, offsets: Tensor, length: int, keep: str = "first", total: int | None = None, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Keep at most `length` rows of each sample, its first or its last ones.
+
+    Args:
+        values: `[S, *F]`, any floating-point or integer dtype.
+        offsets: `[B + 1]`, int32 or int64.
+        length: most rows to keep.
+        keep: `"first"` or `"last"`.
+        total: rows kept in all, `sum min(L_i, length)`; None reads it from the new offsets, which synchronises once.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        the kept rows `[total, *F]` and their offsets `[B + 1]`.
+
+    Raises:
+        ValueError: wrong shapes or devices, a negative length, another `keep`; no `total` in a compiled or captured call.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import jagged_truncate
+        >>> jagged_truncate(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 3, 4]), length=2, keep="last")
+        (tensor([2, 3, 4]), tensor([0, 2, 3]))
+    """
+    check_tensor("values", values, "[S, *F]")
+    check_offsets(offsets, values, total=values.shape[0])
+    if keep not in ("first", "last"):
+        raise ValueError(f"keep: expected 'first' or 'last', got {keep!r}")
+    if length < 0:
+        raise ValueError(f"length: expected at least 0, got {length}")
+    lengths = offsets.diff().clamp(min=0, max=length)
+    new_offsets = torch.cat([offsets.new_zeros(1), lengths.cumsum(0, dtype=offsets.dtype)])
+    total = resolve_total(total, new_offsets)
+    return TruncateFunction.apply(values, offsets, new_offsets, total, keep == "last", _backend(backend, values)), new_offsets
+
+
+def _backend(backend: str | None, tensor: Tensor) -> str:
+    return resolve_backend(backend, tensor, float64_on_triton=True)
+
+
+def _first_jagged(offsets: Sequence[Tensor | None]) -> Tensor:
+    for part in offsets:
+        if part is not None:
+            return part
+    raise ValueError("offsets: expected at least one jagged part; dense parts alone are torch.cat's work")
+
+
+def _check_alike(name: str, offsets: Tensor, others: Tensor) -> None:
+    if offsets.shape != others.shape or offsets.dtype != others.dtype:
+        raise ValueError(
+            f"{name}: expected [{others.shape[0]}] of {others.dtype} as the other parts, "
+            f"got {list(offsets.shape)} of {offsets.dtype}"
+        )
+
+
+def _check_batch(name: str, dense: Tensor, offsets: Tensor) -> None:
+    if dense.shape[0] != offsets.shape[0] - 1:
+        raise ValueError(f"{name}: expected {offsets.shape[0] - 1} samples as the offsets have, got {dense.shape[0]}")
