@@ -36,7 +36,7 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
 
     # Data.
-    data: str | None = Field(None, description="events file or folder: text, csv or parquet; None for the built-in sample")
+    data: str | None = Field(None, description="events file or folder: text, csv or parquet; none for the built-in sample")
     output: str = Field("runs/sasrec", description="directory to write the run into")
     format: Literal["auto", "text", "csv", "parquet"] = Field("auto", description="format of the data; auto by file name")
     user_column: str = Field("user_id", description="column of user ids")
@@ -76,7 +76,9 @@ class TrainConfig(BaseModel):
     tensorboard: bool = Field(True, description="write TensorBoard curves where tensorboard is installed")
 
     # Evaluation.
-    filter_viewed: bool = Field(False, description="take items of a user's history out of the ranking")
+    filter_viewed: bool = Field(
+        False, description="take items of a user's history out of the ranking", json_schema_extra={"off": "--keep-viewed"}
+    )
     eval_batch_size: int = Field(1024, ge=1, description="users per evaluation step")
 
     @model_validator(mode="before")
