@@ -7,10 +7,12 @@ if __name__ != "jagged.ops":
     )
 
 from jagged.ops._shared.validation import validate_offsets
+from jagged.ops.attention import jagged_attention
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
 
 __all__ = [
     "dense_to_jagged",
+    "jagged_attention",
     "jagged_concat",
     "jagged_split",
     "jagged_to_dense",
