@@ -9,7 +9,7 @@ from torch import Tensor
 
 # A tile of logits stays in the processor's cache between the passes over it.
 TILE_BYTES = 4 * 1024 * 1024
-TILE_ROWS = 512
+TILE_ROWS = 1024
 
 
 def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor,
             part = weight[items].to(rows.dtype)
             for tile in row_tiles:
                 logits = _logits(rows[tile], part, buffer)
-                _, column, inside = _column_of_target(target[tile], items)
+                column, inside = _column_of_target(target[tile], items)
                 picked = logits.gather(1, column).squeeze(1)
                 target_logit[tile] = torch.where(inside, picked, target_logit[tile])
                 highest = torch.maximum(maximum[tile], logits.amax(1))
@@ -61,7 +61,7 @@ def linear_cross_entropy_backward(
             grad_part = torch.zeros_like(part) if weight_grad_dtype else None
             for tile in row_tiles:
                 scores = _logits(rows[tile], part, buffer).sub_(lse[tile, None]).exp_().mul_(grad_softmax[tile, None])
-                _, column, inside = _column_of_target(target[tile], items)
+                column, inside = _column_of_target(target[tile], items)
                 scores.scatter_add_(1, column, -(grad_target[tile] * inside)[:, None])
                 if hidden_grad_dtype:
                     grad_hidden[tile].addmm_(scores, part)
@@ -78,3 +78,26 @@ def _prepare(hidden: Tensor, valid: Tensor) -> Tensor:
     """Hidden states in the dtype of the arithmetic, zeros in ignored rows, whatever stands there."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return torch.where(valid[:, None], hidden, 0).to(dtype)
+
+
+def _tiles(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, list[slice], Tensor]]:
+    """Yield each range of items with the ranges of rows and a buffer for the logits of one range by the other."""
+    num_rows, num_items = rows.shape[0], weight.shape[0]
+    tile_rows = max(1, min(num_rows, TILE_ROWS))
+    tile_items = max(1, min(num_items, TILE_BYTES // (rows.element_size() * tile_rows)))
+    buffer = rows.new_empty(tile_rows * tile_items)
+    row_tiles = [slice(start, min(start + tile_rows, num_rows)) for start in range(0, num_rows, tile_rows)]
+    for start in range(0, num_items, tile_items):
+        yield slice(start, min(start + tile_items, num_items)), row_tiles, buffer
+
+
+def _logits(rows: Tensor, part: Tensor, buffer: Tensor) -> Tensor:
+    shape = (rows.shape[0], part.shape[0])
+    return torch.mm(rows, part.t(), out=buffer[: shape[0] * shape[1]].view(shape))
+
+
+def _column_of_target(target: Tensor, items: slice) -> tuple[Tensor, Tensor]:
+    """Return the column `[rows, 1]` of each target among the items, held inside, and whether it truly is there."""
+    column = target.to(torch.int64) - items.start
+    inside = (column >= 0) & (column < items.stop - items.start)
+    return column.clamp_(0, items.stop - items.start - 1)[:, None], inside
