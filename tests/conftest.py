@@ -27,10 +27,10 @@ hypothesis.settings.load_profile("jagged")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Op tests follow the place they run in; `long` ones run only in `make test-long`."""
     for item in items:
-        if "place" in getattr(item, "fixturenames", ()):
-            if PLACE.name != "cpu":
-                item.add_marker(PLACE.name)
-        elif item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        only_gpu = item.get_closest_marker("gpu")
+        if "place" in getattr(item, "fixturenames", ()) and PLACE.name != "cpu" and not only_gpu:
+            item.add_marker(PLACE.name)
+        if only_gpu and PLACE.name != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="runs in make test-long"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,7 @@ def to_dense_kernel(
     tile = tl.load(
         values + source[:, None] * values_stride + feature[None, :],
         mask=filled[:, None] & feature_exists[None, :],
-        other=padding_value.to(values.dtype.element_ty),
+        other=padding_value,
     )
     tl.store(dense + row[:, None] * num_features + feature[None, :], tile, mask=row_exists[:, None] & feature_exists[None, :])
 
@@ -168,7 +169,7 @@ def _kept_starts(offsets: Tensor, new_offsets: Tensor, keep_last: bool) -> Tenso
 
 def _as_rows(values: Tensor) -> Tensor:
     """View `[S, *F]` as `[S, F]` with adjacent features; copies only where no such view exists."""
-    rows = values.reshape(values.shape[0], -1) if values.numel() else values.new_empty(values.shape[0], 0)
+    rows = values.reshape(values.shape[0], math.prod(values.shape[1:]))
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
 
 

@@ -95,11 +95,12 @@ class ToJaggedFunction(torch.autograd.Function):
 
 
 class ConcatFunction(torch.autograd.Function):
-    """Concatenate parts per sample; the gradient is split. Takes the offsets of all parts, then their values."""
+    """Concatenate parts per sample; the gradient is split. Takes the values of all parts, their offsets, the backend."""
 
     @staticmethod
-    def forward(ctx: Any, backend: str, *tensors: Tensor) -> Tensor:
-        offsets, values = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        *tensors, backend = arguments
+        values, offsets = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
         ctx.save_for_backward(*offsets)
         ctx.totals, ctx.backend = [part.shape[0] for part in values], backend
         return _concat(values, offsets, backend)
@@ -107,14 +108,15 @@ class ConcatFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         offsets = ctx.saved_tensors
-        return None, *[None] * len(offsets), *SplitFunction.apply(ctx.backend, ctx.totals, grad, *offsets)
+        return *SplitFunction.apply(grad, *offsets, ctx.totals, ctx.backend), *[None] * len(offsets), None
 
 
 class SplitFunction(torch.autograd.Function):
-    """Split into parts per sample; the gradients are concatenated."""
+    """Split into parts per sample; the gradients are concatenated. Takes the values, all offsets, the totals, the backend."""
 
     @staticmethod
-    def forward(ctx: Any, backend: str, totals: list[int], values: Tensor, *offsets: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, values: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *offsets, totals, backend = arguments
         ctx.save_for_backward(*offsets)
         ctx.backend = backend
         return tuple(_split(values, offsets, totals, backend))
@@ -122,7 +124,7 @@ class SplitFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         offsets = ctx.saved_tensors
-        return None, None, ConcatFunction.apply(ctx.backend, *offsets, *grads), *[None] * len(offsets)
+        return ConcatFunction.apply(*grads, *offsets, ctx.backend), *[None] * len(offsets), None, None
 
 
 class TruncateFunction(torch.autograd.Function):
@@ -266,7 +268,7 @@ def jagged_concat(
         parts.append(part_offsets)
         if part.shape[1:] != rows[0].shape[1:]:
             raise ValueError(f"{name}: expected features {list(rows[0].shape[1:])} as in values[0], got {list(part.shape[1:])}")
-    joined = ConcatFunction.apply(_backend(backend, values[0]), *parts, *rows)
+    joined = ConcatFunction.apply(*rows, *parts, _backend(backend, values[0]))
     return joined, torch.stack(parts).sum(0, dtype=batch_offsets.dtype)
 
 
@@ -316,7 +318,7 @@ def jagged_split(
         sizes[jagged_parts[-1]] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != jagged_parts[-1])
     if sum(sizes) != values.shape[0] or min(sizes) < 0:
         raise ValueError(f"values: expected as many rows as the parts have together, {sizes}; got {values.shape[0]}")
-    outputs = SplitFunction.apply(_backend(backend, values), sizes, values, *parts)
+    outputs = SplitFunction.apply(values, *parts, sizes, _backend(backend, values))
     return tuple(
         rows.reshape(batch_size, part, *rows.shape[1:]) if isinstance(part, int) else rows
         for rows, part in zip(outputs, offsets, strict=True)

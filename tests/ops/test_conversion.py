@@ -1,0 +1,292 @@
+"""Conversions against loops over samples. They move bits, so results are equal, not close."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jagged import ops
+from tests.places import PLACE, Place
+from tests.reference import conversion as reference
+from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, random_tensor, seeds
+
+FEATURES = st.sampled_from([(), (1,), (3,), (64,), (5, 7), (130,)])
+ON_GPU = pytest.mark.gpu
+
+
+def values_of(batch: Jagged, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool) -> torch.Tensor:
+    return random_tensor((batch.total, *features), dtype, seed, strided=strided).requires_grad_()
+
+
+def same(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def same_gradients(ours: torch.Tensor, expected: torch.Tensor, *leaves: torch.Tensor) -> None:
+    cotangent = random_tensor(tuple(expected.shape), expected.dtype, 3)
+    if not expected.requires_grad:
+        return
+    wanted = torch.autograd.grad(expected, leaves, cotangent, materialize_grads=True)
+    for got, want in zip(torch.autograd.grad(ours, leaves, cotangent), wanted, strict=True):
+        same(got, want)
+
+
+@given(jagged_batches(), FEATURES, float_dtypes(), seeds(), st.booleans(), st.integers(0, 12), st.sampled_from([0.0, -1.5]))
+def test_jagged_to_dense(
+    place: Place, batch: Jagged, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool, length: int, pad: float
+) -> None:
+    values = values_of(batch, features, dtype, seed, strided)
+    ours = ops.jagged_to_dense(values, batch.offsets, length, pad, backend=place.backend)
+    expected = reference.to_dense(values, batch.lengths, length, pad)
+    same(ours, expected)
+    same_gradients(ours, expected, values)
+
+
+@given(jagged_batches(), FEATURES, float_dtypes(), seeds(), st.booleans(), st.integers(0, 12), st.booleans())
+def test_dense_to_jagged(
+    place: Place, batch: Jagged, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool, length: int, sync: bool
+) -> None:
+    dense = random_tensor((batch.batch_size, length, *features), dtype, seed, strided=strided).requires_grad_()
+    total = None if sync else batch.total
+    ours = ops.dense_to_jagged(dense, batch.offsets, total, backend=place.backend)
+    expected = reference.to_jagged(dense, batch.lengths)
+    same(ours, expected)
+    same_gradients(ours, expected, dense)
+
+
+@given(st.data(), FEATURES, float_dtypes(), seeds(), st.booleans())
+def test_concat_and_split(
+    place: Place, data: st.DataObject, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool
+) -> None:
+    first = data.draw(jagged_batches())
+    second = data.draw(st.permutations(first.lengths).map(lambda lengths: jagged_of(tuple(lengths), first.offsets.dtype)))
+    n = data.draw(st.integers(0, 3))
+    values = [values_of(part, features, dtype, seed + k, strided) for k, part in enumerate((first, second))]
+    dense = random_tensor((first.batch_size, n, *features), dtype, seed + 2).requires_grad_()
+    ours, offsets = ops.jagged_concat([values[0], dense, values[1]], [first.offsets, None, second.offsets], backend=place.backend)
+    flat = dense.reshape(first.batch_size * n, *features)
+    expected = reference.concat([values[0], flat, values[1]], [first.lengths, [n] * first.batch_size, second.lengths])
+    same(ours, expected)
+    ops.validate_offsets(offsets, total=expected.shape[0])
+    assert offsets.dtype == first.offsets.dtype
+    same_gradients(ours, expected, *values, dense)
+
+    parts = [first.offsets, n, second.offsets]
+    for totals in (None, [first.total, second.total]):
+        back = ops.jagged_split(ours, parts, totals, backend=place.backend)
+        for part, origin in zip(back, (values[0], dense, values[1]), strict=True):
+            same(part, origin)
+    whole = ours.detach().clone().requires_grad_()
+    pieces = ops.jagged_split(whole, parts, backend=place.backend)
+    cotangents = [random_tensor(tuple(piece.shape), dtype, seed + 5 + k) for k, piece in enumerate(pieces)]
+    (grad,) = torch.autograd.grad(pieces, whole, cotangents)
+    flat = cotangents[1].reshape(first.batch_size * n, *features)
+    same(grad, reference.concat([cotangents[0], flat, cotangents[2]], [first.lengths, [n] * first.batch_size, second.lengths]))
+
+
+@given(jagged_batches(), FEATURES, float_dtypes(), seeds(), st.booleans(), st.integers(0, 60), st.sampled_from(["first", "last"]))
+def test_jagged_truncate(
+    place: Place, batch: Jagged, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool, length: int, keep: str
+) -> None:
+    values = values_of(batch, features, dtype, seed, strided)
+    kept = sum(min(n, length) for n in batch.lengths)
+    expected = reference.truncate(values, batch.lengths, length, keep)
+    for total in (None, kept):
+        ours, offsets = ops.jagged_truncate(values, batch.offsets, length, keep, total, backend=place.backend)
+        same(ours, expected)
+        assert offsets.diff().tolist() == [min(n, length) for n in batch.lengths]
+    same_gradients(ours, expected, values)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_ids_move_too(place: Place, dtype: torch.dtype) -> None:
+    batch = jagged_of((2, 0, 3))
+    ids = torch.tensor([2**31 - 1, -5, 3, 4, 5], dtype=dtype, device=place.device)
+    dense = ops.jagged_to_dense(ids, batch.offsets, 3, -1, backend=place.backend)
+    assert dense.tolist() == [[2**31 - 1, -5, -1], [-1, -1, -1], [3, 4, 5]]
+    assert ops.dense_to_jagged(dense, batch.offsets, 5, backend=place.backend).tolist() == ids.tolist()
+
+
+def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
+    """Offsets that decrease, begin before 0 or run past the end give some rows, never a neighbour's."""
+    fence = torch.full((40, 4), 777.0, device=place.device)
+    values = fence[10:20]
+    values.fill_(1.0)
+    for wrong in ([0, 9, 5, 30], [-7, 4, 10], [0, 100, 200], [50, 60, 70]):
+        offsets = torch.tensor(wrong, device=place.device)
+        dense = ops.jagged_to_dense(values, offsets, 40, backend=place.backend)
+        assert set(dense.flatten().tolist()) <= {0.0, 1.0}
+        two_rows = values[: 2 * (len(wrong) - 1)].reshape(len(wrong) - 1, 2, -1)
+        back = ops.dense_to_jagged(two_rows, offsets, 10, backend=place.backend)
+        assert set(back.flatten().tolist()) <= {0.0, 1.0}
+    assert bool((fence[:10] == 777).all())
+    assert bool((fence[20:] == 777).all())
+
+
+def test_messages_name_argument_and_cure(place: Place) -> None:
+    values, offsets = torch.zeros(3, 2, device=place.device), torch.tensor([0, 3], device=place.device)
+    cases = [
+        (
+            lambda: ops.jagged_to_dense(values, offsets.float(), 2),
+            TypeError,
+            r"offsets: expected dtype int32, int64, got float32",
+        ),
+        (lambda: ops.jagged_to_dense(values, offsets[:0], 2), ValueError, r"offsets: expected shape \[B \+ 1\], got \[0\]"),
+        (lambda: ops.jagged_to_dense(values, offsets[None], 2), ValueError, r"offsets: expected shape \[B \+ 1\], got \[1, 2\]"),
+        (lambda: ops.jagged_to_dense(values, offsets, -1), ValueError, r"length: expected at least 0, got -1"),
+        (lambda: ops.jagged_to_dense(values, offsets, 2, backend="cuda"), ValueError, r"backend: got 'cuda'"),
+        (
+            lambda: ops.dense_to_jagged(values[None, None][0], torch.tensor([0, 1, 2], device=place.device)),
+            ValueError,
+            "2 samples",
+        ),
+        (lambda: ops.jagged_truncate(values, offsets, 1, "middle"), ValueError, r"keep: expected 'first' or 'last'"),
+        (lambda: ops.jagged_concat([values], [None]), ValueError, "at least one jagged part"),
+        (lambda: ops.jagged_concat([values, values.double()], [offsets, offsets]), TypeError, r"values\[1\]: expected the dtype"),
+        (
+            lambda: ops.jagged_concat([values, values[:, :1]], [offsets, offsets]),
+            ValueError,
+            r"values\[1\]: expected features \[2\]",
+        ),
+        (lambda: ops.jagged_split(values, [offsets, offsets], [1, 1]), ValueError, r"expected as many rows as the parts have"),
+        (lambda: ops.jagged_to_dense("x", offsets, 2), TypeError, "expected a tensor"),  # type: ignore[arg-type]
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ([1, 3], r"offsets\[0\]: expected 0, got 1"),
+        ([0, 2, 1, 3], r"offsets\[2\]: expected at least 2, the offset before it, got 1"),
+        ([0, 2], r"offsets\[1\]: expected 3, the number of rows, got 2"),
+        ([0, -1, 3], r"offsets\[1\]: expected at least 0, the offset before it, got -1"),
+        ([0, 9], r"offsets\[1\]: expected 3, the number of rows, got 9"),
+    ],
+)
+def test_values_of_offsets_are_checked_on_demand(
+    place: Place, monkeypatch: pytest.MonkeyPatch, wrong: list[int], message: str
+) -> None:
+    offsets = torch.tensor(wrong, device=place.device)
+    values = torch.zeros(3, 2, device=place.device)
+    ops.jagged_to_dense(values, offsets, 2, backend=place.backend)
+    monkeypatch.setenv("JAGGED_VALIDATE", "1")
+    with pytest.raises(ValueError, match=message):
+        ops.jagged_to_dense(values, offsets, 2, backend=place.backend)
+
+
+def test_forced_backend_is_taken_or_refused(place: Place) -> None:
+    values, offsets = torch.zeros(3, 2), torch.tensor([0, 3])
+    if place.name == "cpu":
+        with pytest.raises(ValueError, match="backend='triton': needs CUDA tensors"):
+            ops.jagged_to_dense(values, offsets, 2, backend="triton")
+    values, offsets = values.to(place.device), offsets.to(place.device)
+    same(ops.jagged_to_dense(values, offsets, 2, backend="torch"), ops.jagged_to_dense(values, offsets, 2, backend=place.backend))
+
+
+def test_opcheck(place: Place) -> None:
+    batch = jagged_of((2, 0, 3))
+    values = random_tensor((5, 4), torch.float32, 0)
+    dense = random_tensor((3, 2, 4), torch.float32, 0)
+    new = jagged_of((1, 0, 2)).offsets
+    for name, arguments in (
+        ("to_dense", (values, batch.offsets, 2, 0.0)),
+        ("to_jagged", (dense, batch.offsets, 5)),
+        ("concat", ([values, values], [batch.offsets, batch.offsets])),
+        ("split", (values, [batch.offsets, torch.zeros_like(batch.offsets)], [5, 0])),
+        ("truncate", (values, batch.offsets, new, 3, True)),
+        ("truncate_backward", (values[:3], batch.offsets, new, 5, True)),
+    ):
+        torch.library.opcheck(getattr(torch.ops.jagged, name).default, (*arguments, place.backend))
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="float64 finite differences are the CPU's work")
+def test_gradcheck_to_second_order(place: Place) -> None:
+    batch = jagged_of((2, 0, 3))
+    values = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    dense = torch.randn(3, 2, 2, dtype=torch.float64, requires_grad=True)
+    for function, leaves in (
+        (lambda v: ops.jagged_to_dense(v, batch.offsets, 2), (values,)),
+        (lambda d: ops.dense_to_jagged(d, batch.offsets, 5), (dense,)),
+        (lambda v, d: ops.jagged_concat([v, d], [batch.offsets, None])[0], (values, dense)),
+        (lambda v: ops.jagged_split(v, [jagged_of((1, 0, 2)).offsets, jagged_of((1, 0, 1)).offsets]), (values,)),
+        (lambda v: ops.jagged_truncate(v, batch.offsets, 2, "last")[0], (values,)),
+    ):
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def function(values: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+        kept, new_offsets = ops.jagged_truncate(values, offsets, 3, "last", total)
+        joined, joined_offsets = ops.jagged_concat([kept, values], [new_offsets, offsets])
+        dense = ops.jagged_to_dense(joined, joined_offsets, 5)
+        return ops.dense_to_jagged(dense, offsets, values.shape[0])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for lengths in ((2, 4, 3), (5, 0, 1, 9), (0, 7), (30, 2, 2, 2, 2)):
+        batch = jagged_of(lengths)
+        values = random_tensor((batch.total, 4), torch.float32, 0).requires_grad_()
+        kept = sum(min(n, 3) for n in lengths)
+        same(compiled(values, batch.offsets, kept), function(values, batch.offsets, kept))
+    assert graphs == 1
+    with pytest.raises(Exception, match="total: must be given in a compiled or captured call"):
+        torch.compile(lambda v, o: ops.jagged_truncate(v, o, 3), fullgraph=True, backend="eager")(values, batch.offsets)
+
+
+@ON_GPU
+def test_no_synchronisation_and_graph_capture(place: Place) -> None:
+    values = random_tensor((60, 8), torch.float32, 0).requires_grad_()
+    offsets = jagged_of((10, 0, 50)).offsets
+
+    def step() -> torch.Tensor:
+        dense = ops.jagged_to_dense(values, offsets, 20)
+        kept, new = ops.jagged_truncate(ops.dense_to_jagged(dense, offsets, 60), offsets, 15, total=25)
+        joined, _ = ops.jagged_concat([kept, values], [new, offsets])
+        (grad,) = torch.autograd.grad(joined.square().sum(), values)
+        return grad
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        same(step(), expected)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ((10, 0, 50), (5, 50, 5), (0, 0, 60)):
+        offsets.copy_(jagged_of(lengths).offsets)
+        graph.replay()
+        if sum(min(n, 15) for n in lengths) == 25:
+            same(captured, step())
+
+
+@ON_GPU
+def test_addresses_past_2_to_the_31(place: Place) -> None:
+    rows, features = 2**21 + 3, 1024
+    values = torch.empty(rows, features, dtype=torch.bfloat16, device=place.device)
+    values.copy_(torch.arange(rows, device=place.device)[:, None] % 251)
+    offsets = torch.tensor([0, 5, rows - 4, rows], device=place.device)
+    dense = ops.jagged_to_dense(values, offsets, 6)
+    same(dense[2, :4], values[-4:])
+    last, _ = ops.jagged_truncate(values, offsets, 6, "last", total=15)
+    same(last[-4:], values[-4:])
+    same(ops.dense_to_jagged(values[None], torch.tensor([0, rows], device=place.device), rows)[-4:], values[-4:])
