@@ -1,0 +1,32 @@
+"""Every conversion kernel compiles for the GPUs we name, without a spill."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.aot import TARGETS, compile_kernel
+from tests.places import PLACE
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+
+INTEGERS = {
+    "num_rows": "i32", "length": "i32", "total": "i32", "batch_size": "i32", "num_features": "i32", "source_rows": "i32",
+    "target_rows": "i32", "values_stride": "i32", "sample_stride": "i32", "row_stride": "i32", "source_stride": "i32",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i32"), ("fp32", "i64")])
+@pytest.mark.parametrize("features", [1, 64, 1024])
+def test_kernels_compile_without_spills(arch: int, dtype: str, offsets: str, features: int) -> None:
+    from jagged.ops.conversion import kernels
+
+    block_rows, block_features, _ = kernels._tiles(10_000, features)
+    pointers = {name: f"*{dtype}" for name in ("values", "dense", "source", "target")}
+    starts = {name: f"*{offsets}" for name in ("offsets", "row_offsets", "source_starts", "target_starts")}
+    types = {**INTEGERS, **pointers, **starts, "padding_value": "fp32"}
+    for kernel in (kernels.to_dense_kernel, kernels.to_jagged_kernel, kernels.copy_rows_kernel):
+        signature = {name: types[name] for name in kernel.arg_names if name in types}
+        used = compile_kernel(kernel, signature, {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}, arch=arch)
+        assert used.spills == 0, f"{kernel.__name__}: {used}"
+        assert used.shared_bytes <= 100 * 1024
