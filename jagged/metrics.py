@@ -1,0 +1,180 @@
+"""Ranking metrics over a whole catalogue, kept as integer counts.
+
+Every figure is a function of two histograms: how often the target stood at each rank, and how often each item was shown. Both
+are integers, so the result depends neither on how users were batched nor on how they were spread over processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Rank of a target that the model cannot rank (it is not in its catalogue): beyond every cut-off.
+MISS = torch.iinfo(torch.int64).max
+
+_COUNTS_FILE = "train_counts.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainCounts:
+    """How many training users had each item.
+
+    Args:
+        users_per_item: `[V]` int64, users with at least one training event of the item.
+        num_users: users with at least one training event.
+    """
+
+    users_per_item: Tensor
+    num_users: int
+
+    @classmethod
+    def from_part(cls, part: Any, *, chunk_users: int = 1 << 16) -> TrainCounts:
+        """Count a `SequencePart` with one row a user, `chunk_users` rows at a time; a user who had an item twice counts once."""
+        item_ids, num_items = part.dataset.item_ids, part.dataset.num_items
+        counts = torch.zeros(num_items, dtype=torch.int64)
+        for first in range(0, len(part.user), chunk_users):
+            start, end = part.start[first : first + chunk_users], part.end[first : first + chunk_users]
+            length = end - start
+            before = torch.cumsum(length, 0) - length
+            event = torch.arange(int(length.sum())) + torch.repeat_interleave(start - before, length)
+            pairs = torch.repeat_interleave(torch.arange(len(length)), length) * num_items + item_ids[event]
+            counts += torch.bincount(torch.unique(pairs) % max(num_items, 1), minlength=num_items)
+        return cls(counts, int((part.end > part.start).sum()))
+
+    def save(self, directory: str | Path) -> None:
+        """Write `train_counts.safetensors` into a run's directory."""
+        from safetensors.torch import save_file
+
+        save_file(
+            {"users_per_item": self.users_per_item.cpu().contiguous(), "num_users": torch.tensor([self.num_users])},
+            Path(directory) / _COUNTS_FILE,
+        )
+
+    @classmethod
+    def load(cls, directory: str | Path) -> TrainCounts | None:
+        """Read what `save` wrote; None where the directory has no counts."""
+        from safetensors.torch import load_file
+
+        path = Path(directory) / _COUNTS_FILE
+        if not path.exists():
+            return None
+        stored = load_file(path)
+        return cls(stored["users_per_item"], int(stored["num_users"]))
+
+
+class RankingMetrics:
+    """NDCG, Recall, MRR, Coverage and Surprisal at several cut-offs, for one held-out target a user.
+
+    With `r` the target's rank (0 is best) and means over users:
+
+    * `ndcg@k`: `1 / log2(r + 2)` if `r < k`, else 0 (one relevant item, so the ideal gain is 1).
+    * `recall@k`: 1 if `r < k`, else 0. With one target this is the hit rate, HR@k.
+    * `mrr@k`: `1 / (r + 1)` if `r < k`, else 0.
+    * `coverage@k`: training items shown in at least one user's first k, divided by all training items.
+    * `surprisal@k`: mean over all shown slots of `log2(U / u_j) / log2(U)`, where `u_j` of the `U` training users had item j;
+      an item without a training user counts 1. 0 is an item everyone had, 1 one that a single user had. (Normalised
+      self-information: Kaminskas & Bridge, "Diversity, Serendipity, Novelty, and Coverage", ACM TiiS 7(1), 2016, section 3.)
+
+    Args:
+        num_items: size of the catalogue, V.
+        train_counts: training users of each item, `TrainCounts`.
+        ks: the cut-offs.
+        device: where the counts live; `update` then runs there without a synchronisation.
+
+    Raises:
+        ValueError: a cut-off below 1 or given twice, none given, or counts of another catalogue.
+    """
+
+    def __init__(
+        self,
+        num_items: int,
+        train_counts: TrainCounts,
+        ks: Sequence[int] = (5, 10, 20),
+        *,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if not ks or min(ks) < 1 or len(set(ks)) != len(ks):
+            raise ValueError(f"ks: got {tuple(ks)}, expected distinct cut-offs of at least 1, for example (5, 10, 20)")
+        if train_counts.users_per_item.shape != (num_items,):
+            raise ValueError(
+                f"train_counts.users_per_item: got shape {tuple(train_counts.users_per_item.shape)}, expected ({num_items},); "
+                "count the training part of the data set that the model was trained on"
+            )
+        self.num_items, self.train_counts, self.ks = num_items, train_counts, tuple(sorted(ks))
+        # Target ranks below max(ks), then all others; then how often each item was shown within each cut-off.
+        self._ranks = torch.zeros(self.ks[-1] + 1, dtype=torch.int64, device=device)
+        self._shown = torch.zeros(len(self.ks), num_items + 1, dtype=torch.int64, device=device)
+
+    def update(self, ranks: Tensor, top: Tensor) -> None:
+        """Add users.
+
+        Args:
+            ranks: `[B]` int64, 0-based rank of each user's target; `MISS` if it was not ranked.
+            top: `[B, max(ks)]` or wider, int64, each user's best items in order; -1 where there are fewer.
+        """
+        if ranks.dim() != 1 or top.dim() != 2 or len(top) != len(ranks) or top.shape[1] < self.ks[-1]:
+            raise ValueError(
+                f"ranks, top: got shapes {tuple(ranks.shape)} and {tuple(top.shape)}, "
+                f"expected [B] and [B, {self.ks[-1]}] (the largest cut-off) or wider"
+            )
+        self._ranks.scatter_add_(0, ranks.clamp(max=self.ks[-1]), torch.ones_like(ranks))
+        for row, k in zip(self._shown, self.ks, strict=True):
+            shown = top[:, :k].flatten()
+            row.scatter_add_(0, torch.where(shown < 0, self.num_items, shown), torch.ones_like(shown))
+
+    def merge(self, other: RankingMetrics) -> None:
+        """Add the users of another object with the same catalogue and cut-offs."""
+        if (other.num_items, other.ks) != (self.num_items, self.ks):
+            raise ValueError(
+                f"other: got {other.num_items} items and cut-offs {other.ks}, expected {self.num_items} and {self.ks}"
+            )
+        self._ranks += other._ranks.to(self._ranks.device)
+        self._shown += other._shown.to(self._shown.device)
+
+    def all_reduce(self, group: Any = None) -> None:
+        """Add up the users of all processes of a `torch.distributed` group; afterwards every one holds the sum."""
+        torch.distributed.all_reduce(self._ranks, group=group)
+        torch.distributed.all_reduce(self._shown, group=group)
+
+    @property
+    def num_users(self) -> int:
+        """Users seen so far."""
+        return int(self._ranks.sum())
+
+    def compute(self) -> dict[str, float]:
+        """All figures, `{"ndcg@5": ..., ...}`, in float64.
+
+        Raises:
+            ValueError: no user was added.
+        """
+        ranks, shown = self._ranks.double().cpu(), self._shown[:, :-1].cpu()
+        users = ranks.sum()
+        if not users:
+            raise ValueError("no user has a held-out target to evaluate; check the split or choose another part")
+        position = torch.arange(self.ks[-1], dtype=torch.float64)
+        had = self.train_counts.users_per_item.cpu()
+        surprisal = _surprisal(had, self.train_counts.num_users)
+        result = {}
+        gains = {"ndcg": 1 / torch.log2(position + 2), "recall": torch.ones_like(position), "mrr": 1 / (position + 1)}
+        for name, gain in gains.items():
+            for k in self.ks:
+                result[f"{name}@{k}"] = float((ranks[:k] * gain[:k]).sum() / users)
+        for k, row in zip(self.ks, shown, strict=True):
+            result[f"coverage@{k}"] = float(((row > 0) & (had > 0)).sum().double() / (had > 0).sum().clamp(min=1))
+        for k, row in zip(self.ks, shown, strict=True):
+            result[f"surprisal@{k}"] = float((row * surprisal).sum() / row.sum().clamp(min=1))
+        return result
+
+
+def _surprisal(users_per_item: Tensor, num_users: int) -> Tensor:
+    """`[V]` float64 normalised self-information of each item."""
+    if num_users < 2:
+        # One user's items are no surprise to anybody, and log2(1) cannot normalise.
+        return (users_per_item == 0).double()
+    users = torch.tensor(num_users, dtype=torch.float64)
+    return torch.log2(users / users_per_item.clamp(min=1)) / torch.log2(users)

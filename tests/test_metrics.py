@@ -1,0 +1,144 @@
+"""Ranking metrics against a slow float64 reference written out user by user."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jagged.metrics import MISS, RankingMetrics, TrainCounts
+
+KS = (1, 3, 4)
+
+
+@st.composite
+def worlds(draw):
+    """Ranks and shown items of some users, and training counts."""
+    num_items = draw(st.integers(1, 12))
+    num_train = draw(st.integers(1, 9))
+    had = draw(st.lists(st.integers(0, num_train), min_size=num_items, max_size=num_items))
+    users = draw(
+        st.lists(
+            st.tuples(
+                st.one_of(st.integers(0, num_items - 1), st.just(MISS)),
+                st.permutations(range(num_items)),
+                st.integers(0, num_items),
+            ),
+            min_size=1,
+            max_size=15,
+        )
+    )
+    ranks = [rank for rank, _, _ in users]
+    top = [([*order[:kept], *[-1] * max(KS)])[: max(KS)] for _, order, kept in users]
+    return num_items, TrainCounts(torch.tensor(had), num_train), ranks, top
+
+
+def reference(num_items, counts, ranks, top):
+    had, num_train = counts.users_per_item.tolist(), counts.num_users
+    result = {}
+    for k in KS:
+        result[f"ndcg@{k}"] = sum(1 / math.log2(rank + 2) for rank in ranks if rank < k) / len(ranks)
+        result[f"recall@{k}"] = sum(1 for rank in ranks if rank < k) / len(ranks)
+        result[f"mrr@{k}"] = sum(1 / (rank + 1) for rank in ranks if rank < k) / len(ranks)
+        trained = {item for item in range(num_items) if had[item]}
+        shown = {item for row in top for item in row[:k] if item >= 0}
+        result[f"coverage@{k}"] = len(shown & trained) / max(len(trained), 1)
+        slots = []
+        for row in top:
+            for item in row[:k]:
+                if item < 0:
+                    continue
+                if had[item] == 0:
+                    slots.append(1.0)
+                else:
+                    slots.append(math.log2(num_train / had[item]) / math.log2(num_train) if num_train > 1 else 0.0)
+        result[f"surprisal@{k}"] = sum(slots) / max(len(slots), 1)
+    return result
+
+
+@given(worlds(), st.lists(st.integers(0, 15), max_size=4))
+def test_matches_the_reference_whatever_the_batches_and_processes(world, cuts):
+    num_items, counts, ranks, top = world
+    whole = RankingMetrics(num_items, counts, KS)
+    whole.update(torch.tensor(ranks), torch.tensor(top))
+    expected = reference(num_items, counts, ranks, top)
+    got = whole.compute()
+    assert list(got) == [f"{name}@{k}" for name in ("ndcg", "recall", "mrr", "coverage", "surprisal") for k in KS]
+    assert got == pytest.approx(expected, rel=1e-13, abs=1e-13)
+
+    cuts = sorted({0, len(ranks), *(min(cut, len(ranks)) for cut in cuts)})
+    parts = [RankingMetrics(num_items, counts, KS) for _ in range(2)]
+    for index, (first, last) in enumerate(itertools.pairwise(cuts)):
+        ids = torch.tensor(top[first:last])
+        parts[index % 2].update(torch.tensor(ranks[first:last]), ids)
+    parts[0].merge(parts[1])
+    assert parts[0].num_users == len(ranks)
+    assert parts[0].compute() == got  # to the last bit
+
+
+def test_known_values():
+    metrics = RankingMetrics(4, TrainCounts(torch.tensor([4, 2, 1, 0]), 4), ks=(2,))
+    metrics.update(torch.tensor([0, 1, 2]), torch.tensor([[0, 1], [2, 3], [0, 3]]))
+    assert metrics.compute() == pytest.approx(
+        {
+            "ndcg@2": (1 + 1 / math.log2(3)) / 3,
+            "recall@2": 2 / 3,
+            "mrr@2": 1.5 / 3,
+            "coverage@2": 1.0,
+            "surprisal@2": (0 + 0.5 + 1 + 1 + 0 + 1) / 6,
+        }
+    )
+
+
+def test_an_empty_batch_changes_nothing_and_no_user_at_all_is_an_error():
+    metrics = RankingMetrics(3, TrainCounts(torch.tensor([1, 1, 0]), 2), KS)
+    metrics.update(torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="no user has a held-out target"):
+        metrics.compute()
+
+
+@pytest.mark.parametrize("ks", [(), (0, 5), (5, 5)])
+def test_bad_cut_offs_are_refused(ks):
+    with pytest.raises(ValueError, match="ks: got"):
+        RankingMetrics(3, TrainCounts(torch.tensor([1, 1, 0]), 2), ks)
+
+
+def test_bad_shapes_are_refused():
+    counts = TrainCounts(torch.tensor([1, 1, 0]), 2)
+    with pytest.raises(ValueError, match=r"got shape \(3,\), expected \(4,\)"):
+        RankingMetrics(4, counts)
+    metrics = RankingMetrics(3, counts, (5,))
+    with pytest.raises(ValueError, match="expected \\[B\\] and \\[B, 5\\]"):
+        metrics.update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="other: got 3 items"):
+        metrics.merge(RankingMetrics(3, counts, (4,)))
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=8),
+    st.integers(1, 9),
+)
+def test_training_counts_are_of_distinct_users(histories, chunk_users):
+    """Rows cover some of each user's events; a chunk's border must not matter."""
+    item_ids = torch.tensor([5, *(item for history in histories for item in history), 5])
+    lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
+    end = 1 + torch.cumsum(lengths, 0)
+    part = SimpleNamespace(
+        dataset=SimpleNamespace(item_ids=item_ids, num_items=6), user=torch.arange(len(histories)), start=end - lengths, end=end
+    )
+    counts = TrainCounts.from_part(part, chunk_users=chunk_users)
+    assert counts.users_per_item.tolist() == [sum(item in history for history in histories) for item in range(6)]
+    assert counts.num_users == sum(bool(history) for history in histories)
+
+
+def test_training_counts_are_saved(tmp_path):
+    assert TrainCounts.load(tmp_path) is None
+    TrainCounts(torch.tensor([3, 0, 1]), 7).save(tmp_path)
+    loaded = TrainCounts.load(tmp_path)
+    assert loaded.users_per_item.tolist() == [3, 0, 1]
+    assert loaded.num_users == 7
