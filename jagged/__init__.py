@@ -13,20 +13,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from jagged.config import TrainConfig as TrainConfig
-    from jagged.doctor import doctor as doctor
+    from jagged.diagnosis import doctor as doctor
     from jagged.evaluation import evaluate as evaluate
     from jagged.recommender import Recommender as Recommender
     from jagged.recommender import recommend as recommend
-    from jagged.report import report as report
+    from jagged.reporting import report as report
     from jagged.training import train as train
 
 _WHERE = {
     "TrainConfig": "jagged.config",
     "Recommender": "jagged.recommender",
-    "doctor": "jagged.doctor",
+    "doctor": "jagged.diagnosis",
     "evaluate": "jagged.evaluation",
     "recommend": "jagged.recommender",
-    "report": "jagged.report",
+    "report": "jagged.reporting",
     "train": "jagged.training",
 }
 _SUBPACKAGES = ("data", "models", "modules", "ops", "training")

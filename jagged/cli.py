@@ -246,7 +246,7 @@ def report(
     On the page: training curves, lengths, ranks, metrics with the protocol they were measured by, and checks for leaks.
     """
     _report_problems()
-    from jagged.report import report as run
+    from jagged.reporting import report as run
 
     print(run(directory, output))
 
@@ -261,7 +261,7 @@ def doctor() -> None:
 
     Exit code 0 when all is well, 1 otherwise. A version that does not fit comes with the command that mends it.
     """
-    from jagged.doctor import doctor as run
+    from jagged.diagnosis import doctor as run
 
     result = run()
     print(result)

@@ -94,7 +94,7 @@ def _run(names: Sequence[str], timeout: float = _TIMEOUT_SECONDS) -> list[Check]
     root = str(Path(__file__).resolve().parent.parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     while len(checks) < len(names):
-        command = [sys.executable, "-c", "from jagged.doctor import _worker; _worker()", *names[len(checks) :]]
+        command = [sys.executable, "-c", "from jagged.diagnosis import _worker; _worker()", *names[len(checks) :]]
         try:
             process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
             output, end = process.stdout, f"the process ended with status {process.returncode}: {_last_line(process.stderr)}"

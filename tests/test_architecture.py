@@ -1,0 +1,101 @@
+"""One way only: ops <- modules <- jagged. Read from the sources, so that an import inside a function counts too."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ENGINE = ("torchrec", "fbgemm_gpu", "pyarrow", "pydantic", "typer", "numpy")
+
+
+def imports(source: str, package: str, at: Path) -> Iterator[tuple[int, str]]:
+    """(line, absolute name of the module imported) for every import; `package` is the one that the module lies in."""
+    for node in ast.walk(ast.parse(source, filename=str(at))):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                yield node.lineno, name.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *filter(None, [node.module])])
+            for name in node.names:
+                yield node.lineno, f"{base}.{name.name}"
+
+
+def files(folder: str) -> list[tuple[Path, str]]:
+    """The Python files of a top-level folder, each with the package it lies in by its import name."""
+    home = {"ops": "jagged.ops", "modules": "jagged.modules", "jagged": "jagged"}[folder]
+    result = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        within = path.relative_to(ROOT / folder).parent.parts
+        if folder == "jagged" and within[:1] in (("ops",), ("modules",)):
+            continue
+        result.append((path, ".".join([home, *within])))
+    assert result
+    return result
+
+
+def offences(source: str, package: str, at: Path) -> list[str]:
+    found = []
+    for line, name in imports(source, package, at):
+        top, family = name.split(".")[0], package.split(".")[2:3]
+        bad = False
+        if package.startswith("jagged.ops"):
+            inner = name.split(".")[2:3]
+            own = not inner or not (ROOT / "ops" / inner[0]).is_dir() or inner == ["_shared"] or inner == family or not family
+            bad = top in ENGINE or (top == "jagged" and not (f"{name}.".startswith("jagged.ops.") and own))
+        elif package.startswith("jagged.modules"):
+            bad = top in ("pydantic", "typer", "pyarrow") or (
+                top == "jagged" and not f"{name}.".startswith(("jagged.modules.", "jagged.ops."))
+            )
+        if top in ("ops", "modules") or bad:
+            found.append(f"{at}:{line}: {package} imports {name}")
+    return found
+
+
+@pytest.mark.parametrize("folder", ["ops", "modules", "jagged"])
+def test_nothing_imports_upward(folder: str) -> None:
+    found = [offence for path, package in files(folder) for offence in offences(path.read_text(), package, path)]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("jagged.ops.attention", "import torchrec"),
+        ("jagged.ops.attention", "def f():\n    from torchrec.sparse import jagged_tensor"),
+        ("jagged.ops.attention", "from jagged.ops.conversion import op"),
+        ("jagged.ops.attention", "from jagged.ops import conversion"),
+        ("jagged.ops.attention", "from ..conversion import op"),
+        ("jagged.ops.attention", "from jagged.modules import attention"),
+        ("jagged.ops._shared", "from jagged.ops.conversion import op"),
+        ("jagged.ops", "from jagged import config"),
+        ("jagged.modules", "import jagged.models"),
+        ("jagged.modules", "from jagged import data"),
+        ("jagged.modules", "from ..training import train"),
+        ("jagged.models", "from modules import attention"),
+        ("jagged", "import ops"),
+    ],
+)
+def test_an_upward_import_would_be_found(package: str, source: str) -> None:
+    assert offences(source, package, Path("planted.py")) != []
+
+
+@pytest.mark.parametrize(
+    ("package", "source"),
+    [
+        ("jagged.ops", "from jagged.ops.conversion import jagged_to_dense"),
+        ("jagged.ops.attention", "from jagged.ops._shared import registration"),
+        ("jagged.ops.attention", "from jagged.ops.attention import kernels\nimport torch\nimport triton"),
+        ("jagged.ops.attention", "from . import kernels"),
+        ("jagged.modules", "from jagged.ops import jagged_attention\nfrom torchrec import JaggedTensor"),
+        ("jagged.models", "from jagged.modules import JaggedPooling"),
+    ],
+)
+def test_a_downward_import_is_allowed(package: str, source: str) -> None:
+    assert offences(source, package, Path("planted.py")) == []
