@@ -17,8 +17,8 @@ from torch import Tensor
 
 DEFAULT_MAX_BYTES = 256 * 2**20
 
-# fp32 score, int64 key and one temporary of up to four bytes.
-_BYTES_PER_SCORE = 16
+# fp32 score, int64 key, one temporary of up to four bytes, and what top-k works in on a GPU.
+_BYTES_PER_SCORE = 18
 # Fewer users than this share each pass over the item table only where memory forces it.
 _MIN_USERS = 16
 # On a CPU the scores should stay in the cache between the passes over them.

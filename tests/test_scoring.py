@@ -153,6 +153,7 @@ def test_bad_arguments_are_refused():
         rank_catalogue(hidden, weight, 1, max_bytes=1000)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.gpu
 def test_gpu_ranks_as_the_cpu_does_without_waiting():
     hidden, weight = integers(0, 300, 6), integers(1, 4000, 6)
