@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,19 @@ class Resources:
 
 
 def compile_kernel(
-    kernel: Any, signature: dict[str, str], constants: dict[str, Any], *, arch: int, num_warps: int = 4, num_stages: int = 3
+    kernel: Any,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    *,
+    arch: int,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    divisible: Collection[str] = (),
 ) -> Resources:
     """Compile a `@triton.jit` kernel for `sm_<arch>` and read what ptxas says of it.
 
-    `signature` maps every run-time argument to its Triton type (`"*bf16"`, `"i32"`, `"fp32"`); `constants` the constexpr ones.
+    `signature` maps every run-time argument to its Triton type (`"*bf16"`, `"i32"`, `"fp32"`); `constants` the constexpr
+    ones; `divisible` names integers that are multiples of 16, which a launch finds out.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -37,7 +46,9 @@ def compile_kernel(
     full = {name: "constexpr" if name in constants else signature[name] for name in names}
     indexes = {(names.index(name),): value for name, value in constants.items()}
     # Tensors come from the allocator at 16 bytes and more, which Triton learns from the arguments at run time.
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in full.items() if kind.startswith("*")}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", 16]] for name, kind in full.items() if kind[0] == "*" or name in divisible
+    }
     source = ASTSource(fn=kernel, signature=full, constexprs=indexes, attrs=attributes)
     compiled = triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": num_warps, "num_stages": num_stages}

@@ -10,34 +10,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import find_segment
+from jagged.ops._shared.device import find_segment, load_segment
 
-# Elements of one program's tile: 8 KiB in bf16 by 4 warps; twice as many spill on sm_100.
-TILE_ELEMENTS = 4096
+# Elements of one program's tile: 16 a thread with 4 warps. Odd widths load element by element and would spill: half of it.
+TILE_ELEMENTS = 2048
 MAX_BLOCK_FEATURES = 1024
 
 
-@triton.jit(do_not_specialize=["num_rows", "length", "total"])
+@triton.jit(do_not_specialize=["length", "total"])
 def to_dense_kernel(
-    values, offsets, dense, num_rows, length, total, num_features, values_stride, padding_value,
+    values, offsets, dense, length, total, num_features, values_stride, padding_value,
     BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """dense[b * length + p] = values[offsets[b] + p], or the padding value where sample b has no row p."""
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    """dense[b, p] = values[offsets[b] + p], or the padding value where sample b has no row p. A program stays in one sample."""
+    tiles = tl.cdiv(length, BLOCK_ROWS)
+    sample = (tl.program_id(0) // tiles).to(tl.int64)
+    position = tl.program_id(0) % tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
-    row_exists = row < num_rows
-    sample = row // length
-    start = tl.load(offsets + sample, mask=row_exists, other=0).to(tl.int64)
-    end = tl.load(offsets + sample + 1, mask=row_exists, other=0).to(tl.int64)
-    source = start + (row - sample * length)
-    filled = row_exists & (source < end) & (source >= 0) & (source < total)
+    start, end = load_segment(offsets, sample, total)
+    source = start + position
+    filled = (position < length) & (source < end)
     feature_exists = feature < num_features
     tile = tl.load(
         values + source[:, None] * values_stride + feature[None, :],
         mask=filled[:, None] & feature_exists[None, :],
         other=padding_value,
     )
-    tl.store(dense + row[:, None] * num_features + feature[None, :], tile, mask=row_exists[:, None] & feature_exists[None, :])
+    row = sample * length + position
+    mask = (position < length)[:, None] & feature_exists[None, :]
+    tl.store(dense + row[:, None] * num_features + feature[None, :], tile, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows", "length", "batch_size"])
@@ -85,9 +86,9 @@ def to_dense(values: Tensor, offsets: Tensor, length: int, padding_value: float)
     batch_size = offsets.shape[0] - 1
     dense = values.new_empty(batch_size, length, *values.shape[1:])
     if dense.numel():
-        block_rows, block_features, grid = _tiles(batch_size * length, rows.shape[1])
-        to_dense_kernel[grid](
-            rows, offsets, dense, batch_size * length, length, rows.shape[0], rows.shape[1], rows.stride(0), padding_value,
+        block_rows, block_features, (tiles, feature_tiles) = _tiles(length, rows.shape[1])
+        to_dense_kernel[(batch_size * tiles, feature_tiles)](
+            rows, offsets, dense, length, rows.shape[0], rows.shape[1], rows.stride(0), padding_value,
             BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
         )  # fmt: skip
     return dense
@@ -175,5 +176,6 @@ def _as_rows(values: Tensor) -> Tensor:
 
 def _tiles(num_rows: int, num_features: int) -> tuple[int, int, tuple[int, int]]:
     block_features = min(triton.next_power_of_2(num_features), MAX_BLOCK_FEATURES)
-    block_rows = max(1, min(TILE_ELEMENTS // block_features, 128))
+    elements = TILE_ELEMENTS if num_features % 16 == 0 else TILE_ELEMENTS // 2
+    block_rows = max(1, min(elements // block_features, 128, triton.next_power_of_2(num_rows)))
     return block_rows, block_features, (triton.cdiv(num_rows, block_rows), triton.cdiv(num_features, block_features))

@@ -17,16 +17,19 @@ INTEGERS = {
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i32"), ("fp32", "i64")])
-@pytest.mark.parametrize("features", [1, 64, 1024])
+@pytest.mark.parametrize("features", [1, 50, 64, 1024])
 def test_kernels_compile_without_spills(arch: int, dtype: str, offsets: str, features: int) -> None:
     from jagged.ops.conversion import kernels
 
     block_rows, block_features, _ = kernels._tiles(10_000, features)
-    pointers = {name: f"*{dtype}" for name in ("values", "dense", "source", "target")}
-    starts = {name: f"*{offsets}" for name in ("offsets", "row_offsets", "source_starts", "target_starts")}
+    pointers = dict.fromkeys(("values", "dense", "source", "target"), f"*{dtype}")
+    starts = dict.fromkeys(("offsets", "row_offsets", "source_starts", "target_starts"), f"*{offsets}")
+    strides = () if features % 16 else ("num_features", *(name for name in INTEGERS if name.endswith("stride")))
     types = {**INTEGERS, **pointers, **starts, "padding_value": "fp32"}
     for kernel in (kernels.to_dense_kernel, kernels.to_jagged_kernel, kernels.copy_rows_kernel):
         signature = {name: types[name] for name in kernel.arg_names if name in types}
-        used = compile_kernel(kernel, signature, {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}, arch=arch)
+        used = compile_kernel(
+            kernel, signature, {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}, arch=arch, divisible=strides
+        )
         assert used.spills == 0, f"{kernel.__name__}: {used}"
         assert used.shared_bytes <= 100 * 1024
