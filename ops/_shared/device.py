@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+from jagged.ops._shared.registration import INTERPRETED as _INTERPRETED
+
+INTERPRETED = tl.constexpr(_INTERPRETED)
+
 
 @triton.jit
 def find_segment(segment_offsets, index, num_segments):
@@ -32,3 +36,13 @@ def load_segment(offsets, segment, total):
     start = tl.minimum(tl.maximum(start, 0), total)
     end = tl.minimum(tl.maximum(end, start), total)
     return start, end
+
+
+@triton.jit
+def dot(left, right, accumulator, PRECISION: tl.constexpr):
+    """Return `left @ right`, added to `accumulator` unless that is None, in float32."""
+    if INTERPRETED:
+        # The interpreter's product takes the bits of bfloat16 for integers; in float32 the products are the same.
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, accumulator, input_precision=PRECISION)
