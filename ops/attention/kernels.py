@@ -50,13 +50,12 @@ def load_tile(tensor, first, length, row_stride, BLOCK: tl.constexpr, HEAD_DIM: 
     rows = tl.minimum(first + tl.arange(0, BLOCK), length - 1).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     places = tensor + rows[:, None] * row_stride + columns[None, :]
-    if HEAD_DIM == BLOCK_D:
-        return tl.load(places)
-    return tl.load(places, mask=columns[None, :] < HEAD_DIM, other=0.0)
+    return tl.load(places) if HEAD_DIM == BLOCK_D else tl.load(places, mask=columns[None, :] < HEAD_DIM, other=0.0)
 
 
 @triton.jit
 def store_tile(tensor, tile, first, length, row_stride, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the rows of `[BLOCK, BLOCK_D]` that the sample has, from row `first` of it on."""
     rows = first + tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     places = tensor + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
@@ -69,18 +68,20 @@ def store_tile(tensor, tile, first, length, row_stride, BLOCK: tl.constexpr, HEA
 @triton.jit
 def visible(queries, keys, length, IS_CAUSAL: tl.constexpr):
     """Tell which keys exist and may be seen; `queries` and `keys` are positions in the sample that broadcast."""
-    if IS_CAUSAL:
-        # A query past the end is never used, and for the others the diagonal comes before the end.
-        return keys <= queries
-    return keys < length
+    # With causal, a query past the end is never used, and for the others the diagonal comes before the end.
+    return keys <= queries if IS_CAUSAL else keys < length
 
 
 @triton.jit
 def key_limits(first_query, length, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return how many keys every query of a tile sees in whole key tiles, and how many any of them sees."""
     if IS_CAUSAL:
-        return (first_query + 1) // BLOCK_N * BLOCK_N, tl.minimum(first_query + BLOCK_M, length)
-    return length // BLOCK_N * BLOCK_N, length
+        whole = (first_query + 1) // BLOCK_N * BLOCK_N
+        end = tl.minimum(first_query + BLOCK_M, length)
+    else:
+        whole = length // BLOCK_N * BLOCK_N
+        end = length
+    return whole, end
 
 
 @triton.jit
@@ -176,7 +177,7 @@ def attention_backward_dq_kernel(
     IS_CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries, and on the way `delta`, the dot product of output and its gradient, for the next kernel."""
+    """Gradient of one tile of queries, and `delta`, each row's dot product of output and its gradient, for the dkv kernel."""
     start, length, first_query = find_tile(offsets, num_samples, total, BLOCK_M)
     if first_query >= length:
         return
@@ -294,8 +295,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, causal: bool, scal
     if grid[0]:
         with torch.cuda.device_of(q):
             attention_forward_kernel[grid](
-                q, k, v, offsets, output, lse, offsets.shape[0] - 1, total, scale, *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
-                output.stride(0), BLOCK_M=tiles.own, BLOCK_N=tiles.visit, **_constants(q, causal, tiles),
+                q, k, v, offsets, output, lse, offsets.shape[0] - 1, total, scale, *_strides(q, k, v), output.stride(0),
+                BLOCK_M=tiles.own, BLOCK_N=tiles.visit, **_constants(q, causal, tiles),
             )  # fmt: skip
     return output, lse
 
@@ -309,9 +310,7 @@ def backward(
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     chosen = configuration(head_dim, q.dtype, total, offsets.shape[0] - 1)
-    scalars = (
-        offsets.shape[0] - 1, total, scale, *grad.stride()[:2], *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], output.stride(0),
-    )  # fmt: skip
+    scalars = offsets.shape[0] - 1, total, scale, *_strides(grad, q, k, v), output.stride(0)
     if _grid(q, offsets, chosen.dq)[0]:
         with torch.cuda.device_of(q):
             attention_backward_dq_kernel[_grid(q, offsets, chosen.dq)](
@@ -328,6 +327,10 @@ def backward(
 def _readable(x: Tensor) -> Tensor:
     """The kernels take any stride of rows and heads, and columns side by side."""
     return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    return [stride for x in tensors for stride in x.stride()[:2]]
 
 
 def _grid(q: Tensor, offsets: Tensor, tiles: Tiles) -> tuple[int, int]:
