@@ -98,6 +98,8 @@ class TrainConfig(BaseModel):
             raise ValueError(f"embedding_dim ({self.embedding_dim}) must be a multiple of num_heads ({self.num_heads})")
         if self.valid_fraction + self.test_fraction >= 1:
             raise ValueError("valid_fraction + test_fraction must stay below 1, or nothing is left to train on")
+        if self.max_tokens is not None and self.max_tokens < self.max_seq_len:
+            raise ValueError(f"max_tokens ({self.max_tokens}) must be at least max_seq_len ({self.max_seq_len})")
         return self
 
     @classmethod

@@ -1,0 +1,161 @@
+"""The pictures of a run, drawn by matplotlib: as SVG that follows a page's colours, or as PNG files."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Palette:
+    """Colours of a picture: text and axes, grid, background, first and second series."""
+
+    ink: str
+    rule: str
+    paper: str
+    first: str
+    second: str
+
+
+LIGHT = Palette("#1d2430", "#d5dae2", "#ffffff", "#2563b0", "#c2571a")
+# Colours that stand for a page's style variables until `to_svg` puts those in.
+_PAGE = Palette("#010203", "#040506", "none", "#070809", "#0a0b0c")
+_PAGE_VARIABLES = {"#010203": "var(--ink)", "#040506": "var(--rule)", "#070809": "var(--first)", "#0a0b0c": "var(--second)"}
+
+
+def curve(
+    values: Mapping[str, Sequence[tuple[float, float]]], ylabel: str, palette: Palette, *, mark: float | None = None
+) -> Any:
+    """Lines over epochs: by series name its (epoch, value) points; `mark` is the epoch that was selected."""
+    figure, axes = _figure(palette)
+    for (name, points), color in zip(values.items(), (palette.first, palette.second), strict=False):
+        x, y = zip(*points, strict=True) if points else ((), ())
+        axes.plot(x, y, color=color, label=name, linewidth=1.8, marker="o" if len(points) < 30 else None, markersize=3)
+    if mark is not None:
+        axes.axvline(mark, color=palette.ink, linewidth=1, linestyle=":")
+        axes.annotate(
+            f"kept: {mark:g}",
+            (mark, 0.02),
+            xycoords=("data", "axes fraction"),
+            color=palette.ink,
+            xytext=(3, 0),
+            textcoords="offset points",
+        )
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(ylabel)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if len(values) > 1:
+        _legend(axes, palette)
+    return figure
+
+
+def length_histogram(lengths: Counts, max_seq_len: int, palette: Palette) -> Any:
+    """How many users have a history of each length; the longest that the model sees is marked."""
+    figure, axes = _figure(palette)
+    edges = _log_edges(int(lengths.max(initial=1)))
+    counts, _ = np.histogram(lengths[lengths > 0], edges)
+    axes.stairs(counts, edges, fill=True, color=palette.first)
+    axes.axvline(max_seq_len, color=palette.second, linewidth=1.5, label=f"max_seq_len = {max_seq_len}")
+    _log_axis(axes, int(edges[-1]))
+    axes.set_xlabel("events of a user")
+    axes.set_ylabel("users")
+    _legend(axes, palette)
+    return figure
+
+
+def rank_histogram(ranks: Mapping[str, Counts], num_items: int, palette: Palette) -> Any:
+    """Where the held-out items stood among all items, 1 the best: the share of users, by series name."""
+    figure, axes = _figure(palette)
+    edges = _log_edges(num_items)
+    for (name, values), color, fill in zip(ranks.items(), (palette.first, palette.second), (True, False), strict=False):
+        counts, _ = np.histogram(values, edges)
+        axes.stairs(
+            counts / max(len(values), 1), edges, fill=fill, color=color, alpha=0.75 if fill else 1, linewidth=1.8, label=name
+        )
+    _log_axis(axes, num_items)
+    axes.set_xlabel("rank of the held-out item (1 is best)")
+    axes.set_ylabel("share of users")
+    _legend(axes, palette)
+    return figure
+
+
+def to_png(figure: Any, path: str | Path) -> Path:
+    """Write a figure as PNG; the same figure gives the same bytes."""
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    return Path(path)
+
+
+def to_svg(figure: Any, name: str) -> str:
+    """A figure drawn with `page_palette()` as an SVG element to put into a page, its colours the page's style variables."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<(metadata|style).*?</(metadata|style)>", "", text, flags=re.DOTALL)
+    # Several pictures share the page's space of names.
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
+    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" role="img">', text, count=1)
+    for color, variable in _PAGE_VARIABLES.items():
+        text = text.replace(color, variable)
+    return text.replace("xlink:href", "href").strip()
+
+
+def page_palette() -> Palette:
+    """The colours that `to_svg` replaces by the page's variables --ink, --rule, --first and --second."""
+    return _PAGE
+
+
+def _figure(palette: Palette) -> tuple[Any, Any]:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    style = {
+        "font.family": "sans-serif",
+        "font.size": 10,
+        "text.color": palette.ink,
+        "axes.labelcolor": palette.ink,
+        "axes.edgecolor": palette.ink,
+        "axes.facecolor": "none",
+        "xtick.color": palette.ink,
+        "ytick.color": palette.ink,
+        "figure.facecolor": palette.paper,
+        "grid.color": palette.rule,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with matplotlib.rc_context(style):
+        figure = Figure(figsize=(5.6, 3.2), layout="constrained")
+        axes = figure.subplots()
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _legend(axes: Any, palette: Palette) -> None:
+    axes.legend(frameon=False, labelcolor=palette.ink)
+
+
+def _log_edges(largest: int) -> npt.NDArray[np.float64]:
+    """Bin edges from 1 to beyond `largest`, at whole numbers and evenly spaced on a logarithmic axis."""
+    return np.unique(np.round(np.geomspace(1, largest + 1, 33)))
+
+
+def _log_axis(axes: Any, largest: int) -> None:
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    axes.set_xscale("log")
+    axes.set_xlim(1, max(largest, 2))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_minor_locator(NullLocator())
