@@ -2,5 +2,20 @@
 
 if __name__ != "jagged.modules":
     raise ImportError(
-        f"this package was imported as {__name__!r}; import it as 'jagged.modules' (the folder `modules/` is that package's home)"
+        f"this package was imported as {__name__!r}; import it as 'jagged.modules' (the folder `modules/` is its home)"
     )
+
+from jagged.modules.attention import JaggedSelfAttention
+from jagged.modules.heads import CutCrossEntropyHead, HeadOutput
+from jagged.modules.jagged_tensor import with_values
+from jagged.modules.positions import PositionalEncoding
+from jagged.modules.transformer import JaggedTransformerBlock
+
+__all__ = [
+    "CutCrossEntropyHead",
+    "HeadOutput",
+    "JaggedSelfAttention",
+    "JaggedTransformerBlock",
+    "PositionalEncoding",
+    "with_values",
+]

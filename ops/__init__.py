@@ -6,9 +6,11 @@ if __name__ != "jagged.ops":
         f"this package was imported as {__name__!r}; import it as 'jagged.ops' (the folder `ops/` is that package's home)"
     )
 
+from jagged.ops._shared.offsets import row_positions
 from jagged.ops._shared.validation import validate_offsets
 from jagged.ops.attention import jagged_attention
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
+from jagged.ops.cross_entropy import linear_cross_entropy
 
 __all__ = [
     "dense_to_jagged",
@@ -17,5 +19,7 @@ __all__ = [
     "jagged_split",
     "jagged_to_dense",
     "jagged_truncate",
+    "linear_cross_entropy",
+    "row_positions",
     "validate_offsets",
 ]

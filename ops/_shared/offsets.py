@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.validation import check_offsets
+
 
 def sample_of_row(offsets: Tensor, total: int) -> Tensor:
     """Return the sample `[total]` (int64) each row belongs to; rows that no sample covers get the last one's index.
@@ -20,6 +22,38 @@ def position_of_row(offsets: Tensor, samples: Tensor) -> Tensor:
     """Return the place `[total]` (int64) of each row inside its sample, given the row's sample."""
     rows = torch.arange(samples.shape[0], device=samples.device)
     return rows - offsets.to(torch.int64)[samples]
+
+
+def row_positions(offsets: Tensor, total: int, *, from_end: bool = False) -> Tensor:
+    """Return the place of each row inside its sample, without synchronisation. Plain PyTorch on every device.
+
+    Args:
+        offsets: `[B + 1]`, int32 or int64, ending at `total`.
+        total: number of rows.
+        from_end: count from the sample's last row, which gets 0, instead of from its first.
+
+    Returns:
+        `[total]`, int64, never negative.
+
+    Raises:
+        ValueError, TypeError: offsets of another rank or dtype.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import row_positions
+        >>> row_positions(torch.tensor([0, 3, 3, 5]), total=5)
+        tensor([0, 1, 2, 0, 1])
+        >>> row_positions(torch.tensor([0, 3, 3, 5]), total=5, from_end=True)
+        tensor([2, 1, 0, 1, 0])
+    """
+    check_offsets(offsets, offsets, total=total)
+    if total == 0:
+        return torch.zeros(0, dtype=torch.int64, device=offsets.device)
+    samples = sample_of_row(offsets, total)
+    positions = position_of_row(offsets, samples)
+    if from_end:
+        positions = offsets.diff().to(torch.int64)[samples] - 1 - positions
+    return positions.clamp_(min=0)
 
 
 def uniform_offsets(batch_size: int, length: int, like: Tensor) -> Tensor:

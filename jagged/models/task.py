@@ -1,0 +1,36 @@
+"""The module that TorchRec's train pipelines train: a model and its head in one forward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from jagged.modules import CutCrossEntropyHead
+
+if TYPE_CHECKING:
+    from jagged.data import SequenceBatch
+    from jagged.models.sasrec import SASRec
+
+
+class TrainTask(nn.Module):
+    """Next-item prediction over the whole catalogue.
+
+    Args:
+        model: gives hidden states for features and owns the item table.
+
+    Shape:
+        A `SequenceBatch` in; `(loss, (loss, logits, labels))` out, as TorchRec's pipelines expect, the inner ones detached:
+        `logits` `[sum L]` are the scores of the targets, `labels` `[sum L]` the targets.
+    """
+
+    def __init__(self, model: SASRec) -> None:
+        super().__init__()
+        self.model = model
+        self.head = CutCrossEntropyHead()
+
+    def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        """Return the mean loss of the batch's rows and what metrics need."""
+        hidden = self.model(batch.features)
+        loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
+        return loss, (loss.detach(), logits, batch.targets)

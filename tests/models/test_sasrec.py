@@ -1,0 +1,162 @@
+"""SASRec against its padded twin: loss, hidden states and every gradient."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.data import SequenceBatch
+from jagged.models import SASRec, TrainTask, build
+from tests.oracle import FORWARD, GRADIENT, assert_as_accurate
+from tests.places import PLACE, Place
+from tests.reference.sasrec import PaddedSASRec, left_padded, twin_names
+from tests.strategies import Jagged, jagged_batches, seeds
+
+ITEMS, LENGTH = 50, 32
+SIZES = {"embedding_dim": 12, "num_heads": 2, "num_layers": 2, "max_seq_len": LENGTH}
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="models run on the place's own backend")
+
+
+def keyed(values: torch.Tensor, batch: Jagged) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor.from_offsets_sync(keys=["item_id"], values=values, offsets=batch.offsets)
+
+
+def batch_of(values: torch.Tensor, targets: torch.Tensor, batch: Jagged) -> SequenceBatch:
+    users = torch.arange(batch.batch_size, device=values.device)
+    return SequenceBatch(features=keyed(values, batch), targets=targets, users=users)
+
+
+def models(place: Place, seed: int, dtype: torch.dtype) -> tuple[SASRec, PaddedSASRec]:
+    torch.manual_seed(seed)
+    ours = SASRec(ITEMS, dropout=0.0, **SIZES)
+    for parameter in ours.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours = ours.to(dtype)
+    twin = PaddedSASRec(ITEMS, **SIZES).to(dtype)
+    with torch.no_grad():
+        for name, twin_name in twin_names(SIZES["num_layers"]).items():
+            twin.get_parameter(twin_name).copy_(ours.get_parameter(name))
+    return ours.to(place.device), twin.to(place.device)
+
+
+@settings(max_examples=30)
+@given(jagged_batches(longest=LENGTH), seeds())
+def test_agrees_with_the_padded_twin(place: Place, batch: Jagged, seed: int) -> None:
+    dtype = torch.float32
+    ours, low = models(place, seed, dtype)
+    exact = copy.deepcopy(low).double()
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(ITEMS, (batch.total,), generator=generator).to(place.device)
+    targets = torch.randint(ITEMS, (batch.total,), generator=generator).to(place.device)
+    items, filled = left_padded(values, batch.lengths, LENGTH)
+    wanted, _ = left_padded(targets, batch.lengths, LENGTH)
+
+    loss, (detached, logits, labels) = TrainTask(ours)(batch_of(values, targets, batch))
+    assert not detached.requires_grad
+    assert not logits.requires_grad
+    assert labels is targets
+    if not batch.total:
+        loss.backward()
+        assert loss.item() == 0
+        assert all(p.grad is None or not p.grad.any() for p in ours.parameters())
+        return
+    losses = [twin.loss(items, filled, wanted) for twin in (low, exact)]
+    for value in (loss, *losses):
+        value.backward()
+    assert_as_accurate(loss.detach(), losses[0].detach(), losses[1].detach(), factor=FORWARD, name="loss")
+    for name, twin_name in twin_names(SIZES["num_layers"]).items():
+        assert_as_accurate(
+            ours.get_parameter(name).grad,
+            low.get_parameter(twin_name).grad,
+            exact.get_parameter(twin_name).grad,
+            factor=GRADIENT,
+            name=name,
+        )
+    hidden = [twin(items, filled) for twin in (low, exact)]
+    scores = [(h[filled] * t.item_weight[targets]).sum(1).detach() for h, t in zip(hidden, (low, exact), strict=True)]
+    assert_as_accurate(logits, *scores, factor=FORWARD, name="logits")
+
+    final = ours.final_hidden(keyed(values, batch)).detach()
+    empty = torch.tensor([n == 0 for n in batch.lengths], device=place.device)
+    rows = [h[:, -1].detach().masked_fill(empty[:, None], 0) for h in hidden]
+    assert_as_accurate(final, *rows, factor=FORWARD, name="final hidden")
+
+
+def test_a_row_does_not_see_the_future(place: Place) -> None:
+    ours, _ = models(place, 0, torch.float32)
+    offsets = torch.tensor([0, 4, 9], device=place.device)
+    items = torch.arange(9, device=place.device)
+    changed = items.clone()
+    changed[[3, 8]] = 40
+    before, after = (
+        ours(KeyedJaggedTensor(keys=["item_id"], values=v, offsets=offsets)).values().detach() for v in (items, changed)
+    )
+    same = (before == after).all(1)
+    assert same.tolist() == [True, True, True, False, True, True, True, True, False]
+
+
+def test_rows_past_the_last_position_share_it(place: Place) -> None:
+    ours, _ = models(place, 0, torch.float32)
+    total = LENGTH + 7
+    offsets = torch.tensor([0, total], device=place.device)
+    features = KeyedJaggedTensor(
+        keys=["item_id"], values=torch.zeros(total, dtype=torch.int64, device=place.device), offsets=offsets
+    )
+    assert torch.isfinite(ours(features).values()).all()
+
+
+def test_meta_device_reset_and_registry() -> None:
+    model = build("sasrec", num_items=10, embedding_dim=8, device="meta")
+    assert all(p.is_meta for p in model.parameters())
+    model = model.to_empty(device="cpu")
+    model.reset_parameters()
+    assert all(torch.isfinite(p).all() for p in model.parameters())
+    again = build("sasrec", **model.config)
+    assert again.config == model.config
+    assert set(twin_names(2)) == {name for name, _ in again.named_parameters()}
+    with pytest.raises(ValueError, match="model: got 'gru4rec', expected one of sasrec"):
+        build("gru4rec", num_items=3)
+
+
+def test_is_traced_with_its_parts_as_leaves() -> None:
+    from torchrec.fx import Tracer
+
+    model = SASRec(10, embedding_dim=8, dropout=0.0)
+    leaves = ["EmbeddingCollection", "PositionalEncoding", "JaggedTransformerBlock"]
+    graph = Tracer(leaf_modules=leaves).trace(model)
+    traced = torch.fx.GraphModule(model, graph)
+    called = {node.target for node in graph.nodes if node.op == "call_module"}
+    assert {"item_embeddings", "positions", "blocks.0", "blocks.1", "norm"} <= called
+    features = KeyedJaggedTensor(keys=["item_id"], values=torch.tensor([1, 2, 3]), lengths=torch.tensor([2, 1]))
+    torch.testing.assert_close(traced(features).values(), model(features).values(), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.gpu
+def test_bf16_mixed_step_without_synchronisation(place: Place) -> None:
+    model = SASRec(1000, embedding_dim=64).to(place.device)
+    task = TrainTask(model)
+    lengths = torch.tensor([5, 1, 30], device=place.device)
+    values = torch.randint(1000, (36,), device=place.device)
+    features = KeyedJaggedTensor(keys=["item_id"], values=values, lengths=lengths, length_per_key=[36])
+    batch = SequenceBatch(features=features, targets=values.flip(0), users=torch.arange(3, device=place.device))
+
+    def step() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss, _ = task(batch)
+        loss.backward()
+        return loss.detach()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(loss)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
