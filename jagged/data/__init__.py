@@ -1,0 +1,68 @@
+"""Events in, jagged batches out: files, vocabularies, splits and loaders.
+
+Everything is loaded on first use: reading and splitting need neither torchrec nor fbgemm, only the batches do.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jagged.data.batches import BatchLoader as BatchLoader
+    from jagged.data.batches import SequenceBatch as SequenceBatch
+    from jagged.data.dataset import SequenceDataset as SequenceDataset
+    from jagged.data.errors import DataError as DataError
+    from jagged.data.events import read_events as read_events
+    from jagged.data.splits import SequencePart as SequencePart
+    from jagged.data.splits import SequenceSplit as SequenceSplit
+    from jagged.data.splits import leaks as leaks
+    from jagged.data.splits import split_global_time as split_global_time
+    from jagged.data.splits import split_leave_one_out as split_leave_one_out
+    from jagged.data.synthetic import Attainable as Attainable
+    from jagged.data.synthetic import synthetic_sessions as synthetic_sessions
+    from jagged.data.vocabulary import Vocabulary as Vocabulary
+
+_WHERE = {
+    "Attainable": "synthetic",
+    "BatchLoader": "batches",
+    "DataError": "errors",
+    "SequenceBatch": "batches",
+    "SequenceDataset": "dataset",
+    "SequencePart": "splits",
+    "SequenceSplit": "splits",
+    "Vocabulary": "vocabulary",
+    "leaks": "splits",
+    "read_events": "events",
+    "split_global_time": "splits",
+    "split_leave_one_out": "splits",
+    "synthetic_sessions": "synthetic",
+}
+
+__all__ = [
+    "Attainable",
+    "BatchLoader",
+    "DataError",
+    "SequenceBatch",
+    "SequenceDataset",
+    "SequencePart",
+    "SequenceSplit",
+    "Vocabulary",
+    "leaks",
+    "read_events",
+    "split_global_time",
+    "split_leave_one_out",
+    "synthetic_sessions",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(f"jagged.data.{_WHERE[name]}"), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'jagged.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

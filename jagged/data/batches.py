@@ -1,0 +1,288 @@
+"""Batches as KeyedJaggedTensors, and the loader that builds them in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from jagged.data.splits import SequencePart, ranges
+
+KEY = "item_id"
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass
+class SequenceBatch(Pipelineable):  # type: ignore[misc]
+    """Some users' histories and what comes next; nothing is padded.
+
+    Attributes:
+        features: key "item_id": int64 dense item ids, oldest first, `B` samples with `sum L` rows.
+        targets: int64; training: `[sum L]`, the next item of every row; evaluation: `[B]`, the item held out.
+        users: int64 `[B]`, dense user ids.
+        viewed: evaluation with `with_viewed`: key "item_id", all items of the users' histories however long; else None.
+    """
+
+    features: KeyedJaggedTensor
+    targets: Tensor
+    users: Tensor
+    viewed: KeyedJaggedTensor | None = None
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> SequenceBatch:
+        """The batch on another device."""
+        return SequenceBatch(
+            self.features.to(device, non_blocking=non_blocking),
+            self.targets.to(device, non_blocking=non_blocking),
+            self.users.to(device, non_blocking=non_blocking),
+            None if self.viewed is None else self.viewed.to(device, non_blocking=non_blocking),
+        )
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until work queued on `stream` is done."""
+        self.features.record_stream(stream)
+        self.targets.record_stream(stream)
+        self.users.record_stream(stream)
+        if self.viewed is not None:
+            self.viewed.record_stream(stream)
+
+    def pin_memory(self) -> SequenceBatch:
+        """The batch in page-locked memory."""
+        return SequenceBatch(
+            self.features.pin_memory(),
+            self.targets.pin_memory(),
+            self.users.pin_memory(),
+            None if self.viewed is None else self.viewed.pin_memory(),
+        )
+
+
+class BatchLoader:
+    """Batches of a part. Iterating yields the rest of the current epoch and moves no position: that is the training loop's.
+
+    The order is a function of `(seed, epoch)` alone, the same for any `num_workers`; rank r's batches are a function of that and
+    of `world_size`. Every sample comes exactly once an epoch, on one rank, and every rank has the same number of batches.
+
+    Args:
+        part: the samples. Without targets they are for training: inputs `x_0 .. x_{n-1}`, targets `x_1 .. x_n`.
+        batch_size: samples a batch and rank; the last batches of an epoch may be smaller. Give this or `max_tokens`.
+        max_tokens: most rows (`sum L`) a batch and rank; samples are packed in order up to it. At least `max_seq_len`.
+        max_seq_len: most rows a sample; the oldest events of a longer history are left out.
+        shuffle: a new order each epoch; otherwise the order of the part.
+        seed: of the order.
+        num_workers: processes that build batches; 0 builds them in this one. The events are mapped by each of them, not copied.
+        pin_memory: hand batches out in page-locked memory (where there is a CUDA device).
+        rank, world_size: this process's share.
+        with_viewed: evaluation: also hand out the whole history of each user.
+        multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
+
+    Raises:
+        ValueError: an option out of range, an empty part, or fewer samples than ranks.
+    """
+
+    def __init__(
+        self,
+        part: SequencePart,
+        *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        max_seq_len: int,
+        shuffle: bool,
+        seed: int,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        with_viewed: bool = False,
+        multiprocessing_context: str | None = None,
+    ) -> None:
+        if (batch_size is None) == (max_tokens is None):
+            raise ValueError(f"batch_size, max_tokens: got {batch_size}, {max_tokens}, expected exactly one of them")
+        for name, value in (
+            ("batch_size", batch_size),
+            ("max_tokens", max_tokens),
+            ("max_seq_len", max_seq_len),
+            ("world_size", world_size),
+        ):
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: got {value}, expected 1 or more")
+        if max_tokens is not None and max_tokens < max_seq_len:
+            raise ValueError(
+                f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank: got {rank}, expected 0 to {world_size - 1}")
+        if seed < 0 or num_workers < 0:
+            raise ValueError(f"seed, num_workers: got {seed}, {num_workers}, expected 0 or more")
+        if len(part) < world_size:
+            raise ValueError(f"part: got {len(part)} samples, expected at least one for each of {world_size} ranks")
+        if with_viewed and part.target is None:
+            raise ValueError("with_viewed: got a training part, expected one with targets")
+        self.part = part
+        self.batch_size = batch_size
+        self.max_tokens = max_tokens
+        self.max_seq_len = max_seq_len
+        self.with_viewed = with_viewed
+        self.shuffle = shuffle
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.batch = 0
+        self._plan: tuple[int, IntArray, IntArray] | None = None
+        self._rows: IntArray | None = None
+        self._loader: DataLoader[Tensor] = DataLoader(
+            _Source(part, max_seq_len, with_viewed),
+            batch_size=None,
+            sampler=_Positions(self),
+            num_workers=num_workers,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            persistent_workers=num_workers > 0,
+            multiprocessing_context=multiprocessing_context if num_workers else None,
+            # DataLoader draws a seed for its workers; from a generator of its own it leaves the global state alone.
+            generator=torch.Generator().manual_seed(seed),
+        )
+
+    def set_position(self, epoch: int, batch: int) -> None:
+        """Let the next iteration start at a batch of an epoch; both count from 0. `batch` may be the epoch's end.
+
+        Raises:
+            ValueError: no such position.
+        """
+        if epoch < 0 or not 0 <= batch <= self.num_batches(epoch):
+            raise ValueError(
+                f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0))}"
+            )
+        self.epoch, self.batch = epoch, batch
+
+    def num_batches(self, epoch: int) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return (len(self._planned(epoch)[1]) - 1) // self.world_size
+
+    def __len__(self) -> int:
+        """Batches of the current epoch."""
+        return self.num_batches(self.epoch)
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        for packed in self._loader:
+            yield _unpack(packed, self.with_viewed)
+
+    def _samples(self) -> Iterator[IntArray]:
+        order, bounds = self._planned(self.epoch)
+        for k in range(self.batch * self.world_size + self.rank, len(bounds) - 1, self.world_size):
+            yield order[bounds[k] : bounds[k + 1]]
+
+    def _planned(self, epoch: int) -> tuple[IntArray, IntArray]:
+        if self._plan is None or self._plan[0] != epoch:
+            order = self._order(epoch)
+            self._plan = (epoch, order, self._by_size() if self.batch_size else self._by_tokens(order))
+        return self._plan[1], self._plan[2]
+
+    def _order(self, epoch: int) -> IntArray:
+        if not self.shuffle:
+            return np.arange(len(self.part))
+        # SeedSequence mixes the two numbers by a fixed algorithm, so neighbouring seeds and epochs share nothing.
+        state = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0])
+        permutation: IntArray = torch.randperm(len(self.part), generator=torch.Generator().manual_seed(state)).numpy()
+        return permutation
+
+    def _by_size(self) -> IntArray:
+        assert self.batch_size is not None
+        ranks, samples = self.world_size, len(self.part)
+        step = self.batch_size * ranks
+        full, rest = divmod(samples, step)
+        tail_steps = int(rest > 0)
+        if 0 < rest < ranks and full:
+            # Too few left for all ranks: share the last full step's samples with them.
+            full, tail_steps = full - 1, 2
+        head = np.arange(full * ranks, dtype=np.int64) * self.batch_size
+        tail = full * step + np.arange(tail_steps * ranks + 1, dtype=np.int64) * (samples - full * step) // max(
+            tail_steps * ranks, 1
+        )
+        return np.concatenate((head, tail)) if tail_steps else np.append(head, samples)
+
+    def _by_tokens(self, order: IntArray) -> IntArray:
+        assert self.max_tokens is not None
+        if self._rows is None:
+            rows = self.part.lengths - int(self.part.target is None)
+            self._rows = rows.clamp(0, self.max_seq_len).numpy()
+        filled = np.cumsum(self._rows[order])
+        bounds = [0]
+        while bounds[-1] < len(order):
+            before = filled[bounds[-1] - 1] if bounds[-1] else 0
+            bounds.append(int(np.searchsorted(filled, before + self.max_tokens, side="right")))
+        # Equal counts on every rank: halve the largest batches until they can be dealt out.
+        while (len(bounds) - 1) % self.world_size:
+            sizes = np.diff(bounds)
+            k = int(sizes.argmax())
+            bounds.insert(k + 1, bounds[k] + int(sizes[k]) // 2)
+        return np.array(bounds, dtype=np.int64)
+
+
+class _Positions:
+    """The sampler: sample numbers of the batches that are left, read from the loader whenever an iteration begins."""
+
+    def __init__(self, loader: BatchLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[IntArray]:
+        return self.loader._samples()
+
+    def __len__(self) -> int:
+        return len(self.loader) - self.loader.batch
+
+
+class _Source(Dataset[Tensor]):
+    """Builds the batch of some samples as one tensor: a worker then shares one piece of memory a batch, not seven."""
+
+    def __init__(self, part: SequencePart, max_seq_len: int, with_viewed: bool) -> None:
+        self.part = part
+        self.max_seq_len = max_seq_len
+        self.with_viewed = with_viewed
+
+    def __getitem__(self, samples: Any) -> Tensor:
+        part = self.part
+        chosen = torch.from_numpy(samples)
+        start, end = part.start[chosen], part.end[chosen]
+        items = part.dataset.item_ids
+        stop = end if part.target is not None else torch.maximum(end - 1, start)
+        first = torch.maximum(start, stop - self.max_seq_len)
+        rows = ranges(first, stop - first)
+        targets = items[part.target[chosen]] if part.target is not None else items[rows + 1]
+        pieces = [part.user[chosen], targets, *_jagged(items[rows], stop - first)]
+        if self.with_viewed:
+            pieces += _jagged(items[ranges(start, end - start)], end - start)
+        return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])
+
+
+def _jagged(values: Tensor, lengths: Tensor) -> list[Tensor]:
+    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=offsets[1:])
+    return [values, lengths, offsets]
+
+
+def _unpack(packed: Tensor, with_viewed: bool) -> SequenceBatch:
+    count = 8 if with_viewed else 5
+    pieces = packed[count:].split(packed[:count].tolist())
+    users, targets, *features = pieces[:5]
+    return SequenceBatch(_keyed(*features), targets, users, _keyed(*pieces[5:]) if with_viewed else None)
+
+
+def _keyed(values: Tensor, lengths: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
+    # The host knows these sizes: given, no later call has to read them back from a device.
+    return KeyedJaggedTensor(
+        keys=[KEY],
+        values=values,
+        lengths=lengths,
+        offsets=offsets,
+        stride=lengths.numel(),
+        length_per_key=[values.numel()],
+        offset_per_key=[0, values.numel()],
+    )

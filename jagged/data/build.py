@@ -1,0 +1,253 @@
+"""From a stream of chunks to the dataset's Arrow file, in bounded memory.
+
+Chunks are encoded to dense ids and appended to one spill file; the users' event counts that fall out give every user's final
+place. Then ranges of users that fit in memory are sorted one after another by (user, time, order in the files) and written behind
+each other. Only the vocabularies, the users' counts and one range are ever in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from jagged.data.dataset import EVENTS, ITEMS, USERS, write_manifest
+from jagged.data.errors import refuse, shown
+from jagged.data.parsers import Chunk
+from jagged.data.vocabulary import Vocabulary, digest, infer_integers
+
+MAX_ID_BYTES = 1024
+# Events sorted in memory at once, about 80 bytes each.
+RANGE_EVENTS = 1 << 22
+# Ranges are files open at the same time.
+MAX_RANGES = 256
+COPY_EVENTS = 1 << 20
+
+IntArray = npt.NDArray[np.int64]
+
+
+class _Codes:
+    """Dense numbers in order of first appearance."""
+
+    def __init__(self, role: str) -> None:
+        self.role = role
+        self.codes: dict[int | str, int] = {}
+        self.type: pa.DataType | None = None
+
+    def encode(self, values: pa.Array, place: Callable[[int], str]) -> IntArray:
+        if values.null_count:
+            raise refuse(place(int(pc.index(pc.is_null(values), True).as_py())), f"a null {self.role} id", "an id")
+        kind = pa.int64() if pa.types.is_integer(values.type) else pa.large_string()
+        if self.type is None:
+            self.type = kind
+        elif kind != self.type:
+            raise refuse(place(0), f"{self.role} ids of type {kind}", f"{self.type} as in the files before", "cast the column")
+        encoded = values.dictionary_encode()
+        distinct = encoded.dictionary
+        indices = encoded.indices.to_numpy(zero_copy_only=False)
+        if kind == pa.large_string():
+            self._check(distinct, indices, place)
+        elif pa.types.is_uint64(values.type) and len(distinct) and (worst := pc.max(distinct).as_py()) >= 2**63:
+            first = int(np.flatnonzero(indices == pc.index(distinct, pa.scalar(worst, pa.uint64())).as_py())[0])
+            raise refuse(place(first), f"the {self.role} id {worst}", "integers below 2**63", "cast the column to strings")
+        codes = self.codes
+        dense = np.fromiter((codes.setdefault(v, len(codes)) for v in distinct.to_pylist()), np.int64, len(distinct))
+        return dense[indices]
+
+    def _check(self, distinct: pa.Array, indices: IntArray, place: Callable[[int], str]) -> None:
+        length = pc.binary_length(distinct)
+        bad = pc.or_(
+            pc.or_(pc.equal(length, 0), pc.greater(length, MAX_ID_BYTES)), pc.match_substring_regex(distinct, r"[\x00-\x1f\x7f]")
+        )
+        if (index := pc.index(bad, True).as_py()) >= 0:
+            found = distinct[index].as_py()
+            raise refuse(
+                place(int(np.flatnonzero(indices == index)[0])),
+                f"the {self.role} id {shown(found)}" if found else f"an empty {self.role} id",
+                f"1 to {MAX_ID_BYTES} bytes without control characters",
+            )
+
+    def vocabulary(self, typed: bool) -> Vocabulary:
+        ids = pa.array(list(self.codes), type=self.type or pa.large_string())
+        return Vocabulary(ids if typed else infer_integers(ids))
+
+
+class DatasetBuilder:
+    """Takes chunks, then writes a dataset's files into `directory`.
+
+    Args:
+        directory: an existing, empty directory on a disk with room for about twice the events at 24 bytes each.
+        typed: ids keep the type they come in; otherwise text ids that are all integers become int64.
+        range_events: events sorted in memory at once.
+    """
+
+    def __init__(self, directory: Path, *, typed: bool, range_events: int = RANGE_EVENTS) -> None:
+        self.directory = directory
+        self.typed = typed
+        self.range_events = range_events
+        self.notes: dict[str, int] = {}
+        self._users = _Codes("user")
+        self._items = _Codes("item")
+        self._counts = np.zeros(1024, dtype=np.int64)
+        self._rows = np.zeros(1024, dtype=np.int64)
+        self._without_items: set[int | str] = set()
+        self._time_kind = ""
+        self._spill_path = directory / "spill"
+        self._spill = open(self._spill_path, "wb")  # noqa: SIM115 closed by finish or close
+        self._width = 2
+
+    def close(self) -> None:
+        """Close and remove the spill file; harmless after `finish`."""
+        self._spill.close()
+        self._spill_path.unlink(missing_ok=True)
+
+    def add(self, chunk: Chunk) -> None:
+        """Append a chunk's events after those that came before."""
+        if len(chunk.users) == 0:
+            return
+        self._check_time_kind(chunk)
+        users, counts = chunk.users, chunk.counts
+        numbers = chunk
+        if counts is not None and (counts == 0).any():
+            self._without_items.update(users.filter(pa.array(counts == 0)).to_pylist())
+            if users.null_count:
+                users_nulls = int(pc.index(pc.is_null(users), True).as_py())
+                raise refuse(chunk.user_place(users_nulls), "a null user id", "an id")
+            keep = np.flatnonzero(counts > 0)
+            users, counts = users.take(pa.array(keep)), counts[keep]
+            numbers = Chunk(chunk.path, chunk.unit, users, chunk.items, counts, chunk.times, chunk.time_kind, chunk.numbers[keep])
+        user = self._users.encode(users, numbers.user_place)
+        item = self._items.encode(chunk.items, numbers.item_place)
+        if len(user) == 0:
+            return
+        size = len(self._users.codes)
+        self._counts = _grown(self._counts, size)
+        self._rows = _grown(self._rows, size)
+        if counts is not None:
+            self._rows[:size] += np.bincount(user, minlength=size)
+            user = np.repeat(user, counts)
+        self._counts[:size] += np.bincount(user, minlength=size)
+        columns = [user, item] if chunk.times is None else [user, item, chunk.times]
+        self._width = len(columns)
+        np.stack(columns, axis=1).tofile(self._spill)
+
+    def _check_time_kind(self, chunk: Chunk) -> None:
+        kinds = {
+            "number": "numbers",
+            "naive": "calendar times without a zone",
+            "zoned": "calendar times with a zone",
+            "none": "no times",
+        }
+        if self._time_kind and chunk.time_kind != self._time_kind:
+            raise refuse(
+                chunk.user_place(0), kinds[chunk.time_kind], f"{kinds[self._time_kind]} as before", "use one kind of time"
+            )
+        self._time_kind = chunk.time_kind
+
+    def finish(self, source: str, advance: Callable[[int], object]) -> None:
+        """Sort, write the Arrow file, the vocabularies and the manifest. `advance` is called with the events written.
+
+        Raises:
+            DataError: there was not one event.
+        """
+        self._spill.close()
+        num_users = len(self._users.codes)
+        offsets = np.zeros(num_users + 1, dtype=np.int64)
+        np.cumsum(self._counts[:num_users], out=offsets[1:])
+        if not offsets[-1]:
+            raise refuse(source, "no events", "at least one user with an item")
+        users, items = self._users.vocabulary(self.typed), self._items.vocabulary(self.typed)
+        self.notes["duplicate_users"] = int((self._rows[:num_users] > 1).sum())
+        self.notes["empty_users"] = len(self._without_items - self._users.codes.keys())
+        self._sort(offsets, advance)
+        fingerprint = self._write_events(offsets, users, items)
+        users.save(self.directory / USERS)
+        items.save(self.directory / ITEMS)
+        write_manifest(
+            self.directory,
+            {
+                "fingerprint": fingerprint,
+                "num_users": len(users),
+                "num_items": len(items),
+                "num_events": int(offsets[-1]),
+                "time_kind": self._time_kind,
+                "notes": self.notes,
+            },
+        )
+
+    def _sort(self, offsets: IntArray, advance: Callable[[int], object]) -> None:
+        total = int(offsets[-1])
+        limit = max(self.range_events, -(-total // MAX_RANGES))
+        bounds = [0]
+        while bounds[-1] < len(offsets) - 1:
+            end = int(np.searchsorted(offsets, offsets[bounds[-1]] + limit, side="right")) - 1
+            bounds.append(max(end, bounds[-1] + 1))
+        paths = self._distribute(np.array(bounds))
+        with open(self.directory / "item.raw", "wb") as item_file, open(self.directory / "time.raw", "wb") as time_file:
+            for path in paths:
+                rows = np.fromfile(path, dtype=np.int64).reshape(-1, self._width)
+                path.unlink()
+                keys = (rows[:, 0],) if self._width == 2 else (rows[:, 2], rows[:, 0])
+                rows = rows[np.lexsort(keys)]
+                np.ascontiguousarray(rows[:, 1]).tofile(item_file)
+                if self._width == 3:
+                    np.ascontiguousarray(rows[:, 2]).tofile(time_file)
+                advance(len(rows))
+
+    def _distribute(self, bounds: IntArray) -> list[Path]:
+        if len(bounds) == 2:
+            return [self._spill_path]
+        paths = [self.directory / f"range-{k}" for k in range(len(bounds) - 1)]
+        files = [open(path, "wb") for path in paths]  # noqa: SIM115 closed below
+        try:
+            with open(self._spill_path, "rb") as spill:
+                while len(rows := np.fromfile(spill, np.int64, COPY_EVENTS * self._width).reshape(-1, self._width)):
+                    owner = np.searchsorted(bounds, rows[:, 0], side="right") - 1
+                    order = np.argsort(owner, kind="stable")
+                    rows, owner = rows[order], owner[order]
+                    present, starts = np.unique(owner, return_index=True)
+                    for k, part in zip(present, np.split(rows, starts[1:]), strict=True):
+                        part.tofile(files[k])
+        finally:
+            for file in files:
+                file.close()
+        self._spill_path.unlink()
+        return paths
+
+    def _write_events(self, offsets: IntArray, users: Vocabulary, items: Vocabulary) -> str:
+        sha = hashlib.sha256(b"jagged.dataset.1:" + digest(users.ids) + digest(items.ids))
+        sha.update(offsets.tobytes())
+        boundaries = pa.array(offsets)
+        columns, names = [], []
+        for name, raw in (("item_id", "item.raw"), ("timestamp", "time.raw")):
+            path = self.directory / raw
+            if not path.stat().st_size:
+                path.unlink()
+                continue
+            with pa.memory_map(str(path)) as mapped:
+                data = mapped.read_buffer()
+            sha.update(name.encode())
+            for start in range(0, data.size, 8 * COPY_EVENTS):
+                sha.update(memoryview(data)[start : start + 8 * COPY_EVENTS])
+            values = pa.Array.from_buffers(pa.int64(), data.size // 8, [None, data])
+            columns.append(pa.LargeListArray.from_arrays(boundaries, values))
+            names.append(name)
+        batch = pa.record_batch(columns, names=names)
+        with pa.OSFile(str(self.directory / EVENTS), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        for raw in ("item.raw", "time.raw"):
+            (self.directory / raw).unlink(missing_ok=True)
+        return sha.hexdigest()
+
+
+def _grown(array: IntArray, size: int) -> IntArray:
+    if size <= len(array):
+        return array
+    bigger = np.zeros(max(size, 2 * len(array)), dtype=np.int64)
+    bigger[: len(array)] = array
+    return bigger

@@ -1,0 +1,133 @@
+"""`read_events`: files of events to a `SequenceDataset`, through a cache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jagged.data.build import DatasetBuilder
+from jagged.data.dataset import FORMAT_VERSION, SequenceDataset, own_temporary, publish
+from jagged.data.errors import DataError, refuse
+from jagged.data.files import find_files
+from jagged.data.parsers import Columns, read_csv, read_parquet, read_text
+
+_READERS = {"text": read_text, "csv": read_csv, "parquet": read_parquet}
+
+logger = logging.getLogger("jagged")
+
+
+def read_events(
+    path: str | os.PathLike[str],
+    *,
+    format: str = "auto",
+    user_column: str = "user_id",
+    item_column: str = "item_id",
+    timestamp_column: str | None = "timestamp",
+    cache_directory: str | os.PathLike[str] | None = None,
+    progress: bool = True,
+) -> SequenceDataset:
+    """Read users' events from a file or from a folder of files of one format, streamed, in bounded memory.
+
+    Formats, by name or by `format`: **text** (`.txt`), a user a line, `user item item ...`, oldest first; **csv** (`.csv`,
+    `.tsv`), a table with a header and an event a row; **parquet** (`.parquet`), the same, or a user a row with lists of items
+    and times. Text and csv may be compressed (`.gz`, `.bz2`). Text and csv ids that are all integers become int64, other ids
+    stay strings; parquet ids keep their type.
+
+    A user's events are sorted by time; events of one time keep the order of the files, which are read in name order. Repeated
+    events stay. A user in several lines is one user. Users without an item are left out and counted in `notes`.
+
+    Args:
+        path: the file, or the folder.
+        format: "auto", "text", "csv" or "parquet".
+        user_column, item_column, timestamp_column: names of the columns of a table. Times are whole numbers of any unit or
+            calendar times. `timestamp_column` None or "" states that the rows are oldest first; then the dataset has no times.
+        cache_directory: keep the result here; a second call with the same files (name, size, time of change) and options opens
+            it at once. A damaged entry is found by its digests and built again. None: a temporary directory, removed with the
+            dataset.
+        progress: show a bar for what takes longer than two seconds.
+
+    Raises:
+        DataError: malformed input: one line with the file, the line or row, what was found and what is expected.
+    """
+    files, kind = find_files(path, format)
+    columns = Columns(user_column, item_column, timestamp_column or None)
+    names = [name for name in (columns.user, columns.item, columns.timestamp) if name is not None]
+    if len(set(names)) != len(names) or not all(names):
+        raise refuse(os.fspath(path), f"the column names {names}", "different, non-empty names")
+    if cache_directory is None:
+        temporary = Path(tempfile.mkdtemp(prefix="jagged-"))
+        try:
+            _build(temporary, os.fspath(path), files, kind, columns, progress)
+            return own_temporary(SequenceDataset.load(temporary))
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+    return _cached(Path(cache_directory), os.fspath(path), files, kind, columns, progress)
+
+
+def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> SequenceDataset:
+    cache.mkdir(parents=True, exist_ok=True)
+    target = cache / _key(files, kind, columns)
+    if target.exists():
+        try:
+            return SequenceDataset.load(target)
+        except DataError as error:
+            logger.warning("the cached dataset is damaged and is built again: %s", error)
+            _discard(target)
+    temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
+    try:
+        _build(temporary, source, files, kind, columns, progress)
+        try:
+            publish(temporary, target)
+        except OSError:
+            # Another process has published the same entry meanwhile; what it wrote is verified like any other.
+            if not target.exists():
+                raise
+        return SequenceDataset.load(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _discard(target: Path) -> None:
+    # Renamed first: a reader of the damaged entry keeps its files, a writer finds the name free.
+    trash = Path(tempfile.mkdtemp(prefix=".damaged-", dir=target.parent))
+    try:
+        os.rename(target, trash / "entry")
+    except FileNotFoundError:
+        pass
+    finally:
+        shutil.rmtree(trash, ignore_errors=True)
+
+
+def _key(files: list[Path], kind: str, columns: Columns) -> str:
+    identity: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "format": kind,
+        "columns": [columns.user, columns.item, columns.timestamp],
+    }
+    stats = [(file, file.stat()) for file in files]
+    identity["files"] = [[os.fsencode(file).hex(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats]
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _build(directory: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> None:
+    builder = DatasetBuilder(directory, typed=kind == "parquet")
+    # A bar that appears only when the work outlasts two seconds.
+    quiet: dict[str, Any] = {"disable": not progress, "delay": 2, "leave": False, "unit_scale": True}
+    try:
+        with tqdm(total=sum(file.stat().st_size for file in files), desc="Reading", unit="B", **quiet) as bar:
+            for file in files:
+                for chunk in _READERS[kind](file, columns, bar.update):
+                    builder.add(chunk)
+        with tqdm(desc="Sorting", unit=" events", **quiet) as bar:
+            builder.finish(source, bar.update)
+    finally:
+        builder.close()
