@@ -42,14 +42,10 @@ def curve(
         axes.plot(x, y, color=color, label=name, linewidth=1.8, marker="o" if len(points) < 30 else None, markersize=3)
     if mark is not None:
         axes.axvline(mark, color=palette.ink, linewidth=1, linestyle=":")
-        axes.annotate(
-            f"kept: {mark:g}",
-            (mark, 0.02),
-            xycoords=("data", "axes fraction"),
-            color=palette.ink,
-            xytext=(3, 0),
-            textcoords="offset points",
-        )
+        low, high = axes.get_xlim()
+        side = "right" if mark > (low + high) / 2 else "left"
+        place = {"xytext": (-4 if side == "right" else 4, 0), "textcoords": "offset points", "ha": side}
+        axes.annotate(f"kept: {mark:g}", (mark, 0.02), xycoords=("data", "axes fraction"), color=palette.ink, **place)
     axes.set_xlabel("epoch")
     axes.set_ylabel(ylabel)
     axes.xaxis.get_major_locator().set_params(integer=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -32,13 +33,18 @@ _KNOWN_ERRORS = (
     ("jagged.data", "DataError"),
     ("jagged.training", "CheckpointError"),
     ("jagged.training", "TrainingError"),
+    ("jagged.evaluation", "EvaluationError"),
 )
 
 _Directory = Annotated[Path, typer.Argument(help="a run's directory, as `jagged train` leaves it", show_default=False)]
 
 
 def main() -> None:
-    """Run the command line: exit code 0 for success, 1 for a check that failed, 2 for an error of the user's to mend."""
+    """Run the command line.
+
+    Exit code 0 for success, 1 for a check that failed, 2 for an error of the user's to mend; a run that a signal stopped ends with
+    the signal's code.
+    """
     try:
         app(prog_name="jagged")
     except Exception as error:
@@ -46,13 +52,13 @@ def main() -> None:
         if message is None:
             raise
         print("\n".join(f"jagged: {line}" for line in message.splitlines()), file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(getattr(error, "exit_code", 2)) from None
 
 
 def _explain(error: Exception) -> str | None:
     """What to tell the user of `error`; None for a bug, which keeps its traceback."""
-    known = (getattr(sys.modules.get(module), name, ()) for module, name in _KNOWN_ERRORS)
-    if isinstance(error, tuple(kind for kind in known if kind != ())):
+    known = tuple(getattr(sys.modules[module], name) for module, name in _KNOWN_ERRORS if module in sys.modules)
+    if isinstance(error, known):
         return str(error)
     problem = versions.missing_module(error)
     return None if problem is None else str(problem)
@@ -293,3 +299,5 @@ def demo(
 def _report_problems() -> None:
     for problem in versions.problems():
         print(f"jagged: {problem}", file=sys.stderr)
+    # Said once is enough: the packages would say it again when they are imported.
+    warnings.simplefilter("ignore", versions.VersionWarning)

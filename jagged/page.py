@@ -13,19 +13,23 @@ STYLE = """
   --first: #6aa5f0; --second: #f0955c; --good: #5fcf95; --bad: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 64rem; background: var(--paper); color: var(--ink);
-  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+  font: 1rem/1.5 system-ui, sans-serif; overflow-wrap: break-word; }
 h1 { font-size: 1.6rem; margin: 0 0 .25rem; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
 p { margin: .5rem 0; max-width: 48rem; } .soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; margin: 1rem 0; }
 .cards div { background: var(--card); border-radius: .5rem; padding: .75rem 1rem; }
 .cards b { display: block; font-size: 1.5rem; font-variant-numeric: tabular-nums; }
+@media (max-width: 40rem) { .scroll { font-size: .85rem; } th, td { padding-right: .6rem; } }
+.columns { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 18rem), 1fr)); gap: 1.5rem; }
+.columns h3 { font-size: 1rem; margin: .5rem 0; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 22rem), 1fr)); gap: 1rem; }
 figure { margin: 0; min-width: 0; } figcaption { color: var(--soft); font-size: .9rem; }
 svg { display: block; width: 100%; height: auto; } svg text { font-family: system-ui, sans-serif !important; }
 .scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: .25rem 1.25rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
-th { font-weight: 600; } td.number, th.number { text-align: right; white-space: nowrap; overflow-wrap: normal; }
-details summary { cursor: pointer; } code { font-family: ui-monospace, monospace; font-size: .9em; }
+th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
+th { font-weight: 600; vertical-align: bottom; } .number { text-align: right; } td.number { white-space: nowrap; }
+th.number { max-width: 9rem; } td:last-child, th:last-child { padding-right: 0; }
+code { font-family: ui-monospace, monospace; font-size: .9em; }
 """
 
 
@@ -62,6 +66,11 @@ def charts(pictures: Iterable[tuple[str, str]]) -> str:
     """Pictures side by side where there is room, each (SVG markup, caption)."""
     inner = "\n".join(f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>" for svg, caption in pictures)
     return f'<div class="charts">\n{inner}\n</div>'
+
+
+def columns(blocks: Iterable[tuple[str, str]]) -> str:
+    """Blocks side by side where there is room, each (heading, markup)."""
+    return f'<div class="columns">{"".join(f"<div><h3>{escape(name)}</h3>{markup}</div>" for name, markup in blocks)}</div>'
 
 
 def paragraph(text: str, kind: str = "") -> str:

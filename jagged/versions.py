@@ -36,6 +36,7 @@ _PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 # Triton is needed on a GPU alone, where torch's own wheel brings it.
 OPTIONAL = frozenset({"triton", "tensorboard"})
+_TRIPLE = ("torch", "torchrec", "fbgemm-gpu")
 UNKNOWN = "unknown"
 
 
@@ -83,44 +84,39 @@ def problems(versions: Mapping[str, str] | None = None, *, nvidia_gpu: bool | No
     versions = installed() if versions is None else versions
     nvidia_gpu = has_nvidia_gpu() if nvidia_gpu is None else nvidia_gpu
     found = by_package(versions)
+    missing = [package for package in _PACKAGES if found[package] is None and package not in OPTIONAL]
+    trio = [package for package in missing if package in _TRIPLE]
+    others = [package for package in missing if package not in _TRIPLE]
+    result = []
+    if trio:
+        result.append(Problem(f"{_and(trio)} not installed", repair_command(versions, nvidia_gpu=nvidia_gpu)))
+    if others:
+        result.append(Problem(f"{_and(others)} not installed", _pip(*others)))
+    return result + misfits(versions, nvidia_gpu=nvidia_gpu)
+
+
+def misfits(versions: Mapping[str, str], *, nvidia_gpu: bool) -> list[Problem]:
+    """What is installed of torch, TorchRec and FBGEMM-GPU and does not fit the others."""
     repair = repair_command(versions, nvidia_gpu=nvidia_gpu)
     result = []
-
-    missing = [package for package in _PACKAGES if found[package] is None and package not in OPTIONAL]
-    trio = [package for package in missing if package in ("torch", "torchrec", "fbgemm-gpu")]
-    if trio:
-        result.append(Problem(f"{_and(trio)} not installed", repair))
-    if others := [package for package in missing if package not in trio]:
-        result.append(Problem(f"{_and(others)} not installed", _pip(*others)))
-
     torch = _minor(versions.get("torch"), major=2)
     if torch is not None and torch not in SUPPORTED_TORCH_MINORS:
         low, high = SUPPORTED_TORCH_MINORS[0], SUPPORTED_TORCH_MINORS[-1]
         result.append(Problem(f"torch {versions['torch']} is outside 2.{low} to 2.{high}, which are tested", repair))
     elif torch is not None:
-        for package in ("fbgemm-gpu", "torchrec"):
-            if (entry := found[package]) is None:
-                continue
-            name, version = entry
+        for name, version in filter(None, map(by_package(versions).get, ("fbgemm-gpu", "torchrec"))):
             minor = _minor(version, major=1)
             if minor is not None and minor != torch - 5:
                 result.append(Problem(f"{name} {version} does not fit torch {versions['torch']}, 1.{torch - 5} does", repair))
 
+    uninstall = f"{_python()} -m pip uninstall --yes"
     builds = [name for name in ("fbgemm-gpu", "fbgemm-gpu-cpu") if name in versions]
     if len(builds) == 2:
-        result.append(
-            Problem(
-                "fbgemm-gpu and fbgemm-gpu-cpu are both installed and have overwritten each other's files",
-                f"{_python()} -m pip uninstall --yes fbgemm-gpu fbgemm-gpu-cpu && {repair}",
-            )
-        )
+        message = "fbgemm-gpu and fbgemm-gpu-cpu are both installed and have overwritten each other's files"
+        result.append(Problem(message, f"{uninstall} fbgemm-gpu fbgemm-gpu-cpu && {repair}"))
     elif builds == ["fbgemm-gpu"] and versions.get("torch", "").endswith("+cpu"):
-        result.append(
-            Problem(
-                f"fbgemm-gpu {versions['fbgemm-gpu']} is built for CUDA, torch {versions['torch']} is not",
-                f"{_python()} -m pip uninstall --yes fbgemm-gpu && {repair_command(versions, nvidia_gpu=False)}",
-            )
-        )
+        message = f"fbgemm-gpu {versions['fbgemm-gpu']} is built for CUDA, torch {versions['torch']} is not"
+        result.append(Problem(message, f"{uninstall} fbgemm-gpu && {repair_command(versions, nvidia_gpu=False)}"))
     return result
 
 
@@ -148,15 +144,15 @@ def missing_module(error: BaseException) -> Problem | None:
     name = error.name.partition(".")[0]
     for package, (module, _) in _PACKAGES.items():
         if module == name:
-            trio = package in ("torch", "torchrec", "fbgemm-gpu")
+            trio = package in _TRIPLE
             cure = repair_command(installed(), nvidia_gpu=has_nvidia_gpu()) if trio else _pip(package)
             return Problem(f"{package} is not installed, or not whole", cure)
     return None
 
 
 def warn_of_problems() -> None:
-    """Issue a `VersionWarning` for each problem with the torch, TorchRec and FBGEMM-GPU that are installed; for import time."""
-    for problem in problems():
+    """Issue a `VersionWarning` for each misfit among torch, TorchRec and FBGEMM-GPU; for import time."""
+    for problem in misfits(installed(), nvidia_gpu=has_nvidia_gpu()):
         warnings.warn(str(problem), VersionWarning, stacklevel=2)
 
 
