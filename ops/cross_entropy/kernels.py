@@ -1,0 +1,334 @@
+"""Linear cross-entropy as Triton kernels: tiles of logits live in registers and are computed again in backward.
+
+Each kernel owns a block of its output (rows, or items) and walks the other side; where the blocks are too few to fill the GPU
+the walk is split, and the parts' results are added afterwards in a fixed order.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.device import dot
+from jagged.ops.cross_entropy.tiles import Tile, tile_of
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+JOIN_ROWS, JOIN_WIDTH = 16, 128
+# Programs a launch aims at, by multiprocessor: more than are resident at once, so that the last ones finish close together.
+PROGRAMS_PER_MULTIPROCESSOR = 4
+
+
+@triton.jit
+def load_tile(pointer, index, stride, exists, width_start, width, BLOCK_D: tl.constexpr):
+    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from column `width_start`; zeros where a row or a column is not there."""
+    column = width_start + tl.arange(0, BLOCK_D)
+    address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
+    return tl.load(address, mask=exists[:, None] & (column < width)[None, :], other=0.0)
+
+
+@triton.jit
+def logits_of_tiles(
+    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists, width,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
+    logits = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
+    for start in range(0, width, BLOCK_K):
+        left_tile = load_tile(left, left_index, left_stride, left_exists, start, width, BLOCK_K)
+        right_tile = load_tile(right, right_index, right_stride, right_exists, start, width, BLOCK_K)
+        logits = dot(left_tile, tl.trans(right_tile), logits, PRECISION)
+    return logits
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
+def linear_cross_entropy_forward_kernel(
+    hidden, weight, target, part_maximum, part_sum, num_rows, num_items, width, hidden_stride, weight_stride, items_per_part,
+    ignore_index, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exponentials (base 2) of the logits of a block of rows over one part of the items."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    exists = row < num_rows
+    valid = exists & (tl.load(target + row, mask=exists, other=0) != ignore_index)
+    if WHOLE_ROWS:
+        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, width, BLOCK_K)
+    maximum = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_N,), tl.float32)
+    first_item = part * items_per_part
+    for start in range(first_item, tl.minimum(first_item + items_per_part, num_items), BLOCK_V):
+        item = start + tl.arange(0, BLOCK_V)
+        item_exists = item < num_items
+        if WHOLE_ROWS:
+            weight_tile = load_tile(weight, item, weight_stride, item_exists, 0, width, BLOCK_K)
+            logits = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
+        else:
+            logits = logits_of_tiles(
+                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, width,
+                BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
+            )  # fmt: skip
+        logits = tl.where(item_exists[None, :], logits * LOG2_E, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(logits, 1))
+        # A row of -inf alone has no maximum to subtract.
+        shift = tl.where(highest == float("-inf"), 0.0, highest)
+        total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+        maximum = highest
+    place = part.to(tl.int64) * num_rows + row
+    tl.store(part_maximum + place, maximum, mask=exists)
+    tl.store(part_sum + place, total, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "num_parts", "ignore_index"])
+def linear_cross_entropy_join_kernel(
+    hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts, width, hidden_stride,
+    weight_stride, ignore_index, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Log-sum-exp of a block of rows from its parts, and the logits of the rows' targets."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = row < num_rows
+    item = tl.load(target + row, mask=exists, other=0)
+    valid = exists & (item != ignore_index)
+    known = valid & (item >= 0) & (item < num_items)
+    maximum = tl.full((BLOCK_N,), float("-inf"), tl.float32)
+    for part in range(0, num_parts):
+        place = tl.cast(part, tl.int64) * num_rows + row
+        maximum = tl.maximum(maximum, tl.load(part_maximum + place, mask=exists, other=float("-inf")))
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    total = tl.where(exists, 0.0, 1.0)
+    for part in range(0, num_parts):
+        place = tl.cast(part, tl.int64) * num_rows + row
+        scale = tl.exp2(tl.load(part_maximum + place, mask=exists, other=float("-inf")) - shift)
+        total += scale * tl.load(part_sum + place, mask=exists, other=0.0)
+    logit = tl.zeros((BLOCK_N,), tl.float32)
+    for start in range(0, width, BLOCK_D):
+        hidden_tile = load_tile(hidden, row, hidden_stride, known, start, width, BLOCK_D).to(tl.float32)
+        logit += tl.sum(hidden_tile * load_tile(weight, item, weight_stride, known, start, width, BLOCK_D).to(tl.float32), 1)
+    tl.store(lse + row, tl.where(valid, (shift + tl.log2(total)) / LOG2_E, 0.0), mask=exists)
+    # An item that does not exist has no logit; NaN says so in the loss.
+    tl.store(target_logit + row, tl.where(known, logit, tl.where(valid, float("nan"), 0.0)), mask=exists)
+
+
+@triton.jit
+def load_rows(
+    target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, scale, HAS_GRAD_LSE: tl.constexpr
+):  # fmt: skip
+    """What backward needs of rows: whether they count, target, log-sum-exp (base 2), gradients of softmax and target's logit.
+
+    Gradients are multiplied by `scale` and zero in ignored rows; the target is -1 where no such item exists.
+    """
+    exists = row < num_rows
+    item = tl.load(target + row, mask=exists, other=0)
+    valid = exists & (item != ignore_index)
+    item = tl.where((item >= 0) & (item < num_items), item, -1).to(tl.int32)
+    row_lse = tl.load(lse + row, mask=valid, other=0.0) * LOG2_E
+    grad_target = tl.load(grad_loss + row, mask=valid, other=0.0) * scale
+    grad_softmax = grad_target
+    if HAS_GRAD_LSE:
+        grad_softmax += tl.load(grad_lse + row, mask=valid, other=0.0) * scale
+    return valid, item, row_lse, grad_softmax, grad_target
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
+def linear_cross_entropy_backward_hidden_kernel(
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, width, hidden_stride,
+    weight_stride, items_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    first_column = tl.program_id(2) * BLOCK_D
+    inverse = tl.load(inverse_scale) if HAS_SCALE else 1.0
+    valid, row_target, row_lse, grad_softmax, grad_target = load_rows(
+        target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, 1 / inverse, HAS_GRAD_LSE
+    )
+    if WHOLE_ROWS:
+        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, width, BLOCK_D)
+    gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    first_item = part * items_per_part
+    for start in range(first_item, tl.minimum(first_item + items_per_part, num_items), BLOCK_V):
+        item = start + tl.arange(0, BLOCK_V)
+        item_exists = item < num_items
+        weight_tile = load_tile(weight, item, weight_stride, item_exists, first_column, width, BLOCK_D)
+        if WHOLE_ROWS:
+            logits = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
+        else:
+            logits = logits_of_tiles(
+                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, width,
+                BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
+            )  # fmt: skip
+        # Past the last item the logit is 0 and its exponential may overflow, when all true logits are far below.
+        logits = tl.where(item_exists[None, :], logits * LOG2_E, float("-inf"))
+        scores = tl.exp2(logits - row_lse[:, None]) * grad_softmax[:, None]
+        # Before the rounding to the weights' dtype, where the difference is small for a target that is well predicted.
+        scores = tl.where(row_target[:, None] == item[None, :], scores - grad_target[:, None], scores)
+        gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
+    column = first_column + tl.arange(0, BLOCK_D)
+    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * width + column[None, :]
+    gradient = (gradient * inverse).to(grad_hidden.dtype.element_ty)
+    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "rows_per_part", "ignore_index"])
+def linear_cross_entropy_backward_weight_kernel(
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, width, hidden_stride,
+    weight_stride, rows_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`."""
+    item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    part = tl.program_id(1)
+    first_column = tl.program_id(2) * BLOCK_D
+    item_exists = item < num_items
+    # Places past the last item repeat it and are not stored: zeros there could overflow, far above the log-sum-exp.
+    source = tl.minimum(item, num_items - 1)
+    inverse = tl.load(inverse_scale) if HAS_SCALE else 1.0
+    if WHOLE_ROWS:
+        weight_tile = load_tile(weight, source, weight_stride, source >= 0, 0, width, BLOCK_D)
+    gradient = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    first_row = part * rows_per_part
+    for start in range(first_row, tl.minimum(first_row + rows_per_part, num_rows), BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        valid, row_target, row_lse, grad_softmax, grad_target = load_rows(
+            target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, 1 / inverse, HAS_GRAD_LSE
+        )
+        hidden_tile = load_tile(hidden, row, hidden_stride, valid, first_column, width, BLOCK_D)
+        if WHOLE_ROWS:
+            logits = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
+        else:
+            logits = logits_of_tiles(
+                weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, width,
+                BLOCK_V, BLOCK_N, BLOCK_K, PRECISION,
+            )  # fmt: skip
+        scores = tl.exp2(logits * LOG2_E - row_lse[None, :]) * grad_softmax[None, :]
+        scores = tl.where(row_target[None, :] == item[:, None], scores - grad_target[None, :], scores)
+        gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
+    column = first_column + tl.arange(0, BLOCK_D)
+    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * width + column[None, :]
+    gradient = (gradient * inverse).to(grad_weight.dtype.element_ty)
+    tl.store(address, gradient, mask=item_exists[:, None] & (column < width)[None, :])
+
+
+def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exp and the target's logit of each row, `[N]` float32 both, 0 in ignored rows."""
+    num_rows, num_items = hidden.shape[0], weight.shape[0]
+    lse = hidden.new_empty(num_rows, dtype=torch.float32)
+    target_logit = torch.empty_like(lse)
+    if num_rows == 0:
+        return lse, target_logit
+    hidden, weight, target = _adjacent(hidden), _adjacent(weight), target.contiguous()
+    tile = tile_of("forward", hidden.shape[1], hidden.dtype)
+    row_blocks = triton.cdiv(num_rows, tile.rows)
+    num_parts, items_per_part = _split(num_items, tile.items, row_blocks, hidden.device)
+    part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
+    with torch.cuda.device_of(hidden):
+        linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
+            hidden, weight, target, part_maximum, part_sum, num_rows, num_items, hidden.shape[1], hidden.stride(0),
+            weight.stride(0), items_per_part, ignore_index, **_constants(tile, hidden),
+        )  # fmt: skip
+        linear_cross_entropy_join_kernel[(triton.cdiv(num_rows, JOIN_ROWS),)](
+            hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts, hidden.shape[1],
+            hidden.stride(0), weight.stride(0), ignore_index, BLOCK_N=JOIN_ROWS, BLOCK_D=JOIN_WIDTH,
+        )  # fmt: skip
+    return lse, target_logit
+
+
+def linear_cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    ignore_index: int,
+    hidden_grad_dtype: torch.dtype | None,
+    weight_grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden and weight, empty where no dtype asks for one."""
+    num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
+    grad_loss = grad_loss.contiguous()
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    hidden, weight, target = _adjacent(hidden), _adjacent(weight), target.contiguous()
+    needs_scale = hidden.dtype == torch.float16 and num_rows > 0
+    inverse_scale = _inverse_scale(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
+    inputs = (grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale)
+    sizes = (num_rows, num_items, width, hidden.stride(0), weight.stride(0))
+    flags = {"HAS_GRAD_LSE": grad_lse is not None, "HAS_SCALE": inverse_scale is not None}
+    grad_hidden, grad_weight = hidden.new_empty(0), hidden.new_empty(0)
+    with torch.cuda.device_of(hidden):
+        if hidden_grad_dtype is not None:
+            tile = tile_of("backward_hidden", width, hidden.dtype)
+            blocks, columns = triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.columns)
+            num_parts, items_per_part = _split(num_items, tile.items, blocks * columns, hidden.device)
+            parts = _empty_parts(num_parts, hidden, hidden_grad_dtype)
+            if parts.numel():
+                linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
+                    *inputs,
+                    parts,
+                    *sizes,
+                    items_per_part,
+                    ignore_index,
+                    BLOCK_D=tile.columns,
+                    **flags,
+                    **_constants(tile, hidden),
+                )
+            grad_hidden = _join(parts, hidden_grad_dtype)
+        if weight_grad_dtype is not None:
+            tile = tile_of("backward_weight", width, hidden.dtype)
+            blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
+            num_parts, rows_per_part = _split(num_rows, tile.rows, blocks * columns, hidden.device)
+            parts = _empty_parts(num_parts, weight, weight_grad_dtype)
+            if parts.numel():
+                linear_cross_entropy_backward_weight_kernel[(blocks, num_parts, columns)](
+                    *inputs, parts, *sizes, rows_per_part, ignore_index, BLOCK_D=tile.columns, **flags, **_constants(tile, hidden)
+                )
+            grad_weight = _join(parts, weight_grad_dtype)
+    return grad_hidden, grad_weight
+
+
+def _split(length: int, block: int, blocks: int, device: torch.device) -> tuple[int, int]:
+    """Return how many parts of a walk over `length` fill the GPU when `blocks` programs make it, and the length of a part."""
+    steps = max(1, triton.cdiv(length, block))
+    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device), max(1, blocks))
+    steps_per_part = triton.cdiv(steps, min(steps, wanted))
+    return triton.cdiv(steps, steps_per_part), steps_per_part * block
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    # The interpreter has none; two make it split what a GPU splits.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _empty_parts(num_parts: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(num_parts, *like.shape, dtype=dtype if num_parts == 1 else torch.float32)
+
+
+def _join(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    return parts.squeeze(0) if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+
+
+def _inverse_scale(grad_loss: Tensor, grad_lse: Tensor | None, valid: Tensor) -> Tensor:
+    """Return what float16 gradients of logits are divided by to use that dtype's range: they underflow for any large batch."""
+    bound = grad_loss.abs() if grad_lse is None else grad_loss.abs() + grad_lse.abs()
+    return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
+
+
+def _adjacent(matrix: Tensor) -> Tensor:
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def _constants(tile: Tile, hidden: Tensor) -> dict[str, int | bool | str]:
+    return {
+        "BLOCK_N": tile.rows,
+        "BLOCK_V": tile.items,
+        "BLOCK_K": tile.step,
+        "WHOLE_ROWS": hidden.shape[1] <= tile.step,
+        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }

@@ -1,0 +1,65 @@
+"""Tile sizes of the kernels. Nothing else decides how they are launched.
+
+One table serves compute capabilities 8.0 to 10.0: every row compiles without a spill for each of them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """Rows and items of a tile, columns of its gradient, columns of a step of its logits, and how Triton runs it.
+
+    Where `step` holds the whole width, the side that a program owns stays on chip.
+    """
+
+    rows: int
+    items: int
+    columns: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+# kernel and bytes of an element: {width of the hidden states at most: tile}; the last serves every larger width too.
+TILES: dict[tuple[str, int], dict[int, Tile]] = {
+    ("forward", 2): {
+        64: Tile(128, 64, 64, 64, 4, 3),
+        128: Tile(128, 64, 128, 128, 4, 3),
+        256: Tile(128, 64, 256, 256, 8, 2),
+        512: Tile(128, 64, 128, 128, 8, 3),
+    },
+    ("backward_hidden", 2): {
+        64: Tile(128, 32, 64, 64, 4, 3),
+        128: Tile(128, 64, 128, 128, 8, 3),
+        256: Tile(128, 64, 256, 256, 8, 2),
+        512: Tile(128, 64, 256, 128, 8, 2),
+    },
+    ("backward_weight", 2): {
+        64: Tile(64, 128, 64, 64, 4, 3),
+        128: Tile(64, 64, 128, 128, 4, 2),
+        256: Tile(64, 64, 256, 256, 8, 2),
+        512: Tile(64, 64, 256, 128, 8, 2),
+    },
+    # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
+    ("forward", 4): {512: Tile(64, 64, 32, 32, 4, 2)},
+    ("backward_hidden", 4): {
+        64: Tile(64, 32, 64, 64, 8, 2),
+        128: Tile(64, 16, 128, 128, 8, 2),
+        256: Tile(32, 16, 256, 16, 8, 2),
+    },
+    ("backward_weight", 4): {
+        64: Tile(32, 64, 64, 64, 8, 2),
+        128: Tile(16, 64, 128, 128, 8, 2),
+        256: Tile(16, 32, 256, 16, 8, 2),
+    },
+}
+
+
+def tile_of(kernel: str, width: int, dtype: torch.dtype) -> Tile:
+    """Return the tile for a kernel, a width of the hidden states and their dtype."""
+    table = TILES[kernel, dtype.itemsize]
+    return table[min((limit for limit in table if width <= limit), default=max(table))]
