@@ -29,7 +29,7 @@ class SASRec(nn.Module):
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
-        KeyedJaggedTensor with the key `"item_id"` in; JaggedTensor with values `[sum L, D]` out, one hidden state a row.
+        KeyedJaggedTensor of at least one sample with the key `"item_id"` in; JaggedTensor with values `[sum L, D]` out, one hidden state a row.
 
     Source:
         Kang and McAuley, Self-Attentive Sequential Recommendation, ICDM 2018; trained here with cross-entropy over the whole
