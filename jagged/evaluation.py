@@ -2,22 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+import os
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from jagged.config import ConfigError
 from jagged.metrics import RankingMetrics, TrainCounts
-from jagged.scoring import DEFAULT_MAX_BYTES, rank_catalogue
+from jagged.runs import Run
+from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
+
+if TYPE_CHECKING:
+    from jagged.data import SequenceBatch, SequenceDataset
 
 #: The two protocols by the names they are printed with.
 PROTOCOLS = {False: "seen items left in", True: "seen items taken out"}
 
 
+#: What a model that cannot rank is refused with.
+NOT_FINITE = (
+    "the model's scores are NaN or infinite: its weights or hidden states are not finite; "
+    "train again with a smaller learning_rate or precision=32-true"
+)
+
+
 class EvaluationError(ValueError):
     """A model or data that cannot be evaluated; the message says what, where, and what to do."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures and what they are figures of.
+
+    Attributes:
+        metrics: for each protocol ("seen items left in", "seen items taken out") its figures, `{"ndcg@10": ..., ...}`.
+        part: "valid" or "test".
+        split: how the part was held out.
+        num_users: users evaluated.
+        num_items: size of the catalogue; all of it is ranked for each user.
+        same_data: whether the events are, by fingerprint, those the model was trained on; None where the run does not know.
+        notes: counts: of the split, and `unknown_items`, `unknown_targets` (counted as misses) and `unknown_history_events`
+            (left out) where the data has items that the model does not know.
+    """
+
+    metrics: dict[str, dict[str, float]]
+    part: str
+    split: str
+    num_users: int
+    num_items: int
+    same_data: bool | None
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.part} part ({self.split}): {self.num_users:,} users, all {self.num_items:,} items ranked for each"]
+        if not self.same_data:
+            known = "not known to be" if self.same_data is None else "not"
+            lines.append(f"note: these events are {known} those the model was trained on")
+        if self.notes.get("unknown_items"):
+            lines.append(
+                f"note: {self.notes['unknown_items']:,} items are unknown to the model: "
+                f"{self.notes['unknown_targets']:,} targets count as misses, "
+                f"{self.notes['unknown_history_events']:,} events are left out of histories"
+            )
+        lines.append(" ".join(["metric       ", *(f"{protocol:>20}" for protocol in self.metrics)]))
+        for name in next(iter(self.metrics.values())):
+            lines.append(" ".join([f"{name:<13}", *(f"{figures[name]:>20.4f}" for figures in self.metrics.values())]))
+        return "\n".join(lines)
 
 
 class SequenceRanker(Protocol):
@@ -117,42 +171,67 @@ def evaluate_protocols(
         EvaluationError: the model gives NaN or infinite hidden states or has such item weights.
         ValueError: no user has a target, or the loader has no viewed items where they are to be taken out.
     """
-    weight = model.item_weight.detach()
-    device = torch.device(device) if device is not None else weight.device
-    metrics = [RankingMetrics(len(weight), train_counts, ks, device=device) for _ in filter_viewed]
-    extreme = torch.zeros((), dtype=torch.float64, device=device)
-    world_size = getattr(loader, "world_size", 1)
-    with torch.inference_mode(), _eval_mode(model), torch.autocast(device.type, enabled=False):
-        extreme += _extreme(weight)
-        for batch in _progress(loader, progress):
-            batch = batch.to(device, non_blocking=True)
-            hidden = model.final_hidden(batch.features).float()
-            extreme += _extreme(hidden)
-            viewed = None
-            if batch.viewed is not None and True in filter_viewed:
-                viewed = (batch.viewed.values(), batch.viewed.offsets())
-            ranked = rank_catalogue(
-                hidden,
-                weight,
-                max(ks),
-                targets=batch.targets,
-                viewed=viewed,
-                filter_viewed=filter_viewed,
-                max_bytes=max_bytes,
-            )
-            for metric, result in zip(metrics, ranked, strict=True):
+    device = torch.device(device) if device is not None else model.item_weight.device
+    metrics = [RankingMetrics(len(model.item_weight), train_counts, ks, device=device) for _ in filter_viewed]
+    strange = torch.zeros((), dtype=torch.int64, device=device)
+    ranked = rank_batches(
+        model, loader, max(ks), filter_viewed=filter_viewed, device=device, max_bytes=max_bytes, progress=progress
+    )
+    with closing(ranked):
+        for results in ranked:
+            for metric, result in zip(metrics, results, strict=True):
                 assert result.ranks is not None
                 metric.update(result.ranks, result.items)
-    if world_size > 1:
-        torch.distributed.all_reduce(extreme)
+                strange += result.strange
+    if getattr(loader, "world_size", 1) > 1:
+        torch.distributed.all_reduce(strange)
         for metric in metrics:
             metric.all_reduce()
-    if not torch.isfinite(extreme):
-        raise EvaluationError(
-            "the model's scores are NaN or infinite: its weights or hidden states are not finite; "
-            "train again with a smaller learning_rate or precision=32-true"
-        )
+    if strange:
+        raise EvaluationError(NOT_FINITE)
     return {PROTOCOLS[out]: metric.compute() for out, metric in zip(filter_viewed, metrics, strict=True)}
+
+
+def rank_batches(
+    model: Any,
+    loader: Iterable[Any],
+    k: int,
+    *,
+    filter_viewed: Sequence[bool] = (False, True),
+    device: torch.device | str | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    progress: bool = True,
+) -> Generator[list[Ranked], None, None]:
+    """What `evaluate_protocols` counts: for each batch, under each protocol, the targets' ranks and the `k` best items.
+
+    Arguments as there. No batch waits for a GPU, so hidden states that are not finite raise nothing here: see `Ranked.strange`.
+
+    Raises:
+        EvaluationError: the item table holds NaN or infinite weights.
+    """
+    weight = model.item_weight.detach()
+    device = torch.device(device) if device is not None else weight.device
+    # The extremes of a tensor with a NaN are NaN, and finding them takes no copy of the table.
+    if weight.numel() and not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(weight)):
+        raise EvaluationError(NOT_FINITE)
+    with _eval_mode(model):
+        for batch in _progress(loader, progress):
+            # Entered for each batch, because these modes belong to the thread and the caller runs between two batches.
+            with torch.inference_mode(), torch.autocast(device.type, enabled=False):
+                batch = batch.to(device, non_blocking=True)
+                viewed = None
+                if batch.viewed is not None and True in filter_viewed:
+                    viewed = (batch.viewed.values(), batch.viewed.offsets())
+                ranked = rank_catalogue(
+                    model.final_hidden(batch.features),
+                    weight,
+                    k,
+                    targets=batch.targets,
+                    viewed=viewed,
+                    filter_viewed=filter_viewed,
+                    max_bytes=max_bytes,
+                )
+            yield ranked
 
 
 def popularity_metrics(
@@ -190,12 +269,109 @@ def popularity_metrics(
     )
 
 
-def _extreme(values: Tensor) -> Tensor:
-    """0 if all values are finite, else NaN or infinite; found without a copy of the values and without waiting for a GPU."""
-    if not values.numel():
-        return torch.zeros((), dtype=torch.float64, device=values.device)
-    low, high = torch.aminmax(values)
-    return (low.double() - low.double()) + (high.double() - high.double())
+def evaluate(
+    directory: str | os.PathLike[str],
+    data: str | os.PathLike[str] | SequenceDataset | None = None,
+    *,
+    part: Literal["valid", "test"] = "test",
+    filter_viewed: bool | None = None,
+    ks: Sequence[int] = (5, 10, 20),
+    device: str = "auto",
+    batch_size: int | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    progress: bool = True,
+) -> Evaluation:
+    """Evaluate what training left in a directory; the function behind `jagged evaluate`.
+
+    Items of other data that the model does not know are left out of histories; as targets they count as misses, since no
+    ranking of the model's catalogue can hold them.
+
+    Args:
+        directory: a run's directory.
+        data: events to evaluate on, split as the run's configuration says; by default those the run was trained on.
+        part: the held-out part.
+        filter_viewed: whether to take the items of a user's history out of the ranking; None for both, one after the other.
+        ks: cut-offs.
+        device: "auto" (the GPU where there is one), "cpu" or "cuda".
+        batch_size: users at a time; by default the run's `eval_batch_size`.
+        max_bytes: bound on the memory that grows with users times items.
+        progress: show progress bars after two seconds.
+
+    Raises:
+        ConfigError: an unknown part or device.
+        EvaluationError: the directory has no data and none is given, nothing is held out, or the model's scores are not finite.
+        CheckpointError: the directory is no run, or a file of it is damaged.
+        DataError: the data cannot be used.
+    """
+    from jagged.data import BatchLoader
+
+    if part not in ("valid", "test"):
+        raise ConfigError(f"part: got {part!r}, expected 'valid' or 'test'")
+    run = Run.open(directory, device=device)
+    dataset = run.read(data, progress=progress)
+    split = run.split(dataset)
+    held_out = split.test if part == "test" else split.valid
+    if not len(held_out):
+        raise EvaluationError(
+            f"{dataset.directory}: no user has a held-out event in the {part} part; users need at least 3 events"
+        )
+    protocols = (False, True) if filter_viewed is None else (filter_viewed,)
+    loader = BatchLoader(
+        held_out,
+        batch_size=batch_size or run.config.eval_batch_size,
+        max_seq_len=run.config.max_seq_len,
+        shuffle=False,
+        seed=0,
+        with_viewed=True in protocols,
+    )
+    dense = run.dense_items(dataset)
+    mapped = loader if dense is None else _Mapped(loader, dense)
+    metrics = evaluate_protocols(
+        run.model,
+        mapped,
+        train_counts=run.train_counts(),
+        filter_viewed=protocols,
+        ks=ks,
+        max_bytes=max_bytes,
+        progress=progress,
+    )
+    notes = dict(split.notes)
+    if isinstance(mapped, _Mapped):
+        notes |= mapped.notes
+    return Evaluation(metrics, part, split.name, len(held_out), len(run.items), run.is_own(dataset), notes)
+
+
+def known_items(features: Any, dense: Tensor) -> Any:
+    """A KeyedJaggedTensor of one key with each id `i` replaced by `dense[i]`, or left out where that is negative."""
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    values = dense[features.values()]
+    known = values >= 0
+    rows = torch.repeat_interleave(torch.arange(features.stride()), features.lengths())
+    lengths = torch.bincount(rows[known], minlength=features.stride())
+    return KeyedJaggedTensor(keys=features.keys(), values=values[known], lengths=lengths)
+
+
+class _Mapped:
+    """A loader's batches in the dense ids of a model, without the items that it does not know."""
+
+    def __init__(self, loader: Any, dense: Tensor) -> None:
+        self.loader, self.dense = loader, dense
+        self.notes = {"unknown_items": int((dense < 0).sum()), "unknown_targets": 0, "unknown_history_events": 0}
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        from jagged.data import SequenceBatch
+
+        for batch in self.loader:
+            features = known_items(batch.features, self.dense)
+            targets = self.dense[batch.targets]
+            self.notes["unknown_history_events"] += len(batch.features.values()) - len(features.values())
+            self.notes["unknown_targets"] += int((targets < 0).sum())
+            viewed = None if batch.viewed is None else known_items(batch.viewed, self.dense)
+            yield SequenceBatch(features, targets, batch.users, viewed)
 
 
 @contextmanager
@@ -209,10 +385,10 @@ def _eval_mode(model: Any) -> Iterator[None]:
             module.training = training
 
 
-def _progress(loader: Iterable[Any], show: bool) -> Iterable[Any]:
+def _progress(loader: Any, show: bool) -> Iterable[Any]:
     if not show or getattr(loader, "rank", 0) != 0:
         return loader
     from tqdm import tqdm
 
-    total = loader.num_batches(0) if hasattr(loader, "num_batches") else None
+    total = len(loader) if hasattr(loader, "__len__") else None
     return tqdm(loader, total=total, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]

@@ -22,7 +22,7 @@ _BYTES_PER_SCORE = 18
 # Fewer users than this share each pass over the item table only where memory forces it.
 _MIN_USERS = 16
 # On a CPU the scores should stay in the cache between the passes over them.
-_CPU_TILE_BYTES = 12 * 2**20
+_CPU_TILE_BYTES = 4 * 2**20
 _MIN_BYTES = 2**16
 
 _EXCLUDED = torch.iinfo(torch.int64).min
@@ -42,6 +42,11 @@ class Ranked:
     items: Tensor
     scores: Tensor
     ranks: Tensor | None
+
+    @property
+    def strange(self) -> Tensor:
+        """How many items have a score that is NaN or infinite: a scalar int64 tensor, 0 for a sound model."""
+        return ((self.items >= 0) & ~torch.isfinite(self.scores)).sum()
 
 
 @torch.no_grad()
