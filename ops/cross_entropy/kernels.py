@@ -134,9 +134,10 @@ def load_rows(
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
 def linear_cross_entropy_backward_hidden_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, width, hidden_stride,
-    weight_stride, items_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, width, grad_width,
+    hidden_stride, weight_stride, items_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -168,16 +169,17 @@ def linear_cross_entropy_backward_hidden_kernel(
         scores = tl.where(row_target[:, None] == item[None, :], scores - grad_target[:, None], scores)
         gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * width + column[None, :]
+    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * grad_width + column[None, :]
     gradient = (gradient * inverse).to(grad_hidden.dtype.element_ty)
-    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < width)[None, :])
+    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < grad_width)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "rows_per_part", "ignore_index"])
 def linear_cross_entropy_backward_weight_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, width, hidden_stride,
-    weight_stride, rows_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, width, grad_width,
+    hidden_stride, weight_stride, rows_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`."""
     item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -208,9 +210,9 @@ def linear_cross_entropy_backward_weight_kernel(
         scores = tl.where(row_target[None, :] == item[:, None], scores - grad_target[None, :], scores)
         gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * width + column[None, :]
+    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * grad_width + column[None, :]
     gradient = (gradient * inverse).to(grad_weight.dtype.element_ty)
-    tl.store(address, gradient, mask=item_exists[:, None] & (column < width)[None, :])
+    tl.store(address, gradient, mask=item_exists[:, None] & (column < grad_width)[None, :])
 
 
 def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -220,7 +222,7 @@ def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor,
     target_logit = torch.empty_like(lse)
     if num_rows == 0:
         return lse, target_logit
-    hidden, weight, target = _adjacent(hidden), _adjacent(weight), target.contiguous()
+    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
     tile = tile_of("forward", hidden.shape[1], hidden.dtype)
     row_blocks = triton.cdiv(num_rows, tile.rows)
     num_parts, items_per_part = _split(num_items, tile.items, row_blocks, hidden.device)
@@ -252,40 +254,37 @@ def linear_cross_entropy_backward(
     num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
     grad_loss = grad_loss.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    hidden, weight, target = _adjacent(hidden), _adjacent(weight), target.contiguous()
+    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
     needs_scale = hidden.dtype == torch.float16 and num_rows > 0
     inverse_scale = _inverse_scale(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
     inputs = (grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale)
-    sizes = (num_rows, num_items, width, hidden.stride(0), weight.stride(0))
+    sizes = (num_rows, num_items, hidden.shape[1], width, hidden.stride(0), weight.stride(0))
     flags = {"HAS_GRAD_LSE": grad_lse is not None, "HAS_SCALE": inverse_scale is not None}
-    grad_hidden, grad_weight = hidden.new_empty(0), hidden.new_empty(0)
+    grad_hidden, grad_weight = lse.new_empty(0), lse.new_empty(0)
     with torch.cuda.device_of(hidden):
         if hidden_grad_dtype is not None:
             tile = tile_of("backward_hidden", width, hidden.dtype)
             blocks, columns = triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.columns)
             num_parts, items_per_part = _split(num_items, tile.items, blocks * columns, hidden.device)
-            parts = _empty_parts(num_parts, hidden, hidden_grad_dtype)
+            parts = _empty_parts(num_parts, (num_rows, width), hidden, hidden_grad_dtype)
             if parts.numel():
                 linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
-                    *inputs,
-                    parts,
-                    *sizes,
-                    items_per_part,
-                    ignore_index,
+                    *inputs, parts, *sizes, items_per_part, ignore_index, **flags, **_constants(tile, hidden),
                     BLOCK_D=tile.columns,
-                    **flags,
-                    **_constants(tile, hidden),
-                )
+                )  # fmt: skip
             grad_hidden = _join(parts, hidden_grad_dtype)
         if weight_grad_dtype is not None:
             tile = tile_of("backward_weight", width, hidden.dtype)
             blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
             num_parts, rows_per_part = _split(num_rows, tile.rows, blocks * columns, hidden.device)
-            parts = _empty_parts(num_parts, weight, weight_grad_dtype)
-            if parts.numel():
+            parts = _empty_parts(num_parts, (num_items, width), weight, weight_grad_dtype)
+            if num_rows == 0:
+                parts.zero_()
+            elif parts.numel():
                 linear_cross_entropy_backward_weight_kernel[(blocks, num_parts, columns)](
-                    *inputs, parts, *sizes, rows_per_part, ignore_index, BLOCK_D=tile.columns, **flags, **_constants(tile, hidden)
-                )
+                    *inputs, parts, *sizes, rows_per_part, ignore_index, **flags, **_constants(tile, hidden),
+                    BLOCK_D=tile.columns,
+                )  # fmt: skip
             grad_weight = _join(parts, weight_grad_dtype)
     return grad_hidden, grad_weight
 
@@ -304,8 +303,8 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _empty_parts(num_parts: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return like.new_empty(num_parts, *like.shape, dtype=dtype if num_parts == 1 else torch.float32)
+def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(num_parts, *shape, dtype=dtype if num_parts == 1 else torch.float32)
 
 
 def _join(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -318,8 +317,14 @@ def _inverse_scale(grad_loss: Tensor, grad_lse: Tensor | None, valid: Tensor) ->
     return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
 
 
-def _adjacent(matrix: Tensor) -> Tensor:
-    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+def _aligned(matrix: Tensor) -> Tensor:
+    """Return the matrix with adjacent columns, rows starting every multiple of 16 elements, zeros up to such a width.
+
+    Loads are wide then; with odd rows each element is fetched by itself, from addresses that no longer fit into the registers.
+    """
+    if matrix.shape[1] % 16:
+        return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 16))
+    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
 
 
 def _constants(tile: Tile, hidden: Tensor) -> dict[str, int | bool | str]:
