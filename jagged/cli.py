@@ -42,8 +42,8 @@ _Directory = Annotated[Path, typer.Argument(help="a run's directory, as `jagged 
 def main() -> None:
     """Run the command line.
 
-    Exit code 0 for success, 1 for a check that failed, 2 for an error of the user's to mend; a run that a signal stopped ends with
-    the signal's code.
+    Exit code 0 for success, 1 for a check that failed, 2 for an error of the user's to mend; a run that a signal stopped ends
+    with the signal's code.
     """
     try:
         app(prog_name="jagged")
