@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
@@ -67,8 +68,9 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
 class BatchLoader:
     """Batches of a part. Iterating yields the rest of the current epoch and moves no position: that is the training loop's.
 
-    The order is a function of `(seed, epoch)` alone, the same for any `num_workers`; rank r's batches are a function of that and
-    of `world_size`. Every sample comes exactly once an epoch, on one rank, and every rank has the same number of batches.
+    The order is a function of `(seed, epoch)` alone, the same for any `num_workers`; rank r's batches are a function of that
+    and of `world_size`. Every sample comes exactly once an epoch, on one rank, and every rank has the same number of batches
+    (so one may be empty where fewer samples than ranks are left). With workers, a new iteration ends the one before it.
 
     Args:
         part: the samples. Without targets they are for training: inputs `x_0 .. x_{n-1}`, targets `x_1 .. x_n`.
@@ -103,45 +105,19 @@ class BatchLoader:
         with_viewed: bool = False,
         multiprocessing_context: str | None = None,
     ) -> None:
-        if (batch_size is None) == (max_tokens is None):
-            raise ValueError(f"batch_size, max_tokens: got {batch_size}, {max_tokens}, expected exactly one of them")
-        for name, value in (
-            ("batch_size", batch_size),
-            ("max_tokens", max_tokens),
-            ("max_seq_len", max_seq_len),
-            ("world_size", world_size),
-        ):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, expected 1 or more")
-        if max_tokens is not None and max_tokens < max_seq_len:
-            raise ValueError(
-                f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"
-            )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank: got {rank}, expected 0 to {world_size - 1}")
+        if max_seq_len < 1:
+            raise ValueError(f"max_seq_len: got {max_seq_len}, expected 1 or more")
         if seed < 0 or num_workers < 0:
             raise ValueError(f"seed, num_workers: got {seed}, {num_workers}, expected 0 or more")
-        if len(part) < world_size:
-            raise ValueError(f"part: got {len(part)} samples, expected at least one for each of {world_size} ranks")
         if with_viewed and part.target is None:
             raise ValueError("with_viewed: got a training part, expected one with targets")
-        self.part = part
-        self.batch_size = batch_size
-        self.max_tokens = max_tokens
-        self.max_seq_len = max_seq_len
-        self.with_viewed = with_viewed
-        self.shuffle = shuffle
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.batch = 0
-        self._plan: tuple[int, IntArray, IntArray] | None = None
-        self._rows: IntArray | None = None
+        rows = (part.lengths - int(part.target is None)).clamp(0, max_seq_len).numpy()
+        self._plan = _Plan(rows, batch_size, max_tokens, max_seq_len, seed if shuffle else None, rank, world_size)
+        self._with_viewed = with_viewed
         self._loader: DataLoader[Tensor] = DataLoader(
             _Source(part, max_seq_len, with_viewed),
             batch_size=None,
-            sampler=_Positions(self),
+            sampler=self._plan,
             num_workers=num_workers,
             pin_memory=pin_memory and torch.cuda.is_available(),
             persistent_workers=num_workers > 0,
@@ -149,6 +125,11 @@ class BatchLoader:
             # DataLoader draws a seed for its workers; from a generator of its own it leaves the global state alone.
             generator=torch.Generator().manual_seed(seed),
         )
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """`(epoch, batch)` at which the next iteration starts."""
+        return self._plan.epoch, self._plan.batch
 
     def set_position(self, epoch: int, batch: int) -> None:
         """Let the next iteration start at a batch of an epoch; both count from 0. `batch` may be the epoch's end.
@@ -160,83 +141,105 @@ class BatchLoader:
             raise ValueError(
                 f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0))}"
             )
-        self.epoch, self.batch = epoch, batch
+        self._plan.epoch, self._plan.batch = epoch, batch
 
     def num_batches(self, epoch: int) -> int:
         """Batches of an epoch, the same on every rank."""
-        return (len(self._planned(epoch)[1]) - 1) // self.world_size
+        return self._plan.num_batches(epoch)
 
     def __len__(self) -> int:
         """Batches of the current epoch."""
-        return self.num_batches(self.epoch)
+        return self.num_batches(self._plan.epoch)
 
     def __iter__(self) -> Iterator[SequenceBatch]:
-        for packed in self._loader:
-            yield _unpack(packed, self.with_viewed)
+        return map(partial(_unpack, with_viewed=self._with_viewed), iter(self._loader))
 
-    def _samples(self) -> Iterator[IntArray]:
-        order, bounds = self._planned(self.epoch)
-        for k in range(self.batch * self.world_size + self.rank, len(bounds) - 1, self.world_size):
-            yield order[bounds[k] : bounds[k + 1]]
 
-    def _planned(self, epoch: int) -> tuple[IntArray, IntArray]:
-        if self._plan is None or self._plan[0] != epoch:
+class _Plan(Sampler[IntArray]):
+    """Which samples make which batch. Iterating yields the sample numbers of the batches left, from the position at that time."""
+
+    def __init__(
+        self,
+        rows: IntArray,
+        batch_size: int | None,
+        max_tokens: int | None,
+        max_seq_len: int,
+        seed: int | None,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        if (batch_size is None) == (max_tokens is None):
+            raise ValueError(f"batch_size, max_tokens: got {batch_size}, {max_tokens}, expected exactly one of them")
+        if batch_size is not None and batch_size < 1:
+            raise ValueError(f"batch_size: got {batch_size}, expected 1 or more")
+        if max_tokens is not None and max_tokens < max_seq_len:
+            raise ValueError(
+                f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank, world_size: got {rank}, {world_size}, expected 0 <= rank < world_size")
+        if len(rows) < world_size:
+            raise ValueError(f"part: got {len(rows)} samples, expected at least one for each of {world_size} ranks")
+        self.rows = rows
+        self.batch_size = batch_size
+        self.max_tokens = max_tokens
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        self.epoch = 0
+        self.batch = 0
+        self._planned: tuple[int, IntArray, IntArray] | None = None
+
+    def num_batches(self, epoch: int) -> int:
+        return (len(self.of(epoch)[1]) - 1) // self.world_size
+
+    def __iter__(self) -> Iterator[IntArray]:
+        order, bounds = self.of(self.epoch)
+        first = self.batch * self.world_size + self.rank
+        return (order[bounds[k] : bounds[k + 1]] for k in range(first, len(bounds) - 1, self.world_size))
+
+    def __len__(self) -> int:
+        return self.num_batches(self.epoch) - self.batch
+
+    def of(self, epoch: int) -> tuple[IntArray, IntArray]:
+        """The order of the samples, and where each batch begins in it, batch b of rank r at place `b * world_size + r`."""
+        if self._planned is None or self._planned[0] != epoch:
             order = self._order(epoch)
-            self._plan = (epoch, order, self._by_size() if self.batch_size else self._by_tokens(order))
-        return self._plan[1], self._plan[2]
+            bounds = self._by_size(self.batch_size) if self.batch_size else self._by_tokens(order, self.max_tokens or 0)
+            self._planned = epoch, order, bounds
+        return self._planned[1], self._planned[2]
 
     def _order(self, epoch: int) -> IntArray:
-        if not self.shuffle:
-            return np.arange(len(self.part))
+        if self.seed is None:
+            return np.arange(len(self.rows))
         # SeedSequence mixes the two numbers by a fixed algorithm, so neighbouring seeds and epochs share nothing.
         state = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0])
-        permutation: IntArray = torch.randperm(len(self.part), generator=torch.Generator().manual_seed(state)).numpy()
+        permutation: IntArray = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(state)).numpy()
         return permutation
 
-    def _by_size(self) -> IntArray:
-        assert self.batch_size is not None
-        ranks, samples = self.world_size, len(self.part)
-        step = self.batch_size * ranks
+    def _by_size(self, batch_size: int) -> IntArray:
+        samples, step = len(self.rows), batch_size * self.world_size
         full, rest = divmod(samples, step)
         tail_steps = int(rest > 0)
-        if 0 < rest < ranks and full:
+        if 0 < rest < self.world_size and full:
             # Too few left for all ranks: share the last full step's samples with them.
             full, tail_steps = full - 1, 2
-        head = np.arange(full * ranks, dtype=np.int64) * self.batch_size
-        tail = full * step + np.arange(tail_steps * ranks + 1, dtype=np.int64) * (samples - full * step) // max(
-            tail_steps * ranks, 1
-        )
-        return np.concatenate((head, tail)) if tail_steps else np.append(head, samples)
+        head = np.arange(full * self.world_size, dtype=np.int64) * batch_size
+        tail = np.linspace(full * step, samples, tail_steps * self.world_size + 1, dtype=np.int64)
+        return np.concatenate((head, tail))
 
-    def _by_tokens(self, order: IntArray) -> IntArray:
-        assert self.max_tokens is not None
-        if self._rows is None:
-            rows = self.part.lengths - int(self.part.target is None)
-            self._rows = rows.clamp(0, self.max_seq_len).numpy()
-        filled = np.cumsum(self._rows[order])
+    def _by_tokens(self, order: IntArray, max_tokens: int) -> IntArray:
+        filled = np.cumsum(self.rows[order])
         bounds = [0]
         while bounds[-1] < len(order):
             before = filled[bounds[-1] - 1] if bounds[-1] else 0
-            bounds.append(int(np.searchsorted(filled, before + self.max_tokens, side="right")))
+            bounds.append(int(np.searchsorted(filled, before + max_tokens, side="right")))
         # Equal counts on every rank: halve the largest batches until they can be dealt out.
         while (len(bounds) - 1) % self.world_size:
             sizes = np.diff(bounds)
             k = int(sizes.argmax())
             bounds.insert(k + 1, bounds[k] + int(sizes[k]) // 2)
         return np.array(bounds, dtype=np.int64)
-
-
-class _Positions:
-    """The sampler: sample numbers of the batches that are left, read from the loader whenever an iteration begins."""
-
-    def __init__(self, loader: BatchLoader) -> None:
-        self.loader = loader
-
-    def __iter__(self) -> Iterator[IntArray]:
-        return self.loader._samples()
-
-    def __len__(self) -> int:
-        return len(self.loader) - self.loader.batch
 
 
 class _Source(Dataset[Tensor]):

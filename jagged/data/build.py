@@ -16,12 +16,11 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jagged.data.dataset import EVENTS, ITEMS, USERS, write_manifest
-from jagged.data.errors import refuse, shown
+from jagged.data.dataset import EVENTS, ITEMS, USERS, SequenceDataset, write_manifest
+from jagged.data.errors import MAX_ID_BYTES, refuse, shown
 from jagged.data.parsers import Chunk
 from jagged.data.vocabulary import Vocabulary, digest, infer_integers
 
-MAX_ID_BYTES = 1024
 # Events sorted in memory at once, about 80 bytes each.
 RANGE_EVENTS = 1 << 22
 # Ranges are files open at the same time.
@@ -149,8 +148,13 @@ class DatasetBuilder:
             )
         self._time_kind = chunk.time_kind
 
-    def finish(self, source: str, advance: Callable[[int], object]) -> None:
-        """Sort, write the Arrow file, the vocabularies and the manifest. `advance` is called with the events written.
+    @property
+    def num_events(self) -> int:
+        """Events added so far."""
+        return int(self._counts.sum())
+
+    def finish(self, source: str, advance: Callable[[int], object]) -> SequenceDataset:
+        """Sort, write the Arrow file, the vocabularies and the manifest. `advance` is called twice with every event's count.
 
         Raises:
             DataError: there was not one event.
@@ -165,10 +169,10 @@ class DatasetBuilder:
         self.notes["duplicate_users"] = int((self._rows[:num_users] > 1).sum())
         self.notes["empty_users"] = len(self._without_items - self._users.codes.keys())
         self._sort(offsets, advance)
-        fingerprint = self._write_events(offsets, users, items)
+        fingerprint = self._write_events(offsets, users, items, advance)
         users.save(self.directory / USERS)
         items.save(self.directory / ITEMS)
-        write_manifest(
+        manifest = write_manifest(
             self.directory,
             {
                 "fingerprint": fingerprint,
@@ -179,6 +183,7 @@ class DatasetBuilder:
                 "notes": self.notes,
             },
         )
+        return SequenceDataset(self.directory, manifest)
 
     def _sort(self, offsets: IntArray, advance: Callable[[int], object]) -> None:
         total = int(offsets[-1])
@@ -219,7 +224,7 @@ class DatasetBuilder:
         self._spill_path.unlink()
         return paths
 
-    def _write_events(self, offsets: IntArray, users: Vocabulary, items: Vocabulary) -> str:
+    def _write_events(self, offsets: IntArray, users: Vocabulary, items: Vocabulary, advance: Callable[[int], object]) -> str:
         sha = hashlib.sha256(b"jagged.dataset.1:" + digest(users.ids) + digest(items.ids))
         sha.update(offsets.tobytes())
         boundaries = pa.array(offsets)
@@ -233,7 +238,10 @@ class DatasetBuilder:
                 data = mapped.read_buffer()
             sha.update(name.encode())
             for start in range(0, data.size, 8 * COPY_EVENTS):
-                sha.update(memoryview(data)[start : start + 8 * COPY_EVENTS])
+                piece = memoryview(data)[start : start + 8 * COPY_EVENTS]
+                sha.update(piece)
+                if name == "item_id":
+                    advance(len(piece) // 8)
             values = pa.Array.from_buffers(pa.int64(), data.size // 8, [None, data])
             columns.append(pa.LargeListArray.from_arrays(boundaries, values))
             names.append(name)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
-import tempfile
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
+from tqdm import tqdm
 
 from jagged.data.errors import refuse, shown
 from jagged.data.vocabulary import Vocabulary
@@ -124,12 +125,12 @@ class SequenceDataset:
             DataError: the directory exists and holds something else than this dataset.
         """
         target = Path(directory)
-        if target.exists():
+        if target.exists() and any(target.iterdir()):
             if SequenceDataset.load(target).fingerprint == self.fingerprint:
                 return
             raise refuse(target, "another dataset", "a directory that does not exist yet", "name another one")
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        temporary = fresh_directory(target.parent, f".{target.name}.")
         try:
             for name in (EVENTS, USERS, ITEMS, MANIFEST):
                 shutil.copyfile(self.directory / name, temporary / name)
@@ -192,8 +193,8 @@ def _remove(directory: str, process: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def write_manifest(directory: Path, content: dict[str, Any]) -> None:
-    """List the directory's data files with size and SHA-256 beside `content`, and seal the list with a digest of its own."""
+def write_manifest(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """List the data files with size and SHA-256 beside `content`, seal the list with a digest of its own, and return it."""
     files = {
         name: {"size": (directory / name).stat().st_size, "sha256": file_digest(directory / name)}
         for name in (EVENTS, USERS, ITEMS)
@@ -201,6 +202,7 @@ def write_manifest(directory: Path, content: dict[str, Any]) -> None:
     content = {"version": FORMAT_VERSION, "files": files, **content}
     sealed = {**content, "sha256": _seal(content)}
     (directory / MANIFEST).write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
+    return content
 
 
 def publish(temporary: Path, target: Path) -> None:
@@ -219,9 +221,27 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 (hex) of a file, with a bar when it takes longer than two seconds."""
+    sha = hashlib.sha256()
+    with (
+        open(path, "rb") as file,
+        tqdm(total=path.stat().st_size, desc=f"Hashing {path.name}", unit="B", unit_scale=True, delay=2, leave=False) as bar,
+    ):
+        while piece := file.read(8 << 20):
+            sha.update(piece)
+            bar.update(len(piece))
+    return sha.hexdigest()
+
+
+def fresh_directory(parent: Path, prefix: str) -> Path:
+    """Make a new directory with the ordinary permissions, unlike `tempfile`, since it is to be renamed into place."""
+    while True:
+        path = parent / f"{prefix}{secrets.token_hex(8)}"
+        try:
+            path.mkdir()
+            return path
+        except FileExistsError:
+            continue
 
 
 def _seal(content: dict[str, Any]) -> str:

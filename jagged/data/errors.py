@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+MAX_ID_BYTES = 1024
+
 
 class DataError(ValueError):
     """Data that cannot be used; one line: `<file>:<line or row>: found ..., expected ...; <cure>`."""

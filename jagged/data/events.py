@@ -8,18 +8,21 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from jagged.data.build import DatasetBuilder
-from jagged.data.dataset import FORMAT_VERSION, SequenceDataset, own_temporary, publish
+from jagged.data.dataset import FORMAT_VERSION, SequenceDataset, fresh_directory, own_temporary, publish
 from jagged.data.errors import DataError, refuse
 from jagged.data.files import find_files
 from jagged.data.parsers import Columns, read_csv, read_parquet, read_text
 
 _READERS = {"text": read_text, "csv": read_csv, "parquet": read_parquet}
+
+_BUILDING = ".building-"
 
 logger = logging.getLogger("jagged")
 
@@ -62,33 +65,40 @@ def read_events(
     names = [name for name in (columns.user, columns.item, columns.timestamp) if name is not None]
     if len(set(names)) != len(names) or not all(names):
         raise refuse(os.fspath(path), f"the column names {names}", "different, non-empty names")
-    if cache_directory is None:
-        temporary = Path(tempfile.mkdtemp(prefix="jagged-"))
-        try:
-            _build(temporary, os.fspath(path), files, kind, columns, progress)
-            return own_temporary(SequenceDataset.load(temporary))
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-    return _cached(Path(cache_directory), os.fspath(path), files, kind, columns, progress)
+    source = os.fspath(path)
+    if cache_directory is not None:
+        return _cached(Path(cache_directory), source, files, kind, columns, progress)
+    temporary = Path(tempfile.mkdtemp(prefix="jagged-"))
+    try:
+        return own_temporary(_build(temporary, source, files, kind, columns, progress))
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> SequenceDataset:
-    cache.mkdir(parents=True, exist_ok=True)
-    target = cache / _key(files, kind, columns)
-    if target.exists():
-        try:
-            return SequenceDataset.load(target)
-        except DataError as error:
-            logger.warning("the cached dataset is damaged and is built again: %s", error)
-            _discard(target)
-    temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=cache))
     try:
-        _build(temporary, source, files, kind, columns, progress)
+        cache.mkdir(parents=True, exist_ok=True)
+        target = cache / _key(files, kind, columns)
+        _sweep(cache)
+        temporary = fresh_directory(cache, _BUILDING)
+    except OSError as error:
+        raise refuse(cache, str(error), "a directory to write to", "name another cache_directory") from None
+    try:
+        if target.exists():
+            try:
+                return SequenceDataset.load(target)
+            except DataError as error:
+                logger.warning("the cached dataset is damaged and is built again: %s", error)
+                # Renamed, so that a reader of the damaged entry keeps its files and the name is free.
+                os.rename(target, temporary / "damaged")
+        built = temporary / "built"
+        built.mkdir()
+        _build(built, source, files, kind, columns, progress)
         try:
-            publish(temporary, target)
+            publish(built, target)
         except OSError:
-            # Another process has published the same entry meanwhile; what it wrote is verified like any other.
+            # Another process has published the same entry meanwhile; it is verified like any other.
             if not target.exists():
                 raise
         return SequenceDataset.load(target)
@@ -96,38 +106,39 @@ def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Col
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _discard(target: Path) -> None:
-    # Renamed first: a reader of the damaged entry keeps its files, a writer finds the name free.
-    trash = Path(tempfile.mkdtemp(prefix=".damaged-", dir=target.parent))
-    try:
-        os.rename(target, trash / "entry")
-    except FileNotFoundError:
-        pass
-    finally:
-        shutil.rmtree(trash, ignore_errors=True)
+def _sweep(cache: Path) -> None:
+    """Remove what a process that was killed a day ago or earlier has left half built."""
+    for path in cache.glob(f"{_BUILDING}*"):
+        if time.time() - path.stat().st_mtime > 86_400:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _key(files: list[Path], kind: str, columns: Columns) -> str:
+    stats = [(file, file.stat()) for file in files]
     identity: dict[str, Any] = {
         "version": FORMAT_VERSION,
         "format": kind,
         "columns": [columns.user, columns.item, columns.timestamp],
+        "files": [[os.fsencode(file).hex(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats],
     }
-    stats = [(file, file.stat()) for file in files]
-    identity["files"] = [[os.fsencode(file).hex(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for file, stat in stats]
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _build(directory: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> None:
-    builder = DatasetBuilder(directory, typed=kind == "parquet")
+def _build(directory: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> SequenceDataset:
     # A bar that appears only when the work outlasts two seconds.
     quiet: dict[str, Any] = {"disable": not progress, "delay": 2, "leave": False, "unit_scale": True}
     try:
-        with tqdm(total=sum(file.stat().st_size for file in files), desc="Reading", unit="B", **quiet) as bar:
-            for file in files:
-                for chunk in _READERS[kind](file, columns, bar.update):
-                    builder.add(chunk)
-        with tqdm(desc="Sorting", unit=" events", **quiet) as bar:
-            builder.finish(source, bar.update)
-    finally:
-        builder.close()
+        builder = DatasetBuilder(directory, typed=kind == "parquet")
+        try:
+            with tqdm(total=sum(file.stat().st_size for file in files), desc="Reading", unit="B", **quiet) as bar:
+                for file in files:
+                    for chunk in _READERS[kind](file, columns, bar.update):
+                        builder.add(chunk)
+            with tqdm(total=2 * builder.num_events, desc="Sorting", unit=" events", **quiet) as bar:
+                return builder.finish(source, bar.update)
+        finally:
+            builder.close()
+    except OSError as error:
+        raise refuse(
+            directory, str(error), "room for the events on disk", "set cache_directory (or TMPDIR) to a larger disk"
+        ) from None

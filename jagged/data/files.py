@@ -101,9 +101,9 @@ def read_blocks(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[
     """
     line = 1
     tail = b""
-    for data in _stream(path, advance):
-        if line == 1 and not tail and data.startswith(b"\xef\xbb\xbf"):
-            data = data[3:]
+    for number, data in enumerate(_stream(path, advance)):
+        if number == 0:
+            data = data.removeprefix(b"\xef\xbb\xbf")
         cut = data.rfind(b"\n") + 1
         if len(tail) + (cut or len(data)) > MAX_LINE_BYTES + BLOCK_BYTES:
             raise refuse(at(path, line), f"a line of more than {MAX_LINE_BYTES >> 20} MiB", "shorter lines")

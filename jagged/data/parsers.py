@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
 from jagged.data import times
-from jagged.data.errors import DataError, at, refuse, shown
+from jagged.data.errors import MAX_ID_BYTES, DataError, at, refuse, shown
 from jagged.data.files import csv_delimiter, read_blocks
 
 _PARQUET_ROWS = 1 << 16
@@ -128,8 +129,12 @@ def read_csv(path: Path, columns: Columns, advance: Callable[[int], object]) -> 
         parts = {name: table.column(column).combine_chunks() for name, column in wanted.items()}
         stamps, kind = None, "none"
         if columns.timestamp is not None:
-            stamps, kind = times.from_text(parts[columns.timestamp], lambda row, n=numbers: at(path, int(n[row])))  # type: ignore[misc]
+            stamps, kind = times.from_text(parts[columns.timestamp], partial(_place, path, numbers, ""))
         yield Chunk(path, "", parts[columns.user], parts[columns.item], None, stamps, kind, numbers)
+
+
+def _place(path: Path, numbers: IntArray, unit: str, row: int) -> str:
+    return at(path, int(numbers[row]), unit)
 
 
 def _csv_header(path: Path, head: bytes, delimiter: str, columns: Columns) -> list[str]:
@@ -170,26 +175,31 @@ def _check_quotes(path: Path, block: bytes, ends: IntArray, first_line: int, del
 
 def _ragged(path: Path, block: bytes, first_line: int, delimiter: str, header: list[str], reason: str) -> DataError:
     for number, line in enumerate(block.decode("utf-8").split("\n"), first_line):
-        fields = next(csv.reader([line], delimiter=delimiter), [])
-        if line and len(fields) != len(header):
-            return refuse(at(path, number), f"{len(fields)} fields in {shown(line)}", f"{len(header)} as in the header")
+        try:
+            found = len(next(csv.reader([line], delimiter=delimiter), []))
+        except csv.Error:
+            # A field longer than Python's own limit; the error below names the rows around it.
+            continue
+        if line and found != len(header):
+            return refuse(at(path, number), f"{found} fields in {shown(line)}", f"{len(header)} as in the header")
     return refuse(at(path, first_line), f"rows that cannot be parsed ({shown(reason, 160)})", "a csv table")
 
 
 def read_parquet(path: Path, columns: Columns, advance: Callable[[int], object]) -> Iterator[Chunk]:
     """A table with an event a row, or a user a row with lists of items (and of times); page checksums are verified."""
     try:
-        with pq.ParquetFile(os.fspath(path), page_checksum_verification=True) as file:
+        with pq.ParquetFile(os.fspath(path)) as file:
             schema = file.schema_arrow
             _check_columns(str(path), schema.names, columns)
             names = [name for name in (columns.user, columns.item, columns.timestamp) if name is not None]
-            fields = {name: schema.field(name).type for name in names}
-            nested = _check_types(path, columns, fields)
+            nested = _check_types(path, columns, {name: schema.field(name).type for name in names})
+            texts = _text_leaves(path, file, (columns.user, columns.item))
+        # Strings as dictionaries: one long string repeated in a small file then never becomes gigabytes.
+        with pq.ParquetFile(os.fspath(path), page_checksum_verification=True, read_dictionary=texts, buffer_size=1 << 20) as file:
             size = path.stat().st_size
             total = max(file.metadata.num_rows, 1)
             row = 0
             for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=names, use_threads=False):
-                # A struct column of the same root name would bring its children; the schema check above excludes it.
                 batch.validate(full=True)
                 advance(size * (row + batch.num_rows) // total - size * row // total)
                 parts = {name: batch.column(batch.schema.get_field_index(name)) for name in names}
@@ -233,31 +243,56 @@ def _parquet_chunk(path: Path, columns: Columns, parts: dict[str, Any], nested: 
     stamps = parts[columns.timestamp] if columns.timestamp is not None else None
     numbers = np.arange(row + 1, row + 1 + len(users), dtype=np.int64)
     counts: IntArray | None = None
-    place = lambda index: at(path, int(numbers[index]), "row ")  # noqa: E731
+    place = partial(_place, path, numbers, "row ")
     if nested:
         for name, part in ((columns.item, items), (columns.timestamp, stamps)):
             if part is not None and part.null_count:
                 raise refuse(place(_first_null(part)), f"a null in {shown(name)}", "a list")
         counts = pc.list_value_length(items).cast(pa.int64()).to_numpy(zero_copy_only=False)
         owner = np.repeat(np.arange(len(users)), counts)
-        place = lambda index: at(path, int(numbers[owner[index]]), "row ")  # noqa: E731
+        place = partial(_place, path, numbers[owner], "row ")
         if stamps is not None:
             other = pc.list_value_length(stamps).cast(pa.int64()).to_numpy(zero_copy_only=False)
             if (wrong := np.flatnonzero(other != counts)).size:
                 i = int(wrong[0])
                 raise refuse(
-                    at(path, int(numbers[i]), "row "), f"{counts[i]} items and {other[i]} times", "as many times as items"
+                    _place(path, numbers, "row ", i), f"{counts[i]} items and {other[i]} times", "as many times as items"
                 )
             stamps = pc.list_flatten(stamps)
         items = pc.list_flatten(items)
     values, kind = (None, "none") if stamps is None else times.from_arrow(stamps, place)
-    return Chunk(path, "row ", _ids(users), _ids(items), counts, values, kind, numbers)
+    user_ids = _ids(users, partial(_place, path, numbers, "row "))
+    return Chunk(path, "row ", user_ids, _ids(items, place), counts, values, kind, numbers)
 
 
-def _ids(array: pa.Array) -> pa.Array:
-    if isinstance(array, pa.DictionaryArray):
-        array = array.dictionary_decode()
-    return array
+def _text_leaves(path: Path, file: pq.ParquetFile, roots: tuple[str, str]) -> list[str]:
+    """Paths of the id columns that hold strings, after a check that the pages do not unpack to far more than ids can be."""
+    leaves = []
+    for index in range(len(file.schema)):
+        column = file.schema.column(index)
+        if column.physical_type != "BYTE_ARRAY" or column.path.split(".")[0] not in roots:
+            continue
+        leaves.append(column.path)
+        for group in range(file.metadata.num_row_groups):
+            chunk = file.metadata.row_group(group).column(index)
+            if chunk.total_uncompressed_size > chunk.num_values * (MAX_ID_BYTES + 8) + (1 << 20):
+                raise refuse(
+                    path,
+                    f"{chunk.total_uncompressed_size} bytes in {chunk.num_values} values of the column {shown(column.path)}",
+                    f"ids of up to {MAX_ID_BYTES} bytes",
+                )
+    return leaves
+
+
+def _ids(array: pa.Array, place: Callable[[int], str]) -> pa.Array:
+    if not isinstance(array, pa.DictionaryArray):
+        return array
+    if pa.types.is_string(array.dictionary.type) or pa.types.is_large_string(array.dictionary.type):
+        long = pc.greater(pc.binary_length(array.dictionary), MAX_ID_BYTES)
+        used = pc.fill_null(pc.take(long, array.indices), False)
+        if (index := pc.index(used, True).as_py()) >= 0:
+            raise refuse(place(index), f"the id {shown(array[index].as_py())}", f"1 to {MAX_ID_BYTES} bytes")
+    return array.dictionary_decode()
 
 
 def _is_list(kind: pa.DataType) -> bool:

@@ -197,8 +197,7 @@ def _to_dataset(model: SessionModel, lengths: IntArray, items: IntArray, times: 
         builder.add(
             Chunk(directory, "row ", users, names.take(pa.array(items)), lengths, times, "number", np.arange(len(lengths)))
         )
-        builder.finish("synthetic sessions", lambda count: None)
-        return own_temporary(SequenceDataset.load(directory))
+        return own_temporary(builder.finish("synthetic sessions", lambda count: None))
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise

@@ -65,7 +65,11 @@ class Vocabulary:
         """
         if isinstance(values, pa.ChunkedArray):
             values = values.combine_chunks()
-        values = values if isinstance(values, pa.Array) else pa.array(values)
+        if not isinstance(values, pa.Array):
+            try:
+                values = pa.array(values)
+            except (pa.ArrowException, OverflowError) as error:
+                raise refuse("vocabulary", f"{shown(str(error), 100)}", "integers or strings, not both") from None
         if isinstance(values, pa.DictionaryArray):
             values = values.dictionary_decode()
         if len(values) == 0 or len(self) == 0 or pa.types.is_null(values.type):
