@@ -1,0 +1,188 @@
+"""Checkpoints: torch.distributed.checkpoint on its safetensors storage, made atomic and verified.
+
+A checkpoint is a directory `step-00000123` of safetensors files, `state.json` (everything that is no tensor) and
+`manifest.json`. It is written under another name, flushed, listed and renamed into place. No pickle is written or read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from jagged.training import manifest
+from jagged.training.errors import CheckpointError
+
+STATE = "state.json"
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_UNFINISHED = ".unfinished-"
+_REMOVED = ".removed-"
+
+
+def next_name(root: Path, step: int) -> str:
+    """The name of the next checkpoint at `step`: `step-00000123`, or `step-00000123.1` where that is taken.
+
+    None is ever replaced: between taking the old one away and renaming the new one there would be a moment with neither.
+    """
+    matches = [match for entry in _entries(root) if (match := _NAME.fullmatch(entry.name)) and int(match[1]) == step]
+    name = f"step-{step:08d}"
+    return f"{name}.{1 + max(int(match[2] or 0) for match in matches)}" if matches else name
+
+
+def save_checkpoint(root: Path, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
+    """Write a checkpoint; it appears under its name whole, on disk, or not at all.
+
+    Args:
+        root: directory of the run's checkpoints.
+        name: from `next_name`.
+        tensors: what goes into safetensors files.
+        state: what goes into `state.json`.
+
+    Raises:
+        CheckpointError: it could not be written, a full disk for example; nothing of the attempt is left and older checkpoints
+            are untouched.
+    """
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    cure = f"{size / 2**20:.0f} MiB are needed; earlier checkpoints are untouched: make room and resume"
+    with manifest.writing(root / name, cure):
+        root.mkdir(parents=True, exist_ok=True)
+        temporary = root / f"{_UNFINISHED}{name}.{os.getpid()}"
+        try:
+            temporary.mkdir()
+            _write_tensors(temporary, tensors)
+            (temporary / STATE).write_bytes(manifest.dump_json(dict(state)))
+            manifest.write_manifest(temporary, os.listdir(temporary))
+            os.rename(temporary, root / name)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        manifest.fsync(root)
+    return root / name
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The run's checkpoints, oldest first, unverified."""
+    found = []
+    for entry in _entries(root):
+        if match := _NAME.fullmatch(entry.name):
+            found.append(((int(match[1]), int(match[2] or 0)), entry))
+    return [path for _, path in sorted(found)]
+
+
+def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Verify a checkpoint and read it: its tensors, on the CPU, and its state.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; the message names the file.
+    """
+    state = verify_checkpoint(path)
+    reader = HuggingFaceStorageReader(str(path))
+    try:
+        entries = reader.read_metadata().state_dict_metadata
+        tensors = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype)
+            for name, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        with _quiet():
+            load(tensors, storage_reader=reader, no_dist=True)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        # The bytes are those that the manifest promised; what still fails was made by other hands.
+        raise CheckpointError(f"{path}: no readable checkpoint: {type(error).__name__}: {str(error)[:200]}") from error
+    return tensors, state
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Check every byte of a checkpoint and return its state.
+
+    Raises:
+        CheckpointError: it is damaged; the message names the file.
+    """
+    names = manifest.verify(path)
+    for name in names:
+        if name != STATE and not name.endswith((".safetensors", ".safetensors.index.json")):
+            raise CheckpointError(f"{path / name}: no file of a checkpoint")
+    if STATE not in names:
+        raise CheckpointError(f"{path / STATE}: missing: no checkpoint of this library")
+    return manifest.read_json(path / STATE)
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The newest checkpoint, or None without any.
+
+    A damaged one is an error and not passed over: going on from an older one loses work, which is the user's to decide.
+
+    Raises:
+        CheckpointError: the newest checkpoint is damaged; the message names the file and how to go on from the one before.
+    """
+    checkpoints = list_checkpoints(root)
+    if not checkpoints:
+        return None
+    newest = checkpoints[-1]
+    try:
+        verify_checkpoint(newest)
+    except CheckpointError as error:
+        older = f"go on from {checkpoints[-2].name}" if len(checkpoints) > 1 else "start again"
+        raise CheckpointError(f"{error}; delete {newest} to {older}") from None
+    return newest
+
+
+def prune(root: Path, keep: int, also: Callable[[Path], str | None]) -> None:
+    """Remove all but the last `keep` checkpoints and those that `also` names for each of these.
+
+    A checkpoint loses its name before its files go, so that a half removed one is never taken for a checkpoint.
+    """
+    checkpoints = list_checkpoints(root)
+    kept = {path.name for path in checkpoints[-keep:]}
+    kept.update(name for path in checkpoints[-keep:] if (name := also(path)) is not None)
+    for path in checkpoints:
+        if path.name not in kept:
+            removed = path.with_name(f"{_REMOVED}{path.name}")
+            with contextlib.suppress(OSError):
+                os.rename(path, removed)
+                shutil.rmtree(removed, ignore_errors=True)
+
+
+def clean(root: Path) -> None:
+    """Remove what a process left that was killed while it wrote or removed a checkpoint."""
+    for entry in _entries(root):
+        if entry.name.startswith((_UNFINISHED, _REMOVED)):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    writer = HuggingFaceStorageWriter(str(directory))
+    try:
+        with _quiet():
+            save(dict(tensors), storage_writer=writer, no_dist=True)
+    except CheckpointException as error:
+        # The first cause, an OSError for a full disk, is what the user can do something about.
+        for cause, _ in error.failures.values():
+            raise cause from error
+        raise
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process")
+        yield
+
+
+def _entries(root: Path) -> list[Path]:
+    return [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []

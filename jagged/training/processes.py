@@ -1,0 +1,95 @@
+"""The processes of a run: one alone, or those that torchrun started; the same code for both."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from jagged.training.errors import TrainingError
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those of the run.
+
+    Attributes:
+        rank, world_size: as torch.distributed has them.
+        device: where this process computes.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process; every process must ask. Free with one process, else it waits for all."""
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor([float(flag)], device=self.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def sum(self, values: list[float]) -> list[float]:
+        """Element-wise sum over the processes."""
+        if self.world_size == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of every process, on the CPU, by rank; shapes and dtypes alike."""
+        if self.world_size == 1:
+            return [tensor]
+        everyones = [torch.empty_like(tensor, device=self.device) for _ in range(self.world_size)]
+        dist.all_gather(everyones, tensor.to(self.device))
+        return [one.cpu() for one in everyones]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device that `auto`, `cpu` or `cuda` means in this process.
+
+    Raises:
+        TrainingError: `cuda` without a usable GPU.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise TrainingError("device: got cuda, but torch finds no usable GPU; `jagged doctor` says why, device=cpu goes without")
+    device = torch.device(
+        "cuda", int(os.environ.get("LOCAL_RANK", "0")) if "WORLD_SIZE" in os.environ else torch.cuda.current_device()
+    )
+    torch.cuda.set_device(device)
+    return device
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[Processes]:
+    """The process group of the run: the caller's or torchrun's, else one of this process alone, which needs no network.
+
+    A group that was made here is taken down at the end, one that was found is left alone.
+    """
+    if dist.is_initialized():
+        yield Processes(dist.get_rank(), dist.get_world_size(), device)
+        return
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), device)
+    finally:
+        dist.destroy_process_group()

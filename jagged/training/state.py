@@ -1,0 +1,112 @@
+"""Where a run stands, apart from tensors: what `state.json` of a checkpoint holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from jagged.config import TrainConfig
+from jagged.training.errors import CheckpointError, TrainingError
+
+FORMAT_VERSION = 1
+
+# What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
+# `data` and how it is read may, because the fingerprint of what was read is compared.
+_READING = ("data", "format", "user_column", "item_column", "timestamp_column")
+_HANDLING = ("output", "max_epochs", "patience", "device", "num_workers", "checkpoint_every", "tensorboard", "eval_batch_size")
+_MAY_CHANGE = frozenset((*_READING, *_HANDLING))
+
+
+@dataclass
+class TrainState:
+    """Where a run stands.
+
+    Attributes:
+        config: the resolved configuration.
+        fingerprint: of the dataset.
+        world_size: processes; the share of each depends on it.
+        num_items: size of the catalogue.
+        step: optimizer steps taken.
+        epoch, batch: the next batch to train on, both from 0. A batch at the epoch's end means: validate next.
+        loss_sum, tokens: over the epoch so far, of this process: sum of losses, and number of targets.
+        seconds: of training so far; epoch_seconds: of the epoch so far.
+        best: the best monitored value so far, at which epoch (from 1), and the name of its checkpoint.
+        worse_epochs: validations since then.
+        history: a row for each validated epoch.
+    """
+
+    config: dict[str, Any]
+    fingerprint: str
+    world_size: int
+    num_items: int
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    loss_sum: float = 0.0
+    tokens: int = 0
+    seconds: float = 0.0
+    epoch_seconds: float = 0.0
+    best: float | None = None
+    best_epoch: int = 0
+    best_checkpoint: str | None = None
+    worse_epochs: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of `state.json`."""
+        return {"format_version": FORMAT_VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any], path: Path) -> TrainState:
+        """Take over what `to_json` gave.
+
+        Raises:
+            CheckpointError: another version, or a field that is missing or of another type.
+        """
+        if content.get("format_version") != FORMAT_VERSION:
+            raise CheckpointError(
+                f"{path}: format version {content.get('format_version')!r}, this version of jagged reads {FORMAT_VERSION}"
+            )
+        hints = get_type_hints(cls)
+        for entry in fields(cls):
+            if entry.name not in content or not _fits(content[entry.name], hints[entry.name]):
+                raise CheckpointError(f"{path}: field {entry.name}: found {content.get(entry.name)!r}, expected {entry.type}")
+        return cls(**{entry.name: content[entry.name] for entry in fields(cls)})
+
+    def check_resumable(self, wanted: TrainState, path: Path) -> None:
+        """Refuse to go on from this state where `wanted`, the state of a run that starts now, would compute something else.
+
+        Raises:
+            TrainingError: other data, another number of processes, or options that differ; the message names them.
+        """
+        if self.fingerprint != wanted.fingerprint:
+            raise TrainingError(
+                f"{path}: was trained on other data (fingerprint {self.fingerprint[:12]}..., now {wanted.fingerprint[:12]}...); "
+                "give the data it was trained on, or another output to start again"
+            )
+        if self.world_size != wanted.world_size:
+            raise TrainingError(
+                f"{path}: was trained by {self.world_size} processes, now {wanted.world_size}; "
+                "start as many, or choose another output"
+            )
+        changed = [
+            f"{name}={wanted.config.get(name)} (was {self.config.get(name)})"
+            for name in TrainConfig.model_fields
+            if name not in _MAY_CHANGE and self.config.get(name) != wanted.config.get(name)
+        ]
+        if changed:
+            raise TrainingError(
+                f"{path}: cannot go on with other options: {', '.join(changed)}; give those it had, or choose another output"
+            )
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    if isinstance(hint, UnionType):
+        return any(_fits(value, part) for part in get_args(hint))
+    kind = get_origin(hint) or hint
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
