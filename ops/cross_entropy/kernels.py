@@ -18,8 +18,14 @@ from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 JOIN_ROWS, JOIN_WIDTH = 16, 128
-# Programs a launch aims at, by multiprocessor: more than are resident at once, so that the last ones finish close together.
-PROGRAMS_PER_MULTIPROCESSOR = 4
+# Programs a launch aims at, by multiprocessor: backward keeps fewer in flight, and each part of a gradient is written and read.
+FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 4, 2
+
+
+@triton.jit
+def exponential(difference):
+    # The factor is not folded into a fused multiply-add of logit and maximum, whose rounding grows with both.
+    return tl.exp2(difference * LOG2_E)
 
 
 @triton.jit
@@ -50,7 +56,7 @@ def linear_cross_entropy_forward_kernel(
     ignore_index, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum of exponentials (base 2) of the logits of a block of rows over one part of the items."""
+    """Maximum of the logits and sum of exponentials relative to it, for a block of rows over one part of the items."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     exists = row < num_rows
@@ -71,11 +77,11 @@ def linear_cross_entropy_forward_kernel(
                 hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, width,
                 BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
             )  # fmt: skip
-        logits = tl.where(item_exists[None, :], logits * LOG2_E, float("-inf"))
+        logits = tl.where(item_exists[None, :], logits, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logits, 1))
         # A row of -inf alone has no maximum to subtract.
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * tl.exp2(maximum - shift) + tl.sum(tl.exp2(logits - shift[:, None]), 1)
+        total = total * exponential(maximum - shift) + tl.sum(exponential(logits - shift[:, None]), 1)
         maximum = highest
     place = part.to(tl.int64) * num_rows + row
     tl.store(part_maximum + place, maximum, mask=exists)
@@ -101,13 +107,13 @@ def linear_cross_entropy_join_kernel(
     total = tl.where(exists, 0.0, 1.0)
     for part in range(0, num_parts):
         place = tl.cast(part, tl.int64) * num_rows + row
-        scale = tl.exp2(tl.load(part_maximum + place, mask=exists, other=float("-inf")) - shift)
+        scale = exponential(tl.load(part_maximum + place, mask=exists, other=float("-inf")) - shift)
         total += scale * tl.load(part_sum + place, mask=exists, other=0.0)
     logit = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, width, BLOCK_D):
         hidden_tile = load_tile(hidden, row, hidden_stride, known, start, width, BLOCK_D).to(tl.float32)
         logit += tl.sum(hidden_tile * load_tile(weight, item, weight_stride, known, start, width, BLOCK_D).to(tl.float32), 1)
-    tl.store(lse + row, tl.where(valid, (shift + tl.log2(total)) / LOG2_E, 0.0), mask=exists)
+    tl.store(lse + row, tl.where(valid, shift + tl.log2(total) / LOG2_E, 0.0), mask=exists)
     # An item that does not exist has no logit; NaN says so in the loss.
     tl.store(target_logit + row, tl.where(known, logit, tl.where(valid, float("nan"), 0.0)), mask=exists)
 
@@ -116,7 +122,7 @@ def linear_cross_entropy_join_kernel(
 def load_rows(
     target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, scale, HAS_GRAD_LSE: tl.constexpr
 ):  # fmt: skip
-    """What backward needs of rows: whether they count, target, log-sum-exp (base 2), gradients of softmax and target's logit.
+    """What backward needs of rows: whether they count, target, log-sum-exp, gradients of softmax and target's logit.
 
     Gradients are multiplied by `scale` and zero in ignored rows; the target is -1 where no such item exists.
     """
@@ -124,7 +130,7 @@ def load_rows(
     item = tl.load(target + row, mask=exists, other=0)
     valid = exists & (item != ignore_index)
     item = tl.where((item >= 0) & (item < num_items), item, -1).to(tl.int32)
-    row_lse = tl.load(lse + row, mask=valid, other=0.0) * LOG2_E
+    row_lse = tl.load(lse + row, mask=valid, other=0.0)
     grad_target = tl.load(grad_loss + row, mask=valid, other=0.0) * scale
     grad_softmax = grad_target
     if HAS_GRAD_LSE:
@@ -134,10 +140,9 @@ def load_rows(
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
 def linear_cross_entropy_backward_hidden_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, width, grad_width,
-    hidden_stride, weight_stride, items_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, width, hidden_stride,
+    weight_stride, items_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -163,23 +168,22 @@ def linear_cross_entropy_backward_hidden_kernel(
                 BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
             )  # fmt: skip
         # Past the last item the logit is 0 and its exponential may overflow, when all true logits are far below.
-        logits = tl.where(item_exists[None, :], logits * LOG2_E, float("-inf"))
-        scores = tl.exp2(logits - row_lse[:, None]) * grad_softmax[:, None]
+        logits = tl.where(item_exists[None, :], logits, float("-inf"))
+        scores = exponential(logits - row_lse[:, None]) * grad_softmax[:, None]
         # Before the rounding to the weights' dtype, where the difference is small for a target that is well predicted.
         scores = tl.where(row_target[:, None] == item[None, :], scores - grad_target[:, None], scores)
         gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * grad_width + column[None, :]
+    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * width + column[None, :]
     gradient = (gradient * inverse).to(grad_hidden.dtype.element_ty)
-    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < grad_width)[None, :])
+    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "rows_per_part", "ignore_index"])
 def linear_cross_entropy_backward_weight_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, width, grad_width,
-    hidden_stride, weight_stride, rows_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, width, hidden_stride,
+    weight_stride, rows_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`."""
     item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -206,13 +210,13 @@ def linear_cross_entropy_backward_weight_kernel(
                 weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, width,
                 BLOCK_V, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
-        scores = tl.exp2(logits * LOG2_E - row_lse[None, :]) * grad_softmax[None, :]
+        scores = exponential(logits - row_lse[None, :]) * grad_softmax[None, :]
         scores = tl.where(row_target[None, :] == item[:, None], scores - grad_target[None, :], scores)
         gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * grad_width + column[None, :]
+    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * width + column[None, :]
     gradient = (gradient * inverse).to(grad_weight.dtype.element_ty)
-    tl.store(address, gradient, mask=item_exists[:, None] & (column < grad_width)[None, :])
+    tl.store(address, gradient, mask=item_exists[:, None] & (column < width)[None, :])
 
 
 def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -225,7 +229,7 @@ def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor,
     hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
     tile = tile_of("forward", hidden.shape[1], hidden.dtype)
     row_blocks = triton.cdiv(num_rows, tile.rows)
-    num_parts, items_per_part = _split(num_items, tile.items, row_blocks, hidden.device)
+    num_parts, items_per_part = _split(num_items, tile.items, row_blocks, FORWARD_PROGRAMS, hidden.device)
     part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
     with torch.cuda.device_of(hidden):
         linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
@@ -251,32 +255,33 @@ def linear_cross_entropy_backward(
     weight_grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of hidden and weight, empty where no dtype asks for one."""
-    num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
+    num_rows, num_items, grad_width = hidden.shape[0], weight.shape[0], hidden.shape[1]
     grad_loss = grad_loss.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
     hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
     needs_scale = hidden.dtype == torch.float16 and num_rows > 0
     inverse_scale = _inverse_scale(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
+    width = hidden.shape[1]
     inputs = (grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale)
-    sizes = (num_rows, num_items, hidden.shape[1], width, hidden.stride(0), weight.stride(0))
+    sizes = (num_rows, num_items, width, hidden.stride(0), weight.stride(0))
     flags = {"HAS_GRAD_LSE": grad_lse is not None, "HAS_SCALE": inverse_scale is not None}
     grad_hidden, grad_weight = lse.new_empty(0), lse.new_empty(0)
     with torch.cuda.device_of(hidden):
         if hidden_grad_dtype is not None:
             tile = tile_of("backward_hidden", width, hidden.dtype)
             blocks, columns = triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.columns)
-            num_parts, items_per_part = _split(num_items, tile.items, blocks * columns, hidden.device)
+            num_parts, items_per_part = _split(num_items, tile.items, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
             parts = _empty_parts(num_parts, (num_rows, width), hidden, hidden_grad_dtype)
             if parts.numel():
                 linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
                     *inputs, parts, *sizes, items_per_part, ignore_index, **flags, **_constants(tile, hidden),
                     BLOCK_D=tile.columns,
                 )  # fmt: skip
-            grad_hidden = _join(parts, hidden_grad_dtype)
+            grad_hidden = _join(parts, grad_width, hidden_grad_dtype)
         if weight_grad_dtype is not None:
             tile = tile_of("backward_weight", width, hidden.dtype)
             blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
-            num_parts, rows_per_part = _split(num_rows, tile.rows, blocks * columns, hidden.device)
+            num_parts, rows_per_part = _split(num_rows, tile.rows, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
             parts = _empty_parts(num_parts, (num_items, width), weight, weight_grad_dtype)
             if num_rows == 0:
                 parts.zero_()
@@ -285,14 +290,17 @@ def linear_cross_entropy_backward(
                     *inputs, parts, *sizes, rows_per_part, ignore_index, **flags, **_constants(tile, hidden),
                     BLOCK_D=tile.columns,
                 )  # fmt: skip
-            grad_weight = _join(parts, weight_grad_dtype)
+            grad_weight = _join(parts, grad_width, weight_grad_dtype)
     return grad_hidden, grad_weight
 
 
-def _split(length: int, block: int, blocks: int, device: torch.device) -> tuple[int, int]:
-    """Return how many parts of a walk over `length` fill the GPU when `blocks` programs make it, and the length of a part."""
+def _split(length: int, block: int, blocks: int, programs: int, device: torch.device) -> tuple[int, int]:
+    """Return how many parts of a walk over `length` give each multiprocessor `programs`, and the length of a part.
+
+    `blocks` programs make the walk together, in steps of `block`.
+    """
     steps = max(1, triton.cdiv(length, block))
-    wanted = triton.cdiv(PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device), max(1, blocks))
+    wanted = triton.cdiv(programs * _multiprocessors(device), max(1, blocks))
     steps_per_part = triton.cdiv(steps, min(steps, wanted))
     return triton.cdiv(steps, steps_per_part), steps_per_part * block
 
@@ -307,8 +315,10 @@ def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: to
     return like.new_empty(num_parts, *shape, dtype=dtype if num_parts == 1 else torch.float32)
 
 
-def _join(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    return parts.squeeze(0) if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+def _join(parts: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    if parts.shape[0] == 1:
+        return parts[0, :, :width].contiguous()
+    return parts[:, :, :width].sum(0).to(dtype)
 
 
 def _inverse_scale(grad_loss: Tensor, grad_lse: Tensor | None, valid: Tensor) -> Tensor:
