@@ -68,9 +68,9 @@ class Evaluation:
                 f"{self.notes['unknown_targets']:,} targets count as misses, "
                 f"{self.notes['unknown_history_events']:,} events are left out of histories"
             )
-        lines.append(" ".join(["metric       ", *(f"{protocol:>20}" for protocol in self.metrics)]))
+        lines.append("".join([f"{'metric':<13}", *(f"{protocol:>24}" for protocol in self.metrics)]))
         for name in next(iter(self.metrics.values())):
-            lines.append(" ".join([f"{name:<13}", *(f"{figures[name]:>20.4f}" for figures in self.metrics.values())]))
+            lines.append("".join([f"{name:<13}", *(f"{figures[name]:>24.4f}" for figures in self.metrics.values())]))
         return "\n".join(lines)
 
 
@@ -276,6 +276,10 @@ def evaluate(
     part: Literal["valid", "test"] = "test",
     filter_viewed: bool | None = None,
     ks: Sequence[int] = (5, 10, 20),
+    format: str = "auto",
+    user_column: str | None = None,
+    item_column: str | None = None,
+    timestamp_column: str | None = None,
     device: str = "auto",
     batch_size: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
@@ -292,6 +296,8 @@ def evaluate(
         part: the held-out part.
         filter_viewed: whether to take the items of a user's history out of the ranking; None for both, one after the other.
         ks: cut-offs.
+        format: of `data`: "auto" (by name), "text", "csv" or "parquet".
+        user_column, item_column, timestamp_column: names of columns of `data`, by default those of the run's configuration.
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
         batch_size: users at a time; by default the run's `eval_batch_size`.
         max_bytes: bound on the memory that grows with users times items.
@@ -308,7 +314,8 @@ def evaluate(
     if part not in ("valid", "test"):
         raise ConfigError(f"part: got {part!r}, expected 'valid' or 'test'")
     run = Run.open(directory, device=device)
-    dataset = run.read(data, progress=progress)
+    columns = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    dataset = run.read(data, format=format, columns=columns, progress=progress)
     split = run.split(dataset)
     held_out = split.test if part == "test" else split.valid
     if not len(held_out):
@@ -338,18 +345,25 @@ def evaluate(
     notes = dict(split.notes)
     if isinstance(mapped, _Mapped):
         notes |= mapped.notes
-    return Evaluation(metrics, part, split.name, len(held_out), len(run.items), run.is_own(dataset), notes)
+    same_data = None if run.fingerprint is None else run.fingerprint == dataset.fingerprint
+    return Evaluation(metrics, part, split.name, len(held_out), len(run.items), same_data, notes)
 
 
-def known_items(features: Any, dense: Tensor) -> Any:
-    """A KeyedJaggedTensor of one key with each id `i` replaced by `dense[i]`, or left out where that is negative."""
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+def known_items(values: Tensor, lengths: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Renumber samples' items: id `i` becomes `dense[i]` and is left out where that is negative.
 
-    values = dense[features.values()]
-    known = values >= 0
-    rows = torch.repeat_interleave(torch.arange(features.stride()), features.lengths())
-    lengths = torch.bincount(rows[known], minlength=features.stride())
-    return KeyedJaggedTensor(keys=features.keys(), values=values[known], lengths=lengths)
+    Args:
+        values: `[S]` int64 ids of all samples in a row.
+        lengths: `[B]` int64, summing to S.
+        dense: int64 new numbers.
+
+    Returns:
+        The new values and lengths.
+    """
+    numbers = dense[values]
+    known = numbers >= 0
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return numbers[known], torch.bincount(rows[known], minlength=len(lengths))
 
 
 class _Mapped:
@@ -366,12 +380,18 @@ class _Mapped:
         from jagged.data import SequenceBatch
 
         for batch in self.loader:
-            features = known_items(batch.features, self.dense)
+            features = self._map(batch.features)
             targets = self.dense[batch.targets]
             self.notes["unknown_history_events"] += len(batch.features.values()) - len(features.values())
             self.notes["unknown_targets"] += int((targets < 0).sum())
-            viewed = None if batch.viewed is None else known_items(batch.viewed, self.dense)
+            viewed = None if batch.viewed is None else self._map(batch.viewed)
             yield SequenceBatch(features, targets, batch.users, viewed)
+
+    def _map(self, features: Any) -> Any:
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        values, lengths = known_items(features.values(), features.lengths(), self.dense)
+        return KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths)
 
 
 @contextmanager

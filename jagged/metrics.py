@@ -48,12 +48,16 @@ class TrainCounts:
 
     def save(self, directory: str | Path) -> None:
         """Write `train_counts.safetensors` into a run's directory."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
-        save_file(
-            {"users_per_item": self.users_per_item.cpu().contiguous(), "num_users": torch.tensor([self.num_users])},
-            Path(directory) / _COUNTS_FILE,
-        )
+        path = Path(directory) / _COUNTS_FILE
+        try:
+            save_file(
+                {"users_per_item": self.users_per_item.cpu().contiguous(), "num_users": torch.tensor([self.num_users])}, path
+            )
+        except SafetensorError as error:
+            raise OSError(f"{path}: {error}") from error
 
     @classmethod
     def load(cls, directory: str | Path) -> TrainCounts | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,39 +18,60 @@ if TYPE_CHECKING:
     from jagged.data import SequenceDataset, SequenceSplit, Vocabulary
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
     """A trained model with everything that is needed to use it.
 
     Attributes:
         directory: where it was opened.
-        config: the resolved configuration of its training.
         model: on its device, in eval mode.
         items: the catalogue's ids; an item's place is its row in the model's item table.
+        config: the resolved configuration of its training; the defaults where the model was saved without one.
+        fingerprint: of the dataset that it was trained on; None where the model was saved without its split.
     """
 
     directory: Path
-    config: TrainConfig
     model: Any
     items: Vocabulary
+    config: TrainConfig
+    fingerprint: str | None
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> Run:
-        """Open a run's directory.
+        """Open a directory that `train` or `save_pretrained` wrote, after verifying its files.
 
         Raises:
             ConfigError: an unknown device, or one that is not there.
-            CheckpointError: the directory is no run, or a file of it is damaged.
+            CheckpointError: the directory holds no model, or a file of it is damaged.
         """
-        from jagged.data import Vocabulary
         from jagged.models.pretrained import from_pretrained
 
-        directory = Path(directory)
-        model = from_pretrained(directory, device=find_device(device)).eval()
-        return cls(directory, TrainConfig.load(directory / "config.json"), model, Vocabulary.load(directory / "items.arrow"))
+        opened = from_pretrained(directory, device=find_device(device))
+        return cls(
+            opened.directory, opened.model, opened.items, opened.config or TrainConfig.load(), opened.split.get("fingerprint")
+        )
 
-    def read(self, data: str | os.PathLike[str] | SequenceDataset | None = None, *, progress: bool = True) -> SequenceDataset:
-        """Read events as the run's configuration says; without `data` those that it was trained on.
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        device: torch.device = self.model.item_weight.device
+        return device
+
+    def read(
+        self,
+        data: str | os.PathLike[str] | SequenceDataset | None = None,
+        *,
+        format: str = "auto",
+        columns: Mapping[str, str | None] | None = None,
+        progress: bool = True,
+    ) -> SequenceDataset:
+        """Read events; without `data` those that the model was trained on.
+
+        Args:
+            data: events.
+            format: of a file: "auto" (by name), "text", "csv" or "parquet".
+            columns: `user_column`, `item_column`, `timestamp_column` where they are not those of the run's configuration.
+            progress: show a progress bar after two seconds.
 
         Raises:
             ConfigError: no data is given and the directory holds none.
@@ -59,23 +81,17 @@ class Run:
 
         if isinstance(data, SequenceDataset):
             return data
-        if data is None:
-            kept = self.directory / "dataset"
-            if kept.is_dir():
-                return SequenceDataset.load(kept)
+        if data is not None:
+            return read_events(data, format=format, progress=progress, **self.columns(columns or {}))
+        kept = self.directory / "dataset"
+        if not kept.is_dir():
             raise ConfigError(f"{self.directory}: holds no events (dataset/); name the events file to use")
-        return read_events(data, progress=progress, **self.columns(data))
+        return SequenceDataset.load(kept)
 
-    def columns(self, data: str | os.PathLike[str]) -> dict[str, Any]:
-        """Options for reading a file: the run's names of columns, and its format if this is the file it was trained on."""
-        config = self.config
-        own = config.data is not None and Path(config.data).resolve() == Path(data).resolve()
-        return {
-            "format": config.format if own else "auto",
-            "user_column": config.user_column,
-            "item_column": config.item_column,
-            "timestamp_column": config.timestamp_column,
-        }
+    def columns(self, chosen: Mapping[str, str | None]) -> dict[str, str]:
+        """Names of columns: those chosen, else those of the run's configuration."""
+        names = ("user_column", "item_column", "timestamp_column")
+        return {name: getattr(self.config, name) if chosen.get(name) is None else chosen[name] for name in names}
 
     def split(self, dataset: SequenceDataset) -> SequenceSplit:
         """Split events as the run's were."""
@@ -94,11 +110,6 @@ class Run:
         if dataset.items == self.items:
             return None
         return torch.from_numpy(self.items.encode(dataset.items.ids))
-
-    def is_own(self, dataset: SequenceDataset) -> bool | None:
-        """Whether a dataset is, by its fingerprint, the one trained on; None if the run does not know."""
-        kept = self.directory / "dataset"
-        return dataset.fingerprint == self.read().fingerprint if kept.is_dir() else None
 
 
 def find_device(name: str) -> torch.device:

@@ -1,0 +1,396 @@
+"""Recommend items: `Recommender` for notebooks and services, and the function behind `jagged recommend`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+import pyarrow.csv as arrow_csv
+import pyarrow.parquet as parquet
+import torch
+from torch import Tensor
+
+from jagged.config import ConfigError, TrainConfig
+from jagged.data import DataError
+from jagged.evaluation import NOT_FINITE, Evaluation, EvaluationError, Popularity, evaluate, known_items
+from jagged.metrics import TrainCounts
+from jagged.runs import Run
+from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
+
+if TYPE_CHECKING:
+    from jagged.data import SequenceDataset
+
+logger = logging.getLogger("jagged")
+
+_BATCH = 1024
+
+
+class Recommender:
+    """A sequence ranker with the plain interface: fit, recommend, evaluate, save, open.
+
+    Args:
+        config: the configuration of `fit`; the defaults without one.
+        **overrides: fields of `TrainConfig` that win over `config`, for example `embedding_dim=128, max_epochs=5`.
+
+    Raises:
+        ConfigError: an unknown field or a value that does not fit.
+    """
+
+    def __init__(self, config: TrainConfig | None = None, **overrides: Any) -> None:
+        self.config = TrainConfig.load(None, {**(config.model_dump() if config is not None else {}), **overrides})
+        self._run: Run | None = None
+
+    @classmethod
+    def from_pretrained(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> Recommender:
+        """Open a directory that `jagged train`, `fit` or `save_pretrained` wrote; no GPU is needed.
+
+        Raises:
+            CheckpointError: the directory holds no model, or a file of it is damaged.
+            ConfigError: an unknown device, or one that is not there.
+        """
+        run = Run.open(directory, device=device)
+        self = cls(run.config)
+        self._run = run
+        return self
+
+    def fit(self, data: SequenceDataset | str | os.PathLike[str] | None = None) -> Recommender:
+        """Train on events and keep the best model; the run's directory is `config.output`.
+
+        Args:
+            data: a `SequenceDataset`, or a path that wins over `config.data`; without either, the built-in sample.
+
+        Raises:
+            ConfigError, DataError, TrainingError: as `jagged.training.train`.
+        """
+        from jagged.training import train
+
+        if isinstance(data, (str, os.PathLike)):
+            self.config = TrainConfig.load(None, {**self.config.model_dump(), "data": os.fspath(data)})
+            data = None
+        result = train(self.config, data)
+        self._run = Run.open(result.directory, device=self.config.device)
+        return self
+
+    def recommend(self, users: Any, k: int = 10, filter_viewed: bool = True) -> pa.Table:
+        """The best `k` items for each user, in the users' and items' own ids.
+
+        The table has the columns `user_id`, `item_id`, `score` (float32, higher is better, comparable within a user) and `rank`
+        (int64, from 1), users in the order given. An item comes at most once for a user; equal scores rank in the order of the
+        catalogue. With `filter_viewed` a user who has had nearly everything gets fewer than `k` rows.
+
+        Items of histories that the model does not know are left out and their number is logged. Users of whom then nothing is
+        left get the items that most training users had, with that number as score; where the model was saved without training
+        counts, the first items of the catalogue with score 0.
+
+        Args:
+            users: a mapping of user ids to items, oldest first, also for users the model has never seen; events as a path or a
+                `SequenceDataset`; or ids of users in the data that the model was trained on, whose whole history is then used.
+            k: items for each user, at most the size of the catalogue.
+            filter_viewed: leave out items of the user's history.
+
+        Raises:
+            ConfigError: no model yet, `k` out of range, an unknown user id, or ids without the data they belong to.
+            DataError: events that cannot be read, ids that are neither integers nor strings.
+            EvaluationError: the model's scores are NaN or infinite.
+        """
+        return _recommend(self._opened(), users, k, filter_viewed)
+
+    def evaluate(self, data: Any = None, *, part: Any = "test", filter_viewed: bool | None = None, **options: Any) -> Evaluation:
+        """As `jagged.evaluate` on the directory that was fitted or opened."""
+        run = self._opened()
+        return evaluate(run.directory, data, part=part, filter_viewed=filter_viewed, **{"device": run.device.type, **options})
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write what recommending needs into a directory that stands alone: model, vocabulary, configuration, counts and figures.
+
+        Raises:
+            ConfigError: no model yet.
+            CheckpointError: the directory cannot be written.
+        """
+        from jagged.models.pretrained import from_pretrained, save_pretrained
+
+        run = self._opened()
+        opened = from_pretrained(run.directory)
+        save_pretrained(
+            opened.model,
+            Path(directory),
+            items=opened.items,
+            config=opened.config,
+            split=opened.split or None,
+            metrics=opened.metrics or None,
+            train_counts=TrainCounts.load(run.directory),
+        )
+
+    def _opened(self) -> Run:
+        if self._run is None:
+            raise ConfigError(
+                "Recommender: no model yet; call fit(data), or open one with Recommender.from_pretrained(directory)"
+            )
+        return self._run
+
+
+def recommend(
+    directory: str | os.PathLike[str],
+    histories: Any,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    k: int = 10,
+    filter_viewed: bool = True,
+    format: str = "auto",
+    user_column: str | None = None,
+    item_column: str | None = None,
+    timestamp_column: str | None = None,
+    device: str = "auto",
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    progress: bool = True,
+) -> pa.Table:
+    """Recommend items for users' histories; the function behind `jagged recommend`.
+
+    Args:
+        directory: a run's directory.
+        histories: a file or folder of events; also anything else that `Recommender.recommend` takes.
+        output: a table to write, `.csv`, `.parquet` or `.jsonl` by its name; it appears whole or not at all.
+        k: items for each user.
+        filter_viewed: leave out items of the user's history.
+        format: of `histories`: "auto" (by name), "text", "csv" or "parquet".
+        user_column, item_column, timestamp_column: names of columns, by default those of the run's configuration. A table without
+            the configuration's time column counts as oldest first, with a note; `timestamp_column=""` says that it does.
+        device: "auto" (the GPU where there is one), "cpu" or "cuda".
+        max_bytes: bound on the memory that grows with users times items.
+        progress: show progress bars after two seconds.
+
+    Returns:
+        The table, with columns `user_id, item_id, score, rank`; see `Recommender.recommend`.
+
+    Raises:
+        ConfigError: an option that cannot be used, or an output that cannot be written.
+        CheckpointError: the directory holds no model, or a file of it is damaged.
+        DataError: the histories cannot be read.
+        EvaluationError: the model's scores are NaN or infinite.
+    """
+    write = None if output is None else _writer(Path(output))
+    run = Run.open(directory, device=device)
+    if isinstance(histories, (str, os.PathLike)):
+        chosen = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+        histories = _read(run, histories, format, chosen, progress)
+    table = _recommend(run, histories, k, filter_viewed, max_bytes=max_bytes, progress=progress)
+    if write is not None:
+        write(table)
+    return table
+
+
+@dataclass(frozen=True)
+class _Histories:
+    """Users and their events: user i has `item_ids[start[i]:end[i]]`, and item j is row `dense[j]` of the model or -1."""
+
+    users: pa.Array
+    item_ids: Tensor
+    start: Tensor
+    end: Tensor
+    dense: Tensor
+
+
+def _recommend(
+    run: Run,
+    users: Any,
+    k: int,
+    filter_viewed: bool,
+    *,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    progress: bool = True,
+) -> pa.Table:
+    from tqdm import tqdm
+
+    if not 1 <= k <= len(run.items):
+        raise ConfigError(f"k: got {k}, expected 1 to {len(run.items):,}, the size of the catalogue")
+    histories = _histories(run, users)
+    popular = _most_popular(run, k)
+    schema = pa.schema(
+        [("user_id", histories.users.type), ("item_id", run.items.ids.type), ("score", pa.float32()), ("rank", pa.int64())]
+    )
+    batches, unknown, cold = [], 0, 0
+    starts = range(0, len(histories.users), _BATCH)
+    for first in tqdm(starts, desc="recommend", unit="batch", delay=2, leave=False, disable=not progress):
+        last = min(first + _BATCH, len(histories.users))
+        values, lengths, left_out = _known(histories, first, last)
+        ranked = _rank(run, values, lengths, k, filter_viewed, max_bytes)
+        items, scores = ranked.items.cpu(), ranked.scores.cpu()
+        nothing = lengths == 0
+        if popular is not None:
+            items[nothing], scores[nothing] = popular.items, popular.scores
+        unknown += left_out
+        cold += int(nothing.sum())
+        row, position = (items >= 0).nonzero(as_tuple=True)
+        columns = [
+            histories.users[first:last].take(pa.array(row.numpy())),
+            run.items.decode(items[row, position]),
+            pa.array(scores[row, position].numpy()),
+            pa.array((position + 1).numpy()),
+        ]
+        batches.append(pa.record_batch(columns, schema=schema))
+    if unknown:
+        logger.warning("%d events of items that the model does not know were left out of the histories", unknown)
+    if cold:
+        what = "the most popular items" if popular is not None else "the first items of the catalogue"
+        logger.warning("%d users have no event of an item that the model knows; they get %s", cold, what)
+    return pa.Table.from_batches(batches, schema)
+
+
+def _known(histories: _Histories, first: int, last: int) -> tuple[Tensor, Tensor, int]:
+    """Whole histories in rows of the model, `[S]` with `[B]` lengths, and how many events of unknown items they are without."""
+    from jagged.data.splits import ranges
+
+    start, end = histories.start[first:last], histories.end[first:last]
+    values = histories.item_ids[ranges(start, end - start)]
+    kept, lengths = known_items(values, end - start, histories.dense)
+    return kept, lengths, len(values) - len(kept)
+
+
+def _rank(run: Run, values: Tensor, lengths: Tensor, k: int, filter_viewed: bool, max_bytes: int) -> Ranked:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from jagged.data.splits import ranges
+
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    recent = lengths.clamp(max=run.model.config["max_seq_len"])
+    window = values[ranges(offsets[1:] - recent, recent)]
+    features = KeyedJaggedTensor(keys=["item_id"], values=window, lengths=recent).to(run.device)
+    with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
+        ranked = rank_catalogue(
+            run.model.final_hidden(features),
+            run.model.item_weight,
+            k,
+            viewed=(values.to(run.device), offsets.to(run.device)) if filter_viewed else None,
+            filter_viewed=(filter_viewed,),
+            max_bytes=max_bytes,
+        )[0]
+    if ranked.strange:
+        raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
+    return ranked
+
+
+def _most_popular(run: Run, k: int) -> Ranked | None:
+    """The items that most training users had; None where the run has no counts."""
+    counts = TrainCounts.load(run.directory)
+    return None if counts is None else rank_catalogue(torch.ones(1, 1), Popularity(counts).item_weight, k)[0]
+
+
+def _histories(run: Run, users: Any) -> _Histories:
+    from jagged.data import SequenceDataset
+
+    if isinstance(users, Mapping):
+        rows = [_ids(items, f"the history of {user!r}") for user, items in users.items()]
+        ends = torch.tensor([len(row) for row in rows], dtype=torch.int64).cumsum(0)
+        encoded = [torch.from_numpy(run.items.encode(row)) for row in rows]
+        # The number of an unknown item, -1, finds the last place, which holds -1.
+        dense = torch.cat([torch.arange(len(run.items)), torch.tensor([-1])])
+        starts = torch.cat([ends.new_zeros(1), ends])[:-1]
+        return _Histories(_ids(users, "users"), torch.cat([*encoded, ends.new_zeros(0)]), starts, ends, dense)
+    if isinstance(users, (str, os.PathLike)):
+        users = _read(run, users)
+    dataset = users if isinstance(users, SequenceDataset) else run.read()
+    start, end, ids = dataset.offsets[:-1], dataset.offsets[1:], dataset.users.ids
+    if dataset is not users:
+        ids = _ids(users, "users")
+        chosen = torch.from_numpy(dataset.users.encode(ids))
+        if (chosen < 0).any():
+            unknown = ids[int((chosen < 0).int().argmax())].as_py()
+            raise ConfigError(
+                f"users: {unknown!r} is no user of the data that the model was trained on; "
+                "pass the history instead, as {user: [item, ...]}"
+            )
+        start, end = start[chosen], end[chosen]
+    same = run.dense_items(dataset)
+    return _Histories(ids, dataset.item_ids, start, end, torch.arange(dataset.num_items) if same is None else same)
+
+
+def _ids(values: Iterable[Any], what: str) -> pa.Array:
+    """Ids as an Arrow array of integers or strings."""
+    try:
+        ids = values if isinstance(values, pa.Array) else pa.array(values.tolist() if hasattr(values, "tolist") else list(values))
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError):
+        raise DataError(f"{what}: found ids of several types, expected all integers or all strings") from None
+    if pa.types.is_null(ids.type) and not len(ids):
+        return ids.cast(pa.large_string())
+    if ids.null_count or not (
+        pa.types.is_integer(ids.type) or pa.types.is_string(ids.type) or pa.types.is_large_string(ids.type)
+    ):
+        raise DataError(
+            f"{what}: found {'a null id' if ids.null_count else f'ids of type {ids.type}'}, expected integers or strings"
+        )
+    return ids
+
+
+def _read(
+    run: Run,
+    path: str | os.PathLike[str],
+    format: str = "auto",
+    columns: Mapping[str, str | None] | None = None,
+    progress: bool = True,
+) -> SequenceDataset:
+    columns = dict(columns or {})
+    expected = run.config.timestamp_column
+    if columns.get("timestamp_column") is None and expected and not _has_column(path, format, expected):
+        logger.warning("%s: no column %r: rows count as oldest first", os.fspath(path), expected)
+        columns["timestamp_column"] = ""
+    return run.read(path, format=format, columns=columns, progress=progress)
+
+
+def _has_column(path: str | os.PathLike[str], format: str, name: str) -> bool:
+    """Whether the first table of a path has a column; True for what is no table or cannot be read, which the reader will say."""
+    from jagged.data.files import csv_delimiter, find_files, read_blocks
+
+    files, kind = find_files(path, format)
+    try:
+        if kind == "parquet":
+            return name in parquet.read_schema(files[0]).names
+        if kind == "csv":
+            block, _ = next(read_blocks(files[0], lambda size: None))
+            return name in next(csv.reader([block.partition(b"\n")[0].decode()], delimiter=csv_delimiter(files[0])))
+    except (DataError, OSError, StopIteration, csv.Error, UnicodeDecodeError, pa.ArrowException):
+        pass
+    return True
+
+
+def _writer(path: Path) -> Callable[[pa.Table], None]:
+    """A function that writes a table in the format of the file's name; the file appears whole or not at all."""
+    formats: dict[str, Callable[[pa.Table, Any], None]] = {
+        ".csv": arrow_csv.write_csv,
+        ".parquet": parquet.write_table,
+        ".jsonl": _write_json_lines,
+    }
+    if path.suffix.lower() not in formats or path.is_dir():
+        raise ConfigError(f"output: got {str(path)!r}, expected a file name ending in {', '.join(formats)}")
+
+    def write(table: pa.Table) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    formats[path.suffix.lower()](table, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.chmod(name, 0o644)
+                os.replace(name, path)
+            except BaseException:
+                os.unlink(name)
+                raise
+        except OSError as error:
+            raise ConfigError(f"output: {path}: cannot be written: {error.strerror or error}") from None
+
+    return write
+
+
+def _write_json_lines(table: pa.Table, file: Any) -> None:
+    for batch in table.to_batches(max_chunksize=1 << 16):
+        for row in batch.to_pylist():
+            file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
