@@ -91,7 +91,9 @@ class Run:
     def columns(self, chosen: Mapping[str, str | None]) -> dict[str, str]:
         """Names of columns: those chosen, else those of the run's configuration."""
         names = ("user_column", "item_column", "timestamp_column")
-        return {name: getattr(self.config, name) if chosen.get(name) is None else chosen[name] for name in names}
+        return {name: getattr(self.config, name) for name in names} | {
+            name: value for name, value in chosen.items() if value is not None
+        }
 
     def split(self, dataset: SequenceDataset) -> SequenceSplit:
         """Split events as the run's were."""
