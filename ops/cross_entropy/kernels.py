@@ -24,7 +24,7 @@ FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 4, 2
 
 @triton.jit
 def exponential(difference):
-    # The factor is not folded into a fused multiply-add of logit and maximum, whose rounding grows with both.
+    """e to the power of a difference; the factor is not folded into it, as its rounding would grow with both terms."""
     return tl.exp2(difference * LOG2_E)
 
 
@@ -265,7 +265,7 @@ def linear_cross_entropy_backward(
     inputs = (grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale)
     sizes = (num_rows, num_items, width, hidden.stride(0), weight.stride(0))
     flags = {"HAS_GRAD_LSE": grad_lse is not None, "HAS_SCALE": inverse_scale is not None}
-    grad_hidden, grad_weight = lse.new_empty(0), lse.new_empty(0)
+    grad_hidden, grad_weight = hidden.new_empty(0), hidden.new_empty(0)
     with torch.cuda.device_of(hidden):
         if hidden_grad_dtype is not None:
             tile = tile_of("backward_hidden", width, hidden.dtype)

@@ -56,8 +56,8 @@ def linear_cross_entropy_backward(
         rows = _prepare(hidden, valid)
         grad_target = grad_loss.masked_fill(~valid, 0)
         grad_softmax = grad_target if grad_lse is None else (grad_loss + grad_lse).masked_fill_(~valid, 0)
-        grad_hidden = torch.zeros_like(rows) if hidden_grad_dtype else rows.new_empty(0)
-        grad_weight = rows.new_empty(weight.shape if weight_grad_dtype else 0, dtype=weight_grad_dtype)
+        grad_hidden = torch.zeros_like(rows) if hidden_grad_dtype else hidden.new_empty(0)
+        grad_weight = hidden.new_empty(weight.shape if weight_grad_dtype else 0, dtype=weight_grad_dtype)
         for items, row_tiles, buffer in _tiles(rows, weight):
             part = weight[items].to(rows.dtype)
             grad_part = torch.zeros_like(part) if weight_grad_dtype else None

@@ -1,0 +1,398 @@
+"""Linear cross-entropy against the whole matrix of logits in float64, in every place; and what that matrix cannot show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from jagged.ops import linear_cross_entropy
+from jagged.ops.cross_entropy import torch_impl
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference.cross_entropy import linear_cross_entropy as reference
+from tests.strategies import LONGEST, float_dtypes, random_tensor, seeds
+
+ON_GPU = pytest.mark.gpu
+ON_CPU = pytest.mark.skipif(PLACE.name != "cpu", reason="says something of the PyTorch implementation alone")
+ROWS = st.one_of(st.integers(0, 9), st.integers(LONGEST // 2, LONGEST))
+ITEMS = st.one_of(st.integers(2, 40), st.integers(2 * LONGEST, 4 * LONGEST))
+WIDTHS = st.sampled_from([1, 3, 16, 50, 64, 65, 100, 128, 130, 256] if PLACE.name != "interpret" else [1, 3, 16, 50, 64, 130])
+
+
+def inputs_of(rows: int, items: int, width: int, dtype: torch.dtype, seed: int = 0, *, strided: bool = False) -> list[Tensor]:
+    """Hidden states and weights whose logits are of order one at every width."""
+    hidden = random_tensor((rows, width), dtype, seed, strided=strided)
+    weight = random_tensor((items, width), torch.float32, seed + 1, strided=strided) / math.sqrt(width)
+    return [hidden, weight.to(dtype)]
+
+
+def targets_of(rows: int, items: int, seed: int = 0, ignored: float = 0.0, ignore_index: int = -100) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    target = torch.randint(items, (rows,), generator=generator)
+    return target.masked_fill(torch.rand(rows, generator=generator) < ignored, ignore_index).to(PLACE.device)
+
+
+def all_outputs(loss: Tensor, lse: Tensor) -> Tensor:
+    """Loss, log-sum-exp and the logit of the target: the loss is their difference, so one rounding of theirs is its own."""
+    return torch.cat([loss.reshape(-1), lse, lse - loss])
+
+
+def check(place: Place, inputs: list[Tensor], target: Tensor, *, wanted: list[bool] | None = None, **options: Any) -> None:
+    check_three_way(
+        lambda h, w: all_outputs(*linear_cross_entropy(h, w, target, return_lse=True, backend=place.backend, **options)),
+        lambda h, w: all_outputs(*reference(h, w, target, **options)),
+        inputs,
+        requires_grad=wanted,
+    )
+
+
+def loss_and_gradients(place: Place, inputs: list[Tensor], target: Tensor, **options: Any) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    loss = linear_cross_entropy(*leaves, target, backend=place.backend, **options)
+    return [loss.detach(), *torch.autograd.grad(loss, leaves, torch.ones_like(loss))]
+
+
+@given(
+    ROWS,
+    ITEMS,
+    WIDTHS,
+    float_dtypes(),
+    seeds(),
+    st.booleans(),
+    st.sampled_from([torch.int32, torch.int64]),
+    st.sampled_from([(0.0, -100), (0.3, -100), (0.3, 1), (1.0, -1)]),
+    st.sampled_from(["mean", "sum", "none"]),
+    st.sampled_from([[True, True], [True, False], [False, True], [False, False]]),
+)
+def test_three_way(
+    place: Place,
+    rows: int,
+    items: int,
+    width: int,
+    dtype: torch.dtype,
+    seed: int,
+    strided: bool,
+    index_dtype: torch.dtype,
+    ignoring: tuple[float, int],
+    reduction: str,
+    wanted: list[bool],
+) -> None:
+    inputs = inputs_of(rows, items, width, dtype, seed, strided=strided)
+    target = targets_of(rows, items, seed, *ignoring).to(index_dtype)
+    check(place, inputs, target, wanted=wanted, ignore_index=ignoring[1], reduction=reduction)
+
+
+@given(ROWS, st.integers(2, 40), st.integers(1, 9), float_dtypes(), seeds(), st.sampled_from(["mean", "sum", "none"]))
+def test_loss_alone(place: Place, rows: int, items: int, width: int, dtype: torch.dtype, seed: int, reduction: str) -> None:
+    """Without `return_lse` the gradient takes another way, and the loss is the same to the bit."""
+    inputs, target = inputs_of(rows, items, width, dtype, seed), targets_of(rows, items, seed, 0.2)
+    loss, hidden_grad, weight_grad = loss_and_gradients(place, inputs, target, reduction=reduction)
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    other, lse = linear_cross_entropy(*leaves, target, reduction=reduction, return_lse=True, backend=place.backend)
+    grads = torch.autograd.grad(other, leaves, torch.ones_like(other))
+    for got, want in ((loss, other.detach()), (hidden_grad, grads[0]), (weight_grad, grads[1])):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert loss.dtype == lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "items", "width"), [(129, 65, 64), (64, 129, 128), (33, 63, 257), (17, 31, 600)])
+def test_around_the_tiles(place: Place, rows: int, items: int, width: int, dtype: torch.dtype) -> None:
+    check(place, inputs_of(rows, items, width, dtype), targets_of(rows, items), reduction="mean")
+
+
+@ON_CPU
+@pytest.mark.parametrize(("tile_bytes", "tile_rows"), [(1, 1), (100, 3), (1000, 1024), (4000, 7)])
+def test_tiles_of_any_size(place: Place, monkeypatch: pytest.MonkeyPatch, tile_bytes: int, tile_rows: int) -> None:
+    monkeypatch.setattr(torch_impl, "TILE_BYTES", tile_bytes)
+    monkeypatch.setattr(torch_impl, "TILE_ROWS", tile_rows)
+    check(place, inputs_of(20, 31, 5, torch.float32), targets_of(20, 31, ignored=0.2))
+
+
+@ON_CPU
+def test_reference_is_cross_entropy(place: Place) -> None:
+    (hidden, weight), target = inputs_of(30, 11, 5, torch.float64), targets_of(30, 11, ignored=0.3)
+    for reduction in ("mean", "sum", "none"):
+        expected = F.cross_entropy(F.linear(hidden, weight), target, reduction=reduction)
+        torch.testing.assert_close(reference(hidden, weight, target, reduction=reduction)[0], expected)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_ignored_rows_may_hold_anything(place: Place, poison: float) -> None:
+    (hidden, weight), target = inputs_of(50, 70, 20, torch.float32), targets_of(50, 70, ignored=0.3)
+    ignored = target == -100
+    expected = loss_and_gradients(place, [hidden.masked_fill(ignored[:, None], 0), weight], target, reduction="none")
+    got = loss_and_gradients(place, [hidden.masked_fill(ignored[:, None], poison), weight], target, reduction="none")
+    for ours, wanted in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
+    assert not got[0][ignored].any()
+    assert not got[1][ignored].any()
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_no_valid_row_is_no_step(place: Place, rows: int) -> None:
+    target = torch.full((rows,), -100, device=place.device)
+    for part in loss_and_gradients(place, inputs_of(rows, 9, 4, torch.float32), target):
+        assert not part.any()
+        assert part.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_item_is_certain(place: Place, dtype: torch.dtype) -> None:
+    # Small integers, so that the logits are exact and the loss is log 1.
+    hidden = torch.arange(-12, 12, device=place.device).reshape(6, 4).to(dtype)
+    weight = torch.tensor([[1, -2, 3, 5]], device=place.device).to(dtype)
+    for part in loss_and_gradients(place, [hidden, weight], torch.zeros(6, dtype=torch.int64, device=place.device)):
+        assert not part.any()
+
+
+@pytest.mark.parametrize("level", [-3e4, -300.0, 300.0, 3e4])
+def test_logits_far_from_zero(place: Place, level: float) -> None:
+    """Every logit of a row near the same far value: sums neither overflow nor vanish, and no padding leaks in."""
+    hidden, weight = inputs_of(5, 37, 3, torch.float32)
+    hidden = torch.cat([hidden, torch.full((5, 1), level, device=place.device)], 1)
+    weight = torch.cat([weight, torch.ones(37, 1, device=place.device)], 1)
+    check(place, [hidden, weight], targets_of(5, 37), reduction="sum")
+
+
+def test_rows_of_very_different_scales(place: Place) -> None:
+    hidden, weight = inputs_of(6, 37, 8, torch.float32)
+    check(place, [hidden * torch.logspace(-4, 4, 6, device=place.device)[:, None], weight], targets_of(6, 37), reduction="none")
+
+
+def test_unknown_items_reach_no_foreign_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = inputs_of(6, 9, 4, torch.float32)
+    target = torch.tensor([0, 9, -1, 2**40, -(2**62), 8], device=place.device)
+    loss, hidden_grad, weight_grad = loss_and_gradients(place, inputs, target, reduction="none")
+    assert loss.isnan().tolist() == [False, True, True, True, True, False]
+    assert hidden_grad.isfinite().all()
+    assert weight_grad.isfinite().all()
+    monkeypatch.setenv("JAGGED_VALIDATE", "1")
+    with pytest.raises(ValueError, match=r"target\[1\]: expected an item from 0 to 8.*got 9"):
+        linear_cross_entropy(*inputs, target, backend=place.backend)
+    known = torch.tensor([0, 7, -1, 7, 7, 8], device=place.device)
+    linear_cross_entropy(*inputs, known, ignore_index=-1, backend=place.backend)
+    with pytest.raises(ValueError, match=r"target\[2\]: .*got -1"):
+        linear_cross_entropy(*inputs, known, backend=place.backend)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_master_weights_under_autocast(place: Place, dtype: torch.dtype) -> None:
+    """Products in the low dtype, gradients in float32 without its rounding, small ones of float16 included."""
+    rows, items = 200, 70
+    hidden, weight = inputs_of(rows, items, 16, torch.float32)
+    target = targets_of(rows, items)
+    leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    with torch.autocast(place.device.type, dtype=dtype):
+        loss = linear_cross_entropy(*leaves, target, backend=place.backend)
+    (loss / 4096).backward()
+    low = [x.to(dtype).double().requires_grad_() for x in (hidden, weight)]
+    expected, _ = reference(*low, target)
+    (expected / 4096).backward()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
+    for ours, exact in zip(leaves, low, strict=True):
+        assert ours.grad is not None
+        assert exact.grad is not None
+        assert ours.grad.dtype == torch.float32
+        assert not torch.equal(ours.grad, ours.grad.to(dtype).float())
+        error = (ours.grad - exact.grad).norm() / exact.grad.norm()
+        assert error < torch.finfo(dtype).eps, f"error {error:.2e}"
+
+
+@ON_CPU
+def test_autocast_leaves_float64(place: Place) -> None:
+    inputs, target = inputs_of(4, 5, 3, torch.float64), targets_of(4, 5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(*inputs, target)
+    torch.testing.assert_close(loss, reference(*inputs, target)[0])
+
+
+def test_repeats_are_bit_identical(place: Place) -> None:
+    inputs, target = inputs_of(100, 300, 32, torch.bfloat16), targets_of(100, 5)
+    first = loss_and_gradients(place, inputs, target)
+    for _ in range({"gpu": 100}.get(place.name, 3)):
+        for got, wanted in zip(loss_and_gradients(place, inputs, target), first, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_second_derivatives_are_refused(place: Place) -> None:
+    hidden, weight = (x.requires_grad_() for x in inputs_of(3, 5, 4, torch.float32))
+    loss = linear_cross_entropy(hidden, weight, targets_of(3, 5), backend=place.backend)
+    (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="linear_cross_entropy has no second derivative"):
+        (grad.square().sum() + loss).backward()
+
+
+@ON_CPU
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_gradcheck(place: Place, reduction: str) -> None:
+    inputs = [x.requires_grad_() for x in inputs_of(7, 6, 3, torch.float64)]
+    target = targets_of(7, 6, ignored=0.3)
+
+    def function(hidden: Tensor, weight: Tensor) -> Any:
+        return linear_cross_entropy(hidden, weight, target, reduction=reduction, return_lse=True)  # type: ignore[call-overload]
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_opcheck(place: Place) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        hidden, weight = inputs_of(6, 9, 4, dtype)
+        target, rows = targets_of(6, 9, ignored=0.3), random_tensor((6,), torch.float32, 5)
+        torch.library.opcheck(torch.ops.jagged.linear_cross_entropy.default, (hidden, weight, target, -100, place.backend))
+        for grad_lse in (None, rows):
+            for wanted in ((dtype, dtype), (None, torch.float32), (dtype, None)):
+                torch.library.opcheck(
+                    torch.ops.jagged.linear_cross_entropy_backward.default,
+                    (rows, grad_lse, hidden, weight, target, rows, -100, *wanted, place.backend),
+                )
+
+
+HIDDEN, WEIGHT, TARGET = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: linear_cross_entropy(HIDDEN[0], WEIGHT, TARGET), ValueError, r"hidden: expected shape \[N, D\], got \[4\]"),
+        (lambda: linear_cross_entropy(HIDDEN.long(), WEIGHT, TARGET), TypeError, "hidden: expected dtype float32"),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT[:, :3], TARGET),
+            ValueError,
+            r"weight: expected shape \[V, 4\].*got \[5, 3\]",
+        ),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT[:0], TARGET), ValueError, "weight: expected at least one item"),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT.bfloat16(), TARGET),
+            TypeError,
+            "weight: expected the dtype of hidden.*autocast",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT.to("meta"), TARGET),
+            ValueError,
+            "weight: expected the device of hidden, cpu",
+        ),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET.to("meta")), ValueError, "target: expected the device of hidden"),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET[:2]), ValueError, r"target: expected shape \[3\].*got \[2\]"),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET.float()),
+            TypeError,
+            "target: expected dtype int64, int32, got float32",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, reduction="max"),  # type: ignore[call-overload]
+            ValueError,
+            "reduction: got 'max', expected 'mean', 'sum' or 'none'",
+        ),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, backend="cuda"), ValueError, "backend: got 'cuda'"),
+        (lambda: linear_cross_entropy(HIDDEN.double(), WEIGHT.double(), TARGET, backend="triton"), TypeError, "float64"),
+    ],
+)
+def test_messages_name_argument_and_cure(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_one_graph_for_all_numbers_of_rows(place: Place, autocast: bool) -> None:
+    counter = CompileCounterWithBackend("inductor" if place.name == "gpu" else "aot_eager")
+
+    def function(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        with torch.autocast(place.device.type, dtype=torch.bfloat16, enabled=autocast):
+            loss, lse = linear_cross_entropy(hidden, weight, target, return_lse=True, backend=place.backend)
+            return loss + lse.mean()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    for rows in (5, 30, 11):
+        inputs, target = inputs_of(rows, 40, 8, torch.float32), targets_of(rows, 40, ignored=0.3)
+        results = []
+        for call in (compiled, function):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            loss = call(*leaves, target)
+            loss.backward()
+            results.append([loss.detach(), *(leaf.grad for leaf in leaves)])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+@ON_GPU
+def test_no_synchronisation_and_graph_capture(place: Place) -> None:
+    hidden, weight = (x.requires_grad_() for x in inputs_of(300, 1000, 64, torch.bfloat16))
+    target = targets_of(300, 1000, ignored=0.3)
+
+    def step() -> list[Tensor]:
+        loss, lse = linear_cross_entropy(hidden, weight, target, return_lse=True)
+        return [loss.detach(), *torch.autograd.grad(loss + lse.sum(), [hidden, weight])]
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.testing.assert_close(step(), expected, rtol=0, atol=0)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for ignored in (0.3, 0.9, 0.0):
+        target.copy_(targets_of(300, 1000, 1, ignored))
+        graph.replay()
+        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+@ON_GPU
+def test_memory_is_that_of_the_gradients(place: Place) -> None:
+    rows, items, width = 8192, 100_000, 64
+    hidden, weight = (x.requires_grad_() for x in inputs_of(rows, items, width, torch.bfloat16))
+    target = targets_of(rows, items)
+    linear_cross_entropy(hidden, weight, target).backward()
+    hidden.grad = weight.grad = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    linear_cross_entropy(hidden, weight, target).backward()
+    gradients = (rows + items) * width * 2
+    # The logits would take 1.6 GB in bfloat16.
+    assert torch.cuda.max_memory_allocated() - before < gradients + 64 * 2**20
+
+
+@ON_GPU
+@pytest.mark.parametrize("long_side", ["rows", "items"])
+def test_addresses_past_2_to_the_31(place: Place, long_side: str) -> None:
+    """One side is zero but for its last rows, so that the rest of the sum is known."""
+    width, long, short = 64, 2**25 + 5, 70
+    sides = {"rows": (long, short), "items": (short, long)}[long_side]
+    hidden = torch.zeros(sides[0], width, dtype=torch.bfloat16, device=place.device)
+    weight = torch.zeros(sides[1], width, dtype=torch.bfloat16, device=place.device)
+    for matrix, seed in ((hidden, 0), (weight, 1)):
+        matrix[-short:] = random_tensor((short, width), torch.bfloat16, seed)
+    target = torch.full((sides[0],), -100, device=place.device)
+    target[-short:] = targets_of(short, short) + sides[1] - short
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    loss = linear_cross_entropy(*leaves, target, reduction="sum")
+    loss.backward()
+    ends = [leaf.detach()[-short:].double().requires_grad_() for leaf in leaves]
+    logits = F.linear(*ends)
+    zeros = math.log(sides[1] - short) if sides[1] > short else -math.inf
+    expected = (
+        torch.logaddexp(logits.logsumexp(1), logits.new_tensor(zeros)) - logits.gather(1, targets_of(short, short)[:, None])[:, 0]
+    ).sum()
+    expected.backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    for leaf, end in zip(leaves, ends, strict=True):
+        assert leaf.grad is not None
+        assert end.grad is not None
+        torch.testing.assert_close(leaf.grad[-short:].double(), end.grad, rtol=0.02, atol=0.02)
