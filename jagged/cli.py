@@ -36,6 +36,9 @@ _KNOWN_ERRORS = (
     ("jagged.evaluation", "EvaluationError"),
 )
 
+_Format = Annotated[str, typer.Option(metavar="|".join(choices("format")), help="format of the events; auto by file name")]
+_Device = Annotated[str, typer.Option(metavar="|".join(choices("device")), help="auto: the GPU where there is one")]
+_Column = Annotated[Optional[str], typer.Option(help="name of the column, by default the run's", show_default=False)]  # noqa: UP045
 _Directory = Annotated[Path, typer.Argument(help="a run's directory, as `jagged train` leaves it", show_default=False)]
 
 
@@ -185,6 +188,11 @@ def evaluate(
             show_default="both",
         ),
     ] = None,
+    format: _Format = "auto",
+    user_column: _Column = None,
+    item_column: _Column = None,
+    timestamp_column: _Column = None,
+    device: _Device = "auto",
 ) -> None:
     """Rank the whole catalogue for held-out events; print metrics.
 
@@ -198,8 +206,9 @@ def evaluate(
     _report_problems()
     from jagged.evaluation import evaluate as run
 
-    for choice in (False, True) if filter_viewed is None else (filter_viewed,):
-        print(run(directory, data, part=part, filter_viewed=choice))
+    columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    chosen: Any = part
+    print(run(directory, data, part=chosen, filter_viewed=filter_viewed, format=format, device=device, **columns))
 
 
 @app.command()
@@ -216,6 +225,11 @@ def recommend(
     filter_viewed: Annotated[
         bool, typer.Option("--filter-viewed/--keep-viewed", help="take items of the history out of the ranking, or leave them in")
     ] = True,
+    format: _Format = "auto",
+    user_column: _Column = None,
+    item_column: _Column = None,
+    timestamp_column: _Column = None,
+    device: _Device = "auto",
 ) -> None:
     """Recommend items for users' histories.
 
@@ -228,7 +242,8 @@ def recommend(
     _report_problems()
     from jagged.recommender import recommend as run
 
-    table = run(directory, histories, output, k=k, filter_viewed=filter_viewed)
+    columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    table = run(directory, histories, output, k=k, filter_viewed=filter_viewed, format=format, device=device, **columns)
     if output is None:
         from pyarrow import csv
 
