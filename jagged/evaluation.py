@@ -113,6 +113,7 @@ def evaluate_model(
     device: torch.device | str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
+    all_processes: bool = True,
 ) -> dict[str, float]:
     """Rank the whole catalogue for every user of `loader`, under one protocol.
 
@@ -130,6 +131,7 @@ def evaluate_model(
         device=device,
         max_bytes=max_bytes,
         progress=progress,
+        all_processes=all_processes,
     )
     return results[PROTOCOLS[filter_viewed]]
 
@@ -144,6 +146,7 @@ def evaluate_protocols(
     device: torch.device | str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
+    all_processes: bool = True,
 ) -> dict[str, dict[str, float]]:
     """Rank the whole catalogue for every user of `loader`, under several protocols from one computation of the scores.
 
@@ -151,8 +154,8 @@ def evaluate_protocols(
     without events has a hidden state of zeros, so all scores are equal and items rank by id. Where seen items are taken out, a
     user's target stays, also if it is among them. The model runs in fp32, in eval mode; its modules' modes are restored.
 
-    Where the loader is split over processes (`loader.world_size > 1`), each evaluates its own users and all return the figures
-    of all users; every process must call.
+    In a `torch.distributed` group each process evaluates the users of its own loader and all return the figures of all users, so
+    every process must call.
 
     Args:
         model: a `SequenceRanker`, for example `SASRec`.
@@ -163,6 +166,7 @@ def evaluate_protocols(
         device: where batches go; by default the item table's device.
         max_bytes: bound on the memory that grows with users times items.
         progress: show a progress bar after two seconds.
+        all_processes: add up over the processes of a group; False for a call that only some of them make.
 
     Returns:
         For each protocol its name in `PROTOCOLS` and its figures.
@@ -183,7 +187,7 @@ def evaluate_protocols(
                 assert result.ranks is not None
                 metric.update(result.ranks, result.items)
                 strange += result.strange
-    if getattr(loader, "world_size", 1) > 1:
+    if all_processes and _processes() > 1:
         torch.distributed.all_reduce(strange)
         for metric in metrics:
             metric.all_reduce()
@@ -266,6 +270,7 @@ def popularity_metrics(
         ks=ks,
         max_bytes=max_bytes,
         progress=progress,
+        all_processes=False,
     )
 
 
@@ -341,6 +346,7 @@ def evaluate(
         ks=ks,
         max_bytes=max_bytes,
         progress=progress,
+        all_processes=False,
     )
     notes = dict(split.notes)
     if isinstance(mapped, _Mapped):
@@ -406,9 +412,14 @@ def _eval_mode(model: Any) -> Iterator[None]:
 
 
 def _progress(loader: Any, show: bool) -> Iterable[Any]:
-    if not show or getattr(loader, "rank", 0) != 0:
+    if not show or (_processes() > 1 and torch.distributed.get_rank() != 0):
         return loader
     from tqdm import tqdm
 
     total = len(loader) if hasattr(loader, "__len__") else None
     return tqdm(loader, total=total, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]
+
+
+def _processes() -> int:
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

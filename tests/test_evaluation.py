@@ -8,10 +8,23 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import spawn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.evaluation import PROTOCOLS, EvaluationError, Popularity, evaluate_model, evaluate_protocols
+from jagged.config import ConfigError, TrainConfig
+from jagged.data import BatchLoader, read_events, split_leave_one_out
+from jagged.evaluation import (
+    PROTOCOLS,
+    EvaluationError,
+    Popularity,
+    evaluate,
+    evaluate_model,
+    evaluate_protocols,
+    popularity_metrics,
+)
 from jagged.metrics import TrainCounts
+from jagged.models import SASRec
+from jagged.models.pretrained import save_pretrained
 
 NUM_ITEMS, DIM = 60, 6
 
@@ -156,3 +169,140 @@ def test_popularity_ranks_by_training_users():
         Popularity(train_counts), batches([[0], [1], []], [3, 3, 2], 2), train_counts=train_counts, ks=(2, 3), filter_viewed=True
     )
     assert taken_out["mrr@2"] == pytest.approx((1 / 2 + 1) / 3)
+
+
+def write_events(path, histories):
+    path.write_text("\n".join(" ".join([f"u{user}", *items]) for user, items in enumerate(histories)) + "\n")
+    return path
+
+
+def random_histories(count=40, items=30, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [[f"i{n}" for n in torch.randint(items, (user % 8 + 1,), generator=generator).tolist()] for user in range(count)]
+
+
+def write_run(directory, data, *, keep_events=True):
+    """A run's directory with random weights, as training leaves it."""
+    dataset = read_events(data)
+    split = split_leave_one_out(dataset)
+    torch.manual_seed(1)
+    model = SASRec(dataset.num_items, embedding_dim=8, num_heads=1, num_layers=1, max_seq_len=4)
+    save_pretrained(
+        model,
+        directory,
+        items=dataset.items,
+        config=TrainConfig.load(None, {"max_seq_len": 4, "eval_batch_size": 7}),
+        split={"name": split.name, "fingerprint": dataset.fingerprint},
+        train_counts=TrainCounts.from_part(split.train),
+    )
+    if keep_events:
+        dataset.save(directory / "dataset")
+    return model.eval(), dataset, split
+
+
+def test_a_runs_directory_is_evaluated(tmp_path):
+    data = write_events(tmp_path / "events.txt", random_histories())
+    model, dataset, split = write_run(tmp_path / "run", data)
+    for part in ("valid", "test"):
+        loader = BatchLoader(getattr(split, part), batch_size=100, max_seq_len=4, shuffle=False, seed=0, with_viewed=True)
+        expected = evaluate_protocols(model, loader, train_counts=TrainCounts.from_part(split.train))
+        got = evaluate(tmp_path / "run", part=part)
+        assert got.metrics == {protocol: pytest.approx(figures, rel=1e-9) for protocol, figures in expected.items()}
+        assert (got.part, got.split, got.num_users, got.num_items) == (part, "leave-one-out", len(split.test), dataset.num_items)
+        assert got.same_data is True
+    assert list(evaluate(tmp_path / "run", filter_viewed=True).metrics) == ["seen items taken out"]
+    assert evaluate(tmp_path / "run", data) == got
+    lines = str(got).splitlines()
+    assert lines[0] == "test part (leave-one-out): 30 users, all 29 items ranked for each"
+    assert lines[1].split() == ["metric", "seen", "items", "left", "in", "seen", "items", "taken", "out"]
+    assert len(lines) == 2 + 15
+
+
+def test_items_that_the_model_does_not_know_leave_histories_and_are_missed_as_targets(tmp_path):
+    model, dataset, _ = write_run(tmp_path / "run", write_events(tmp_path / "events.txt", random_histories()))
+    other = random_histories(seed=5)
+    for user in range(0, 40, 3):
+        other[user][-1] = "new"
+        other[user][0] = "newer"
+    got = evaluate(tmp_path / "run", write_events(tmp_path / "other.txt", other), filter_viewed=True, ks=(5,))
+
+    catalogue = set(dataset.items.ids.to_pylist())
+    unknown = len({item for history in other for item in history} - catalogue)
+    hits, users, unknown_targets, unknown_events = 0.0, 0, 0, 0
+    for history in other:
+        if len(history) < 3:
+            continue
+        seen = history[:-1]
+        users += 1
+        unknown_events += sum(item not in catalogue for item in seen[-4:])
+        unknown_targets += history[-1] not in catalogue
+        known = [int(n) for n in dataset.items.encode(seen[-4:]) if n >= 0]
+        with torch.no_grad():
+            scores = (model.final_hidden(keyed([known])) @ model.item_weight.T)[0].tolist()
+        target = int(dataset.items.encode(history[-1:])[0])
+        if target < 0:
+            continue
+        viewed = {int(n) for n in dataset.items.encode(seen)} - {target}
+        order = sorted((n for n in range(dataset.num_items) if n not in viewed), key=lambda n: (-scores[n], n))
+        hits += order.index(target) < 5
+    assert got.metrics["seen items taken out"]["recall@5"] == pytest.approx(hits / users)
+    assert hits
+    assert unknown_targets
+    assert got.same_data is False
+    assert got.notes["unknown_items"] == unknown
+    assert (got.notes["unknown_targets"], got.notes["unknown_history_events"]) == (unknown_targets, unknown_events)
+    assert "note: these events are not those the model was trained on" in str(got)
+    assert f"{unknown} items are unknown to the model: {unknown_targets} targets count as misses, {unknown_events} events" in str(
+        got
+    )
+
+
+def test_what_cannot_be_evaluated_is_named(tmp_path):
+    data = write_events(tmp_path / "events.txt", random_histories())
+    write_run(tmp_path / "run", data, keep_events=False)
+    with pytest.raises(ConfigError, match=r"holds no events \(dataset/\); name the events file"):
+        evaluate(tmp_path / "run")
+    assert evaluate(tmp_path / "run", data).same_data is True
+    with pytest.raises(ConfigError, match="part: got 'train', expected 'valid' or 'test'"):
+        evaluate(tmp_path / "run", data, part="train")
+    with pytest.raises(EvaluationError, match="no user has a held-out event in the test part"):
+        evaluate(tmp_path / "run", write_events(tmp_path / "short.txt", [["i1", "i2"], ["i3"]]))
+
+
+def test_popularity_of_a_split_matches_ranking_by_counting(tmp_path):
+    histories = random_histories(count=80, seed=3)
+    dataset = read_events(write_events(tmp_path / "events.txt", histories))
+    results = popularity_metrics(split_leave_one_out(dataset), ks=(3,), batch_size=16)
+    items = dataset.items.ids.to_pylist()
+    trained = [history[:-2] if len(history) >= 3 else history for history in histories]
+    counts = {item: sum(item in history for history in trained if len(history) > 1) for item in items}
+    for take_out in (False, True):
+        hits = users = 0
+        for history in histories:
+            if len(history) < 3:
+                continue
+            users += 1
+            left = [item for item in items if not take_out or item == history[-1] or item not in history[:-1]]
+            hits += sorted(left, key=lambda item: (-counts[item], items.index(item))).index(history[-1]) < 3
+        assert results[PROTOCOLS[take_out]]["recall@3"] == pytest.approx(hits / users)
+        assert hits
+
+
+def _one_of_two(rank, directory):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meet", rank=rank, world_size=2)
+    dataset = read_events(directory / "events.txt", progress=False)
+    split = split_leave_one_out(dataset)
+    train_counts = TrainCounts.from_part(split.train)
+    torch.manual_seed(0)
+    model = SASRec(dataset.num_items, embedding_dim=8, num_heads=1, num_layers=1, max_seq_len=4)
+    options = {"batch_size": 4, "max_seq_len": 4, "shuffle": False, "seed": 0, "with_viewed": True}
+    whole = evaluate_protocols(model, BatchLoader(split.test, **options), train_counts=train_counts, all_processes=False)
+    shared = evaluate_protocols(model, BatchLoader(split.test, rank=rank, world_size=2, **options), train_counts=train_counts)
+    (directory / f"{rank}.txt").write_text("same" if shared == whole else f"{shared} {whole}")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_return_the_figures_of_one(tmp_path):
+    write_events(tmp_path / "events.txt", random_histories(count=50))
+    spawn(_one_of_two, (tmp_path,), nprocs=2)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["same", "same"]
