@@ -227,7 +227,7 @@ def file_digest(path: Path) -> str:
         open(path, "rb") as file,
         tqdm(total=path.stat().st_size, desc=f"Hashing {path.name}", unit="B", unit_scale=True, delay=2, leave=False) as bar,
     ):
-        while piece := file.read(8 << 20):
+        while piece := file.read(1 << 20):
             sha.update(piece)
             bar.update(len(piece))
     return sha.hexdigest()

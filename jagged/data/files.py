@@ -117,7 +117,7 @@ def read_blocks(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[
         yield block, line
         line += block.count(b"\n")
     if tail:
-        yield _check(path, tail + b"\n", line), line
+        yield _check(path, tail, line) + b"\n", line
 
 
 def _stream(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:

@@ -144,7 +144,7 @@ def split_global_time(dataset: SequenceDataset, valid_fraction: float = 0.1, tes
     for name, part in (("training", split.train), ("validation", valid), ("test", test)):
         if not len(part):
             raise refuse(
-                dataset.directory,
+                "global-time split",
                 f"no {name} sample with validation from time {valid_time} and test from {test_time}",
                 "some in each part",
                 "change the fractions, or split leave-one-out",

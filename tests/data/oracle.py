@@ -5,13 +5,18 @@ from __future__ import annotations
 import csv
 import io
 import re
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jagged.data import SequenceDataset
+from jagged.data.build import DatasetBuilder
+from jagged.data.dataset import own_temporary
+from jagged.data.parsers import Chunk
 
 Event = tuple[object, object, int]
 Histories = dict[object, list[tuple[object, int | None]]]
@@ -74,7 +79,7 @@ def parse_csv(data: bytes) -> Histories:
     if not all(header.count(name) == 1 for name in ("user_id", "item_id", "timestamp")):
         raise ValueError("columns")
     users, items, times = ([row[header.index(name)] for row in rows] for name in ("user_id", "item_id", "timestamp"))
-    if not all(0 < len(value.encode()) <= 1024 for value in [*users, *items]):
+    if not all(0 < len(value.encode()) <= 1024 and "\t" not in value for value in [*users, *items]):
         raise ValueError("ids")
     if not all(re.fullmatch(r"-?[0-9]{1,19}(\.0*)?", value) for value in times):
         raise ValueError("times")
@@ -107,3 +112,16 @@ def write_parquet(path: Path, events: Sequence[Event], **options: object) -> Pat
 def write_text(path: Path, lines: Sequence[Sequence[object]]) -> Path:
     path.write_text("".join(" ".join(map(str, line)) + "\n" for line in lines), encoding="utf-8")
     return path
+
+
+def dataset(users: Sequence[Sequence[int]], times: Sequence[Sequence[int]] | None = None) -> SequenceDataset:
+    """A dataset of these users' items (and times), in a temporary directory; users without items are left out."""
+    directory = Path(tempfile.mkdtemp(prefix="jagged-test-"))
+    builder = DatasetBuilder(directory, typed=True)
+    counts = np.array([len(items) for items in users])
+    flat = None if times is None else np.array([time for row in times for time in row], dtype=np.int64)
+    items = pa.array([item for row in users for item in row], pa.int64())
+    numbers = np.arange(len(users), dtype=np.int64)
+    kind = "none" if times is None else "number"
+    builder.add(Chunk(Path("test"), "row ", pa.array(numbers), items, counts, flat, kind, numbers))
+    return own_temporary(builder.finish("test", lambda count: None))

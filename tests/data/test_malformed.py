@@ -55,6 +55,8 @@ CSV = {
     "utf-16": ("user_id,item_id,timestamp\n".encode("utf-16"), "e.csv:1: found the"),
     "nul": (HEADER + b"1,2\x00,3\n", "e.csv:2: found the control character 0x00"),
     "old mac line ends": (b"user_id,item_id,timestamp\r1,2,3\r", "e.csv:1: found the control character 0x0d"),
+    "carriage return at the end": (HEADER + b"1,2,3\n\r", "e.csv:3: found the control character 0x0d"),
+    "tab in an id": (HEADER + b"1,2\t,3\n", "e.csv:2: found the item id"),
     "open quote": (HEADER + b'1,"2,3\n1,2,4\n', "e.csv:2: found a stray quote"),
     "quoted line break": (HEADER + b'1,"2\n3",4\n', "e.csv:2: found a stray quote"),
     "quote inside": (HEADER + b'1,2,3\n1,a"b,4\n', "e.csv:3: found a stray quote"),
