@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.csv
@@ -291,3 +293,18 @@ def test_fit_save_open_recommend(tmp_path):
         fitted.recommend(["u9", "nobody"])
     counts = TrainCounts.load(tmp_path / "copy")
     assert torch.equal(counts.users_per_item, TrainCounts.from_part(split_leave_one_out(dataset).train).users_per_item)
+
+
+@pytest.mark.parametrize("page", ["evaluation", "recommending"])
+def test_the_examples_of_the_guide_run(page, tmp_path, monkeypatch):
+    guide = Path(__file__).parents[1] / "docs" / "guides" / f"{page}.md"
+    blocks = re.findall(r"^```python\n(.*?)^```", guide.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(blocks) >= 4
+    goods = ["shirt", "tie", "hat", "sock", "shoe", "belt", "coat", "scarf", *(f"thing{n}" for n in range(20))]
+    rows = [f"u{user},{goods[(user + step) % len(goods)]},{step}" for user in range(40) for step in range(user % 5 + 3)]
+    monkeypatch.chdir(tmp_path)
+    Path("events.csv").write_text("user_id,item_id,timestamp\n" + "\n".join(rows) + "\n")
+    namespace = {}
+    for block in blocks:
+        exec(compile(block, str(guide), "exec"), namespace)
+    assert Path("runs/shop/model.safetensors").exists()
