@@ -50,9 +50,8 @@ python_use_unqualified_type_names = True
 def figures(app: Sphinx, name: str, source: list[str]) -> None:
     """Put the figures that benchmarks have drawn into the benchmarks page."""
     if name == "benchmarks":
-        paths = sorted((ROOT / "benchmarks" / "figures").rglob("*.svg")) + sorted(
-            (ROOT / "benchmarks" / "figures").rglob("*.png")
-        )
+        folder = ROOT / "benchmarks" / "figures"
+        paths = sorted(path for path in folder.rglob("*") if path.suffix in (".svg", ".png"))
         images = [f"## {path.stem.replace('_', ' ')}\n\n![{path.stem}](../{path.relative_to(ROOT)})\n" for path in paths]
         source[0] += "\n" + ("\n".join(images) or "No figure has been drawn yet.\n")
 
