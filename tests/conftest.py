@@ -53,3 +53,5 @@ def _fresh_memory_is_nan(request: pytest.FixtureRequest) -> object:
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    if PLACE.name == "gpu":
+        torch.cuda.set_sync_debug_mode("default")
