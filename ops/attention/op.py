@@ -123,7 +123,7 @@ def jagged_attention(
     check_tensor("q", q, "[S, H, D]", FLOATS)
     check_tensor("k", k, "[S, H, D]", FLOATS)
     check_tensor("v", v, "[S, H, D]", FLOATS)
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     check_same("k", k, "q", q)
