@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from jagged.data.splits import SequencePart, ranges
+from jagged.data.gather import BatchSource
+from jagged.data.splits import SequencePart
 
 KEY = "item_id"
 
@@ -115,7 +115,7 @@ class BatchLoader:
         self._plan = _Plan(rows, batch_size, max_tokens, max_seq_len, seed if shuffle else None, rank, world_size)
         self._with_viewed = with_viewed
         self._loader: DataLoader[Tensor] = DataLoader(
-            _Source(part, max_seq_len, with_viewed),
+            BatchSource(part, max_seq_len, with_viewed),
             batch_size=None,
             sampler=self._plan,
             num_workers=num_workers,
@@ -240,35 +240,6 @@ class _Plan(Sampler[IntArray]):
             k = int(sizes.argmax())
             bounds.insert(k + 1, bounds[k] + int(sizes[k]) // 2)
         return np.array(bounds, dtype=np.int64)
-
-
-class _Source(Dataset[Tensor]):
-    """Builds the batch of some samples as one tensor: a worker then shares one piece of memory a batch, not seven."""
-
-    def __init__(self, part: SequencePart, max_seq_len: int, with_viewed: bool) -> None:
-        self.part = part
-        self.max_seq_len = max_seq_len
-        self.with_viewed = with_viewed
-
-    def __getitem__(self, samples: Any) -> Tensor:
-        part = self.part
-        chosen = torch.from_numpy(samples)
-        start, end = part.start[chosen], part.end[chosen]
-        items = part.dataset.item_ids
-        stop = end if part.target is not None else torch.maximum(end - 1, start)
-        first = torch.maximum(start, stop - self.max_seq_len)
-        rows = ranges(first, stop - first)
-        targets = items[part.target[chosen]] if part.target is not None else items[rows + 1]
-        pieces = [part.user[chosen], targets, *_jagged(items[rows], stop - first)]
-        if self.with_viewed:
-            pieces += _jagged(items[ranges(start, end - start)], end - start)
-        return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])
-
-
-def _jagged(values: Tensor, lengths: Tensor) -> list[Tensor]:
-    offsets = torch.zeros(lengths.numel() + 1, dtype=torch.int64)
-    torch.cumsum(lengths, 0, out=offsets[1:])
-    return [values, lengths, offsets]
 
 
 def _unpack(packed: Tensor, with_viewed: bool) -> SequenceBatch:

@@ -39,6 +39,14 @@ class _Codes:
         self.type: pa.DataType | None = None
 
     def encode(self, values: pa.Array, place: Callable[[int], str]) -> IntArray:
+        encoded = self.checked(values, place)
+        distinct = encoded.dictionary.to_pylist()
+        codes = self.codes
+        dense = np.fromiter((codes.setdefault(value, len(codes)) for value in distinct), np.int64, len(distinct))
+        return dense[encoded.indices.to_numpy(zero_copy_only=False)]
+
+    def checked(self, values: pa.Array, place: Callable[[int], str]) -> pa.DictionaryArray:
+        """The distinct values and where they stand, after the rules that every id keeps."""
         if values.null_count:
             raise refuse(place(int(pc.index(pc.is_null(values), True).as_py())), f"a null {self.role} id", "an id")
         kind = pa.int64() if pa.types.is_integer(values.type) else pa.large_string()
@@ -54,9 +62,7 @@ class _Codes:
         elif pa.types.is_uint64(values.type) and len(distinct) and (worst := pc.max(distinct).as_py()) >= 2**63:
             first = int(np.flatnonzero(indices == pc.index(distinct, pa.scalar(worst, pa.uint64())).as_py())[0])
             raise refuse(place(first), f"the {self.role} id {worst}", "integers below 2**63", "cast the column to strings")
-        codes = self.codes
-        dense = np.fromiter((codes.setdefault(v, len(codes)) for v in distinct.to_pylist()), np.int64, len(distinct))
-        return dense[indices]
+        return encoded
 
     def _check(self, distinct: pa.Array, indices: IntArray, place: Callable[[int], str]) -> None:
         length = pc.binary_length(distinct)
@@ -113,10 +119,8 @@ class DatasetBuilder:
         users, counts = chunk.users, chunk.counts
         numbers = chunk
         if counts is not None and (counts == 0).any():
+            self._users.checked(users, chunk.user_place)
             self._without_items.update(users.filter(pa.array(counts == 0)).to_pylist())
-            if users.null_count:
-                users_nulls = int(pc.index(pc.is_null(users), True).as_py())
-                raise refuse(chunk.user_place(users_nulls), "a null user id", "an id")
             keep = np.flatnonzero(counts > 0)
             users, counts = users.take(pa.array(keep)), counts[keep]
             numbers = Chunk(chunk.path, chunk.unit, users, chunk.items, counts, chunk.times, chunk.time_kind, chunk.numbers[keep])

@@ -79,6 +79,7 @@ TEXT = {
     "not utf-8": (b"1 2\n1 \xc3\x28\n", "e.txt:2: found the byte 0xc3, which is not UTF-8"),
     "nul": (b"1 2\n\n3 \x004\n", "e.txt:3: found the control character 0x00"),
     "enormous id": (b"1 2\n" + b"u" * 1025 + b" 3\n", "e.txt:2: found the user id"),
+    "enormous empty user": (b"1 2\n" + b"u" * 1025 + b"\n", "e.txt:2: found the user id"),
     "enormous item": (b"1 2\n5 6 " + b"u" * 1025 + b" 3\n", "e.txt:2: found the item id"),
 }
 
@@ -102,6 +103,10 @@ def test_the_line_is_right_in_later_blocks(tmp_path: Path, monkeypatch: pytest.M
 
 PARQUET = {
     "null user": ({"user_id": [1, None], "item_id": [1, 2], "timestamp": [1, 2]}, "e.parquet:row 2: found a null user id"),
+    "null user without items": (
+        {"user_id": [1, None], "item_id": [[1], []], "timestamp": [[1], []]},
+        "row 2: found a null user id",
+    ),
     "null item": ({"user_id": ["a", "b"], "item_id": ["x", None], "timestamp": [1, 2]}, "e.parquet:row 2: found a null item id"),
     "null time": ({"user_id": [1, 1], "item_id": [1, 2], "timestamp": [1, None]}, "e.parquet:row 2: found a null time"),
     "nan time": ({"user_id": [1, 1], "item_id": [1, 2], "timestamp": [1.0, float("nan")]}, "e.parquet:row 2: found the time nan"),
