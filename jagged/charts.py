@@ -57,11 +57,14 @@ def curve(
 def length_histogram(lengths: Counts, max_seq_len: int, palette: Palette) -> Any:
     """How many users have a history of each length; the longest that the model sees is marked."""
     figure, axes = _figure(palette)
-    edges = _log_edges(int(lengths.max(initial=1)))
+    longest = int(lengths.max(initial=1))
+    few = longest <= 100
+    edges = np.arange(1, longest + 2) - 0.5 if few else _log_edges(longest)
     counts, _ = np.histogram(lengths[lengths > 0], edges)
     axes.stairs(counts, edges, fill=True, color=palette.first)
     axes.axvline(max_seq_len, color=palette.second, linewidth=1.5, label=f"max_seq_len = {max_seq_len}")
-    _log_axis(axes, int(edges[-1]))
+    if not few:
+        _log_axis(axes, int(edges[-1]))
     axes.set_xlabel("events of a user")
     axes.set_ylabel("users")
     _legend(axes, palette)
@@ -145,7 +148,7 @@ def _legend(axes: Any, palette: Palette) -> None:
 
 def _log_edges(largest: int) -> npt.NDArray[np.float64]:
     """Bin edges from 1 to beyond `largest`, at whole numbers and evenly spaced on a logarithmic axis."""
-    return np.unique(np.round(np.geomspace(1, largest + 1, 33)))
+    return np.unique(np.round(np.geomspace(1, largest + 1, 25)))
 
 
 def _log_axis(axes: Any, largest: int) -> None:

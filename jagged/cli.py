@@ -6,6 +6,7 @@ No torch import before a command runs, so that help and refusals are immediate.
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -166,7 +167,7 @@ def train(
     overrides = parse_assignments(assignments or [])
     overrides.update({name: parse_text(name, value) if isinstance(value, str) else value for name, value in flags.items()})
     resolved = TrainConfig.load(config, overrides)
-    _report_problems()
+    _prepare()
     from jagged.training import train as run
 
     run(resolved, resume=resume, dry_run=dry_run)
@@ -203,7 +204,7 @@ def evaluate(
 
     The protocol is printed beside the figures; without a choice, seen items are left in and then taken out.
     """
-    _report_problems()
+    _prepare()
     from jagged.evaluation import evaluate as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
@@ -239,7 +240,7 @@ def recommend(
 
     The result is a table user_id, item_id, score, rank, in your own ids.
     """
-    _report_problems()
+    _prepare()
     from jagged.recommender import recommend as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
@@ -266,7 +267,7 @@ def report(
 
     On the page: training curves, lengths, ranks, metrics with the protocol they were measured by, and checks for leaks.
     """
-    _report_problems()
+    _prepare()
     from jagged.reporting import report as run
 
     print(run(directory, output))
@@ -303,7 +304,7 @@ def demo(
 
     A few minutes on two CPU cores. Exit code 1 where the model does not clearly beat popularity or stays far from the optimum.
     """
-    _report_problems()
+    _prepare()
     from jagged.demo import demo as run
 
     result = run(output, seed=seed)
@@ -311,8 +312,10 @@ def demo(
         raise typer.Exit(1)
 
 
-def _report_problems() -> None:
+def _prepare() -> None:
     for problem in versions.problems():
         print(f"jagged: {problem}", file=sys.stderr)
     # Said once is enough: the packages would say it again when they are imported.
     warnings.simplefilter("ignore", versions.VersionWarning)
+    # TorchRec asks torch a question whose answer torch comments on: nothing that a user can act on.
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
