@@ -21,8 +21,9 @@ from jagged.evaluation import (
     evaluate_model,
     evaluate_protocols,
     popularity_metrics,
+    rank_batches,
 )
-from jagged.metrics import TrainCounts
+from jagged.metrics import RankingMetrics, TrainCounts
 from jagged.models import SASRec
 from jagged.models.pretrained import save_pretrained
 
@@ -306,3 +307,29 @@ def test_two_processes_return_the_figures_of_one(tmp_path):
     write_events(tmp_path / "events.txt", random_histories(count=50))
     spawn(_one_of_two, (tmp_path,), nprocs=2)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["same", "same"]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
+@pytest.mark.gpu
+def test_on_a_gpu_no_batch_waits_and_the_figures_are_the_cpus(tmp_path):
+    model, dataset, split = write_run(tmp_path / "run", write_events(tmp_path / "events.txt", random_histories(count=300)))
+    train_counts = TrainCounts.from_part(split.train)
+    options = {"batch_size": 32, "max_seq_len": 4, "shuffle": False, "seed": 0, "with_viewed": True}
+    expected = evaluate_protocols(model, BatchLoader(split.test, **options), train_counts=train_counts)
+    model = model.cuda()
+    loader = BatchLoader(split.test, pin_memory=True, **options)
+    metrics = [RankingMetrics(dataset.num_items, train_counts, device="cuda") for _ in range(2)]
+    batches = rank_batches(model, loader, 20)
+    try:
+        for results in batches:
+            for metric, result in zip(metrics, results, strict=True):
+                metric.update(result.ranks, result.items)
+            # The first batch may still compile and allocate.
+            torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for metric, figures in zip(metrics, expected.values(), strict=True):
+        assert metric.compute() == pytest.approx(figures, abs=0.02)
+    assert evaluate(tmp_path / "run", device="cuda").metrics == {
+        protocol: pytest.approx(figures, abs=0.02) for protocol, figures in expected.items()
+    }

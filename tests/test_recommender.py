@@ -104,7 +104,7 @@ def test_scores_are_the_models_on_the_last_events(texts, recommender):
     model = recommender._run.model
     features = KeyedJaggedTensor(keys=["item_id"], values=torch.tensor([1, 2, 3, 4, 5]), lengths=torch.tensor([5]))
     with torch.no_grad():
-        scores = (model.final_hidden(features) @ model.item_weight.T)[0]
+        scores = (model.final_hidden(features.to(model.item_weight.device)) @ model.item_weight.T)[0].cpu()
     order = [n for n in scores.argsort(descending=True, stable=True).tolist() if f"i{n}" not in history]
     assert table.column("item_id").to_pylist() == [f"i{n}" for n in order]
     assert table.column("score").to_pylist() == pytest.approx(scores[order].tolist(), abs=1e-5)

@@ -121,14 +121,16 @@ def test_extreme_scores_keep_their_order():
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
-def test_autocast_and_reduced_matmul_precision_do_not_reach_the_scores(precision):
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_and_reduced_matmul_precision_do_not_reach_the_scores(device, precision):
     generator = torch.Generator().manual_seed(0)
-    hidden, weight = torch.randn(64, 96, generator=generator), torch.randn(500, 96, generator=generator)
+    hidden = torch.randn(64, 96, generator=generator).to(device)
+    weight = torch.randn(500, 96, generator=generator).to(device)
     plain = rank_catalogue(hidden, weight, 10)[0]
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device, dtype=torch.bfloat16):
             other = rank_catalogue(hidden, weight, 10)[0]
         assert torch.get_float32_matmul_precision() == precision
     finally:
