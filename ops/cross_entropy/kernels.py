@@ -29,31 +29,34 @@ def exponential(difference):
 
 
 @triton.jit
-def load_tile(pointer, index, stride, exists, width_start, width, BLOCK_D: tl.constexpr):
-    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from column `width_start`; zeros where a row or a column is not there."""
-    column = width_start + tl.arange(0, BLOCK_D)
+def load_tile(pointer, index, stride, exists, first_column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from a column on; zeros where a row or a column is not there."""
+    column = first_column + tl.arange(0, BLOCK_D)
     address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
-    return tl.load(address, mask=exists[:, None] & (column < width)[None, :], other=0.0)
+    mask = exists[:, None]
+    if WIDTH % BLOCK_D:
+        mask &= (column < WIDTH)[None, :]
+    return tl.load(address, mask=mask, other=0.0)
 
 
 @triton.jit
 def logits_of_tiles(
-    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists, width,
-    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists,
+    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
     logits = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
-    for start in range(0, width, BLOCK_K):
-        left_tile = load_tile(left, left_index, left_stride, left_exists, start, width, BLOCK_K)
-        right_tile = load_tile(right, right_index, right_stride, right_exists, start, width, BLOCK_K)
+    for start in range(0, WIDTH, BLOCK_K):
+        left_tile = load_tile(left, left_index, left_stride, left_exists, start, WIDTH, BLOCK_K)
+        right_tile = load_tile(right, right_index, right_stride, right_exists, start, WIDTH, BLOCK_K)
         logits = dot(left_tile, tl.trans(right_tile), logits, PRECISION)
     return logits
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
 def linear_cross_entropy_forward_kernel(
-    hidden, weight, target, part_maximum, part_sum, num_rows, num_items, width, hidden_stride, weight_stride, items_per_part,
-    ignore_index, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr,
+    hidden, weight, target, part_maximum, part_sum, num_rows, num_items, hidden_stride, weight_stride, items_per_part,
+    ignore_index, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum of the logits and sum of exponentials relative to it, for a block of rows over one part of the items."""
@@ -61,20 +64,20 @@ def linear_cross_entropy_forward_kernel(
     part = tl.program_id(1)
     exists = row < num_rows
     valid = exists & (tl.load(target + row, mask=exists, other=0) != ignore_index)
-    if WHOLE_ROWS:
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, width, BLOCK_K)
+    if WIDTH <= BLOCK_K:
+        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, WIDTH, BLOCK_K)
     maximum = tl.full((BLOCK_N,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     first_item = part * items_per_part
     for start in range(first_item, tl.minimum(first_item + items_per_part, num_items), BLOCK_V):
         item = start + tl.arange(0, BLOCK_V)
         item_exists = item < num_items
-        if WHOLE_ROWS:
-            weight_tile = load_tile(weight, item, weight_stride, item_exists, 0, width, BLOCK_K)
+        if WIDTH <= BLOCK_K:
+            weight_tile = load_tile(weight, item, weight_stride, item_exists, 0, WIDTH, BLOCK_K)
             logits = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
         else:
             logits = logits_of_tiles(
-                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, width,
+                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, WIDTH,
                 BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
             )  # fmt: skip
         logits = tl.where(item_exists[None, :], logits, float("-inf"))
@@ -90,8 +93,8 @@ def linear_cross_entropy_forward_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "num_parts", "ignore_index"])
 def linear_cross_entropy_join_kernel(
-    hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts, width, hidden_stride,
-    weight_stride, ignore_index, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts, hidden_stride,
+    weight_stride, ignore_index, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp of a block of rows from its parts, and the logits of the rows' targets."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -110,9 +113,9 @@ def linear_cross_entropy_join_kernel(
         scale = exponential(tl.load(part_maximum + place, mask=exists, other=float("-inf")) - shift)
         total += scale * tl.load(part_sum + place, mask=exists, other=0.0)
     logit = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, width, BLOCK_D):
-        hidden_tile = load_tile(hidden, row, hidden_stride, known, start, width, BLOCK_D).to(tl.float32)
-        logit += tl.sum(hidden_tile * load_tile(weight, item, weight_stride, known, start, width, BLOCK_D).to(tl.float32), 1)
+    for start in range(0, WIDTH, BLOCK_D):
+        hidden_tile = load_tile(hidden, row, hidden_stride, known, start, WIDTH, BLOCK_D).to(tl.float32)
+        logit += tl.sum(hidden_tile * load_tile(weight, item, weight_stride, known, start, WIDTH, BLOCK_D).to(tl.float32), 1)
     tl.store(lse + row, tl.where(valid, shift + tl.log2(total) / LOG2_E, 0.0), mask=exists)
     # An item that does not exist has no logit; NaN says so in the loss.
     tl.store(target_logit + row, tl.where(known, logit, tl.where(valid, float("nan"), 0.0)), mask=exists)
@@ -140,9 +143,9 @@ def load_rows(
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
 def linear_cross_entropy_backward_hidden_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, width, hidden_stride,
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, hidden_stride,
     weight_stride, items_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -152,19 +155,19 @@ def linear_cross_entropy_backward_hidden_kernel(
     valid, row_target, row_lse, grad_softmax, grad_target = load_rows(
         target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, 1 / inverse, HAS_GRAD_LSE
     )
-    if WHOLE_ROWS:
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, width, BLOCK_D)
+    if WIDTH <= BLOCK_K:
+        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, WIDTH, BLOCK_D)
     gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     first_item = part * items_per_part
     for start in range(first_item, tl.minimum(first_item + items_per_part, num_items), BLOCK_V):
         item = start + tl.arange(0, BLOCK_V)
         item_exists = item < num_items
-        weight_tile = load_tile(weight, item, weight_stride, item_exists, first_column, width, BLOCK_D)
-        if WHOLE_ROWS:
+        weight_tile = load_tile(weight, item, weight_stride, item_exists, first_column, WIDTH, BLOCK_D)
+        if WIDTH <= BLOCK_K:
             logits = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
         else:
             logits = logits_of_tiles(
-                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, width,
+                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, WIDTH,
                 BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
             )  # fmt: skip
         # Past the last item the logit is 0 and its exponential may overflow, when all true logits are far below.
@@ -174,16 +177,16 @@ def linear_cross_entropy_backward_hidden_kernel(
         scores = tl.where(row_target[:, None] == item[None, :], scores - grad_target[:, None], scores)
         gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * width + column[None, :]
+    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * WIDTH + column[None, :]
     gradient = (gradient * inverse).to(grad_hidden.dtype.element_ty)
-    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < width)[None, :])
+    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "rows_per_part", "ignore_index"])
 def linear_cross_entropy_backward_weight_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, width, hidden_stride,
+    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, hidden_stride,
     weight_stride, rows_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`."""
     item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -193,8 +196,8 @@ def linear_cross_entropy_backward_weight_kernel(
     # Places past the last item repeat it and are not stored: zeros there could overflow, far above the log-sum-exp.
     source = tl.minimum(item, num_items - 1)
     inverse = tl.load(inverse_scale) if HAS_SCALE else 1.0
-    if WHOLE_ROWS:
-        weight_tile = load_tile(weight, source, weight_stride, source >= 0, 0, width, BLOCK_D)
+    if WIDTH <= BLOCK_K:
+        weight_tile = load_tile(weight, source, weight_stride, source >= 0, 0, WIDTH, BLOCK_D)
     gradient = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
     first_row = part * rows_per_part
     for start in range(first_row, tl.minimum(first_row + rows_per_part, num_rows), BLOCK_N):
@@ -202,21 +205,21 @@ def linear_cross_entropy_backward_weight_kernel(
         valid, row_target, row_lse, grad_softmax, grad_target = load_rows(
             target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, 1 / inverse, HAS_GRAD_LSE
         )
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, first_column, width, BLOCK_D)
-        if WHOLE_ROWS:
+        hidden_tile = load_tile(hidden, row, hidden_stride, valid, first_column, WIDTH, BLOCK_D)
+        if WIDTH <= BLOCK_K:
             logits = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
         else:
             logits = logits_of_tiles(
-                weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, width,
+                weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, WIDTH,
                 BLOCK_V, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
         scores = exponential(logits - row_lse[None, :]) * grad_softmax[None, :]
         scores = tl.where(row_target[None, :] == item[:, None], scores - grad_target[None, :], scores)
         gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * width + column[None, :]
+    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * WIDTH + column[None, :]
     gradient = (gradient * inverse).to(grad_weight.dtype.element_ty)
-    tl.store(address, gradient, mask=item_exists[:, None] & (column < width)[None, :])
+    tl.store(address, gradient, mask=item_exists[:, None] & (column < WIDTH)[None, :])
 
 
 def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -227,18 +230,18 @@ def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor,
     if num_rows == 0:
         return lse, target_logit
     hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
-    tile = tile_of("forward", hidden.shape[1], hidden.dtype)
+    tile = _tile("forward", hidden.shape[1], hidden)
     row_blocks = triton.cdiv(num_rows, tile.rows)
     num_parts, items_per_part = _split(num_items, tile.items, row_blocks, FORWARD_PROGRAMS, hidden.device)
     part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
     with torch.cuda.device_of(hidden):
         linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
-            hidden, weight, target, part_maximum, part_sum, num_rows, num_items, hidden.shape[1], hidden.stride(0),
-            weight.stride(0), items_per_part, ignore_index, **_constants(tile, hidden),
+            hidden, weight, target, part_maximum, part_sum, num_rows, num_items, hidden.stride(0), weight.stride(0),
+            items_per_part, ignore_index, **_constants(tile, hidden),
         )  # fmt: skip
         linear_cross_entropy_join_kernel[(triton.cdiv(num_rows, JOIN_ROWS),)](
-            hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts, hidden.shape[1],
-            hidden.stride(0), weight.stride(0), ignore_index, BLOCK_N=JOIN_ROWS, BLOCK_D=JOIN_WIDTH,
+            hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts,
+            hidden.stride(0), weight.stride(0), ignore_index, BLOCK_N=JOIN_ROWS, BLOCK_D=JOIN_WIDTH, WIDTH=hidden.shape[1],
         )  # fmt: skip
     return lse, target_logit
 
@@ -263,12 +266,12 @@ def linear_cross_entropy_backward(
     inverse_scale = _inverse_scale(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
     width = hidden.shape[1]
     inputs = (grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale)
-    sizes = (num_rows, num_items, width, hidden.stride(0), weight.stride(0))
+    sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
     flags = {"HAS_GRAD_LSE": grad_lse is not None, "HAS_SCALE": inverse_scale is not None}
     grad_hidden, grad_weight = hidden.new_empty(0), hidden.new_empty(0)
     with torch.cuda.device_of(hidden):
         if hidden_grad_dtype is not None:
-            tile = tile_of("backward_hidden", width, hidden.dtype)
+            tile = _tile("backward_hidden", width, hidden)
             blocks, columns = triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.columns)
             num_parts, items_per_part = _split(num_items, tile.items, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
             parts = _empty_parts(num_parts, (num_rows, width), hidden, hidden_grad_dtype)
@@ -279,7 +282,7 @@ def linear_cross_entropy_backward(
                 )  # fmt: skip
             grad_hidden = _join(parts, grad_width, hidden_grad_dtype)
         if weight_grad_dtype is not None:
-            tile = tile_of("backward_weight", width, hidden.dtype)
+            tile = _tile("backward_weight", width, hidden)
             blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
             num_parts, rows_per_part = _split(num_rows, tile.rows, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
             parts = _empty_parts(num_parts, (num_items, width), weight, weight_grad_dtype)
@@ -300,15 +303,23 @@ def _split(length: int, block: int, blocks: int, programs: int, device: torch.de
     `blocks` programs make the walk together, in steps of `block`.
     """
     steps = max(1, triton.cdiv(length, block))
-    wanted = triton.cdiv(programs * _multiprocessors(device), max(1, blocks))
+    wanted = triton.cdiv(programs * _device(device)[0], max(1, blocks))
     steps_per_part = triton.cdiv(steps, min(steps, wanted))
     return triton.cdiv(steps, steps_per_part), steps_per_part * block
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    # The interpreter has none; two make it split what a GPU splits.
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+def _device(device: torch.device) -> tuple[int, int]:
+    """Return the number of multiprocessors and the major compute capability."""
+    if device.type != "cuda":
+        # The interpreter has neither; two multiprocessors make it split what a GPU splits.
+        return 2, 9
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major
+
+
+def _tile(kernel: str, width: int, hidden: Tensor) -> Tile:
+    return tile_of(kernel, width, hidden.dtype, _device(hidden.device)[1])
 
 
 def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -332,8 +343,9 @@ def _aligned(matrix: Tensor) -> Tensor:
 
     Loads are wide then; with odd rows each element is fetched by itself, from addresses that no longer fit into the registers.
     """
-    if matrix.shape[1] % 16:
-        return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % 16))
+    width = max(16, triton.cdiv(matrix.shape[1], 16) * 16)
+    if width != matrix.shape[1]:
+        return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
 
 
@@ -342,7 +354,7 @@ def _constants(tile: Tile, hidden: Tensor) -> dict[str, int | bool | str]:
         "BLOCK_N": tile.rows,
         "BLOCK_V": tile.items,
         "BLOCK_K": tile.step,
-        "WHOLE_ROWS": hidden.shape[1] <= tile.step,
+        "WIDTH": hidden.shape[1],
         "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
