@@ -61,6 +61,7 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
     gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target's probability spread over all items")
     max_epochs: int = Field(60, ge=1, description="most passes over the training data")
     patience: int = Field(10, ge=1, description="validations without a better metric before training stops")
     monitor: str = Field(

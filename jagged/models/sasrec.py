@@ -63,7 +63,7 @@ class SASRec(nn.Module):
                     embedding_dim=embedding_dim,
                     num_embeddings=num_items,
                     feature_names=[FEATURE],
-                    init_fn=partial(nn.init.normal_, std=0.02),
+                    init_fn=partial(nn.init.normal_, std=embedding_dim**-0.5),
                 )
             ],
             device=torch.device(device) if device is not None else None,
@@ -82,7 +82,7 @@ class SASRec(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new weights in every part."""
-        nn.init.normal_(self.item_weight, std=0.02)
+        nn.init.normal_(self.item_weight, std=self.item_weight.shape[1] ** -0.5)
         self.positions.reset_parameters()
         for block in self.blocks:
             block.reset_parameters()

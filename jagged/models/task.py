@@ -18,16 +18,17 @@ class TrainTask(nn.Module):
 
     Args:
         model: gives hidden states for features and owns the item table.
+        label_smoothing: share of the target's probability that is spread evenly over all items.
 
     Shape:
         A `SequenceBatch` in; `(loss, (loss, logits, labels))` out, as TorchRec's pipelines expect, the inner ones detached:
         `logits` `[sum L]` are the scores of the targets, `labels` `[sum L]` the targets.
     """
 
-    def __init__(self, model: SASRec) -> None:
+    def __init__(self, model: SASRec, *, label_smoothing: float = 0.0) -> None:
         super().__init__()
         self.model = model
-        self.head = CutCrossEntropyHead()
+        self.head = CutCrossEntropyHead(label_smoothing=label_smoothing)
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the mean loss of the batch's rows and what metrics need."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,7 +106,7 @@ def train(
         split = _split(config, dataset)
         torch.manual_seed(config.seed)
         model = build(config.model, **_model_arguments(config, dataset.num_items)).to(device)
-        task = TrainTask(model)
+        task = TrainTask(model, label_smoothing=config.label_smoothing)
         loaders = _loaders(config, split, processes)
         expected = forecast(config, split, loaders[0], task, precision, processes)
         if progress and processes.is_first:
@@ -114,6 +115,8 @@ def train(
             return TrainResult(directory, {}, [], float("nan"), 0, 0, 0.0, expected)
         with _lock(directory, processes), stop_wish() as wish:
             if processes.is_first:
+                for left in directory.glob(f".{DATASET}.*"):
+                    shutil.rmtree(left, ignore_errors=True)
                 with manifest.writing(directory / DATASET, "make room, or choose another output"):
                     dataset.save(directory / DATASET)
             engine = Engine(model, task, config, precision, processes)

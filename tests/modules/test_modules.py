@@ -66,20 +66,21 @@ def test_positions_count_from_the_last_row(place: Place, batch: Jagged, max_leng
 
 
 @settings(max_examples=30)
-@given(jagged_batches(longest=40), seeds(), st.booleans())
-def test_head_is_the_mean_over_rows_that_count(place: Place, batch: Jagged, seed: int, ignore: bool) -> None:
+@given(jagged_batches(longest=40), seeds(), st.booleans(), st.sampled_from([0.0, 0.2]))
+def test_head_is_the_mean_over_rows_that_count(place: Place, batch: Jagged, seed: int, ignore: bool, smoothing: float) -> None:
+    head = CutCrossEntropyHead(label_smoothing=smoothing)
     weight = random_tensor((17, DIM), torch.float32, seed)
     targets = torch.randint(17, (batch.total,), generator=torch.Generator().manual_seed(seed)).to(place.device)
     if ignore:
         targets[::2] = -100
     hidden = random_tensor((batch.total, DIM), torch.float32, seed + 1)
     if not (targets >= 0).any():
-        loss, _ = CutCrossEntropyHead()(jagged(hidden, batch), weight, targets)
+        loss, _ = head(jagged(hidden, batch), weight, targets)
         assert loss.item() == 0
         return
     check_three_way(
-        lambda h, w: CutCrossEntropyHead()(jagged(h, batch), w, targets).loss,
-        lambda h, w: nn.functional.cross_entropy(h @ w.T, targets),
+        lambda h, w: head(jagged(h, batch), w, targets).loss,
+        lambda h, w: nn.functional.cross_entropy(h @ w.T, targets, label_smoothing=smoothing),
         [hidden, weight],
     )
 
@@ -99,7 +100,7 @@ def test_parts_share_lengths_and_offsets(place: Place) -> None:
         (lambda device: JaggedSelfAttention(DIM, HEADS, causal=False, device=device), "num_heads=3, causal=False"),
         (lambda device: JaggedTransformerBlock(DIM, HEADS, hidden_dim=30, device=device), "out_features=30"),
         (lambda device: PositionalEncoding(7, DIM, device=device), "max_length=7, embedding_dim=12"),
-        (lambda device: CutCrossEntropyHead(ignore_index=-1), "ignore_index=-1"),
+        (lambda device: CutCrossEntropyHead(ignore_index=-1), "ignore_index=-1, label_smoothing=0.0"),
     ],
 )
 def test_meta_device_reset_and_repr(module: object, shown: str) -> None:
@@ -118,6 +119,11 @@ def test_meta_device_reset_and_repr(module: object, shown: str) -> None:
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(ValueError, match="num_heads: expected a divisor of embedding_dim 12, got 5"):
         JaggedSelfAttention(DIM, 5)
+
+
+def test_smoothing_is_a_share() -> None:
+    with pytest.raises(ValueError, match=r"label_smoothing: expected a number in \[0, 1\), got 1"):
+        CutCrossEntropyHead(label_smoothing=1)
 
 
 def test_dropout_is_drawn_in_training_only(place: Place) -> None:

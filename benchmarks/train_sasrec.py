@@ -1,0 +1,216 @@
+"""SASRec on a real events file: `jagged` beside a plain padded SASRec, quality and time, in one run.
+
+    python -m benchmarks.train_sasrec --data beauty.txt
+
+Both have the same layers, widths, dropout, loss, optimizer, batch size, validation after each epoch and early stopping, in
+bfloat16 mixed precision on a GPU and float32 on a CPU. The padded model is given what favours it: all batches padded once and
+kept on the device, the loss taken over real rows only, torch's fused attention, no checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.common import environment, save, seconds_of, spread
+from jagged.config import TrainConfig
+from jagged.data import SequenceDataset, read_events, split_leave_one_out
+from jagged.data.splits import SequencePart
+from jagged.training import train
+from tests.reference.sasrec import PaddedSASRec
+
+# Found on validation: docs/internals/training.md tells how.
+SETTINGS: dict[str, Any] = {
+    "embedding_dim": 256,
+    "num_heads": 2,
+    "num_layers": 1,
+    "dropout": 0.5,
+    "max_seq_len": 50,
+    "batch_size": 256,
+    "learning_rate": 1e-3,
+    "weight_decay": 0.01,
+    "gradient_clip_norm": 1.0,
+    "label_smoothing": 0.1,
+    "max_epochs": 40,
+    "patience": 6,
+}
+
+
+def run_jagged(dataset: SequenceDataset, config: TrainConfig) -> dict[str, Any]:
+    """Train through the product's own front door, checkpoints and test included in the time."""
+    shutil.rmtree(config.output, ignore_errors=True)
+    seconds, result = seconds_of(lambda: train(config, dataset, progress=False))
+    return {
+        "seconds": seconds,
+        "epochs": result.epochs,
+        "steps": result.steps,
+        "seconds_per_epoch": seconds / result.epochs,
+        "test_ndcg@10_left_in": result.metrics["test"]["seen items left in"]["ndcg@10"],
+        "test_ndcg@10_taken_out": result.metrics["test"]["seen items taken out"]["ndcg@10"],
+    }
+
+
+def run_padded(dataset: SequenceDataset, config: TrainConfig) -> dict[str, Any]:
+    """Train the padded twin in a plain loop."""
+    torch.manual_seed(config.seed)
+    seconds, result = seconds_of(lambda: _Padded(dataset, config).train())
+    return {"seconds": seconds, "seconds_per_epoch": seconds / result["epochs"], **result}
+
+
+class _Padded:
+    def __init__(self, dataset: SequenceDataset, config: TrainConfig) -> None:
+        self.config = config
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.mixed = self.device.type == "cuda"
+        split = split_leave_one_out(dataset)
+        self.train_inputs = _left_padded(dataset, split.train, config.max_seq_len, self.device, shift=1)
+        self.train_targets = _left_padded(dataset, split.train, config.max_seq_len, self.device, shift=0)[0]
+        self.parts = {
+            name: (
+                *_left_padded(dataset, part, config.max_seq_len, self.device, shift=0),
+                dataset.item_ids[part.target].to(self.device),
+            )
+            for name, part in (("valid", split.valid), ("test", split.test))
+        }
+        self.viewed = {name: _pairs(dataset, part, self.device) for name, part in (("valid", split.valid), ("test", split.test))}
+        model = PaddedSASRec(
+            dataset.num_items, config.embedding_dim, config.num_heads, config.num_layers, config.max_seq_len, config.dropout
+        )
+        nn.init.normal_(model.item_weight, std=config.embedding_dim**-0.5)
+        self.model = model.to(self.device)
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            fused=self.mixed,
+        )
+
+    def train(self) -> dict[str, Any]:
+        best, best_weights, worse, epochs, steps = -1.0, {}, 0, 0, 0
+        for _ in range(self.config.max_epochs):
+            order = torch.randperm(self.train_targets.shape[0]).to(self.device)
+            for rows in order.split(self.config.batch_size):
+                self._step(rows)
+                steps += 1
+            epochs += 1
+            value = self._ndcg("valid", taken_out=False)
+            worse = 0 if value > best else worse + 1
+            if value > best:
+                best, best_weights = value, {name: p.detach().clone() for name, p in self.model.state_dict().items()}
+            if worse == self.config.patience:
+                break
+        self.model.load_state_dict(best_weights)
+        return {
+            "epochs": epochs,
+            "steps": steps,
+            "test_ndcg@10_left_in": self._ndcg("test", taken_out=False),
+            "test_ndcg@10_taken_out": self._ndcg("test", taken_out=True),
+        }
+
+    def _step(self, rows: Tensor) -> None:
+        items, filled = (x[rows] for x in self.train_inputs)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
+            logits = nn.functional.linear(self.model(items, filled)[filled], self.model.item_weight)
+        loss = nn.functional.cross_entropy(
+            logits.float(), self.train_targets[rows][filled], label_smoothing=self.config.label_smoothing
+        )
+        self.optimizer.zero_grad()
+        loss.backward()
+        if self.config.gradient_clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip_norm)
+        self.optimizer.step()
+
+    @torch.inference_mode()
+    def _ndcg(self, part: str, *, taken_out: bool) -> float:
+        self.model.eval()
+        items, filled, targets = self.parts[part]
+        users, viewed = self.viewed[part]
+        gains = []
+        for start in range(0, targets.shape[0], 1024):
+            rows = slice(start, start + 1024)
+            scores = self.model(items[rows], filled[rows])[:, -1] @ self.model.item_weight.T
+            score = scores.gather(1, targets[rows, None])
+            if taken_out:
+                here = (users >= start) & (users < start + 1024)
+                scores[users[here] - start, viewed[here]] = -math.inf
+            rank = (scores > score).sum(1)
+            gains.append(torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0))
+        self.model.train()
+        return float(torch.cat(gains).mean())
+
+
+def _left_padded(
+    dataset: SequenceDataset, part: SequencePart, length: int, device: torch.device, *, shift: int
+) -> tuple[Tensor, Tensor]:
+    """The last `length` events before `end - shift`; for training, inputs are shifted by one and targets are not."""
+    events = torch.arange(-length, 0) + (part.end - shift)[:, None]
+    first = part.start if part.target is not None or shift else part.start + 1
+    filled = events >= first[:, None]
+    items = dataset.item_ids[events.clamp(min=0)].masked_fill(~filled, 0)
+    return items.to(device), filled.to(device)
+
+
+def _pairs(dataset: SequenceDataset, part: SequencePart, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Row and item of every event before the target."""
+    lengths = part.end - part.start
+    rows = torch.repeat_interleave(torch.arange(len(part)), lengths)
+    events = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths)[rows] + part.start[rows]
+    return rows.to(device), dataset.item_ids[events].to(device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="events file")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, e.g. embedding_dim=64")
+    arguments = parser.parse_args()
+    settings = dict(SETTINGS)
+    for pair in arguments.set:
+        key, value = pair.split("=", 1)
+        settings[key] = type(settings[key])(float(value)) if key in settings else value
+    dataset = read_events(arguments.data, progress=False)
+    lengths = dataset.offsets.diff()
+    workload = {
+        "file": Path(arguments.data).name,
+        "users": dataset.num_users,
+        "items": dataset.num_items,
+        "events": dataset.num_events,
+        "lengths": {"mean": float(lengths.double().mean()), "median": int(lengths.median()), "max": int(lengths.max())},
+        "protocol": "leave-one-out, all items ranked",
+        "settings": settings,
+    }
+    runs: dict[str, list[dict[str, Any]]] = {"jagged": [], "padded": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in range(-1, arguments.seeds):
+            # The first round of each compiles kernels and warms caches; it is short and not counted.
+            changes = {"max_epochs": 1} if seed < 0 else {}
+            config = TrainConfig(**{**settings, **changes, "seed": max(seed, 0), "output": f"{folder}/run", "tensorboard": False})
+            for name, run in (("jagged", run_jagged), ("padded", run_padded)):
+                if torch.cuda.is_available():
+                    torch.cuda.reset_peak_memory_stats()
+                result = run(dataset, config)
+                if torch.cuda.is_available():
+                    result["peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
+                if seed >= 0:
+                    runs[name].append(result)
+                    print(name, seed, {key: round(value, 4) for key, value in result.items()}, flush=True)
+    summary = {
+        name: {key: spread([run[key] for run in of]) | {"mean": sum(run[key] for run in of) / len(of)} for key in of[0]}
+        for name, of in runs.items()
+    }
+    path = save("train_sasrec", {"environment": environment(), "workload": workload, "summary": summary, "runs": runs})
+    for key in summary["jagged"]:
+        print(f"{key:28} " + "  ".join(f"{name} {of[key]['mean']:.4f}" for name, of in summary.items()))
+    print(path)
+
+
+if __name__ == "__main__":
+    main()
