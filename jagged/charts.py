@@ -27,8 +27,8 @@ class Palette:
 
 
 LIGHT = Palette("#1d2430", "#d5dae2", "#ffffff", "#2563b0", "#c2571a")
-# Colours that stand for a page's style variables until `to_svg` puts those in.
-_PAGE = Palette("#010203", "#040506", "none", "#070809", "#0a0b0c")
+# Colours that stand for a page's variables --ink, --rule, --first and --second until `to_svg` puts those in.
+PAGE = Palette("#010203", "#040506", "none", "#070809", "#0a0b0c")
 _PAGE_VARIABLES = {"#010203": "var(--ink)", "#040506": "var(--rule)", "#070809": "var(--first)", "#0a0b0c": "var(--second)"}
 
 
@@ -94,7 +94,7 @@ def to_png(figure: Any, path: str | Path) -> Path:
 
 
 def to_svg(figure: Any, name: str) -> str:
-    """A figure drawn with `page_palette()` as an SVG element to put into a page, its colours the page's style variables."""
+    """A figure drawn in the colours `PAGE` as an SVG element to put into a page, its colours the page's style variables."""
     import matplotlib
 
     buffer = io.StringIO()
@@ -109,11 +109,6 @@ def to_svg(figure: Any, name: str) -> str:
     for color, variable in _PAGE_VARIABLES.items():
         text = text.replace(color, variable)
     return text.replace("xlink:href", "href").strip()
-
-
-def page_palette() -> Palette:
-    """The colours that `to_svg` replaces by the page's variables --ink, --rule, --first and --second."""
-    return _PAGE
 
 
 def _figure(palette: Palette) -> tuple[Any, Any]:

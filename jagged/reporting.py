@@ -96,8 +96,18 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     path = Path(directory) / "report.html" if output is None else Path(output)
     if path.is_dir():
         raise ConfigError(f"{path}: is a directory, expected the name of a page to write, for example {path / 'report.html'}")
-    _write(path, render(gather(directory, progress=progress)))
+    return write_page(gather(directory, progress=progress), path)
+
+
+def write_page(facts: RunFacts, path: Path) -> Path:
+    """Write the page of a run; it appears whole or not at all. Returns where it is."""
+    _write(path, render(facts))
     return path
+
+
+def write_pictures(facts: RunFacts, directory: Path) -> list[Path]:
+    """Write the page's pictures as PNG files: `loss.png`, `metric.png`, `ranks.png`, `lengths.png`."""
+    return [charts.to_png(figure, directory / f"{name}.png") for name, (figure, _) in _pictures(facts, charts.LIGHT).items()]
 
 
 def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] = "test", progress: bool = True) -> RunFacts:
@@ -192,10 +202,8 @@ def render(facts: RunFacts) -> str:
             "of training users, for everybody alike."
         ),
         _metrics_table(facts.metrics),
-        page.heading("Training"),
-        page.charts(_training_charts(facts)) if facts.history else page.paragraph("No epoch was recorded.", "soft"),
-        page.heading("Ranks and lengths"),
-        page.charts(_data_charts(facts, protocol)),
+        page.heading("Training, ranks and lengths"),
+        page.charts((charts.to_svg(figure, name), text) for name, (figure, text) in _pictures(facts, charts.PAGE).items()),
         page.heading("Leak checks"),
         *_leak_section(facts),
         page.heading("Data"),
@@ -231,32 +239,29 @@ def _metrics_table(metrics: Mapping[str, Mapping[str, Mapping[str, float]]]) -> 
     return page.table(["", *(f"{name}, {protocol}" for protocol, name, _ in columns)], rows, numbers_from=1)
 
 
-def _training_charts(facts: RunFacts) -> list[tuple[str, str]]:
-    palette, monitor = charts.page_palette(), facts.config.monitor
-    points = {key: [(row["epoch"], row[key]) for row in facts.history if row.get(key) is not None] for key in ("loss", monitor)}
-    best = max(points[monitor], key=lambda point: point[1])[0] if points[monitor] else None
-    return [
-        (
-            charts.to_svg(charts.curve({"training loss": points["loss"]}, "training loss", palette), "loss"),
-            "Training loss, mean of each epoch.",
-        ),
-        (
-            charts.to_svg(charts.curve({monitor: points[monitor]}, f"validation {monitor}", palette, mark=best), "metric"),
-            f"Validation {monitor}, {_protocol(facts.config.filter_viewed)}; the best epoch was kept.",
-        ),
-    ]
-
-
-def _data_charts(facts: RunFacts, protocol: str) -> list[tuple[str, str]]:
-    palette, limit = charts.page_palette(), facts.config.max_seq_len
-    ranks = charts.rank_histogram(facts.ranks, facts.num_items, palette)
-    lengths = charts.length_histogram(facts.lengths, limit, palette)
+def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
+    """By name each picture and its caption; a directory without history has no curves."""
+    monitor, limit = facts.config.monitor, facts.config.max_seq_len
+    protocol = _protocol(facts.config.filter_viewed)
+    result = {}
+    if facts.history:
+        points = {key: [(row["epoch"], row[key]) for row in facts.history] for key in ("loss", monitor)}
+        best = max(points[monitor], key=lambda point: point[1])[0]
+        loss = charts.curve({"training loss": points["loss"]}, "training loss", palette)
+        metric = charts.curve({monitor: points[monitor]}, f"validation {monitor}", palette, mark=best)
+        result["loss"] = (loss, "Training loss, mean of each epoch.")
+        result["metric"] = (metric, f"Validation {monitor}, {protocol}; the best epoch was kept.")
+    medians = ", ".join(f"{name} {np.median(values):,.0f}" for name, values in facts.ranks.items())
     longer = int((facts.lengths > limit).sum())
-    medians = ", ".join(f"{name} {np.median(values):,.0f}" for name, values in facts.ranks.items() if len(values))
-    return [
-        (charts.to_svg(ranks, "ranks"), f"Where the held-out item stood, {protocol}. Median rank: {medians}."),
-        (charts.to_svg(lengths, "lengths"), f"Events of each user. {longer:,} users have more than the model sees ({limit})."),
-    ]
+    result["ranks"] = (
+        charts.rank_histogram(facts.ranks, facts.num_items, palette),
+        f"Where the held-out item stood, {protocol}. Median rank: {medians}.",
+    )
+    result["lengths"] = (
+        charts.length_histogram(facts.lengths, limit, palette),
+        f"Events of each user. {longer:,} users have more than the model sees ({limit}).",
+    )
+    return result
 
 
 def _leak_section(facts: RunFacts) -> list[str]:
@@ -288,7 +293,7 @@ def _value(value: Any) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Put a whole file in place at once: a page that is there is complete."""
+    """Put the whole page in place at once: one that is there is complete."""
     try:
         with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
             try:
