@@ -1,4 +1,4 @@
-"""What a loader's worker does: gather some samples' events. A module of its own, so that a spawned worker need not load torchrec."""
+"""What a loader's worker does: gather some samples' events. On its own, so that a spawned worker need not load torchrec."""
 
 from __future__ import annotations
 

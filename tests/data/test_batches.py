@@ -266,3 +266,25 @@ def test_positions_out_of_range(position: tuple[int, int]) -> None:
     loader = BatchLoader(whole_part(of_lengths([3, 3, 3]), True), batch_size=2, max_seq_len=5, shuffle=True, seed=0)
     with pytest.raises(ValueError, match="expected a batch from 0 to 2"):
         loader.set_position(*position)
+
+
+def test_a_torchrec_pipeline_takes_the_batches(sample: SequenceDataset) -> None:
+    class Count(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(()))
+
+        def forward(self, batch: SequenceBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.weight * batch.targets.numel(), batch.users
+
+    from torchrec.distributed.train_pipeline import TrainPipelineBase
+
+    model = Count()
+    pipeline = TrainPipelineBase(model, torch.optim.SGD(model.parameters(), lr=1.0), torch.device("cpu"))
+    loader = BatchLoader(split_leave_one_out(sample).train, batch_size=16, max_seq_len=20, shuffle=True, seed=0, num_workers=1)
+    iterator = iter(loader)
+    users = [pipeline.progress(iterator) for _ in range(len(loader))]
+    with pytest.raises(StopIteration):
+        pipeline.progress(iterator)
+    assert sorted(user for batch in users for user in batch.tolist()) == split_leave_one_out(sample).train.user.tolist()
+    assert model.weight.item() == -sum(batch.targets.numel() for batch in loader)

@@ -95,24 +95,31 @@ def test_a_pickle_of_a_dataset_is_the_name_of_its_directory(saved: Path) -> None
 def test_every_damaged_byte_is_found_and_its_file_named(saved: Path) -> None:
     rng = random.Random(0)
     files = [saved / name for name in (EVENTS, USERS, ITEMS, MANIFEST)]
+    found = 0
     for trial in range(300 if LONG else 60):
         path = files[trial % 4]
         whole = path.read_bytes()
         at = rng.randrange(len(whole))
         damaged = whole[:at] if trial % 5 == 0 else whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :]
         path.write_bytes(damaged)
-        try:
-            loaded = SequenceDataset.load(saved)
-        except DataError as error:
-            assert path.name in str(error)
-            assert "\n" not in str(error)
+        if path.name == MANIFEST and _same_json(damaged, whole):
+            # White space carries nothing.
+            SequenceDataset.load(saved)
         else:
-            # White space around the manifest's JSON carries nothing.
-            assert path.name == MANIFEST
-            assert json.loads(damaged) == json.loads(whole)
-            del loaded
+            with pytest.raises(DataError, match=path.name) as caught:
+                SequenceDataset.load(saved)
+            assert "\n" not in str(caught.value)
+            found += 1
         path.write_bytes(whole)
     SequenceDataset.load(saved)
+    assert found > trial * 0.9
+
+
+def _same_json(one: bytes, other: bytes) -> bool:
+    try:
+        return bool(json.loads(one) == json.loads(other))
+    except ValueError:
+        return False
 
 
 @pytest.mark.parametrize("name", [EVENTS, USERS, ITEMS, MANIFEST])
@@ -168,7 +175,7 @@ def test_the_cache_is_used_until_a_file_or_an_option_changes(
     cache = tmp_path / "cache"
     first = read_events(table, cache_directory=cache)
     with monkeypatch.context() as patched:
-        patched.setattr("jagged.data.events_module._build", lambda *args: pytest.fail("built again"))
+        patched.setattr(events_module, "_build", lambda *args: pytest.fail("built again"))
         second = read_events(table, cache_directory=cache)
         assert second.directory == first.directory
         assert oracle.histories(second) == oracle.histories(first)

@@ -120,7 +120,7 @@ def test_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parquet(tmp_path: Path) -> None:
-    """What the pages hold cannot change unseen; the footer has no checksum, so what it says is compared with pyarrow's own reading."""
+    """Pages cannot change unseen; the footer has no checksum, so what it says is compared with pyarrow's own reading."""
     refusals = 0
     for seed in range(COUNT):
         rng = random.Random(seed)

@@ -84,7 +84,7 @@ def test_global_time(users: list[list[tuple[int, int]]], valid_fraction: float, 
             if window and window[0] > events[0]:
                 part[user] = (events[: events.index(window[0])], window[0])
     if not (train and valid and test):
-        with pytest.raises(DataError, match="no (training|validation|test) sample"):
+        with pytest.raises(DataError, match=r"no (training|validation|test) sample"):
             split_global_time(dataset, valid_fraction, test_fraction)
         return
     split = split_global_time(dataset, valid_fraction, test_fraction)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -36,7 +37,7 @@ def test_times_ascend() -> None:
     dataset, _ = synthetic_sessions(1, num_users=50)
     for events in oracle.histories(dataset).values():
         times = [time for _, time in events]
-        assert all(a < b for a, b in zip(times, times[1:], strict=False))  # type: ignore[operator]
+        assert all(a < b for a, b in itertools.pairwise(times))  # type: ignore[operator]
 
 
 def test_draws_follow_the_stated_distribution() -> None:
