@@ -77,8 +77,9 @@ def test_three_way(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_tile_boundary(place: Place, dtype: torch.dtype, causal: bool) -> None:
     """Lengths around the tiles of both configurations: a mean below their border, and one above."""
-    check(place, (short := jagged_of((31, 0, 32, 33, 1, 65, 1, 2))), inputs_of(short, 2, 16, dtype), causal=causal)
-    check(place, (long := jagged_of((63, 64, 65, 129, 127, 3))), inputs_of(long, 2, 16, dtype), causal=causal)
+    for lengths in ((31, 0, 32, 33, 1, 65, 1, 2), (63, 64, 65, 129, 1)):
+        batch = jagged_of(lengths)
+        check(place, batch, inputs_of(batch, 1, 16, dtype), causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -152,8 +153,8 @@ def test_rows_see_their_own_sample_and_their_past_alone(place: Place) -> None:
 
 @pytest.mark.parametrize("repeats", [3, pytest.param(1_000, marks=pytest.mark.long)])
 def test_repeats_are_bit_for_bit_equal(place: Place, repeats: int) -> None:
-    batch = jagged_of((5, 0, 70, 18))
-    inputs = inputs_of(batch, 2, 32, torch.bfloat16)
+    batch = jagged_of((5, 0, 70))
+    inputs = inputs_of(batch, 1, 32, torch.bfloat16)
     first = output_and_gradients(place, batch, inputs, causal=True)
     for _ in range(repeats):
         for again, expected in zip(output_and_gradients(place, batch, inputs, causal=True), first, strict=True):
@@ -208,7 +209,7 @@ def test_second_derivatives_are_refused(place: Place) -> None:
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("dtype", PLACE.dtypes)
+@pytest.mark.parametrize("dtype", [PLACE.dtypes[0], PLACE.dtypes[-1]])
 def test_opcheck(place: Place, dtype: torch.dtype) -> None:
     batch = jagged_of((2, 0, 3))
     q, k, v = random_tensor((batch.total, 3, 2, 4), dtype, 0).unbind(1)
