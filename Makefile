@@ -30,11 +30,11 @@ demo: $(VENV)/.runtime ## train on a built-in sample, evaluate, recommend: minut
 
 test: $(VENV)/.dev ## every test: the Triton kernels under the interpreter, then all others
 	@echo "Testing the Triton kernels under the interpreter"
-	@TRITON_INTERPRET=1 $(PYTEST) -q -m interpret tests/ops
+	@TRITON_INTERPRET=1 $(PYTEST) -q -m interpret tests/ops --cov --cov-report=
 	@echo "Testing everything else"
 	@$(CODE) -exec cat {} + | wc -l > $(VENV)/.code-lines; $(TESTS) -exec cat {} + | wc -l | \
 		awk -v code=$$(cat $(VENV)/.code-lines) '{ printf "%d lines of tests, %d of code: %.2f to 1\n", $$1, code, $$1 / code }'
-	@$(PYTEST) --cov --cov-report=term:skip-covered
+	@$(PYTEST) --cov --cov-append --cov-report=term:skip-covered
 
 test-long: export JAGGED_TEST_LONG = 1
 test-long: test ## the same with the full counts: hours
