@@ -46,7 +46,7 @@ TILES: dict[tuple[str, int], dict[int, Tile]] = {
         512: Tile(64, 64, 256, 128, 8, 2),
     },
     # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
-    ("forward", 4): {512: Tile(64, 64, 32, 32, 4, 2)},
+    ("forward", 4): {512: Tile(64, 64, 32, 32, 8, 2)},
     ("backward_hidden", 4): {
         64: Tile(64, 32, 64, 64, 8, 2),
         128: Tile(64, 16, 128, 128, 8, 2),

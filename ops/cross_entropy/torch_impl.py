@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 # A tile of logits stays in the processor's cache between the passes over it.
-TILE_BYTES = 4 * 1024 * 1024
-TILE_ROWS = 1024
+TILE_BYTES = 8 * 1024 * 1024
+TILE_ROWS = 2048
 
 
 @torch.no_grad()
