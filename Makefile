@@ -47,7 +47,7 @@ types: $(VENV)/.dev ## mypy
 	@$(PY) -m mypy
 
 docs: $(VENV)/.dev ## the site, in docs/_build/html
-	@$(PY) -m sphinx --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build/html
+	@$(PY) -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
 package: $(VENV)/.dev ## wheel and source distribution, in dist/, built and tried
