@@ -168,8 +168,9 @@ def clean(root: Path) -> None:
 def _write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     writer = HuggingFaceStorageWriter(str(directory))
     try:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         with _quiet():
-            save(dict(tensors), storage_writer=writer, no_dist=True)
+            save(contiguous, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         # The first cause, an OSError for a full disk, is what the user can do something about.
         for cause, _ in error.failures.values():

@@ -29,21 +29,21 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Display:
-    """A progress bar for one epoch and curves for the run; silent in all processes but the first.
+    """A progress bar for one epoch and curves for the run.
 
     Args:
         device: whose memory is shown.
         curves: directory for TensorBoard's files; None for none. Without tensorboard installed there are none either.
         first_step: steps already done; later points of an earlier attempt are hidden.
-        enabled: False for silence.
+        shown: False for no bar and no messages.
     """
 
-    def __init__(self, device: torch.device, curves: Path | None, first_step: int, enabled: bool) -> None:
+    def __init__(self, device: torch.device, curves: Path | None, first_step: int, shown: bool) -> None:
         self._device = device
-        self._enabled = enabled
+        self.shown = shown
         self._bar: Any = None
         self._writer: Any = None
-        if enabled and curves is not None:
+        if curves is not None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError:
@@ -61,13 +61,13 @@ class Display:
 
     def say(self, message: str) -> None:
         """Print a line without disturbing the bar."""
-        if self._enabled:
+        if self.shown:
             tqdm.write(message)
 
     def begin_epoch(self, name: str, batches: int, done: int) -> None:
         """Start a bar of `batches` steps of which `done` are done."""
         self.end_epoch()
-        if self._enabled:
+        if self.shown:
             self._bar = tqdm(total=batches, initial=done, desc=name, unit="step", dynamic_ncols=True, mininterval=0.2)
 
     def advance(self, batches: int, loss: float, samples_per_second: float, tokens_per_second: float) -> None:

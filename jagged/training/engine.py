@@ -133,8 +133,11 @@ class _Step(nn.Module):
         self._processes = processes
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        self.samples += batch.features.stride()
-        if self._autocast:
+        samples = batch.features.stride()
+        self.samples += samples
+        if not samples:
+            loss, output = self._nothing(batch.targets)
+        elif self._autocast:
             with torch.autocast(self._processes.device.type, torch.bfloat16):
                 loss, output = self.task(batch)
         else:
@@ -143,13 +146,16 @@ class _Step(nn.Module):
             loss = self._share(loss, batch.targets.numel())
         return loss, output
 
+    def _nothing(self, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        # The last batch of one process may be empty. torchrec's EmbeddingCollection does not take it, but every parameter must
+        # take part in the reduction.
+        loss = torch.stack([parameter.sum() for parameter in self.task.parameters()]).sum() * 0.0
+        return loss, (loss.detach(), targets.float(), targets)
+
     def _share(self, loss: Tensor, count: int) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of targets.
         total = torch.full((), float(count), device=loss.device)
         dist.all_reduce(total)
-        if count == 0:
-            # A mean over nothing may be NaN; the parameters must still take part in the reduction.
-            loss = loss.nan_to_num()
         return loss * (count * self._processes.world_size / total)
 
 

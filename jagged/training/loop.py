@@ -21,7 +21,6 @@ from jagged.training.checkpoint import clean, list_checkpoints, load_checkpoint,
 from jagged.training.display import Display
 from jagged.training.engine import Engine
 from jagged.training.errors import CheckpointError, TrainingError, TrainingInterrupted
-from jagged.training.processes import Processes
 from jagged.training.state import TrainState
 from jagged.training.stop import StopRequested, StopWish
 
@@ -65,7 +64,6 @@ class Loop:
         self._interval = _INTERVAL[self._processes.device.type]
         self.train_counts = TrainCounts.from_part(split.train)
         self._losses: list[tuple[Tensor, int]] = []
-        self._gradient_norm = math.nan
         self._clock = time.perf_counter()
         self._seen = (0, 0)
 
@@ -164,7 +162,7 @@ class Loop:
         samples, tokens = engine.samples - self._seen[0], state.tokens - self._seen[1]
         self._clock, self._seen = now, (engine.samples, state.tokens)
         mean = sum(losses) / len(losses)
-        self._gradient_norm = norm_values[-1] if norm_values else math.nan
+        state.gradient_norm = norm_values[-1] if norm_values else None
         self._display.advance(len(losses), mean, samples / elapsed, tokens / elapsed)
         points = {
             "train/loss": mean,
@@ -172,7 +170,7 @@ class Loop:
             "train/tokens_per_second": tokens / elapsed,
         }
         if norm_values:
-            points["train/gradient_norm"] = self._gradient_norm
+            points["train/gradient_norm"] = norm_values[-1]
         self._display.curves(state.step, points)
         self._losses.clear()
         norms.clear()
@@ -187,10 +185,12 @@ class Loop:
         loader.set_position(0, 0)
         return evaluate_protocols(
             self.engine.model,
-            _Stoppable(loader, self._wish if self._processes.world_size == 1 else StopWish(), self._processes),
+            # One process must not leave the others waiting in a collective.
+            _Stoppable(loader, self._wish) if self._processes.world_size == 1 else loader,
             train_counts=self.train_counts,
             filter_viewed=filter_viewed,
             device=self._processes.device,
+            progress=self._display.shown,
         )
 
     def _finish_epoch(self, figures: dict[str, float]) -> None:
@@ -204,7 +204,7 @@ class Loop:
             "step": state.step,
             "loss": loss,
             "learning_rate": self.engine.optimizer.learning_rate,
-            "gradient_norm": None if math.isnan(self._gradient_norm) else self._gradient_norm,
+            "gradient_norm": state.gradient_norm,
             "seconds": state.epoch_seconds,
             "tokens_per_second": tokens / seconds,
             **figures,
@@ -268,19 +268,16 @@ class Loop:
 
 
 class _Stoppable:
-    """A loader that stops at the wish to, and is otherwise what it wraps."""
+    """A loader that stops at the wish to."""
 
-    def __init__(self, loader: BatchLoader, wish: StopWish, processes: Processes) -> None:
-        self.loader = loader
-        self.rank, self.world_size = processes.rank, processes.world_size
-        self._wish = wish
+    def __init__(self, loader: BatchLoader, wish: StopWish) -> None:
+        self._loader, self._wish = loader, wish
 
     def __iter__(self) -> Any:
-        return self._wish.watched(self.loader)
+        return self._wish.watched(self._loader)
 
-    def num_batches(self, epoch: int) -> int:
-        """Batches, for a progress bar."""
-        return self.loader.num_batches(epoch)
+    def __len__(self) -> int:
+        return len(self._loader)
 
 
 def _best_of(checkpoint: Path) -> str | None:

@@ -124,7 +124,7 @@ def train(
             torch.manual_seed(config.seed + processes.rank)
             state = TrainState(config.model_dump(), dataset.fingerprint, processes.world_size, dataset.num_items)
             state = _resume(engine, directory, state) if resume else state
-            curves = directory / "tensorboard" if config.tensorboard else None
+            curves = directory / "tensorboard" if config.tensorboard and processes.is_first else None
             with Display(device, curves, state.step, progress and processes.is_first) as display:
                 if state.step:
                     display.say(f"resumed after step {state.step:,} from {directory / CHECKPOINTS}")

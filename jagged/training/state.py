@@ -32,6 +32,7 @@ class TrainState:
         step: optimizer steps taken.
         epoch, batch: the next batch to train on, both from 0. A batch at the epoch's end means: validate next.
         loss_sum, tokens: over the epoch so far, of this process: sum of losses, and number of targets.
+        gradient_norm: of the last step looked at, before clipping; None without clipping.
         seconds: of training so far; epoch_seconds: of the epoch so far.
         best: the best monitored value so far, at which epoch (from 1), and the name of its checkpoint.
         worse_epochs: validations since then.
@@ -47,6 +48,7 @@ class TrainState:
     batch: int = 0
     loss_sum: float = 0.0
     tokens: int = 0
+    gradient_norm: float | None = None
     seconds: float = 0.0
     epoch_seconds: float = 0.0
     best: float | None = None

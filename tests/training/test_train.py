@@ -1,0 +1,304 @@
+"""Whole runs: what they leave, that they repeat, that they stop and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jagged.data import SequenceDataset
+from jagged.models.pretrained import from_pretrained
+from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, train
+from jagged.training import checkpoint as checkpoints
+from jagged.training.loop import Loop
+from tests.training.support import STEPS_PER_EPOCH, at_step, kill_self, outcome, run, tiny_config, tiny_dataset
+
+
+@pytest.fixture(scope="module")
+def dataset() -> SequenceDataset:
+    return tiny_dataset()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(dataset: SequenceDataset, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    run(directory, dataset)
+    return directory
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in checkpoints.list_checkpoints(directory / "checkpoints")]
+
+
+def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path: Path) -> None:
+    result = run(tmp_path / "run", dataset, tensorboard=True)
+    assert result.directory == tmp_path / "run"
+    assert (result.epochs, result.steps) == (3, 3 * STEPS_PER_EPOCH)
+    listed = set(json.loads((result.directory / "manifest.json").read_text())["files"])
+    assert listed == {
+        "model.safetensors", "model.json", "config.json", "items.arrow", "split.json", "metrics.json", "train_counts.safetensors",
+    }  # fmt: skip
+    assert list((result.directory / "tensorboard").iterdir())
+    metrics = json.loads((result.directory / "metrics.json").read_text())
+    assert metrics == result.metrics
+    assert set(metrics["test"]) == {"seen items left in", "seen items taken out"}
+    assert set(metrics["valid"]) == {"seen items left in"}
+    best = max(result.history, key=lambda row: row["ndcg@10"])
+    assert metrics["best"]["value"] == best["ndcg@10"] == result.best_metric
+    assert metrics["valid"]["seen items left in"]["mrr@5"] == result.history[metrics["best"]["epoch"] - 1]["mrr@5"]
+    assert [json.loads(line) for line in (result.directory / "history.jsonl").read_text().splitlines()] == result.history
+    config = json.loads((result.directory / "config.json").read_text())
+    assert (config["precision"], config["device"], config["embedding_dim"]) == ("32-true", "cpu", 8)
+    assert SequenceDataset.load(result.directory / "dataset").fingerprint == dataset.fingerprint
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".metadata") or ".unfinished" in path.name]
+
+
+def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> None:
+    # The second epoch's rate is absurd, so the first epoch's weights are the best.
+    result = run(tmp_path, dataset, max_epochs=6, patience=2, learning_rate=0.02, monitor="mrr@10")
+    best = result.metrics["best"]["epoch"]
+    values = [row["mrr@10"] for row in result.history]
+    assert best == values.index(max(values)) + 1
+    assert len(values) == min(6, best + 2)
+    state = json.loads((checkpoints.list_checkpoints(tmp_path / "checkpoints")[-1] / "state.json").read_text())
+    tensors, _ = checkpoints.load_checkpoint(tmp_path / "checkpoints" / state["best_checkpoint"])
+    assert state["best_checkpoint"] == f"step-{best * STEPS_PER_EPOCH:08d}"
+    for name, value in from_pretrained(tmp_path).model.state_dict().items():
+        assert torch.equal(value, tensors[f"model.{name}"])
+    assert len(names(tmp_path)) <= 3
+
+
+def test_a_seed_gives_the_same_weights_and_another_seed_others(
+    dataset: SequenceDataset, undisturbed: Path, tmp_path: Path
+) -> None:
+    run(tmp_path / "again", dataset, checkpoint_every=2, num_workers=2, tensorboard=True)
+    assert outcome(tmp_path / "again") == outcome(undisturbed)
+    run(tmp_path / "other", dataset, seed=1)
+    assert outcome(tmp_path / "other")["weights"] != outcome(undisturbed)["weights"]
+
+
+@pytest.mark.parametrize(
+    ("step", "number", "workers"), [(1, signal.SIGTERM, 2), (5, signal.SIGTERM, 0), (8, signal.SIGINT, 0), (13, signal.SIGINT, 2)]
+)
+def test_a_signal_stops_after_the_step_and_resuming_changes_nothing(
+    dataset: SequenceDataset,
+    undisturbed: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    step: int,
+    number: int,
+    workers: int,
+) -> None:
+    with monkeypatch.context() as patch:
+        at_step(patch, step, kill_self(number))
+        with pytest.raises(TrainingInterrupted, match=f"after step {step}; a checkpoint is in") as caught:
+            run(tmp_path, dataset, num_workers=workers)
+    assert caught.value.exit_code == 128 + number
+    assert names(tmp_path)[-1] == f"step-{step:08d}"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    result = run(tmp_path, dataset, resume=True, num_workers=2 - workers)
+    assert result.steps == 3 * STEPS_PER_EPOCH
+    assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_a_signal_in_validation_or_in_the_test(
+    dataset: SequenceDataset, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(method: str) -> None:
+        original = getattr(Loop, method)
+
+        def wrapper(self: Loop) -> Any:
+            kill_self(signal.SIGTERM)(None)
+            return original(self)
+
+        monkeypatch.setattr(Loop, method, wrapper)
+
+    for method in ("_validate", "test"):
+        with monkeypatch.context():
+            interrupt(method)
+            with pytest.raises(TrainingInterrupted, match="resume"):
+                run(tmp_path, dataset, resume=True)
+            monkeypatch.undo()
+    run(tmp_path, dataset, resume=True)
+    assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_a_finished_run_can_be_finished_again_and_trained_longer(
+    dataset: SequenceDataset, undisturbed: Path, tmp_path: Path
+) -> None:
+    run(tmp_path, dataset, max_epochs=2)
+    first = outcome(tmp_path)
+    run(tmp_path, dataset, max_epochs=2, resume=True)
+    assert outcome(tmp_path) == first
+    run(tmp_path, dataset, max_epochs=3, resume=True)
+    assert outcome(tmp_path) == outcome(undisturbed)
+    assert from_pretrained(tmp_path).config.max_epochs == 3  # type: ignore[union-attr]
+
+
+def test_refuses_what_would_not_be_the_same_run(dataset: SequenceDataset, tmp_path: Path) -> None:
+    run(tmp_path, dataset, max_epochs=1)
+    with pytest.raises(TrainingError, match="not empty; resume to go on"):
+        run(tmp_path, dataset)
+    with pytest.raises(TrainingError, match=r"other options: embedding_dim=16 \(was 8\), dropout=0\.1 \(was 0\.2\)"):
+        run(tmp_path, dataset, resume=True, embedding_dim=16, dropout=0.1)
+    (tmp_path / "dataset").rename(tmp_path / "kept")
+    with pytest.raises(TrainingError, match="was trained on other data"):
+        run(tmp_path, tiny_dataset(1), resume=True)
+    (tmp_path / "file").touch()
+    with pytest.raises(TrainingError, match="is a file, expected a directory"):
+        run(tmp_path / "file", dataset)
+
+
+def test_one_run_at_a_time(dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+    import os
+
+    (tmp_path / ".lock").touch()
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with open(tmp_path / ".lock", "r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            os.write(write, b"x")
+            signal.pause()
+    try:
+        os.read(read, 1)
+        with pytest.raises(TrainingError, match="another process is training in"):
+            run(tmp_path, dataset)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+    run(tmp_path, dataset, max_epochs=1)
+
+
+def test_a_loss_that_is_nan_ends_the_run_and_spoils_no_checkpoint(
+    dataset: SequenceDataset, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(engine: Any) -> None:
+        with torch.no_grad():
+            engine.model.norm.weight[0] = float("nan")
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, spoil)
+        with pytest.raises(
+            TrainingError, match=r"the loss is NaN or infinite at step 8, epoch 2; the last checkpoint, .*step-00000005, is whole"
+        ):
+            run(tmp_path, dataset)
+    assert names(tmp_path) == ["step-00000005"]
+    run(tmp_path, dataset, resume=True)
+    assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_weights_that_are_nan_are_not_checkpointed(
+    dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(engine: Any) -> None:
+        with torch.no_grad():
+            engine.model.norm.weight[0] = float("inf")
+
+    at_step(monkeypatch, 2, spoil)
+    with pytest.raises(TrainingError, match="a weight is NaN or infinite at step 2, epoch 1; there is no checkpoint yet"):
+        run(tmp_path, dataset, checkpoint_every=2)
+    assert names(tmp_path) == []
+
+
+def test_a_diverging_run_is_named(dataset: SequenceDataset, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"lower learning_rate \(now 1e\+30\)"):
+        run(tmp_path, dataset, learning_rate=1e30, max_epochs=20)
+
+
+@pytest.mark.parametrize("limit", [0, 2_000, 20_000])
+def test_a_full_disk_is_named_and_the_last_checkpoint_whole(
+    dataset: SequenceDataset, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(_: Any) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+
+    try:
+        with monkeypatch.context() as patch:
+            at_step(patch, 8, fill)
+            with pytest.raises(
+                CheckpointError, match=r"step-00000010: could not be written: File too large; .* make room and resume"
+            ):
+                run(tmp_path, dataset)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000005"]
+    checkpoints.verify_checkpoint(tmp_path / "checkpoints" / "step-00000005")
+    run(tmp_path, dataset, resume=True)
+    assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_a_damaged_newest_checkpoint_is_not_passed_over(dataset: SequenceDataset, undisturbed: Path, tmp_path: Path) -> None:
+    run(tmp_path, dataset)
+    newest = checkpoints.list_checkpoints(tmp_path / "checkpoints")[-1]
+    file = next(newest.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=rf"{file.name}: damaged: .*; delete {newest} to go on from step-00000010"):
+        run(tmp_path, dataset, resume=True)
+    for entry in newest.iterdir():
+        entry.unlink()
+    newest.rmdir()
+    run(tmp_path, dataset, resume=True)
+    assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_a_dry_run_writes_nothing(dataset: SequenceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = train(tiny_config(tmp_path / "run"), dataset, dry_run=True)
+    printed = capsys.readouterr().out
+    for expected in ("forecast", f"{STEPS_PER_EPOCH} steps an epoch", "at most 15 steps"):
+        assert expected in printed
+    assert (result.steps, result.metrics, result.history) == (0, {}, [])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_says_what_it_does(dataset: SequenceDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tiny_config(tmp_path, max_epochs=1), dataset)
+    captured = capsys.readouterr()
+    for expected in ("peak about", "epoch 1: loss ", "validation ndcg@10", "(seen items left in)"):
+        assert expected in captured.out
+    for expected in ("loss", "samples/s", "tokens/s", "GiB"):
+        assert expected in captured.err
+
+
+def test_token_budget_warm_up_and_filtering(dataset: SequenceDataset, tmp_path: Path) -> None:
+    result = run(
+        tmp_path,
+        dataset,
+        max_tokens=40,
+        warmup_steps=100,
+        filter_viewed=True,
+        split="global-time",
+        gradient_clip_norm=None,
+        max_epochs=1,
+    )
+    assert result.steps > STEPS_PER_EPOCH
+    assert result.history[0]["learning_rate"] == pytest.approx(1e-3 * (result.steps + 1) / 100)
+    assert result.history[0]["gradient_norm"] is None
+    assert set(result.metrics["valid"]) == {"seen items taken out"}
+
+
+def test_too_little_data_is_refused(tmp_path: Path) -> None:
+    from jagged.data import read_events
+
+    (tmp_path / "events.txt").write_text("1 10 11\n2 10 12\n")
+    with pytest.raises(TrainingError, match="no user has events for validation under the leave-one-out split"):
+        run(tmp_path / "run", read_events(tmp_path / "events.txt", progress=False))
+
+
+def test_reads_the_data_it_is_told(tmp_path: Path) -> None:
+    lines = [f"{user} " + " ".join(str(10 + (user * 7 + k * 3) % 23) for k in range(6)) for user in range(30)]
+    (tmp_path / "events.txt").write_text("\n".join(lines) + "\n")
+    config = tiny_config(tmp_path / "run", data=str(tmp_path / "events.txt"), max_epochs=1)
+    assert train(config, progress=False).steps == 4
+    opened = from_pretrained(tmp_path / "run")
+    assert opened.items.ids.to_pylist() == sorted(range(10, 33)) or set(opened.items.ids.to_pylist()) == set(range(10, 33))
