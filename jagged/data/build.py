@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -137,7 +138,7 @@ class DatasetBuilder:
         self._counts[:size] += np.bincount(user, minlength=size)
         columns = [user, item] if chunk.times is None else [user, item, chunk.times]
         self._width = len(columns)
-        np.stack(columns, axis=1).tofile(self._spill)
+        _write(self._spill, np.stack(columns, axis=1))
 
     def _check_time_kind(self, chunk: Chunk) -> None:
         kinds = {
@@ -203,9 +204,9 @@ class DatasetBuilder:
                 path.unlink()
                 keys = (rows[:, 0],) if self._width == 2 else (rows[:, 2], rows[:, 0])
                 rows = rows[np.lexsort(keys)]
-                np.ascontiguousarray(rows[:, 1]).tofile(item_file)
+                _write(item_file, rows[:, 1])
                 if self._width == 3:
-                    np.ascontiguousarray(rows[:, 2]).tofile(time_file)
+                    _write(time_file, rows[:, 2])
                 advance(len(rows))
 
     def _distribute(self, bounds: IntArray) -> list[Path]:
@@ -221,7 +222,7 @@ class DatasetBuilder:
                     rows, owner = rows[order], owner[order]
                     present, starts = np.unique(owner, return_index=True)
                     for k, part in zip(present, np.split(rows, starts[1:]), strict=True):
-                        part.tofile(files[k])
+                        _write(files[k], part)
         finally:
             for file in files:
                 file.close()
@@ -255,6 +256,11 @@ class DatasetBuilder:
         for raw in ("item.raw", "time.raw"):
             (self.directory / raw).unlink(missing_ok=True)
         return sha.hexdigest()
+
+
+def _write(file: BinaryIO, array: IntArray) -> None:
+    # ndarray.tofile writes through a buffer of its own and can lose the error of a full disk.
+    file.write(np.ascontiguousarray(array).data)
 
 
 def _grown(array: IntArray, size: int) -> IntArray:

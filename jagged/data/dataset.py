@@ -38,10 +38,6 @@ class SequenceDataset:
         item_ids: int64 `[S]`, dense item ids.
         timestamps: int64 `[S]`, ascending within a user, or None; numbers as in the file, calendar times in microseconds since
             1970.
-        users, items: the ids behind the dense numbers.
-        notes: what reading met: `duplicate_users` (users in more than one line), `empty_users` (without an item, left out).
-        fingerprint: SHA-256 (hex) of ids, events and times.
-        time_kind: "number", "naive", "zoned" (a calendar time without or with a time zone) or "none".
     """
 
     def __init__(self, directory: str | os.PathLike[str], manifest: dict[str, Any]) -> None:
@@ -75,17 +71,17 @@ class SequenceDataset:
 
     @property
     def notes(self) -> dict[str, int]:
-        """Counts of what reading met."""
+        """What reading met: `duplicate_users` (users in more than one line) and `empty_users` (without an item, left out)."""
         return dict(self._manifest["notes"])
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the content."""
+        """SHA-256 (hex) of ids, events and times, the same however they are stored."""
         return str(self._manifest["fingerprint"])
 
     @property
     def time_kind(self) -> str:
-        """What the times were in the files."""
+        """What the times were: "number", "naive", "zoned" (calendar times without or with a time zone) or "none"."""
         return str(self._manifest["time_kind"])
 
     @property

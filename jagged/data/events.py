@@ -97,10 +97,10 @@ def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Col
         _build(built, source, files, kind, columns, progress)
         try:
             publish(built, target)
-        except OSError:
-            # Another process has published the same entry meanwhile; it is verified like any other.
+        except OSError as error:
+            # Another process may have published the same entry meanwhile; it is verified like any other.
             if not target.exists():
-                raise
+                raise _no_room(cache, error) from None
         return SequenceDataset.load(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -139,6 +139,9 @@ def _build(directory: Path, source: str, files: list[Path], kind: str, columns: 
         finally:
             builder.close()
     except OSError as error:
-        raise refuse(
-            directory, str(error), "room for the events on disk", "set cache_directory (or TMPDIR) to a larger disk"
-        ) from None
+        raise _no_room(directory, error) from None
+
+
+def _no_room(directory: Path, error: OSError) -> DataError:
+    cure = "set cache_directory (or TMPDIR) to a larger disk"
+    return refuse(directory, f"{type(error).__name__}: {error}", "room for the events on disk", cure)

@@ -20,7 +20,8 @@ class SequencePart:
     Attributes:
         dataset: whose events these are.
         user: int64 `[n]`, the dense user id of each sample.
-        start, end: int64 `[n]`; the sample's history is the events `[start, end)`.
+        start: int64 `[n]`, the first event of each sample's history.
+        end: int64 `[n]`, the event after its last.
         target: int64 `[n]`, the event held out, or None for training, where every event but the first of a range is a target.
     """
 

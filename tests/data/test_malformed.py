@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import re
+import resource
 from pathlib import Path
 
 import pyarrow as pa
@@ -246,6 +247,21 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert list((tmp_path / "temporary").iterdir())
     del dataset
     assert not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    path = oracle.write_text(tmp_path / "e.txt", [range(3000)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for allowed in (4096, 20_000, 30_000, 47_900):
+        # Writing beyond the limit is an error like that of a full disk.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, limits[1]))
+        try:
+            message = refused(path, cache_directory=tmp_path / "cache")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert "room for the events on disk; set cache_directory (or TMPDIR) to a larger disk" in message
+        assert not list((tmp_path / "cache").iterdir())
+    assert read_events(path, cache_directory=tmp_path / "cache").num_events == 2999
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
