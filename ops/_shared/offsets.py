@@ -50,10 +50,10 @@ def row_positions(offsets: Tensor, total: int, *, from_end: bool = False) -> Ten
     if total == 0:
         return torch.zeros(0, dtype=torch.int64, device=offsets.device)
     samples = sample_of_row(offsets, total)
-    positions = position_of_row(offsets, samples)
-    if from_end:
-        positions = offsets.diff().to(torch.int64)[samples] - 1 - positions
-    return positions.clamp_(min=0)
+    if not from_end:
+        return position_of_row(offsets, samples).clamp_(min=0)
+    last = offsets[1:].to(torch.int64) - 1
+    return (last[samples] - torch.arange(total, device=offsets.device)).clamp_(min=0)
 
 
 def uniform_offsets(batch_size: int, length: int, like: Tensor) -> Tensor:
