@@ -20,7 +20,7 @@ METRIC = "ndcg@10"
 TIMES_POPULARITY, SHARE_OF_ATTAINABLE = 3.0, 0.9
 
 # Enough users that the sample determines a good ranking: with a third of them the model learns their chance events by heart.
-_NUM_USERS, _NUM_ITEMS = 6000, 240
+_NUM_USERS, _NUM_ITEMS = 9000, 240
 _OPTIONS: dict[str, Any] = {
     "max_seq_len": 50,
     "embedding_dim": 64,

@@ -51,7 +51,7 @@ class RunFacts:
         lengths: `[U]` events of each user.
         ranks: by model name `[n]` 1-based rank of each held-out item, under the run's own choice about seen items.
         metrics: by protocol, by model name, by metric.
-        history: a row for each epoch: "epoch", "loss", validation metrics.
+        history: a row for each epoch: "epoch", "loss" and the monitored validation metric.
         leaks: counts of `jagged.data.leaks`.
         versions: by distribution.
     """
@@ -68,7 +68,7 @@ class RunFacts:
     lengths: Counts
     ranks: Mapping[str, Counts]
     metrics: Mapping[str, Mapping[str, Mapping[str, float]]]
-    history: Sequence[Mapping[str, Any]]
+    history: Sequence[Mapping[str, float]]
     leaks: Mapping[str, int]
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -136,7 +136,7 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
         lengths=dataset.lengths.numpy(),
         ranks={name: _target_ranks(model, held_out, config, run.device) for name, model in models.items()},
         metrics={name: {"model": figures, "popularity": baseline[name]} for name, figures in model_metrics.items()},
-        history=_read_history(Path(directory) / "history.jsonl"),
+        history=_read_history(Path(directory) / "history.jsonl", ("epoch", "loss", config.monitor)),
         leaks=leaks(split),
         versions=installed(),
     )
@@ -166,13 +166,14 @@ def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: t
     return torch.cat(ranks).numpy()
 
 
-def _read_history(path: Path) -> list[dict[str, Any]]:
-    """A row for each epoch; none where the directory was saved without them."""
+def _read_history(path: Path, keys: tuple[str, ...]) -> list[dict[str, float]]:
+    """The numbers under `keys` of each epoch; none where the directory was saved without its history."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [dict(json.loads(line)) for line in lines]
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON lines: {error}; delete it for a page without curves") from None
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        return [{key: float(row[key]) for key in keys} for row in rows]
+    except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
+        cure = "delete it for a page without curves"
+        raise ConfigError(f"{path}: cannot be read as training history: {type(error).__name__}: {error}; {cure}") from None
 
 
 def _readable(notes: Mapping[str, int], time_kind: str) -> dict[str, int | str]:
@@ -186,7 +187,7 @@ def render(facts: RunFacts) -> str:
     config = facts.config
     protocol = _protocol(config.filter_viewed)
     num_ranked = len(next(iter(facts.ranks.values())))
-    name = facts.directory.resolve().name
+    name = str(facts.directory)
     body = [
         f"<h1>{escape(name)}</h1>",
         page.paragraph(

@@ -142,13 +142,25 @@ def test_a_run_can_be_repeated_from_its_configuration(
         (["report", "missing"], "missing"),
     ],
 )
-def test_what_a_user_can_mend_is_one_line_and_exit_code_2(arguments: list[str], expected: str, tmp_path: Path) -> None:
-    result = jagged(*arguments, cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stdout == ""
-    (line,) = result.stderr.splitlines()
+def test_what_a_user_can_mend_is_one_line_and_exit_code_2(
+    arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
     assert line.startswith("jagged: ")
     assert expected in line
+
+
+def test_a_process_of_its_own_says_no_more(tmp_path: Path) -> None:
+    (tmp_path / "events.csv").write_text("user_id,item_id\n1\n")
+    result = jagged("train", "--data", "events.csv", "--output", "run", cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert "events.csv" in line
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

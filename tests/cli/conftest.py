@@ -1,0 +1,28 @@
+"""A tiny run, trained once for all tests of the commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jagged.config import TrainConfig
+
+
+@pytest.fixture(scope="session")
+def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from jagged.data import synthetic_sessions
+    from jagged.training import train
+
+    dataset, _ = synthetic_sessions(3, num_users=200, num_items=96, mean_length=8, max_length=20)
+    config = TrainConfig(
+        data="sample <b>&'\".csv",
+        output=str(tmp_path_factory.mktemp("runs") / "tiny"),
+        embedding_dim=16,
+        num_layers=1,
+        max_seq_len=10,
+        max_epochs=2,
+        tensorboard=False,
+        device="cpu",
+    )
+    return train(config, dataset, progress=False).directory

@@ -1,0 +1,139 @@
+"""The commands on a trained run: the same figures and tables as their functions give."""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from jagged import cli
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["jagged", *arguments])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    return int(end.value.code or 0)
+
+
+@pytest.fixture
+def histories(tmp_path: Path) -> Path:
+    path = tmp_path / "histories.csv"
+    rows = ["new,atlas-01,1", "new,atlas-02,2", "other,bakery-01,5", "nobody,not-in-the-catalogue,1"]
+    path.write_text("who,item_id,timestamp\n" + "\n".join(rows) + "\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("options", "protocols"),
+    [
+        ([], ["seen items left in", "seen items taken out"]),
+        (["--keep-viewed"], ["seen items left in"]),
+        (["--filter-viewed", "--part", "valid"], ["seen items taken out"]),
+    ],
+)
+def test_evaluate_prints_figures_with_their_protocol(
+    options: list[str],
+    protocols: list[str],
+    run_directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from jagged import evaluate
+
+    assert run(monkeypatch, "evaluate", str(run_directory), *options) == 0
+    text = capsys.readouterr().out
+    part = "valid" if "valid" in options else "test"
+    assert f"{part} part (leave-one-out): 200 users, all 96 items ranked" in text
+    figures = evaluate(run_directory, part=part).metrics
+    assert [protocol for protocol in figures if protocol in text] == protocols
+    for protocol in protocols:
+        assert f"{figures[protocol]['ndcg@10']:.4f}" in text
+
+
+def test_evaluate_refuses_an_unknown_part(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "evaluate", str(run_directory), "--part", "train") == 2
+    assert capsys.readouterr().err == "jagged: part: got 'train', expected 'valid' or 'test'\n"
+
+
+def test_recommend_writes_a_table_in_the_users_own_ids(
+    run_directory: Path,
+    histories: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    options = ["--k", "3", "--user-column", "who"]
+    output = tmp_path / "out.csv"
+    assert run(monkeypatch, "recommend", str(run_directory), str(histories), "--output", str(output), *options) == 0
+    assert capfdbinary.readouterr().out == b""
+    rows = list(csv.DictReader(io.StringIO(output.read_text())))
+    assert list(rows[0]) == ["user_id", "item_id", "score", "rank"]
+    assert [(row["user_id"], row["rank"]) for row in rows] == [
+        (user, rank) for user in ("new", "other", "nobody") for rank in "123"
+    ]
+    assert not {"atlas-01", "atlas-02"} & {row["item_id"] for row in rows if row["user_id"] == "new"}
+
+    assert run(monkeypatch, "recommend", str(run_directory), str(histories), *options) == 0
+    printed = list(csv.DictReader(io.StringIO(capfdbinary.readouterr().out.decode())))
+    assert printed == rows
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--output", "out.xyz"], "out.xyz"),
+        (["--user-column", "absent"], "absent"),
+        (["--k", "97", "--user-column", "who"], "97"),
+    ],
+)
+def test_recommend_refuses_in_one_line(
+    options: list[str],
+    expected: str,
+    run_directory: Path,
+    histories: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, "recommend", str(run_directory), str(histories), *options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert expected in line
+    assert [path.name for path in tmp_path.iterdir()] == ["histories.csv"]
+
+
+def test_report_prints_where_the_page_is(
+    run_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    assert run(monkeypatch, "report", str(run_directory), "--output", str(page)) == 0
+    assert capsys.readouterr().out == f"{page}\n"
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_train_forecasts_trains_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events = tmp_path / "events.txt"
+    events.write_text("".join(f"{user} {' '.join(str((user + i) % 30) for i in range(6))}\n" for user in range(60)))
+    options = (
+        f"--data {events} --output {tmp_path / 'run'} --embedding-dim 8 --num-layers 1 --device cpu --no-tensorboard".split()
+    )
+    assert run(monkeypatch, "train", *options, "--max-epochs", "1", "--dry-run") == 0
+    assert "forecast" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+
+    assert run(monkeypatch, "train", *options, "--max-epochs", "1") == 0
+    assert (tmp_path / "run" / "model.safetensors").exists()
+    capsys.readouterr()
+
+    assert run(monkeypatch, "train", *options, "--max-epochs", "1") == 2
+    assert "not empty" in capsys.readouterr().err
+    assert run(monkeypatch, "train", *options, "--max-epochs", "2", "--resume") == 0
+    assert len((tmp_path / "run" / "history.jsonl").read_text().splitlines()) == 2

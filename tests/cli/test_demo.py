@@ -1,0 +1,90 @@
+"""The demo, small: what it prints and writes, that it repeats, and that it judges itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from jagged import cli, demo
+from jagged.demo import DemoResult
+
+RESULT = DemoResult(
+    attainable=0.6,
+    reached=0.57,
+    popularity=0.05,
+    training_seconds=1.0,
+    directory=Path("run"),
+    checkpoint=Path("run/checkpoints/step-00000001"),
+    metrics=Path("run/metrics.json"),
+    pictures=(),
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "_NUM_USERS", 150)
+    monkeypatch.setattr(demo, "_NUM_ITEMS", 96)
+    monkeypatch.setitem(demo._OPTIONS, "embedding_dim", 16)
+    monkeypatch.setitem(demo._OPTIONS, "max_epochs", 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ok"),
+    [
+        ({}, True),
+        ({"reached": 0.53}, False),
+        ({"reached": 0.5399999}, False),
+        ({"popularity": 0.2}, False),
+        ({"reached": 0.0}, False),
+        ({"reached": float("nan")}, False),
+    ],
+)
+def test_good_is_near_the_attainable_and_far_above_popularity(changes: dict[str, float], ok: bool) -> None:
+    result = dataclasses.replace(RESULT, **changes)
+    assert result.ok is ok
+    assert ("NOT GOOD ENOUGH" in str(result)) is not ok
+    assert "0.6000" in str(result)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_demo_shows_names_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = demo.demo(tmp_path / "demo")
+    text = capsys.readouterr().out
+    for name in ("best attainable", "reached", "popularity", "What three readers could read next", "Written"):
+        assert name in text
+    for value in (first.attainable, first.reached, first.popularity):
+        assert f"{value:.4f}" in text
+    assert text.count("    next: ") == 3
+    for path in (first.checkpoint, first.metrics, *first.pictures):
+        assert path.exists()
+        assert str(path) in text
+    assert first.checkpoint.parent.name == "checkpoints"
+
+    # A second run leaves the first alone, and comes to the same end.
+    second = demo.demo(tmp_path / "demo")
+    assert second.directory == tmp_path / "demo-2" / "run"
+    assert (first.attainable, first.reached, first.popularity) == (second.attainable, second.reached, second.popularity)
+    weights = [result.directory / "model.safetensors" for result in (first, second)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    other = demo.demo(tmp_path / "other", seed=1)
+    assert other.reached != first.reached
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_not_good_enough_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["jagged", "demo", "--output", str(tmp_path / "demo")])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 1
+    assert "NOT GOOD ENOUGH" in capsys.readouterr().out
+
+
+def test_the_shipped_options_are_a_configuration() -> None:
+    from jagged.config import TrainConfig
+
+    assert TrainConfig.load(None, demo._OPTIONS).max_epochs == demo._OPTIONS["max_epochs"]
