@@ -10,6 +10,9 @@ import torch
 
 from tests.places import PLACE, Place
 
+# Deterministic mode, below, refuses cuBLAS without it; read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 LONG = os.environ.get("JAGGED_TEST_LONG") == "1"
 EXAMPLES = {"cpu": (100, 2_000), "interpret": (10, 200), "gpu": (100, 10_000)}[PLACE.name][LONG]
 
