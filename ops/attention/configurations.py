@@ -32,16 +32,16 @@ SHORT = 32
 
 # (bytes of an element, head width rounded up to a power of two, short samples)
 TABLE = {
-    (2, 16, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
+    (2, 16, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2)),
     (2, 32, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
     (2, 64, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
     (2, 128, True): Configuration(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
     (2, 16, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     (2, 32, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     (2, 64, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    (2, 128, False): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 8, 2)),
+    (2, 128, False): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
     (4, 16, True): Configuration(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
-    (4, 32, True): Configuration(Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    (4, 32, True): Configuration(Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 4, 2)),
     (4, 64, True): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
     (4, 128, True): Configuration(Tiles(32, 16, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 16, 8, 2)),
     (4, 16, False): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
@@ -57,5 +57,9 @@ def padded_width(head_dim: int) -> int:
 
 
 def configuration(head_dim: int, dtype: torch.dtype, total: int, batch_size: int) -> Configuration:
-    """Choose from shapes alone: two variants for each head width and dtype, however lengths change."""
-    return TABLE[dtype.itemsize, padded_width(head_dim), total <= SHORT * batch_size]
+    """Choose from shapes alone: at most two variants for each head width and dtype, however lengths change.
+
+    Rows of a width that is no multiple of 16 need not begin at 16 bytes; such rows reach shared memory through registers, which
+    the large tiles have none to spare for.
+    """
+    return TABLE[dtype.itemsize, padded_width(head_dim), head_dim % 16 != 0 or total <= SHORT * batch_size]

@@ -50,7 +50,7 @@ def check(
         arch=arch,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        # Rows of a width that is no power of two need not begin at 16 bytes.
+        # Rows of an odd width need not begin at 16 bytes; `configuration` gives them the tiles for short samples.
         divisible=strides if head_dim is None else (),
     )
     where = f"{kernel.__name__} {row} for sm_{arch}, causal={causal}, {precision}: {used}"
@@ -81,4 +81,5 @@ def test_every_row_of_the_table(row: tuple[int, int, bool]) -> None:
             for arch in TARGETS:
                 check(name, arch, row, precision=precision)
             check(name, 90, row, precision=precision, causal=False)
-            check(name, 90, row, precision=precision, head_dim=row[1] - 1)
+            if row[2]:
+                check(name, 90, row, precision=precision, head_dim=row[1] - 1)
