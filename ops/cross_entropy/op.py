@@ -222,8 +222,9 @@ def linear_cross_entropy(
 
 def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     device = hidden.device.type
-    # Autocast leaves float64 as it is, in PyTorch's own operators too.
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+    # Autocast knows no meta device, and leaves float64 as it is in PyTorch's own operators too.
+    may_cast = device in ("cpu", "cuda") and torch.float64 not in (hidden.dtype, weight.dtype)
+    if may_cast and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     if weight.dtype != hidden.dtype:
         raise TypeError(

@@ -64,7 +64,7 @@ def linear_cross_entropy_backward(
             for tile in row_tiles:
                 scores = _logits(rows[tile], part, buffer).sub_(lse[tile, None]).exp_().mul_(grad_softmax[tile, None])
                 column, inside = _column_of_target(target[tile], items)
-                scores.scatter_add_(1, column, -(grad_target[tile] * inside)[:, None])
+                scores.scatter_(1, column, scores.gather(1, column).sub_((grad_target[tile] * inside)[:, None]))
                 if hidden_grad_dtype:
                     grad_hidden[tile].addmm_(scores, part)
                 if grad_part is not None:
