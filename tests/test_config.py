@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -177,6 +177,7 @@ def test_texts_become_values_by_the_field(name: str, text: str, expected: object
     assert type(value) is type(expected)
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(TrainConfig.model_fields)), st.text(max_size=40))
 def test_any_text_is_a_value_or_a_named_refusal(name: str, text: str) -> None:
     try:
