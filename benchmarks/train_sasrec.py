@@ -4,7 +4,7 @@
 
 All have the same layers, widths, dropout, loss, optimizer, batch size, validation after each epoch and early stopping, in
 bfloat16 mixed precision on a GPU and float32 on a CPU. `padded` is what people write: logits of every position, the padding
-ignored by the loss. `padded_lean` takes the logits of real rows alone, a jagged loss on a padded body. Both are given what favours
+ignored by the loss. `padded_lean` takes the logits of real rows alone, a jagged loss on a padded body. Both get what favours
 them: all batches padded once and kept on the device, torch's fused attention, no checkpoints, no progress, one metric.
 """
 
