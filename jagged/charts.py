@@ -49,6 +49,9 @@ def curve(
     axes.set_xlabel("epoch")
     axes.set_ylabel(ylabel)
     axes.xaxis.get_major_locator().set_params(integer=True)
+    epochs = [epoch for points in values.values() for epoch, _ in points]
+    if epochs and min(epochs) == max(epochs):
+        axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
     if len(values) > 1:
         _legend(axes, palette)
     return figure
