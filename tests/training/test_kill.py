@@ -1,0 +1,31 @@
+"""SIGKILL at random moments of training and saving: always readable, never mixed, and bit-identical in the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LONG
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(3_600 if LONG else 300)
+def test_killed_at_random_moments(tmp_path: Path) -> None:
+    kills = 200 if LONG else 3
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.training.killing", str(tmp_path), str(kills), "0"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert sum(result["killed"] for result in results) == kills
+    assert all(result["identical"] for result in results), results
