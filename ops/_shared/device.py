@@ -46,3 +46,24 @@ def dot(left, right, accumulator, PRECISION: tl.constexpr):
         left = left.to(tl.float32)
         right = right.to(tl.float32)
     return tl.dot(left, right, accumulator, input_precision=PRECISION)
+
+
+@triton.jit
+def exp_of_difference(difference, ACCURATE: tl.constexpr):
+    """e to the power of a difference that is not far above 0, as softmax needs it.
+
+    `ACCURATE` is for float32 inputs: the argument is reduced to a power of 2 and a remainder of at most ln(2) / 2 before it meets
+    the fast instruction, so that the product with log2(e) adds no error that grows with the argument (Cody and Waite's way).
+    Inputs of 16 bits carry larger errors of their own.
+    """
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    # ln(2) in two parts; the product of the first with a whole number below 2^14 is exact.
+    LN_2_HIGH: tl.constexpr = 0.693359375
+    LN_2_LOW: tl.constexpr = -2.12194440e-4
+    if ACCURATE:
+        # Below -104 the result is 0; NaN stays NaN.
+        difference = tl.where(difference < -104.0, -104.0, difference)
+        whole = tl.floor(difference * LOG2_E + 0.5)
+        remainder = difference - whole * LN_2_HIGH - whole * LN_2_LOW
+        return tl.exp2(remainder * LOG2_E) * tl.exp2(whole)
+    return tl.exp2(difference * LOG2_E)

@@ -13,19 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot
+from jagged.ops._shared.device import dot, exp_of_difference
 from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 JOIN_ROWS, JOIN_WIDTH = 16, 128
 # Programs a launch aims at, by multiprocessor: backward keeps fewer in flight, and each part of a gradient is written and read.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 4, 2
-
-
-@triton.jit
-def exponential(difference):
-    """e to the power of a difference; the factor is not folded into it, as its rounding would grow with both terms."""
-    return tl.exp2(difference * LOG2_E)
 
 
 @triton.jit
@@ -60,6 +53,7 @@ def linear_cross_entropy_forward_kernel(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Maximum of the logits and sum of exponentials relative to it, for a block of rows over one part of the items."""
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     exists = row < num_rows
@@ -84,7 +78,9 @@ def linear_cross_entropy_forward_kernel(
         highest = tl.maximum(maximum, tl.max(logits, 1))
         # A row of -inf alone has no maximum to subtract.
         shift = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * exponential(maximum - shift) + tl.sum(exponential(logits - shift[:, None]), 1)
+        total = total * exp_of_difference(maximum - shift, ACCURATE) + tl.sum(
+            exp_of_difference(logits - shift[:, None], ACCURATE), 1
+        )
         maximum = highest
     place = part.to(tl.int64) * num_rows + row
     tl.store(part_maximum + place, maximum, mask=exists)
@@ -110,13 +106,13 @@ def linear_cross_entropy_join_kernel(
     total = tl.where(exists, 0.0, 1.0)
     for part in range(0, num_parts):
         place = tl.cast(part, tl.int64) * num_rows + row
-        scale = exponential(tl.load(part_maximum + place, mask=exists, other=float("-inf")) - shift)
+        scale = exp_of_difference(tl.load(part_maximum + place, mask=exists, other=float("-inf")) - shift, True)
         total += scale * tl.load(part_sum + place, mask=exists, other=0.0)
     logit = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, WIDTH, BLOCK_D):
         hidden_tile = load_tile(hidden, row, hidden_stride, known, start, WIDTH, BLOCK_D).to(tl.float32)
         logit += tl.sum(hidden_tile * load_tile(weight, item, weight_stride, known, start, WIDTH, BLOCK_D).to(tl.float32), 1)
-    tl.store(lse + row, tl.where(valid, shift + tl.log2(total) / LOG2_E, 0.0), mask=exists)
+    tl.store(lse + row, tl.where(valid, shift + tl.log(total), 0.0), mask=exists)
     # An item that does not exist has no logit; NaN says so in the loss.
     tl.store(target_logit + row, tl.where(known, logit, tl.where(valid, float("nan"), 0.0)), mask=exists)
 
@@ -148,6 +144,7 @@ def linear_cross_entropy_backward_hidden_kernel(
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     first_column = tl.program_id(2) * BLOCK_D
@@ -172,7 +169,7 @@ def linear_cross_entropy_backward_hidden_kernel(
             )  # fmt: skip
         # Past the last item the logit is 0 and its exponential may overflow, when all true logits are far below.
         logits = tl.where(item_exists[None, :], logits, float("-inf"))
-        scores = exponential(logits - row_lse[:, None]) * grad_softmax[:, None]
+        scores = exp_of_difference(logits - row_lse[:, None], ACCURATE) * grad_softmax[:, None]
         # Before the rounding to the weights' dtype, where the difference is small for a target that is well predicted.
         scores = tl.where(row_target[:, None] == item[None, :], scores - grad_target[:, None], scores)
         gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
@@ -189,6 +186,7 @@ def linear_cross_entropy_backward_weight_kernel(
     BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`."""
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     part = tl.program_id(1)
     first_column = tl.program_id(2) * BLOCK_D
@@ -213,7 +211,7 @@ def linear_cross_entropy_backward_weight_kernel(
                 weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, WIDTH,
                 BLOCK_V, BLOCK_N, BLOCK_K, PRECISION,
             )  # fmt: skip
-        scores = exponential(logits - row_lse[None, :]) * grad_softmax[None, :]
+        scores = exp_of_difference(logits - row_lse[None, :], ACCURATE) * grad_softmax[None, :]
         scores = tl.where(row_target[None, :] == item[:, None], scores - grad_target[None, :], scores)
         gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
