@@ -11,6 +11,9 @@ from types import FrameType
 from typing import Any
 
 
+_GRACE_SECONDS = 20
+
+
 class StopRequested(Exception):  # noqa: N818 - a message to the training loop, no error
     """Leave the present work at a place where nothing is half done."""
 
@@ -28,8 +31,11 @@ class StopWish:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Take note; a second SIGINT does not wait any longer."""
-        # Loader workers inherit the handler. They must survive a signal to the whole group, for the step to be finished.
         if os.getpid() != self._process:
+            # Loader workers inherit the handler. They must survive a signal to the whole group, for the step to be finished; but one
+            # that is stuck must still end when the loader terminates it.
+            if number == signal.SIGTERM:
+                signal.alarm(_GRACE_SECONDS)
             return
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt

@@ -1,0 +1,67 @@
+"""One process, two processes and the padded twin end with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jagged.training import TrainingError
+from jagged.training.processes import process_group, resolve_device
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.training.two_processes", str(tmp_path_factory.mktemp("two"))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("other", ["twin.0", "two.0", "two.1", "empty.0", "empty.1"])
+def test_weights_after_four_steps_agree_with_one_process(result: dict[str, Any], other: str) -> None:
+    # float64 throughout. Some gradients are zero but for the order of sums, some 1e-16 (the attention's key biases, which a
+    # softmax does not see); AdamW divides them by its eps of 1e-8 and steps by a rate of 1e-2. A real step is 1e-2.
+    assert result[other] < 1e-7
+
+
+def test_a_whole_run_on_two_processes(result: dict[str, Any]) -> None:
+    assert result["resumed"]
+    assert result["steps"][0] == result["expected_steps"]
+    two, one = result["losses"]
+    assert two == pytest.approx(one, rel=1e-3)
+
+
+def test_a_group_is_taken_down_by_who_made_it() -> None:
+    assert not torch.distributed.is_initialized()
+    with process_group(torch.device("cpu")) as outer:
+        assert (outer.rank, outer.world_size, outer.is_first) == (0, 1, True)
+        with process_group(torch.device("cpu")):
+            pass
+        assert torch.distributed.is_initialized()
+        assert outer.sum([1.5, 2.0]) == [1.5, 2.0]
+        assert outer.any(True)
+        assert not outer.any(False)
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(TrainingError, match="no usable GPU"):
+        resolve_device("cuda")
