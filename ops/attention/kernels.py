@@ -13,11 +13,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, load_segment
+from jagged.ops._shared.device import dot, exp_of_difference, load_segment
 from jagged.ops.attention.configurations import Tiles, configuration, padded_width
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def in_score_units(number, ACCURATE: tl.constexpr):
+    """Scores of 16-bit inputs are held times log2(e), so that exp2 needs no product; float32 keeps natural units."""
+    return number if ACCURATE else number * LOG2_E
+
+
+@triton.jit
+def softmax_weight(difference, ACCURATE: tl.constexpr):
+    """e to the power of a difference of scores in their units."""
+    return exp_of_difference(difference, True) if ACCURATE else tl.exp2(difference)
 
 
 @triton.jit
@@ -91,6 +103,7 @@ def attend(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Take the keys `begin .. end` into the running softmax of a query tile: weighted values, sum of weights, largest score."""
+    ACCURATE: tl.constexpr = query.dtype == tl.float32
     for first_key in range(begin, end, BLOCK_N):
         k = load_tile(key, first_key, length, key_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
         scores = dot(query, tl.trans(k), None, INPUT_PRECISION) * factor
@@ -100,8 +113,8 @@ def attend(
             scores = tl.where(visible(queries, keys, length, IS_CAUSAL), scores, float("-inf"))
         # Every query sees the first key, so the largest score is finite from the first tile on.
         now_largest = tl.maximum(largest, tl.max(scores, 1))
-        correction = tl.exp2(largest - now_largest)
-        weights = tl.exp2(scores - now_largest[:, None])
+        correction = softmax_weight(largest - now_largest, ACCURATE)
+        weights = softmax_weight(scores - now_largest[:, None], ACCURATE)
         weight = weight * correction + tl.sum(weights, 1)
         v = load_tile(value, first_key, length, value_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
         weighted = dot(weights.to(v.dtype), v, weighted * correction[:, None], INPUT_PRECISION)
@@ -127,7 +140,8 @@ def attention_forward_kernel(
     value += start * value_row_stride + head * value_head_stride
     output += start * output_row_stride + head * HEAD_DIM
     lse += head * total + start
-    factor = scale * LOG2_E
+    ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
+    factor = in_score_units(scale, ACCURATE)
 
     q = load_tile(query, first_query, length, query_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -144,7 +158,8 @@ def attention_forward_kernel(
     )  # fmt: skip
     store_tile(output, weighted / weight[:, None], first_query, length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     rows = first_query + tl.arange(0, BLOCK_M)
-    tl.store(lse + rows, (largest + tl.log2(weight)) * LN_2, mask=rows < length)
+    natural_largest = largest if ACCURATE else largest * LN_2
+    tl.store(lse + rows, natural_largest + tl.log(weight), mask=rows < length)
 
 
 @triton.jit
@@ -154,6 +169,7 @@ def accumulate_dq(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys `begin .. end` give to the gradient of a query tile."""
+    ACCURATE: tl.constexpr = query.dtype == tl.float32
     for first_key in range(begin, end, BLOCK_N):
         k = load_tile(key, first_key, length, key_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
         v = load_tile(value, first_key, length, value_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -162,7 +178,7 @@ def accumulate_dq(
             queries = (first_query + tl.arange(0, BLOCK_M))[:, None]
             keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
             scores = tl.where(visible(queries, keys, length, IS_CAUSAL), scores, float("-inf"))
-        weights = tl.exp2(scores - lse[:, None])
+        weights = softmax_weight(scores - lse[:, None], ACCURATE)
         grad_weights = dot(upstream, tl.trans(v), None, INPUT_PRECISION)
         grad_scores = (weights * (grad_weights - delta[:, None])).to(k.dtype)
         grad_query = dot(grad_scores, k, grad_query, INPUT_PRECISION)
@@ -190,14 +206,15 @@ def attention_backward_dq_kernel(
     grad_query += start * output_row_stride + head * HEAD_DIM
     lse += head * total + start
     delta += head * total + start
-    factor = scale * LOG2_E
+    ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
+    factor = in_score_units(scale, ACCURATE)
 
     upstream = load_tile(grad, first_query, length, grad_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     result = load_tile(output, first_query, length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     row_delta = tl.sum(upstream.to(tl.float32) * result.to(tl.float32), 1)
     rows = first_query + tl.arange(0, BLOCK_M)
     tl.store(delta + rows, row_delta, mask=rows < length)
-    row_lse = tl.load(lse + tl.minimum(rows, length - 1)) * LOG2_E
+    row_lse = in_score_units(tl.load(lse + tl.minimum(rows, length - 1)), ACCURATE)
 
     q = load_tile(query, first_query, length, query_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     total_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -221,16 +238,17 @@ def accumulate_dkv(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries `begin .. end` give to the gradients of a tile of keys and values. Scores are held transposed."""
+    ACCURATE: tl.constexpr = k.dtype == tl.float32
     for first_query in range(begin, end, BLOCK_M):
         rows = first_query + tl.arange(0, BLOCK_M)
         q = load_tile(query, first_query, length, query_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
         # An infinite log-sum-exp leaves queries past the end without weight.
-        row_lse = tl.load(lse + rows, mask=rows < length, other=float("inf")) * LOG2_E
+        row_lse = in_score_units(tl.load(lse + rows, mask=rows < length, other=float("inf")), ACCURATE)
         scores = dot(k, tl.trans(q), None, INPUT_PRECISION) * factor
         if MASKED:
             keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
             scores = tl.where(keys <= rows[None, :], scores, float("-inf"))
-        weights = tl.exp2(scores - row_lse[None, :])
+        weights = softmax_weight(scores - row_lse[None, :], ACCURATE)
         do = load_tile(upstream, first_query, length, grad_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
         grad_value = dot(weights.to(do.dtype), do, grad_value, INPUT_PRECISION)
         row_delta = tl.load(delta + rows, mask=rows < length, other=0.0)
@@ -261,7 +279,8 @@ def attention_backward_dkv_kernel(
     grad_value += start * output_row_stride + head * HEAD_DIM
     lse += head * total + start
     delta += head * total + start
-    factor = scale * LOG2_E
+    ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
+    factor = in_score_units(scale, ACCURATE)
 
     k = load_tile(key, first_key, length, key_row_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_tile(value, first_key, length, value_row_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
