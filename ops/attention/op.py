@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.autograd import first_order
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor
 from jagged.ops.attention import torch_impl
@@ -67,9 +68,10 @@ class AttentionFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _backward(grad, *ctx.saved_tensors, *ctx.options)
+        with torch.no_grad():
+            grads = _backward(grad, *ctx.saved_tensors, *ctx.options)
+        grads = first_order("jagged_attention", grads)
         wanted = (x if need else None for x, need in zip(grads, ctx.needs_input_grad[:3], strict=True))
         return *wanted, None, None, None, None
 
@@ -123,7 +125,7 @@ def jagged_attention(
     check_tensor("q", q, "[S, H, D]", FLOATS)
     check_tensor("k", k, "[S, H, D]", FLOATS)
     check_tensor("v", v, "[S, H, D]", FLOATS)
-    if torch.amp.is_autocast_available(q.device.type) and torch.is_autocast_enabled(q.device.type):
+    if q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
     check_same("k", k, "q", q)

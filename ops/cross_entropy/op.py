@@ -7,6 +7,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.autograd import first_order
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_tensor, validation_is_on
 from jagged.ops.cross_entropy import torch_impl
@@ -57,21 +58,6 @@ _backward = define_operator(
 )
 
 
-class FirstOrderFunction(torch.autograd.Function):
-    """Hand gradients on; differentiating them again is an error, where a constant would be silently wrong."""
-
-    @staticmethod
-    def forward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(grad.view_as(grad) for grad in grads)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        raise RuntimeError(
-            "linear_cross_entropy has no second derivative; for one, use cross_entropy(linear(hidden, weight), target) of "
-            "torch.nn.functional, which keeps the logits"
-        )
-
-
 class LinearCrossEntropyFunction(torch.autograd.Function):
     """Casts, the operator and the reduction, and their gradients."""
 
@@ -110,9 +96,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         grads = _backward(
             grad_loss.expand(lse.shape), grad_lse, hidden, weight, target, lse, ctx.ignore_index, *wanted, ctx.backend
         )
-        # A compiled backward is refused a second derivative by the compiler itself.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            grads = FirstOrderFunction.apply(*(grad.detach().requires_grad_() for grad in grads))  # type: ignore[no-untyped-call]
+        grads = first_order("linear_cross_entropy", grads)
         return *(grad if dtype else None for grad, dtype in zip(grads, wanted, strict=True)), *(None,) * 6
 
 
