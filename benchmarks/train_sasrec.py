@@ -2,9 +2,10 @@
 
     python -m benchmarks.train_sasrec --data beauty.txt
 
-All have the same layers, widths, dropout, loss, optimizer, batch size, validation after each epoch and early stopping, in
-bfloat16 mixed precision on a GPU and float32 on a CPU. `padded` is what people write: logits of every position, the padding
-ignored by the loss. `padded_lean` takes the logits of real rows alone, a jagged loss on a padded body. Both get what favours
+The settings are the product's defaults; all three have the same layers, widths, dropout, loss, optimizer, batch size, validation
+after each epoch and early stopping, in bfloat16 mixed precision on a GPU and float32 on a CPU. `padded` is what people write:
+logits of every position, the padding ignored by the loss. `padded_lean` takes the logits of real rows alone, a jagged loss on a
+padded body. Both get what favours
 them: all batches padded once and kept on the device, torch's fused attention, no checkpoints, no progress, one metric.
 """
 
@@ -22,27 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import environment, save, seconds_of, spread
-from jagged.config import TrainConfig
+from jagged.config import TrainConfig, parse_assignments
 from jagged.data import SequenceDataset, read_events, split_leave_one_out
 from jagged.data.splits import SequencePart
 from jagged.training import train
 from tests.reference.sasrec import PaddedSASRec
-
-# Found on validation: docs/internals/training.md tells how.
-SETTINGS: dict[str, Any] = {
-    "embedding_dim": 256,
-    "num_heads": 2,
-    "num_layers": 2,
-    "dropout": 0.5,
-    "max_seq_len": 50,
-    "batch_size": 256,
-    "learning_rate": 1e-3,
-    "weight_decay": 0.01,
-    "gradient_clip_norm": 1.0,
-    "label_smoothing": 0.2,
-    "max_epochs": 40,
-    "patience": 6,
-}
 
 
 def run_jagged(dataset: SequenceDataset, config: TrainConfig) -> dict[str, Any]:
@@ -175,10 +160,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, e.g. embedding_dim=64")
     arguments = parser.parse_args()
-    settings = dict(SETTINGS)
-    for pair in arguments.set:
-        key, value = pair.split("=", 1)
-        settings[key] = type(settings[key])(float(value)) if key in settings else value
+    settings = parse_assignments(arguments.set)
     dataset = read_events(arguments.data, progress=False)
     lengths = dataset.offsets.diff()
     workload = {
@@ -188,7 +170,7 @@ def main() -> None:
         "events": dataset.num_events,
         "lengths": {"mean": float(lengths.double().mean()), "median": int(lengths.median()), "max": int(lengths.max())},
         "protocol": "leave-one-out, all items ranked",
-        "settings": settings,
+        "settings": TrainConfig(**settings).model_dump(exclude={"data", "output", "seed"}),
     }
     models = {"jagged": run_jagged, "padded": run_padded, "padded_lean": partial(run_padded, lean=True)}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
@@ -196,7 +178,8 @@ def main() -> None:
         for seed in range(-1, arguments.seeds):
             # The first round of each compiles kernels and warms caches; it is short and not counted.
             changes = {"max_epochs": 1} if seed < 0 else {}
-            config = TrainConfig(**{**settings, **changes, "seed": max(seed, 0), "output": f"{folder}/run", "tensorboard": False})
+            fixed = {"seed": max(seed, 0), "output": f"{folder}/run", "tensorboard": False}
+            config = TrainConfig(**{**settings, **changes, **fixed})
             for name, run in models.items():
                 if torch.cuda.is_available():
                     torch.cuda.reset_peak_memory_stats()

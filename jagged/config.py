@@ -49,10 +49,10 @@ class TrainConfig(BaseModel):
 
     # Model.
     model: Literal["sasrec"] = Field("sasrec", description="the model to train")
-    embedding_dim: int = Field(64, ge=1, description="width of item embeddings and hidden states")
+    embedding_dim: int = Field(256, ge=1, description="width of item embeddings and hidden states")
     num_heads: int = Field(2, ge=1, description="attention heads; must divide embedding_dim")
     num_layers: int = Field(2, ge=1, description="transformer blocks")
-    dropout: float = Field(0.2, ge=0, lt=1, description="dropout probability")
+    dropout: float = Field(0.5, ge=0, lt=1, description="dropout probability")
 
     # Training.
     batch_size: int = Field(256, ge=1, description="users per step and process")
@@ -61,9 +61,9 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
     gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the target's probability spread over all items")
+    label_smoothing: float = Field(0.2, ge=0, lt=1, description="share of the target's probability spread over all items")
     max_epochs: int = Field(60, ge=1, description="most passes over the training data")
-    patience: int = Field(10, ge=1, description="validations without a better metric before training stops")
+    patience: int = Field(6, ge=1, description="validations without a better metric before training stops")
     monitor: str = Field(
         "ndcg@10",
         pattern=r"^(ndcg|recall|mrr|coverage|surprisal)@(5|10|20)$",
