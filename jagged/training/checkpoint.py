@@ -27,6 +27,10 @@ from jagged.training import manifest
 from jagged.training.errors import CheckpointError
 
 STATE = "state.json"
+
+#: A file larger than this holds a single tensor. The storage holds a file twice in memory while it writes it.
+FILE_BYTES = 256 * 2**20
+
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _UNFINISHED = ".unfinished-"
 _REMOVED = ".removed-"
@@ -166,9 +170,9 @@ def clean(root: Path) -> None:
 
 
 def _write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    writer = HuggingFaceStorageWriter(str(directory))
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    writer = HuggingFaceStorageWriter(str(directory), fqn_to_index_mapping=_files(contiguous))
     try:
-        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
         with _quiet():
             save(contiguous, storage_writer=writer, no_dist=True)
     except CheckpointException as error:
@@ -176,6 +180,17 @@ def _write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
         for cause, _ in error.failures.values():
             raise cause from error
         raise
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of the file, from 1, that each tensor goes into: as many in one as fit into `FILE_BYTES`."""
+    numbers, number, filled = {}, 1, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > FILE_BYTES:
+            number, filled = number + 1, 0
+        numbers[name], filled = number, filled + size
+    return numbers
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
+from jagged.training.checkpoint import FILE_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.processes import Processes
 
@@ -27,8 +28,9 @@ class Forecast:
         parameters: the weights, fp32; they are part of `present`.
         gradients: of all weights, and the second one that the item table has for a moment, from lookup and from scoring.
         optimizer: AdamW's two moments.
-        activations: what a step of the most tokens keeps for its backward, measured on a probe of this model, and as much again
+        activations: what a step of the most tokens keeps for its backward, measured on a probe of this model, and a quarter more
             for what the backward itself needs.
+        checkpoint: on the CPU, what is held of a checkpoint while it is written.
         evaluation: the bound on scores while evaluating.
         samples, tokens: of a usual step.
         steps_per_epoch, max_steps: of this process; early stopping may end before the latter.
@@ -40,6 +42,7 @@ class Forecast:
     gradients: int
     optimizer: int
     activations: int
+    checkpoint: int
     evaluation: int
     samples: float
     tokens: float
@@ -49,7 +52,11 @@ class Forecast:
     @property
     def peak(self) -> int:
         """The most memory in use at any moment, bytes."""
-        return self.present + self.optimizer + max(self.gradients + self.activations, self.evaluation)
+        return (
+            self.present
+            + self.optimizer
+            + max(self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation))
+        )
 
     def __str__(self) -> str:
         where = "GPU memory" if self.device == "cuda" else "CPU memory (resident)"
@@ -58,7 +65,7 @@ class Forecast:
                 f"forecast  {where}: peak about {_size(self.peak)}",
                 f"          in use now {_size(self.present)} (with {_size(self.parameters)} of weights), "
                 f"optimizer {_size(self.optimizer)}, gradients {_size(self.gradients)}, activations {_size(self.activations)}, "
-                f"evaluation up to {_size(self.evaluation)}",
+                f"a checkpoint being written {_size(self.checkpoint)}, evaluation up to {_size(self.evaluation)}",
                 f"          {self.steps_per_epoch:,} steps an epoch of about {self.samples:,.0f} users and {self.tokens:,.0f} "
                 f"events, at most {self.max_steps:,} steps",
             )
@@ -92,7 +99,8 @@ def forecast(
         parameters=sum(sizes),
         gradients=sum(sizes) + max(sizes),
         optimizer=2 * sum(sizes),
-        activations=int(2 * most * _bytes_per_token(config, split, task, precision, device)),
+        activations=int(1.25 * most * _bytes_per_token(config, split, task, precision, device)),
+        checkpoint=2 * min(3 * sum(sizes), max(FILE_BYTES, max(sizes))) if device.type == "cpu" else 0,
         evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)),
         samples=samples,
         tokens=tokens,

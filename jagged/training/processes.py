@@ -88,10 +88,22 @@ def process_group(device: torch.device) -> Iterator[Processes]:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
-        # Gloo would look up the host's name, which can take half a minute where no name server answers.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        with _loopback():
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), device)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _loopback() -> Iterator[None]:
+    """Keep gloo from looking up the host's name, which can take half a minute where no name server answers."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-
 _GRACE_SECONDS = 20
 
 
@@ -32,8 +31,8 @@ class StopWish:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Take note; a second SIGINT does not wait any longer."""
         if os.getpid() != self._process:
-            # Loader workers inherit the handler. They must survive a signal to the whole group, for the step to be finished; but one
-            # that is stuck must still end when the loader terminates it.
+            # Loader workers inherit the handler. They must survive a signal to the whole group, for the step to be finished; but
+            # one that is stuck must still end when the loader terminates it.
             if number == signal.SIGTERM:
                 signal.alarm(_GRACE_SECONDS)
             return

@@ -57,6 +57,14 @@ def test_round_trip(saved: Path) -> None:
     assert not any(path.name == ".metadata" for path in saved.iterdir())
 
 
+def test_large_checkpoints_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "FILE_BYTES", 100)
+    path = checkpoints.save_checkpoint(tmp_path, "step-00000001", tensors(), STATE)
+    assert len(list(path.glob("*.safetensors"))) > 3
+    loaded, _ = checkpoints.load_checkpoint(path)
+    assert all(torch.equal(loaded[name], value) for name, value in tensors().items())
+
+
 def test_names_never_collide(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     for expected in ("step-00000007", "step-00000007.1", "step-00000007.2"):

@@ -1,0 +1,158 @@
+"""The engine and the optimizer: precision, weight decay, warm-up, clipping, state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.config import TrainConfig
+from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
+from jagged.models import TrainTask, build
+from jagged.training import CheckpointError
+from jagged.training.engine import Engine
+from jagged.training.optimizer import Optimizer
+from jagged.training.processes import Processes, process_group
+from tests.training.support import tiny_dataset
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    with process_group(torch.device("cpu")) as found:
+        yield found
+
+
+def sasrec(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return build("sasrec", num_items=96, **{"embedding_dim": 8, "num_layers": 1, "max_seq_len": 12, **options})
+
+
+def loader() -> BatchLoader:
+    return BatchLoader(split_leave_one_out(tiny_dataset()).train, batch_size=8, max_seq_len=12, shuffle=True, seed=0)
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    torch.manual_seed(0)
+    return {
+        "table": nn.Parameter(torch.randn(5, 3)),
+        "norm": nn.Parameter(torch.randn(3)),
+        "scale": nn.Parameter(torch.randn(())),
+    }
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 1e6])
+def test_optimizer_is_adamw_with_warm_up_and_clipping(clip: float | None) -> None:
+    ours, theirs = parameters(), parameters()
+    optimizer = Optimizer(ours, learning_rate=0.1, weight_decay=0.3, warmup_steps=4, clip_norm=clip)
+    groups = [
+        {"params": [theirs["table"]], "weight_decay": 0.3},
+        {"params": [theirs["norm"], theirs["scale"]], "weight_decay": 0.0},
+    ]
+    reference = torch.optim.AdamW(groups, lr=0.1)
+    rates = []
+    for step in range(7):
+        gradients = {name: torch.randn_like(value) for name, value in theirs.items()}
+        optimizer.zero_grad()
+        assert all(value.grad is None for value in ours.values())
+        for name in ours:
+            ours[name].grad, theirs[name].grad = gradients[name].clone(), gradients[name].clone()
+        for group in reference.param_groups:
+            group["lr"] = 0.1 * min(1.0, (step + 1) / 4)
+        rates.append(optimizer.learning_rate)
+        if clip is not None:
+            expected = torch.nn.utils.clip_grad_norm_(list(theirs.values()), clip)
+        optimizer.step()
+        reference.step()
+        if clip is None:
+            assert optimizer.norms == []
+        else:
+            torch.testing.assert_close(optimizer.norms[-1], expected)
+    assert rates == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1, 0.1, 0.1])
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
+def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
+    assert Optimizer(parameters(), learning_rate=0.1, weight_decay=0.0).learning_rate == 0.1
+
+
+def test_state_that_does_not_fit_is_refused(processes: Processes) -> None:
+    engine = Engine(sasrec(), nn.Identity(), TrainConfig(), "32-true", processes)
+    task = TrainTask(engine.model)  # type: ignore[arg-type]
+    engine = Engine(engine.model, task, TrainConfig(), "32-true", processes)
+    for _ in engine.steps(iter(loader())):
+        pass
+    good = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
+    engine.load_state_tensors(good, 5)
+    damages: dict[str, Tensor | None] = {
+        "model.norm.weight": None,
+        "model.norm.bias": torch.zeros(3),
+        "optimizer.exp_avg.norm.weight": None,
+        "optimizer.exp_avg_sq.norm.weight": torch.zeros(3),
+        "random.cpu.0": torch.zeros(3, dtype=torch.uint8),
+    }
+    for name, value in damages.items():
+        bad = dict(good)
+        if value is None:
+            del bad[name]
+        else:
+            bad[name] = value
+        with pytest.raises(CheckpointError, match=r"(does|do) not fit"):
+            engine.load_state_tensors(bad, 5)
+    with pytest.raises(CheckpointError, match="random state does not fit"):
+        engine.load_state_tensors({name: value for name, value in good.items() if not name.startswith("random")}, 5)
+
+
+def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float32(processes: Processes) -> None:
+    seen: dict[str, torch.dtype] = {}
+
+    def losses(precision: str) -> list[float]:
+        model = sasrec(dropout=0.0)
+        engine = Engine(model, TrainTask(model), TrainConfig(), precision, processes)  # type: ignore[arg-type]
+        linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
+        linear.register_forward_hook(lambda module, inputs, output: seen.__setitem__(precision, output.dtype))
+        found = [float(loss) for loss, _ in engine.steps(iter(loader()))]
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        assert {t.dtype for name, t in engine.state_tensors().items() if name.startswith("optimizer")} == {torch.float32}
+        return found
+
+    full, mixed = losses("32-true"), losses("bf16-mixed")
+    assert seen == {"32-true": torch.float32, "bf16-mixed": torch.bfloat16}
+    assert mixed != full
+    assert mixed == pytest.approx(full, rel=0.02)
+
+
+def test_every_batch_is_trained_on_once_and_counted(processes: Processes) -> None:
+    model = sasrec()
+    engine = Engine(model, TrainTask(model), TrainConfig(), "32-true", processes)  # type: ignore[arg-type]
+    batches = list(loader())
+    counts = [count for _, count in engine.steps(iter(batches))]
+    assert counts == [batch.targets.numel() for batch in batches]
+    assert engine.samples == sum(batch.features.stride() for batch in batches)
+    assert engine.optimizer.steps == len(batches)
+
+
+class _Sum(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        loss = self.model.weight.sum() * batch.targets.sum()  # type: ignore[operator]
+        return loss, (loss.detach(), loss.detach(), batch.targets)
+
+
+def test_weights_that_are_not_finite_are_seen(processes: Processes) -> None:
+    model = nn.Linear(2, 2)
+    engine = Engine(model, _Sum(model), TrainConfig(), "32-true", processes)
+    assert engine.is_finite()
+    features = KeyedJaggedTensor(keys=["item_id"], values=torch.tensor([1]), lengths=torch.tensor([1]), stride=1)
+    for loss, _ in engine.steps(iter([SequenceBatch(features, torch.tensor([3]), torch.tensor([0]))])):
+        assert torch.isfinite(loss)
+    with torch.no_grad():
+        model.bias[1] = float("-inf")
+    assert not engine.is_finite()

@@ -1,0 +1,68 @@
+"""The forecast against what a run then uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+# In a process of its own, because the peak of resident memory is a process's for good.
+PROGRAM = r"""
+import json, sys, torch
+from pathlib import Path
+from jagged.config import TrainConfig
+from jagged.data import read_events
+from jagged.training import train
+from jagged.training.display import peak_memory
+options = json.loads(sys.argv[1])
+items = options.pop("num_items")
+lines = [f"{user} " + " ".join(str((user * 400 + k) % items) for k in range(400)) for user in range(options.pop("num_users"))]
+Path(sys.argv[2] + ".txt").write_text("\n".join(lines) + "\n")
+dataset = read_events(sys.argv[2] + ".txt", progress=False)
+result = train(TrainConfig(output=sys.argv[2], max_epochs=1, tensorboard=False, device="cpu", **options), dataset, progress=False)
+f = result.forecast
+print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_memory(torch.device("cpu")), "steps": result.steps,
+                  "forecast_steps": f.steps_per_epoch, "most": f.max_steps}))
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Most of the memory is the item table, its gradients and moments, and a checkpoint of them.
+        {
+            "num_users": 50,
+            "num_items": 20_000,
+            "embedding_dim": 512,
+            "num_heads": 8,
+            "batch_size": 20,
+            "num_layers": 1,
+            "eval_batch_size": 64,
+        },
+        # Most of it is activations.
+        {"num_users": 200, "num_items": 200, "embedding_dim": 256, "num_heads": 2, "batch_size": 150, "num_layers": 6},
+    ],
+    ids=["table", "activations"],
+)
+def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, int]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(options), str(tmp_path / "run")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found = json.loads(done.stdout)
+    assert found["steps"] == found["forecast_steps"] == found["most"]
+    # What training adds to the process: forecast and measured within a factor of 1.6 of one another.
+    added, forecast = found["measured"] - found["present"], found["peak"] - found["present"]
+    assert added > 100 * 2**20, f"{added} bytes are too few to compare"
+    assert 1 / 1.6 < forecast / added < 1.6, f"forecast {forecast / 2**20:.0f} MiB, used {added / 2**20:.0f} MiB"
