@@ -41,10 +41,15 @@ def load_segment(offsets, segment, total):
 @triton.jit
 def dot(left, right, accumulator, PRECISION: tl.constexpr):
     """Return `left @ right`, added to `accumulator` unless that is None, in float32."""
+    ACCURATE: tl.constexpr = left.dtype == tl.float32 and PRECISION == "ieee"
     if INTERPRETED:
         # The interpreter's product takes the bits of bfloat16 for integers; in float32 the products are the same.
         left = left.to(tl.float32)
         right = right.to(tl.float32)
+    if accumulator is not None and ACCURATE:
+        # A sum of tiles' sums errs less than one long sum. An addition would be folded into the product, hence the fma.
+        one = tl.full(accumulator.shape, 1.0, tl.float32)
+        return tl.fma(accumulator, one, tl.dot(left, right, input_precision=PRECISION))
     return tl.dot(left, right, accumulator, input_precision=PRECISION)
 
 
