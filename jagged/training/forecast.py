@@ -28,8 +28,8 @@ class Forecast:
         parameters: the weights, fp32; they are part of `present`.
         gradients: of all weights, and the second one that the item table has for a moment, from lookup and from scoring.
         optimizer: AdamW's two moments.
-        activations: what a step of the most tokens keeps for its backward, measured on a probe of this model, and a quarter more
-            for what the backward itself needs.
+        activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
+            the rest is for what the backward itself needs, and for gaps between freed blocks.
         checkpoint: on the CPU, what is held of a checkpoint while it is written.
         evaluation: the bound on scores while evaluating.
         samples, tokens: of a usual step.
@@ -99,7 +99,7 @@ def forecast(
         parameters=sum(sizes),
         gradients=sum(sizes) + max(sizes),
         optimizer=2 * sum(sizes),
-        activations=int(1.25 * most * _bytes_per_token(config, split, task, precision, device)),
+        activations=int(1.6 * most * _bytes_per_token(config, split, task, precision, device)),
         checkpoint=2 * min(3 * sum(sizes), max(FILE_BYTES, max(sizes))) if device.type == "cpu" else 0,
         evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)),
         samples=samples,

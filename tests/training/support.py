@@ -21,6 +21,7 @@ from jagged.training.engine import Engine
 TINY: dict[str, Any] = {
     "embedding_dim": 8,
     "num_layers": 1,
+    "dropout": 0.2,
     "batch_size": 8,
     "max_epochs": 3,
     "tensorboard": False,
