@@ -50,8 +50,12 @@ class JaggedTransformerBlock(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw new weights in every part."""
-        for module in (self.attention_norm, self.attention, self.feed_forward_norm, self.feed_forward[0], self.feed_forward[3]):
-            module.reset_parameters()
+        self.attention_norm.reset_parameters()
+        self.attention.reset_parameters()
+        self.feed_forward_norm.reset_parameters()
+        for layer in self.feed_forward:
+            if isinstance(layer, nn.Linear):
+                layer.reset_parameters()
 
     def forward(self, x: JaggedTensor) -> JaggedTensor:
         """Attend, then transform each row."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ class SASRec(nn.Module):
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
-        KeyedJaggedTensor of at least one sample with the key `"item_id"` in; JaggedTensor with values `[sum L, D]` out, one hidden state a row.
+        KeyedJaggedTensor of at least one sample with the key `"item_id"` in; JaggedTensor with values `[sum L, D]` out, one
+        hidden state a row.
 
     Source:
         Kang and McAuley, Self-Attentive Sequential Recommendation, ICDM 2018; trained here with cross-entropy over the whole
@@ -85,7 +86,7 @@ class SASRec(nn.Module):
         nn.init.normal_(self.item_weight, std=self.item_weight.shape[1] ** -0.5)
         self.positions.reset_parameters()
         for block in self.blocks:
-            block.reset_parameters()
+            cast(JaggedTransformerBlock, block).reset_parameters()
         self.norm.reset_parameters()
 
     def forward(self, features: KeyedJaggedTensor) -> JaggedTensor:

@@ -1,1 +1,1 @@
-"""What two op families use unchanged: registration, validation, offsets and tile schedules."""
+"""What two op families use unchanged: registration, validation, offsets, device functions."""
