@@ -73,7 +73,8 @@ class TrainConfig(BaseModel):
     seed: int = Field(0, ge=0, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
     num_workers: int = Field(0, ge=0, description="loader processes")
-    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints; always one after each epoch")
+    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints, beside those after epochs")
+    checkpoint_seconds: float = Field(30.0, ge=0, description="an epoch sooner than this after a checkpoint writes none")
     tensorboard: bool = Field(True, description="write TensorBoard curves where tensorboard is installed")
 
     # Evaluation.

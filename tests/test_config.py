@@ -60,7 +60,7 @@ def test_choices_are_those_of_the_field() -> None:
         ("learning_rate = nan", "learning_rate: Input should be"),
         ("device = 'tpu'", "device: Input should be 'auto', 'cpu' or 'cuda'; got 'tpu'"),
         ("monitor = 'ndcg@7'", "monitor: String should match pattern"),
-        ("num_heads = 3", "embedding_dim (64) must be a multiple of num_heads (3)"),
+        ("num_heads = 3", "embedding_dim (256) must be a multiple of num_heads (3)"),
         ("max_tokens = 49", "max_tokens (49) must be at least max_seq_len (50)"),
         ("valid_fraction = 0.6\ntest_fraction = 0.5", "valid_fraction + test_fraction must stay below 1"),
         ("data = ['a', 'b']", "data: Input should be a valid string; got ['a', 'b']"),

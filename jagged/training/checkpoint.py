@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -146,20 +146,16 @@ def latest_checkpoint(root: Path) -> Path | None:
     return newest
 
 
-def prune(root: Path, keep: int, also: Callable[[Path], str | None]) -> None:
-    """Remove all but the last `keep` checkpoints and those that `also` names for each of these.
+def prune(root: Path, keep: int) -> None:
+    """Remove all but the last `keep` checkpoints.
 
     A checkpoint loses its name before its files go, so that a half removed one is never taken for a checkpoint.
     """
-    checkpoints = list_checkpoints(root)
-    kept = {path.name for path in checkpoints[-keep:]}
-    kept.update(name for path in checkpoints[-keep:] if (name := also(path)) is not None)
-    for path in checkpoints:
-        if path.name not in kept:
-            removed = path.with_name(f"{_REMOVED}{path.name}")
-            with contextlib.suppress(OSError):
-                os.rename(path, removed)
-                shutil.rmtree(removed, ignore_errors=True)
+    for path in list_checkpoints(root)[:-keep]:
+        removed = path.with_name(f"{_REMOVED}{path.name}")
+        with contextlib.suppress(OSError):
+            os.rename(path, removed)
+            shutil.rmtree(removed, ignore_errors=True)
 
 
 def clean(root: Path) -> None:

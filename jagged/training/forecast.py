@@ -25,7 +25,7 @@ class Forecast:
     Attributes:
         device: "cpu" or "cuda".
         present: in use before training: on the CPU the process with its libraries and data, on a GPU what is allocated.
-        parameters: the weights, fp32; they are part of `present`.
+        parameters: the weights, fp32; they are part of `present`. The best ones so far are held beside them.
         gradients: of all weights, and the second one that the item table has for a moment, from lookup and from scoring.
         optimizer: AdamW's two moments.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
@@ -54,6 +54,7 @@ class Forecast:
         """The most memory in use at any moment, bytes."""
         return (
             self.present
+            + self.parameters
             + self.optimizer
             + max(self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation))
         )
@@ -64,6 +65,7 @@ class Forecast:
             (
                 f"forecast  {where}: peak about {_size(self.peak)}",
                 f"          in use now {_size(self.present)} (with {_size(self.parameters)} of weights), "
+                f"best weights {_size(self.parameters)}, "
                 f"optimizer {_size(self.optimizer)}, gradients {_size(self.gradients)}, activations {_size(self.activations)}, "
                 f"a checkpoint being written {_size(self.checkpoint)}, evaluation up to {_size(self.evaluation)}",
                 f"          {self.steps_per_epoch:,} steps an epoch of about {self.samples:,.0f} users and {self.tokens:,.0f} "
@@ -100,7 +102,7 @@ def forecast(
         gradients=sum(sizes) + max(sizes),
         optimizer=2 * sum(sizes),
         activations=int(1.6 * most * _bytes_per_token(config, split, task, precision, device)),
-        checkpoint=2 * min(3 * sum(sizes), max(FILE_BYTES, max(sizes))) if device.type == "cpu" else 0,
+        checkpoint=2 * min(4 * sum(sizes), max(FILE_BYTES, max(sizes))) if device.type == "cpu" else 0,
         evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)),
         samples=samples,
         tokens=tokens,

@@ -17,7 +17,7 @@ from jagged.data import BatchLoader, SequenceSplit
 from jagged.evaluation import PROTOCOLS, evaluate_protocols
 from jagged.metrics import TrainCounts
 from jagged.training import manifest
-from jagged.training.checkpoint import clean, list_checkpoints, load_checkpoint, next_name, prune, save_checkpoint
+from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
 from jagged.training.engine import Engine
 from jagged.training.errors import CheckpointError, TrainingError, TrainingInterrupted
@@ -26,6 +26,8 @@ from jagged.training.stop import StopRequested, StopWish
 
 CHECKPOINTS = "checkpoints"
 HISTORY = "history.jsonl"
+# Prefix of the best weights' names in a checkpoint.
+BEST = "best."
 _KEPT = 2
 
 # Steps between two looks at the losses. Each look waits for the device; a loss that is NaN is found this many steps late.
@@ -43,6 +45,7 @@ class Loop:
         state: where the run stands; changed as it goes.
         wish: whether the run was asked to stop.
         display: progress bar and curves.
+        best: the model's weights at the best validation so far, by name; empty where there was none.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Loop:
         state: TrainState,
         wish: StopWish,
         display: Display,
+        best: dict[str, Tensor],
     ) -> None:
         self.config, self.engine, self.state = config, engine, state
         self._split, self._wish, self._display = split, wish, display
@@ -63,8 +67,9 @@ class Loop:
         self._root = self._directory / CHECKPOINTS
         self._interval = _INTERVAL[self._processes.device.type]
         self.train_counts = TrainCounts.from_part(split.train)
+        self._best = best
         self._losses: list[tuple[Tensor, int]] = []
-        self._clock = time.perf_counter()
+        self._clock = self._saved_at = time.perf_counter()
         self._seen = (0, 0)
 
     def fit(self) -> None:
@@ -77,9 +82,8 @@ class Loop:
         """
         if self._processes.is_first:
             clean(self._root)
-        state = self.state
         try:
-            while state.epoch < self.config.max_epochs and state.worse_epochs < self.config.patience:
+            while not self._finished:
                 self._train_epoch()
                 figures = self._validate()
                 self._finish_epoch(figures)
@@ -93,9 +97,7 @@ class Loop:
             The content of `metrics.json`.
         """
         state = self.state
-        assert state.best_checkpoint is not None
-        tensors, _ = load_checkpoint(self._root / state.best_checkpoint)
-        self.engine.load_weights(tensors)
+        self.engine.model.load_state_dict(self._best)
         try:
             test = self._evaluate(self._test, (False, True))
         except StopRequested:
@@ -110,6 +112,10 @@ class Loop:
             "valid": {self._protocol: _figures(state.history[state.best_epoch - 1])},
             "test": test,
         }
+
+    @property
+    def _finished(self) -> bool:
+        return self.state.epoch >= self.config.max_epochs or self.state.worse_epochs >= self.config.patience
 
     @property
     def _protocol(self) -> str:
@@ -223,20 +229,22 @@ class Loop:
             + (", the best so far" if better else "")
         )
         self._display.curves(state.step, {"train/epoch_loss": loss, **{f"valid/{name}": figures[name] for name in figures}})
-        self._checkpoint(is_best=better)
+        if better:
+            self._best = {name: value.detach().clone() for name, value in self.engine.model.state_dict().items()}
+        waited = time.perf_counter() - self._saved_at >= config.checkpoint_seconds
+        if self._finished or self._processes.any(waited):
+            self._checkpoint()
         if self._processes.is_first:
             lines = "".join(json.dumps(line) + "\n" for line in state.history)
             with manifest.writing(self._directory / HISTORY, "make room and resume"):
                 manifest.write_file(self._directory / HISTORY, lines.encode())
 
-    def _checkpoint(self, *, is_best: bool = False) -> None:
+    def _checkpoint(self) -> None:
         self._look()
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
         name = next_name(self._root, self.state.step)
-        if is_best:
-            self.state.best_checkpoint = name
-        tensors = self.engine.state_tensors()
+        tensors = self.engine.state_tensors() | {f"{BEST}{name}": value for name, value in self._best.items()}
         failure: CheckpointError | None = None
         if self._processes.is_first:
             try:
@@ -246,8 +254,8 @@ class Loop:
         if self._processes.any(failure is not None):
             raise failure or CheckpointError(f"{self._root / name}: the first process could not write it")
         if self._processes.is_first:
-            prune(self._root, _KEPT, _best_of)
-        self._clock = time.perf_counter()
+            prune(self._root, _KEPT)
+        self._clock = self._saved_at = time.perf_counter()
 
     def _interrupted(self) -> NoReturn:
         number = self._wish.signal or signal.SIGTERM
@@ -278,14 +286,6 @@ class _Stoppable:
 
     def __len__(self) -> int:
         return len(self._loader)
-
-
-def _best_of(checkpoint: Path) -> str | None:
-    try:
-        name = manifest.read_json(checkpoint / "state.json").get("best_checkpoint")
-    except CheckpointError:
-        return None
-    return name if isinstance(name, str) else None
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:

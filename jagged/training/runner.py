@@ -32,7 +32,7 @@ from jagged.training.display import Display
 from jagged.training.engine import Engine
 from jagged.training.errors import TrainingError
 from jagged.training.forecast import Forecast, forecast
-from jagged.training.loop import CHECKPOINTS, Loop
+from jagged.training.loop import BEST, CHECKPOINTS, Loop
 from jagged.training.processes import Processes, process_group, resolve_device
 from jagged.training.state import TrainState
 from jagged.training.stop import stop_wish
@@ -123,12 +123,12 @@ def train(
             # Dropout differs between processes; what they share was drawn before.
             torch.manual_seed(config.seed + processes.rank)
             state = TrainState(config.model_dump(), dataset.fingerprint, processes.world_size, dataset.num_items)
-            state = _resume(engine, directory, state) if resume else state
+            state, best = _resume(engine, directory, state) if resume else (state, {})
             curves = directory / "tensorboard" if config.tensorboard and processes.is_first else None
             with Display(device, curves, state.step, progress and processes.is_first) as display:
                 if state.step:
                     display.say(f"resumed after step {state.step:,} from {directory / CHECKPOINTS}")
-                loop = Loop(config, split, engine, loaders, state, wish, display)
+                loop = Loop(config, split, engine, loaders, state, wish, display, best)
                 loop.fit()
                 metrics = loop.test()
             if processes.is_first:
@@ -205,16 +205,17 @@ def _check_output(directory: Path, resume: bool) -> None:
         )
 
 
-def _resume(engine: Engine, directory: Path, fresh: TrainState) -> TrainState:
+def _resume(engine: Engine, directory: Path, fresh: TrainState) -> tuple[TrainState, dict[str, torch.Tensor]]:
     path = latest_checkpoint(directory / CHECKPOINTS)
     if path is None:
-        return fresh
+        return fresh, {}
     tensors, content = load_checkpoint(path)
     state = TrainState.from_json(content, path)
     state.check_resumable(fresh, path)
     state.config = fresh.config
     engine.load_state_tensors(tensors, state.step)
-    return state
+    device = engine.processes.device
+    return state, {name.removeprefix(BEST): value.to(device) for name, value in tensors.items() if name.startswith(BEST)}
 
 
 def _write(

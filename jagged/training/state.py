@@ -16,7 +16,17 @@ FORMAT_VERSION = 1
 # What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
 # `data` and how it is read may, because the fingerprint of what was read is compared.
 _READING = ("data", "format", "user_column", "item_column", "timestamp_column")
-_HANDLING = ("output", "max_epochs", "patience", "device", "num_workers", "checkpoint_every", "tensorboard", "eval_batch_size")
+_HANDLING = (
+    "output",
+    "max_epochs",
+    "patience",
+    "device",
+    "num_workers",
+    "checkpoint_every",
+    "checkpoint_seconds",
+    "tensorboard",
+    "eval_batch_size",
+)
 _MAY_CHANGE = frozenset((*_READING, *_HANDLING))
 
 
@@ -34,7 +44,7 @@ class TrainState:
         loss_sum, tokens: over the epoch so far, of this process: sum of losses, and number of targets.
         gradient_norm: of the last step looked at, before clipping; None without clipping.
         seconds: of training so far; epoch_seconds: of the epoch so far.
-        best: the best monitored value so far, at which epoch (from 1), and the name of its checkpoint.
+        best: the best monitored value so far, and at which epoch (from 1).
         worse_epochs: validations since then.
         history: a row for each validated epoch.
     """
@@ -53,7 +63,6 @@ class TrainState:
     epoch_seconds: float = 0.0
     best: float | None = None
     best_epoch: int = 0
-    best_checkpoint: str | None = None
     worse_epochs: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
 

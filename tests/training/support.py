@@ -24,6 +24,7 @@ TINY: dict[str, Any] = {
     "dropout": 0.2,
     "batch_size": 8,
     "max_epochs": 3,
+    "checkpoint_seconds": 0.0,
     "tensorboard": False,
     "device": "cpu",
     "max_seq_len": 12,

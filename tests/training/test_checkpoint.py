@@ -37,7 +37,7 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-STATE = {"format_version": 1, "step": 3, "loss": 0.1 + 0.2, "history": [{"epoch": 1}], "best_checkpoint": None}
+STATE = {"format_version": 1, "step": 3, "loss": 0.1 + 0.2, "history": [{"epoch": 1}]}
 
 
 @pytest.fixture
@@ -86,15 +86,10 @@ def test_names_never_collide(tmp_path: Path) -> None:
 
 def test_what_is_kept(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    best = {1: None, 2: "step-00000002", 3: "step-00000002", 4: "step-00000002", 5: "step-00000005"}
-    for step in best:
-        checkpoints.save_checkpoint(root, f"step-{step:08d}", {"a": torch.zeros(1)}, {"best_checkpoint": best[step]})
-    read = lambda path: manifest.read_json(path / "state.json")["best_checkpoint"]  # noqa: E731
-    checkpoints.prune(root, 2, read)
-    assert sorted(os.listdir(root)) == ["step-00000002", "step-00000004", "step-00000005"]
-    checkpoints.save_checkpoint(root, "step-00000006", {"a": torch.zeros(1)}, {"best_checkpoint": "step-00000005"})
-    checkpoints.prune(root, 2, read)
-    assert sorted(os.listdir(root)) == ["step-00000005", "step-00000006"]
+    for step in range(1, 6):
+        checkpoints.save_checkpoint(root, f"step-{step:08d}", {"a": torch.zeros(1)}, {})
+    checkpoints.prune(root, 2)
+    assert sorted(os.listdir(root)) == ["step-00000004", "step-00000005"]
 
 
 def test_leavings_of_a_killed_process_are_no_checkpoints(saved: Path) -> None:

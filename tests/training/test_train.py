@@ -13,7 +13,7 @@ import torch
 
 from jagged.data import SequenceDataset
 from jagged.models.pretrained import from_pretrained
-from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, train
+from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, loop, train
 from jagged.training import checkpoint as checkpoints
 from jagged.training.loop import Loop
 from tests.training.support import STEPS_PER_EPOCH, at_step, kill_self, outcome, run, tiny_config, tiny_dataset
@@ -65,12 +65,38 @@ def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> 
     values = [row["mrr@10"] for row in result.history]
     assert best == values.index(max(values)) + 1
     assert len(values) == min(6, best + 2)
-    state = json.loads((checkpoints.list_checkpoints(tmp_path / "checkpoints")[-1] / "state.json").read_text())
-    tensors, _ = checkpoints.load_checkpoint(tmp_path / "checkpoints" / state["best_checkpoint"])
-    assert state["best_checkpoint"] == f"step-{best * STEPS_PER_EPOCH:08d}"
+    tensors, _ = checkpoints.load_checkpoint(checkpoints.list_checkpoints(tmp_path / "checkpoints")[-1])
     for name, value in from_pretrained(tmp_path).model.state_dict().items():
-        assert torch.equal(value, tensors[f"model.{name}"])
-    assert len(names(tmp_path)) <= 3
+        assert torch.equal(value, tensors[f"best.{name}"])
+    same = all(
+        torch.equal(value, tensors[f"model.{name.removeprefix('best.')}"]) for name, value in tensors.items() if "best." in name
+    )
+    assert same == (best == len(values))
+    assert len(names(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(0.0, [1, 2, 3]), (1e6, [3])])
+def test_short_epochs_share_a_checkpoint(
+    dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, written: list[int]
+) -> None:
+    saved = []
+    original = loop.save_checkpoint
+    monkeypatch.setattr(loop, "save_checkpoint", lambda root, name, *rest: (saved.append(name), original(root, name, *rest)))
+    run(tmp_path, dataset, checkpoint_seconds=seconds)
+    assert saved == [f"step-{epoch * STEPS_PER_EPOCH:08d}" for epoch in written]
+
+
+def test_the_best_weights_survive_an_interruption(
+    dataset: SequenceDataset, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without checkpoints after epochs the best weights so far travel in the one that the signal writes."""
+    with monkeypatch.context() as patch:
+        at_step(patch, 13, kill_self(signal.SIGTERM))
+        with pytest.raises(TrainingInterrupted):
+            run(tmp_path, dataset, checkpoint_seconds=1e6)
+    assert names(tmp_path) == ["step-00000013"]
+    run(tmp_path, dataset, resume=True, checkpoint_seconds=1e6)
+    assert outcome(tmp_path) == outcome(undisturbed)
 
 
 def test_a_seed_gives_the_same_weights_and_another_seed_others(
