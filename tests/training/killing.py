@@ -13,11 +13,13 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from jagged.data import SequenceDataset
 from jagged.training import checkpoint as checkpoints
@@ -42,6 +44,8 @@ def train_in_child(directory: Path, dataset: SequenceDataset, workers: int) -> i
     child = os.fork()
     if child == 0:
         code = 1
+        # The default lock is shared by all children; one that is killed while it holds it would stop the others.
+        tqdm.set_lock(threading.RLock())
         try:
             run(directory, dataset, resume=True, num_workers=workers, **OPTIONS)
             code = 0
