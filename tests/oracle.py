@@ -1,8 +1,8 @@
 """The three-way oracle: float64 reference, the same reference in the tested dtype, ours.
 
-Ours may err at most `factor` times as much as the low-precision reference, plus what one rounding does: of the result, and of the
-inputs, measured by moving each to a neighbour in its dtype. Without the latter the error of a few numbers is luck. There are no
-other tolerances.
+Ours may err at most `factor` times as much as the low-precision reference, plus what one rounding does: of the result, and of
+the inputs, measured as the most that moving each to a neighbour in its dtype changes in a few draws. Without the latter the error
+of a few numbers is luck. There are no other tolerances.
 """
 
 from __future__ import annotations
@@ -13,23 +13,7 @@ import torch
 from torch import Tensor
 
 FORWARD, GRADIENT = 2.0, 3.0
-
-
-def assert_as_accurate(ours: Tensor, low: Tensor, exact: Tensor, moved: Tensor, *, factor: float, name: str = "output") -> None:
-    """Compare largest errors.
-
-    `exact` is the float64 reference, `moved` the same with inputs moved by one rounding, `low` the reference computed in the
-    dtype of `ours`.
-    """
-    assert ours.shape == exact.shape == low.shape, f"{name}: {ours.shape} against {exact.shape}"
-    assert ours.dtype == low.dtype, f"{name}: {ours.dtype} against {low.dtype}"
-    if not ours.numel():
-        return
-    assert bool(torch.isfinite(exact).all()), f"{name}: the reference itself is not finite"
-    error = (ours.double() - exact).abs().max()
-    rounding = torch.finfo(ours.dtype).eps * exact.abs().max() + (moved - exact).abs().max()
-    allowed = factor * (low.double() - exact).abs().max() + rounding
-    assert bool(error <= allowed), f"{name}: error {error:.3e}, allowed {allowed:.3e} (largest value {exact.abs().max():.3e})"
+DRAWS = 4
 
 
 def check_three_way(
@@ -46,13 +30,9 @@ def check_three_way(
     wanted = [True] * len(inputs) if requires_grad is None else list(requires_grad)
     generator = torch.Generator(device="cpu").manual_seed(7)
     cotangent: Tensor | None = None
-    results = []
-    for function, leaves in (
-        (reference, [x.detach().double() for x in inputs]),
-        (reference, [_moved(x, generator) for x in inputs]),
-        (reference, [x.detach().clone() for x in inputs]),
-        (ours, [_same_strides(x) for x in inputs]),
-    ):
+
+    def evaluate(function: Callable[..., Tensor], leaves: list[Tensor]) -> list[Tensor | None]:
+        nonlocal cotangent
         for leaf, want in zip(leaves, wanted, strict=True):
             leaf.requires_grad_(want)
         output = function(*leaves)
@@ -61,18 +41,45 @@ def check_three_way(
         # Of an empty batch a reference may be a constant; ours must still give (empty) gradients.
         if any(wanted) and (output.requires_grad or function is ours):
             output.backward(cotangent.to(output.dtype))
-        results.append((output.detach(), [leaf.grad for leaf in leaves]))
-    (exact, exact_grads), (moved, moved_grads), (low, low_grads), (got, got_grads) = results
-    assert_as_accurate(got, low, exact, moved, factor=FORWARD)
-    for index, got_grad in enumerate(got_grads):
-        if not wanted[index]:
-            assert got_grad is None
-            continue
-        assert got_grad is not None, f"input {index} got no gradient"
-        zero = torch.zeros_like(inputs[index])
-        others = [zero if grad is None else grad for grad in (low_grads[index], exact_grads[index], moved_grads[index])]
-        low_grad, exact_grad, moved_grad = others[0], others[1].double(), others[2].double()
-        assert_as_accurate(got_grad, low_grad, exact_grad, moved_grad, factor=GRADIENT, name=f"gradient of input {index}")
+        if function is ours:
+            assert [leaf.grad is not None for leaf in leaves] == wanted, "inputs that want a gradient, and only they, get one"
+        grads = [
+            torch.zeros_like(leaf) if want and leaf.grad is None else leaf.grad for leaf, want in zip(leaves, wanted, strict=True)
+        ]
+        return [output.detach(), *grads]
+
+    exact = evaluate(reference, [x.detach().double() for x in inputs])
+    low = evaluate(reference, [x.detach().clone() for x in inputs])
+    got = evaluate(ours, [_same_strides(x) for x in inputs])
+    for ours_, low_ in zip(got, low, strict=True):
+        assert (ours_ is None) == (low_ is None)
+        assert ours_ is None or low_ is None or ours_.dtype == low_.dtype, f"{ours_.dtype} against {low_.dtype}"
+    errors = [_error(a, b) for a, b in zip(got, exact, strict=True)]
+    factors = [FORWARD] + [GRADIENT] * len(inputs)
+    allowed = [_allowed(a, b, factor) for a, b, factor in zip(low, exact, factors, strict=True)]
+    if any(error > limit for error, limit in zip(errors, allowed, strict=True)):
+        draws = [evaluate(reference, [_moved(x, generator) for x in inputs]) for _ in range(DRAWS)]
+        for index, of_exact in enumerate(exact):
+            allowed[index] += max(_error(draw[index], of_exact) for draw in draws)
+    for index, (error, limit) in enumerate(zip(errors, allowed, strict=True)):
+        name = f"gradient of input {index - 1}" if index else "output"
+        assert error <= limit, f"{name}: error {error:.3e}, allowed {limit:.3e}"
+
+
+def _error(result: Tensor | None, exact: Tensor | None) -> float:
+    if result is None or exact is None or not exact.numel():
+        return 0.0
+    assert result.shape == exact.shape, f"{result.shape} against {exact.shape}"
+    assert bool(torch.isfinite(exact).all()), "the reference itself is not finite"
+    error = float((result.double() - exact).abs().max())
+    # NaN compares with nothing.
+    return error if error == error else float("inf")
+
+
+def _allowed(low: Tensor | None, exact: Tensor | None, factor: float) -> float:
+    if low is None or exact is None or not exact.numel():
+        return 0.0
+    return factor * _error(low, exact) + float(torch.finfo(low.dtype).eps * exact.abs().max())
 
 
 def _moved(x: Tensor, generator: torch.Generator) -> Tensor:
