@@ -26,5 +26,8 @@ def padded_attention(
     if causal:
         visible = visible & torch.ones(longest, longest, dtype=torch.bool, device=q.device).tril()
     # A sample without rows has nothing to attend to; its padding must not put NaN into the others' gradients.
-    weights = scores.masked_fill(~visible, -torch.inf).masked_fill(~visible.any(-1, keepdim=True), 0).softmax(-1)
+    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~visible.any(-1, keepdim=True), 0)
+    # The softmax in float32 at least, and from the log-sum-exp, whose rounding is the price of keeping no probabilities.
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    weights = (scores - scores.logsumexp(-1, keepdim=True)).exp().to(value.dtype)
     return (weights @ value).transpose(1, 2)[inside]
