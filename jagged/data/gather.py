@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from typing import Any
 
 import torch
@@ -32,6 +34,13 @@ class BatchSource(Dataset[Tensor]):
         if self.with_viewed:
             pieces += _jagged(items[ranges(start, end - start)], end - start)
         return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])
+
+
+def only_with_parent(_: int) -> None:
+    """End a worker whose parent is gone by now: torch's own watch begins later, and would take the init process for the parent."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() == 1 != parent.pid:
+        os._exit(1)
 
 
 def _jagged(values: Tensor, lengths: Tensor) -> list[Tensor]:

@@ -6,7 +6,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,9 @@ def train(
             print(expected, flush=True)
         if dry_run:
             return TrainResult(directory, {}, [], float("nan"), 0, 0, 0.0, expected)
-        with _lock(directory, processes), stop_wish() as wish:
+        with _lock(directory, processes), stop_wish() as wish, ExitStack() as closing:
+            for loader in loaders:
+                closing.callback(loader.close)
             if processes.is_first:
                 for left in directory.glob(f".{DATASET}.*"):
                     shutil.rmtree(left, ignore_errors=True)

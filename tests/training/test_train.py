@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import resource
 import signal
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_a_seed_gives_the_same_weights_and_another_seed_others(
     dataset: SequenceDataset, undisturbed: Path, tmp_path: Path
 ) -> None:
     run(tmp_path / "again", dataset, checkpoint_every=2, num_workers=2, tensorboard=True)
+    assert multiprocessing.active_children() == []
     assert outcome(tmp_path / "again") == outcome(undisturbed)
     run(tmp_path / "other", dataset, seed=1)
     assert outcome(tmp_path / "other")["weights"] != outcome(undisturbed)["weights"]
@@ -127,6 +129,7 @@ def test_a_signal_stops_after_the_step_and_resuming_changes_nothing(
     assert caught.value.exit_code == 128 + number
     assert names(tmp_path)[-1] == f"step-{step:08d}"
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert multiprocessing.active_children() == []
     result = run(tmp_path, dataset, resume=True, num_workers=2 - workers)
     assert result.steps == 3 * STEPS_PER_EPOCH
     assert outcome(tmp_path) == outcome(undisturbed)
