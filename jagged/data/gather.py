@@ -37,7 +37,7 @@ class BatchSource(Dataset[Tensor]):
 
 
 def only_with_parent(_: int) -> None:
-    """End a worker whose parent is gone by now: torch's own watch begins later, and would take the init process for the parent."""
+    """End a worker whose parent is gone by now: torch watches from later on, and would watch the init process."""
     parent = multiprocessing.parent_process()
     if parent is not None and os.getppid() == 1 != parent.pid:
         os._exit(1)

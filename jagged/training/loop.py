@@ -82,6 +82,8 @@ class Loop:
         """
         if self._processes.is_first:
             clean(self._root)
+            # A killed run may have left it a row short of its last checkpoint, or some rows ahead.
+            self._write_history()
         try:
             while not self._finished:
                 self._train_epoch()
@@ -235,9 +237,12 @@ class Loop:
         if self._finished or self._processes.any(waited):
             self._checkpoint()
         if self._processes.is_first:
-            lines = "".join(json.dumps(line) + "\n" for line in state.history)
-            with manifest.writing(self._directory / HISTORY, "make room and resume"):
-                manifest.write_file(self._directory / HISTORY, lines.encode())
+            self._write_history()
+
+    def _write_history(self) -> None:
+        lines = "".join(json.dumps(line) + "\n" for line in self.state.history)
+        with manifest.writing(self._directory / HISTORY, "make room and resume"):
+            manifest.write_file(self._directory / HISTORY, lines.encode())
 
     def _checkpoint(self) -> None:
         self._look()

@@ -116,7 +116,8 @@ def main() -> None:
                 step, content = digest(path)
                 assert content in known[str(step)], f"trial {trial}: {path.name} is no state that the undisturbed run was in"
         found = outcome(directory)
-        print(json.dumps({"killed": killed, "newest": moments, "identical": found == wanted}), flush=True)
+        different = {name: [found[name], wanted[name]] for name in wanted if found[name] != wanted[name]}
+        print(json.dumps({"killed": killed, "newest": moments, "different": different}), flush=True)
         shutil.rmtree(directory)
 
 

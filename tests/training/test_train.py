@@ -162,6 +162,9 @@ def test_a_finished_run_can_be_finished_again_and_trained_longer(
 ) -> None:
     run(tmp_path, dataset, max_epochs=2)
     first = outcome(tmp_path)
+    # As if it had been killed between its last checkpoint and the log.
+    history = (tmp_path / "history.jsonl").read_text()
+    (tmp_path / "history.jsonl").write_text(history[: history.index("\n") + 1])
     run(tmp_path, dataset, max_epochs=2, resume=True)
     assert outcome(tmp_path) == first
     run(tmp_path, dataset, max_epochs=3, resume=True)
