@@ -121,13 +121,15 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
     )
     batch = next(iter(probe)).to(device)
     weights = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
-    kept: dict[int, Tensor] = {}
+    kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = tensor
-        return tensor
+        # A low-precision copy of a weight is kept as well; it does not grow with the batch.
+        if storage.data_ptr() not in weights and not _is_weight_copy(tensor, task):
+            kept[storage.data_ptr()] = storage.nbytes()
+        # Not the tensor itself: an output that its own node keeps would hold the node, and neither would ever go.
+        return tensor.detach()
 
     was_training = task.training
     task.train()
@@ -139,10 +141,8 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
     ):
         loss, _ = task(batch)
     task.train(was_training)
-    # A low-precision copy of a weight is kept as well; it does not grow with the batch.
-    held = sum(t.untyped_storage().nbytes() for t in kept.values() if not _is_weight_copy(t, task))
     del loss
-    return held / max(1, batch.targets.numel())
+    return sum(kept.values()) / max(1, batch.targets.numel())
 
 
 def _is_weight_copy(tensor: Tensor, task: nn.Module) -> bool:

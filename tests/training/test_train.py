@@ -76,6 +76,19 @@ def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> 
     assert len(names(tmp_path)) == 2
 
 
+def test_a_run_leaves_nothing_in_memory(dataset: SequenceDataset, tmp_path: Path) -> None:
+    """A second model in one notebook needs no more than the first."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(thing, torch.Tensor) and thing.is_floating_point() for thing in gc.get_objects())
+
+    run(tmp_path / "first", dataset)
+    before = alive()
+    run(tmp_path / "second", dataset)
+    assert alive() <= before
+
+
 @pytest.mark.parametrize(("seconds", "written"), [(0.0, [1, 2, 3]), (1e6, [3])])
 def test_short_epochs_share_a_checkpoint(
     dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float, written: list[int]
