@@ -226,8 +226,10 @@ def rank_batches(
                 viewed = None
                 if batch.viewed is not None and True in filter_viewed:
                     viewed = (batch.viewed.values(), batch.viewed.offsets())
+                with batch.trusted(len(weight)):
+                    hidden = model.final_hidden(batch.features)
                 ranked = rank_catalogue(
-                    model.final_hidden(batch.features),
+                    hidden,
                     weight,
                     k,
                     targets=batch.targets,
@@ -377,6 +379,7 @@ class _Mapped:
 
     def __init__(self, loader: Any, dense: Tensor) -> None:
         self.loader, self.dense = loader, dense
+        self.num_items = int(dense.max()) + 1 if len(dense) else 0
         self.notes = {"unknown_items": int((dense < 0).sum()), "unknown_targets": 0, "unknown_history_events": 0}
 
     def __len__(self) -> int:
@@ -391,7 +394,7 @@ class _Mapped:
             self.notes["unknown_history_events"] += len(batch.features.values()) - len(features.values())
             self.notes["unknown_targets"] += int((targets < 0).sum())
             viewed = None if batch.viewed is None else self._map(batch.viewed)
-            yield SequenceBatch(features, targets, batch.users, viewed)
+            yield SequenceBatch(features, targets, batch.users, viewed, self.num_items)
 
     def _map(self, features: Any) -> Any:
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor

@@ -7,7 +7,7 @@ if __name__ != "jagged.ops":
     )
 
 from jagged.ops._shared.offsets import row_positions
-from jagged.ops._shared.validation import validate_offsets
+from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
 from jagged.ops.attention import jagged_attention
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
 from jagged.ops.cross_entropy import linear_cross_entropy
@@ -21,5 +21,8 @@ __all__ = [
     "jagged_truncate",
     "linear_cross_entropy",
     "row_positions",
+    "trust_values",
+    "validate_ids",
     "validate_offsets",
+    "values_are_trusted",
 ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch.multiprocessing import spawn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import ConfigError, TrainConfig
-from jagged.data import BatchLoader, read_events, split_leave_one_out
+from jagged.data import BatchLoader, SequenceBatch, read_events, split_leave_one_out
 from jagged.evaluation import (
     PROTOCOLS,
     EvaluationError,
@@ -34,16 +33,6 @@ def keyed(rows):
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     values = torch.tensor([item for row in rows for item in row], dtype=torch.int64)
     return KeyedJaggedTensor.from_lengths_sync(["item_id"], values, lengths)
-
-
-@dataclass
-class Batch:
-    features: KeyedJaggedTensor
-    targets: torch.Tensor
-    viewed: KeyedJaggedTensor | None
-
-    def to(self, device, non_blocking=False):
-        return replace(self, features=self.features.to(device), targets=self.targets.to(device))
 
 
 class MeanOfHistory(nn.Module):
@@ -82,7 +71,8 @@ def batches(histories, targets, size, with_viewed=True):
         rows = histories[first : first + size]
         # Viewed items include the target itself: it must stay in the ranking nevertheless.
         seen = keyed([[*row, target] for row, target in zip(rows, targets[first : first + size], strict=True)])
-        result.append(Batch(keyed(rows), torch.tensor(targets[first : first + size]), seen if with_viewed else None))
+        wanted = torch.tensor(targets[first : first + size])
+        result.append(SequenceBatch(keyed(rows), wanted, torch.arange(len(wanted)), seen if with_viewed else None))
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,6 +17,7 @@ from torchrec.streamable import Pipelineable
 
 from jagged.data.gather import BatchSource, only_with_parent
 from jagged.data.splits import SequencePart
+from jagged.ops import trust_values
 
 KEY = "item_id"
 
@@ -31,12 +33,20 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
         targets: int64; training: `[sum L]`, the next item of every row; evaluation: `[B]`, the item held out.
         users: int64 `[B]`, dense user ids.
         viewed: evaluation with `with_viewed`: key "item_id", all items of the users' histories however long; else None.
+        num_items: the catalogue that all ids were compared with on the host, as a loader does; None where they were not. A model
+            of as many items needs no check of its own, which on a GPU would wait for the device.
     """
 
     features: KeyedJaggedTensor
     targets: Tensor
     users: Tensor
     viewed: KeyedJaggedTensor | None = None
+    num_items: int | None = None
+
+    def trusted(self, num_items: int) -> AbstractContextManager[None]:
+        """`jagged.ops.trust_values` where all ids are known to lie in a catalogue of `num_items`, else no change."""
+        known = self.num_items is not None and self.num_items <= num_items
+        return trust_values() if known else nullcontext()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SequenceBatch:
         """The batch on another device."""
@@ -45,6 +55,7 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
             self.targets.to(device, non_blocking=non_blocking),
             self.users.to(device, non_blocking=non_blocking),
             None if self.viewed is None else self.viewed.to(device, non_blocking=non_blocking),
+            self.num_items,
         )
 
     def record_stream(self, stream: torch.Stream) -> None:
@@ -62,6 +73,7 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
             self.targets.pin_memory(),
             self.users.pin_memory(),
             None if self.viewed is None else self.viewed.pin_memory(),
+            self.num_items,
         )
 
 
@@ -114,6 +126,7 @@ class BatchLoader:
         rows = (part.lengths - int(part.target is None)).clamp(0, max_seq_len).numpy()
         self._plan = _Plan(rows, batch_size, max_tokens, max_seq_len, seed if shuffle else None, rank, world_size)
         self._with_viewed = with_viewed
+        self._num_items = part.dataset.num_items
         self._loader: DataLoader[Tensor] = DataLoader(
             BatchSource(part, max_seq_len, with_viewed),
             batch_size=None,
@@ -153,7 +166,7 @@ class BatchLoader:
         return self.num_batches(self._plan.epoch)
 
     def __iter__(self) -> Iterator[SequenceBatch]:
-        return map(partial(_unpack, with_viewed=self._with_viewed), iter(self._loader))
+        return map(partial(_unpack, num_items=self._num_items, with_viewed=self._with_viewed), iter(self._loader))
 
     def close(self) -> None:
         """End the workers now; the next iteration starts new ones.
@@ -252,11 +265,11 @@ class _Plan(Sampler[IntArray]):
         return np.array(bounds, dtype=np.int64)
 
 
-def _unpack(packed: Tensor, with_viewed: bool) -> SequenceBatch:
+def _unpack(packed: Tensor, num_items: int, with_viewed: bool) -> SequenceBatch:
     count = 8 if with_viewed else 5
     pieces = packed[count:].split(packed[:count].tolist())
     users, targets, *features = pieces[:5]
-    return SequenceBatch(_keyed(*features), targets, users, _keyed(*pieces[5:]) if with_viewed else None)
+    return SequenceBatch(_keyed(*features), targets, users, _keyed(*pieces[5:]) if with_viewed else None, num_items)
 
 
 def _keyed(values: Tensor, lengths: Tensor, offsets: Tensor) -> KeyedJaggedTensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from jagged.data.splits import SequencePart, ranges
+from jagged.ops import validate_ids
 
 
 class BatchSource(Dataset[Tensor]):
@@ -30,9 +32,13 @@ class BatchSource(Dataset[Tensor]):
         first = torch.maximum(start, stop - self.max_seq_len)
         rows = ranges(first, stop - first)
         targets = items[part.target[chosen]] if part.target is not None else items[rows + 1]
-        pieces = [part.user[chosen], targets, *_jagged(items[rows], stop - first)]
+        histories = [_jagged(items[rows], stop - first)]
         if self.with_viewed:
-            pieces += _jagged(items[ranges(start, end - start)], end - start)
+            histories.append(_jagged(items[ranges(start, end - start)], end - start))
+        # Here on the host a look at the ids costs nothing; on a GPU models would have to wait for it.
+        for ids in (targets, *(values for values, _, _ in histories)):
+            validate_ids(ids, part.dataset.num_items, name=f"{part.dataset.directory}: item_id")
+        pieces = [part.user[chosen], targets, *chain.from_iterable(histories)]
         return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])
 
 

@@ -11,9 +11,13 @@ from torchrec.modules.embedding_configs import EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jagged.models.validation import validate_features
 from jagged.modules import JaggedTransformerBlock, PositionalEncoding, with_values
 
 FEATURE = "item_id"
+
+# It looks at values, so it stays a call where TorchRec's pipelines trace the model.
+torch.fx.wrap("validate_features")
 
 
 class SASRec(nn.Module):
@@ -31,6 +35,10 @@ class SASRec(nn.Module):
     Shape:
         KeyedJaggedTensor of at least one sample with the key `"item_id"` in; JaggedTensor with values `[sum L, D]` out, one
         hidden state a row.
+
+    Raises:
+        ValueError: ids outside the catalogue or offsets that do not fit them, named before any kernel runs. On a GPU this
+            waits for the device; `jagged.ops.trust_values` goes without.
 
     Source:
         Kang and McAuley, Self-Attentive Sequential Recommendation, ICDM 2018; trained here with cross-entropy over the whole
@@ -91,6 +99,7 @@ class SASRec(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> JaggedTensor:
         """Return the hidden state of every row; the one of row i knows rows 0..i of its sample."""
+        validate_features(features, FEATURE, self.config["num_items"])
         x = self.positions(self.item_embeddings(features)[FEATURE])
         x = with_values(x, self.embedding_dropout(x.values()))
         for block in self.blocks:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from jagged.modules import CutCrossEntropyHead
+from jagged.ops import validate_ids, values_are_trusted
 
 if TYPE_CHECKING:
     from jagged.data import SequenceBatch
@@ -32,6 +33,10 @@ class TrainTask(nn.Module):
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the mean loss of the batch's rows and what metrics need."""
-        hidden = self.model(batch.features)
+        num_items = self.model.config["num_items"]
+        with batch.trusted(num_items):
+            if not values_are_trusted():
+                validate_ids(batch.targets, num_items, name="targets")
+            hidden = self.model(batch.features)
         loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
         return loss, (loss.detach(), logits, batch.targets)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_trusted = ContextVar("jagged_trusted_values", default=False)
 
 
 def check_tensor(name: str, tensor: Tensor, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
@@ -47,10 +52,83 @@ def check_offsets(offsets: Tensor, like: Tensor, name: str = "offsets", total: i
 
 
 def validation_is_on() -> bool:
-    """Tell whether values are to be checked: `JAGGED_VALIDATE=1`, and not inside a compiled or captured region."""
-    if torch.compiler.is_compiling() or os.environ.get("JAGGED_VALIDATE") != "1":
+    """Tell whether operators are to check values: `JAGGED_VALIDATE=1`, and not inside a compiled or captured region."""
+    return os.environ.get("JAGGED_VALIDATE") == "1" and _may_synchronise()
+
+
+def values_are_trusted() -> bool:
+    """Tell whether models are to leave values unchecked: inside `trust_values`, or in a compiled or captured region.
+
+    Example:
+        >>> from jagged.ops import values_are_trusted
+        >>> values_are_trusted()
+        False
+    """
+    return not _may_synchronise() or _trusted.get()
+
+
+@contextmanager
+def trust_values() -> Iterator[None]:
+    """Let the models called inside leave ids and offsets unchecked, which on a GPU saves one synchronisation a call.
+
+    For values that were checked on the host, as a `BatchLoader`'s batches are. An id out of range then ends in a device-side
+    assertion, after which the process can use the GPU no more.
+
+    Example:
+        >>> from jagged.ops import trust_values
+        >>> with trust_values():
+        ...     pass  # hidden = model(features)
+    """
+    token = _trusted.set(True)
+    try:
+        yield
+    finally:
+        _trusted.reset(token)
+
+
+def _may_synchronise() -> bool:
+    if torch.compiler.is_compiling():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def validate_ids(ids: Tensor, num_rows: int, *, name: str = "ids", ignore_index: int | None = None) -> None:
+    """Check that ids address rows of a table. Costs one device synchronisation.
+
+    Args:
+        ids: of any shape, int32 or int64.
+        num_rows: of the table; ids count from 0.
+        name: what messages call the ids.
+        ignore_index: an id that is always right; None for none.
+
+    Raises:
+        ValueError: names the first bad place, what stands there and what was expected.
+        TypeError: ids that are not int32 or int64.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import validate_ids
+        >>> validate_ids(torch.tensor([0, 4, 2]), num_rows=5)
+    """
+    check_tensor(name, ids, "[*]", (torch.int32, torch.int64))
+    if ignore_index is None:
+        if not ids.numel():
+            return
+        lowest, highest = torch.stack(torch.aminmax(ids.detach())).tolist()
+        if lowest >= 0 and highest < num_rows:
+            return
+    values = ids.detach().cpu().reshape(-1)
+    bad = (values < 0) | (values >= num_rows)
+    if ignore_index is not None:
+        bad &= values != ignore_index
+    places = torch.nonzero(bad)
+    if places.numel():
+        place = int(places[0])
+        also = "" if ignore_index is None else f", or ignore_index ({ignore_index})"
+        raise ValueError(
+            f"{name}[{place}]: expected an id from 0 to {num_rows - 1}{also}, got {int(values[place])}; "
+            "map ids to dense ones first"
+        )
 
 
 def validate_offsets(offsets: Tensor, total: int | None = None, *, name: str = "offsets") -> None:

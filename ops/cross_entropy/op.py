@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jagged.ops._shared.autograd import first_order
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import FLOATS, check_tensor, validation_is_on
+from jagged.ops._shared.validation import FLOATS, check_tensor, validate_ids, validation_is_on
 from jagged.ops.cross_entropy import torch_impl
 
 Reduction = Literal["mean", "sum", "none"]
@@ -197,7 +197,7 @@ def linear_cross_entropy(
             raise ValueError(f"{name}: expected the device of hidden, {hidden.device}, got {tensor.device}; move one of them")
     compute_dtype = _compute_dtype(hidden, weight)
     if validation_is_on():
-        _validate_target(target, weight.shape[0], ignore_index)
+        validate_ids(target, weight.shape[0], name="target", ignore_index=ignore_index)
     resolved = resolve_backend(backend, hidden)
     return LinearCrossEntropyFunction.apply(  # type: ignore[no-any-return,no-untyped-call]
         hidden, weight, target, ignore_index, reduction, return_lse, compute_dtype, resolved
@@ -216,14 +216,3 @@ def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
             "torch.autocast, which keeps float32 master weights and returns their gradient in float32"
         )
     return hidden.dtype
-
-
-def _validate_target(target: Tensor, num_items: int, ignore_index: int) -> None:
-    values = target.detach().cpu()
-    bad = torch.nonzero((values != ignore_index) & ((values < 0) | (values >= num_items)))
-    if bad.numel():
-        place = int(bad[0])
-        raise ValueError(
-            f"target[{place}]: expected an item from 0 to {num_items - 1}, the rows of weight, or ignore_index "
-            f"({ignore_index}), got {int(values[place])}; map ids to dense ones first"
-        )

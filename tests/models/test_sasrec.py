@@ -158,7 +158,8 @@ def test_bf16_mixed_step_without_synchronisation(place: Place) -> None:
     lengths = torch.tensor([5, 1, 30], device=place.device)
     values = torch.randint(1000, (36,), device=place.device)
     features = KeyedJaggedTensor(keys=["item_id"], values=values, lengths=lengths, length_per_key=[36])
-    batch = SequenceBatch(features=features, targets=values.flip(0), users=torch.arange(3, device=place.device))
+    users = torch.arange(3, device=place.device)
+    batch = SequenceBatch(features=features, targets=values.flip(0), users=users, num_items=1000)
 
     def step() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
@@ -174,3 +175,54 @@ def test_bf16_mixed_step_without_synchronisation(place: Place) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(loss)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+BAD_IDS = [([0, ITEMS, 2], ITEMS, 1), ([0, 1, -1], -1, 2), ([2**40, 1, -1], 2**40, 0)]
+
+
+@pytest.mark.parametrize(("ids", "bad", "where"), BAD_IDS)
+def test_ids_out_of_range_reach_no_kernel(place: Place, ids: list[int], bad: int, where: int) -> None:
+    model = random_model(place, 0)
+    good = torch.arange(3, device=place.device)
+    values, lengths = torch.tensor(ids, device=place.device), torch.tensor([3, 0], device=place.device)
+    features = KeyedJaggedTensor(keys=["item_id"], values=values, lengths=lengths)
+    message = rf"features\['item_id'\]\.values\(\)\[{where}\]: expected an id from 0 to {ITEMS - 1}, got {bad}"
+    for call in (model, model.final_hidden, lambda f: TrainTask(model)(SequenceBatch(f, good, good[:2]))):
+        with pytest.raises(ValueError, match=message):
+            call(features)
+    right = KeyedJaggedTensor(keys=["item_id"], values=good, lengths=lengths)
+    with pytest.raises(ValueError, match=rf"targets\[{where}\]: expected an id from 0 to {ITEMS - 1}, got {bad}"):
+        TrainTask(model)(SequenceBatch(right, values, good[:2]))
+    # A larger catalogue than the model's is no reason to trust a batch.
+    with pytest.raises(ValueError, match=message):
+        TrainTask(model)(SequenceBatch(features, good, good[:2], num_items=ITEMS + 1))
+    # The process and its GPU live.
+    assert torch.isfinite(model(right).values()).all()
+
+
+@pytest.mark.parametrize(("offsets", "message"), [([0, 2, 9], "expected 3"), ([0, 3, 2], "at least 3")])
+def test_offsets_that_do_not_fit_the_ids_reach_no_kernel(place: Place, offsets: list[int], message: str) -> None:
+    model = random_model(place, 0)
+    values = torch.arange(3, device=place.device)
+    features = KeyedJaggedTensor(keys=["item_id"], values=values, offsets=torch.tensor(offsets, device=place.device))
+    with pytest.raises(ValueError, match=message):
+        model(features)
+    right = KeyedJaggedTensor(keys=["item_id"], values=values, lengths=torch.tensor([3], device=place.device))
+    assert torch.isfinite(model(right).values()).all()
+
+
+def test_trusted_values_are_not_looked_at(place: Place) -> None:
+    from jagged.ops import trust_values, values_are_trusted
+
+    model = random_model(place, 0)
+    values = torch.arange(3, device=place.device)
+    features = KeyedJaggedTensor(
+        keys=["item_id"], values=values, offsets=torch.tensor([0, 1, 3], device=place.device), length_per_key=[3]
+    )
+    expected = model(features).values()
+    with trust_values():
+        assert values_are_trusted()
+        if place.name == "gpu":
+            torch.cuda.set_sync_debug_mode("error")
+        assert torch.equal(model(features).values(), expected)
+    assert not values_are_trusted()

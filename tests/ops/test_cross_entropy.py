@@ -178,7 +178,7 @@ def test_unknown_items_reach_no_foreign_memory(place: Place, monkeypatch: pytest
     assert hidden_grad.isfinite().all()
     assert weight_grad.isfinite().all()
     monkeypatch.setenv("JAGGED_VALIDATE", "1")
-    with pytest.raises(ValueError, match=r"target\[1\]: expected an item from 0 to 8.*got 9"):
+    with pytest.raises(ValueError, match=r"target\[1\]: expected an id from 0 to 8.*got 9"):
         linear_cross_entropy(*inputs, target, backend=place.backend)
     known = torch.tensor([0, 7, -1, 7, 7, 8], device=place.device)
     linear_cross_entropy(*inputs, known, ignore_index=-1, backend=place.backend)
