@@ -151,16 +151,6 @@ def test_rows_see_their_own_sample_and_their_past_alone(place: Place) -> None:
         assert grad[20:30].any()
 
 
-@pytest.mark.parametrize("repeats", [3, pytest.param(1_000, marks=pytest.mark.long)])
-def test_repeats_are_bit_for_bit_equal(place: Place, repeats: int) -> None:
-    batch = jagged_of((5, 0, 70))
-    inputs = inputs_of(batch, 1, 32, torch.bfloat16)
-    first = output_and_gradients(place, batch, inputs, causal=True)
-    for _ in range(repeats):
-        for again, expected in zip(output_and_gradients(place, batch, inputs, causal=True), first, strict=True):
-            assert torch.equal(again, expected)
-
-
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Offsets that decrease, begin before 0 or run past the end mix rows of the tensors, never a neighbour's into them."""
     fence = torch.full((3, 140, 1, 16), 1e30, device=place.device)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from jagged.ops.attention.configurations import TABLE
-from tests.aot import TARGETS, compile_kernel
+from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
 KERNELS = ("forward", "backward_dq", "backward_dkv")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+TOO_LARGE_FOR_AMD = {((2, 128, False), "forward"), ((2, 128, False), "backward_dq")}
 
 
-def check(
+def compile_row(
     name: str,
-    arch: int,
+    arch: int | str,
     row: tuple[int, int, bool],
     *,
     dtype: str = "",
     precision: str = "ieee",
     causal: bool = True,
     head_dim: int | None = None,
-) -> None:
+) -> Resources:
     from jagged.ops.attention import kernels
 
     kernel = getattr(kernels, f"attention_{name}_kernel")
@@ -43,7 +46,7 @@ def check(
     types |= dict.fromkeys(strides, "i32")
     values = f"*{dtype or {2: 'bf16', 4: 'fp32'}[size]}"
     signature = {argument: types.get(argument, values) for argument in kernel.arg_names if argument not in constants}
-    used = compile_kernel(
+    return compile_kernel(
         kernel,
         signature,
         constants,
@@ -53,7 +56,11 @@ def check(
         # Rows of an odd width need not begin at 16 bytes; `configuration` gives them the tiles for short samples.
         divisible=strides if head_dim is None else (),
     )
-    where = f"{kernel.__name__} {row} for sm_{arch}, causal={causal}, {precision}: {used}"
+
+
+def check(name: str, arch: int, row: tuple[int, int, bool], **options: Any) -> None:
+    used = compile_row(name, arch, row, **options)
+    where = f"{name} {row} for sm_{arch}, {options}: {used}"
     assert used.spills == 0, where
     assert used.shared_bytes <= SHARED_BYTES[arch], where
 
@@ -83,3 +90,13 @@ def test_every_row_of_the_table(row: tuple[int, int, bool]) -> None:
             check(name, 90, row, precision=precision, causal=False)
             if row[2]:
                 check(name, 90, row, precision=precision, head_dim=row[1] - 1)
+
+
+@pytest.mark.parametrize(
+    "row", [row if row in ((2, 64, False), (4, 64, True)) else pytest.param(row, marks=pytest.mark.long) for row in TABLE]
+)
+def test_amd(row: tuple[int, int, bool]) -> None:
+    """Every kernel compiles; the named tiles would be refused at their launch."""
+    for name in KERNELS:
+        used = compile_row(name, AMD, row)
+        assert (used.shared_bytes > AMD_SHARED_BYTES) == ((row, name) in TOO_LARGE_FOR_AMD), f"{name} {row}: {used}"

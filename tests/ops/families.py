@@ -1,0 +1,110 @@
+"""Every op family as one forward and backward, for tests that ask the same of all. A new family joins with a function here."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+import jagged.ops
+from jagged.ops import (
+    dense_to_jagged,
+    jagged_attention,
+    jagged_concat,
+    jagged_split,
+    jagged_to_dense,
+    jagged_truncate,
+    linear_cross_entropy,
+)
+from tests.places import PLACE
+from tests.strategies import Jagged, jagged_of, random_tensor
+
+KEPT, LENGTH, ITEMS = 15, 20, 300
+
+
+@dataclass(frozen=True)
+class Step:
+    """Inputs that want gradients, and what is computed from them. Offsets are read when it runs, so a graph can be replayed."""
+
+    forward: Callable[..., Sequence[Tensor]]
+    leaves: tuple[Tensor, ...]
+
+    def run(self) -> list[Tensor]:
+        """Return outputs, then gradients; what comes into the backward are the outputs themselves."""
+        outputs = self.forward(*self.leaves)
+        detached = [output.detach() for output in outputs]
+        return [*detached, *torch.autograd.grad(outputs, self.leaves, detached)]
+
+
+def conversion(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    kept = sum(min(length, KEPT) for length in batch.lengths)
+    offsets, total, backend = batch.offsets, batch.total, PLACE.backend
+
+    def forward(values: Tensor) -> list[Tensor]:
+        dense = jagged_to_dense(values, offsets, LENGTH, backend=backend)
+        back = dense_to_jagged(dense, offsets, total, backend=backend)
+        joined, _ = jagged_concat([back, values], [offsets, offsets], backend=backend)
+        parts = jagged_split(joined, [offsets, offsets], [total, total], backend=backend)
+        last, _ = jagged_truncate(values, offsets, KEPT, "last", kept, backend=backend)
+        return [dense, *parts, last]
+
+    return Step(forward, _leaves(dtype, (total, width)))
+
+
+def attention(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        return [jagged_attention(q, k, v, batch.offsets, causal=causal, backend=PLACE.backend) for causal in (False, True)]
+
+    return Step(forward, _leaves(dtype, *[(batch.total, 2, width)] * 3))
+
+
+def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    rows = torch.arange(batch.total, device=PLACE.device)
+
+    def forward(hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        # The last sample's rows are ignored, so that the number of valid rows follows the offsets.
+        target = (rows % ITEMS).masked_fill(rows >= batch.offsets[-2:-1], -100)
+        return linear_cross_entropy(hidden, weight, target, return_lse=True, backend=PLACE.backend)
+
+    return Step(forward, _leaves(dtype, (batch.total, width), (ITEMS, width)))
+
+
+FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
+    "attention": attention,
+    "conversion": conversion,
+    "cross_entropy": cross_entropy,
+}
+
+
+def _leaves(dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return random numbers whose products over the last dimension are of order one."""
+    scale = math.sqrt(shapes[0][-1])
+    return tuple(
+        (random_tensor(shape, torch.float32, seed) / math.sqrt(scale)).to(dtype).requires_grad_()
+        for seed, shape in enumerate(shapes)
+    )
+
+
+def small_steps() -> Iterator[Step]:
+    """Yield every family at small sizes: dtypes, odd widths, short, long and empty samples, none at all."""
+    for dtype, width in ((torch.float32, 20), (torch.bfloat16, 64), (torch.float16, 40)):
+        for lengths in ((3, 0, 40, 1), (70, 0, 40), (0, 0), ()):
+            for family in FAMILIES.values():
+                yield family(jagged_of(lengths, torch.int32 if width == 20 else torch.int64), dtype, width)
+
+
+def kernels() -> dict[str, ModuleType]:
+    """Return the name of every Triton kernel that `jagged.ops` launches, and its module."""
+    modules = [importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(jagged.ops.__path__, "jagged.ops.")]
+    return {
+        name: module
+        for module in modules
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel") and getattr(kernel, "__module__", None) == module.__name__
+    }

@@ -1,0 +1,126 @@
+"""What runs under compute-sanitizer: `python -m tests.ops.sanitized TOOL`. Every op family, then bugs that the tool must report.
+
+The bugs come last in the same process, so a run that reports them, and nothing before, was watched all the time. None of them
+harms: accesses out of bounds stay inside what the driver maps, and all threads arrive at some barrier.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+
+from tests.ops.families import small_steps
+
+FINISHED = "every family ran"
+THREADS = 64
+
+
+@triton.jit
+def planted_read_kernel(source, target, BLOCK: tl.constexpr):
+    """Reads one element past the end."""
+    thread = tl.arange(0, BLOCK)
+    tl.store(target + thread, tl.load(source + thread + 1))
+
+
+@triton.jit
+def planted_write_kernel(target, BLOCK: tl.constexpr):
+    """Writes one element past the end."""
+    thread = tl.arange(0, BLOCK)
+    tl.store(target + thread + 1, thread)
+
+
+@triton.jit
+def planted_race_kernel(target, BLOCK: tl.constexpr):
+    """Each thread writes a word of shared memory and reads one of the other warp, without a barrier between."""
+    thread = tl.arange(0, BLOCK)
+    read = tl.inline_asm_elementwise(
+        """
+        {
+            .shared .align 4 .b32 words[64];
+            .reg .b32 base, mine, theirs;
+            mov.u32 base, words;
+            shl.b32 mine, $1, 2;
+            sub.u32 theirs, 252, mine;
+            add.u32 mine, base, mine;
+            add.u32 theirs, base, theirs;
+            st.shared.b32 [mine], $1;
+            ld.shared.b32 $0, [theirs];
+        }
+        """,
+        "=r,r",
+        [thread],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(target + thread, read)
+
+
+@triton.jit
+def planted_barrier_kernel(target, BLOCK: tl.constexpr):
+    """The two warps wait at different barriers."""
+    thread = tl.arange(0, BLOCK)
+    same = tl.inline_asm_elementwise(
+        """
+        {
+            .reg .pred first_warp;
+            .reg .b32 thread;
+            mov.u32 thread, %tid.x;
+            setp.lt.u32 first_warp, thread, 32;
+            @first_warp bar.sync 0;
+            @!first_warp bar.sync 0;
+            mov.b32 $0, $1;
+        }
+        """,
+        "=r,r",
+        [thread],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    tl.store(target + thread, same)
+
+
+@triton.jit
+def planted_uninitialised_kernel(source, target, BLOCK: tl.constexpr):
+    """Reads what nobody has written."""
+    thread = tl.arange(0, BLOCK)
+    tl.store(target + thread, tl.load(source + thread))
+
+
+def _memory() -> torch.Tensor:
+    return torch.empty(THREADS, dtype=torch.int32, device="cuda")
+
+
+def _run(kernel: Callable[..., object], *arguments: torch.Tensor) -> None:
+    kernel[(1,)](*arguments, BLOCK=THREADS, num_warps=THREADS // 32)  # type: ignore[index]
+
+
+PLANTED: dict[str, dict[str, Callable[[], None]]] = {
+    "memcheck": {
+        "planted_read_kernel": lambda: _run(planted_read_kernel, _memory().zero_(), _memory()),
+        "planted_write_kernel": lambda: _run(planted_write_kernel, _memory()),
+    },
+    "racecheck": {"planted_race_kernel": lambda: _run(planted_race_kernel, _memory())},
+    "synccheck": {"planted_barrier_kernel": lambda: _run(planted_barrier_kernel, _memory())},
+    "initcheck": {"planted_uninitialised_kernel": lambda: _run(planted_uninitialised_kernel, _memory(), _memory())},
+}
+
+
+def main(tool: str) -> None:
+    for step in small_steps():
+        step.run()
+        # An error is reported at the family that made it, and one step's memory is freed before the next one's.
+        torch.cuda.synchronize()
+    print(FINISHED, flush=True)
+    for plant in PLANTED[tool].values():
+        plant()
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
