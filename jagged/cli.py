@@ -319,3 +319,5 @@ def _prepare() -> None:
     warnings.simplefilter("ignore", versions.VersionWarning)
     # TorchRec asks torch a question whose answer torch comments on: nothing that a user can act on.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+    # FBGEMM-GPU 1.7 does not know itself and says so at each of its modules; which versions fit was said above.
+    logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table has no entry" not in record.getMessage())
