@@ -9,6 +9,7 @@ from jagged.modules.attention import JaggedSelfAttention
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.positions import PositionalEncoding
+from jagged.modules.split import RowSplit, SplitEmbeddingCollection
 from jagged.modules.transformer import JaggedTransformerBlock
 
 __all__ = [
@@ -17,5 +18,7 @@ __all__ = [
     "JaggedSelfAttention",
     "JaggedTransformerBlock",
     "PositionalEncoding",
+    "RowSplit",
+    "SplitEmbeddingCollection",
     "with_values",
 ]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
-from jagged.modules import CutCrossEntropyHead
+from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
 
 if TYPE_CHECKING:
@@ -40,3 +41,16 @@ class TrainTask(nn.Module):
             hidden = self.model(batch.features)
         loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
         return loss, (loss.detach(), logits, batch.targets)
+
+    def split(self, group: ProcessGroup, host_group: ProcessGroup) -> None:
+        """Keep this process's rows of the item table alone; look up, and score, together with the other processes of the group.
+
+        From here on the gradient of the table's rows is that of the sum of all processes' losses, and every process must call
+        forward and backward, with a batch of no users too. All processes must have the same table.
+
+        Args:
+            group, host_group: as for `jagged.modules.RowSplit`.
+        """
+        table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)
+        self.model.item_embeddings = table
+        self.head.split = table.split

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ShardingPlan
 
 from jagged.config import TrainConfig
+from jagged.models import TrainTask
+from jagged.modules import RowSplit, SplitEmbeddingCollection
 from jagged.training.errors import CheckpointError
 from jagged.training.optimizer import Optimizer
 from jagged.training.processes import Processes
@@ -25,12 +28,15 @@ _RANDOM = "random."
 class Engine:
     """A model and its task under TorchRec's engine, with an optimizer, and all of their state as named tensors.
 
-    The item table is looked up and scored against, so its gradient has two sources and it must be an ordinary dense parameter:
-    DistributedModelParallel gets no sharder and no plan for it, and replicates it with everything else.
+    The item table is looked up and scored against, so its gradient has two sources and it must be an ordinary dense parameter.
+    On several processes a `TrainTask`'s table and head are split over the catalogue, each process with its rows' gradient and
+    optimizer state; DistributedModelParallel replicates everything else. Named tensors are of the whole table, so that they fit
+    any number of processes.
 
     Args:
-        model: the model, on any device but meta.
-        task: `(loss, (loss, logits, labels))` from a batch; loss is the mean over the batch's `targets`.
+        model: the model, on any device but meta; the same weights in every process.
+        task: `(loss, (loss, logits, labels))` from a batch; loss is the mean over the batch's `targets`. On several processes it
+            also takes a batch of no users.
         config: learning rate, weight decay, warm-up, clipping.
         precision: "32-true" or "bf16-mixed"; the weights are fp32 either way.
         processes: the run's processes and this one's device.
@@ -40,9 +46,24 @@ class Engine:
         self.model = model
         self.processes = processes
         device = processes.device
+        if processes.world_size > 1 and isinstance(task, TrainTask):
+            task.split(processes.group, processes.host_group)
         self._step = _Step(task, precision, processes).to(device)
+        self._tables = {path: module for path, module in model.named_modules() if isinstance(module, SplitEmbeddingCollection)}
+        self._splits = {
+            f"{path}.{name}": table.split for path, table in self._tables.items() for name, _ in table.named_parameters()
+        }
+        split = {model.get_parameter(name) for name in self._splits}
+        for parameter in split:
+            # The loss is weighted for an average over processes, and these rows get the sum.
+            parameter.register_post_accumulate_grad_hook(_divide_gradient(processes.world_size))
+        ignored = [name for name, parameter in self._step.named_parameters() if parameter in split]
         self._parallel = DistributedModelParallel(
-            self._step, device=device, sharders=[], plan=ShardingPlan({}), data_parallel_wrapper=_Replicated()
+            self._step,
+            device=device,
+            sharders=[],
+            plan=ShardingPlan({}),
+            data_parallel_wrapper=_Replicated(params_to_ignore=ignored),
         )
         self.optimizer = Optimizer(
             dict(model.named_parameters()),
@@ -50,6 +71,7 @@ class Engine:
             weight_decay=config.weight_decay,
             warmup_steps=config.warmup_steps,
             clip_norm=config.gradient_clip_norm,
+            split=self._splits,
         )
 
     @property
@@ -72,18 +94,69 @@ class Engine:
             yield loss, labels.numel()
 
     def is_finite(self) -> bool:
-        """Whether all weights are finite; waits for the device."""
-        norms = torch._foreach_norm([p.detach() for p in self.model.parameters()], float("inf"))
-        return bool(torch.isfinite(torch.stack(norms)).all())
+        """Whether all weights of all processes are finite; waits for the device. Every process must call."""
+        norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.numel()], float("inf"))
+        return not self.processes.any(not bool(torch.isfinite(torch.stack(norms)).all()))
+
+    @contextmanager
+    def whole_model(self) -> Iterator[nn.Module]:
+        """The model with all rows of its item table, to be evaluated or written; every process must enter.
+
+        On several processes that is a copy on each one's device, which lives as long as the context.
+        """
+        for path, table in self._tables.items():
+            self.model.set_submodule(path, table.whole())
+        try:
+            yield self.model
+        finally:
+            for path, table in self._tables.items():
+                self.model.set_submodule(path, table)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Weights, buffers, optimizer state and every process's random state, by name; every process must call."""
+        """Weights, buffers, optimizer state and every process's random state, by name; every process must call.
+
+        Where each process holds rows of its own, the first one gets all, on the CPU, and the others nothing.
+        """
         tensors = {f"{_MODEL}{name}": value.detach() for name, value in self.model.state_dict().items()}
         tensors.update(self.optimizer.state_tensors())
+        tensors = self.collect(tensors)
         for kind, state in _random_state(self.processes.device).items():
             for rank, one in enumerate(self.processes.gather(state)):
                 tensors[f"{_RANDOM}{kind}.{rank}"] = one
         return tensors
+
+    def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Put together, on the first process's CPU, the tensors of which each process holds rows; the others get none of those.
+
+        Every process must call, with the same names.
+        """
+        collected = {}
+        for name, value in tensors.items():
+            split = self._split_of(name, value)
+            whole = value if split is None else split.collect(value)
+            if whole is not None:
+                collected[name] = whole
+        return collected
+
+    def own_rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Of what `collect` put together, the rows that this process holds.
+
+        Raises:
+            CheckpointError: another number of rows.
+        """
+        own = {}
+        for name, value in tensors.items():
+            split = self._split_of(name, value)
+            if split is not None and len(value) != split.num_rows:
+                raise CheckpointError(
+                    f"the checkpoint does not fit the model: {name}: {len(value)} rows, expected {split.num_rows}"
+                )
+            own[name] = value if split is None else value[split.block()]
+        return own
+
+    def _split_of(self, name: str, value: Tensor) -> RowSplit | None:
+        # AdamW's number of steps has no rows.
+        return next((split for own, split in self._splits.items() if value.dim() and f".{name}".endswith(f".{own}")), None)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the weights and buffers alone.
@@ -91,7 +164,7 @@ class Engine:
         Raises:
             CheckpointError: names or shapes do not fit the model.
         """
-        weights = {name.removeprefix(_MODEL): value for name, value in tensors.items() if name.startswith(_MODEL)}
+        weights = {name.removeprefix(_MODEL): value for name, value in self.own_rows(tensors).items() if name.startswith(_MODEL)}
         try:
             self.model.load_state_dict(weights)
         except RuntimeError as error:
@@ -100,17 +173,19 @@ class Engine:
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Take over everything that `state_tensors` gave after `steps` steps.
 
-        The random state of a kind of device that the checkpoint did not have stays as it is.
+        The random state of a kind of device, or of a process, that the checkpoint did not have stays as it is.
 
         Raises:
             CheckpointError: names or shapes do not fit.
         """
         self.load_weights(tensors)
         try:
-            self.optimizer.load_state_tensors(tensors, steps)
+            self.optimizer.load_state_tensors(self.own_rows(tensors), steps)
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"the checkpoint's optimizer state does not fit the model: {error.args[0]}") from None
         suffix = f".{self.processes.rank}"
+        if self.processes.rank and f"{_RANDOM}cpu{suffix}" not in tensors:
+            return
         found = {
             name.removeprefix(_RANDOM).removesuffix(suffix): value
             for name, value in tensors.items()
@@ -133,11 +208,8 @@ class _Step(nn.Module):
         self._processes = processes
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        samples = batch.features.stride()
-        self.samples += samples
-        if not samples:
-            loss, output = self._nothing(batch.targets)
-        elif self._autocast:
+        self.samples += batch.features.stride()
+        if self._autocast:
             with torch.autocast(self._processes.device.type, torch.bfloat16):
                 loss, output = self.task(batch)
         else:
@@ -145,12 +217,6 @@ class _Step(nn.Module):
         if self._processes.world_size > 1:
             loss = self._share(loss, batch.targets.numel())
         return loss, output
-
-    def _nothing(self, targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        # The last batch of one process may be empty. torchrec's EmbeddingCollection does not take it, but every parameter must
-        # take part in the reduction.
-        loss = torch.stack([parameter.sum() for parameter in self.task.parameters()]).sum() * 0.0
-        return loss, (loss.detach(), targets.float(), targets)
 
     def _share(self, loss: Tensor, count: int) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of targets.
@@ -169,6 +235,14 @@ class _Replicated(DefaultDataParallelWrapper):  # type: ignore[misc]
                 # torchrec passes an argument that torch 2.13 renames; a buffer's synchronisation is not wanted under either name.
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
                 super().wrap(dmp, env, device)
+
+
+def _divide_gradient(number: int) -> Callable[[Tensor], None]:
+    def hook(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.div_(number)
+
+    return hook
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

@@ -45,7 +45,8 @@ class Loop:
         state: where the run stands; changed as it goes.
         wish: whether the run was asked to stop.
         display: progress bar and curves.
-        best: the model's weights at the best validation so far, by name; empty where there was none.
+        best: the model's weights at the best validation so far, by name, this process's rows where they are split; empty where
+            there was none.
     """
 
     def __init__(
@@ -191,15 +192,16 @@ class Loop:
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
         loader.set_position(0, 0)
-        return evaluate_protocols(
-            self.engine.model,
-            # One process must not leave the others waiting in a collective.
-            _Stoppable(loader, self._wish) if self._processes.world_size == 1 else loader,
-            train_counts=self.train_counts,
-            filter_viewed=filter_viewed,
-            device=self._processes.device,
-            progress=self._display.shown,
-        )
+        with self.engine.whole_model() as model:
+            return evaluate_protocols(
+                model,
+                # One process must not leave the others waiting in a collective.
+                _Stoppable(loader, self._wish) if self._processes.world_size == 1 else loader,
+                train_counts=self.train_counts,
+                filter_viewed=filter_viewed,
+                device=self._processes.device,
+                progress=self._display.shown,
+            )
 
     def _finish_epoch(self, figures: dict[str, float]) -> None:
         state, config = self.state, self.config
@@ -249,7 +251,8 @@ class Loop:
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
         name = next_name(self._root, self.state.step)
-        tensors = self.engine.state_tensors() | {f"{BEST}{name}": value for name, value in self._best.items()}
+        best = self.engine.collect({f"{BEST}{name}": value for name, value in self._best.items()})
+        tensors = self.engine.state_tensors() | best
         failure: CheckpointError | None = None
         if self._processes.is_first:
             try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -20,6 +21,7 @@ class Optimizer:
         weight_decay: decoupled, a fraction of the weight for each unit of the rate.
         warmup_steps: steps until the peak.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
+        split: names of parameters of which each process holds rows of its own. They count once each in the norm.
 
     Attributes:
         steps: steps taken.
@@ -34,11 +36,14 @@ class Optimizer:
         weight_decay: float,
         warmup_steps: int = 0,
         clip_norm: float | None = None,
+        split: Collection[str] = (),
     ) -> None:
         self.steps = 0
         self.norms: list[Tensor] = []
         self._named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._parameters = list(self._named.values())
+        self._split = [parameter for name, parameter in self._named.items() if name in split]
+        self._replicated = [parameter for name, parameter in self._named.items() if name not in split]
         self._learning_rate, self._warmup_steps, self._clip_norm = learning_rate, warmup_steps, clip_norm
         groups = [
             {"params": [p for p in self._parameters if p.dim() > 1], "weight_decay": weight_decay},
@@ -60,7 +65,13 @@ class Optimizer:
     def step(self) -> None:
         """Clip, update, and set the next step's rate. Nothing waits for a GPU."""
         if self._clip_norm is not None:
-            self.norms.append(nn.utils.clip_grad_norm_(self._parameters, self._clip_norm, foreach=True))
+            norm = _norm(self._replicated)
+            if self._split:
+                squares = _norm(self._split).double().square()
+                dist.all_reduce(squares)
+                norm = (norm.double().square() + squares).sqrt().to(norm.dtype)
+            nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm, foreach=True)
+            self.norms.append(norm)
         self._adamw.step()
         self.steps += 1
         if self.steps <= self._warmup_steps:
@@ -97,3 +108,7 @@ class Optimizer:
             self._adamw.state[parameter] = state
         self.steps = steps
         self._set_rate()
+
+
+def _norm(parameters: list[nn.Parameter]) -> Tensor:
+    return nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None], foreach=True)

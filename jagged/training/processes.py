@@ -22,11 +22,14 @@ class Processes:
     Attributes:
         rank, world_size: as torch.distributed has them.
         device: where this process computes.
+        group, host_group: all processes, for tensors on `device` and for tensors on the CPU.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    group: dist.ProcessGroup
+    host_group: dist.ProcessGroup
 
     @property
     def is_first(self) -> bool:
@@ -82,7 +85,12 @@ def process_group(device: torch.device) -> Iterator[Processes]:
     A group that was made here is taken down at the end, one that was found is left alone.
     """
     if dist.is_initialized():
-        yield Processes(dist.get_rank(), dist.get_world_size(), device)
+        processes = _processes(device)
+        try:
+            yield processes
+        finally:
+            if processes.host_group is not processes.group:
+                dist.destroy_process_group(processes.host_group)
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -91,9 +99,16 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         with _loopback():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), device)
+        yield _processes(device)
     finally:
         dist.destroy_process_group()
+
+
+def _processes(device: torch.device) -> Processes:
+    group = dist.group.WORLD
+    assert group is not None
+    alone = group.size() == 1 or device.type == "cpu"
+    return Processes(group.rank(), group.size(), device, group, group if alone else dist.new_group(backend="gloo"))
 
 
 @contextmanager

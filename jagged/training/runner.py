@@ -133,8 +133,9 @@ def train(
                 loop = Loop(config, split, engine, loaders, state, wish, display, best)
                 loop.fit()
                 metrics = loop.test()
-            if processes.is_first:
-                _write(directory, config, dataset, split, model, loop, metrics)
+            with engine.whole_model() as whole:
+                if processes.is_first:
+                    _write(directory, config, dataset, split, whole, loop, metrics)
             return TrainResult(
                 directory,
                 metrics,
@@ -216,8 +217,8 @@ def _resume(engine: Engine, directory: Path, fresh: TrainState) -> tuple[TrainSt
     state.check_resumable(fresh, path)
     state.config = fresh.config
     engine.load_state_tensors(tensors, state.step)
-    device = engine.processes.device
-    return state, {name.removeprefix(BEST): value.to(device) for name, value in tensors.items() if name.startswith(BEST)}
+    best = engine.own_rows({name: value for name, value in tensors.items() if name.startswith(BEST)})
+    return state, {name.removeprefix(BEST): value.to(engine.processes.device) for name, value in best.items()}
 
 
 def _write(

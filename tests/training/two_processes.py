@@ -1,4 +1,4 @@
-"""Two gloo processes against one, and against the padded twin. A program of its own: `test_processes.py` starts it.
+"""Several gloo processes against one, and against the padded twin. A program of its own: `test_processes.py` starts it.
 
 It imports everything once and forks the processes. Usage: `python -m tests.training.two_processes DIRECTORY`; prints JSON.
 """
@@ -6,36 +6,50 @@ It imports everything once and forks the processes. Usage: `python -m tests.trai
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
 from jagged.models import TrainTask, build
+from jagged.training.checkpoint import load_checkpoint, save_checkpoint
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
+from tests.processes import fork
 from tests.reference.sasrec import PaddedSASRec, left_padded, twin_names
 from tests.training.support import outcome, run, tiny_config, tiny_dataset
 
-ITEMS, LENGTH, STEPS = 30, 12, 4
+LENGTH, STEPS = 12, 4
 SIZES: dict[str, Any] = {"embedding_dim": 8, "num_heads": 2, "num_layers": 2, "max_seq_len": LENGTH, "dropout": 0.0}
 CONFIG = TrainConfig(learning_rate=0.01, warmup_steps=3, gradient_clip_norm=0.05, weight_decay=0.1)
+ADAM = ("exp_avg", "exp_avg_sq")
+TABLE = "item_embeddings.embeddings.item_id.weight"
 
 
-def share(rank: int, world_size: int, empty_last: bool = False) -> Iterator[SequenceBatch]:
-    """This process's part of each step's users, of very different lengths; the last step may leave the last one nothing."""
+class Case(NamedTuple):
+    """Sizes of a comparison: blocks of 16 and 15 items, or of 2, 2 and none."""
+
+    items: int = 31
+    smoothing: float = 0.0
+    processes: int = 2
+
+
+CASES = {"plain": Case(), "smoothed": Case(smoothing=0.2), "empty block": Case(items=4, smoothing=0.1, processes=3)}
+
+
+def share(items: int, rank: int, world_size: int, empty_last: bool = False) -> Iterator[SequenceBatch]:
+    """This process's part of each step's users, of very different lengths; the last step may leave all but the first nothing."""
     generator = torch.Generator().manual_seed(0)
     for step in range(STEPS):
         lengths = [1, LENGTH, 2, 3, LENGTH, 1]
-        values = torch.randint(ITEMS, (sum(lengths),), generator=generator)
-        targets = torch.randint(ITEMS, (sum(lengths),), generator=generator)
+        values = torch.randint(items, (sum(lengths),), generator=generator)
+        targets = torch.randint(items, (sum(lengths),), generator=generator)
         users = len(lengths) // world_size
         first, last = rank * users, (rank + 1) * users
         if empty_last and step == STEPS - 1 and world_size > 1:
@@ -50,21 +64,40 @@ def share(rank: int, world_size: int, empty_last: bool = False) -> Iterator[Sequ
         yield SequenceBatch(features, targets[rows], torch.arange(first, last))
 
 
-def engine_weights(processes: Processes, empty_last: bool) -> dict[str, torch.Tensor]:
-    """Weights after the steps, in float64 so that the order of sums does not matter."""
+def started(case: Case, processes: Processes, dtype: torch.dtype = torch.float64) -> Engine:
     torch.manual_seed(0)
-    model = build("sasrec", num_items=ITEMS, **SIZES).double()
-    engine = Engine(model, TrainTask(model), CONFIG, "32-true", processes)
-    for _ in engine.steps(share(processes.rank, processes.world_size, empty_last)):
+    model = build("sasrec", num_items=case.items, **SIZES).to(processes.device, dtype)
+    return Engine(model, TrainTask(model, label_smoothing=case.smoothing), CONFIG, "32-true", processes)
+
+
+def take_steps(engine: Engine, case: Case, first: int = 0, last: int = STEPS, empty_last: bool = False) -> None:
+    processes = engine.processes
+    for _ in engine.steps(islice(share(case.items, processes.rank, processes.world_size, empty_last), first, last)):
         pass
-    return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def twin_weights() -> dict[str, torch.Tensor]:
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """All weights, on the CPU: as checkpoints get them in the first process, as evaluation gets them in all."""
+    collected = engine.collect({name: value.detach() for name, value in engine.model.named_parameters()})
+    with engine.whole_model() as model:
+        whole = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
+    assert all(torch.equal(value.cpu(), whole[name]) for name, value in collected.items())
+    assert (TABLE in collected) == engine.processes.is_first
+    return whole
+
+
+def rows_held(engine: Engine) -> dict[str, int]:
+    """Rows of the item table of everything that lives as long as the run."""
+    state = engine.optimizer.state_tensors()
+    held = {"weight": engine.model.get_parameter(TABLE), **{key: state[f"optimizer.{key}.{TABLE}"] for key in ADAM}}
+    return {name: len(tensor) for name, tensor in held.items()}
+
+
+def twin_weights(case: Case) -> dict[str, torch.Tensor]:
     """The same by the padded twin and plain torch."""
     torch.manual_seed(0)
-    start = build("sasrec", num_items=ITEMS, **SIZES).double()
-    twin = PaddedSASRec(ITEMS, **{**SIZES, "embedding_dim": 8}).double()
+    start = build("sasrec", num_items=case.items, **SIZES).double()
+    twin = PaddedSASRec(case.items, **SIZES).double()
     names = twin_names(SIZES["num_layers"])
     with torch.no_grad():
         for name, twin_name in names.items():
@@ -73,12 +106,13 @@ def twin_weights() -> dict[str, torch.Tensor]:
     others = [p for p in twin.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 3))
-    for batch in share(0, 1):
+    for batch in share(case.items, 0, 1):
         lengths = batch.features.lengths().tolist()
         items, filled = left_padded(batch.features.values(), lengths, LENGTH)
         wanted, _ = left_padded(batch.targets, lengths, LENGTH)
         optimizer.zero_grad()
-        twin.loss(items, filled, wanted).backward()
+        logits = twin(items, filled)[filled] @ twin.item_weight.T
+        torch.nn.functional.cross_entropy(logits, wanted[filled], label_smoothing=case.smoothing).backward()
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
         optimizer.step()
         schedule.step()
@@ -90,60 +124,74 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def parallel(root: Path, name: str, work: Callable[[Processes], Any]) -> None:
-    """Do a piece of work in two processes of one group, which the caller makes, as torchrun's users may."""
-    children = []
-    for rank in range(2):
-        child = os.fork()
-        if child == 0:
-            code = 1
-            try:
-                dist.init_process_group("gloo", store=dist.FileStore(str(root / f"{name}.store"), 2), rank=rank, world_size=2)
-                with process_group(torch.device("cpu")) as processes:
-                    work(processes)
-                assert dist.is_initialized()
-                dist.destroy_process_group()
-                code = 0
-            finally:
-                sys.stderr.flush()
-                os._exit(code)
-        children.append(child)
-    for child in children:
-        assert os.waitpid(child, 0)[1] == 0, f"{name}: a process failed"
+def parallel(root: Path, name: str, work: Callable[[Processes], Any], count: int = 2) -> None:
+    """Do a piece of work in several processes of one group, which the caller makes, as torchrun's users may."""
+    fork(lambda: _in_group(work), count, root / f"{name}.store")
 
 
 def alone(work: Callable[[Processes], Any]) -> None:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            with process_group(torch.device("cpu")) as processes:
-                work(processes)
-            code = 0
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    fork(lambda: _in_group(work))
+
+
+def _in_group(work: Callable[[Processes], Any]) -> None:
+    with process_group(torch.device("cpu")) as processes:
+        work(processes)
 
 
 def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
+    load = lambda name: torch.load(root / name, weights_only=True)  # noqa: E731
+    result: dict[str, Any] = {"distances": {}}
 
-    def keep(name: str, empty_last: bool = False) -> Callable[[Processes], None]:
+    def keep(name: str, case: Case, empty_last: bool = False) -> Callable[[Processes], None]:
         def work(processes: Processes) -> None:
-            torch.save(engine_weights(processes, empty_last), root / f"{name}.{processes.rank}")
+            engine = started(case, processes)
+            take_steps(engine, case, empty_last=empty_last)
+            torch.save(weights(engine), root / f"{name}.{processes.rank}")
+            (root / f"{name}.{processes.rank}.json").write_text(json.dumps(rows_held(engine)))
 
         return work
 
-    alone(keep("one"))
-    alone(lambda _: torch.save(twin_weights(), root / "twin.0"))
-    parallel(root, "two", keep("two"))
-    parallel(root, "empty", keep("empty", empty_last=True))
-    load = lambda name: torch.load(root / name, weights_only=True)  # noqa: E731
-    result: dict[str, Any] = {
-        name: distance(load("one.0"), load(name)) for name in ("twin.0", "two.0", "two.1", "empty.0", "empty.1")
+    for name, case in CASES.items():
+        alone(keep(f"{name} one", case))
+        alone(lambda _, name=name, case=case: torch.save(twin_weights(case), root / f"{name} twin"))  # type: ignore[misc]
+        parallel(root, name, keep(f"{name} split", case), case.processes)
+        one = load(f"{name} one.0")
+        found = {"twin": f"{name} twin", **{str(rank): f"{name} split.{rank}" for rank in range(case.processes)}}
+        result["distances"][name] = {other: distance(one, load(file)) for other, file in found.items()}
+    case = CASES["plain"]
+    parallel(root, "empty", keep("empty", case, empty_last=True))
+    result["distances"]["empty batch"] = {str(rank): distance(load("plain one.0"), load(f"empty.{rank}")) for rank in range(2)}
+    rows = lambda name, rank: json.loads((root / f"{name}.{rank}.json").read_text())  # noqa: E731
+    result["rows"] = {
+        "one": [rows("plain one", 0)],
+        "two": [rows("plain split", rank) for rank in range(2)],
+        "three": [rows("empty block split", rank) for rank in range(3)],
     }
+
+    # A checkpoint of two processes goes on in one, and the other way round.
+    def half(name: str, read: str | None = None) -> Callable[[Processes], None]:
+        def work(processes: Processes) -> None:
+            engine = started(case, processes)
+            if read:
+                engine.load_state_tensors(load_checkpoint(root / "halves" / read)[0], STEPS // 2)
+            take_steps(engine, case, *((STEPS // 2, STEPS) if read else (0, STEPS // 2)))
+            tensors, whole = engine.state_tensors(), weights(engine)
+            if processes.is_first:
+                save_checkpoint(root / "halves", name, tensors, {})
+                torch.save(whole, root / f"{name} half")
+
+        return work
+
+    alone(half("one"))
+    parallel(root, "half two", half("two"))
+    alone(half("two one", read="two"))
+    parallel(root, "half one two", half("one two", read="one"))
+    plain = load("plain one.0")
+    result["distances"]["checkpoint"] = {name: distance(plain, load(f"{name} half")) for name in ("two one", "one two")}
+    contents = [load_checkpoint(root / "halves" / name)[0] for name in ("two one", "one two")]
+    result["shapes agree"] = len({str({k: (v.shape, v.dtype) for k, v in c.items() if "random" not in k}) for c in contents}) == 1
 
     # A whole run: the directory is written once, metrics are of all users, and an interrupted run goes on.
     dataset = tiny_dataset()

@@ -1,0 +1,128 @@
+"""The split head and lookup in three gloo processes against the unsplit ones. A program of its own: `test_split.py` starts it.
+
+Usage: `python -m tests.modules.split_processes DIRECTORY`; prints JSON: by name of a case, the largest differences.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from jagged.modules import CutCrossEntropyHead, RowSplit, SplitEmbeddingCollection
+from tests.processes import fork
+
+PROCESSES, DIM = 3, 5
+# Rows of each process; one has none.
+COUNTS = [6, 0, 9]
+
+
+def jagged(values: Tensor) -> JaggedTensor:
+    return JaggedTensor(values=values, offsets=torch.tensor([0, len(values)]))
+
+
+def own(everyones: Tensor, rank: int) -> Tensor:
+    return everyones[sum(COUNTS[:rank]) : sum(COUNTS[: rank + 1])]
+
+
+def largest(a: Tensor, b: Tensor) -> float:
+    assert a.shape == b.shape
+    return float((a - b).abs().max()) if a.numel() else 0.0
+
+
+def head_differences(items: int, smoothing: float, ignore_index: int) -> dict[str, float]:
+    """Of the loss, the scores and the gradients, where the processes' losses count differently."""
+    generator = torch.Generator().manual_seed(items)
+    weight = torch.randn(items, DIM, dtype=torch.float64, generator=generator)
+    hidden = 3 * torch.randn(sum(COUNTS), DIM, dtype=torch.float64, generator=generator)
+    targets = torch.randint(items, (sum(COUNTS),), generator=generator)
+    targets[::4] = ignore_index
+    unsplit = CutCrossEntropyHead(ignore_index=ignore_index, label_smoothing=smoothing)
+    whole, states = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
+    expected = [unsplit(jagged(own(states, rank)), whole, own(targets, rank)) for rank in range(PROCESSES)]
+    sum((rank + 1) * one.loss for rank, one in enumerate(expected)).backward()
+
+    rank = dist.get_rank()
+    rows = RowSplit(items, dist.group.WORLD, dist.group.WORLD)
+    block, mine = weight[rows.block()].clone().requires_grad_(), own(hidden, rank).clone().requires_grad_()
+    split = CutCrossEntropyHead(ignore_index=ignore_index, label_smoothing=smoothing, split=rows)
+    found = split(jagged(mine), block, own(targets, rank))
+    ((rank + 1) * found.loss).backward()
+    return {
+        "loss": largest(found.loss, expected[rank].loss),
+        "logits": largest(found.logits, expected[rank].logits),
+        "hidden": largest(mine.grad, own(states.grad, rank)),
+        "weight": largest(block.grad, whole.grad[rows.block()]),
+    }
+
+
+def lookup_differences(items: int) -> dict[str, float]:
+    """Of the rows found and of their gradient, integers, so that the order of sums does not matter."""
+    generator = torch.Generator().manual_seed(items)
+    config = EmbeddingConfig(name="item", embedding_dim=DIM, num_embeddings=items, feature_names=["viewed", "bought"])
+    torch.manual_seed(0)
+    whole = EmbeddingCollection(tables=[config])
+    rank = dist.get_rank()
+    split = SplitEmbeddingCollection(whole, dist.group.WORLD, dist.group.WORLD)
+    assert split.state_dict().keys() == whole.state_dict().keys()
+    assert torch.equal(split.whole().embeddings["item"].weight, whole.embeddings["item"].weight)
+    losses, differences = [], {"rows": 0.0}
+    ids = torch.randint(items, (2, sum(COUNTS)), generator=generator)
+    factors = torch.randint(-9, 9, (sum(COUNTS), DIM), generator=generator).float()
+    for other in range(PROCESSES):
+        # All samples but the first are empty.
+        lengths = torch.tensor(2 * [COUNTS[other], 0, 0])
+        features = KeyedJaggedTensor(keys=config.feature_names, values=own(ids.T, other).T.flatten(), lengths=lengths)
+        expected = whole(features)
+        losses += [(own(factors, other) * one.values()).sum() for one in expected.values()]
+        if other == rank:
+            found = split(features)
+            assert found.keys() == expected.keys()
+            for name, one in found.items():
+                assert torch.equal(one.offsets(), expected[name].offsets())
+                differences["rows"] = max(differences["rows"], largest(one.values(), expected[name].values()))
+            sum((own(factors, rank) * one.values()).sum() for one in found.values()).backward()
+    sum(losses).backward()
+    gradient = whole.embeddings["item"].weight.grad[split.split.block()]
+    return {**differences, "gradient": largest(split.embeddings["item"].weight.grad, gradient)}
+
+
+def target_nowhere() -> dict[str, float]:
+    """The loss of the process that has a target outside the catalogue is NaN, as the unsplit head's; the others' are not."""
+    rank = dist.get_rank()
+    rows = RowSplit(7, dist.group.WORLD, dist.group.WORLD)
+    head = CutCrossEntropyHead(split=rows)
+    targets = torch.tensor([1, 7 if rank == 1 else 6])
+    loss = head(jagged(torch.ones(2, DIM)), torch.ones(7, DIM)[rows.block()], targets).loss
+    return {"loss": float(bool(loss.isnan()) != (rank == 1))}
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+
+    def work() -> None:
+        # Blocks of 6, 6, 5; of 3, 3, 1; of 2, 2, 0; of 1, 0, 0. Item 0 ignored is in a block as well.
+        found = {
+            f"head of {items} items, smoothing {smoothing}, ignoring {ignored}": head_differences(items, smoothing, ignored)
+            for items in (17, 7, 4, 1)
+            for smoothing in (0.0, 0.2)
+            for ignored in (-100, 0)
+        }
+        found |= {f"lookup of {items} items": lookup_differences(items) for items in (17, 7, 4, 1)}
+        found["target nowhere"] = target_nowhere()
+        (root / str(dist.get_rank())).write_text(json.dumps(found))
+
+    fork(work, PROCESSES, root / "store")
+    print(json.dumps([json.loads((root / str(rank)).read_text()) for rank in range(PROCESSES)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Forked processes for tests; only for programs of their own, which have started no threads and no GPU."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+def fork(work: Callable[[], None], count: int = 1, store: Path | None = None) -> None:
+    """Do a piece of work in processes of their own, which with a file for a store are one gloo group; all must succeed."""
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                if store is not None:
+                    dist.init_process_group("gloo", store=dist.FileStore(str(store), count), rank=rank, world_size=count)
+                work()
+                assert dist.is_initialized() == (store is not None)
+                if store is not None:
+                    dist.destroy_process_group()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitpid(child, 0)[1] for child in children]
+    assert not any(codes), f"exit codes of the processes: {codes}"
