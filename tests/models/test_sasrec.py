@@ -216,9 +216,8 @@ def test_trusted_values_are_not_looked_at(place: Place) -> None:
 
     model = random_model(place, 0)
     values = torch.arange(3, device=place.device)
-    features = KeyedJaggedTensor(
-        keys=["item_id"], values=values, offsets=torch.tensor([0, 1, 3], device=place.device), length_per_key=[3]
-    )
+    lengths = torch.tensor([1, 2], device=place.device)
+    features = KeyedJaggedTensor(keys=["item_id"], values=values, lengths=lengths, length_per_key=[3])
     expected = model(features).values()
     with trust_values():
         assert values_are_trusted()
