@@ -40,9 +40,9 @@ class RowSplit:
 
     def counts(self, count: int) -> list[int]:
         """The counts that the processes gave, by rank."""
-        everyones = torch.empty(self.world_size, dtype=torch.int64)
-        dist.all_gather_into_tensor(everyones, torch.tensor([count]), group=self.host_group)
-        return everyones.tolist()
+        everyones = [torch.empty(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(everyones, torch.tensor([count]), group=self.host_group)
+        return [int(one) for one in everyones]
 
     def gather(self, values: Tensor, counts: list[int]) -> Tensor:
         """The rows `[n, *F]` of all processes, one after the other; differentiable.
@@ -73,11 +73,13 @@ class RowSplit:
 
     def whole(self, block: Tensor) -> Tensor:
         """The table `[num_rows, *F]`, on every process's device, from all blocks."""
-        padded = block.new_zeros(self._longest, *block.shape[1:])
-        padded[: len(block)] = block
-        table = block.new_empty(self.world_size * self._longest, *block.shape[1:])
-        dist.all_gather_into_tensor(table, padded, group=self.group)
-        return table[: self.num_rows]
+        table = block.new_empty(self.num_rows, *block.shape[1:])
+        table[self.block()] = block
+        for rank in range(self.world_size):
+            rows = table[self.block(rank)]
+            if len(rows):
+                dist.broadcast(rows, group=self.group, group_src=rank)
+        return table
 
     def collect(self, block: Tensor) -> Tensor | None:
         """The table `[num_rows, *F]` on the CPU of the first process, from all blocks; None in the others."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
+from jagged.models import TrainTask
 from jagged.training.checkpoint import FILE_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.processes import Processes
@@ -25,13 +26,16 @@ class Forecast:
     Attributes:
         device: "cpu" or "cuda".
         present: in use before training: on the CPU the process with its libraries and data, on a GPU what is allocated.
-        parameters: the weights, fp32; they are part of `present`. The best ones so far are held beside them.
-        gradients: of all weights, and the second one that the item table has for a moment, from lookup and from scoring.
+        parameters: the weights that this process keeps, fp32; they are part of `present`. The best so far are held beside them.
+        elsewhere: the item table's rows that other processes keep. They are part of `present` too, and go before training.
+        gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring.
         optimizer: AdamW's two moments.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
-            the rest is for what the backward itself needs, and for gaps between freed blocks.
-        checkpoint: on the CPU, what is held of a checkpoint while it is written.
-        evaluation: the bound on scores while evaluating.
+            the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
+            processes' hidden states at the head, their gradients, and these once more while they are exchanged.
+        checkpoint: on the CPU, what the first process holds of a checkpoint while it writes it; of several processes also whole
+            item tables: weights, moments, the best.
+        evaluation: the bound on scores while evaluating, and with several processes a whole item table.
         samples, tokens: of a usual step.
         steps_per_epoch, max_steps: of this process; early stopping may end before the latter.
     """
@@ -39,6 +43,7 @@ class Forecast:
     device: str
     present: int
     parameters: int
+    elsewhere: int
     gradients: int
     optimizer: int
     activations: int
@@ -52,19 +57,16 @@ class Forecast:
     @property
     def peak(self) -> int:
         """The most memory in use at any moment, bytes."""
-        return (
-            self.present
-            + self.parameters
-            + self.optimizer
-            + max(self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation))
-        )
+        steady = self.present - self.elsewhere + self.parameters + self.optimizer
+        passing = max(self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation))
+        return max(self.present, steady + passing)
 
     def __str__(self) -> str:
         where = "GPU memory" if self.device == "cuda" else "CPU memory (resident)"
         return "\n".join(
             (
                 f"forecast  {where}: peak about {_size(self.peak)}",
-                f"          in use now {_size(self.present)} (with {_size(self.parameters)} of weights), "
+                f"          in use now {_size(self.present)} (with {_size(self.parameters + self.elsewhere)} of weights), "
                 f"best weights {_size(self.parameters)}, "
                 f"optimizer {_size(self.optimizer)}, gradients {_size(self.gradients)}, activations {_size(self.activations)}, "
                 f"a checkpoint being written {_size(self.checkpoint)}, evaluation up to {_size(self.evaluation)}",
@@ -75,9 +77,9 @@ class Forecast:
 
 
 def forecast(
-    config: TrainConfig, split: SequenceSplit, loader: BatchLoader, task: nn.Module, precision: str, processes: Processes
+    config: TrainConfig, split: SequenceSplit, loader: BatchLoader, task: TrainTask, precision: str, processes: Processes
 ) -> Forecast:
-    """Forecast a run from its data, its model and a forward pass of a few samples.
+    """Forecast a run from its data, its model, whole yet in every process, and a forward pass of a few samples.
 
     Memory for activations grows with the number of tokens alone, because nothing is padded; so a few samples tell it. The global
     random state is left as it was.
@@ -85,25 +87,35 @@ def forecast(
     from jagged.scoring import DEFAULT_MAX_BYTES
 
     device = processes.device
-    parameters = [parameter for parameter in task.parameters() if parameter.requires_grad]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in parameters]
+    table, world_size = task.model.item_weight, processes.world_size
+    others = table[-(-len(table) // world_size) :]
+    sizes = [
+        (parameter.numel() - others.numel() * (parameter is table)) * parameter.element_size()
+        for parameter in task.parameters()
+        if parameter.requires_grad
+    ]
+    whole, largest = sum(sizes) + others.nbytes, max(*sizes, table.nbytes)
+    whole_table = table.nbytes if world_size > 1 else 0
     rows = (split.train.lengths - 1).clamp(0, config.max_seq_len).double()
     steps = loader.num_batches(0)
-    tokens = float(rows.sum()) / (steps * processes.world_size)
-    samples = len(rows) / (steps * processes.world_size)
+    tokens = float(rows.sum()) / (steps * world_size)
+    samples = len(rows) / (steps * world_size)
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
     most = min(most, config.max_tokens) if config.max_tokens else min(most, float(config.batch_size * config.max_seq_len))
+    writes = device.type == "cpu" and processes.is_first
+    exchanged = 3 * 4 * table.shape[1] * world_size if world_size > 1 else 0
     catalogue = 4.0 * split.train.dataset.num_items * config.eval_batch_size
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
         parameters=sum(sizes),
+        elsewhere=others.nbytes,
         gradients=sum(sizes) + max(sizes),
         optimizer=2 * sum(sizes),
-        activations=int(1.6 * most * _bytes_per_token(config, split, task, precision, device)),
-        checkpoint=2 * min(4 * sum(sizes), max(FILE_BYTES, max(sizes))) if device.type == "cpu" else 0,
-        evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)),
+        activations=int(most * (1.6 * _bytes_per_token(config, split, task, precision, device) + exchanged)),
+        checkpoint=4 * whole_table + 2 * min(4 * whole, max(FILE_BYTES, largest)) if writes else 0,
+        evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)) + whole_table,
         samples=samples,
         tokens=tokens,
         steps_per_epoch=steps,

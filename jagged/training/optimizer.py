@@ -16,7 +16,7 @@ class Optimizer:
     of steps alone: `learning_rate * min(1, (steps + 1) / warmup_steps)`.
 
     Args:
-        parameters: by name; on several processes replicated, with averaged gradients.
+        parameters: by name; on several processes those not in `split` are replicated, with averaged gradients.
         learning_rate: peak rate.
         weight_decay: decoupled, a fraction of the weight for each unit of the rate.
         warmup_steps: steps until the peak.

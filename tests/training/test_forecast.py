@@ -23,8 +23,13 @@ from jagged.training.display import peak_memory
 options = json.loads(sys.argv[1])
 items = options.pop("num_items")
 lines = [f"{user} " + " ".join(str((user * 400 + k) % items) for k in range(400)) for user in range(options.pop("num_users"))]
-Path(sys.argv[2] + ".txt").write_text("\n".join(lines) + "\n")
-dataset = read_events(sys.argv[2] + ".txt", progress=False)
+text = Path(f"{sys.argv[2]}.{sys.argv[3]}.txt")
+text.write_text("\n".join(lines) + "\n")
+dataset = read_events(text, progress=False)
+processes, rank = options.pop("processes"), int(sys.argv[3])
+if processes > 1:
+    store = torch.distributed.FileStore(sys.argv[2] + ".store", processes)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
 result = train(TrainConfig(output=sys.argv[2], max_epochs=1, tensorboard=False, device="cpu", **options), dataset, progress=False)
 f = result.forecast
 print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_memory(torch.device("cpu")), "steps": result.steps,
@@ -44,25 +49,51 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_memory(
             "batch_size": 20,
             "num_layers": 1,
             "eval_batch_size": 64,
+            "processes": 1,
+        },
+        # A larger table in two halves.
+        {
+            "num_users": 150,
+            "num_items": 60_000,
+            "embedding_dim": 512,
+            "num_heads": 8,
+            "batch_size": 20,
+            "max_seq_len": 5,
+            "num_layers": 1,
+            "eval_batch_size": 64,
+            "processes": 2,
         },
         # Most of it is activations.
-        {"num_users": 200, "num_items": 200, "embedding_dim": 256, "num_heads": 2, "batch_size": 150, "num_layers": 6},
+        {
+            "num_users": 200,
+            "num_items": 200,
+            "embedding_dim": 256,
+            "num_heads": 2,
+            "batch_size": 150,
+            "num_layers": 6,
+            "processes": 1,
+        },
     ],
-    ids=["table", "activations"],
+    ids=["table", "split table", "activations"],
 )
 def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, int]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(options), str(tmp_path / "run")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found = json.loads(done.stdout)
-    assert found["steps"] == found["forecast_steps"] == found["most"]
-    # What training adds to the process: forecast and measured within a factor of 1.6 of one another.
-    added, forecast = found["measured"] - found["present"], found["peak"] - found["present"]
-    assert added > 100 * 2**20, f"{added} bytes are too few to compare"
-    assert 1 / 1.6 < forecast / added < 1.6, f"forecast {forecast / 2**20:.0f} MiB, used {added / 2**20:.0f} MiB"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(options), str(tmp_path / "run"), str(rank)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(options["processes"])
+    ]
+    outputs = [process.communicate(timeout=240) for process in running]
+    for process, (found_json, errors) in zip(running, outputs, strict=True):
+        assert process.returncode == 0, errors[-4_000:]
+        found = json.loads(found_json)
+        assert found["steps"] == found["forecast_steps"] == found["most"]
+        # What training adds to the process: forecast and measured within a factor of 1.6 of one another.
+        added, forecast = found["measured"] - found["present"], found["peak"] - found["present"]
+        assert added > 100 * 2**20, f"{added} bytes are too few to compare"
+        assert 1 / 1.6 < forecast / added < 1.6, f"forecast {forecast / 2**20:.0f} MiB, used {added / 2**20:.0f} MiB"
