@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, load_segment
+from jagged.ops._shared.device import dot, exp_of_difference, load_segment, rounded_product
 from jagged.ops.attention.configurations import Tiles, configuration, padded_width
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -211,7 +211,7 @@ def attention_backward_dq_kernel(
 
     upstream = load_tile(grad, first_query, length, grad_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     result = load_tile(output, first_query, length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
-    row_delta = tl.sum(upstream.to(tl.float32) * result.to(tl.float32), 1)
+    row_delta = tl.sum(rounded_product(upstream, result), 1)
     rows = first_query + tl.arange(0, BLOCK_M)
     tl.store(delta + rows, row_delta, mask=rows < length)
     row_lse = in_score_units(tl.load(lse + tl.minimum(rows, length - 1)), ACCURATE)

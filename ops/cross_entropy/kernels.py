@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference
+from jagged.ops._shared.device import dot, exp_of_difference, rounded_product
 from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
@@ -111,7 +111,7 @@ def linear_cross_entropy_join_kernel(
     logit = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, WIDTH, BLOCK_D):
         hidden_tile = load_tile(hidden, row, hidden_stride, known, start, WIDTH, BLOCK_D).to(tl.float32)
-        logit += tl.sum(hidden_tile * load_tile(weight, item, weight_stride, known, start, WIDTH, BLOCK_D).to(tl.float32), 1)
+        logit += tl.sum(rounded_product(hidden_tile, load_tile(weight, item, weight_stride, known, start, WIDTH, BLOCK_D)), 1)
     tl.store(lse + row, tl.where(valid, shift + tl.log(total), 0.0), mask=exists)
     # An item that does not exist has no logit; NaN says so in the loss.
     tl.store(target_logit + row, tl.where(known, logit, tl.where(valid, float("nan"), 0.0)), mask=exists)
