@@ -57,8 +57,8 @@ def dot(left, right, accumulator, PRECISION: tl.constexpr):
 def rounded_product(left, right):
     """Return `left * right` in float32, rounded before anything is added to it; for sums over a dimension.
 
-    A product that is contracted into the sum rounds once in the thread that holds it and twice in the others, so that threads with
-    copies of the same sum differ in the last bit, and what is stored depends on which of them comes last.
+    A product that is contracted into the sum rounds once in the thread that holds it and twice in the others, so that threads
+    with copies of the same sum differ in the last bit, and what is stored depends on which of them comes last.
     """
     # An fma is not contracted again, and its sum with 0 is not folded away because of the zeros' signs.
     return tl.fma(left.to(tl.float32), right.to(tl.float32), tl.zeros(left.shape, tl.float32))
