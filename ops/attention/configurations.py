@@ -40,7 +40,7 @@ TABLE = {
     (2, 32, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     (2, 64, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     (2, 128, False): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 8, 2)),
-    (4, 16, True): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 4, 2)),
+    (4, 16, True): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2)),
     (4, 32, True): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 4, 2)),
     (4, 64, True): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 16, 4, 2), Tiles(16, 16, 4, 1)),
     (4, 128, True): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 1)),
