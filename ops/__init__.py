@@ -6,7 +6,7 @@ if __name__ != "jagged.ops":
         f"this package was imported as {__name__!r}; import it as 'jagged.ops' (the folder `ops/` is that package's home)"
     )
 
-from jagged.ops._shared.offsets import row_positions
+from jagged.ops._shared.offsets import pair_offsets, row_positions
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
 from jagged.ops.attention import jagged_attention
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
@@ -20,6 +20,7 @@ __all__ = [
     "jagged_to_dense",
     "jagged_truncate",
     "linear_cross_entropy",
+    "pair_offsets",
     "row_positions",
     "trust_values",
     "validate_ids",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.validation import check_offsets
+from jagged.ops._shared.validation import check_offsets, check_same
 
 
 def sample_of_row(offsets: Tensor, total: int) -> Tensor:
@@ -59,3 +59,33 @@ def row_positions(offsets: Tensor, total: int, *, from_end: bool = False) -> Ten
 def uniform_offsets(batch_size: int, length: int, like: Tensor) -> Tensor:
     """Return the offsets `[B + 1]` of samples that all have `length` rows, in the dtype and on the device of `like`."""
     return torch.arange(batch_size + 1, device=like.device, dtype=like.dtype) * length
+
+
+def pair_offsets(a_offsets: Tensor, b_offsets: Tensor | None = None) -> Tensor:
+    """Return where each sample's block of pairs begins: sample b has a block `La_b x Lb_b`, stored row by row.
+
+    Args:
+        a_offsets: `[B + 1]`, int32 or int64: the blocks' rows.
+        b_offsets: `[B + 1]`, of the same dtype: their columns; None for square blocks of `a_offsets`.
+
+    Returns:
+        `[B + 1]`, int64 whatever the dtype of the offsets: the number of pairs grows with the lengths' squares.
+
+    Raises:
+        ValueError, TypeError: offsets of another rank or dtype, or of different batch sizes or devices.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import pair_offsets
+        >>> pair_offsets(torch.tensor([0, 2, 3]), torch.tensor([0, 3, 5]))
+        tensor([0, 6, 8])
+    """
+    check_offsets(a_offsets, a_offsets, "a_offsets")
+    b_offsets = a_offsets if b_offsets is None else b_offsets
+    if b_offsets is not a_offsets:
+        check_offsets(b_offsets, a_offsets, "b_offsets")
+        check_same("b_offsets", b_offsets, "a_offsets", a_offsets)
+        if b_offsets.shape != a_offsets.shape:
+            raise ValueError(f"b_offsets: expected {list(a_offsets.shape)} as a_offsets, got {list(b_offsets.shape)}")
+    areas = a_offsets.diff().to(torch.int64) * b_offsets.diff()
+    return torch.cat([areas.new_zeros(1), areas.cumsum(0)])

@@ -1,0 +1,1 @@
+"""Products of jagged tensors with dense and with jagged ones."""

@@ -1,0 +1,1 @@
+"""Sums, products and differences of jagged tensors, with dense operands a sample."""

@@ -1,0 +1,1 @@
+"""Softmax over samples' rows, and over the rows or columns of samples' blocks."""
