@@ -9,13 +9,31 @@ if __name__ != "jagged.ops":
 from jagged.ops._shared.offsets import pair_offsets, row_positions
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
 from jagged.ops.attention import jagged_attention
+from jagged.ops.bmm import jagged_dense_bmm, jagged_jagged_bmm
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
 from jagged.ops.cross_entropy import linear_cross_entropy
+from jagged.ops.elementwise import (
+    jagged_dense_add,
+    jagged_dense_mul,
+    jagged_linear,
+    jagged_mlp,
+    jagged_pairwise_difference,
+)
+from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
     "dense_to_jagged",
+    "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_jagged_bmm",
+    "jagged_linear",
+    "jagged_mlp",
+    "jagged_pairwise_difference",
+    "jagged_softmax",
     "jagged_split",
     "jagged_to_dense",
     "jagged_truncate",

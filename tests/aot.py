@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ class Resources:
     registers: int
     spills: int
     shared_bytes: int
+    # PTX, or AMD's assembly.
+    assembly: str = field(repr=False)
 
 
 def compile_kernel(
@@ -60,8 +62,9 @@ def compile_kernel(
     source = ASTSource(fn=kernel, signature=full, constexprs=indexes, attrs=attributes)
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     compiled = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
-    read = _read_amdgcn(compiled.asm["amdgcn"]) if isinstance(arch, str) else _assemble_ptx(compiled.asm["ptx"], arch)
-    return Resources(*read, compiled.metadata.shared)
+    assembly = compiled.asm["amdgcn" if isinstance(arch, str) else "ptx"]
+    read = _read_amdgcn(assembly) if isinstance(arch, str) else _assemble_ptx(assembly, arch)
+    return Resources(*read, compiled.metadata.shared, assembly)
 
 
 def _assemble_ptx(ptx: str, arch: int) -> tuple[int, int]:

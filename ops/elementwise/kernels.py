@@ -1,0 +1,370 @@
+"""Sums, products and differences as Triton kernels: each element read once and written once.
+
+A program stays in one sample. Its sample is found by one search of scalars, and everything else is then arithmetic: addresses
+are one base plus multiples of a row's stride, so accesses are 16 bytes wide, and an operand of one row a sample is read once a
+tile. A search for each row, which would leave no tile half empty, reads that operand again for every row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.device import load_segment, rounded_product
+
+
+class Tile(NamedTuple):
+    """Elements of a tile, the most features and rows it may have, and the most warps that share it."""
+
+    elements: int
+    features: int
+    rows: int
+    num_warps: int
+
+
+# Nothing else decides how the kernels are launched. `sum_rows` walks over a chunk of a sample, tile by tile.
+TILES = {
+    "combine": Tile(elements=8192, features=1024, rows=64, num_warps=8),
+    "to_rows": Tile(elements=8192, features=1024, rows=64, num_warps=8),
+    "sum_rows": Tile(elements=4096, features=256, rows=64, num_warps=4),
+    "sum_parts": Tile(elements=4096, features=64, rows=64, num_warps=4),
+}
+# Rows that one program sums up; longer samples are split.
+CHUNK = 256
+# Rows and columns of a tile of pairs.
+PAIR_ROWS, PAIR_COLUMNS, PAIR_WARPS = 32, 64, 4
+
+
+def tile_of(kernel: str, num_features: int) -> tuple[int, int, int]:
+    """Return rows, features and warps of a kernel's tile for a number of features."""
+    tile = TILES[kernel]
+    block_features = min(triton.next_power_of_2(num_features), tile.features)
+    # Odd widths load element by element and would spill: half of it.
+    elements = tile.elements if num_features % 16 == 0 else tile.elements // 2
+    block_rows = max(1, min(elements // block_features, tile.rows))
+    return block_rows, block_features, max(1, min(tile.num_warps, block_rows * block_features // 512))
+
+
+@triton.jit
+def find_tile(offsets, num_samples, total, BLOCK: tl.constexpr):
+    """Return this program's sample, its first row and its length (all int64), and where in the sample the tile begins.
+
+    Sample b owns the programs from `offsets[b] // BLOCK + b` on: enough for its tiles and at least one, without a list in memory.
+    A program to spare gets a tile that begins past the end of its sample.
+    """
+    program = tl.program_id(0)
+    low = program * 0
+    high = num_samples
+    width = num_samples
+    while width > 1:
+        middle = (low + high) // 2
+        right = tl.load(offsets + middle) // BLOCK + middle <= program
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+        width = (width + 1) // 2
+    start, end = load_segment(offsets, low, total)
+    tile = program - start // BLOCK - low
+    length = end - start
+    # Only wrong offsets lead before the sample.
+    return low.to(tl.int64), start, length, tl.where(tile < 0, length, tile * BLOCK)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """Return relu, silu or (exact) gelu of `x`. NaN stays NaN."""
+    if ACTIVATION == "relu":
+        return tl.where(x < 0, 0.0, x)
+    if ACTIVATION == "silu":
+        return x * tl.sigmoid(x)
+    return x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+
+
+@triton.jit
+def activation_slope(x, ACTIVATION: tl.constexpr):
+    """Return the derivative of an activation at `x`; of relu, where its output is `x`."""
+    if ACTIVATION == "relu":
+        return tl.where(x <= 0, 0.0, 1.0)
+    if ACTIVATION == "silu":
+        gate = tl.sigmoid(x)
+        return gate * (1 + x * (1 - gate))
+    # The normal distribution and its density.
+    return 0.5 + 0.5 * tl.erf(x * 0.7071067811865476) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+
+
+@triton.jit(do_not_specialize=["total", "num_samples", "length"])
+def combine_kernel(
+    values, dense, offsets, output, total, num_samples, length, num_features, row_stride, feature_stride,
+    dense_sample_stride, dense_row_stride, dense_feature_stride, OPERATION: tl.constexpr, PER_ROW: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+):  # fmt: skip
+    """output[offsets[b] + p] = values[offsets[b] + p] combined with dense[b], or dense[b, p], or 0 past the dense rows."""
+    sample, start, sample_length, first = find_tile(offsets, num_samples, total, BLOCK_ROWS)
+    if first >= sample_length:
+        return
+    position = first + tl.arange(0, BLOCK_ROWS)
+    feature = (tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)).to(tl.int64)
+    feature_exists = (feature < num_features)[None, :]
+    exists = (position < sample_length)[:, None] & feature_exists
+    row = (start + position)[:, None]
+    dense += sample * dense_sample_stride + feature[None, :] * dense_feature_stride
+    if PER_ROW:
+        filled = exists & (position < length)[:, None]
+        tile = tl.load(dense + position[:, None] * dense_row_stride, mask=filled, other=0.0).to(tl.float32)
+    else:
+        tile = tl.load(dense, mask=feature_exists, other=0.0).to(tl.float32)
+        tile = tl.broadcast_to(tile, (BLOCK_ROWS, BLOCK_FEATURES))
+    if OPERATION != "repeat":
+        x = tl.load(values + row * row_stride + feature[None, :] * feature_stride, mask=exists, other=0.0).to(tl.float32)
+        if OPERATION == "mul":
+            tile *= x
+        else:
+            tile += x
+            if OPERATION != "add":
+                tile = activated(tile, OPERATION)
+    tl.store(output + row * num_features + feature[None, :], tile.to(output.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["total", "length"])
+def to_rows_kernel(
+    values, factor, offsets, dense, total, length, num_features, row_stride, feature_stride, factor_row_stride,
+    factor_feature_stride, HAS_FACTOR: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+):  # fmt: skip
+    """dense[b, p] = values[offsets[b] + p] (times its factor), or 0 where sample b has no row p."""
+    tiles = tl.cdiv(length, BLOCK_ROWS)
+    sample = (tl.program_id(0) // tiles).to(tl.int64)
+    position = tl.program_id(0) % tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    feature = (tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)).to(tl.int64)[None, :]
+    start, end = load_segment(offsets, sample, total)
+    row = (start + position)[:, None]
+    exists = (position < length)[:, None] & (feature < num_features)
+    filled = exists & (row < end)
+    tile = tl.load(values + row * row_stride + feature * feature_stride, mask=filled, other=0.0)
+    if HAS_FACTOR:
+        other = tl.load(factor + row * factor_row_stride + feature * factor_feature_stride, mask=filled, other=0.0)
+        tile = (tile.to(tl.float32) * other.to(tl.float32)).to(dense.dtype.element_ty)
+    tl.store(dense + (sample * length + position)[:, None] * num_features + feature, tile, mask=exists)
+
+
+@triton.jit(do_not_specialize=["total", "num_samples"])
+def sum_rows_kernel(
+    values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, row_stride, feature_stride,
+    factor_row_stride, factor_feature_stride, context_row_stride, context_feature_stride, OPERATION: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Sum of a chunk of a sample's rows: as they are ("copy"), times their factors ("mul"), or gradients of an activation.
+
+    Gradients are also stored, in `terms`; there `factor` is what the activation saved, and sample b's context was added to it.
+
+    A sample of c > 1 chunks keeps its sums in the parts 2 * (start // CHUNK) .. + c - 1. No other sample has these: the next one
+    starts more than (c - 1) * CHUNK rows later, hence at a part at least 2 * (c - 1) >= c further. The last chunk begins below
+    `total`, so start // CHUNK + c - 1 <= (total - 1) // CHUNK, and no part lies past 2 * ((total - 1) // CHUNK).
+    """
+    sample, start, length, first = find_tile(offsets, num_samples, total, CHUNK)
+    # An empty sample has one program, for its zeros.
+    if (first >= length) & (first > 0):
+        return
+    feature = (tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)).to(tl.int64)[None, :]
+    feature_exists = feature < num_features
+    values += feature * feature_stride
+    if OPERATION != "copy":
+        factor += feature * factor_feature_stride
+    if (OPERATION == "silu") | (OPERATION == "gelu"):
+        shift = tl.load(
+            context + sample * context_row_stride + feature * context_feature_stride, mask=feature_exists, other=0.0
+        ).to(tl.float32)
+    total_sum = tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), tl.float32)
+    end = tl.minimum(first + CHUNK, length)
+    for begin in range(first, end, BLOCK_ROWS):
+        position = begin + tl.arange(0, BLOCK_ROWS)
+        row = (start + position)[:, None]
+        exists = (position < end)[:, None] & feature_exists
+        term = tl.load(values + row * row_stride, mask=exists, other=0.0).to(tl.float32)
+        if OPERATION != "copy":
+            other = tl.load(factor + row * factor_row_stride, mask=exists, other=0.0).to(tl.float32)
+            if OPERATION != "mul":
+                if OPERATION != "relu":
+                    other += shift
+                other = activation_slope(other, OPERATION)
+            term = rounded_product(term, other)
+            if OPERATION != "mul":
+                tl.store(terms + row * num_features + feature, term.to(terms.dtype.element_ty), mask=exists)
+        total_sum += term
+    result = tl.sum(total_sum, 0)[None, :]
+    if length <= CHUNK:
+        tl.store(sums + sample * num_features + feature, result.to(sums.dtype.element_ty), mask=feature_exists)
+    else:
+        part = 2 * (start // CHUNK) + first // CHUNK
+        tl.store(parts + part * num_features + feature, result, mask=feature_exists)
+
+
+@triton.jit(do_not_specialize=["total"])
+def sum_parts_kernel(
+    parts, offsets, sums, total, num_features, CHUNK: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_FEATURES: tl.constexpr
+):  # fmt: skip
+    """Sum of the parts of a sample of several chunks."""
+    sample = tl.program_id(0).to(tl.int64)
+    start, end = load_segment(offsets, sample, total)
+    length = end - start
+    if length <= CHUNK:
+        return
+    feature = (tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)).to(tl.int64)[None, :]
+    feature_exists = feature < num_features
+    first_part = 2 * (start // CHUNK)
+    num_parts = tl.cdiv(length, CHUNK)
+    total_sum = tl.zeros((BLOCK_PARTS, BLOCK_FEATURES), tl.float32)
+    for begin in range(0, num_parts, BLOCK_PARTS):
+        part = begin + tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
+        total_sum += tl.load(
+            parts + (first_part + part) * num_features + feature, mask=(part < num_parts) & feature_exists, other=0.0
+        )
+    result = tl.sum(total_sum, 0)[None, :]
+    tl.store(sums + sample * num_features + feature, result.to(sums.dtype.element_ty), mask=feature_exists)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "total"])
+def pairwise_difference_kernel(
+    values, offsets, starts, output, num_rows, num_samples, total, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Some rows of a sample's block of pairs. Blocks begin anywhere, so their rows are stored element by element."""
+    sample, start, length, first = find_tile(offsets, num_samples, num_rows, BLOCK_ROWS)
+    if first >= length:
+        return
+    first_pair = tl.load(starts + sample)
+    # Only wrong offsets have blocks that are not inside.
+    if (first_pair < 0) | (first_pair + length * length > total):
+        return
+    row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
+    of_rows = tl.load(values + (start + row) * stride, mask=row < length, other=0.0).to(tl.float32)
+    output += first_pair + row * length
+    for begin in range(0, length, BLOCK_COLUMNS):
+        column = begin + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)[None, :]
+        of_columns = tl.load(values + (start + column) * stride, mask=column < length, other=0.0).to(tl.float32)
+        mask = (row < length) & (column < length)
+        tl.store(output + column, (of_rows - of_columns).to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_samples", "total"])
+def pairwise_difference_backward_kernel(
+    grad, offsets, starts, grad_values, num_rows, num_samples, total, stride, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Sums of some rows of a sample's block of pairs, less the sums of the same columns; each goes over the block once."""
+    sample, start, length, first = find_tile(offsets, num_samples, num_rows, BLOCK_ROWS)
+    if first >= length:
+        return
+    first_pair = tl.load(starts + sample)
+    # Only wrong offsets have blocks that are not inside.
+    if (first_pair < 0) | (first_pair + length * length > total):
+        return
+    grad += first_pair * stride
+    row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
+    row_exists = row < length
+    rows = grad + (row * length * stride)[:, None]
+    columns = grad + (row * stride)[None, :]
+    of_rows = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    of_columns = tl.zeros((BLOCK_COLUMNS, BLOCK_ROWS), tl.float32)
+    for begin in range(0, length, BLOCK_COLUMNS):
+        other = begin + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)
+        exists = other < length
+        of_rows += tl.load(rows + (other * stride)[None, :], mask=row_exists[:, None] & exists[None, :], other=0.0).to(tl.float32)
+        tile = tl.load(columns + (other * length * stride)[:, None], mask=exists[:, None] & row_exists[None, :], other=0.0)
+        of_columns += tile.to(tl.float32)
+    tl.store(grad_values + start + row, tl.sum(of_rows, 1) - tl.sum(of_columns, 0), mask=row_exists)
+
+
+def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
+    """Launch `combine_kernel`: `[S, F]` with `[B, F]` or `[B, L, F]`; no values repeat the dense rows as samples have them."""
+    num_samples, num_features, per_row = offsets.shape[0] - 1, dense.shape[-1], dense.dim() == 3
+    output = dense.new_empty(total, num_features)
+    if output.numel() and num_samples:
+        block_rows, block_features, num_warps = tile_of("combine", num_features)
+        combine_kernel[(total // block_rows + num_samples, triton.cdiv(num_features, block_features))](
+            values, dense, offsets, output, total, num_samples, dense.shape[1], num_features,
+            *(values.stride() if values is not None else (0, 0)), dense.stride(0), dense.stride(1), dense.stride(-1),
+            OPERATION="repeat" if values is None else operation, PER_ROW=per_row, BLOCK_ROWS=block_rows,
+            BLOCK_FEATURES=block_features, num_warps=num_warps,
+        )  # fmt: skip
+    return output
+
+
+def collect(values: Tensor, factor: Tensor | None, offsets: Tensor, length: int | None) -> Tensor:
+    """Launch `to_rows_kernel` for `[B, length, F]`, or sum each sample's rows: `[B, F]`."""
+    num_samples, (total, num_features) = offsets.shape[0] - 1, values.shape
+    if length is None:
+        sums = values.new_empty(num_samples, num_features)
+        _sum_rows(values, factor, None, offsets, None, sums, "copy" if factor is None else "mul")
+        return sums
+    dense = values.new_empty(num_samples, length, num_features)
+    if dense.numel():
+        block_rows, block_features, num_warps = tile_of("to_rows", num_features)
+        grid = num_samples * triton.cdiv(length, block_rows), triton.cdiv(num_features, block_features)
+        to_rows_kernel[grid](
+            values, factor, offsets, dense, total, length, num_features, *values.stride(),
+            *(factor.stride() if factor is not None else (0, 0)), HAS_FACTOR=factor is not None, BLOCK_ROWS=block_rows,
+            BLOCK_FEATURES=block_features, num_warps=num_warps,
+        )  # fmt: skip
+    return dense
+
+
+def activate_backward(grad: Tensor, saved: Tensor, context: Tensor, offsets: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    """Launch `sum_rows_kernel` over the gradients of an activation, which it stores too."""
+    terms, sums = grad.new_empty(grad.shape), context.new_empty(context.shape)
+    _sum_rows(grad, saved, context, offsets, terms, sums, activation)
+    return terms, sums
+
+
+def _sum_rows(
+    values: Tensor,
+    factor: Tensor | None,
+    context: Tensor | None,
+    offsets: Tensor,
+    terms: Tensor | None,
+    sums: Tensor,
+    operation: str,
+) -> None:
+    if not sums.numel():
+        return
+    (num_samples, num_features), total = sums.shape, values.shape[0]
+    parts = None
+    if total > CHUNK:
+        parts = sums.new_empty(2 * ((total - 1) // CHUNK) + 1, num_features, dtype=torch.float32)
+    block_rows, block_features, num_warps = tile_of("sum_rows", num_features)
+    sum_rows_kernel[(total // CHUNK + num_samples, triton.cdiv(num_features, block_features))](
+        values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, *values.stride(),
+        *(factor.stride() if factor is not None else (0, 0)), *(context.stride() if context is not None else (0, 0)),
+        OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=num_warps,
+    )  # fmt: skip
+    if parts is not None:
+        block_parts, block_features, num_warps = tile_of("sum_parts", num_features)
+        sum_parts_kernel[(num_samples, triton.cdiv(num_features, block_features))](
+            parts, offsets, sums, total, num_features, CHUNK=CHUNK, BLOCK_PARTS=block_parts, BLOCK_FEATURES=block_features,
+            num_warps=num_warps,
+        )  # fmt: skip
+
+
+def pairwise_difference(values: Tensor, offsets: Tensor, starts: Tensor, total: int) -> Tensor:
+    """Launch `pairwise_difference_kernel`: `[S] -> [total]`."""
+    num_samples, num_rows = offsets.shape[0] - 1, values.shape[0]
+    output = values.new_empty(total)
+    if num_samples and num_rows and total:
+        pairwise_difference_kernel[(num_rows // PAIR_ROWS + num_samples,)](
+            values, offsets, starts, output, num_rows, num_samples, total, values.stride(0),
+            BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
+        )  # fmt: skip
+    return output
+
+
+def pairwise_difference_backward(grad: Tensor, offsets: Tensor, starts: Tensor, num_rows: int) -> Tensor:
+    """Launch `pairwise_difference_backward_kernel`: `[P] -> [num_rows]`."""
+    num_samples = offsets.shape[0] - 1
+    grad_values = grad.new_empty(num_rows)
+    if num_samples and num_rows:
+        pairwise_difference_backward_kernel[(num_rows // PAIR_ROWS + num_samples,)](
+            grad, offsets, starts, grad_values, num_rows, num_samples, grad.shape[0], grad.stride(0),
+            BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
+        )  # fmt: skip
+    return grad_values

@@ -1,0 +1,104 @@
+"""Every elementwise kernel at its shipped tiles compiles for the GPUs we name: no spill, and accesses of 16 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
+from tests.places import PLACE
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+
+# Kernel, its options, and the tensors that its launch leaves None.
+VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    ("combine", {"OPERATION": "add", "PER_ROW": False}, ()),
+    ("combine", {"OPERATION": "add", "PER_ROW": True}, ()),
+    ("combine", {"OPERATION": "mul", "PER_ROW": False}, ()),
+    ("combine", {"OPERATION": "mul", "PER_ROW": True}, ()),
+    ("combine", {"OPERATION": "repeat", "PER_ROW": False}, ("values",)),
+    ("combine", {"OPERATION": "relu", "PER_ROW": False}, ()),
+    ("combine", {"OPERATION": "silu", "PER_ROW": False}, ()),
+    ("combine", {"OPERATION": "gelu", "PER_ROW": False}, ()),
+    ("to_rows", {"HAS_FACTOR": False}, ("factor",)),
+    ("to_rows", {"HAS_FACTOR": True}, ()),
+    ("sum_rows", {"OPERATION": "copy"}, ("factor", "context", "terms")),
+    ("sum_rows", {"OPERATION": "mul"}, ("context", "terms")),
+    ("sum_rows", {"OPERATION": "relu"}, ()),
+    ("sum_rows", {"OPERATION": "silu"}, ()),
+    ("sum_rows", {"OPERATION": "gelu"}, ()),
+    ("sum_parts", {}, ()),
+    ("pairwise_difference", {}, ()),
+    ("pairwise_difference_backward", {}, ()),
+]
+FLOATS = ("values", "factor", "context", "dense", "output", "terms", "sums", "grad", "grad_values")
+
+
+def compile_variant(
+    variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int
+) -> Resources:
+    from jagged.ops.elementwise import kernels
+
+    name, options, absent = variant
+    kernel = getattr(kernels, f"{name}_kernel")
+    arguments = kernel.arg_names
+    constants = {**options, **dict.fromkeys(absent)}
+    if name.startswith("pairwise"):
+        num_warps = kernels.PAIR_WARPS
+        constants |= {"BLOCK_ROWS": kernels.PAIR_ROWS, "BLOCK_COLUMNS": kernels.PAIR_COLUMNS, "stride": 1}
+    else:
+        rows, columns, num_warps = kernels.tile_of(name, features)
+        constants |= {"BLOCK_PARTS" if name == "sum_parts" else "BLOCK_ROWS": rows, "BLOCK_FEATURES": columns}
+        # Features lie side by side.
+        constants |= {argument: 1 for argument in arguments if argument.endswith("feature_stride")}
+        if name.startswith("sum"):
+            constants["CHUNK"] = kernels.CHUNK
+    types = dict.fromkeys(FLOATS, f"*{dtype}") | {"starts": "*i64", "parts": "*fp32"}
+    types["offsets"] = "*i64" if dtype == "bf16" else "*i32"
+    signature = {argument: types.get(argument, "i32") for argument in arguments if argument not in constants}
+    wide = [x for x in signature if x == "num_features" or x.endswith(("row_stride", "sample_stride"))]
+    return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps, divisible=[] if features % 16 else wide)
+
+
+def name_of(variant: tuple[str, dict[str, Any], tuple[str, ...]]) -> str:
+    return " ".join([variant[0], *map(str, variant[1].values())])
+
+
+def check(variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int) -> Resources:
+    used = compile_variant(variant, arch, dtype, features)
+    assert used.spills == 0, used
+    assert used.shared_bytes <= AMD_SHARED_BYTES, used
+    return used
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_wide_rows(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: str) -> None:
+    """All of a tile moves in accesses of 16 bytes; blocks of pairs begin anywhere and cannot."""
+    from jagged.ops.elementwise import kernels
+
+    used = check(variant, 90, dtype, 1024)
+    name, options, absent = variant
+    if name in kernels.TILES:
+        rows, columns, num_warps = kernels.tile_of(name, 1024)
+        size = 4 if dtype == "fp32" or name == "sum_parts" else 2
+        accesses = rows * columns * size // (16 * 32 * num_warps)
+        arguments = getattr(kernels, f"{name}_kernel").arg_names
+        tiles = {"parts"} if name == "sum_parts" else {"values", "factor"} & set(arguments) - set(absent)
+        read = accesses * (len(tiles) + options.get("PER_ROW", False))
+        written = accesses * (name in ("combine", "to_rows") or (name == "sum_rows" and "terms" not in absent))
+        assert used.assembly.count("ld.global.v4.b32") >= read > 0 or options.get("OPERATION") == "repeat"
+        assert used.assembly.count("st.global.v4.b32") >= written
+
+
+@pytest.mark.parametrize("features", [1, 50])
+@pytest.mark.parametrize("variant", VARIANTS[:-2], ids=name_of)
+def test_other_widths(variant: tuple[str, dict[str, Any], tuple[str, ...]], features: int) -> None:
+    check(variant, 90, "fp32" if features == 50 else "bf16", features)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=name_of)
+@pytest.mark.parametrize("arch", [*(arch for arch in TARGETS if arch != 90), AMD])
+def test_other_gpus(variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str) -> None:
+    check(variant, arch, "fp32" if arch == 80 else "bf16", 1024)
