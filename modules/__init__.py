@@ -8,6 +8,7 @@ if __name__ != "jagged.modules":
 from jagged.modules.attention import JaggedSelfAttention
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput
 from jagged.modules.jagged_tensor import with_values
+from jagged.modules.mlp import JaggedMLP
 from jagged.modules.positions import PositionalEncoding
 from jagged.modules.split import RowSplit, SplitEmbeddingCollection
 from jagged.modules.transformer import JaggedTransformerBlock
@@ -15,6 +16,7 @@ from jagged.modules.transformer import JaggedTransformerBlock
 __all__ = [
     "CutCrossEntropyHead",
     "HeadOutput",
+    "JaggedMLP",
     "JaggedSelfAttention",
     "JaggedTransformerBlock",
     "PositionalEncoding",

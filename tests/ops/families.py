@@ -17,10 +17,15 @@ from jagged.ops import (
     dense_to_jagged,
     jagged_attention,
     jagged_concat,
+    jagged_dense_add,
+    jagged_dense_mul,
+    jagged_linear,
+    jagged_pairwise_difference,
     jagged_split,
     jagged_to_dense,
     jagged_truncate,
     linear_cross_entropy,
+    pair_offsets,
 )
 from tests.places import PLACE
 from tests.strategies import Jagged, jagged_of, random_tensor
@@ -75,10 +80,33 @@ def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width), (ITEMS, width)))
 
 
+def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    offsets, backend = batch.offsets, PLACE.backend
+    # Enough for any lengths of 200 rows.
+    total = max(sum(length**2 for length in batch.lengths), 200**2)
+
+    def forward(values: Tensor, rows: Tensor, dense: Tensor, weight: Tensor) -> list[Tensor]:
+        added = jagged_dense_add(values, offsets, rows, backend=backend)
+        multiplied = jagged_dense_mul(added, offsets, dense, backend=backend)
+        # Element by element: samples long enough to be added up in chunks.
+        elements = jagged_dense_mul(values.reshape(-1, 1), offsets * width, rows[:, :1], backend=backend)
+        hidden = [
+            jagged_linear(values, offsets, weight, context=rows, activation=activation, backend=backend)
+            for activation in ("relu", "silu", "gelu")
+        ]
+        pairs = jagged_pairwise_difference(values[:, 0], offsets, total, backend=backend)
+        past_the_last = torch.arange(total, device=PLACE.device) >= pair_offsets(offsets)[-1]
+        return [added, multiplied, elements, *hidden, pairs.masked_fill(past_the_last, 0)]
+
+    shapes = (batch.total, width), (batch.batch_size, width), (batch.batch_size, LENGTH, width), (width, width)
+    return Step(forward, _leaves(dtype, *shapes))
+
+
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "conversion": conversion,
     "cross_entropy": cross_entropy,
+    "elementwise": elementwise,
 }
 
 
