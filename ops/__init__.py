@@ -19,11 +19,9 @@ from jagged.ops.elementwise import (
     jagged_mlp,
     jagged_pairwise_difference,
 )
-from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
     "dense_to_jagged",
-    "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
     "jagged_dense_add",
@@ -33,7 +31,6 @@ __all__ = [
     "jagged_linear",
     "jagged_mlp",
     "jagged_pairwise_difference",
-    "jagged_softmax",
     "jagged_split",
     "jagged_to_dense",
     "jagged_truncate",
