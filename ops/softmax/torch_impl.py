@@ -1,0 +1,83 @@
+"""The softmaxes in plain PyTorch: the CPU path and the float64 path. Statistics are scattered, nothing is padded."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.offsets import pair_offsets as offsets_of_pairs
+from jagged.ops._shared.offsets import position_of_row, sample_of_row
+
+
+def jagged_softmax_forward(values: Tensor, offsets: Tensor) -> Tensor:
+    """Softmax over each sample's rows: `[S, T]`."""
+    return _softmax(values, sample_of_row(offsets, values.shape[0]), offsets.shape[0] - 1)
+
+
+def jagged_softmax_backward(grad: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
+    """Gradient of the values, `[S, T]`."""
+    return _softmax_backward(grad, weights, sample_of_row(offsets, weights.shape[0]), offsets.shape[0] - 1)
+
+
+def jagged2_softmax_forward(
+    scores: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
+) -> Tensor:
+    """Softmax over each row or column of samples' blocks: `[sum La_i * Lb_i]`."""
+    vectors = _vector_of_pair(a_offsets, b_offsets, pair_offsets, scores.shape[0], by_columns)
+    return _softmax(scores, vectors, scores.shape[0])
+
+
+def jagged2_softmax_backward(
+    grad: Tensor, weights: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
+) -> Tensor:
+    """Gradient of the scores, `[sum La_i * Lb_i]`."""
+    vectors = _vector_of_pair(a_offsets, b_offsets, pair_offsets, weights.shape[0], by_columns)
+    return _softmax_backward(grad, weights, vectors, weights.shape[0])
+
+
+def _softmax(values: Tensor, vectors: Tensor, num_vectors: int) -> Tensor:
+    """Softmax over the rows that share a vector, in float32 or float64."""
+    if not values.numel() or not num_vectors:
+        return torch.zeros(values.shape, dtype=values.dtype, device=values.device)
+    wide = values.to(torch.promote_types(values.dtype, torch.float32))
+    shape = (num_vectors, *values.shape[1:])
+    index = vectors.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    largest = wide.new_full(shape, -torch.inf).scatter_reduce_(0, index, wide, "amax")
+    # In place on what was gathered: contiguous whatever the strides of the values.
+    weights = largest.index_select(0, vectors).neg_().add_(wide).exp_()
+    sums = _sums(weights, vectors, num_vectors)
+    return weights.div_(sums.index_select(0, vectors)).to(values.dtype)
+
+
+def _softmax_backward(grad: Tensor, weights: Tensor, vectors: Tensor, num_vectors: int) -> Tensor:
+    """`weights * (grad - sum of weights * grad over the rows that share a vector)`."""
+    if not weights.numel() or not num_vectors:
+        return torch.zeros(weights.shape, dtype=weights.dtype, device=weights.device)
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    grad, probabilities = grad.to(wide), weights.to(wide)
+    sums = _sums(grad * probabilities, vectors, num_vectors)
+    return sums.index_select(0, vectors).neg_().add_(grad).mul_(probabilities).to(weights.dtype)
+
+
+def _sums(values: Tensor, vectors: Tensor, num_vectors: int) -> Tensor:
+    """Add up the rows that share a vector; one by one, so that only float64 keeps long sums exact."""
+    sums = torch.zeros(num_vectors, *values.shape[1:], dtype=torch.float64, device=values.device)
+    return sums.index_add_(0, vectors, values.double()).to(values.dtype)
+
+
+def _vector_of_pair(
+    a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, total: int, by_columns: bool
+) -> Tensor:
+    """Return the row or column `[total]` (int64) that each pair belongs to, named by the place of its first pair.
+
+    Such a place is below `total`, so that no number of rows or columns needs to be known.
+    """
+    if not total or a_offsets.shape[0] < 2:
+        return torch.zeros(total, dtype=torch.int64, device=a_offsets.device)
+    columns = a_offsets if b_offsets is None else b_offsets
+    starts = offsets_of_pairs(a_offsets, b_offsets) if pair_offsets is None else pair_offsets
+    samples = sample_of_row(starts, total)
+    position = position_of_row(starts, samples)
+    column = position.remainder_(columns.diff().clamp_(min=1)[samples])
+    first = starts[:-1].to(torch.int64)[samples] if by_columns else torch.arange(total, device=starts.device)
+    return (first.add_(column) if by_columns else first.sub_(column)).clamp_(0, total - 1)

@@ -1,0 +1,336 @@
+"""Softmax over samples' rows, and over rows or columns of samples' blocks, against loops over samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jagged import ops
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference import softmax as reference
+from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, random_tensor, seeds
+
+ON_GPU = pytest.mark.gpu
+DIMS = st.sampled_from([-1, -2])
+
+
+@pytest.fixture(params=["one launch", "long samples split"])
+def division(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches with their long samples in chunks of 8 rows, of few enough elements for several chunks a test."""
+    if request.param != "one launch":
+        if PLACE.name == "cpu":
+            pytest.skip("the kernels' own way")
+        from jagged.ops.softmax import kernels
+
+        monkeypatch.setattr(kernels, "SERIAL_ELEMENTS", 0)
+        monkeypatch.setattr(kernels, "CHUNK_ELEMENTS", 8)
+
+
+@pytest.fixture(params=["found in every program", "written down first"])
+def starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where blocks begin, as in small batches and as in large ones."""
+    if request.param != "found in every program":
+        if PLACE.name == "cpu":
+            pytest.skip("the kernels' own way")
+        from jagged.ops.softmax import kernels
+
+        monkeypatch.setattr(kernels, "SCANNED_SAMPLES", 0)
+
+
+def rows_of(lengths: tuple[int, ...], like: Jagged) -> Jagged:
+    return jagged_of(lengths, like.offsets.dtype)
+
+
+@given(jagged_batches(), st.sampled_from([1, 3, 4, 20, 64]), float_dtypes(), seeds(), st.booleans(), st.sampled_from([1, 30]))
+def test_jagged_softmax(
+    place: Place, division: None, batch: Jagged, features: int, dtype: torch.dtype, seed: int, strided: bool, scale: int
+) -> None:
+    values = random_tensor((batch.total, features), dtype, seed, strided=strided)
+    check_three_way(
+        lambda v: ops.jagged_softmax(v * scale, batch.offsets, backend=place.backend),
+        lambda v: reference.softmax(v * scale, batch.lengths),
+        [values],
+    )
+
+
+@given(jagged_batches(max_batch=4, longest=40), st.data(), float_dtypes(), seeds(), st.booleans(), DIMS)
+def test_jagged2_softmax(
+    place: Place, starts: None, batch: Jagged, data: st.DataObject, dtype: torch.dtype, seed: int, strided: bool, dim: int
+) -> None:
+    way = data.draw(st.sampled_from(["square", "rectangular", "pair offsets given"]))
+    columns = batch if way == "square" else rows_of(tuple(data.draw(st.permutations(batch.lengths))), batch)
+    total = sum(a * b for a, b in zip(batch.lengths, columns.lengths, strict=True))
+    scores = random_tensor((total, 1), dtype, seed, strided=strided)[:, 0]
+    given_columns = None if way == "square" else columns.offsets
+    pairs = ops.pair_offsets(batch.offsets, given_columns) if way == "pair offsets given" else None
+    check_three_way(
+        lambda s: ops.jagged2_softmax(s, batch.offsets, given_columns, dim, pair_offsets=pairs, backend=place.backend),
+        lambda s: reference.softmax2(s, batch.lengths, columns.lengths, dim),
+        [scores],
+    )
+
+
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(
+    ("a_lengths", "b_lengths"), [((2, 0, 3, 1), (1500, 2, 0, 7)), ((1500, 1, 300), (1, 3, 20)), ((1,), (9000,))]
+)
+def test_long_rows_and_columns(place: Place, a_lengths: tuple[int, ...], b_lengths: tuple[int, ...], dim: int) -> None:
+    """Vectors of several tiles, and blocks of more pairs than a program takes."""
+    a, b = jagged_of(a_lengths), jagged_of(b_lengths)
+    scores = random_tensor((sum(x * y for x, y in zip(a_lengths, b_lengths, strict=True)),), torch.float32, 0)
+    check_three_way(
+        lambda s: ops.jagged2_softmax(s, a.offsets, b.offsets, dim, backend=place.backend),
+        lambda s: reference.softmax2(s, a_lengths, b_lengths, dim),
+        [scores],
+    )
+
+
+@pytest.mark.parametrize("lengths", [(3, 2100, 0, 5), (1, 1, 300, 1, 900)])
+def test_long_samples(place: Place, division: None, lengths: tuple[int, ...]) -> None:
+    batch = jagged_of(lengths)
+    check_three_way(
+        lambda v: ops.jagged_softmax(v, batch.offsets, backend=place.backend),
+        lambda v: reference.softmax(v, lengths),
+        [random_tensor((batch.total, 4), torch.float32, 0)],
+    )
+
+
+def test_more_samples_than_a_scan_takes(place: Place, starts: None) -> None:
+    lengths = tuple(k % 3 for k in range(2500 if place.name != "interpret" else 1100))
+    batch = jagged_of(lengths)
+    scores = random_tensor((sum(n * n for n in lengths),), torch.float32, 0)
+    # The middle and the end are enough of what a loop over so many samples would compare.
+    ours = ops.jagged2_softmax(scores, batch.offsets, backend=place.backend) if place.name != "interpret" else None
+    if ours is None:
+        from jagged.ops.softmax import kernels
+
+        pairs = torch.empty(batch.batch_size + 1, dtype=torch.int64)
+        kernels.pair_offsets_kernel[(1,)](batch.offsets, batch.offsets, pairs, batch.batch_size)
+        assert torch.equal(pairs, ops.pair_offsets(batch.offsets))
+    else:
+        torch.testing.assert_close(ours, reference.softmax2(scores, lengths, lengths, -1))
+
+
+@pytest.mark.parametrize("scores", [-1e4, 3e4, 0.0])
+def test_equal_scores_of_any_size(place: Place, division: None, scores: float) -> None:
+    batch = jagged_of((4, 0, 16))
+    share = torch.tensor([0.25] * 4 + [0.0625] * 16, device=place.device)
+    for dtype in place.dtypes:
+        values = torch.full((20, 3), scores, dtype=dtype, device=place.device)
+        ours = ops.jagged_softmax(values, batch.offsets, backend=place.backend)
+        assert torch.equal(ours, share.to(dtype)[:, None].expand(-1, 3))
+        for dim in (-1, -2):
+            square = ops.jagged2_softmax(values[:, 0], jagged_of((2, 4)).offsets, dim=dim, backend=place.backend)
+            assert torch.equal(square, torch.tensor([0.5] * 4 + [0.25] * 16, dtype=dtype, device=place.device))
+
+
+@pytest.mark.filterwarnings("ignore:.*(invalid value|divide by zero):RuntimeWarning")
+def test_minus_infinity_as_torch_takes_it(place: Place, division: None) -> None:
+    """A mask of -inf gets weight 0; a vector of -inf alone is NaN, and no other vector with it."""
+    lengths = (3, 20)
+    values = random_tensor((23, 2), torch.float32, 0)
+    values[1, 0] = values[3:12, 1] = values[:3, 1] = -torch.inf
+    ours = ops.jagged_softmax(values, jagged_of(lengths).offsets, backend=place.backend)
+    torch.testing.assert_close(ours, reference.softmax(values, lengths), equal_nan=True)
+    assert bool(ours[:3, 1].isnan().all())
+    assert int(ours.isnan().sum()) == 3
+    scores = random_tensor((13,), torch.float32, 0)
+    scores[3:6] = scores[0] = -torch.inf
+    for dim in (-1, -2):
+        ours = ops.jagged2_softmax(scores, jagged_of((3, 2)).offsets, dim=dim, backend=place.backend)
+        torch.testing.assert_close(ours, reference.softmax2(scores, (3, 2), (3, 2), dim), equal_nan=True)
+        assert int(ours.isnan().sum()) == (3 if dim == -1 else 0)
+
+
+@pytest.mark.filterwarnings("ignore:.*(invalid value|divide by zero|overflow):RuntimeWarning")
+def test_wrong_offsets_reach_no_foreign_memory(place: Place, division: None, starts: None) -> None:
+    """Offsets that decrease, begin before 0 or run past the end give some rows, never a neighbour's."""
+    fence = torch.full((60, 4), torch.nan, device=place.device)
+    values = fence[20:40]
+    values.fill_(1.0)
+    for wrong in ([0, 19, 5, 30], [-7, 14, 20], [0, 100, 200], [50, 60, 70], [0, 2**31 - 1, -(2**31)]):
+        for dtype in (torch.int32, torch.int64):
+            offsets = torch.tensor(wrong, device=place.device, dtype=dtype)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+            ours = ops.jagged_softmax(values, offsets, backend=place.backend)
+            assert ours.shape == values.shape
+            scores = values.flatten()
+            for dim in (-1, -2):
+                ops.jagged2_softmax(scores, offsets, offsets.flip(0), dim, backend=place.backend)
+                small = offsets.clamp(-9, 9)
+                ops.jagged2_softmax(scores, small, dim=dim, pair_offsets=offsets, backend=place.backend)
+    assert bool(fence[:20].isnan().all())
+    assert bool(fence[40:].isnan().all())
+    assert bool((values == 1).all())
+
+
+def test_messages_name_argument_and_cure(place: Place) -> None:
+    values, offsets = torch.zeros(3, 2, device=place.device), torch.tensor([0, 3], device=place.device)
+    scores = torch.zeros(9, device=place.device)
+    cases = [
+        (lambda: ops.jagged_softmax(scores, offsets), ValueError, r"values: expected shape \[S, T\], got \[9\]"),
+        (lambda: ops.jagged_softmax(values.int(), offsets), TypeError, "values: expected dtype float32"),
+        (lambda: ops.jagged_softmax(values, offsets.float()), TypeError, "offsets: expected dtype int32, int64, got float32"),
+        (lambda: ops.jagged_softmax(values, offsets, backend="cuda"), ValueError, "backend: got 'cuda'"),
+        (lambda: ops.jagged2_softmax(values, offsets), ValueError, r"scores: expected shape \[P\], got \[3, 2\]"),
+        (lambda: ops.jagged2_softmax(scores, offsets, dim=1), ValueError, "dim: expected -1 for the blocks' rows or -2"),
+        (lambda: ops.jagged2_softmax(scores, offsets, offsets.int()), TypeError, "b_offsets: expected the dtype of a_offsets"),
+        (lambda: ops.jagged2_softmax(scores, offsets, offsets[:1]), ValueError, r"b_offsets: expected \[2\] as a_offsets"),
+        (
+            lambda: ops.jagged2_softmax(scores, offsets, pair_offsets=offsets[:1]),
+            ValueError,
+            r"pair_offsets: expected \[2\] as a_offsets, got \[1\]",
+        ),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_values_of_offsets_are_checked_on_demand(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAGGED_VALIDATE", "1")
+    offsets = torch.tensor([0, 2, 3], device=place.device)
+    scores = torch.zeros(5, device=place.device)
+    ops.jagged2_softmax(scores, offsets, pair_offsets=ops.pair_offsets(offsets), backend=place.backend)
+    cases = [
+        (lambda: ops.jagged_softmax(scores[:, None], offsets), r"offsets\[2\]: expected 5, the number of rows, got 3"),
+        (lambda: ops.jagged2_softmax(scores[:4], offsets), "scores: expected 5, the pairs that a_offsets and b_offsets describe"),
+        (lambda: ops.jagged2_softmax(scores, offsets, offsets.flip(0)), r"b_offsets\[0\]: expected 0, got 3"),
+        (
+            lambda: ops.jagged2_softmax(scores, offsets, pair_offsets=torch.tensor([0, 3, 5], device=place.device)),
+            r"pair_offsets\[1\]: expected 4, got 3; compute it by pair_offsets",
+        ),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_opcheck(place: Place) -> None:
+    batch = jagged_of((2, 0, 3))
+    values, scores = random_tensor((5, 4), torch.float32, 0), random_tensor((13,), torch.float32, 0)
+    pairs = ops.pair_offsets(batch.offsets)
+    for name, arguments in (
+        ("jagged_softmax_forward", (values, batch.offsets)),
+        ("jagged_softmax_forward", (values.t().contiguous().t(), batch.offsets)),
+        ("jagged_softmax_backward", (values, values, batch.offsets)),
+        ("jagged_softmax_backward", (values.t().contiguous().t(), values, batch.offsets)),
+        ("jagged2_softmax_forward", (scores, batch.offsets, None, None, False)),
+        ("jagged2_softmax_forward", (scores, batch.offsets, batch.offsets, pairs, True)),
+        ("jagged2_softmax_backward", (scores, scores, batch.offsets, batch.offsets, None, True)),
+        ("jagged2_softmax_backward", (scores, scores, batch.offsets, batch.offsets, pairs, False)),
+    ):
+        torch.library.opcheck(getattr(torch.ops.jagged, name).default, (*arguments, place.backend))
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="float64 finite differences are the CPU's work")
+def test_gradcheck_to_second_order(place: Place) -> None:
+    a, b = jagged_of((2, 0, 3)), jagged_of((1, 2, 2))
+    values = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    scores = torch.randn(8, dtype=torch.float64, requires_grad=True)
+    for function, leaf in (
+        (lambda v: ops.jagged_softmax(v, a.offsets), values),
+        (lambda s: ops.jagged2_softmax(s, a.offsets, b.offsets), scores),
+        (lambda s: ops.jagged2_softmax(s, a.offsets, b.offsets, -2), scores),
+    ):
+        assert torch.autograd.gradcheck(function, (leaf,))
+        assert torch.autograd.gradgradcheck(function, (leaf,))
+
+
+def test_second_derivatives_of_kernels(place: Place) -> None:
+    batch = jagged_of((2, 0, 11))
+    values = random_tensor((13, 3), torch.float32, 0)
+
+    def penalty(softmax: object, leaf: torch.Tensor) -> torch.Tensor:
+        leaf = leaf.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(softmax(leaf).square().sum(), leaf, create_graph=True)  # type: ignore[operator]
+        return torch.autograd.grad(grad.square().sum(), leaf)[0]
+
+    ours = penalty(lambda v: ops.jagged_softmax(v, batch.offsets, backend=place.backend), values)
+    exact = penalty(lambda v: reference.softmax(v, batch.lengths), values.double())
+    torch.testing.assert_close(ours, exact.float(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def function(values: torch.Tensor, scores: torch.Tensor, offsets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = ops.jagged2_softmax(scores, offsets, dim=-1)
+        return ops.jagged_softmax(values, offsets), ops.jagged2_softmax(rows, offsets, dim=-2)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for lengths in ((2, 4, 3), (5, 0, 1, 9), (0, 7), (30, 2, 2, 2, 2)):
+        batch = jagged_of(lengths)
+        values = random_tensor((batch.total, 13), torch.float32, 0).requires_grad_()
+        scores = random_tensor((sum(n * n for n in lengths),), torch.float32, 0).requires_grad_()
+        for got, want in zip(compiled(values, scores, batch.offsets), function(values, scores, batch.offsets), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert graphs == 1
+
+
+@ON_GPU
+def test_no_synchronisation_and_graph_capture(place: Place, division: None, starts: None) -> None:
+    values = random_tensor((60, 8), torch.float32, 0).requires_grad_()
+    scores = random_tensor((10 * 10 + 50 * 50,), torch.float32, 0).requires_grad_()
+    offsets = jagged_of((10, 0, 50)).offsets
+
+    def step() -> list[torch.Tensor]:
+        outputs = [ops.jagged_softmax(values, offsets), *(ops.jagged2_softmax(scores, offsets, dim=dim) for dim in (-1, -2))]
+        return [*outputs, *torch.autograd.grad([x.square().sum() for x in outputs], (values, scores))]
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+    torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ((10, 0, 50), (50, 0, 10), (0, 10, 50)):
+        offsets.copy_(jagged_of(lengths).offsets)
+        graph.replay()
+        for got, want in zip(captured, step(), strict=True):
+            assert torch.equal(got, want)
+    assert torch.equal(step()[0][:1], expected[0][:1]) is False
+
+
+@ON_GPU
+@pytest.mark.parametrize("features", [1, 4, 64])
+def test_one_long_sample_among_short_ones(place: Place, features: int) -> None:
+    lengths = (*range(1000), 100_000, *range(1000))
+    batch = jagged_of(lengths)
+    check_three_way(
+        lambda v: ops.jagged_softmax(v, batch.offsets),
+        lambda v: reference.softmax(v, lengths),
+        [random_tensor((batch.total, features), torch.float32, 0)],
+    )
+
+
+@ON_GPU
+def test_addresses_past_2_to_the_31(place: Place) -> None:
+    rows, features = 2**21 + 3, 1024
+    values = torch.zeros(rows, features, dtype=torch.bfloat16, device=place.device)
+    values[-2:] = torch.tensor([[0.0], [1.0]], device=place.device)
+    offsets = torch.tensor([0, 4, rows - 2, rows], device=place.device)
+    expected = torch.softmax(values[-2:], 0)
+    ours = ops.jagged_softmax(values, offsets)
+    assert torch.equal(ours[-2:], expected)
+    assert torch.equal(ours[:4], torch.full_like(ours[:4], 0.25))
+    flat = values.flatten()
+    a, b = (torch.tensor([0, n, n + 2], device=place.device) for n in (rows - 2, features))
+    for dim in (-1, -2):
+        ours = ops.jagged2_softmax(flat, a, b.minimum(b[1]) if dim == 0 else torch.arange(3, device=place.device) * features, dim)
+        torch.testing.assert_close(ours[-2 * features :].view(2, features), torch.softmax(values[-2:], dim))
