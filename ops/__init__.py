@@ -9,7 +9,12 @@ if __name__ != "jagged.ops":
 from jagged.ops._shared.offsets import pair_offsets, row_positions
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
 from jagged.ops.attention import jagged_attention
-from jagged.ops.bmm import jagged_dense_bmm, jagged_jagged_bmm
+from jagged.ops.bmm import (
+    array_jagged_bmm_jagged_out,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+)
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
 from jagged.ops.cross_entropy import linear_cross_entropy
 from jagged.ops.elementwise import (
@@ -21,6 +26,7 @@ from jagged.ops.elementwise import (
 )
 
 __all__ = [
+    "array_jagged_bmm_jagged_out",
     "dense_to_jagged",
     "jagged_attention",
     "jagged_concat",
@@ -28,6 +34,7 @@ __all__ = [
     "jagged_dense_bmm",
     "jagged_dense_mul",
     "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
     "jagged_linear",
     "jagged_mlp",
     "jagged_pairwise_difference",

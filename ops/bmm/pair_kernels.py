@@ -1,0 +1,344 @@
+"""Products over the pairs of rows of each sample as Triton kernels: scores of pairs, and sums of rows weighted by scores.
+
+A program owns a tile of rows of one sample that is large enough for most samples, so that each operand comes from memory once.
+Samples of at most half a tile are computed with half of it. Longer ones take several tiles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.device import dot, load_segment
+
+OFFSETS_BLOCK = 1024
+# A second grid dimension of a launch has at most so many programs.
+MAX_GRID = 65535
+# Lengths of samples that small tiles serve, and of those whose programs divide the columns.
+SHORT, LONG = 16, 512
+
+
+class ScoresTile(NamedTuple):
+    """Rows of a, rows of b, columns of both in one step, and how Triton runs it."""
+
+    rows: int
+    columns: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+class SumsTile(NamedTuple):
+    """Rows of the output, terms of a sum in one step, columns in one step, columns of a program, and how Triton runs it."""
+
+    rows: int
+    terms: int
+    step: int
+    columns: int
+    num_warps: int
+    num_stages: int
+
+
+def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float) -> ScoresTile:
+    """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
+    # Products in IEEE float32 and loads of single elements leave a tile fewer registers.
+    fits = dtype.itemsize == 2 and is_wide
+    rows = 32 if a_mean <= SHORT else 64
+    columns = 32 if b_mean <= SHORT else 128 if fits else 64
+    return ScoresTile(rows, columns, 64 if fits else 32, 8 if columns > 32 else 4, 3 if fits else 2)
+
+
+def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsTile:
+    """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
+    fits = dtype.itemsize == 2 and is_wide
+    rows = 32 if output_mean <= SHORT else 128 if fits else 64
+    terms = 32 if mean <= SHORT or not fits else 64
+    # A program of a long sample has enough to do with few columns.
+    return SumsTile(rows, terms, 64, 128 if mean > LONG else 512, 8 if rows > 32 else 4, 3 if fits else 2)
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def pair_offsets_kernel(a_offsets, b_offsets, pair_offsets, num_samples, BLOCK: tl.constexpr):
+    """Running sum of the samples' products of lengths, by one program: one launch where PyTorch needs seven."""
+    before = tl.full((), 0, tl.int64)
+    tl.store(pair_offsets, before)
+    for first in range(0, num_samples, BLOCK):
+        sample = first + tl.arange(0, BLOCK)
+        exists = sample < num_samples
+        a_length = tl.load(a_offsets + sample + 1, mask=exists, other=0) - tl.load(a_offsets + sample, mask=exists, other=0)
+        b_length = tl.load(b_offsets + sample + 1, mask=exists, other=0) - tl.load(b_offsets + sample, mask=exists, other=0)
+        pairs = a_length.to(tl.int64) * b_length.to(tl.int64)
+        tl.store(pair_offsets + sample + 1, before + tl.cumsum(pairs, 0), mask=exists)
+        before += tl.sum(pairs, 0)
+
+
+@triton.jit
+def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr):
+    """Return the sample that owns tile `index`, its first row (int64) and length, and where in it the tile begins.
+
+    Sample b owns the tiles from `offsets[b] // BLOCK + b` on. That many are enough and the list needs no memory; a tile to spare
+    begins past the end of its sample.
+    """
+    low = index * 0
+    high = num_samples
+    width = num_samples
+    while width > 1:
+        middle = (low + high) // 2
+        right = tl.load(offsets + middle) // BLOCK + middle <= index
+        low = tl.where(right, middle, low)
+        high = tl.where(right, high, middle)
+        width = (width + 1) // 2
+    start, end = load_segment(offsets, low, total)
+    tile = index - (start // BLOCK).to(tl.int32) - low
+    length = (end - start).to(tl.int32)
+    # Only wrong offsets lead before the sample or far past it.
+    return low, start, length, tl.where((tile < 0) | (tile > length // BLOCK), length, tile * BLOCK)
+
+
+@triton.jit
+def load_rows(
+    tensor, first_row, length, stride, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Load rows of a sample, `[BLOCK, BLOCK_COLUMNS]` from a column on; zeros where a row or a column is not there."""
+    row = first_row + tl.arange(0, BLOCK)
+    column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    mask = (row < length)[:, None]
+    if WIDTH % BLOCK_COLUMNS:
+        mask = mask & (column < WIDTH)[None, :]
+    return tl.load(tensor + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def store_scores(
+    a, b, scores, first_row, first_column, a_length, b_length, a_stride, b_stride,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """Compute a tile of a sample's scores and store it."""
+    products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        a_tile = load_rows(a, first_row, a_length, a_stride, start, WIDTH, BLOCK_M, BLOCK_K)
+        b_tile = load_rows(b, first_column, b_length, b_stride, start, WIDTH, BLOCK_N, BLOCK_K)
+        products = dot(a_tile, tl.trans(b_tile), products, PRECISION)
+    scores += first_row.to(tl.int64) * b_length + first_column
+    row = tl.arange(0, BLOCK_M)[:, None]
+    column = tl.arange(0, BLOCK_N)[None, :]
+    exists = (row < a_length - first_row) & (column < b_length - first_column)
+    tl.store(scores + row.to(INDEX) * b_length + column, products.to(scores.dtype.element_ty), mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_samples", "a_total", "b_total", "num_pairs"])
+def pair_scores_kernel(
+    a, b, scores, a_offsets, b_offsets, pair_offsets, num_samples, a_total, b_total, num_pairs, a_stride, b_stride,
+    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
+):  # fmt: skip
+    """Scores of a tile of rows of a against the rows of b: all of them, or every so many tiles for a grid's second dimension."""
+    sample, a_start, a_length, first_row = find_tile(a_offsets, tl.program_id(0), num_samples, a_total, BLOCK_M)
+    b_start, b_end = load_segment(b_offsets, sample, b_total)
+    b_length = (b_end - b_start).to(tl.int32)
+    first_pair = tl.load(pair_offsets + sample)
+    # Only wrong offsets, or a wrong number of pairs, put a block outside.
+    outside = (first_pair < 0) | (first_pair + a_length.to(tl.int64) * b_length > num_pairs)
+    if outside | (first_row >= a_length):
+        return
+    a += a_start * a_stride
+    b += b_start * b_stride
+    scores += first_pair
+    if (a_length <= BLOCK_M // 2) & (b_length <= BLOCK_N // 2):
+        if tl.program_id(1) == 0:
+            store_scores(
+                a, b, scores, first_row, 0, a_length, b_length, a_stride, b_stride,
+                WIDTH, BLOCK_M // 2, BLOCK_N // 2, BLOCK_K, PRECISION, INDEX,
+            )  # fmt: skip
+    else:
+        for first_column in range(tl.program_id(1) * BLOCK_N, b_length, tl.num_programs(1) * BLOCK_N):
+            store_scores(
+                a, b, scores, first_row, first_column, a_length, b_length, a_stride, b_stride,
+                WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, INDEX,
+            )  # fmt: skip
+
+
+@triton.jit
+def load_weights(
+    scores, first_row, first_term, output_length, length, stride,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Load scores of a sample as the weights `[BLOCK_M, BLOCK_K]` of rows of the output; zeros where a pair is not there."""
+    row = tl.arange(0, BLOCK_M)[:, None]
+    term = tl.arange(0, BLOCK_K)[None, :]
+    exists = (row < output_length - first_row) & (term < length - first_term)
+    if TRANSPOSED:
+        scores += (tl.cast(first_term, tl.int64) * output_length + first_row) * stride
+        pair = row + term.to(INDEX) * output_length
+    else:
+        scores += (first_row.to(tl.int64) * length + first_term) * stride
+        pair = row.to(INDEX) * length + term
+    return tl.load(scores + pair * stride, mask=exists, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    tensor, tile, first_row, length, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Store the rows of `[BLOCK, BLOCK_COLUMNS]` that the sample has, from a column on."""
+    row = first_row + tl.arange(0, BLOCK)
+    column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    mask = (row < length)[:, None]
+    if WIDTH % BLOCK_COLUMNS:
+        mask = mask & (column < WIDTH)[None, :]
+    tl.store(tensor + row.to(tl.int64)[:, None] * WIDTH + column[None, :], tile.to(tensor.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_short_sums(
+    scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
+    TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Sums of at most `BLOCK_K` terms: the weights stay on chip while rows pass through, columns by columns."""
+    weights = load_weights(scores, first_row, 0, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX)
+    for start in range(first_column, tl.minimum(first_column + COLUMNS, WIDTH), BLOCK_D):
+        tile = load_rows(values, 0, length, stride, start, WIDTH, BLOCK_K, BLOCK_D)
+        store_rows(output, dot(weights, tile, None, PRECISION), first_row, output_length, start, WIDTH, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def store_long_sums(
+    scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
+    TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Sums of any number of terms."""
+    for start in range(first_column, tl.minimum(first_column + COLUMNS, WIDTH), BLOCK_D):
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for term in range(0, length, BLOCK_K):
+            weights = load_weights(
+                scores, first_row, term, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX
+            )
+            tile = load_rows(values, term, length, stride, start, WIDTH, BLOCK_K, BLOCK_D)
+            sums = dot(weights, tile, sums, PRECISION)
+        store_rows(output, sums, first_row, output_length, start, WIDTH, BLOCK_M, BLOCK_D)
+
+
+@triton.jit(do_not_specialize=["num_samples", "output_total", "total", "num_pairs"])
+def pair_sums_kernel(
+    scores, values, output, output_offsets, offsets, pair_offsets, num_samples, output_total, total, num_pairs, scores_stride,
+    stride, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Rows of the output, which are the rows of each block of scores or, transposed, its columns; some columns of them."""
+    # Programs of one tile of rows follow one another, so that its scores are still in the cache.
+    PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    first_column = tl.program_id(0) % PARTS * COLUMNS
+    sample, output_start, output_length, first_row = find_tile(
+        output_offsets, tl.program_id(0) // PARTS, num_samples, output_total, BLOCK_M
+    )
+    if first_row >= output_length:
+        return
+    start, end = load_segment(offsets, sample, total)
+    length = (end - start).to(tl.int32)
+    first_pair = tl.load(pair_offsets + sample)
+    # Only wrong offsets, or a wrong number of scores, put a block outside: its sums have no terms.
+    outside = (first_pair < 0) | (first_pair + output_length.to(tl.int64) * length > num_pairs)
+    length = tl.where(outside, 0, length)
+    scores += first_pair * scores_stride
+    values += start * stride
+    output += output_start * WIDTH
+    if (output_length <= BLOCK_M // 2) & (length <= BLOCK_K // 2):
+        store_short_sums(
+            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
+            TRANSPOSED, WIDTH, BLOCK_M // 2, BLOCK_K // 2, BLOCK_D, COLUMNS, PRECISION, INDEX,
+        )  # fmt: skip
+    elif length <= BLOCK_K:
+        store_short_sums(
+            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
+            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, COLUMNS, PRECISION, INDEX,
+        )  # fmt: skip
+    else:
+        store_long_sums(
+            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
+            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, COLUMNS, PRECISION, INDEX,
+        )  # fmt: skip
+
+
+def pair_offsets(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
+    """Launch `pair_offsets_kernel`: `[B + 1]`, int64."""
+    a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
+    starts = torch.empty(a_offsets.shape, dtype=torch.int64, device=a_offsets.device)
+    with torch.cuda.device_of(a_offsets):
+        pair_offsets_kernel[(1,)](a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
+    return starts
+
+
+def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, pair_offsets: Tensor, num_pairs: int) -> Tensor:
+    """Launch `pair_scores_kernel`: `[Sa, D], [Sb, D] -> [num_pairs]`."""
+    (a_total, width), b_total, batch_size = a.shape, b.shape[0], a_offsets.shape[0] - 1
+    scores = torch.empty(num_pairs, dtype=a.dtype, device=a.device)
+    # Of a width of 0 the scores are zeros, computed by the same kernel; without rows there are none.
+    if batch_size == 0 or a_total == 0 or num_pairs == 0:
+        return scores
+    a, b, is_wide = _readable(a), _readable(b), _is_wide(a) and _is_wide(b)
+    tile = scores_tile(a.dtype, is_wide, num_pairs / max(b_total, 1), num_pairs / a_total)
+    # A row of a meets so many tiles of b on average. Where these are many, as in long samples, they are spread over programs;
+    # programs to spare are then no more than whole tiles.
+    parts = min(max(num_pairs // (a_total * tile.columns), 1), MAX_GRID)
+    with torch.cuda.device_of(a):
+        pair_scores_kernel[a_total // tile.rows + batch_size, parts](
+            a, b, scores, a_offsets.contiguous(), b_offsets.contiguous(), pair_offsets, batch_size, a_total, b_total, num_pairs,
+            a.stride(0), b.stride(0), WIDTH=width, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.step,
+            PRECISION=_precision(a.dtype), INDEX=_index(tile.rows, b_total), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return scores
+
+
+def pair_sums(
+    scores: Tensor,
+    values: Tensor,
+    a_offsets: Tensor,
+    b_offsets: Tensor,
+    pair_offsets: Tensor,
+    output_total: int,
+    transposed: bool,
+) -> Tensor:
+    """Launch `pair_sums_kernel`: `[num_pairs], [Sb, D] -> [Sa, D]`, or with transposed blocks `[Sa, D] -> [Sb, D]`."""
+    (total, width), batch_size = values.shape, a_offsets.shape[0] - 1
+    output_offsets, offsets = (b_offsets, a_offsets) if transposed else (a_offsets, b_offsets)
+    output = torch.empty(output_total, width, dtype=values.dtype, device=values.device)
+    if batch_size == 0 or output.numel() == 0:
+        return output
+    values = _readable(values)
+    num_pairs = scores.shape[0]
+    tile = sums_tile(values.dtype, _is_wide(values), num_pairs / max(total, 1), num_pairs / output_total)
+    programs = (output_total // tile.rows + batch_size) * triton.cdiv(width, tile.columns)
+    with torch.cuda.device_of(values):
+        pair_sums_kernel[(programs,)](
+            scores, values, output, output_offsets.contiguous(), offsets.contiguous(), pair_offsets, batch_size, output_total,
+            total, num_pairs, scores.stride(0), values.stride(0), TRANSPOSED=transposed, WIDTH=width, BLOCK_M=tile.rows,
+            BLOCK_K=tile.terms, BLOCK_D=tile.step, COLUMNS=tile.columns, PRECISION=_precision(values.dtype),
+            INDEX=_index(max(tile.rows, tile.terms), max(total, output_total) * max(scores.stride(0), 1)),
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return output
+
+
+def _readable(values: Tensor) -> Tensor:
+    """The kernels take any stride of rows, and columns side by side."""
+    return values if values.stride(1) == 1 else values.contiguous()
+
+
+def _is_wide(values: Tensor) -> bool:
+    return values.shape[1] % 16 == 0 and values.stride(0) % 16 == 0
+
+
+def _precision(dtype: torch.dtype) -> str:
+    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def _index(lines: int, longest: int) -> tl.dtype:
+    """Return what counts the pairs of a tile of so many lines of a block; int64 costs a large tile its registers."""
+    return tl.int32 if lines * longest < 2**31 else tl.int64
