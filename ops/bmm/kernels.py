@@ -43,14 +43,14 @@ def split_columns(tile, COLUMNS: tl.constexpr):
     """Return the columns of `[N, COLUMNS]` one by one; 1, 2, 4 or 8 of them."""
     N: tl.constexpr = tile.shape[0]
     if COLUMNS == 1:
-        columns = (tl.reshape(tile, [N]),)
+        return (tl.reshape(tile, [N]),)
     elif COLUMNS == 2:
-        columns = tl.split(tile)
+        return tl.split(tile)
     elif COLUMNS == 4:
         even, odd = tl.split(tl.reshape(tile, [N, 2, 2]))
         c0, c2 = tl.split(even)
         c1, c3 = tl.split(odd)
-        columns = (c0, c1, c2, c3)
+        return c0, c1, c2, c3
     else:
         even, odd = tl.split(tl.reshape(tile, [N, 2, 2, 2]))
         even_even, even_odd = tl.split(even)
@@ -59,8 +59,7 @@ def split_columns(tile, COLUMNS: tl.constexpr):
         c2, c6 = tl.split(even_odd)
         c1, c5 = tl.split(odd_even)
         c3, c7 = tl.split(odd_odd)
-        columns = (c0, c1, c2, c3, c4, c5, c6, c7)
-    return columns
+        return c0, c1, c2, c3, c4, c5, c6, c7
 
 
 @triton.jit
@@ -137,7 +136,7 @@ def jagged_dense_bmm_kernel(
             new_sums = ()
             for t in tl.static_range(BLOCK_T):
                 product = rounded_product(left, tl.broadcast_to(rights[t][None, :], [BLOCK_M, BLOCK_D]))
-                new_sums += (sums[t] + tl.sum(tl.reshape(product, [BLOCK_M, LANES, VECTOR]), 2),)
+                new_sums += (sums[t] + tl.sum(tl.reshape(product, [BLOCK_M, LANES, VECTOR]), 2),)  # type: ignore[assignment]
             sums = new_sums
         for t in tl.static_range(T):
             tl.store(output + row * T + t, tl.sum(sums[t], 1).to(output.dtype.element_ty), mask=row_exists)
@@ -183,7 +182,7 @@ def jagged_jagged_bmm_kernel(
                 exists = (row < end) & (column < T)
                 right = tl.load(b + row * b_stride + column * b_column_stride, mask=exists, other=0.0).to(tl.float32)
                 product = rounded_product(left, tl.broadcast_to(right[:, None], [BLOCK_M, BLOCK_D]))
-                new_sums += (sums[column] + tl.sum(product, 0),)
+                new_sums += (sums[column] + tl.sum(product, 0),)  # type: ignore[assignment]
             sums = new_sums
         result = join_columns(sums, BLOCK_T)
     within = d[:, None] * D_STRIDE + t[None, :] * T_STRIDE

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Up to this width of the narrow side its columns are kept apart in registers; larger ones are the matrix instructions' work.
+# Float32 up to this width of the narrow side is added up in registers, where the matrix instructions would round to TF32.
 NARROW = 8
 # An output tile that is split at fewer rows than this costs more in its partial sums than it gains.
 MIN_CHUNK = 512
@@ -28,15 +28,13 @@ class Tile(NamedTuple):
 
 def dense_tile(d: int, t: int, itemsize: int) -> Tile:
     """Return the tile of `[S, D] x [B, D, T] -> [S, T]`."""
-    if d <= NARROW:
-        # As many sums as there are columns, each of a few products: bound by its stores.
-        return Tile(16, _power(d), min(_power(t), 1024 // itemsize), False, 4, 1)
     if itemsize == 2:
-        return (
-            Tile(32, _power(d, 16, 256), 16, True, 4, 3)
-            if t <= 16
-            else Tile(32, _power(d, 16, 64), _power(t, 16, 128), True, 4, 3)
-        )
+        # One step of the matrix instructions is 16 wide inside and 8 wide outside.
+        if d <= 16:
+            return Tile(32, 16, _power(t, 8, 256), True, 4, 1)
+        return Tile(32, _power(d, 16, 128 if t <= 16 else 64), _power(t, 8, 128), True, 4, 3)
+    if d <= NARROW:
+        return Tile(16, _power(d), _power(t, 1, 256), False, 4, 1)
     if t <= NARROW:
         return Tile(16, _power(d, 16, 256), _power(t), False, 4, 1)
     return Tile(32, _power(d, 16, 32), _power(t, 16, 64), True, 4, 2)
@@ -45,11 +43,10 @@ def dense_tile(d: int, t: int, itemsize: int) -> Tile:
 def jagged_tile(d: int, t: int, itemsize: int) -> Tile:
     """Return the tile of `[S, D] x [S, T] -> [B, D, T]`, where T is the narrower side."""
     if itemsize == 2:
-        return (
-            Tile(32, _power(d, 16, 256), 16, True, 4, 3)
-            if t <= 16
-            else Tile(32, _power(d, 16, 128), _power(t, 16, 64), True, 4, 3)
-        )
+        # With four warps the wide tile would spill for compute capability 8.0.
+        if t <= 16:
+            return Tile(32, _power(d, 16, 256), 16, True, 8, 3)
+        return Tile(32, _power(d, 16, 64), _power(t, 16, 64), True, 4, 3)
     if t <= NARROW:
         # Each thread has the same four columns of every row: no thread waits for another.
         return Tile(8, _power(d, 16, 256), _power(t), False, 2, 1)

@@ -1,10 +1,11 @@
 """The products of a jagged tensor with a dense or a second jagged one in plain PyTorch: the CPU path and the float64 path.
 
-Rows are cut into tiles of `TILE_ROWS` that stay in one sample, padded at most at its end, so that one long sample costs no more
-than many short ones. Sample b's tiles begin at `offsets[b] // TILE_ROWS + b`, which leaves one spare tile a sample at most.
+Rows are laid out in tiles that each hold rows of one sample, for one batched product of all of them.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,17 @@ from torch import Tensor
 from jagged.ops._shared.offsets import position_of_row, sample_of_row
 
 TILE_ROWS = 64
+# A tile a sample, as long as the longest, where the tiles then hold at most so many times the rows.
+MOST_PADDING = 3
+
+
+class Tiling(NamedTuple):
+    """Rows of a tile, number of tiles, each sample's first tile `[B + 1]` (None: one each) and each row's place in the tiles."""
+
+    rows: int
+    num_tiles: int
+    first: Tensor | None
+    place: Tensor
 
 
 def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
@@ -19,13 +31,10 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
     total, (batch_size, _, columns) = values.shape[0], dense.shape
     if total == 0 or batch_size == 0:
         return values.new_zeros(total, columns)
-    offsets = _in_order(offsets, total)
-    first_tile, sample_of_tile, rows, _ = _tiles(offsets, total)
-    accumulator = _accumulator(values.dtype)
-    products = torch.bmm(values[rows].to(accumulator), dense.to(accumulator)[sample_of_tile]).flatten(0, 1)
-    sample = sample_of_row(offsets, total)
-    place = first_tile[sample] * TILE_ROWS + position_of_row(offsets, sample)
-    return products[place].to(values.dtype)
+    tiling = _tile(offsets, total)
+    matrices = dense if tiling.first is None else dense[sample_of_row(tiling.first, tiling.num_tiles)]
+    products = torch.bmm(_laid_out(values, tiling), matrices)
+    return products.flatten(0, 1).index_select(0, tiling.place)
 
 
 def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
@@ -33,31 +42,33 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     total, batch_size = a.shape[0], offsets.shape[0] - 1
     if total == 0 or batch_size == 0:
         return a.new_zeros(batch_size, a.shape[1], b.shape[1])
-    offsets = _in_order(offsets, total)
-    first_tile, _, rows, outside = _tiles(offsets, total)
-    # Both, because what stands in the way of a row outside may be infinite.
-    left, right = (side.to(_accumulator(a.dtype))[rows].masked_fill_(outside[..., None], 0) for side in (a, b))
+    tiling = _tile(offsets, total)
+    if tiling.first is None:
+        return torch.bmm(_laid_out(a, tiling).transpose(1, 2), _laid_out(b, tiling))
+    accumulator = torch.float64 if a.dtype == torch.float64 else torch.float32
+    left, right = (_laid_out(side.to(accumulator), tiling) for side in (a, b))
     products = torch.bmm(left.transpose(1, 2), right)
-    return torch.segment_reduce(products, "sum", offsets=first_tile, axis=0, unsafe=True).to(a.dtype)
+    return torch.segment_reduce(products, "sum", offsets=tiling.first, axis=0, unsafe=True).to(a.dtype)
 
 
-def _tiles(offsets: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return each sample's first tile `[B + 1]`, each tile's sample `[N]`, its rows `[N, TILE_ROWS]` and which are none."""
+def _tile(offsets: Tensor, total: int) -> Tiling:
+    """Give every row a place. Wrong offsets are moved, so that they never fall and lie inside the rows."""
+    offsets = offsets.to(torch.int64).clamp(0, total).cummax(0).values
     batch_size = offsets.shape[0] - 1
-    samples = torch.arange(batch_size + 1, device=offsets.device)
-    first_tile = offsets // TILE_ROWS + samples
-    sample = sample_of_row(first_tile, total // TILE_ROWS + batch_size)
-    tile = torch.arange(sample.shape[0], device=offsets.device)
-    begin = offsets[sample] + (tile - first_tile[sample]) * TILE_ROWS
-    rows = begin[:, None] + torch.arange(TILE_ROWS, device=offsets.device)
-    outside = rows >= offsets[sample + 1][:, None]
-    return first_tile, sample, rows.clamp_(max=total - 1), outside
+    sample = sample_of_row(offsets, total)
+    position = position_of_row(offsets, sample).clamp_(min=0)
+    # Elsewhere than on the CPU, reading the longest length would synchronise.
+    longest = max(1, int(offsets.diff().max())) if offsets.device.type == "cpu" else total
+    if batch_size * longest <= MOST_PADDING * total:
+        return Tiling(longest, batch_size, None, sample * longest + position.clamp_(max=longest - 1))
+    # That many tiles are enough for sample b, up to `offsets[b + 1] // TILE_ROWS + b`; one to spare stays empty.
+    first = offsets // TILE_ROWS + torch.arange(batch_size + 1, device=offsets.device)
+    num_tiles = total // TILE_ROWS + batch_size
+    place = first[sample] * TILE_ROWS + position
+    return Tiling(TILE_ROWS, num_tiles, first, place.clamp_(max=num_tiles * TILE_ROWS - 1))
 
 
-def _in_order(offsets: Tensor, total: int) -> Tensor:
-    """Return the offsets in int64; wrong ones are moved so that they never fall and lie inside the rows."""
-    return offsets.to(torch.int64).clamp(0, total).cummax(0).values
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def _laid_out(rows: Tensor, tiling: Tiling) -> Tensor:
+    """Return the tiles `[num_tiles, rows, columns]`, zeros where they have no row."""
+    tiles = rows.new_zeros(tiling.num_tiles * tiling.rows, rows.shape[1]).index_copy_(0, tiling.place, rows)
+    return tiles.view(tiling.num_tiles, tiling.rows, rows.shape[1])

@@ -18,7 +18,9 @@ from jagged.ops import (
     jagged_attention,
     jagged_concat,
     jagged_dense_add,
+    jagged_dense_bmm,
     jagged_dense_mul,
+    jagged_jagged_bmm,
     jagged_linear,
     jagged_pairwise_difference,
     jagged_split,
@@ -80,6 +82,19 @@ def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width), (ITEMS, width)))
 
 
+def bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    offsets, backend = batch.offsets, PLACE.backend
+
+    def forward(values: Tensor, other: Tensor, dense: Tensor) -> list[Tensor]:
+        rows = jagged_dense_bmm(values, offsets, dense, backend=backend)
+        sums = jagged_jagged_bmm(values, other, offsets, backend=backend)
+        # In pieces of four columns samples are long enough to be added up in chunks.
+        pieces = values.reshape(-1, 4)
+        return [rows, sums, jagged_jagged_bmm(pieces, pieces, offsets * (width // 4), backend=backend)]
+
+    return Step(forward, _leaves(dtype, (batch.total, width), (batch.total, 4), (batch.batch_size, width, 4)))
+
+
 def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     offsets, backend = batch.offsets, PLACE.backend
     # Enough for any lengths of 200 rows.
@@ -104,6 +119,7 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
 
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
+    "bmm": bmm,
     "conversion": conversion,
     "cross_entropy": cross_entropy,
     "elementwise": elementwise,

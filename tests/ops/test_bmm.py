@@ -1,0 +1,302 @@
+"""Products of a jagged tensor with a dense or a second jagged one, against a loop over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm
+from jagged.ops.bmm import tiles
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference import bmm as reference
+from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, random_tensor, seeds
+
+ON_GPU = pytest.mark.gpu
+# Wide and narrow, either way round; widths of one tile, of a tile and a bit, and odd ones.
+WIDTHS = st.tuples(*[st.sampled_from([1, 3, 4, 8, 9, 20, 64, 130, 300])] * 2)
+WANTED = st.sampled_from([(True, True), (True, False), (False, True), (False, False)])
+
+
+@pytest.fixture
+def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split samples of a few rows too."""
+    monkeypatch.setattr(tiles, "MIN_CHUNK", 16)
+    monkeypatch.setattr(tiles, "WORKSPACE_SHARE", 1e9)
+
+
+def bmm_inputs(batch: Jagged, d: int, t: int, dtype: torch.dtype, seed: int, strided: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return values `[S, D]`, others `[S, T]` and dense `[B, D, T]`."""
+    shapes = (batch.total, d), (batch.total, t), (batch.batch_size, d, t)
+    first, second, dense = (random_tensor(shape, dtype, seed + k, strided=strided) for k, shape in enumerate(shapes))
+    return first, second, dense
+
+
+@given(jagged_batches(), WIDTHS, float_dtypes(), seeds(), st.booleans(), WANTED)
+def test_jagged_dense_bmm(
+    place: Place, batch: Jagged, widths: tuple[int, int], dtype: torch.dtype, seed: int, strided: bool, wanted: tuple[bool, bool]
+) -> None:
+    values, _, dense = bmm_inputs(batch, *widths, dtype, seed, strided)
+    check_three_way(
+        lambda values, dense: jagged_dense_bmm(values, batch.offsets, dense, backend=place.backend),
+        lambda values, dense: reference.dense_bmm(values, batch.lengths, dense),
+        [values, dense],
+        requires_grad=wanted,
+    )
+
+
+@pytest.mark.usefixtures("_short_chunks")
+@given(jagged_batches(), WIDTHS, float_dtypes(), seeds(), st.booleans(), WANTED)
+def test_jagged_jagged_bmm(
+    place: Place, batch: Jagged, widths: tuple[int, int], dtype: torch.dtype, seed: int, strided: bool, wanted: tuple[bool, bool]
+) -> None:
+    a, b, _ = bmm_inputs(batch, *widths, dtype, seed, strided)
+    check_three_way(
+        lambda a, b: jagged_jagged_bmm(a, b, batch.offsets, backend=place.backend),
+        lambda a, b: reference.jagged_bmm(a, b, batch.lengths),
+        [a, b],
+        requires_grad=wanted,
+    )
+
+
+@given(st.lists(st.integers(0, 50), max_size=12), st.integers(1, 20))
+def test_chunks_cover_every_row_once_in_slots_of_their_own(lengths: list[int], chunk: int) -> None:
+    """The arithmetic of `load_chunk` and of the slots, which their docstrings prove."""
+    offsets = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
+    total = offsets[-1]
+    later = total // chunk
+    chunks, slots = set(), set()
+    for number in range(later):
+        sample = max(b for b in range(len(lengths)) if offsets[b] <= (number + 1) * chunk - 1)
+        first = offsets[sample] + (number - offsets[sample] // chunk + 1) * chunk
+        if offsets[sample] < first < offsets[sample + 1]:
+            chunks.add((sample, first))
+            slots.add(number)
+    for sample, length in enumerate(lengths):
+        if length > chunk:
+            slots.add(later + offsets[sample] // chunk)
+    expected = {(b, first) for b in range(len(lengths)) for first in range(offsets[b] + chunk, offsets[b + 1], chunk)}
+    assert chunks == expected
+    assert len(slots) == len(expected) + sum(length > chunk for length in lengths)
+    assert max(slots, default=0) < max(1, 2 * later)
+
+
+@pytest.mark.parametrize(("d", "t"), [(1024, 4), (64, 64), (512, 512), (1, 1)])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("total", [0, 100, 51_500, 10**7])
+def test_partial_sums_are_small(d: int, t: int, itemsize: int, total: int) -> None:
+    chunk = tiles.chunk_of(d, t, total, 1024, itemsize)
+    workspace = 2 * (total // chunk) * d * t * 4 if total > chunk else 0
+    assert workspace <= 0.01 * (total * (d + t) + 1024 * d * t) * itemsize
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="minutes under the interpreter")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_long_sample_among_short_ones(place: Place, dtype: torch.dtype) -> None:
+    batch = jagged_of((3, 0, 7) * 200 + (100_000,) + (5, 1, 0) * 200, torch.int32)
+    a, b, dense = bmm_inputs(batch, 24, 4, dtype, 0, strided=False)
+    check_three_way(
+        lambda a, b: jagged_jagged_bmm(a, b, batch.offsets, backend=place.backend),
+        lambda a, b: reference.jagged_bmm(a, b, batch.lengths),
+        [a, b],
+    )
+    check_three_way(
+        lambda a, dense: jagged_dense_bmm(a, batch.offsets, dense, backend=place.backend),
+        lambda a, dense: reference.dense_bmm(a, batch.lengths, dense),
+        [a, dense],
+    )
+
+
+@pytest.mark.usefixtures("_short_chunks")
+def test_neighbours_that_are_no_numbers_do_not_spread(place: Place) -> None:
+    """Zero times NaN is NaN: what lies past a sample's end must enter no product of its own."""
+    batch = jagged_of((21, 5, 40))
+    a, b, dense = bmm_inputs(batch, 20, 4, torch.float32, 0, strided=False)
+    expected = jagged_jagged_bmm(a, b, batch.offsets, backend=place.backend), jagged_dense_bmm(a, batch.offsets, dense)
+    for side in (a, b, dense):
+        changed = side.clone()
+        (changed[21:26] if side.dim() == 2 else changed[1]).fill_(float("nan"))
+        inputs = [changed if tensor is side else tensor for tensor in (a, b, dense)]
+        of_jagged = jagged_jagged_bmm(*inputs[:2], batch.offsets, backend=place.backend)
+        of_dense = jagged_dense_bmm(inputs[0], batch.offsets, inputs[2], backend=place.backend)
+        torch.testing.assert_close(of_jagged[[0, 2]], expected[0][[0, 2]])
+        for rows in (slice(0, 21), slice(26, 66)):
+            torch.testing.assert_close(of_dense[rows], expected[1][rows])
+
+
+@pytest.mark.usefixtures("_short_chunks")
+@pytest.mark.parametrize("widths", [(20, 4), (4, 20), (20, 20)])
+def test_wrong_offsets_reach_no_foreign_memory(place: Place, widths: tuple[int, int]) -> None:
+    """Offsets that decrease, begin before 0 or run past the end give some sums, none of them of a neighbour's rows."""
+    d, t = widths
+    fences = [torch.full((120, width), float("nan"), device=place.device) for width in widths]
+    a, b = (fence[40:80].fill_(1.0) for fence in fences)
+    for wrong in ([0, 39, 5, 130], [-70, 4, 40], [0, 1000, 2000], [500, 600, 700], [-(2**31), 2**31 - 1, -5]):
+        for dtype in (torch.int32, torch.int64):
+            offsets = torch.tensor(wrong, dtype=dtype, device=place.device)
+            sums = jagged_jagged_bmm(a, b, offsets, backend=place.backend)
+            # Chunks that wrong offsets make overlap may leave a slot unwritten, which holds the NaN of fresh memory.
+            assert sums.shape == (len(wrong) - 1, d, t)
+            dense_fence = torch.full((len(wrong) + 1, d, t), float("nan"), device=place.device)
+            dense = dense_fence[1:-1].fill_(1.0)
+            rows = jagged_dense_bmm(a, offsets, dense, backend=place.backend)
+            # Rows that no sample claims stay unwritten.
+            assert set(rows[~rows.isnan()].tolist()) <= {0.0, float(d)}
+    for fence in fences:
+        assert bool(fence[:40].isnan().all())
+        assert bool(fence[80:].isnan().all())
+
+
+def test_sizes_of_zero(place: Place) -> None:
+    offsets = torch.tensor([0, 2, 3], device=place.device)
+    for d, t in ((0, 3), (3, 0), (0, 0)):
+        a, b = torch.ones(3, d, device=place.device), torch.ones(3, t, device=place.device)
+        assert jagged_jagged_bmm(a, b, offsets, backend=place.backend).shape == (2, d, t)
+        out = jagged_dense_bmm(a, offsets, torch.ones(2, d, t, device=place.device), backend=place.backend)
+        assert torch.equal(out, torch.zeros(3, t, device=place.device))
+
+
+def test_messages_name_argument_and_cure(place: Place) -> None:
+    a, offsets = torch.zeros(3, 2, device=place.device), torch.tensor([0, 3], device=place.device)
+    dense = torch.zeros(1, 2, 4, device=place.device)
+    cases: list[tuple[Callable[[], Tensor], type[Exception], str]] = [
+        (lambda: jagged_dense_bmm(a[0], offsets, dense), ValueError, r"values: expected shape \[S, D\], got \[2\]"),
+        (lambda: jagged_dense_bmm(a.int(), offsets, dense), TypeError, r"values: expected dtype float32, .* got int32"),
+        (lambda: jagged_dense_bmm(a, offsets, dense[0]), ValueError, r"dense: expected shape \[B, D, T\], got \[2, 4\]"),
+        (lambda: jagged_dense_bmm(a, offsets, dense[:0]), ValueError, r"dense: expected shape \[1, 2, T\].*got \[0, 2, 4\]"),
+        (lambda: jagged_dense_bmm(a, offsets, dense[:, :1]), ValueError, r"dense: expected shape \[1, 2, T\].*got \[1, 1, 4\]"),
+        (lambda: jagged_dense_bmm(a, offsets, dense.half()), TypeError, r"dense: expected the dtype of values, float32, got flo"),
+        (lambda: jagged_dense_bmm(a, offsets.float(), dense), TypeError, r"offsets: expected dtype int32, int64, got float32"),
+        (lambda: jagged_dense_bmm(a, offsets, dense, backend="cuda"), ValueError, r"backend: got 'cuda'"),
+        (lambda: jagged_dense_bmm(a.double(), offsets, dense.double(), backend="triton"), TypeError, r"got float64 tensors"),
+        (lambda: jagged_jagged_bmm(a, a[:2], offsets), ValueError, r"b: expected shape \[3, T\].*got \[2, 2\]"),
+        (lambda: jagged_jagged_bmm(a, a.bfloat16(), offsets), TypeError, r"b: expected the dtype of a, float32, got bfloat16"),
+        (lambda: jagged_jagged_bmm(a, a[0], offsets), ValueError, r"b: expected shape \[S, T\], got \[2\]"),
+        (lambda: jagged_jagged_bmm(a, a, offsets[:0]), ValueError, r"offsets: expected shape \[B \+ 1\], got \[0\]"),
+    ]
+    for call, error, message in cases:
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_values_of_offsets_are_checked_on_demand(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, offsets = torch.zeros(3, 2, device=place.device), torch.tensor([0, 2, 1, 3], device=place.device)
+    dense = torch.zeros(3, 2, 2, device=place.device)
+    jagged_jagged_bmm(a, a, offsets, backend=place.backend)
+    monkeypatch.setenv("JAGGED_VALIDATE", "1")
+    for call in (lambda: jagged_jagged_bmm(a, a, offsets), lambda: jagged_dense_bmm(a, offsets, dense)):
+        with pytest.raises(ValueError, match=r"offsets\[2\]: expected at least 2, the offset before it, got 1"):
+            call()
+
+
+def test_opcheck(place: Place) -> None:
+    batch = jagged_of((2, 0, 3))
+    a, b, dense = bmm_inputs(batch, 4, 3, torch.float32, 0, strided=False)
+    torch.library.opcheck(torch.ops.jagged.jagged_dense_bmm.default, (a, batch.offsets, dense, place.backend))
+    torch.library.opcheck(torch.ops.jagged.jagged_jagged_bmm.default, (a, b, batch.offsets, place.backend))
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="float64 finite differences are the CPU's work")
+def test_gradcheck_to_second_order(place: Place) -> None:
+    batch = jagged_of((2, 0, 3))
+    a, b, dense = (x.requires_grad_() for x in bmm_inputs(batch, 3, 2, torch.float64, 0, strided=False))
+    for function, leaves in (
+        (lambda a, dense: jagged_dense_bmm(a, batch.offsets, dense), (a, dense)),
+        (lambda a, b: jagged_jagged_bmm(a, b, batch.offsets), (a, b)),
+    ):
+        assert torch.autograd.gradcheck(function, leaves)
+        assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
+    graphs = 0
+
+    def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    def function(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+        return jagged_dense_bmm(a, offsets, jagged_jagged_bmm(a, b, offsets))
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
+    for lengths in ((2, 4, 3), (5, 0, 1, 9), (0, 7), (30, 2, 2, 2, 2), (900, 700, 3)):
+        batch = jagged_of(lengths)
+        a, b, _ = bmm_inputs(batch, 13, 5, torch.float32, 0, strided=False)
+        a.requires_grad_()
+        got, expected = compiled(a, b, batch.offsets), function(a, b, batch.offsets)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        for left, right in zip(*(torch.autograd.grad(out.square().sum(), a) for out in (got, expected)), strict=True):
+            torch.testing.assert_close(left, right, rtol=0, atol=0)
+    assert graphs == 1
+
+
+@ON_GPU
+def test_kernels_are_compiled_once_for_all_jagged_shapes(place: Place) -> None:
+    from jagged.ops.bmm import kernels
+
+    compiled = []
+    for lengths in ((2, 4, 3), (16,), (1,), (900, 700, 3, 16), (0, 0)):
+        batch = jagged_of(lengths)
+        a, b, dense = bmm_inputs(batch, 64, 4, torch.bfloat16, 0, strided=False)
+        jagged_jagged_bmm(a, b, batch.offsets)
+        jagged_dense_bmm(a, batch.offsets, dense)
+        caches = [kernel.device_caches[0][0] for kernel in (kernels.jagged_dense_bmm_kernel, kernels.jagged_jagged_bmm_kernel)]
+        compiled.append([len(cache) for cache in caches])
+    assert compiled[0] == compiled[-1]
+
+
+@ON_GPU
+@pytest.mark.usefixtures("_short_chunks")
+def test_no_synchronisation_and_graph_capture(place: Place) -> None:
+    batch = jagged_of((10, 0, 50))
+    a, b, dense = bmm_inputs(batch, 40, 4, torch.float32, 0, strided=False)
+    a.requires_grad_()
+
+    def step() -> Tensor:
+        out = jagged_dense_bmm(a, batch.offsets, jagged_jagged_bmm(a, b, batch.offsets) + dense)
+        (grad,) = torch.autograd.grad(out.square().sum(), a)
+        return grad
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    again = step()
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(again, expected)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ((10, 0, 50), (5, 50, 5), (0, 0, 60)):
+        batch.offsets.copy_(jagged_of(lengths).offsets)
+        graph.replay()
+        assert torch.equal(captured, step())
+
+
+@ON_GPU
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_addresses_past_2_to_the_31(place: Place, dtype: torch.dtype) -> None:
+    """The rows past 2^31 elements, against the same rows by themselves."""
+    rows, width = 2**21 + 35, 1024
+    values = torch.zeros(rows, width, dtype=dtype, device=place.device)
+    values[-40:] = random_tensor((40, width), dtype, 0)
+    other = random_tensor((rows, 4), dtype, 1)
+    dense = random_tensor((3, width, 4), dtype, 2)
+    offsets = torch.tensor([0, 5, rows - 30, rows], device=place.device)
+    last = torch.tensor([0, 30], device=place.device)
+    assert torch.equal(jagged_dense_bmm(values, offsets, dense)[-30:], jagged_dense_bmm(values[-30:], last, dense[2:]))
+    sums = jagged_jagged_bmm(values, other, offsets)
+    assert torch.equal(sums[2], jagged_jagged_bmm(values[-30:], other[-30:], last)[0])
+    torch.testing.assert_close(sums[1], values[-40:-30].T @ other[-40:-30])
+    wide = jagged_dense_bmm(other, offsets, dense.transpose(1, 2))
+    assert torch.equal(wide[-30:], jagged_dense_bmm(other[-30:], last, dense[2:].transpose(1, 2)))
