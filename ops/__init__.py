@@ -24,10 +24,12 @@ from jagged.ops.elementwise import (
     jagged_mlp,
     jagged_pairwise_difference,
 )
+from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
     "dense_to_jagged",
+    "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
     "jagged_dense_add",
@@ -38,6 +40,7 @@ __all__ = [
     "jagged_linear",
     "jagged_mlp",
     "jagged_pairwise_difference",
+    "jagged_softmax",
     "jagged_split",
     "jagged_to_dense",
     "jagged_truncate",

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import exp_of_difference, find_segment, load_segment, rounded_product
+from jagged.ops._shared.offsets import pair_offsets as offsets_of_pairs
 
 # Elements of a tile by warp: 8 a thread, with which the kernels need 40 to 80 registers; with 32 they would need all.
 WARP_ELEMENTS = 256
@@ -25,7 +26,8 @@ SERIAL_ELEMENTS = 2**18
 CHUNK_ELEMENTS = 2**13
 # Every chunk reads what all chunks of its sample found; that stays linear in the rows by never having more chunks than this.
 MAX_CHUNKS = 1024
-# Batches at most this large compute where blocks begin in every program; for larger ones a launch of its own writes it down.
+# In batches at most this large every program adds up where blocks begin, which saves PyTorch's six launches; the work of all
+# programs together grows with the batch's square.
 SCANNED_SAMPLES = 2048
 # Pairs that a program of `jagged2_softmax` normalises, at least.
 PROGRAM_PAIRS = 4096
@@ -332,18 +334,6 @@ def scan_areas(a_offsets, b_offsets, first, num_samples):
     return index, tl.cumsum(rows.to(tl.int64) * columns.to(tl.int64), 0)
 
 
-@triton.jit(do_not_specialize=["num_samples"])
-def pair_offsets_kernel(a_offsets, b_offsets, pair_offsets, num_samples):
-    """Write where blocks begin. One program: a launch costs more than the scan of some ten thousand samples."""
-    tl.store(pair_offsets, tl.zeros([], tl.int64))
-    before = tl.zeros([], tl.int64)
-    for first in range(0, num_samples, SCAN):
-        index, ends = scan_areas(a_offsets, b_offsets, first, num_samples)
-        ends += before
-        tl.store(pair_offsets + index + 1, ends, mask=index < num_samples)
-        before = tl.max(ends, 0)
-
-
 @triton.jit
 def find_block(a_offsets, b_offsets, pair_offsets, num_samples, num_pairs, QUANTUM: tl.constexpr):
     """Return where this program's block begins, its rows and columns (int64), and the program's place among the block's.
@@ -563,8 +553,7 @@ def _launch2(kernel, inputs, a_offsets, b_offsets, pair_offsets, output, by_colu
     batch_size, num_pairs = a_offsets.shape[0] - 1, output.shape[0]
     b_offsets = a_offsets if b_offsets is None else b_offsets
     if pair_offsets is None and batch_size > SCANNED_SAMPLES:
-        pair_offsets = torch.empty(batch_size + 1, dtype=torch.int64, device=output.device)
-        pair_offsets_kernel[(1,)](a_offsets, b_offsets, pair_offsets, batch_size, num_warps=8)
+        pair_offsets = offsets_of_pairs(a_offsets, b_offsets)
     tile = softmax2_tile(num_pairs, batch_size, by_columns)
     kernel[(num_pairs // PROGRAM_PAIRS + batch_size,)](
         *inputs, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, inputs[0].stride(0),

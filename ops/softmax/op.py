@@ -44,10 +44,15 @@ _backward2 = define_operator(
 
 
 class SoftmaxFunction(torch.autograd.Function):
-    """Softmax; `layout` is what the operator of either function takes after the values, three offsets for blocks."""
+    """Softmax of values; `layout` is what the operator of either function takes after them, three offsets for blocks.
+
+    Torch's compiler takes a forward with as many parameters as there are arguments after the context for one without a context,
+    so the arguments come as one tuple.
+    """
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, *layout: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        values, *layout = arguments
         weights: Tensor = _forward(values, *layout) if len(layout) == 2 else _forward2(values, *layout)
         offsets, ctx.options = _parts(layout)
         ctx.save_for_backward(weights, *offsets)
@@ -67,7 +72,8 @@ class SoftmaxBackwardFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, weights: Tensor, *layout: Any) -> Tensor:
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        grad, weights, *layout = arguments
         offsets, ctx.options = _parts(layout)
         ctx.save_for_backward(grad, weights, *offsets)
         result: Tensor = _backward(grad, weights, *layout) if len(layout) == 2 else _backward2(grad, weights, *layout)
@@ -90,7 +96,7 @@ class SoftmaxBackwardFunction(torch.autograd.Function):
         return of_grad, of_weights, *(None for _ in layout)
 
 
-def _parts(layout: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _parts(layout: list[Any]) -> tuple[list[Any], list[Any]]:
     """Split a layout into offsets, which may be None, and options."""
     count = 1 if len(layout) == 2 else 3
     return layout[:count], layout[count:]
@@ -148,12 +154,13 @@ def jagged2_softmax(
     Deterministic; gradients of any order.
 
     Args:
-        scores: `[P]`, with `P = sum La_i * Lb_i`; float32, bfloat16, float16, or float64 (computed by PyTorch on every device); any stride.
+        scores: `[P]`, with `P = sum La_i * Lb_i`; float32, bfloat16, float16, or float64 (computed by PyTorch on every device);
+            any stride.
         a_offsets: `[B + 1]`, int32 or int64: the blocks' rows.
         b_offsets: `[B + 1]`, of the same dtype: their columns; None for square blocks of `a_offsets`.
         dim: -1 makes every row of a block sum to 1, -2 every column.
         pair_offsets: `[B + 1]`, int32 or int64: what `pair_offsets(a_offsets, b_offsets)` gives, from callers who have it.
-            Without it, it is computed on the way; above 2,048 samples that takes a launch of its own.
+            Without it, it is computed on the way; above 2,048 samples by some small launches.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:

@@ -19,14 +19,14 @@ DIMS = st.sampled_from([-1, -2])
 
 @pytest.fixture(params=["one launch", "long samples split"])
 def division(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small batches with their long samples in chunks of 8 rows, of few enough elements for several chunks a test."""
+    """Small batches as they are, and with samples split in chunks of 64 elements."""
     if request.param != "one launch":
         if PLACE.name == "cpu":
             pytest.skip("the kernels' own way")
         from jagged.ops.softmax import kernels
 
         monkeypatch.setattr(kernels, "SERIAL_ELEMENTS", 0)
-        monkeypatch.setattr(kernels, "CHUNK_ELEMENTS", 8)
+        monkeypatch.setattr(kernels, "CHUNK_ELEMENTS", 64)
 
 
 @pytest.fixture(params=["found in every program", "written down first"])
@@ -75,7 +75,7 @@ def test_jagged2_softmax(
 
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize(
-    ("a_lengths", "b_lengths"), [((2, 0, 3, 1), (1500, 2, 0, 7)), ((1500, 1, 300), (1, 3, 20)), ((1,), (9000,))]
+    ("a_lengths", "b_lengths"), [((2, 0, 3, 1), (1500, 2, 0, 7)), ((1500, 1, 300), (1, 3, 20)), ((1,), (5000,))]
 )
 def test_long_rows_and_columns(place: Place, a_lengths: tuple[int, ...], b_lengths: tuple[int, ...], dim: int) -> None:
     """Vectors of several tiles, and blocks of more pairs than a program takes."""
@@ -88,7 +88,7 @@ def test_long_rows_and_columns(place: Place, a_lengths: tuple[int, ...], b_lengt
     )
 
 
-@pytest.mark.parametrize("lengths", [(3, 2100, 0, 5), (1, 1, 300, 1, 900)])
+@pytest.mark.parametrize("lengths", [(3, 290, 0, 5), (40, 1, 70, 1, 90)])
 def test_long_samples(place: Place, division: None, lengths: tuple[int, ...]) -> None:
     batch = jagged_of(lengths)
     check_three_way(
@@ -98,19 +98,13 @@ def test_long_samples(place: Place, division: None, lengths: tuple[int, ...]) ->
     )
 
 
-def test_more_samples_than_a_scan_takes(place: Place, starts: None) -> None:
-    lengths = tuple(k % 3 for k in range(2500 if place.name != "interpret" else 1100))
-    batch = jagged_of(lengths)
-    scores = random_tensor((sum(n * n for n in lengths),), torch.float32, 0)
-    # The middle and the end are enough of what a loop over so many samples would compare.
-    ours = ops.jagged2_softmax(scores, batch.offsets, backend=place.backend) if place.name != "interpret" else None
-    if ours is None:
-        from jagged.ops.softmax import kernels
-
-        pairs = torch.empty(batch.batch_size + 1, dtype=torch.int64)
-        kernels.pair_offsets_kernel[(1,)](batch.offsets, batch.offsets, pairs, batch.batch_size)
-        assert torch.equal(pairs, ops.pair_offsets(batch.offsets))
-    else:
+@pytest.mark.skipif(PLACE.name == "interpret", reason="programs one after the other, thousands of them")
+def test_more_samples_than_a_scan_takes(place: Place) -> None:
+    """Blocks are found past the first thousand samples, in every program and with PyTorch's offsets."""
+    for empty in (500, 1030):
+        lengths = (*[0] * empty, 3, 2, *[0] * empty, 4)
+        scores = random_tensor((29,), torch.float32, 0)
+        ours = ops.jagged2_softmax(scores, jagged_of(lengths).offsets, backend=place.backend)
         torch.testing.assert_close(ours, reference.softmax2(scores, lengths, lengths, -1))
 
 
@@ -304,7 +298,9 @@ def test_no_synchronisation_and_graph_capture(place: Place, division: None, star
         graph.replay()
         for got, want in zip(captured, step(), strict=True):
             assert torch.equal(got, want)
-    assert torch.equal(step()[0][:1], expected[0][:1]) is False
+    offsets.copy_(jagged_of((10, 0, 50)).offsets)
+    for got, want in zip(step(), expected, strict=True):
+        assert torch.equal(got, want)
 
 
 @ON_GPU
@@ -330,7 +326,8 @@ def test_addresses_past_2_to_the_31(place: Place) -> None:
     assert torch.equal(ours[-2:], expected)
     assert torch.equal(ours[:4], torch.full_like(ours[:4], 0.25))
     flat = values.flatten()
-    a, b = (torch.tensor([0, n, n + 2], device=place.device) for n in (rows - 2, features))
+    a = torch.tensor([0, rows - 2, rows], device=place.device)
+    b = torch.tensor([0, features, 2 * features], device=place.device)
     for dim in (-1, -2):
-        ours = ops.jagged2_softmax(flat, a, b.minimum(b[1]) if dim == 0 else torch.arange(3, device=place.device) * features, dim)
+        ours = ops.jagged2_softmax(flat, a, b, dim)
         torch.testing.assert_close(ours[-2 * features :].view(2, features), torch.softmax(values[-2:], dim))

@@ -62,13 +62,3 @@ def test_jagged2_softmax(arch: int | str, dtype: str, offsets: str, by_columns: 
         constants["pair_offsets"] = None
     for kernel in (kernels.jagged2_softmax_forward_kernel, kernels.jagged2_softmax_backward_kernel):
         check(kernel, compile_softmax(kernel, dtype, offsets, tile, constants, arch))
-
-
-@pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize("offsets", ["i32", "i64"])
-def test_pair_offsets(arch: int | str, offsets: str) -> None:
-    from jagged.ops.softmax import kernels
-
-    signature = {"a_offsets": f"*{offsets}", "b_offsets": f"*{offsets}", "pair_offsets": "*i64", "num_samples": "i32"}
-    kernel = kernels.pair_offsets_kernel
-    check(kernel, compile_kernel(kernel, signature, {}, arch=arch, num_warps=8))
