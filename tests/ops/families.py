@@ -15,6 +15,7 @@ from torch import Tensor
 import jagged.ops
 from jagged.ops import (
     dense_to_jagged,
+    jagged2_softmax,
     jagged_attention,
     jagged_concat,
     jagged_dense_add,
@@ -23,6 +24,7 @@ from jagged.ops import (
     jagged_jagged_bmm,
     jagged_linear,
     jagged_pairwise_difference,
+    jagged_softmax,
     jagged_split,
     jagged_to_dense,
     jagged_truncate,
@@ -117,12 +119,29 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, *shapes))
 
 
+def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    offsets, backend = batch.offsets, PLACE.backend
+    columns = torch.arange(batch.batch_size + 1, device=PLACE.device, dtype=offsets.dtype) * width
+
+    def forward(values: Tensor) -> list[Tensor]:
+        outputs = [jagged_softmax(values, offsets, backend=backend)]
+        # Element by element, twice: samples long enough to be split in chunks.
+        elements = torch.cat([values, values]).reshape(-1, 1)
+        outputs.append(jagged_softmax(elements, offsets * (2 * width), backend=backend))
+        for dim in (-1, -2):
+            outputs.append(jagged2_softmax(values.flatten(), offsets, columns, dim, backend=backend))
+        return outputs
+
+    return Step(forward, _leaves(dtype, (batch.total, width)))
+
+
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "bmm": bmm,
     "conversion": conversion,
     "cross_entropy": cross_entropy,
     "elementwise": elementwise,
+    "softmax": softmax,
 }
 
 
