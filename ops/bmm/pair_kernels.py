@@ -1,7 +1,7 @@
 """Products over the pairs of rows of each sample as Triton kernels: scores of pairs, and sums of rows weighted by scores.
 
-A program owns a tile of rows of one sample that is large enough for most samples, so that each operand comes from memory once.
-Samples of at most half a tile are computed with half of it. Longer ones take several tiles.
+A program owns a tile of rows of one sample and meets the other side in tiles that hold all of it in most samples, so that rows
+come from memory once. A side of at most half a tile is met with half of it.
 """
 
 from __future__ import annotations
@@ -55,10 +55,11 @@ def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float)
 def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsTile:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
     fits = dtype.itemsize == 2 and is_wide
-    rows = 32 if output_mean <= SHORT else 128 if fits else 64
-    terms = 32 if mean <= SHORT or not fits else 64
+    rows = 32 if output_mean <= SHORT else 64
+    terms = 32 if mean <= SHORT or not fits else 128
     # A program of a long sample has enough to do with few columns.
-    return SumsTile(rows, terms, 64, 128 if mean > LONG else 512, 8 if rows > 32 else 4, 3 if fits else 2)
+    columns = 128 if mean > LONG else 512
+    return SumsTile(rows, terms, 64 if fits else 32, columns, 8 if max(rows, terms) > 32 else 4, 3 if fits else 2)
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -149,16 +150,19 @@ def pair_scores_kernel(
     a += a_start * a_stride
     b += b_start * b_stride
     scores += first_pair
-    if (a_length <= BLOCK_M // 2) & (b_length <= BLOCK_N // 2):
+    if b_length <= BLOCK_N // 2:
         if tl.program_id(1) == 0:
             store_scores(
                 a, b, scores, first_row, 0, a_length, b_length, a_stride, b_stride,
-                WIDTH, BLOCK_M // 2, BLOCK_N // 2, BLOCK_K, PRECISION, INDEX,
+                WIDTH, BLOCK_M, BLOCK_N // 2, BLOCK_K, PRECISION, INDEX,
             )  # fmt: skip
     else:
-        for first_column in range(tl.program_id(1) * BLOCK_N, b_length, tl.num_programs(1) * BLOCK_N):
+        # Rows are constant in the loop. Unless the compiler knows, it keeps none of their addresses in registers meanwhile.
+        row_tiles = tl.cdiv(a_length, BLOCK_M)
+        num_tiles = row_tiles * tl.cdiv(b_length, BLOCK_N)
+        for tile in range(first_row // BLOCK_M + tl.program_id(1) * row_tiles, num_tiles, tl.num_programs(1) * row_tiles):
             store_scores(
-                a, b, scores, first_row, first_column, a_length, b_length, a_stride, b_stride,
+                a, b, scores, tile % row_tiles * BLOCK_M, tile // row_tiles * BLOCK_N, a_length, b_length, a_stride, b_stride,
                 WIDTH, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, INDEX,
             )  # fmt: skip
 
@@ -249,10 +253,10 @@ def pair_sums_kernel(
     scores += first_pair * scores_stride
     values += start * stride
     output += output_start * WIDTH
-    if (output_length <= BLOCK_M // 2) & (length <= BLOCK_K // 2):
+    if length <= BLOCK_K // 2:
         store_short_sums(
             scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
-            TRANSPOSED, WIDTH, BLOCK_M // 2, BLOCK_K // 2, BLOCK_D, COLUMNS, PRECISION, INDEX,
+            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K // 2, BLOCK_D, COLUMNS, PRECISION, INDEX,
         )  # fmt: skip
     elif length <= BLOCK_K:
         store_short_sums(

@@ -25,13 +25,9 @@ class _Chunk:
 
     a_rows: Tensor  # [n, rows] index of each row of a; past the end of a sample its last one
     b_rows: Tensor  # [n, columns] index of each row of b, alike
-    b_exists: Tensor  # [n, columns]
     a_exists: Tensor  # [n, rows]
-    pairs: Tensor  # [n, rows, columns] index of each pair's score; past the end of a row or of a block another one of the sample
-
-    def exists(self) -> Tensor:
-        """Tell which pairs `[n, rows, columns]` there are."""
-        return self.a_exists[:, :, None] & self.b_exists[:, None, :]
+    b_exists: Tensor  # [n, columns]
+    pairs: Tensor  # [n * rows * columns] index of each pair's score; where there is none, one of `b_total` places past the scores
 
 
 def _chunks(
@@ -45,26 +41,30 @@ def _chunks(
     kept = ((areas > 0) & (starts[2] >= 0) & (starts[2] + areas <= num_pairs)).nonzero().flatten()
     powers = _SHORTEST_CLASS << torch.arange(64 - _SHORTEST_CLASS.bit_length(), device=a_offsets.device)
     classes = torch.searchsorted(powers, lengths[:, kept])
-    key, order = (classes[0] * 64 + classes[1]).sort(stable=True)
-    kept = kept[order]
-    lengths, starts = lengths[:, kept], starts[:, kept]
-    sizes = key.unique_consecutive(return_counts=True)[1].tolist()
+    classes = classes[0] * 64 + classes[1]
+    # Inside a class by length, so that a chunk's samples are alike.
+    order = lengths[0, kept].argsort(stable=True)
+    order = order[classes[order].argsort(stable=True)]
+    lengths, starts = lengths[:, kept[order]], starts[:, kept[order]]
+    sizes = classes[order].unique_consecutive(return_counts=True)[1].tolist()
     for low, high in itertools.pairwise([0, *itertools.accumulate(sizes)]):
         rows, columns = lengths[:, low:high].amax(1).tolist()
         step = max(1, _CHUNK_PAIRS // (rows * columns))
         for first in range(low, high, step):
-            yield _chunk(lengths[:, first : min(first + step, high), None], starts[:, first : min(first + step, high), None])
+            part = slice(first, min(first + step, high))
+            yield _chunk(lengths[:, part, None], starts[:, part, None], num_pairs)
 
 
-def _chunk(lengths: Tensor, starts: Tensor) -> _Chunk:
-    rows, columns = (torch.arange(int(longest), device=lengths.device) for longest in lengths.amax((1, 2)).tolist())
-    row, column = torch.minimum(rows, lengths[0] - 1), torch.minimum(columns, lengths[1] - 1)
+def _chunk(lengths: Tensor, starts: Tensor, num_pairs: int) -> _Chunk:
+    rows, columns = (torch.arange(longest, device=lengths.device) for longest in lengths.amax((1, 2)).tolist())
+    a_exists, b_exists = rows < lengths[0], columns < lengths[1]
+    first_pair = torch.where(a_exists, starts[2] + rows * lengths[1], num_pairs)
     return _Chunk(
-        a_rows=starts[0] + row,
-        b_rows=starts[1] + column,
-        a_exists=rows < lengths[0],
-        b_exists=columns < lengths[1],
-        pairs=(starts[2] + row * lengths[1])[:, :, None] + column[:, None, :],
+        a_rows=starts[0] + torch.minimum(rows, lengths[0] - 1),
+        b_rows=starts[1] + torch.minimum(columns, lengths[1] - 1),
+        a_exists=a_exists,
+        b_exists=b_exists,
+        pairs=(first_pair[:, :, None] + columns).masked_fill_(~b_exists[:, None, :], num_pairs).flatten(),
     )
 
 
@@ -75,13 +75,12 @@ def _gather(values: Tensor, rows: Tensor) -> Tensor:
 def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, pair_offsets: Tensor, num_pairs: int) -> Tensor:
     """Return the scores `[num_pairs]` of each sample's rows of a against its rows of b, zeros where wrong offsets have none."""
     dtype = torch.promote_types(a.dtype, torch.float32)
-    scores = a.new_zeros(num_pairs)
+    scores = a.new_zeros(num_pairs + b.shape[0])
     with torch.autocast(a.device.type, enabled=False):
         for chunk in _chunks(a_offsets, b_offsets, pair_offsets, a.shape[0], b.shape[0], num_pairs):
             products = torch.bmm(_gather(a, chunk.a_rows).to(dtype), _gather(b, chunk.b_rows).to(dtype).transpose(1, 2))
-            places = chunk.exists().flatten().nonzero().flatten()
-            scores.index_copy_(0, chunk.pairs.flatten()[places], products.flatten()[places].to(scores.dtype))
-    return scores
+            scores.scatter_(0, chunk.pairs, products.flatten().to(scores.dtype))
+    return scores[:num_pairs]
 
 
 def pair_sums(
@@ -95,15 +94,18 @@ def pair_sums(
 ) -> Tensor:
     """Return each sample's rows of values, weighted by its block of scores or by that transposed: `[output_total, D]`."""
     dtype = torch.promote_types(values.dtype, torch.float32)
-    output = values.new_zeros(output_total, values.shape[1])
     a_total, b_total = (values.shape[0], output_total) if transposed else (output_total, values.shape[0])
+    # One row more takes what is computed for rows that are not there.
+    output = values.new_zeros(output_total + 1, values.shape[1])
+    filled = torch.cat([scores, scores.new_zeros(b_total)])
     with torch.autocast(values.device.type, enabled=False):
         for chunk in _chunks(a_offsets, b_offsets, pair_offsets, a_total, b_total, scores.shape[0]):
-            weights = scores[chunk.pairs].to(dtype).masked_fill_(~chunk.exists(), 0)
+            weights = filled.index_select(0, chunk.pairs).view(*chunk.a_rows.shape, -1).to(dtype)
             sides = (chunk.a_rows, chunk.a_exists), (chunk.b_rows, chunk.b_exists)
             (rows, exists), (output_rows, output_exists) = sides if transposed else sides[::-1]
             # Weights of 0 do not hide an infinity in the row that stands in for missing ones.
             terms = _gather(values, rows).to(dtype).masked_fill_(~exists[:, :, None], 0)
             sums = torch.bmm(weights.transpose(1, 2) if transposed else weights, terms)
-            output[output_rows[output_exists]] = sums[output_exists].to(output.dtype)
-    return output
+            places = torch.where(output_exists, output_rows, output_total)
+            output.index_copy_(0, places.flatten(), sums.flatten(0, 1).to(output.dtype))
+    return output[:output_total]

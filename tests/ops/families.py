@@ -14,6 +14,7 @@ from torch import Tensor
 
 import jagged.ops
 from jagged.ops import (
+    array_jagged_bmm_jagged_out,
     dense_to_jagged,
     jagged2_softmax,
     jagged_attention,
@@ -22,6 +23,7 @@ from jagged.ops import (
     jagged_dense_bmm,
     jagged_dense_mul,
     jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
     jagged_linear,
     jagged_pairwise_difference,
     jagged_softmax,
@@ -135,12 +137,24 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width)))
 
 
+def pair_bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    # Enough for any lengths of 200 rows. What lies past the last pair is left unwritten, and read by nobody.
+    total = max(sum(length**2 for length in batch.lengths), 200**2)
+
+    def forward(a: Tensor, b: Tensor) -> list[Tensor]:
+        scores = jagged_jagged_bmm_jagged_out(a, b, batch.offsets, total=total, backend=PLACE.backend)
+        return [array_jagged_bmm_jagged_out(scores, b, batch.offsets, backend=PLACE.backend)]
+
+    return Step(forward, _leaves(dtype, *[(batch.total, width)] * 2))
+
+
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "bmm": bmm,
     "conversion": conversion,
     "cross_entropy": cross_entropy,
     "elementwise": elementwise,
+    "pair_bmm": pair_bmm,
     "softmax": softmax,
 }
 
