@@ -121,6 +121,17 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, *shapes))
 
 
+def pair_bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    # Enough for any lengths of 200 rows. What lies past the last pair is left unwritten, and read by nobody.
+    total = max(sum(length**2 for length in batch.lengths), 200**2)
+
+    def forward(a: Tensor, b: Tensor) -> list[Tensor]:
+        scores = jagged_jagged_bmm_jagged_out(a, b, batch.offsets, total=total, backend=PLACE.backend)
+        return [array_jagged_bmm_jagged_out(scores, b, batch.offsets, backend=PLACE.backend)]
+
+    return Step(forward, _leaves(dtype, *[(batch.total, width)] * 2))
+
+
 def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     offsets, backend = batch.offsets, PLACE.backend
     columns = torch.arange(batch.batch_size + 1, device=PLACE.device, dtype=offsets.dtype) * width
@@ -135,17 +146,6 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         return outputs
 
     return Step(forward, _leaves(dtype, (batch.total, width)))
-
-
-def pair_bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
-    # Enough for any lengths of 200 rows. What lies past the last pair is left unwritten, and read by nobody.
-    total = max(sum(length**2 for length in batch.lengths), 200**2)
-
-    def forward(a: Tensor, b: Tensor) -> list[Tensor]:
-        scores = jagged_jagged_bmm_jagged_out(a, b, batch.offsets, total=total, backend=PLACE.backend)
-        return [array_jagged_bmm_jagged_out(scores, b, batch.offsets, backend=PLACE.backend)]
-
-    return Step(forward, _leaves(dtype, *[(batch.total, width)] * 2))
 
 
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
