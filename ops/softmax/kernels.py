@@ -59,7 +59,7 @@ def softmax2_tile(num_pairs: int, batch_size: int, by_columns: bool) -> Tile:
         elements = min(elements, 128)
         return Tile(16, elements, 16, elements, 16 * elements // WARP_ELEMENTS)
     elements = min(elements, 4 * WARP_ELEMENTS)
-    return Tile(4 * WARP_ELEMENTS // elements, elements, 1, 4 * WARP_ELEMENTS, 4)
+    return Tile(4 * WARP_ELEMENTS // elements, elements, 1, 2 * WARP_ELEMENTS, 4)
 
 
 @triton.jit

@@ -50,7 +50,7 @@ def test_jagged_softmax(arch: int | str, dtype: str, offsets: str, features: int
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i32"), ("fp32", "i64")])
+@pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i32"), ("fp32", "i64"), ("fp32", "i32")])
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize(("mean", "is_given"), [(10, True), (50, False), (1000, True)])
 def test_jagged2_softmax(arch: int | str, dtype: str, offsets: str, by_columns: bool, mean: int, is_given: bool) -> None:
