@@ -207,6 +207,48 @@ def _cross_entropy(device: torch.device, backend: str) -> None:
     _same(ours, torch.nn.functional.cross_entropy(hidden @ weight.T, target), (hidden, weight))
 
 
+def _bmm(device: torch.device, backend: str) -> None:
+    import torch
+
+    from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm_jagged_out
+
+    values, offsets = _rows(device)
+    dense = torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+    ours = jagged_dense_bmm(values, offsets, dense, backend=backend)
+    _same(ours, torch.cat([values[:2] @ dense[0], values[2:] @ dense[1]]), (values, dense))
+    pairs = jagged_jagged_bmm_jagged_out(values, values, offsets, total=13, backend=backend)
+    _same(pairs, torch.cat([(x @ x.T).flatten() for x in (values[:2], values[2:])]), (values,))
+
+
+def _softmax(device: torch.device, backend: str) -> None:
+    import torch
+
+    from jagged.ops import jagged_softmax
+
+    values, offsets = _rows(device)
+    ours = jagged_softmax(values, offsets, backend=backend)
+    _same(ours, torch.cat([values[:2].softmax(0), values[2:].softmax(0)]), (values,))
+
+
+def _elementwise(device: torch.device, backend: str) -> None:
+    import torch
+
+    from jagged.ops import jagged_dense_mul
+
+    values, offsets = _rows(device)
+    dense = torch.randn(2, 16, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
+    ours = jagged_dense_mul(values, offsets, dense, backend=backend)
+    _same(ours, torch.cat([values[:2] * dense[0], values[2:] * dense[1]]), (values, dense))
+
+
+def _rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Five rows of two samples, which want gradients, and their offsets."""
+    import torch
+
+    values = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
+    return values, torch.tensor([0, 2, 5], device=device)
+
+
 def _same(ours: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
     """Compare values and gradients; loosely, for this asks whether an op works at all."""
     import torch
@@ -243,15 +285,20 @@ def _fbgemm(device: torch.device, backend: str) -> None:
     torch.testing.assert_close(offsets.cpu(), torch.tensor([0, 1, 3]))
 
 
+_FAMILIES = {
+    "conversion": _conversion,
+    "elementwise": _elementwise,
+    "bmm": _bmm,
+    "softmax": _softmax,
+    "attention": _attention,
+    "cross_entropy": _cross_entropy,
+}
+
 _CHECKS: dict[str, Callable[[], str]] = {
     "torch on CPU": _check_torch,
     "GPU": _check_gpu,
-    "conversion, torch on CPU": _on("cpu", _conversion),
-    "attention, torch on CPU": _on("cpu", _attention),
-    "cross_entropy, torch on CPU": _on("cpu", _cross_entropy),
-    "conversion, Triton on GPU": _on("cuda", _conversion),
-    "attention, Triton on GPU": _on("cuda", _attention),
-    "cross_entropy, Triton on GPU": _on("cuda", _cross_entropy),
+    **{f"{name}, torch on CPU": _on("cpu", op) for name, op in _FAMILIES.items()},
+    **{f"{name}, Triton on GPU": _on("cuda", op) for name, op in _FAMILIES.items()},
     "fbgemm_gpu on CPU": _on("cpu", _fbgemm),
     "fbgemm_gpu on GPU": _on("cuda", _fbgemm),
     "torchrec on CPU": _on("cpu", _embedding),

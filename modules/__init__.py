@@ -7,8 +7,10 @@ if __name__ != "jagged.modules":
 
 from jagged.modules.attention import JaggedSelfAttention
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput
+from jagged.modules.interaction import JaggedFeatureInteraction
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.mlp import JaggedMLP
+from jagged.modules.pooling import JaggedPooling
 from jagged.modules.positions import PositionalEncoding
 from jagged.modules.split import RowSplit, SplitEmbeddingCollection
 from jagged.modules.transformer import JaggedTransformerBlock
@@ -16,7 +18,9 @@ from jagged.modules.transformer import JaggedTransformerBlock
 __all__ = [
     "CutCrossEntropyHead",
     "HeadOutput",
+    "JaggedFeatureInteraction",
     "JaggedMLP",
+    "JaggedPooling",
     "JaggedSelfAttention",
     "JaggedTransformerBlock",
     "PositionalEncoding",

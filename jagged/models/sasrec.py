@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.models.validation import validate_features
-from jagged.modules import JaggedTransformerBlock, PositionalEncoding, with_values
+from jagged.modules import JaggedPooling, JaggedTransformerBlock, PositionalEncoding, with_values
 
 FEATURE = "item_id"
 
@@ -83,6 +83,7 @@ class SASRec(nn.Module):
             JaggedTransformerBlock(embedding_dim, num_heads, dropout=dropout, device=device) for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(embedding_dim, device=device)
+        self.last = JaggedPooling(embedding_dim, "last")
 
     @property
     def item_weight(self) -> Tensor:
@@ -108,9 +109,4 @@ class SASRec(nn.Module):
 
     def final_hidden(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the hidden state `[B, D]` of each sample's last row; zeros for an empty sample."""
-        hidden = self(features)
-        values, offsets = hidden.values(), hidden.offsets()
-        if values.shape[0] == 0:
-            return values.new_zeros(offsets.shape[0] - 1, values.shape[1])
-        last = values[(offsets[1:] - 1).clamp(min=0)]
-        return last.masked_fill((offsets.diff() == 0)[:, None], 0.0)
+        return cast(Tensor, self.last(self(features)))

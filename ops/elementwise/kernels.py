@@ -329,16 +329,15 @@ def _sum_rows(
     if not sums.numel():
         return
     (num_samples, num_features), total = sums.shape, values.shape[0]
-    parts = None
-    if total > CHUNK:
-        parts = sums.new_empty(2 * ((total - 1) // CHUNK) + 1, num_features, dtype=torch.float32)
+    # One row where no sample can have a second chunk: the kernel is the same for all batches.
+    parts = sums.new_empty(2 * (max(total - 1, 0) // CHUNK) + 1, num_features, dtype=torch.float32)
     block_rows, block_features, num_warps = tile_of("sum_rows", num_features)
     sum_rows_kernel[(total // CHUNK + num_samples, triton.cdiv(num_features, block_features))](
         values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, *values.stride(),
         *(factor.stride() if factor is not None else (0, 0)), *(context.stride() if context is not None else (0, 0)),
         OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=num_warps,
     )  # fmt: skip
-    if parts is not None:
+    if total > CHUNK:
         block_parts, block_features, num_warps = tile_of("sum_parts", num_features)
         sum_parts_kernel[(num_samples, triton.cdiv(num_features, block_features))](
             parts, offsets, sums, total, num_features, CHUNK=CHUNK, BLOCK_PARTS=block_parts, BLOCK_FEATURES=block_features,

@@ -282,7 +282,8 @@ def test_no_synchronisation_and_graph_capture(place: Place, division: None, star
         outputs = [ops.jagged_softmax(values, offsets), *(ops.jagged2_softmax(scores, offsets, dim=dim) for dim in (-1, -2))]
         return [*outputs, *torch.autograd.grad([x.square().sum() for x in outputs], (values, scores))]
 
-    expected = step()
+    # Without their graph: nodes that remember the stream they were made on would not be captured on another.
+    expected = [x.detach() for x in step()]
     torch.cuda.set_sync_debug_mode("error")
     step()
     torch.cuda.set_sync_debug_mode("default")
