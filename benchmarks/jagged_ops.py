@@ -235,7 +235,9 @@ def measure(case: Case, padded_fits: bool = True, both_caches: bool = True) -> d
     exact, budget = _exact(case) if padded_fits else (None, None)
     for name, function in implementations.items():
         try:
-            output = function(*case.inputs)
+            # Without its graph, whose nodes would belong to this stream and could not be captured on another.
+            with torch.no_grad():
+                output = function(*case.inputs)
             if exact is not None and budget is not None:
                 _check(output, exact, budget)
             result[name] = _times(case, function, output, both_caches)

@@ -49,7 +49,7 @@ def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float)
     fits = dtype.itemsize == 2 and is_wide
     rows = 32 if a_mean <= SHORT else 64
     columns = 32 if b_mean <= SHORT else 128 if fits else 64
-    return ScoresTile(rows, columns, 64 if fits else 32, 8 if columns > 32 else 4, 3 if fits else 2)
+    return ScoresTile(rows, columns, 64 if fits else 32, 8 if columns > 32 else 4, 3 if fits else 2 if is_wide else 1)
 
 
 def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsTile:
@@ -59,7 +59,9 @@ def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float
     terms = 32 if mean <= SHORT or not fits else 128
     # A program of a long sample has enough to do with few columns.
     columns = 128 if mean > LONG else 512
-    return SumsTile(rows, terms, 64 if fits else 32, columns, 8 if max(rows, terms) > 32 else 4, 3 if fits else 2)
+    return SumsTile(
+        rows, terms, 64 if fits else 32, columns, 8 if max(rows, terms) > 32 else 4, 3 if fits else 2 if is_wide else 1
+    )
 
 
 @triton.jit(do_not_specialize=["num_samples"])
