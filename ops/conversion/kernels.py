@@ -15,8 +15,6 @@ from jagged.ops._shared.device import find_segment, load_segment
 # Elements of one program's tile: 16 a thread with 4 warps. Odd widths load element by element and would spill: half of it.
 TILE_ELEMENTS = 2048
 MAX_BLOCK_FEATURES = 1024
-# Every row's sample is searched for: fewer threads do it fewer times, and 16 bytes a thread and load still fill the memory.
-TO_JAGGED_WARPS = 2
 
 
 @triton.jit(do_not_specialize=["length", "total"])
@@ -108,7 +106,7 @@ def to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
         block_rows, block_features, grid = _tiles(total, rows.shape[2])
         to_jagged_kernel[grid](
             rows, offsets, values, total, length, batch_size, rows.shape[2], rows.stride(0), rows.stride(1),
-            BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=TO_JAGGED_WARPS,
+            BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
         )  # fmt: skip
     return values
 

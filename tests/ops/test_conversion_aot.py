@@ -29,12 +29,7 @@ def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: st
     for kernel in (kernels.to_dense_kernel, kernels.to_jagged_kernel, kernels.copy_rows_kernel):
         signature = {name: types[name] for name in kernel.arg_names if name in types}
         used = compile_kernel(
-            kernel,
-            signature,
-            {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features},
-            arch=arch,
-            num_warps=kernels.TO_JAGGED_WARPS if kernel is kernels.to_jagged_kernel else 4,
-            divisible=strides,
+            kernel, signature, {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}, arch=arch, divisible=strides
         )
         assert used.spills == 0, f"{kernel.__name__}: {used}"
         assert used.shared_bytes <= AMD_SHARED_BYTES
