@@ -288,3 +288,18 @@ def test_a_torchrec_pipeline_takes_the_batches(sample: SequenceDataset) -> None:
         pipeline.progress(iterator)
     assert sorted(user for batch in users for user in batch.tolist()) == split_leave_one_out(sample).train.user.tolist()
     assert model.weight.item() == -sum(batch.targets.numel() for batch in loader)
+
+
+@pytest.mark.parametrize("bad", [31, -1])
+@pytest.mark.parametrize("training", [True, False])
+def test_ids_that_the_catalogue_does_not_have_leave_no_loader(training: bool, bad: int) -> None:
+    dataset = of_lengths([31, 4])
+    assert dataset.num_items == 31
+    part = whole_part(dataset, training)
+    batch = next(iter(BatchLoader(part, batch_size=2, max_seq_len=40, shuffle=False, seed=0)))
+    assert batch.num_items == batch.to(torch.device("cpu")).num_items == 31
+    # The file's own pages may not be written to.
+    dataset.item_ids = dataset.item_ids.clone()
+    dataset.item_ids[7] = bad
+    with pytest.raises(ValueError, match=rf"item_id\[\d+\]: expected an id from 0 to 30, got {bad}"):
+        next(iter(BatchLoader(part, batch_size=2, max_seq_len=40, shuffle=False, seed=0)))
