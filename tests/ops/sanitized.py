@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -21,9 +22,9 @@ THREADS = 64
 
 
 class CopiedProducts(TorchDispatchMode):
-    """Copies what matmul returns: initcheck took rows in the middle of a bfloat16 product for never written, when ours read them."""
+    """Copies what matmul returns: initcheck held rows in the middle of a bfloat16 product for never written."""
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         return result.clone() if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
 
