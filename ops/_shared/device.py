@@ -8,9 +8,13 @@ from jagged.ops._shared.registration import INTERPRETED as _INTERPRETED
 INTERPRETED = tl.constexpr(_INTERPRETED)
 
 
+# Places that one step of a search looks at: a warp's lanes, whose count of them needs no shared memory.
+WAYS = tl.constexpr(32)
+
+
 @triton.jit
-def find_segment(segment_offsets, index, num_segments):
-    """Return the segment that contains `index`: the largest b with `segment_offsets[b] <= index`. Scalar or a block.
+def find_segments(segment_offsets, index, num_segments):
+    """Return the segments that contain a block of indexes: for each the largest b with `segment_offsets[b] <= index`.
 
     Empty segments are passed over. `index` must lie below the last offset.
     """
@@ -28,6 +32,29 @@ def find_segment(segment_offsets, index, num_segments):
 
 
 @triton.jit
+def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0):
+    """Return the segment that contains a scalar `index`, as `find_segments`; with a BLOCK the one that owns tile `index`.
+
+    Segment b owns the tiles from `segment_offsets[b] // BLOCK + b` on. One step looks at 32 places at once: loads that wait for
+    one another are what a search costs, and 1,024 segments need two instead of ten.
+    """
+    low = tl.program_id(0) * 0
+    width = num_segments
+    while width > 1:
+        step = tl.cdiv(width, WAYS)
+        place = tl.arange(0, WAYS) * step
+        first = tl.load(segment_offsets + low + place, mask=place < width, other=0)
+        if BLOCK:
+            first = first // BLOCK + low + place
+        passed = tl.sum(((place < width) & (first <= index)).to(tl.int32), 0)
+        # The first place is always passed, unless offsets are wrong; then too the search stays inside.
+        passed_by = (tl.maximum(passed, 1) - 1) * step
+        low += passed_by
+        width = tl.minimum(step, width - passed_by)
+    return low
+
+
+@triton.jit
 def load_segment(offsets, segment, total):
     """Return start and end row (int64) of a segment, held inside `[0, total]` whatever the offsets say."""
     total = total.to(tl.int64)
@@ -36,6 +63,37 @@ def load_segment(offsets, segment, total):
     start = tl.minimum(tl.maximum(start, 0), total)
     end = tl.minimum(tl.maximum(end, start), total)
     return start, end
+
+
+@triton.jit
+def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr):
+    """Return the sample that owns tile `index`, its first row, its length, and where in it the tile begins; all are int64.
+
+    Sample b owns the tiles from `offsets[b] // BLOCK + b` on: enough of them and at least one, so `total // BLOCK + num_samples`
+    programs serve all, without a list in memory. A tile to spare begins at the end of its sample or past it.
+    """
+    sample = find_segment(offsets, index, num_samples, BLOCK)
+    start, end = load_segment(offsets, sample, total)
+    length = end - start
+    tile = index - start // BLOCK - sample
+    # Only wrong offsets lead before the sample or far past it.
+    return sample.to(tl.int64), start, length, tl.where((tile < 0) | (tile > length // BLOCK), length, tile * BLOCK)
+
+
+@triton.jit
+def pairs_before(a_offsets, b_offsets, sample, BLOCK: tl.constexpr = 1024):
+    """Return how many pairs the samples before one have, where its block of pairs begins (int64).
+
+    Each program adds them up anew, which in a batch of few thousand samples costs less than a launch that writes them down.
+    """
+    pairs = tl.zeros([BLOCK], tl.int64)
+    for first in range(0, sample.to(tl.int32), BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        before = index < sample
+        rows = tl.load(a_offsets + index + 1, mask=before, other=0) - tl.load(a_offsets + index, mask=before, other=0)
+        columns = tl.load(b_offsets + index + 1, mask=before, other=0) - tl.load(b_offsets + index, mask=before, other=0)
+        pairs += rows.to(tl.int64) * columns.to(tl.int64)
+    return tl.sum(pairs, 0)
 
 
 @triton.jit

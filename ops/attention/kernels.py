@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, load_segment, rounded_product
+from jagged.ops._shared.device import dot, exp_of_difference, find_tile, rounded_product
 from jagged.ops.attention.configurations import Tiles, configuration, padded_width
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -30,30 +30,6 @@ def in_score_units(number, ACCURATE: tl.constexpr):
 def softmax_weight(difference, ACCURATE: tl.constexpr):
     """e to the power of a difference of scores in their units."""
     return exp_of_difference(difference, True) if ACCURATE else tl.exp2(difference)
-
-
-@triton.jit
-def find_tile(offsets, num_samples, total, BLOCK: tl.constexpr):
-    """Return the first row (int64) and the length of this program's sample, and where in the sample its tile begins.
-
-    Sample b owns the programs from `offsets[b] // BLOCK + b` on. That many are enough for its tiles and the list needs no memory;
-    a program to spare gets a tile that begins past the end of its sample.
-    """
-    program = tl.program_id(0)
-    low = program * 0
-    high = num_samples
-    width = num_samples
-    while width > 1:
-        middle = (low + high) // 2
-        right = tl.load(offsets + middle) // BLOCK + middle <= program
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-        width = (width + 1) // 2
-    start, end = load_segment(offsets, low, total)
-    tile = program - (start // BLOCK).to(tl.int32) - low
-    length = (end - start).to(tl.int32)
-    # Only wrong offsets lead before the sample or far past it.
-    return start, length, tl.where((tile < 0) | (tile > length // BLOCK), length, tile * BLOCK)
 
 
 @triton.jit
@@ -131,7 +107,8 @@ def attention_forward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp of one tile of queries."""
-    start, length, first_query = find_tile(offsets, num_samples, total, BLOCK_M)
+    _, start, length, first_query = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_M)
+    length, first_query = length.to(tl.int32), first_query.to(tl.int32)
     if first_query >= length:
         return
     head = tl.program_id(1).to(tl.int64)
@@ -194,7 +171,8 @@ def attention_backward_dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile of queries, and `delta`, each row's dot product of output and its gradient, for the dkv kernel."""
-    start, length, first_query = find_tile(offsets, num_samples, total, BLOCK_M)
+    _, start, length, first_query = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_M)
+    length, first_query = length.to(tl.int32), first_query.to(tl.int32)
     if first_query >= length:
         return
     head = tl.program_id(1).to(tl.int64)
@@ -267,7 +245,8 @@ def attention_backward_dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values."""
-    start, length, first_key = find_tile(offsets, num_samples, total, BLOCK_N)
+    _, start, length, first_key = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_N)
+    length, first_key = length.to(tl.int32), first_key.to(tl.int32)
     if first_key >= length:
         return
     head = tl.program_id(1).to(tl.int64)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, load_segment
+from jagged.ops._shared.device import dot, find_tile, load_segment
 
 OFFSETS_BLOCK = 1024
 # A second grid dimension of a launch has at most so many programs.
@@ -80,29 +80,6 @@ def pair_offsets_kernel(a_offsets, b_offsets, pair_offsets, num_samples, BLOCK: 
 
 
 @triton.jit
-def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr):
-    """Return the sample that owns tile `index`, its first row (int64) and length, and where in it the tile begins.
-
-    Sample b owns the tiles from `offsets[b] // BLOCK + b` on. That many are enough and the list needs no memory; a tile to spare
-    begins past the end of its sample.
-    """
-    low = index * 0
-    high = num_samples
-    width = num_samples
-    while width > 1:
-        middle = (low + high) // 2
-        right = tl.load(offsets + middle) // BLOCK + middle <= index
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-        width = (width + 1) // 2
-    start, end = load_segment(offsets, low, total)
-    tile = index - (start // BLOCK).to(tl.int32) - low
-    length = (end - start).to(tl.int32)
-    # Only wrong offsets lead before the sample or far past it.
-    return low, start, length, tl.where((tile < 0) | (tile > length // BLOCK), length, tile * BLOCK)
-
-
-@triton.jit
 def load_rows(
     tensor, first_row, length, stride, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):  # fmt: skip
@@ -142,6 +119,7 @@ def pair_scores_kernel(
 ):  # fmt: skip
     """Scores of a tile of rows of a against the rows of b: all of them, or every so many tiles for a grid's second dimension."""
     sample, a_start, a_length, first_row = find_tile(a_offsets, tl.program_id(0), num_samples, a_total, BLOCK_M)
+    a_length, first_row = a_length.to(tl.int32), first_row.to(tl.int32)
     b_start, b_end = load_segment(b_offsets, sample, b_total)
     b_length = (b_end - b_start).to(tl.int32)
     first_pair = tl.load(pair_offsets + sample)
@@ -244,6 +222,7 @@ def pair_sums_kernel(
     sample, output_start, output_length, first_row = find_tile(
         output_offsets, tl.program_id(0) // PARTS, num_samples, output_total, BLOCK_M
     )
+    output_length, first_row = output_length.to(tl.int32), first_row.to(tl.int32)
     if first_row >= output_length:
         return
     start, end = load_segment(offsets, sample, total)

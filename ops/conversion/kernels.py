@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import find_segment, load_segment
+from jagged.ops._shared.device import find_segments, load_segment
 
 # Elements of one program's tile: 16 a thread with 4 warps. Odd widths load element by element and would spill: half of it.
 TILE_ELEMENTS = 2048
@@ -50,7 +50,7 @@ def to_jagged_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     row_exists = row < num_rows
-    sample = find_segment(offsets, row, batch_size)
+    sample = find_segments(offsets, row, batch_size)
     position = row - tl.load(offsets + sample).to(tl.int64)
     filled = row_exists & (position >= 0) & (position < length)
     feature_exists = feature < num_features
@@ -70,7 +70,7 @@ def copy_rows_kernel(
     """target[target_starts[b] + p] = source[source_starts[b] + p] for every row p of sample b of `row_offsets`."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
-    sample = find_segment(row_offsets, row, batch_size)
+    sample = find_segments(row_offsets, row, batch_size)
     position = row - tl.load(row_offsets + sample).to(tl.int64)
     from_row = tl.load(source_starts + sample).to(tl.int64) + position
     to_row = tl.load(target_starts + sample).to(tl.int64) + position

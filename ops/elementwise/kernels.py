@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import load_segment, rounded_product
+from jagged.ops._shared.device import find_tile, load_segment, rounded_product
 
 
 class Tile(NamedTuple):
@@ -50,30 +50,6 @@ def tile_of(kernel: str, num_features: int) -> tuple[int, int, int]:
 
 
 @triton.jit
-def find_tile(offsets, num_samples, total, BLOCK: tl.constexpr):
-    """Return this program's sample, its first row and its length (all int64), and where in the sample the tile begins.
-
-    Sample b owns the programs from `offsets[b] // BLOCK + b` on: enough for its tiles and at least one, without a list in memory.
-    A program to spare gets a tile that begins past the end of its sample.
-    """
-    program = tl.program_id(0)
-    low = program * 0
-    high = num_samples
-    width = num_samples
-    while width > 1:
-        middle = (low + high) // 2
-        right = tl.load(offsets + middle) // BLOCK + middle <= program
-        low = tl.where(right, middle, low)
-        high = tl.where(right, high, middle)
-        width = (width + 1) // 2
-    start, end = load_segment(offsets, low, total)
-    tile = program - start // BLOCK - low
-    length = end - start
-    # Only wrong offsets lead before the sample.
-    return low.to(tl.int64), start, length, tl.where(tile < 0, length, tile * BLOCK)
-
-
-@triton.jit
 def activated(x, ACTIVATION: tl.constexpr):
     """Return relu, silu or (exact) gelu of `x`. NaN stays NaN."""
     if ACTIVATION == "relu":
@@ -102,7 +78,7 @@ def combine_kernel(
     BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
 ):  # fmt: skip
     """output[offsets[b] + p] = values[offsets[b] + p] combined with dense[b], or dense[b, p], or 0 past the dense rows."""
-    sample, start, sample_length, first = find_tile(offsets, num_samples, total, BLOCK_ROWS)
+    sample, start, sample_length, first = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_ROWS)
     if first >= sample_length:
         return
     position = first + tl.arange(0, BLOCK_ROWS)
@@ -163,7 +139,7 @@ def sum_rows_kernel(
     starts more than (c - 1) * CHUNK rows later, hence at a part at least 2 * (c - 1) >= c further. The last chunk begins below
     `total`, so start // CHUNK + c - 1 <= (total - 1) // CHUNK, and no part lies past 2 * ((total - 1) // CHUNK).
     """
-    sample, start, length, first = find_tile(offsets, num_samples, total, CHUNK)
+    sample, start, length, first = find_tile(offsets, tl.program_id(0), num_samples, total, CHUNK)
     # An empty sample has one program, for its zeros.
     if (first >= length) & (first > 0):
         return
@@ -230,7 +206,7 @@ def pairwise_difference_kernel(
     values, offsets, starts, output, num_rows, num_samples, total, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):  # fmt: skip
     """Some rows of a sample's block of pairs. Blocks begin anywhere, so their rows are stored element by element."""
-    sample, start, length, first = find_tile(offsets, num_samples, num_rows, BLOCK_ROWS)
+    sample, start, length, first = find_tile(offsets, tl.program_id(0), num_samples, num_rows, BLOCK_ROWS)
     if first >= length:
         return
     first_pair = tl.load(starts + sample)
@@ -253,7 +229,7 @@ def pairwise_difference_backward_kernel(
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of some rows of a sample's block of pairs, less the sums of the same columns; each goes over the block once."""
-    sample, start, length, first = find_tile(offsets, num_samples, num_rows, BLOCK_ROWS)
+    sample, start, length, first = find_tile(offsets, tl.program_id(0), num_samples, num_rows, BLOCK_ROWS)
     if first >= length:
         return
     first_pair = tl.load(starts + sample)
