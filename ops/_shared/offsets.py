@@ -1,10 +1,11 @@
-"""Arithmetic on offsets in plain PyTorch, on device and without synchronisation."""
+"""Arithmetic on offsets, on device and without synchronisation."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import check_offsets, check_same
 
 
@@ -61,6 +62,21 @@ def uniform_offsets(batch_size: int, length: int, like: Tensor) -> Tensor:
     return torch.arange(batch_size + 1, device=like.device, dtype=like.dtype) * length
 
 
+def _scan_pairs(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
+    pairs = a_offsets.diff().to(torch.int64) * b_offsets.diff()
+    return torch.cat([pairs.new_zeros(1), pairs.cumsum(0)])
+
+
+# `pair_offsets` of offsets that have been checked, by a backend that has been chosen.
+scan_pairs = define_operator(
+    "pair_offsets",
+    "(Tensor a_offsets, Tensor b_offsets, str backend) -> Tensor",
+    torch_impl=_scan_pairs,
+    triton_impl="jagged.ops._shared.kernels:pair_offsets",
+    fake=lambda a_offsets, b_offsets, backend: a_offsets.new_empty(a_offsets.shape, dtype=torch.int64),
+)
+
+
 def pair_offsets(a_offsets: Tensor, b_offsets: Tensor | None = None) -> Tensor:
     """Return where each sample's block of pairs begins: sample b has a block `La_b x Lb_b`, stored row by row.
 
@@ -87,5 +103,4 @@ def pair_offsets(a_offsets: Tensor, b_offsets: Tensor | None = None) -> Tensor:
         check_same("b_offsets", b_offsets, "a_offsets", a_offsets)
         if b_offsets.shape != a_offsets.shape:
             raise ValueError(f"b_offsets: expected {list(a_offsets.shape)} as a_offsets, got {list(b_offsets.shape)}")
-    areas = a_offsets.diff().to(torch.int64) * b_offsets.diff()
-    return torch.cat([areas.new_zeros(1), areas.cumsum(0)])
+    return scan_pairs(a_offsets, b_offsets, resolve_backend(None, a_offsets))

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_tile, load_segment
 
-OFFSETS_BLOCK = 1024
 # A second grid dimension of a launch has at most so many programs.
 MAX_GRID = 65535
 # Lengths of samples that small tiles serve, and of those whose programs divide the columns.
@@ -62,21 +61,6 @@ def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float
     return SumsTile(
         rows, terms, 64 if fits else 32, columns, 8 if max(rows, terms) > 32 else 4, 3 if fits else 2 if is_wide else 1
     )
-
-
-@triton.jit(do_not_specialize=["num_samples"])
-def pair_offsets_kernel(a_offsets, b_offsets, pair_offsets, num_samples, BLOCK: tl.constexpr):
-    """Running sum of the samples' products of lengths, by one program: one launch where PyTorch needs seven."""
-    before = tl.full((), 0, tl.int64)
-    tl.store(pair_offsets, before)
-    for first in range(0, num_samples, BLOCK):
-        sample = first + tl.arange(0, BLOCK)
-        exists = sample < num_samples
-        a_length = tl.load(a_offsets + sample + 1, mask=exists, other=0) - tl.load(a_offsets + sample, mask=exists, other=0)
-        b_length = tl.load(b_offsets + sample + 1, mask=exists, other=0) - tl.load(b_offsets + sample, mask=exists, other=0)
-        pairs = a_length.to(tl.int64) * b_length.to(tl.int64)
-        tl.store(pair_offsets + sample + 1, before + tl.cumsum(pairs, 0), mask=exists)
-        before += tl.sum(pairs, 0)
 
 
 @triton.jit
@@ -249,15 +233,6 @@ def pair_sums_kernel(
             scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
             TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, COLUMNS, PRECISION, INDEX,
         )  # fmt: skip
-
-
-def pair_offsets(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
-    """Launch `pair_offsets_kernel`: `[B + 1]`, int64."""
-    a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
-    starts = torch.empty(a_offsets.shape, dtype=torch.int64, device=a_offsets.device)
-    with torch.cuda.device_of(a_offsets):
-        pair_offsets_kernel[(1,)](a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
-    return starts
 
 
 def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, pair_offsets: Tensor, num_pairs: int) -> Tensor:

@@ -7,18 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged.ops._shared import offsets as shared
+from jagged.ops._shared.offsets import scan_pairs
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, resolve_total, validation_is_on
 from jagged.ops.bmm import pair_torch_impl
 
-_pair_offsets = define_operator(
-    "pair_offsets",
-    "(Tensor a_offsets, Tensor b_offsets, str backend) -> Tensor",
-    torch_impl=shared.pair_offsets,
-    triton_impl="jagged.ops.bmm.pair_kernels:pair_offsets",
-    fake=lambda a_offsets, b_offsets, backend: a_offsets.new_empty(a_offsets.shape, dtype=torch.int64),
-)
 _pair_scores = define_operator(
     "pair_scores",
     "(Tensor a, Tensor b, Tensor a_offsets, Tensor b_offsets, Tensor pair_offsets, SymInt num_pairs, str backend) -> Tensor",
@@ -142,7 +135,7 @@ def jagged_jagged_bmm_jagged_out(
     if b_offsets is a_offsets and a.shape[0] != b.shape[0]:
         raise ValueError(f"b: expected {a.shape[0]} rows as a has, got {b.shape[0]}; give b_offsets where lengths differ")
     backend = resolve_backend(backend, a)
-    pair_offsets = _pair_offsets(a_offsets, b_offsets, backend)
+    pair_offsets = scan_pairs(a_offsets, b_offsets, backend)
     if validation_is_on():
         _validate_pairs("total", total, pair_offsets)
     num_pairs = resolve_total(total, pair_offsets)
@@ -203,7 +196,7 @@ def array_jagged_bmm_jagged_out(
         a_total = b.shape[0]
     b_offsets = _check_pair_offsets(a_offsets, b_offsets, b, a_total)
     backend = resolve_backend(backend, b)
-    pair_offsets = _pair_offsets(a_offsets, b_offsets, backend)
+    pair_offsets = scan_pairs(a_offsets, b_offsets, backend)
     if validation_is_on():
         _validate_pairs("scores", scores.shape[0], pair_offsets)
     a_total = resolve_total(a_total, a_offsets, "a_total")

@@ -107,11 +107,11 @@ def test_every_tile(arch: int, dtype: str, precision: str) -> None:
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
 def test_pair_offsets(arch: int | str) -> None:
-    from jagged.ops.bmm import pair_kernels
+    from jagged.ops._shared import kernels
 
     for offsets in ("i32", "i64"):
         signature = {"a_offsets": f"*{offsets}", "b_offsets": f"*{offsets}", "pair_offsets": "*i64", "num_samples": "i32"}
-        used = compile_kernel(pair_kernels.pair_offsets_kernel, signature, {"BLOCK": pair_kernels.OFFSETS_BLOCK}, arch=arch)
+        used = compile_kernel(kernels.pair_offsets_kernel, signature, {"BLOCK": kernels.OFFSETS_BLOCK}, arch=arch)
         assert used.spills == 0, used
 
 

@@ -1,0 +1,35 @@
+"""The one kernel that several families launch, where pair blocks begin; what their own kernels call is in `device`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Samples of one step of the scan.
+OFFSETS_BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["num_samples"])
+def pair_offsets_kernel(a_offsets, b_offsets, pair_offsets, num_samples, BLOCK: tl.constexpr):
+    """Running sum of the samples' products of lengths, by one program: one launch where PyTorch needs seven."""
+    before = tl.full((), 0, tl.int64)
+    tl.store(pair_offsets, before)
+    for first in range(0, num_samples, BLOCK):
+        sample = first + tl.arange(0, BLOCK)
+        exists = sample < num_samples
+        a_length = tl.load(a_offsets + sample + 1, mask=exists, other=0) - tl.load(a_offsets + sample, mask=exists, other=0)
+        b_length = tl.load(b_offsets + sample + 1, mask=exists, other=0) - tl.load(b_offsets + sample, mask=exists, other=0)
+        pairs = a_length.to(tl.int64) * b_length.to(tl.int64)
+        tl.store(pair_offsets + sample + 1, before + tl.cumsum(pairs, 0), mask=exists)
+        before += tl.sum(pairs, 0)
+
+
+def pair_offsets(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
+    """Launch `pair_offsets_kernel`: `[B + 1]`, int64."""
+    a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
+    starts = torch.empty(a_offsets.shape, dtype=torch.int64, device=a_offsets.device)
+    with torch.cuda.device_of(a_offsets):
+        pair_offsets_kernel[(1,)](a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
+    return starts
