@@ -26,7 +26,7 @@ def load_chunk(offsets, index, num_later, batch_size, total, chunk):
     The later chunks come first. One that does not exist begins at the end of its sample.
     """
     if index < num_later:
-        sample = find_segment(offsets, (index.to(tl.int64) + 1) * chunk - 1, batch_size)
+        sample = find_segment(offsets, (index.to(tl.int64) + 1) * chunk - 1, batch_size).to(tl.int64)
         start, end = load_segment(offsets, sample, total)
         place = index - start // chunk + 1
         # Only wrong offsets lead before the sample's second chunk.
