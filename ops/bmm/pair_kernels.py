@@ -13,12 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, find_tile, load_segment
+from jagged.ops._shared.device import dot, find_tile, load_segment, pairs_before
+from jagged.ops._shared.kernels import pair_offsets
 
 # A second grid dimension of a launch has at most so many programs.
 MAX_GRID = 65535
-# Lengths of samples that small tiles serve, and of those whose programs divide the columns.
-SHORT, LONG = 16, 512
+# Lengths of samples that small tiles serve.
+SHORT = 16
+# In larger batches where blocks begin is written down once; in smaller ones every program adds it up for itself.
+SCANNED_SAMPLES = 2048
 
 
 class ScoresTile(NamedTuple):
@@ -32,11 +35,10 @@ class ScoresTile(NamedTuple):
 
 
 class SumsTile(NamedTuple):
-    """Rows of the output, terms of a sum in one step, columns in one step, columns of a program, and how Triton runs it."""
+    """Rows of the output, terms of a sum in one step, columns of the output, and how Triton runs it."""
 
     rows: int
     terms: int
-    step: int
     columns: int
     num_warps: int
     num_stages: int
@@ -48,24 +50,29 @@ def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float)
     fits = dtype.itemsize == 2 and is_wide
     rows = 32 if a_mean <= SHORT else 64
     columns = 32 if b_mean <= SHORT else 128 if fits else 64
-    return ScoresTile(rows, columns, 64 if fits else 32, 8 if columns > 32 else 4, 3 if fits else 2 if is_wide else 1)
+    return ScoresTile(rows, columns, 64 if fits else 32, 4, 3 if fits else 2 if is_wide else 1)
 
 
-def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsTile:
+def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float) -> SumsTile:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
     fits = dtype.itemsize == 2 and is_wide
     rows = 32 if output_mean <= SHORT else 64
-    terms = 32 if mean <= SHORT or not fits else 128
-    # A program of a long sample has enough to do with few columns.
-    columns = 128 if mean > LONG else 512
-    return SumsTile(
-        rows, terms, 64 if fits else 32, columns, 8 if max(rows, terms) > 32 else 4, 3 if fits else 2 if is_wide else 1
-    )
+    return SumsTile(rows, 32, 128 if fits else 64, 4, 3 if fits else 2 if is_wide else 1)
+
+
+@triton.jit
+def find_block(a_offsets, b_offsets, pair_offsets, sample):
+    """Return where a sample's block of pairs begins (int64); without `pair_offsets` it is added up here."""
+    if pair_offsets is None:
+        return pairs_before(a_offsets, b_offsets, sample)
+    else:
+        return tl.load(pair_offsets + sample)
 
 
 @triton.jit
 def load_rows(
-    tensor, first_row, length, stride, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+    tensor, first_row, length, stride, first_column,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Load rows of a sample, `[BLOCK, BLOCK_COLUMNS]` from a column on; zeros where a row or a column is not there."""
     row = first_row + tl.arange(0, BLOCK)
@@ -73,7 +80,7 @@ def load_rows(
     mask = (row < length)[:, None]
     if WIDTH % BLOCK_COLUMNS:
         mask = mask & (column < WIDTH)[None, :]
-    return tl.load(tensor + row.to(tl.int64)[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    return tl.load(tensor + row.to(INDEX)[:, None] * stride + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -85,13 +92,12 @@ def store_scores(
     """Compute a tile of a sample's scores and store it."""
     products = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, WIDTH, BLOCK_K):
-        a_tile = load_rows(a, first_row, a_length, a_stride, start, WIDTH, BLOCK_M, BLOCK_K)
-        b_tile = load_rows(b, first_column, b_length, b_stride, start, WIDTH, BLOCK_N, BLOCK_K)
+        a_tile = load_rows(a, first_row, a_length, a_stride, start, WIDTH, BLOCK_M, BLOCK_K, INDEX)
+        b_tile = load_rows(b, first_column, b_length, b_stride, start, WIDTH, BLOCK_N, BLOCK_K, INDEX)
         products = dot(a_tile, tl.trans(b_tile), products, PRECISION)
-    scores += first_row.to(tl.int64) * b_length + first_column
-    row = tl.arange(0, BLOCK_M)[:, None]
-    column = tl.arange(0, BLOCK_N)[None, :]
-    exists = (row < a_length - first_row) & (column < b_length - first_column)
+    row = first_row + tl.arange(0, BLOCK_M)[:, None]
+    column = first_column + tl.arange(0, BLOCK_N)[None, :]
+    exists = (row < a_length) & (column < b_length)
     tl.store(scores + row.to(INDEX) * b_length + column, products.to(scores.dtype.element_ty), mask=exists)
 
 
@@ -106,7 +112,7 @@ def pair_scores_kernel(
     a_length, first_row = a_length.to(tl.int32), first_row.to(tl.int32)
     b_start, b_end = load_segment(b_offsets, sample, b_total)
     b_length = (b_end - b_start).to(tl.int32)
-    first_pair = tl.load(pair_offsets + sample)
+    first_pair = find_block(a_offsets, b_offsets, pair_offsets, sample)
     # Only wrong offsets, or a wrong number of pairs, put a block outside.
     outside = (first_pair < 0) | (first_pair + a_length.to(tl.int64) * b_length > num_pairs)
     if outside | (first_row >= a_length):
@@ -121,7 +127,7 @@ def pair_scores_kernel(
                 WIDTH, BLOCK_M, BLOCK_N // 2, BLOCK_K, PRECISION, INDEX,
             )  # fmt: skip
     else:
-        # Rows are constant in the loop. Unless the compiler knows, it keeps none of their addresses in registers meanwhile.
+        # Rows are constant in the loop. As the compiler does not know it, no address of a score waits in a register meanwhile.
         row_tiles = tl.cdiv(a_length, BLOCK_M)
         num_tiles = row_tiles * tl.cdiv(b_length, BLOCK_N)
         for tile in range(first_row // BLOCK_M + tl.program_id(1) * row_tiles, num_tiles, tl.num_programs(1) * row_tiles):
@@ -131,114 +137,47 @@ def pair_scores_kernel(
             )  # fmt: skip
 
 
-@triton.jit
-def load_weights(
-    scores, first_row, first_term, output_length, length, stride,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Load scores of a sample as the weights `[BLOCK_M, BLOCK_K]` of rows of the output; zeros where a pair is not there."""
-    row = tl.arange(0, BLOCK_M)[:, None]
-    term = tl.arange(0, BLOCK_K)[None, :]
-    exists = (row < output_length - first_row) & (term < length - first_term)
-    if TRANSPOSED:
-        scores += (tl.cast(first_term, tl.int64) * output_length + first_row) * stride
-        pair = row + term.to(INDEX) * output_length
-    else:
-        scores += (first_row.to(tl.int64) * length + first_term) * stride
-        pair = row.to(INDEX) * length + term
-    return tl.load(scores + pair * stride, mask=exists, other=0.0)
-
-
-@triton.jit
-def store_rows(
-    tensor, tile, first_row, length, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
-):  # fmt: skip
-    """Store the rows of `[BLOCK, BLOCK_COLUMNS]` that the sample has, from a column on."""
-    row = first_row + tl.arange(0, BLOCK)
-    column = first_column + tl.arange(0, BLOCK_COLUMNS)
-    mask = (row < length)[:, None]
-    if WIDTH % BLOCK_COLUMNS:
-        mask = mask & (column < WIDTH)[None, :]
-    tl.store(tensor + row.to(tl.int64)[:, None] * WIDTH + column[None, :], tile.to(tensor.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def store_short_sums(
-    scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
-    TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Sums of at most `BLOCK_K` terms: the weights stay on chip while rows pass through, columns by columns."""
-    weights = load_weights(scores, first_row, 0, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX)
-    for start in range(first_column, tl.minimum(first_column + COLUMNS, WIDTH), BLOCK_D):
-        tile = load_rows(values, 0, length, stride, start, WIDTH, BLOCK_K, BLOCK_D)
-        store_rows(output, dot(weights, tile, None, PRECISION), first_row, output_length, start, WIDTH, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
-def store_long_sums(
-    scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
-    TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Sums of any number of terms."""
-    for start in range(first_column, tl.minimum(first_column + COLUMNS, WIDTH), BLOCK_D):
-        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        for term in range(0, length, BLOCK_K):
-            weights = load_weights(
-                scores, first_row, term, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX
-            )
-            tile = load_rows(values, term, length, stride, start, WIDTH, BLOCK_K, BLOCK_D)
-            sums = dot(weights, tile, sums, PRECISION)
-        store_rows(output, sums, first_row, output_length, start, WIDTH, BLOCK_M, BLOCK_D)
-
-
 @triton.jit(do_not_specialize=["num_samples", "output_total", "total", "num_pairs"])
 def pair_sums_kernel(
     scores, values, output, output_offsets, offsets, pair_offsets, num_samples, output_total, total, num_pairs, scores_stride,
     stride, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the output, which are the rows of each block of scores or, transposed, its columns; some columns of them."""
+    """Some columns of a tile of rows of the output, which are the rows of each block of scores or, transposed, its columns."""
     # Programs of one tile of rows follow one another, so that its scores are still in the cache.
-    PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    first_column = tl.program_id(0) % PARTS * COLUMNS
+    PARTS: tl.constexpr = (WIDTH + BLOCK_D - 1) // BLOCK_D
+    first_column = tl.program_id(0) % PARTS * BLOCK_D
     sample, output_start, output_length, first_row = find_tile(
         output_offsets, tl.program_id(0) // PARTS, num_samples, output_total, BLOCK_M
     )
-    output_length, first_row = output_length.to(tl.int32), first_row.to(tl.int32)
     if first_row >= output_length:
         return
     start, end = load_segment(offsets, sample, total)
-    length = (end - start).to(tl.int32)
-    first_pair = tl.load(pair_offsets + sample)
+    output_length, first_row, length = output_length.to(tl.int32), first_row.to(tl.int32), (end - start).to(tl.int32)
+    first_pair = find_block(output_offsets, offsets, pair_offsets, sample)
     # Only wrong offsets, or a wrong number of scores, put a block outside: its sums have no terms.
     outside = (first_pair < 0) | (first_pair + output_length.to(tl.int64) * length > num_pairs)
     length = tl.where(outside, 0, length)
     scores += first_pair * scores_stride
     values += start * stride
-    output += output_start * WIDTH
-    if length <= BLOCK_K // 2:
-        store_short_sums(
-            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
-            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K // 2, BLOCK_D, COLUMNS, PRECISION, INDEX,
-        )  # fmt: skip
-    elif length <= BLOCK_K:
-        store_short_sums(
-            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
-            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, COLUMNS, PRECISION, INDEX,
-        )  # fmt: skip
-    else:
-        store_long_sums(
-            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column,
-            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, COLUMNS, PRECISION, INDEX,
-        )  # fmt: skip
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for first_term in range(0, length, BLOCK_K):
+        row = first_row + tl.arange(0, BLOCK_M)[:, None]
+        term = first_term + tl.arange(0, BLOCK_K)[None, :]
+        pair = term.to(INDEX) * output_length + row if TRANSPOSED else row.to(INDEX) * length + term
+        weights = tl.load(scores + pair * scores_stride, mask=(row < output_length) & (term < length), other=0.0)
+        tile = load_rows(values, first_term, length, stride, first_column, WIDTH, BLOCK_K, BLOCK_D, INDEX)
+        sums = dot(weights, tile, sums, PRECISION)
+    row = first_row + tl.arange(0, BLOCK_M)
+    column = first_column + tl.arange(0, BLOCK_D)
+    output += (output_start * WIDTH + row.to(tl.int64) * WIDTH)[:, None] + column[None, :]
+    tl.store(output, sums.to(output.dtype.element_ty), mask=(row < output_length)[:, None] & (column < WIDTH)[None, :])
 
 
-def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, pair_offsets: Tensor, num_pairs: int) -> Tensor:
+def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_pairs: int) -> Tensor:
     """Launch `pair_scores_kernel`: `[Sa, D], [Sb, D] -> [num_pairs]`."""
     (a_total, width), b_total, batch_size = a.shape, b.shape[0], a_offsets.shape[0] - 1
-    scores = torch.empty(num_pairs, dtype=a.dtype, device=a.device)
+    scores = a.new_empty(num_pairs)
     # Of a width of 0 the scores are zeros, computed by the same kernel; without rows there are none.
     if batch_size == 0 or a_total == 0 or num_pairs == 0:
         return scores
@@ -249,41 +188,40 @@ def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, pair
     parts = min(max(num_pairs // (a_total * tile.columns), 1), MAX_GRID)
     with torch.cuda.device_of(a):
         pair_scores_kernel[a_total // tile.rows + batch_size, parts](
-            a, b, scores, a_offsets.contiguous(), b_offsets.contiguous(), pair_offsets, batch_size, a_total, b_total, num_pairs,
+            a, b, scores, a_offsets, b_offsets, _starts(a_offsets, b_offsets), batch_size, a_total, b_total, num_pairs,
             a.stride(0), b.stride(0), WIDTH=width, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.step,
-            PRECISION=_precision(a.dtype), INDEX=_index(tile.rows, b_total), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            PRECISION=_precision(a.dtype), INDEX=_index(num_pairs, a_total * a.stride(0), b_total * b.stride(0)),
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return scores
 
 
 def pair_sums(
-    scores: Tensor,
-    values: Tensor,
-    a_offsets: Tensor,
-    b_offsets: Tensor,
-    pair_offsets: Tensor,
-    output_total: int,
-    transposed: bool,
+    scores: Tensor, values: Tensor, a_offsets: Tensor, b_offsets: Tensor, output_total: int, transposed: bool
 ) -> Tensor:
     """Launch `pair_sums_kernel`: `[num_pairs], [Sb, D] -> [Sa, D]`, or with transposed blocks `[Sa, D] -> [Sb, D]`."""
     (total, width), batch_size = values.shape, a_offsets.shape[0] - 1
     output_offsets, offsets = (b_offsets, a_offsets) if transposed else (a_offsets, b_offsets)
-    output = torch.empty(output_total, width, dtype=values.dtype, device=values.device)
+    output = values.new_empty(output_total, width)
     if batch_size == 0 or output.numel() == 0:
         return output
     values = _readable(values)
     num_pairs = scores.shape[0]
-    tile = sums_tile(values.dtype, _is_wide(values), num_pairs / max(total, 1), num_pairs / output_total)
+    tile = sums_tile(values.dtype, _is_wide(values), num_pairs / max(total, 1))
     programs = (output_total // tile.rows + batch_size) * triton.cdiv(width, tile.columns)
     with torch.cuda.device_of(values):
         pair_sums_kernel[(programs,)](
-            scores, values, output, output_offsets.contiguous(), offsets.contiguous(), pair_offsets, batch_size, output_total,
-            total, num_pairs, scores.stride(0), values.stride(0), TRANSPOSED=transposed, WIDTH=width, BLOCK_M=tile.rows,
-            BLOCK_K=tile.terms, BLOCK_D=tile.step, COLUMNS=tile.columns, PRECISION=_precision(values.dtype),
-            INDEX=_index(max(tile.rows, tile.terms), max(total, output_total) * max(scores.stride(0), 1)),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            scores, values, output, output_offsets, offsets, _starts(a_offsets, b_offsets), batch_size, output_total, total,
+            num_pairs, scores.stride(0), values.stride(0), TRANSPOSED=transposed, WIDTH=width, BLOCK_M=tile.rows,
+            BLOCK_K=tile.terms, BLOCK_D=tile.columns, PRECISION=_precision(values.dtype),
+            INDEX=_index(num_pairs * scores.stride(0), total * values.stride(0)), num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )  # fmt: skip
     return output
+
+
+def _starts(a_offsets: Tensor, b_offsets: Tensor) -> Tensor | None:
+    return pair_offsets(a_offsets, b_offsets) if a_offsets.shape[0] - 1 > SCANNED_SAMPLES else None
 
 
 def _readable(values: Tensor) -> Tensor:
@@ -299,6 +237,7 @@ def _precision(dtype: torch.dtype) -> str:
     return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
 
 
-def _index(lines: int, longest: int) -> tl.dtype:
-    """Return what counts the pairs of a tile of so many lines of a block; int64 costs a large tile its registers."""
-    return tl.int32 if lines * longest < 2**31 else tl.int64
+def _index(*elements: int) -> tl.dtype:
+    """Return what counts the elements of a sample, given those of whole tensors; int64 costs a tile its registers."""
+    # A tile reaches past the end of its sample by less than itself, behind a mask.
+    return tl.int32 if max(elements) < 2**30 else tl.int64

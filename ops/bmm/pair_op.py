@@ -14,18 +14,18 @@ from jagged.ops.bmm import pair_torch_impl
 
 _pair_scores = define_operator(
     "pair_scores",
-    "(Tensor a, Tensor b, Tensor a_offsets, Tensor b_offsets, Tensor pair_offsets, SymInt num_pairs, str backend) -> Tensor",
+    "(Tensor a, Tensor b, Tensor a_offsets, Tensor b_offsets, SymInt num_pairs, str backend) -> Tensor",
     torch_impl=pair_torch_impl.pair_scores,
     triton_impl="jagged.ops.bmm.pair_kernels:pair_scores",
-    fake=lambda a, b, a_offsets, b_offsets, pair_offsets, num_pairs, backend: a.new_empty(num_pairs),
+    fake=lambda a, b, a_offsets, b_offsets, num_pairs, backend: a.new_empty(num_pairs),
 )
 _pair_sums = define_operator(
     "pair_sums",
-    "(Tensor scores, Tensor values, Tensor a_offsets, Tensor b_offsets, Tensor pair_offsets, SymInt output_total, "
-    "bool transposed, str backend) -> Tensor",
+    "(Tensor scores, Tensor values, Tensor a_offsets, Tensor b_offsets, SymInt output_total, bool transposed, str backend) "
+    "-> Tensor",
     torch_impl=pair_torch_impl.pair_sums,
     triton_impl="jagged.ops.bmm.pair_kernels:pair_sums",
-    fake=lambda scores, values, a_offsets, b_offsets, pair_offsets, output_total, transposed, backend: values.new_empty(
+    fake=lambda scores, values, a_offsets, b_offsets, output_total, transposed, backend: values.new_empty(
         output_total, values.shape[1]
     ),
 )
@@ -35,12 +35,10 @@ class PairScoresFunction(torch.autograd.Function):
     """`scores = a b^T` of each sample; with their gradient G, that of a is `G b` and that of b is `G^T a`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, pair_offsets: Tensor, num_pairs: int, backend: str
-    ) -> Tensor:
-        ctx.save_for_backward(a, b, a_offsets, b_offsets, pair_offsets)
+    def forward(ctx: Any, a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_pairs: int, backend: str) -> Tensor:
+        ctx.save_for_backward(a, b, a_offsets, b_offsets)
         ctx.backend = backend
-        return _pair_scores(a, b, a_offsets, b_offsets, pair_offsets, num_pairs, backend)
+        return _pair_scores(a, b, a_offsets, b_offsets, num_pairs, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -50,7 +48,7 @@ class PairScoresFunction(torch.autograd.Function):
             grad_a = PairSumsFunction.apply(grad, b, *offsets, a.shape[0], False, ctx.backend)
         if ctx.needs_input_grad[1]:
             grad_b = PairSumsFunction.apply(grad, a, *offsets, b.shape[0], True, ctx.backend)
-        return grad_a, grad_b, None, None, None, None, None
+        return grad_a, grad_b, None, None, None, None
 
 
 class PairSumsFunction(torch.autograd.Function):
@@ -63,14 +61,13 @@ class PairSumsFunction(torch.autograd.Function):
         values: Tensor,
         a_offsets: Tensor,
         b_offsets: Tensor,
-        pair_offsets: Tensor,
         output_total: int,
         transposed: bool,
         backend: str,
     ) -> Tensor:
-        ctx.save_for_backward(scores, values, a_offsets, b_offsets, pair_offsets)
+        ctx.save_for_backward(scores, values, a_offsets, b_offsets)
         ctx.transposed, ctx.backend = transposed, backend
-        return _pair_sums(scores, values, a_offsets, b_offsets, pair_offsets, output_total, transposed, backend)
+        return _pair_sums(scores, values, a_offsets, b_offsets, output_total, transposed, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -81,7 +78,7 @@ class PairSumsFunction(torch.autograd.Function):
             grad_scores = PairScoresFunction.apply(a, b, *offsets, scores.shape[0], ctx.backend)
         if ctx.needs_input_grad[1]:
             grad_values = PairSumsFunction.apply(scores, grad, *offsets, values.shape[0], not ctx.transposed, ctx.backend)
-        return grad_scores, grad_values, None, None, None, None, None, None
+        return grad_scores, grad_values, None, None, None, None, None
 
 
 def jagged_jagged_bmm_jagged_out(
@@ -135,11 +132,12 @@ def jagged_jagged_bmm_jagged_out(
     if b_offsets is a_offsets and a.shape[0] != b.shape[0]:
         raise ValueError(f"b: expected {a.shape[0]} rows as a has, got {b.shape[0]}; give b_offsets where lengths differ")
     backend = resolve_backend(backend, a)
-    pair_offsets = scan_pairs(a_offsets, b_offsets, backend)
-    if validation_is_on():
-        _validate_pairs("total", total, pair_offsets)
-    num_pairs = resolve_total(total, pair_offsets)
-    return PairScoresFunction.apply(a, b, a_offsets, b_offsets, pair_offsets, num_pairs, backend)
+    if total is None or validation_is_on():
+        pair_offsets = scan_pairs(a_offsets, b_offsets, backend)
+        if validation_is_on():
+            _validate_pairs("total", total, pair_offsets)
+        total = resolve_total(total, pair_offsets)
+    return PairScoresFunction.apply(a, b, a_offsets, b_offsets, total, backend)
 
 
 def array_jagged_bmm_jagged_out(
@@ -196,11 +194,10 @@ def array_jagged_bmm_jagged_out(
         a_total = b.shape[0]
     b_offsets = _check_pair_offsets(a_offsets, b_offsets, b, a_total)
     backend = resolve_backend(backend, b)
-    pair_offsets = scan_pairs(a_offsets, b_offsets, backend)
     if validation_is_on():
-        _validate_pairs("scores", scores.shape[0], pair_offsets)
+        _validate_pairs("scores", scores.shape[0], scan_pairs(a_offsets, b_offsets, backend))
     a_total = resolve_total(a_total, a_offsets, "a_total")
-    return PairSumsFunction.apply(scores, b, a_offsets, b_offsets, pair_offsets, a_total, False, backend)
+    return PairSumsFunction.apply(scores, b, a_offsets, b_offsets, a_total, False, backend)
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

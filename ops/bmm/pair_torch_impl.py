@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.offsets import scan_pairs
+
 # 1 MiB in float32: the pairs of a chunk stay in the L2 cache between the passes over them.
 _CHUNK_PAIRS = 2**18
 # Below this length padding costs less than the PyTorch calls of another chunk.
@@ -30,14 +32,12 @@ class _Chunk:
     pairs: Tensor  # [n * rows * columns] index of each pair's score; where there is none, one of `b_total` places past the scores
 
 
-def _chunks(
-    a_offsets: Tensor, b_offsets: Tensor, pair_offsets: Tensor, a_total: int, b_total: int, num_pairs: int
-) -> Iterator[_Chunk]:
+def _chunks(a_offsets: Tensor, b_offsets: Tensor, a_total: int, b_total: int, num_pairs: int) -> Iterator[_Chunk]:
     """Yield chunks that hold every sample with pairs; wrong offsets leave samples out rather than lead outside the tensors."""
     a_limits, b_limits = a_offsets.to(torch.int64).clamp(0, a_total), b_offsets.to(torch.int64).clamp(0, b_total)
     lengths = torch.stack([a_limits.diff(), b_limits.diff()]).clamp_(min=0)
     areas = lengths.prod(0)
-    starts = torch.stack([a_limits[:-1], b_limits[:-1], pair_offsets[:-1]])
+    starts = torch.stack([a_limits[:-1], b_limits[:-1], scan_pairs(a_offsets, b_offsets, "torch")[:-1]])
     kept = ((areas > 0) & (starts[2] >= 0) & (starts[2] + areas <= num_pairs)).nonzero().flatten()
     powers = _SHORTEST_CLASS << torch.arange(64 - _SHORTEST_CLASS.bit_length(), device=a_offsets.device)
     classes = torch.searchsorted(powers, lengths[:, kept])
@@ -72,12 +72,12 @@ def _gather(values: Tensor, rows: Tensor) -> Tensor:
     return values.index_select(0, rows.flatten()).view(*rows.shape, values.shape[1])
 
 
-def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, pair_offsets: Tensor, num_pairs: int) -> Tensor:
+def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_pairs: int) -> Tensor:
     """Return the scores `[num_pairs]` of each sample's rows of a against its rows of b, zeros where wrong offsets have none."""
     dtype = torch.promote_types(a.dtype, torch.float32)
     scores = a.new_zeros(num_pairs + b.shape[0])
     with torch.autocast(a.device.type, enabled=False):
-        for chunk in _chunks(a_offsets, b_offsets, pair_offsets, a.shape[0], b.shape[0], num_pairs):
+        for chunk in _chunks(a_offsets, b_offsets, a.shape[0], b.shape[0], num_pairs):
             products = torch.bmm(_gather(a, chunk.a_rows).to(dtype), _gather(b, chunk.b_rows).to(dtype).transpose(1, 2))
             scores.scatter_(0, chunk.pairs, products.flatten().to(scores.dtype))
     return scores[:num_pairs]
@@ -88,7 +88,6 @@ def pair_sums(
     values: Tensor,
     a_offsets: Tensor,
     b_offsets: Tensor,
-    pair_offsets: Tensor,
     output_total: int,
     transposed: bool,
 ) -> Tensor:
@@ -99,7 +98,7 @@ def pair_sums(
     output = values.new_zeros(output_total + 1, values.shape[1])
     filled = torch.cat([scores, scores.new_zeros(b_total)])
     with torch.autocast(values.device.type, enabled=False):
-        for chunk in _chunks(a_offsets, b_offsets, pair_offsets, a_total, b_total, scores.shape[0]):
+        for chunk in _chunks(a_offsets, b_offsets, a_total, b_total, scores.shape[0]):
             weights = filled.index_select(0, chunk.pairs).view(*chunk.a_rows.shape, -1).to(dtype)
             sides = (chunk.a_rows, chunk.a_exists), (chunk.b_rows, chunk.b_exists)
             (rows, exists), (output_rows, output_exists) = sides if transposed else sides[::-1]

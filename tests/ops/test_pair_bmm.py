@@ -163,6 +163,23 @@ def test_more_room_than_pairs(place: Place) -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.skipif(PLACE.name == "cpu", reason="kernels alone find blocks in two ways")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_blocks_are_found_with_and_without_pair_offsets(place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jagged.ops.bmm import pair_kernels
+
+    a, b = jagged_of((3, 0, 20, 40, 1), dtype), jagged_of((5, 7, 33, 0, 2), dtype)
+    x, y = (random_tensor((batch.total, 8), torch.float32, k).requires_grad_() for k, batch in enumerate((a, b)))
+    results = []
+    for limit in (0, pair_kernels.SCANNED_SAMPLES):
+        monkeypatch.setattr(pair_kernels, "SCANNED_SAMPLES", limit)
+        scores = ops.jagged_jagged_bmm_jagged_out(x, y, a.offsets, b.offsets, backend=place.backend)
+        sums = ops.array_jagged_bmm_jagged_out(scores, y, a.offsets, b.offsets, a.total, backend=place.backend)
+        results.append([scores, sums, *torch.autograd.grad(sums.square().sum(), (x, y))])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Offsets that decrease, begin before 0 or run past the end, and totals too small, mix rows of the tensors alone."""
     fence = torch.full((4, 140, 16), 1e30, device=place.device)
@@ -244,7 +261,7 @@ def test_opcheck(place: Place, dtype: torch.dtype) -> None:
     a, b = jagged_of((2, 0, 3)), jagged_of((1, 2, 2))
     x, y = (random_tensor((batch.total, 4), dtype, 0) for batch in (a, b))
     torch.library.opcheck(torch.ops.jagged.pair_offsets.default, (a.offsets, b.offsets, place.backend))
-    offsets = a.offsets, b.offsets, ops.pair_offsets(a.offsets, b.offsets)
+    offsets = a.offsets, b.offsets
     torch.library.opcheck(torch.ops.jagged.pair_scores.default, (x, y, *offsets, 8, place.backend))
     scores = random_tensor((8,), dtype, 1)
     for values, total, transposed in ((y, 5, False), (x, 5, True)):

@@ -20,14 +20,23 @@ SHORT, MEDIUM, LONG = 10, 60, 3_000
 
 
 def compile_pair_kernel(
-    name: str, arch: int | str, dtype: str, tile: tuple[int, ...], *, width: int, precision: str, transposed: bool, offsets: str
+    name: str,
+    arch: int | str,
+    dtype: str,
+    tile: tuple[int, ...],
+    *,
+    width: int,
+    precision: str,
+    transposed: bool,
+    offsets: str,
+    is_scanned: bool,
 ) -> Resources:
     import triton.language as tl
 
     from jagged.ops.bmm import pair_kernels
 
     kernel = getattr(pair_kernels, name)
-    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K") if name == "pair_scores_kernel" else ("BLOCK_M", "BLOCK_K", "BLOCK_D", "COLUMNS")
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K") if name == "pair_scores_kernel" else ("BLOCK_M", "BLOCK_K", "BLOCK_D")
     constants: dict[str, Any] = {
         **dict(zip(names, tile, strict=False)),
         "WIDTH": width,
@@ -37,6 +46,8 @@ def compile_pair_kernel(
         # A launch finds out that scores lie side by side.
         "scores_stride": 1,
     }
+    if not is_scanned:
+        constants["pair_offsets"] = None
     constants = {argument: value for argument, value in constants.items() if argument in kernel.arg_names}
     strides = [argument for argument in kernel.arg_names if argument.endswith("stride") and argument not in constants]
     types = dict.fromkeys(COUNTS, "i32") | dict.fromkeys(strides, "i32")
@@ -62,19 +73,28 @@ def check(
     width: int = 1024,
     precision: str = "ieee",
     offsets: str = "i64",
+    is_scanned: bool = False,
 ) -> None:
     from jagged.ops.bmm import pair_kernels
 
     wide = width % 16 == 0
     scores = pair_kernels.scores_tile(DTYPES[dtype], wide, a_mean, b_mean)
-    sums = pair_kernels.sums_tile(DTYPES[dtype], wide, a_mean, b_mean)
+    sums = pair_kernels.sums_tile(DTYPES[dtype], wide, a_mean)
     for name, tile, transposed in (
         ("pair_scores_kernel", scores, False),
         ("pair_sums_kernel", sums, False),
         ("pair_sums_kernel", sums, True),
     ):
         used = compile_pair_kernel(
-            name, arch, dtype, tile, width=width, precision=precision, transposed=transposed, offsets=offsets
+            name,
+            arch,
+            dtype,
+            tile,
+            width=width,
+            precision=precision,
+            transposed=transposed,
+            offsets=offsets,
+            is_scanned=is_scanned,
         )
         where = f"{name} {tile} transposed={transposed} {dtype} {precision} D={width} for {arch}: {used}"
         print(where)
@@ -91,7 +111,7 @@ def test_common_tiles(arch: int) -> None:
 def test_other_tiles() -> None:
     check(90, "fp16", SHORT, MEDIUM, offsets="i32")
     check(90, "bf16", MEDIUM, SHORT, width=100)
-    check(90, "bf16", LONG, LONG, width=64)
+    check(90, "bf16", LONG, LONG, width=64, is_scanned=True)
     check(90, "fp32", MEDIUM, MEDIUM, precision="tf32")
 
 
