@@ -9,6 +9,23 @@ import torch
 from torch import Tensor
 
 
+class _NoContext:
+    """Takes what a forward keeps for a backward that will not come."""
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keep nothing."""
+
+
+def apply_in_backward(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """Return `function.apply(*arguments)` where the gradient may be differentiated again, otherwise its forward without a graph.
+
+    Applying a function costs the host more than calling its operator.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return function.apply(*arguments)
+    return function.forward(_NoContext(), *arguments)
+
+
 class FirstOrderFunction(torch.autograd.Function):
     """Hand gradients on; differentiating them again is an error, where a constant would be silently wrong.
 

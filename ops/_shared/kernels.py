@@ -30,6 +30,5 @@ def pair_offsets(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
     """Launch `pair_offsets_kernel`: `[B + 1]`, int64."""
     a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
     starts = torch.empty(a_offsets.shape, dtype=torch.int64, device=a_offsets.device)
-    with torch.cuda.device_of(a_offsets):
-        pair_offsets_kernel[(1,)](a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
+    pair_offsets_kernel[(1,)](a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
     return starts

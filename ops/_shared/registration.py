@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 from collections.abc import Callable
@@ -21,18 +22,29 @@ def define_operator(
 
     Args:
         name: operator name without namespace.
-        schema: arguments and returns; the last argument must be `str backend`, which the implementations do not see.
+        schema: arguments and returns; one is a tensor, and the last must be `str backend`, which the implementations do not see.
         torch_impl: the PyTorch implementation.
-        triton_impl: `"package.module:function"`, imported when it is first run, so that machines without Triton never meet it.
+        triton_impl: `"package.module:function"`, imported when it is first run, so that machines without Triton never meet it. It
+            runs on the device of the first tensor, which need not be the current one.
         fake: shapes and dtypes of the outputs; takes all arguments, `backend` included.
     """
     module_name, function_name = triton_impl.split(":")
 
+    @functools.cache
+    def triton_implementation() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+        return function
+
     def implementation(*arguments: Any) -> Any:
         *inputs, backend = arguments
-        if backend == "triton":
-            return getattr(importlib.import_module(module_name), function_name)(*inputs)
-        return torch_impl(*inputs)
+        if backend != "triton":
+            return torch_impl(*inputs)
+        tensor = next(x for x in inputs if isinstance(x, Tensor))
+        # The guard costs more than the question.
+        if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+            return triton_implementation()(*inputs)
+        with torch.cuda.device_of(tensor):
+            return triton_implementation()(*inputs)
 
     qualified = f"jagged::{name}"
     torch.library.define(qualified, schema)

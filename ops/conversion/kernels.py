@@ -5,16 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import find_segments, load_segment
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
-# Elements of one program's tile: 16 a thread with 4 warps. Odd widths load element by element and would spill: half of it.
+# Elements of one program's tile: 16 a thread. Odd widths load element by element and would spill: half of it.
 TILE_ELEMENTS = 2048
+NUM_WARPS = 4
+# Of `to_jagged_kernel` with 16 bits an element: each thread has four accesses of 16 bytes under way.
+TO_JAGGED_WARPS = 2
 MAX_BLOCK_FEATURES = 1024
+
+
+def tile_of(num_rows: int, num_features: int) -> tuple[int, int]:
+    """Return rows and features of a tile."""
+    block_features = min(next_power_of_2(num_features), MAX_BLOCK_FEATURES)
+    elements = TILE_ELEMENTS if num_features % 16 == 0 else TILE_ELEMENTS // 2
+    return max(1, min(elements // block_features, 128, next_power_of_2(num_rows))), block_features
+
+
+def to_jagged_warps(num_features: int, itemsize: int) -> int:
+    """Return the warps of a tile of `to_jagged_kernel`."""
+    return TO_JAGGED_WARPS if itemsize <= 2 and num_features % 16 == 0 else NUM_WARPS
 
 
 @triton.jit(do_not_specialize=["length", "total"])
@@ -62,20 +77,26 @@ def to_jagged_kernel(
     tl.store(values + row[:, None] * num_features + feature[None, :], tile, mask=row_exists[:, None] & feature_exists[None, :])
 
 
-@triton.jit(do_not_specialize=["num_rows", "batch_size", "source_rows", "target_rows"])
-def copy_rows_kernel(
-    source, target, row_offsets, source_starts, target_starts, num_rows, batch_size, source_rows, target_rows, num_features,
-    source_stride, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+@triton.jit(do_not_specialize=["num_parts", "part", "batch_size", "part_rows", "whole_rows"])
+def copy_part_kernel(
+    source, target, offsets, num_parts, part, batch_size, part_rows, whole_rows, num_features, source_stride,
+    INTO_WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
 ):  # fmt: skip
-    """target[target_starts[b] + p] = source[source_starts[b] + p] for every row p of sample b of `row_offsets`."""
+    """Copy a part's rows to where they stand in the concatenation of all parts, whose offsets are `[K, B + 1]`; or from there.
+
+    Before row p of part k stand the other samples' rows of all parts, and its own sample's of the earlier parts: it is row
+    `sum over j of offsets[j, b + (j < k)] + p`.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
-    sample = find_segments(row_offsets, row, batch_size)
-    position = row - tl.load(row_offsets + sample).to(tl.int64)
-    from_row = tl.load(source_starts + sample).to(tl.int64) + position
-    to_row = tl.load(target_starts + sample).to(tl.int64) + position
-    exists = (row < num_rows) & (from_row >= 0) & (from_row < source_rows) & (to_row >= 0) & (to_row < target_rows)
+    num_offsets = batch_size + 1
+    sample = find_segments(offsets + part * num_offsets, row, batch_size)
+    in_whole = row - tl.load(offsets + part * num_offsets + sample)
+    for other in range(num_parts):
+        in_whole += tl.load(offsets + other * num_offsets + sample + (other < part).to(tl.int32))
+    exists = (row < part_rows) & (in_whole >= 0) & (in_whole < whole_rows)
     mask = exists[:, None] & (feature < num_features)[None, :]
+    from_row, to_row = (row, in_whole) if INTO_WHOLE else (in_whole, row)
     tile = tl.load(source + from_row[:, None] * source_stride + feature[None, :], mask=mask)
     tl.store(target + to_row[:, None] * num_features + feature[None, :], tile, mask=mask)
 
@@ -83,13 +104,14 @@ def copy_rows_kernel(
 def to_dense(values: Tensor, offsets: Tensor, length: int, padding_value: float) -> Tensor:
     """Launch `to_dense_kernel`: `[S, *F] -> [B, length, *F]`."""
     rows = _as_rows(values)
+    total, num_features = rows.shape
     batch_size = offsets.shape[0] - 1
     dense = values.new_empty(batch_size, length, *values.shape[1:])
     if dense.numel():
-        block_rows, block_features, (tiles, feature_tiles) = _tiles(length, rows.shape[1])
-        to_dense_kernel[(batch_size * tiles, feature_tiles)](
-            rows, offsets, dense, length, rows.shape[0], rows.shape[1], rows.stride(0), padding_value,
-            BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
+        block_rows, block_features = tile_of(length, num_features)
+        to_dense_kernel[batch_size * cdiv(length, block_rows), cdiv(num_features, block_features)](
+            rows, offsets.contiguous(), dense, length, total, num_features, rows.stride(0), padding_value,
+            BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=NUM_WARPS,
         )  # fmt: skip
     return dense
 
@@ -99,83 +121,66 @@ def to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
     batch_size, length, *features = dense.shape
     if dense.numel() == 0:
         return dense.new_zeros(total, *features)
-    rows = dense.reshape(batch_size, length, -1)
+    rows = dense if dense.dim() == 3 else dense.reshape(batch_size, length, -1)
     rows = rows if rows.stride(2) == 1 else rows.contiguous()
     values = dense.new_empty(total, *features)
     if values.numel():
-        block_rows, block_features, grid = _tiles(total, rows.shape[2])
-        to_jagged_kernel[grid](
-            rows, offsets, values, total, length, batch_size, rows.shape[2], rows.stride(0), rows.stride(1),
+        num_features = rows.shape[2]
+        block_rows, block_features = tile_of(total, num_features)
+        to_jagged_kernel[cdiv(total, block_rows), cdiv(num_features, block_features)](
+            rows, offsets.contiguous(), values, total, length, batch_size, num_features, rows.stride(0), rows.stride(1),
             BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
+            num_warps=to_jagged_warps(num_features, dense.element_size()),
         )  # fmt: skip
     return values
 
 
-def concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
-    """Launch `copy_rows_kernel` once a part, into one tensor `[sum S_k, *F]`."""
+def concat(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
+    """Launch `copy_part_kernel` once a part, into one tensor `[sum S_k, *F]`."""
     joined = values[0].new_empty(sum(part.shape[0] for part in values), *values[0].shape[1:])
-    starts = _starts_in_whole(offsets)
-    for part, part_offsets, start in zip(values, offsets, starts, strict=True):
-        _copy_rows(part, joined, part_offsets, part.shape[0], source_starts=part_offsets, target_starts=start)
+    for k, part in enumerate(values):
+        _copy_part(part, joined, offsets, k, into_whole=True)
     return joined
 
 
-def split(values: Tensor, offsets: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Launch `copy_rows_kernel` once a part, out of one tensor."""
+def split(values: Tensor, offsets: Tensor, totals: Sequence[int]) -> list[Tensor]:
+    """Launch `copy_part_kernel` once a part, out of one tensor."""
     parts = [values.new_empty(total, *values.shape[1:]) for total in totals]
-    for part, part_offsets, start in zip(parts, offsets, _starts_in_whole(offsets), strict=True):
-        _copy_rows(values, part, part_offsets, part.shape[0], source_starts=start, target_starts=part_offsets)
+    for k, part in enumerate(parts):
+        _copy_part(values, part, offsets, k, into_whole=False)
     return parts
 
 
-def truncate(values: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    """Launch `copy_rows_kernel` over the kept rows: `[S, *F] -> [total, *F]`."""
+def truncate(values: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
+    """Launch `copy_part_kernel` for one of two parts, the first or the last: `[S, *F] -> [total, *F]`."""
     kept = values.new_empty(total, *values.shape[1:])
-    _copy_rows(values, kept, new_offsets, total, _kept_starts(offsets, new_offsets, keep_last), new_offsets)
+    _copy_part(values, kept, offsets, int(keep_last), into_whole=False)
     return kept
 
 
-def truncate_backward(grad: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    """Launch `copy_rows_kernel` over the kept rows, into zeros `[total, *F]`."""
+def truncate_backward(grad: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
+    """Launch `copy_part_kernel` for one of two parts, into zeros `[total, *F]`."""
     whole = grad.new_zeros(total, *grad.shape[1:])
-    _copy_rows(grad, whole, new_offsets, grad.shape[0], new_offsets, _kept_starts(offsets, new_offsets, keep_last))
+    _copy_part(grad, whole, offsets, int(keep_last), into_whole=True)
     return whole
 
 
-def _copy_rows(
-    source: Tensor, target: Tensor, offsets: Tensor, num_rows: int, source_starts: Tensor, target_starts: Tensor
-) -> None:
-    source_rows = _as_rows(source)
-    if num_rows == 0 or source.numel() == 0:
+def _copy_part(source: Tensor, target: Tensor, offsets: Tensor, part: int, *, into_whole: bool) -> None:
+    if source.numel() == 0 or target.numel() == 0:
         return
-    num_features = source_rows.shape[1]
-    block_rows, block_features, grid = _tiles(num_rows, num_features)
-    copy_rows_kernel[grid](
-        source_rows, target, offsets, source_starts, target_starts, num_rows, offsets.shape[0] - 1, source_rows.shape[0],
-        target.shape[0], num_features, source_rows.stride(0), BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
+    source = _as_rows(source)
+    (source_rows, num_features), target_rows = source.shape, target.shape[0]
+    part_rows, whole_rows = (source_rows, target_rows) if into_whole else (target_rows, source_rows)
+    num_parts, num_offsets = offsets.shape
+    block_rows, block_features = tile_of(part_rows, num_features)
+    copy_part_kernel[cdiv(part_rows, block_rows), cdiv(num_features, block_features)](
+        source, target, offsets.contiguous(), num_parts, part, num_offsets - 1, part_rows, whole_rows, num_features,
+        source.stride(0), INTO_WHOLE=into_whole, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
+        num_warps=NUM_WARPS,
     )  # fmt: skip
-
-
-def _starts_in_whole(offsets: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each part the row `[B]` of the concatenation where each sample of it begins."""
-    starts = [torch.stack([part[:-1] for part in offsets]).sum(0)]
-    for part in offsets[:-1]:
-        starts.append(starts[-1] + part.diff())
-    return starts
-
-
-def _kept_starts(offsets: Tensor, new_offsets: Tensor, keep_last: bool) -> Tensor:
-    return offsets[1:] - new_offsets.diff() if keep_last else offsets
 
 
 def _as_rows(values: Tensor) -> Tensor:
     """View `[S, *F]` as `[S, F]` with adjacent features; copies only where no such view exists."""
-    rows = values.reshape(values.shape[0], math.prod(values.shape[1:]))
+    rows = values if values.dim() == 2 else values.reshape(values.shape[0], math.prod(values.shape[1:]))
     return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else rows.contiguous()
-
-
-def _tiles(num_rows: int, num_features: int) -> tuple[int, int, tuple[int, int]]:
-    block_features = min(triton.next_power_of_2(num_features), MAX_BLOCK_FEATURES)
-    elements = TILE_ELEMENTS if num_features % 16 == 0 else TILE_ELEMENTS // 2
-    block_rows = max(1, min(elements // block_features, 128, triton.next_power_of_2(num_rows)))
-    return block_rows, block_features, (triton.cdiv(num_rows, block_rows), triton.cdiv(num_features, block_features))

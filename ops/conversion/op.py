@@ -8,14 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import uniform_offsets
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import check_offsets, check_same, check_tensor, resolve_total
 from jagged.ops.conversion import torch_impl
 
 
-def _truncated(grad: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool, backend: str) -> Tensor:
-    return grad.new_empty(total, *grad.shape[1:])
+def _rows_of(values: Tensor, offsets: Tensor, total: int, keep_last: bool, backend: str) -> Tensor:
+    return values.new_empty(total, *values.shape[1:])
 
 
 _to_dense = define_operator(
@@ -36,31 +37,31 @@ _to_jagged = define_operator(
 )
 _concat = define_operator(
     "concat",
-    "(Tensor[] values, Tensor[] offsets, str backend) -> Tensor",
+    "(Tensor[] values, Tensor offsets, str backend) -> Tensor",
     torch_impl=torch_impl.concat,
     triton_impl="jagged.ops.conversion.kernels:concat",
     fake=lambda values, offsets, backend: values[0].new_empty(sum(v.shape[0] for v in values), *values[0].shape[1:]),
 )
 _split = define_operator(
     "split",
-    "(Tensor values, Tensor[] offsets, SymInt[] totals, str backend) -> Tensor[]",
+    "(Tensor values, Tensor offsets, SymInt[] totals, str backend) -> Tensor[]",
     torch_impl=torch_impl.split,
     triton_impl="jagged.ops.conversion.kernels:split",
     fake=lambda values, offsets, totals, backend: [values.new_empty(total, *values.shape[1:]) for total in totals],
 )
 _truncate = define_operator(
     "truncate",
-    "(Tensor values, Tensor offsets, Tensor new_offsets, SymInt total, bool keep_last, str backend) -> Tensor",
+    "(Tensor values, Tensor offsets, SymInt total, bool keep_last, str backend) -> Tensor",
     torch_impl=torch_impl.truncate,
     triton_impl="jagged.ops.conversion.kernels:truncate",
-    fake=_truncated,
+    fake=_rows_of,
 )
 _truncate_backward = define_operator(
     "truncate_backward",
-    "(Tensor grad, Tensor offsets, Tensor new_offsets, SymInt total, bool keep_last, str backend) -> Tensor",
+    "(Tensor grad, Tensor offsets, SymInt total, bool keep_last, str backend) -> Tensor",
     torch_impl=torch_impl.truncate_backward,
     triton_impl="jagged.ops.conversion.kernels:truncate_backward",
-    fake=_truncated,
+    fake=_rows_of,
 )
 
 
@@ -76,7 +77,7 @@ class ToDenseFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
-        return ToJaggedFunction.apply(grad, offsets, ctx.total, ctx.backend), None, None, None, None
+        return apply_in_backward(ToJaggedFunction, grad, offsets, ctx.total, ctx.backend), None, None, None, None
 
 
 class ToJaggedFunction(torch.autograd.Function):
@@ -91,76 +92,68 @@ class ToJaggedFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (offsets,) = ctx.saved_tensors
-        return ToDenseFunction.apply(grad, offsets, ctx.length, 0.0, ctx.backend), None, None, None
+        return apply_in_backward(ToDenseFunction, grad, offsets, ctx.length, 0.0, ctx.backend), None, None, None
 
 
 class ConcatFunction(torch.autograd.Function):
-    """Concatenate parts per sample; the gradient is split. Takes the values of all parts, their offsets, the backend."""
+    """Concatenate parts per sample, whose offsets are `[K, B + 1]` and come after their values; the gradient is split."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, backend = arguments
-        values, offsets = tensors[: len(tensors) // 2], tensors[len(tensors) // 2 :]
-        ctx.save_for_backward(*offsets)
+        *values, offsets, backend = arguments
+        ctx.save_for_backward(offsets)
         ctx.totals, ctx.backend = [part.shape[0] for part in values], backend
         return _concat(values, offsets, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        offsets = ctx.saved_tensors
-        return *SplitFunction.apply(grad, *offsets, ctx.totals, ctx.backend), *[None] * len(offsets), None
+        return *apply_in_backward(SplitFunction, grad, *ctx.saved_tensors, ctx.totals, ctx.backend), None, None
 
 
 class SplitFunction(torch.autograd.Function):
-    """Split into parts per sample; the gradients are concatenated. Takes the values, all offsets, the totals, the backend."""
+    """Split into parts per sample, whose offsets are `[K, B + 1]`; the gradients are concatenated."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        *offsets, totals, backend = arguments
-        ctx.save_for_backward(*offsets)
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, totals: Sequence[int], backend: str) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(offsets)
         ctx.backend = backend
         return tuple(_split(values, offsets, totals, backend))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        offsets = ctx.saved_tensors
-        return ConcatFunction.apply(*grads, *offsets, ctx.backend), *[None] * len(offsets), None, None
+        return apply_in_backward(ConcatFunction, *grads, *ctx.saved_tensors, ctx.backend), None, None, None
 
 
 class TruncateFunction(torch.autograd.Function):
-    """Keep some rows of each sample; the gradient of dropped rows is zero."""
+    """Take one of two parts of each sample, whose offsets are `[2, B + 1]`; the gradient of dropped rows is zero."""
 
     @staticmethod
-    def forward(
-        ctx: Any, values: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool, backend: str
-    ) -> Tensor:
-        ctx.save_for_backward(offsets, new_offsets)
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, total: int, keep_last: bool, backend: str) -> Tensor:
+        ctx.save_for_backward(offsets)
         ctx.total, ctx.keep_last, ctx.backend = values.shape[0], keep_last, backend
-        return _truncate(values, offsets, new_offsets, total, keep_last, backend)
+        return _truncate(values, offsets, total, keep_last, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        offsets, new_offsets = ctx.saved_tensors
-        whole = TruncateBackwardFunction.apply(grad, offsets, new_offsets, ctx.total, ctx.keep_last, ctx.backend)
-        return whole, None, None, None, None, None
+        (offsets,) = ctx.saved_tensors
+        whole = apply_in_backward(TruncateBackwardFunction, grad, offsets, ctx.total, ctx.keep_last, ctx.backend)
+        return whole, None, None, None, None
 
 
 class TruncateBackwardFunction(torch.autograd.Function):
     """The gradient of `TruncateFunction`, itself differentiable."""
 
     @staticmethod
-    def forward(
-        ctx: Any, grad: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool, backend: str
-    ) -> Tensor:
-        ctx.save_for_backward(offsets, new_offsets)
+    def forward(ctx: Any, grad: Tensor, offsets: Tensor, total: int, keep_last: bool, backend: str) -> Tensor:
+        ctx.save_for_backward(offsets)
         ctx.kept, ctx.keep_last, ctx.backend = grad.shape[0], keep_last, backend
-        return _truncate_backward(grad, offsets, new_offsets, total, keep_last, backend)
+        return _truncate_backward(grad, offsets, total, keep_last, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        offsets, new_offsets = ctx.saved_tensors
-        kept = TruncateFunction.apply(grad, offsets, new_offsets, ctx.kept, ctx.keep_last, ctx.backend)
-        return kept, None, None, None, None, None
+        (offsets,) = ctx.saved_tensors
+        kept = apply_in_backward(TruncateFunction, grad, offsets, ctx.kept, ctx.keep_last, ctx.backend)
+        return kept, None, None, None, None
 
 
 def jagged_to_dense(
@@ -268,8 +261,9 @@ def jagged_concat(
         parts.append(part_offsets)
         if part.shape[1:] != rows[0].shape[1:]:
             raise ValueError(f"{name}: expected features {list(rows[0].shape[1:])} as in values[0], got {list(part.shape[1:])}")
-    joined = ConcatFunction.apply(*rows, *parts, _backend(backend, values[0]))
-    return joined, torch.stack(parts).sum(0, dtype=batch_offsets.dtype)
+    stacked = torch.stack(parts)
+    joined = ConcatFunction.apply(*rows, stacked, _backend(backend, values[0]))
+    return joined, stacked.sum(0, dtype=stacked.dtype)
 
 
 def jagged_split(
@@ -318,7 +312,7 @@ def jagged_split(
         sizes[jagged_parts[-1]] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != jagged_parts[-1])
     if sum(sizes) != values.shape[0] or min(sizes) < 0:
         raise ValueError(f"values: expected as many rows as the parts have together, {sizes}; got {values.shape[0]}")
-    outputs = SplitFunction.apply(values, *parts, sizes, _backend(backend, values))
+    outputs = SplitFunction.apply(values, torch.stack(parts), sizes, _backend(backend, values))
     return tuple(
         rows.reshape(batch_size, part, *rows.shape[1:]) if isinstance(part, int) else rows
         for rows, part in zip(outputs, offsets, strict=True)
@@ -356,10 +350,13 @@ def jagged_truncate(
         raise ValueError(f"keep: expected 'first' or 'last', got {keep!r}")
     if length < 0:
         raise ValueError(f"length: expected at least 0, got {length}")
-    lengths = offsets.diff().clamp(min=0, max=length)
-    new_offsets = torch.cat([offsets.new_zeros(1), lengths.cumsum(0, dtype=offsets.dtype)])
+    lengths = offsets.diff(prepend=offsets[:1]).clamp_(min=0, max=length)
+    new_offsets = lengths.cumsum(0, dtype=offsets.dtype)
     total = resolve_total(total, new_offsets)
-    return TruncateFunction.apply(values, offsets, new_offsets, total, keep == "last", _backend(backend, values)), new_offsets
+    # What is kept and what is dropped are two parts of each sample.
+    parts = [offsets - new_offsets, new_offsets] if keep == "last" else [new_offsets, offsets - new_offsets]
+    kept = TruncateFunction.apply(values, torch.stack(parts), total, keep == "last", _backend(backend, values))
+    return kept, new_offsets
 
 
 def _backend(backend: str | None, tensor: Tensor) -> str:

@@ -35,47 +35,36 @@ def to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
     return values.masked_fill_(_over_features(outside, values), 0)
 
 
-def concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
+def concat(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
     """Put the rows of every part behind one another, sample by sample: `[sum S_k, *F]`."""
     joined = values[0].new_empty(sum(part.shape[0] for part in values), *values[0].shape[1:])
-    for part, rows in zip(values, _rows_in_whole(offsets, [part.shape[0] for part in values]), strict=True):
-        joined[rows] = part
+    for k, part in enumerate(values):
+        joined[_rows_in_whole(offsets, k, part.shape[0])] = part
     return joined
 
 
-def split(values: Tensor, offsets: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
+def split(values: Tensor, offsets: Tensor, totals: Sequence[int]) -> list[Tensor]:
     """Take the parts out again that `concat` put behind one another."""
-    return [values[rows] for rows in _rows_in_whole(offsets, totals)]
+    return [values[_rows_in_whole(offsets, k, total)] for k, total in enumerate(totals)]
 
 
-def _rows_in_whole(offsets: Sequence[Tensor], totals: Sequence[int]) -> list[Tensor]:
-    """Return for each part the row `[S_k]` of the concatenation where each of its rows stands."""
-    start = torch.stack([part[:-1] for part in offsets]).sum(0)
-    rows = []
-    for part, total in zip(offsets, totals, strict=True):
-        sample = sample_of_row(part, total)
-        rows.append(start[sample] + position_of_row(part, sample))
-        start = start + part.diff()
-    return rows
+def truncate(values: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
+    """Take out one of two parts, the first or the last: `[S, *F] -> [total, *F]`."""
+    return values[_rows_in_whole(offsets, int(keep_last), total)]
 
 
-def truncate(values: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    """Gather the rows that are kept: `[S, *F] -> [total, *F]`."""
-    return values[_kept_rows(offsets, new_offsets, total, keep_last)]
-
-
-def truncate_backward(grad: Tensor, offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool) -> Tensor:
+def truncate_backward(grad: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
     """Put gradients of the kept rows back into `[total, *F]`; dropped rows get zero."""
-    rows = _kept_rows(offsets, new_offsets, grad.shape[0], keep_last)
     whole = grad.new_zeros(total, *grad.shape[1:])
-    whole[rows] = grad
+    whole[_rows_in_whole(offsets, int(keep_last), grad.shape[0])] = grad
     return whole
 
 
-def _kept_rows(offsets: Tensor, new_offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    sample = sample_of_row(new_offsets, total)
-    start = offsets[1:] - new_offsets.diff() if keep_last else offsets[:-1]
-    return start[sample] + position_of_row(new_offsets, sample)
+def _rows_in_whole(offsets: Tensor, part: int, total: int) -> Tensor:
+    """Return for each row of a part its row `[S_k]` in the concatenation of all parts, whose offsets are `[K, B + 1]`."""
+    start = offsets[:part, 1:].sum(0) + offsets[part:, :-1].sum(0)
+    sample = sample_of_row(offsets[part], total)
+    return start[sample] + position_of_row(offsets[part], sample)
 
 
 def _over_features(mask: Tensor, like: Tensor) -> Tensor:

@@ -109,6 +109,20 @@ def test_ids_move_too(place: Place, dtype: torch.dtype) -> None:
     assert ops.dense_to_jagged(dense, batch.offsets, 5, backend=place.backend).tolist() == ids.tolist()
 
 
+def test_strided_offsets(place: Place) -> None:
+    offsets = jagged_of((2, 0, 3)).offsets
+    strided = torch.stack([offsets, offsets + 100], 1)[:, 0]
+    values, dense = random_tensor((5, 4), torch.float32, 0), random_tensor((3, 2, 4), torch.float32, 1)
+    for function in (
+        lambda o: ops.jagged_to_dense(values, o, 2, backend=place.backend),
+        lambda o: ops.dense_to_jagged(dense, o, 5, backend=place.backend),
+        lambda o: ops.jagged_concat([values, dense], [o, None], backend=place.backend)[0],
+        lambda o: ops.jagged_truncate(values, o, 1, "last", 2, backend=place.backend)[0],
+        lambda o: ops.pair_offsets(o),
+    ):
+        same(function(strided), function(offsets))
+
+
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Offsets that decrease, begin before 0 or run past the end give some rows, never a neighbour's."""
     fence = torch.full((40, 4), 777.0, device=place.device)
@@ -193,13 +207,14 @@ def test_opcheck(place: Place) -> None:
     values = random_tensor((5, 4), torch.float32, 0)
     dense = random_tensor((3, 2, 4), torch.float32, 0)
     new = jagged_of((1, 0, 2)).offsets
+    parts = torch.stack([batch.offsets - new, new])
     for name, arguments in (
         ("to_dense", (values, batch.offsets, 2, 0.0)),
         ("to_jagged", (dense, batch.offsets, 5)),
-        ("concat", ([values, values], [batch.offsets, batch.offsets])),
-        ("split", (values, [batch.offsets, torch.zeros_like(batch.offsets)], [5, 0])),
-        ("truncate", (values, batch.offsets, new, 3, True)),
-        ("truncate_backward", (values[:3], batch.offsets, new, 5, True)),
+        ("concat", ([values[:2], values[:3]], parts)),
+        ("split", (values, parts, [2, 3])),
+        ("truncate", (values, parts, 3, True)),
+        ("truncate_backward", (values[:3], parts, 5, True)),
     ):
         torch.library.opcheck(getattr(torch.ops.jagged, name).default, (*arguments, place.backend))
 
@@ -276,6 +291,42 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
         graph.replay()
         if sum(min(n, 15) for n in lengths) == 25:
             same(captured, step())
+
+
+@ON_GPU
+def test_other_device_than_the_current_one(place: Place) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    values, offsets = random_tensor((5, 4), torch.float32, 0), jagged_of((2, 0, 3)).offsets
+    there = ops.jagged_to_dense(values.to("cuda:1"), offsets.to("cuda:1"), 2)
+    assert torch.cuda.current_device() == 0
+    same(there.to(place.device), ops.jagged_to_dense(values, offsets, 2))
+
+
+@ON_GPU
+def test_long_sample_among_thousands_of_short_ones(place: Place) -> None:
+    lengths = (*(k % 5 for k in range(3_000)), 100_000, 0, *(k % 7 for k in range(3_000)))
+    batch = jagged_of(lengths)
+    values = random_tensor((batch.total, 24), torch.float32, 0)
+    length = torch.tensor(lengths, device=place.device)
+    start = batch.offsets[:-1]
+    # Its first rows and those of the short ones; then all rows of a part in which it alone is long.
+    dense = ops.jagged_to_dense(values, batch.offsets, 50)
+    row = torch.arange(50, device=place.device)
+    expected = values[(start[:, None] + row).clamp(max=batch.total - 1)] * (row < length[:, None])[..., None]
+    same(dense, expected)
+    sample = torch.repeat_interleave(torch.arange(len(lengths), device=place.device), length)
+    position = torch.arange(batch.total, device=place.device) - start[sample]
+    same(ops.dense_to_jagged(dense, batch.offsets, batch.total), values * (position < 50)[:, None])
+    last = position >= length[sample] - 60_000
+    same(ops.jagged_truncate(values, batch.offsets, 60_000, "last")[0], values[last])
+    joined, joined_offsets = ops.jagged_concat([values, dense[:, :1]], [batch.offsets, None])
+    at_the_end = torch.ones(batch.total + len(lengths), dtype=torch.bool, device=place.device)
+    at_the_end[torch.arange(batch.total, device=place.device) + sample] = False
+    assert bool(at_the_end[joined_offsets[1:] - 1].all())
+    same(joined[~at_the_end], values)
+    same(joined[at_the_end], dense[:, 0])
+    same(ops.jagged_split(joined, [batch.offsets, 1])[0], values)
 
 
 @ON_GPU

@@ -10,8 +10,9 @@ from tests.places import PLACE
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
 INTEGERS = {
-    "num_rows": "i32", "length": "i32", "total": "i32", "batch_size": "i32", "num_features": "i32", "source_rows": "i32",
-    "target_rows": "i32", "values_stride": "i32", "sample_stride": "i32", "row_stride": "i32", "source_stride": "i32",
+    "num_rows": "i32", "length": "i32", "total": "i32", "batch_size": "i32", "num_features": "i32", "num_parts": "i32",
+    "part": "i32", "part_rows": "i32", "whole_rows": "i32", "values_stride": "i32", "sample_stride": "i32", "row_stride": "i32",
+    "source_stride": "i32",
 }  # fmt: skip
 
 
@@ -21,15 +22,19 @@ INTEGERS = {
 def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: str, features: int) -> None:
     from jagged.ops.conversion import kernels
 
-    block_rows, block_features, _ = kernels._tiles(10_000, features)
+    block_rows, block_features = kernels.tile_of(10_000, features)
     pointers = dict.fromkeys(("values", "dense", "source", "target"), f"*{dtype}")
-    starts = dict.fromkeys(("offsets", "row_offsets", "source_starts", "target_starts"), f"*{offsets}")
-    strides = () if features % 16 else ("num_features", *(name for name in INTEGERS if name.endswith("stride")))
-    types = {**INTEGERS, **pointers, **starts, "padding_value": "fp32"}
-    for kernel in (kernels.to_dense_kernel, kernels.to_jagged_kernel, kernels.copy_rows_kernel):
+    types = {**INTEGERS, **pointers, "offsets": f"*{offsets}", "padding_value": "fp32"}
+    divisible = () if features % 16 else ("num_features", *(name for name in INTEGERS if name.endswith("stride")))
+    blocks = {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}
+    to_jagged_warps = kernels.to_jagged_warps(features, 2 if dtype == "bf16" else 4)
+    for kernel, num_warps, options in (
+        (kernels.to_dense_kernel, kernels.NUM_WARPS, {}),
+        (kernels.to_jagged_kernel, to_jagged_warps, {}),
+        (kernels.copy_part_kernel, kernels.NUM_WARPS, {"INTO_WHOLE": True}),
+        (kernels.copy_part_kernel, kernels.NUM_WARPS, {"INTO_WHOLE": False}),
+    ):
         signature = {name: types[name] for name in kernel.arg_names if name in types}
-        used = compile_kernel(
-            kernel, signature, {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}, arch=arch, divisible=strides
-        )
-        assert used.spills == 0, f"{kernel.__name__}: {used}"
+        used = compile_kernel(kernel, signature, blocks | options, arch=arch, num_warps=num_warps, divisible=divisible)
+        assert used.spills == 0, f"{kernel.__name__} {options}: {used}"
         assert used.shared_bytes <= AMD_SHARED_BYTES
