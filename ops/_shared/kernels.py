@@ -9,6 +9,8 @@ from torch import Tensor
 
 # Samples of one step of the scan.
 OFFSETS_BLOCK = 1024
+# In larger batches where blocks begin is written down once; in smaller ones every program adds it up for itself.
+SCANNED_SAMPLES = 2048
 
 
 @triton.jit(do_not_specialize=["num_samples"])
@@ -32,3 +34,8 @@ def pair_offsets(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
     starts = torch.empty(a_offsets.shape, dtype=torch.int64, device=a_offsets.device)
     pair_offsets_kernel[(1,)](a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
     return starts
+
+
+def pair_starts(a_offsets: Tensor, b_offsets: Tensor) -> Tensor | None:
+    """Return `pair_offsets` for a kernel that takes them, or None where it is to add them up by `pairs_before`."""
+    return pair_offsets(a_offsets, b_offsets) if a_offsets.shape[0] - 1 > SCANNED_SAMPLES else None

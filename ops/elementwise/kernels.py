@@ -14,7 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import find_tile, load_segment, rounded_product
+from jagged.ops._shared.device import find_tile, load_segment, pairs_before, rounded_product
+from jagged.ops._shared.kernels import pair_starts
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
@@ -35,14 +37,14 @@ TILES = {
 }
 # Rows that one program sums up; longer samples are split.
 CHUNK = 256
-# Rows and columns of a tile of pairs.
-PAIR_ROWS, PAIR_COLUMNS, PAIR_WARPS = 32, 64, 4
+# Rows and columns of a tile of pairs: addresses that stay in registers are what larger ones pay with fewer programs at once.
+PAIR_ROWS, PAIR_COLUMNS, PAIR_WARPS = 32, 32, 4
 
 
 def tile_of(kernel: str, num_features: int) -> tuple[int, int, int]:
     """Return rows, features and warps of a kernel's tile for a number of features."""
     tile = TILES[kernel]
-    block_features = min(triton.next_power_of_2(num_features), tile.features)
+    block_features = min(next_power_of_2(num_features), tile.features)
     # Odd widths load element by element and would spill: half of it.
     elements = tile.elements if num_features % 16 == 0 else tile.elements // 2
     block_rows = max(1, min(elements // block_features, tile.rows))
@@ -201,55 +203,71 @@ def sum_parts_kernel(
     tl.store(sums + sample * num_features + feature, result.to(sums.dtype.element_ty), mask=feature_exists)
 
 
+@triton.jit
+def first_pair_of(offsets, starts, sample, length, total):
+    """Return where a sample's block of pairs begins (int64), and its length, or 0 where wrong offsets put the block outside.
+
+    Without `starts` the pairs before it are added up here.
+    """
+    first_pair = pairs_before(offsets, offsets, sample, IS_SQUARE=True) if starts is None else tl.load(starts + sample)
+    return first_pair, tl.where((first_pair < 0) | (first_pair + length * length > total), 0, length)
+
+
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "total"])
 def pairwise_difference_kernel(
-    values, offsets, starts, output, num_rows, num_samples, total, stride, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+    values, offsets, starts, output, num_rows, num_samples, total, stride, INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Some rows of a sample's block of pairs. Blocks begin anywhere, so their rows are stored element by element."""
     sample, start, length, first = find_tile(offsets, tl.program_id(0), num_samples, num_rows, BLOCK_ROWS)
     if first >= length:
         return
-    first_pair = tl.load(starts + sample)
-    # Only wrong offsets have blocks that are not inside.
-    if (first_pair < 0) | (first_pair + length * length > total):
-        return
-    row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)[:, None]
-    of_rows = tl.load(values + (start + row) * stride, mask=row < length, other=0.0).to(tl.float32)
-    output += first_pair + row * length
+    first_pair, length = first_pair_of(offsets, starts, sample, length, total)
+    output += first_pair + first * length
+    length, left = length.to(INDEX), (length - first).to(INDEX)
+    row = tl.arange(0, BLOCK_ROWS)[:, None]
+    column = tl.arange(0, BLOCK_COLUMNS)[None, :]
+    row_exists = row < left
+    of_rows = tl.load(values + (start + first) * stride + row.to(INDEX) * stride, mask=row_exists, other=0.0).to(tl.float32)
+    values += start * stride
+    place = row * length + column
     for begin in range(0, length, BLOCK_COLUMNS):
-        column = begin + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)[None, :]
-        of_columns = tl.load(values + (start + column) * stride, mask=column < length, other=0.0).to(tl.float32)
-        mask = (row < length) & (column < length)
-        tl.store(output + column, (of_rows - of_columns).to(output.dtype.element_ty), mask=mask)
+        exists = column < length - begin
+        of_columns = tl.load(values + column.to(INDEX) * stride, mask=exists, other=0.0).to(tl.float32)
+        tl.store(output + place, (of_rows - of_columns).to(output.dtype.element_ty), mask=row_exists & exists)
+        values += tl.cast(stride, tl.int64) * BLOCK_COLUMNS
+        output += BLOCK_COLUMNS
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_samples", "total"])
 def pairwise_difference_backward_kernel(
-    grad, offsets, starts, grad_values, num_rows, num_samples, total, stride, BLOCK_ROWS: tl.constexpr,
+    grad, offsets, starts, grad_values, num_rows, num_samples, total, stride, INDEX: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Sums of some rows of a sample's block of pairs, less the sums of the same columns; each goes over the block once."""
     sample, start, length, first = find_tile(offsets, tl.program_id(0), num_samples, num_rows, BLOCK_ROWS)
     if first >= length:
         return
-    first_pair = tl.load(starts + sample)
-    # Only wrong offsets have blocks that are not inside.
-    if (first_pair < 0) | (first_pair + length * length > total):
-        return
-    grad += first_pair * stride
-    row = first + tl.arange(0, BLOCK_ROWS).to(tl.int64)
-    row_exists = row < length
-    rows = grad + (row * length * stride)[:, None]
-    columns = grad + (row * stride)[None, :]
+    first_pair, length = first_pair_of(offsets, starts, sample, length, total)
+    rows = grad + (first_pair + first * length) * stride
+    columns = grad + (first_pair + first) * stride
+    grad_values += start + first
+    step = length * stride * BLOCK_COLUMNS
+    length, left = length.to(INDEX), (length - first).to(INDEX)
+    row = tl.arange(0, BLOCK_ROWS)
+    other = tl.arange(0, BLOCK_COLUMNS)
+    row_exists = row < left
+    in_rows = (row[:, None] * length + other[None, :]) * stride
+    in_columns = (other[:, None] * length + row[None, :]) * stride
     of_rows = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     of_columns = tl.zeros((BLOCK_COLUMNS, BLOCK_ROWS), tl.float32)
     for begin in range(0, length, BLOCK_COLUMNS):
-        other = begin + tl.arange(0, BLOCK_COLUMNS).to(tl.int64)
-        exists = other < length
-        of_rows += tl.load(rows + (other * stride)[None, :], mask=row_exists[:, None] & exists[None, :], other=0.0).to(tl.float32)
-        tile = tl.load(columns + (other * length * stride)[:, None], mask=exists[:, None] & row_exists[None, :], other=0.0)
-        of_columns += tile.to(tl.float32)
-    tl.store(grad_values + start + row, tl.sum(of_rows, 1) - tl.sum(of_columns, 0), mask=row_exists)
+        exists = other < length - begin
+        of_rows += tl.load(rows + in_rows, mask=row_exists[:, None] & exists[None, :], other=0.0).to(tl.float32)
+        of_columns += tl.load(columns + in_columns, mask=exists[:, None] & row_exists[None, :], other=0.0).to(tl.float32)
+        rows += tl.cast(stride, tl.int64) * BLOCK_COLUMNS
+        columns += step
+    tl.store(grad_values + row, tl.sum(of_rows, 1) - tl.sum(of_columns, 0), mask=row_exists)
 
 
 def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
@@ -258,8 +276,8 @@ def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, o
     output = dense.new_empty(total, num_features)
     if output.numel() and num_samples:
         block_rows, block_features, num_warps = tile_of("combine", num_features)
-        combine_kernel[(total // block_rows + num_samples, triton.cdiv(num_features, block_features))](
-            values, dense, offsets, output, total, num_samples, dense.shape[1], num_features,
+        combine_kernel[(total // block_rows + num_samples, cdiv(num_features, block_features))](
+            values, dense, offsets.contiguous(), output, total, num_samples, dense.shape[1], num_features,
             *(values.stride() if values is not None else (0, 0)), dense.stride(0), dense.stride(1), dense.stride(-1),
             OPERATION="repeat" if values is None else operation, PER_ROW=per_row, BLOCK_ROWS=block_rows,
             BLOCK_FEATURES=block_features, num_warps=num_warps,
@@ -277,9 +295,9 @@ def collect(values: Tensor, factor: Tensor | None, offsets: Tensor, length: int 
     dense = values.new_empty(num_samples, length, num_features)
     if dense.numel():
         block_rows, block_features, num_warps = tile_of("to_rows", num_features)
-        grid = num_samples * triton.cdiv(length, block_rows), triton.cdiv(num_features, block_features)
+        grid = num_samples * cdiv(length, block_rows), cdiv(num_features, block_features)
         to_rows_kernel[grid](
-            values, factor, offsets, dense, total, length, num_features, *values.stride(),
+            values, factor, offsets.contiguous(), dense, total, length, num_features, *values.stride(),
             *(factor.stride() if factor is not None else (0, 0)), HAS_FACTOR=factor is not None, BLOCK_ROWS=block_rows,
             BLOCK_FEATURES=block_features, num_warps=num_warps,
         )  # fmt: skip
@@ -305,41 +323,49 @@ def _sum_rows(
     if not sums.numel():
         return
     (num_samples, num_features), total = sums.shape, values.shape[0]
+    offsets = offsets.contiguous()
     # One row where no sample can have a second chunk: the kernel is the same for all batches.
     parts = sums.new_empty(2 * (max(total - 1, 0) // CHUNK) + 1, num_features, dtype=torch.float32)
     block_rows, block_features, num_warps = tile_of("sum_rows", num_features)
-    sum_rows_kernel[(total // CHUNK + num_samples, triton.cdiv(num_features, block_features))](
+    sum_rows_kernel[(total // CHUNK + num_samples, cdiv(num_features, block_features))](
         values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, *values.stride(),
         *(factor.stride() if factor is not None else (0, 0)), *(context.stride() if context is not None else (0, 0)),
         OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=num_warps,
     )  # fmt: skip
     if total > CHUNK:
         block_parts, block_features, num_warps = tile_of("sum_parts", num_features)
-        sum_parts_kernel[(num_samples, triton.cdiv(num_features, block_features))](
+        sum_parts_kernel[(num_samples, cdiv(num_features, block_features))](
             parts, offsets, sums, total, num_features, CHUNK=CHUNK, BLOCK_PARTS=block_parts, BLOCK_FEATURES=block_features,
             num_warps=num_warps,
         )  # fmt: skip
 
 
-def pairwise_difference(values: Tensor, offsets: Tensor, starts: Tensor, total: int) -> Tensor:
+def pairwise_difference(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     """Launch `pairwise_difference_kernel`: `[S] -> [total]`."""
-    num_samples, num_rows = offsets.shape[0] - 1, values.shape[0]
+    num_samples, num_rows, stride = offsets.shape[0] - 1, values.shape[0], values.stride(0)
     output = values.new_empty(total)
     if num_samples and num_rows and total:
+        offsets = offsets.contiguous()
         pairwise_difference_kernel[(num_rows // PAIR_ROWS + num_samples,)](
-            values, offsets, starts, output, num_rows, num_samples, total, values.stride(0),
-            BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
+            values, offsets, pair_starts(offsets, offsets), output, num_rows, num_samples, total, stride,
+            INDEX=_index(num_rows, stride), BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
         )  # fmt: skip
     return output
 
 
-def pairwise_difference_backward(grad: Tensor, offsets: Tensor, starts: Tensor, num_rows: int) -> Tensor:
+def pairwise_difference_backward(grad: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
     """Launch `pairwise_difference_backward_kernel`: `[P] -> [num_rows]`."""
-    num_samples = offsets.shape[0] - 1
+    num_samples, stride = offsets.shape[0] - 1, grad.stride(0)
     grad_values = grad.new_empty(num_rows)
     if num_samples and num_rows:
+        offsets = offsets.contiguous()
         pairwise_difference_backward_kernel[(num_rows // PAIR_ROWS + num_samples,)](
-            grad, offsets, starts, grad_values, num_rows, num_samples, grad.shape[0], grad.stride(0),
-            BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
+            grad, offsets, pair_starts(offsets, offsets), grad_values, num_rows, num_samples, grad.shape[0], stride,
+            INDEX=_index(num_rows, stride), BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
         )  # fmt: skip
     return grad_values
+
+
+def _index(longest: int, stride: int) -> tl.dtype:
+    """Return what counts the elements of a tile of pairs, so many lines of at most `longest`; int64 takes twice the registers."""
+    return tl.int32 if (max(PAIR_ROWS, PAIR_COLUMNS) + 1) * longest * max(stride, 1) < 2**31 else tl.int64

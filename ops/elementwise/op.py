@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jagged.ops._shared.autograd import first_order
-from jagged.ops._shared.offsets import pair_offsets
+from jagged.ops._shared.autograd import apply_in_backward, first_order
+from jagged.ops._shared.offsets import scan_pairs
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, resolve_total
 from jagged.ops.elementwise import torch_impl
@@ -46,17 +46,17 @@ _activate_backward = define_operator(
 )
 _pairwise_difference = define_operator(
     "jagged_pairwise_difference",
-    "(Tensor values, Tensor offsets, Tensor starts, SymInt total, str backend) -> Tensor",
+    "(Tensor values, Tensor offsets, SymInt total, str backend) -> Tensor",
     torch_impl=torch_impl.pairwise_difference,
     triton_impl="jagged.ops.elementwise.kernels:pairwise_difference",
-    fake=lambda values, offsets, starts, total, backend: values.new_empty(total),
+    fake=lambda values, offsets, total, backend: values.new_empty(total),
 )
 _pairwise_difference_backward = define_operator(
     "jagged_pairwise_difference_backward",
-    "(Tensor grad, Tensor offsets, Tensor starts, SymInt num_rows, str backend) -> Tensor",
+    "(Tensor grad, Tensor offsets, SymInt num_rows, str backend) -> Tensor",
     torch_impl=torch_impl.pairwise_difference_backward,
     triton_impl="jagged.ops.elementwise.kernels:pairwise_difference_backward",
-    fake=lambda grad, offsets, starts, num_rows, backend: grad.new_empty(num_rows),
+    fake=lambda grad, offsets, num_rows, backend: grad.new_empty(num_rows),
 )
 
 
@@ -74,7 +74,7 @@ class AddFunction(torch.autograd.Function):
         (offsets,) = ctx.saved_tensors
         grad_dense = None
         if ctx.needs_input_grad[1]:
-            grad_dense = CollectFunction.apply(grad, None, offsets, ctx.length, ctx.backend)
+            grad_dense = apply_in_backward(CollectFunction, grad, None, offsets, ctx.length, ctx.backend)
         return grad if ctx.needs_input_grad[0] else None, grad_dense, None, None, None
 
 
@@ -92,9 +92,9 @@ class MulFunction(torch.autograd.Function):
         values, dense, offsets = ctx.saved_tensors
         grad_values = grad_dense = None
         if ctx.needs_input_grad[0]:
-            grad_values = MulFunction.apply(grad, dense, offsets, ctx.backend)
+            grad_values = apply_in_backward(MulFunction, grad, dense, offsets, ctx.backend)
         if ctx.needs_input_grad[1]:
-            grad_dense = CollectFunction.apply(grad, values, offsets, _length(dense), ctx.backend)
+            grad_dense = apply_in_backward(CollectFunction, grad, values, offsets, _length(dense), ctx.backend)
         return grad_values, grad_dense, None, None
 
 
@@ -111,9 +111,9 @@ class CollectFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         values, factor, offsets = ctx.saved_tensors
         if factor is None:
-            return AddFunction.apply(None, grad, offsets, ctx.total, ctx.backend), None, None, None, None
+            return apply_in_backward(AddFunction, None, grad, offsets, ctx.total, ctx.backend), None, None, None, None
         grads = [
-            MulFunction.apply(other, grad, offsets, ctx.backend) if wanted else None
+            apply_in_backward(MulFunction, other, grad, offsets, ctx.backend) if wanted else None
             for wanted, other in zip(ctx.needs_input_grad, (factor, values), strict=False)
         ]
         return *grads, None, None, None
@@ -144,29 +144,31 @@ class PairwiseDifferenceFunction(torch.autograd.Function):
     """Differences of all pairs within samples."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, offsets: Tensor, starts: Tensor, total: int, backend: str) -> Tensor:
-        ctx.save_for_backward(offsets, starts)
+    def forward(ctx: Any, values: Tensor, offsets: Tensor, total: int, backend: str) -> Tensor:
+        ctx.save_for_backward(offsets)
         ctx.num_rows, ctx.backend = values.shape[0], backend
-        return _pairwise_difference(values, offsets, starts, total, backend)
+        return _pairwise_difference(values, offsets, total, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_values = PairwiseDifferenceBackwardFunction.apply(grad, *ctx.saved_tensors, ctx.num_rows, ctx.backend)
-        return grad_values, None, None, None, None
+        (offsets,) = ctx.saved_tensors
+        grad_values = apply_in_backward(PairwiseDifferenceBackwardFunction, grad, offsets, ctx.num_rows, ctx.backend)
+        return grad_values, None, None, None
 
 
 class PairwiseDifferenceBackwardFunction(torch.autograd.Function):
     """The gradient of `PairwiseDifferenceFunction`, itself differentiable."""
 
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, offsets: Tensor, starts: Tensor, num_rows: int, backend: str) -> Tensor:
-        ctx.save_for_backward(offsets, starts)
+    def forward(ctx: Any, grad: Tensor, offsets: Tensor, num_rows: int, backend: str) -> Tensor:
+        ctx.save_for_backward(offsets)
         ctx.total, ctx.backend = grad.shape[0], backend
-        return _pairwise_difference_backward(grad, offsets, starts, num_rows, backend)
+        return _pairwise_difference_backward(grad, offsets, num_rows, backend)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return PairwiseDifferenceFunction.apply(grad, *ctx.saved_tensors, ctx.total, ctx.backend), None, None, None, None
+        (offsets,) = ctx.saved_tensors
+        return apply_in_backward(PairwiseDifferenceFunction, grad, offsets, ctx.total, ctx.backend), None, None, None
 
 
 def jagged_dense_add(values: Tensor, offsets: Tensor, dense: Tensor, *, backend: str | None = None) -> Tensor:
@@ -265,9 +267,10 @@ def jagged_pairwise_difference(
     """
     check_tensor("values", values, "[S]", FLOATS)
     _check_rows(values, offsets)
-    starts = pair_offsets(offsets)
-    total = resolve_total(total, starts)
-    return PairwiseDifferenceFunction.apply(values, offsets, starts, total, resolve_backend(backend, values))
+    backend = resolve_backend(backend, values)
+    if total is None:
+        total = resolve_total(total, scan_pairs(offsets, offsets, backend))
+    return PairwiseDifferenceFunction.apply(values, offsets, total, backend)
 
 
 def jagged_linear(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops._shared.offsets import position_of_row, sample_of_row, scan_pairs
 
 
 def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
@@ -59,15 +59,15 @@ def activate_backward(grad: Tensor, saved: Tensor, context: Tensor, offsets: Ten
     return terms.to(grad.dtype).contiguous(), _sum(terms.double(), offsets).to(grad.dtype)
 
 
-def pairwise_difference(values: Tensor, offsets: Tensor, starts: Tensor, total: int) -> Tensor:
+def pairwise_difference(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     """Return the differences of all pairs within a sample: `[S] -> [total]`."""
-    row, column = _pairs(offsets, starts, values.shape[0], total)
+    row, column = _pairs(offsets, values.shape[0], total)
     return values[row].sub_(values[column])
 
 
-def pairwise_difference_backward(grad: Tensor, offsets: Tensor, starts: Tensor, num_rows: int) -> Tensor:
+def pairwise_difference_backward(grad: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
     """Return row sums minus column sums of each sample's block: `[P] -> [num_rows]`."""
-    row, column = _pairs(offsets, starts, num_rows, grad.shape[0])
+    row, column = _pairs(offsets, num_rows, grad.shape[0])
     terms = grad.double()
     sums = terms.new_zeros(num_rows)
     if num_rows:
@@ -75,7 +75,7 @@ def pairwise_difference_backward(grad: Tensor, offsets: Tensor, starts: Tensor, 
     return sums.to(grad.dtype)
 
 
-def _pairs(offsets: Tensor, starts: Tensor, num_rows: int, total: int) -> tuple[Tensor, Tensor]:
+def _pairs(offsets: Tensor, num_rows: int, total: int) -> tuple[Tensor, Tensor]:
     """Return row and column, as rows of the values, of every pair.
 
     A pair's row is the number of rows whose pairs begin before it: marks and their running sum, which cost less than a search of
@@ -87,7 +87,7 @@ def _pairs(offsets: Tensor, starts: Tensor, num_rows: int, total: int) -> tuple[
     sample = sample_of_row(offsets, num_rows)
     start = offsets.to(torch.int64)[sample]
     position = torch.arange(num_rows, device=offsets.device) - start
-    first_pair = starts[sample] + position * offsets.diff()[sample]
+    first_pair = scan_pairs(offsets, offsets, "torch")[sample] + position * offsets.diff()[sample]
     marks = torch.zeros(total, dtype=torch.int64, device=offsets.device)
     marks.index_add_(0, first_pair.clamp(0, total - 1), torch.ones_like(first_pair))
     row = marks.cumsum_(0).sub_(1).clamp_(0, num_rows - 1)

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from jagged import ops
+from jagged.ops._shared import kernels as _shared
 from jagged.ops.elementwise import kernels
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -92,15 +94,25 @@ def test_second_derivatives_of_mul(
     )
 
 
-@given(jagged_batches(), float_dtypes(), seeds(), st.booleans(), st.booleans())
-def test_pairwise_difference(place: Place, batch: Jagged, dtype: torch.dtype, seed: int, strided: bool, sync: bool) -> None:
+# Where blocks of pairs begin is added up in the kernel, or written down by a scan before it; addresses of 32 bits, or of 64.
+@given(
+    jagged_batches(), float_dtypes(), seeds(), st.booleans(), st.booleans(), st.sampled_from([0, _shared.SCANNED_SAMPLES]),
+    st.booleans(),
+)  # fmt: skip
+def test_pairwise_difference(
+    place: Place, batch: Jagged, dtype: torch.dtype, seed: int, strided: bool, sync: bool, scanned: int, is_far: bool
+) -> None:
     values = random_tensor((batch.total, 2), dtype, seed)[:, 0] if strided else random_tensor((batch.total,), dtype, seed)
     total = None if sync else sum(n * n for n in batch.lengths)
-    check(
-        lambda v: ops.jagged_pairwise_difference(v, batch.offsets, total, backend=place.backend),
-        lambda v: reference.pairwise_difference(v, batch.lengths),
-        [values],
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_shared, "SCANNED_SAMPLES", scanned)
+        if is_far:
+            patch.setattr(kernels, "_index", lambda *_: tl.int64)
+        check(
+            lambda v: ops.jagged_pairwise_difference(v, batch.offsets, total, backend=place.backend),
+            lambda v: reference.pairwise_difference(v, batch.lengths),
+            [values],
+        )
 
 
 @given(
@@ -194,6 +206,21 @@ def test_gradients_without_memory_of_their_own(place: Place) -> None:
     assert grad.tolist() == [0] * 5
 
 
+def test_strided_offsets(place: Place) -> None:
+    offsets = jagged_of((2, 0, 3)).offsets
+    strided = torch.stack([offsets, offsets + 100], 1)[:, 0]
+    values, dense, rows = (random_tensor(shape, torch.float32, 0) for shape in ((5, 4), (3, 2, 4), (3, 4)))
+
+    def run(o: Tensor) -> list[Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (values, dense, rows)]
+        x = ops.jagged_dense_add(leaves[0], o, leaves[1], backend=place.backend)
+        x = ops.jagged_dense_mul(x, o, leaves[2], backend=place.backend)
+        y = ops.jagged_pairwise_difference(x[:, 0], o, 13, backend=place.backend)
+        return [x.detach(), y.detach(), *torch.autograd.grad((x.square().sum(), y.square().sum()), leaves)]
+
+    torch.testing.assert_close(run(strided), run(offsets), rtol=0, atol=0)
+
+
 def test_relu_keeps_nan(place: Place) -> None:
     values = torch.tensor([[float("nan"), -1.0, 2.0]], device=place.device)
     identity, context = torch.eye(3, device=place.device), torch.zeros(1, 3, device=place.device)
@@ -284,7 +311,6 @@ def test_values_of_offsets_are_checked_on_demand(place: Place, monkeypatch: pyte
 
 def test_opcheck(place: Place) -> None:
     offsets = jagged_of((2, 0, 3)).offsets
-    starts = ops.pair_offsets(offsets)
     values, rows = random_tensor((5, 4), torch.float32, 0), random_tensor((3, 4), torch.float32, 1)
     dense = random_tensor((3, 2, 4), torch.float32, 2)
     pairs = random_tensor((13,), torch.float32, 3)
@@ -300,8 +326,8 @@ def test_opcheck(place: Place) -> None:
         ("jagged_dense_collect", (turned, values, offsets, 2)),
         ("jagged_activate_backward", (turned, values, rows, offsets, "relu")),
         ("jagged_activate_backward", (turned, values, rows, offsets, "silu")),
-        ("jagged_pairwise_difference", (values[:, 0], offsets, starts, 13)),
-        ("jagged_pairwise_difference_backward", (pairs, offsets, starts, 5)),
+        ("jagged_pairwise_difference", (values[:, 0], offsets, 13)),
+        ("jagged_pairwise_difference_backward", (pairs, offsets, 5)),
     ):
         torch.library.opcheck(getattr(torch.ops.jagged, name).default, (*arguments, place.backend))
 
@@ -450,6 +476,30 @@ def test_addresses_past_2_to_the_31(place: Place) -> None:
     per_row = torch.ones(3, 6, width, dtype=torch.bfloat16, device=place.device, requires_grad=True)
     (grad,) = torch.autograd.grad(ops.jagged_dense_add(values, offsets, per_row), per_row, values)
     assert torch.equal(grad[2, :4], values[-4:])
+
+
+@ON_GPU
+@pytest.mark.parametrize("scanned", [0, 10_000])
+def test_pairs_of_a_long_sample_among_thousands_of_short_ones(
+    place: Place, scanned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_shared, "SCANNED_SAMPLES", scanned)
+    # Of 100,000 rows there would be 20 GB of pairs and as much again for their gradient; one test below has 50,000.
+    lengths = (*(k % 5 for k in range(3_000)), 20_000, 0, *(k % 7 for k in range(3_000)))
+    batch = jagged_of(lengths)
+    scores = random_tensor((batch.total,), torch.bfloat16, 0).requires_grad_()
+    starts = ops.pair_offsets(batch.offsets).tolist()
+    output = ops.jagged_pairwise_difference(scores, batch.offsets, starts[-1])
+    cotangent = random_tensor((starts[-1],), torch.bfloat16, 1)
+    (grad,) = torch.autograd.grad(output, scores, cotangent)
+    ends = batch.offsets.tolist()
+    for b in (1, 2_999, 3_000, 3_002, 5_999):
+        of_sample = scores.detach()[ends[b] : ends[b + 1]]
+        block = slice(starts[b], starts[b + 1])
+        assert torch.equal(output[block], (of_sample[:, None] - of_sample[None]).flatten())
+        terms = cotangent[block].view(lengths[b], lengths[b])
+        expected = terms.sum(1, dtype=torch.float32) - terms.sum(0, dtype=torch.float32)
+        torch.testing.assert_close(grad[ends[b] : ends[b + 1]].float(), expected, rtol=0.01, atol=0.05)
 
 
 @ON_GPU

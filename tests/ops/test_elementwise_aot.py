@@ -30,7 +30,9 @@ VARIANTS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("sum_rows", {"OPERATION": "gelu"}, ()),
     ("sum_parts", {}, ()),
     ("pairwise_difference", {}, ()),
+    ("pairwise_difference", {}, ("starts",)),
     ("pairwise_difference_backward", {}, ()),
+    ("pairwise_difference_backward", {}, ("starts",)),
 ]
 FLOATS = ("values", "factor", "context", "dense", "output", "terms", "sums", "grad", "grad_values")
 
@@ -38,6 +40,8 @@ FLOATS = ("values", "factor", "context", "dense", "output", "terms", "sums", "gr
 def compile_variant(
     variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int
 ) -> Resources:
+    import triton.language as tl
+
     from jagged.ops.elementwise import kernels
 
     name, options, absent = variant
@@ -46,7 +50,7 @@ def compile_variant(
     constants = {**options, **dict.fromkeys(absent)}
     if name.startswith("pairwise"):
         num_warps = kernels.PAIR_WARPS
-        constants |= {"BLOCK_ROWS": kernels.PAIR_ROWS, "BLOCK_COLUMNS": kernels.PAIR_COLUMNS, "stride": 1}
+        constants |= {"BLOCK_ROWS": kernels.PAIR_ROWS, "BLOCK_COLUMNS": kernels.PAIR_COLUMNS, "stride": 1, "INDEX": tl.int32}
     else:
         rows, columns, num_warps = kernels.tile_of(name, features)
         constants |= {"BLOCK_PARTS" if name == "sum_parts" else "BLOCK_ROWS": rows, "BLOCK_FEATURES": columns}
@@ -62,7 +66,7 @@ def compile_variant(
 
 
 def name_of(variant: tuple[str, dict[str, Any], tuple[str, ...]]) -> str:
-    return " ".join([variant[0], *map(str, variant[1].values())])
+    return " ".join([variant[0], *map(str, variant[1].values()), *(f"no-{name}" for name in variant[2])])
 
 
 def check(variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str, dtype: str, features: int) -> Resources:
@@ -93,7 +97,7 @@ def test_wide_rows(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: 
 
 
 @pytest.mark.parametrize("features", [1, 50])
-@pytest.mark.parametrize("variant", VARIANTS[:-2], ids=name_of)
+@pytest.mark.parametrize("variant", VARIANTS[:-4], ids=name_of)
 def test_other_widths(variant: tuple[str, dict[str, Any], tuple[str, ...]], features: int) -> None:
     check(variant, 90, "fp32" if features == 50 else "bf16", features)
 
