@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_product
+from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm import tiles
 
 REDUCE_ELEMENTS = 1024
@@ -218,43 +219,43 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
         return values.new_zeros(total, t)
     output = values.new_empty(total, t)
     if output.numel():
-        tile = tiles.dense_tile(d, t, values.element_size())
+        itemsize = values.element_size()
+        tile = tiles.dense_tile(d, t, itemsize)
         num_later = total // tile.rows
-        with torch.cuda.device_of(values):
-            jagged_dense_bmm_kernel[((batch_size + num_later) * triton.cdiv(t, tile.block_t),)](
-                values, offsets, dense, output, num_later, batch_size, total, *values.stride(), *dense.stride(), D=d, T=t,
-                BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // values.element_size(),
-                USE_DOT=tile.use_dot, PRECISION=_precision(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
-            )  # fmt: skip
+        jagged_dense_bmm_kernel[((batch_size + num_later) * cdiv(t, tile.block_t),)](
+            values, offsets.contiguous(), dense, output, num_later, batch_size, total, *values.stride(), *dense.stride(), D=d,
+            T=t, BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // itemsize, USE_DOT=tile.use_dot,
+            PRECISION=_precision(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+        )  # fmt: skip
     return output
 
 
 def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     """Launch `jagged_jagged_bmm_kernel`, and the sum over chunks where a sample may have several: `[B, D, T]`."""
-    total, batch_size = a.shape[0], offsets.shape[0] - 1
-    output = a.new_empty(batch_size, a.shape[1], b.shape[1])
+    (total, d), t, batch_size = a.shape, b.shape[1], offsets.shape[0] - 1
+    output = a.new_empty(batch_size, d, t)
     if output.numel() == 0:
         return output
-    strides = (b.shape[1], 1)
-    if a.shape[1] < b.shape[1]:
+    strides = (t, 1)
+    if d < t:
         # The narrower side is the second one; the output is written transposed.
-        a, b, strides = b, a, (1, b.shape[1])
-    d, t = a.shape[1], b.shape[1]
-    tile = tiles.jagged_tile(d, t, a.element_size())
-    chunk = tiles.chunk_of(d, t, total, batch_size, a.element_size())
+        a, b, d, t, strides = b, a, t, d, (1, t)
+    itemsize = a.element_size()
+    tile = tiles.jagged_tile(d, t, itemsize)
+    chunk = tiles.chunk_of(d, t, total, batch_size, itemsize)
     # No sample is longer than all together.
     num_later = total // chunk if total > chunk else 0
     partial = a.new_empty(2 * num_later * d * t, dtype=torch.float32)
-    with torch.cuda.device_of(a):
-        jagged_jagged_bmm_kernel[((batch_size + num_later) * triton.cdiv(d, tile.block_d) * triton.cdiv(t, tile.block_t),)](
-            a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
-            D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t,
-            USE_DOT=tile.use_dot, PRECISION=_precision(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
-        )  # fmt: skip
-        if num_later:
-            jagged_jagged_bmm_reduce_kernel[(num_later, triton.cdiv(d * t, REDUCE_ELEMENTS))](
-                partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS
-            )
+    offsets = offsets.contiguous()
+    jagged_jagged_bmm_kernel[((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),)](
+        a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
+        D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t,
+        USE_DOT=tile.use_dot, PRECISION=_precision(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+    )  # fmt: skip
+    if num_later:
+        jagged_jagged_bmm_reduce_kernel[num_later, cdiv(d * t, REDUCE_ELEMENTS)](
+            partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS
+        )
     return output
 
 

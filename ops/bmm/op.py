@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor
 from jagged.ops.bmm import torch_impl
@@ -41,9 +42,9 @@ class JaggedDenseBmmFunction(torch.autograd.Function):
         values, offsets, dense = ctx.saved_tensors
         grad_values = grad_dense = None
         if ctx.needs_input_grad[0]:
-            grad_values = JaggedDenseBmmFunction.apply(grad, offsets, dense.transpose(1, 2), ctx.backend)
+            grad_values = apply_in_backward(JaggedDenseBmmFunction, grad, offsets, dense.transpose(1, 2), ctx.backend)
         if ctx.needs_input_grad[2]:
-            grad_dense = JaggedJaggedBmmFunction.apply(values, grad, offsets, ctx.backend)
+            grad_dense = apply_in_backward(JaggedJaggedBmmFunction, values, grad, offsets, ctx.backend)
         return grad_values, None, grad_dense, None
 
 
@@ -61,9 +62,9 @@ class JaggedJaggedBmmFunction(torch.autograd.Function):
         a, b, offsets = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = JaggedDenseBmmFunction.apply(b, offsets, grad.transpose(1, 2), ctx.backend)
+            grad_a = apply_in_backward(JaggedDenseBmmFunction, b, offsets, grad.transpose(1, 2), ctx.backend)
         if ctx.needs_input_grad[1]:
-            grad_b = JaggedDenseBmmFunction.apply(a, offsets, grad, ctx.backend)
+            grad_b = apply_in_backward(JaggedDenseBmmFunction, a, offsets, grad, ctx.backend)
         return grad_a, grad_b, None, None
 
 

@@ -152,6 +152,17 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, widths: tuple[int, 
         assert bool(fence[80:].isnan().all())
 
 
+def test_strided_offsets(place: Place) -> None:
+    offsets = jagged_of((2, 0, 3)).offsets
+    strided = torch.stack([offsets, offsets + 100], 1)[:, 0]
+    values, other, dense = (random_tensor(shape, torch.float32, 0) for shape in ((5, 6), (5, 4), (3, 6, 4)))
+    for function in (
+        lambda o: jagged_dense_bmm(values, o, dense, backend=place.backend),
+        lambda o: jagged_jagged_bmm(values, other, o, backend=place.backend),
+    ):
+        assert torch.equal(function(strided), function(offsets))
+
+
 def test_sizes_of_zero(place: Place) -> None:
     offsets = torch.tensor([0, 2, 3], device=place.device)
     for d, t in ((0, 3), (3, 0), (0, 0)):
