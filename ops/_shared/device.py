@@ -81,18 +81,22 @@ def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def pairs_before(a_offsets, b_offsets, sample, BLOCK: tl.constexpr = 1024):
+def pairs_before(a_offsets, b_offsets, sample, IS_SQUARE: tl.constexpr = False, BLOCK: tl.constexpr = 1024):
     """Return how many pairs the samples before one have, where its block of pairs begins (int64).
 
     Each program adds them up anew, which in a batch of few thousand samples costs less than a launch that writes them down.
+    `IS_SQUARE` says that both offsets are the same, and reads them once.
     """
     pairs = tl.zeros([BLOCK], tl.int64)
     for first in range(0, sample.to(tl.int32), BLOCK):
         index = first + tl.arange(0, BLOCK)
         before = index < sample
         rows = tl.load(a_offsets + index + 1, mask=before, other=0) - tl.load(a_offsets + index, mask=before, other=0)
-        columns = tl.load(b_offsets + index + 1, mask=before, other=0) - tl.load(b_offsets + index, mask=before, other=0)
-        pairs += rows.to(tl.int64) * columns.to(tl.int64)
+        columns = rows
+        if not IS_SQUARE:
+            columns = tl.load(b_offsets + index + 1, mask=before, other=0) - tl.load(b_offsets + index, mask=before, other=0)
+        # A product of 32-bit numbers is one instruction, of 64-bit ones four.
+        pairs += rows.to(tl.int32).to(tl.int64) * columns.to(tl.int32).to(tl.int64)
     return tl.sum(pairs, 0)
 
 

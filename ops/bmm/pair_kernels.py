@@ -35,9 +35,11 @@ class ScoresTile(NamedTuple):
 
 
 class SumsTile(NamedTuple):
-    """Rows of the output, terms of a sum in one step, columns of the output, and how Triton runs it."""
+    """Rows of the output, terms and columns of one product, terms that stay on chip, columns of a program, how Triton runs it."""
 
     rows: int
+    chunk: int
+    step: int
     terms: int
     columns: int
     num_warps: int
@@ -46,25 +48,26 @@ class SumsTile(NamedTuple):
 
 def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float) -> ScoresTile:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
-    # Products in IEEE float32 and loads of single elements leave a tile fewer registers.
-    fits = dtype.itemsize == 2 and is_wide
     rows = 32 if a_mean <= SHORT else 64
+    # Float32 and loads of single elements leave a tile fewer registers.
+    fits = dtype.itemsize == 2 and is_wide
     columns = 32 if b_mean <= SHORT else 128 if fits else 64
-    return ScoresTile(rows, columns, 64 if fits else 32, 4, 3 if fits else 2 if is_wide else 1)
+    return ScoresTile(rows, columns, 64 if fits else 32, 4, 3 if is_wide else 1)
 
 
 def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float) -> SumsTile:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
-    fits = dtype.itemsize == 2 and is_wide
     rows = 32 if output_mean <= SHORT else 64
-    return SumsTile(rows, 32, 128 if fits else 64, 4, 3 if fits else 2 if is_wide else 1)
+    # In float32 the weights of all terms leave no room.
+    terms, columns = (128, 1024) if dtype.itemsize == 2 else (0, 512)
+    return SumsTile(rows, 32, 64, terms, columns, 4, 3 if is_wide else 1)
 
 
 @triton.jit
-def find_block(a_offsets, b_offsets, pair_offsets, sample):
+def find_block(a_offsets, b_offsets, pair_offsets, sample, IS_SQUARE: tl.constexpr):
     """Return where a sample's block of pairs begins (int64); without `pair_offsets` it is added up here."""
     if pair_offsets is None:
-        return pairs_before(a_offsets, b_offsets, sample)
+        return pairs_before(a_offsets, b_offsets, sample, IS_SQUARE)
     else:
         return tl.load(pair_offsets + sample)
 
@@ -104,15 +107,15 @@ def store_scores(
 @triton.jit(do_not_specialize=["num_samples", "a_total", "b_total", "num_pairs"])
 def pair_scores_kernel(
     a, b, scores, a_offsets, b_offsets, pair_offsets, num_samples, a_total, b_total, num_pairs, a_stride, b_stride,
-    WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    INDEX: tl.constexpr,
+    IS_SQUARE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of rows of a against the rows of b: all of them, or every so many tiles for a grid's second dimension."""
     sample, a_start, a_length, first_row = find_tile(a_offsets, tl.program_id(0), num_samples, a_total, BLOCK_M)
     a_length, first_row = a_length.to(tl.int32), first_row.to(tl.int32)
     b_start, b_end = load_segment(b_offsets, sample, b_total)
     b_length = (b_end - b_start).to(tl.int32)
-    first_pair = find_block(a_offsets, b_offsets, pair_offsets, sample)
+    first_pair = find_block(a_offsets, b_offsets, pair_offsets, sample, IS_SQUARE)
     # Only wrong offsets, or a wrong number of pairs, put a block outside.
     outside = (first_pair < 0) | (first_pair + a_length.to(tl.int64) * b_length > num_pairs)
     if outside | (first_row >= a_length):
@@ -137,16 +140,64 @@ def pair_scores_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def load_weights(
+    scores, first_row, first_term, output_length, length, stride,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Load scores of a sample as the weights `[BLOCK_M, BLOCK_K]` of rows of the output; zeros where a pair is not there."""
+    row = first_row + tl.arange(0, BLOCK_M)[:, None]
+    term = first_term + tl.arange(0, BLOCK_K)[None, :]
+    pair = term.to(INDEX) * output_length + row if TRANSPOSED else row.to(INDEX) * length + term
+    return tl.load(scores + pair * stride, mask=(row < output_length) & (term < length), other=0.0)
+
+
+@triton.jit
+def store_rows(
+    tensor, tile, first_row, length, first_column, WIDTH: tl.constexpr, BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Store the rows of `[BLOCK, BLOCK_COLUMNS]` that the sample has, from a column on."""
+    row = first_row + tl.arange(0, BLOCK)
+    column = first_column + tl.arange(0, BLOCK_COLUMNS)
+    mask = (row < length)[:, None]
+    if WIDTH % BLOCK_COLUMNS:
+        mask = mask & (column < WIDTH)[None, :]
+    tl.store(tensor + row.to(tl.int64)[:, None] * WIDTH + column[None, :], tile.to(tensor.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_sums(
+    scores, values, output, first_row, output_length, length, scores_stride, stride, first_column, last_column,
+    TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+    TERMS: tl.constexpr, PRECISION: tl.constexpr, INDEX: tl.constexpr,
+):  # fmt: skip
+    """Sums of at most TERMS terms: their weights stay on chip while rows pass by, columns by columns."""
+    weights = ()
+    for k in tl.static_range(TERMS // BLOCK_K):
+        weights += (  # type: ignore[assignment]
+            load_weights(
+                scores, first_row, k * BLOCK_K, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX
+            ),
+        )
+    for column in range(first_column, last_column, BLOCK_D):
+        sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for k in tl.static_range(TERMS // BLOCK_K):
+            tile = load_rows(values, k * BLOCK_K, length, stride, column, WIDTH, BLOCK_K, BLOCK_D, INDEX)
+            sums = dot(weights[k], tile, sums, PRECISION)
+        store_rows(output, sums, first_row, output_length, column, WIDTH, BLOCK_M, BLOCK_D)
+
+
 @triton.jit(do_not_specialize=["num_samples", "output_total", "total", "num_pairs"])
 def pair_sums_kernel(
     scores, values, output, output_offsets, offsets, pair_offsets, num_samples, output_total, total, num_pairs, scores_stride,
-    stride, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, INDEX: tl.constexpr,
+    stride, IS_SQUARE: tl.constexpr, TRANSPOSED: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, TERMS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    INDEX: tl.constexpr,
 ):  # fmt: skip
     """Some columns of a tile of rows of the output, which are the rows of each block of scores or, transposed, its columns."""
     # Programs of one tile of rows follow one another, so that its scores are still in the cache.
-    PARTS: tl.constexpr = (WIDTH + BLOCK_D - 1) // BLOCK_D
-    first_column = tl.program_id(0) % PARTS * BLOCK_D
+    PARTS: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    first_column = tl.program_id(0) % PARTS * COLUMNS
     sample, output_start, output_length, first_row = find_tile(
         output_offsets, tl.program_id(0) // PARTS, num_samples, output_total, BLOCK_M
     )
@@ -154,24 +205,34 @@ def pair_sums_kernel(
         return
     start, end = load_segment(offsets, sample, total)
     output_length, first_row, length = output_length.to(tl.int32), first_row.to(tl.int32), (end - start).to(tl.int32)
-    first_pair = find_block(output_offsets, offsets, pair_offsets, sample)
+    first_pair = find_block(output_offsets, offsets, pair_offsets, sample, IS_SQUARE)
     # Only wrong offsets, or a wrong number of scores, put a block outside: its sums have no terms.
     outside = (first_pair < 0) | (first_pair + output_length.to(tl.int64) * length > num_pairs)
     length = tl.where(outside, 0, length)
     scores += first_pair * scores_stride
     values += start * stride
-    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for first_term in range(0, length, BLOCK_K):
-        row = first_row + tl.arange(0, BLOCK_M)[:, None]
-        term = first_term + tl.arange(0, BLOCK_K)[None, :]
-        pair = term.to(INDEX) * output_length + row if TRANSPOSED else row.to(INDEX) * length + term
-        weights = tl.load(scores + pair * scores_stride, mask=(row < output_length) & (term < length), other=0.0)
-        tile = load_rows(values, first_term, length, stride, first_column, WIDTH, BLOCK_K, BLOCK_D, INDEX)
-        sums = dot(weights, tile, sums, PRECISION)
-    row = first_row + tl.arange(0, BLOCK_M)
-    column = first_column + tl.arange(0, BLOCK_D)
-    output += (output_start * WIDTH + row.to(tl.int64) * WIDTH)[:, None] + column[None, :]
-    tl.store(output, sums.to(output.dtype.element_ty), mask=(row < output_length)[:, None] & (column < WIDTH)[None, :])
+    output += output_start * WIDTH
+    last_column = tl.minimum(first_column + COLUMNS, WIDTH)
+    if length <= TERMS // 2:
+        store_sums(
+            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column, last_column,
+            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, TERMS // 2, PRECISION, INDEX,
+        )  # fmt: skip
+    elif length <= TERMS:
+        store_sums(
+            scores, values, output, first_row, output_length, length, scores_stride, stride, first_column, last_column,
+            TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, TERMS, PRECISION, INDEX,
+        )  # fmt: skip
+    else:
+        for column in range(first_column, last_column, BLOCK_D):
+            sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            for term in range(0, length, BLOCK_K):
+                weights = load_weights(
+                    scores, first_row, term, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX
+                )
+                tile = load_rows(values, term, length, stride, column, WIDTH, BLOCK_K, BLOCK_D, INDEX)
+                sums = dot(weights, tile, sums, PRECISION)
+            store_rows(output, sums, first_row, output_length, column, WIDTH, BLOCK_M, BLOCK_D)
 
 
 def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_pairs: int) -> Tensor:
@@ -189,8 +250,9 @@ def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_
     with torch.cuda.device_of(a):
         pair_scores_kernel[a_total // tile.rows + batch_size, parts](
             a, b, scores, a_offsets, b_offsets, _starts(a_offsets, b_offsets), batch_size, a_total, b_total, num_pairs,
-            a.stride(0), b.stride(0), WIDTH=width, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.step,
-            PRECISION=_precision(a.dtype), INDEX=_index(num_pairs, a_total * a.stride(0), b_total * b.stride(0)),
+            a.stride(0), b.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=tile.rows,
+            BLOCK_N=tile.columns, BLOCK_K=tile.step, PRECISION=_precision(a.dtype),
+            INDEX=_index(num_pairs, a_total * a.stride(0), b_total * b.stride(0)),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
     return scores
@@ -212,12 +274,17 @@ def pair_sums(
     with torch.cuda.device_of(values):
         pair_sums_kernel[(programs,)](
             scores, values, output, output_offsets, offsets, _starts(a_offsets, b_offsets), batch_size, output_total, total,
-            num_pairs, scores.stride(0), values.stride(0), TRANSPOSED=transposed, WIDTH=width, BLOCK_M=tile.rows,
-            BLOCK_K=tile.terms, BLOCK_D=tile.columns, PRECISION=_precision(values.dtype),
+            num_pairs, scores.stride(0), values.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), TRANSPOSED=transposed,
+            WIDTH=width, BLOCK_M=tile.rows, BLOCK_K=tile.chunk, BLOCK_D=tile.step, TERMS=tile.terms, COLUMNS=tile.columns,
+            PRECISION=_precision(values.dtype),
             INDEX=_index(num_pairs * scores.stride(0), total * values.stride(0)), num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )  # fmt: skip
     return output
+
+
+def _is_square(a_offsets: Tensor, b_offsets: Tensor) -> bool:
+    return a_offsets.data_ptr() == b_offsets.data_ptr()
 
 
 def _starts(a_offsets: Tensor, b_offsets: Tensor) -> Tensor | None:
@@ -234,7 +301,12 @@ def _is_wide(values: Tensor) -> bool:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    return "tf32" if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+    """Float32 as the sum of two TF32 numbers and its products of three on NVIDIA's matrix instructions, as exact as float32's."""
+    if dtype != torch.float32:
+        return "ieee"
+    if torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "ieee" if torch.version.hip else "tf32x3"
 
 
 def _index(*elements: int) -> tl.dtype:

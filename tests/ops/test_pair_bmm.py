@@ -165,7 +165,7 @@ def test_more_room_than_pairs(place: Place) -> None:
 
 @pytest.mark.skipif(PLACE.name == "cpu", reason="kernels alone find blocks in two ways")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_blocks_are_found_with_and_without_pair_offsets(place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_found_in_either_way(place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     from jagged.ops.bmm import pair_kernels
 
     a, b = jagged_of((3, 0, 20, 40, 1), dtype), jagged_of((5, 7, 33, 0, 2), dtype)
