@@ -124,6 +124,7 @@ def test_small_steps_launch_every_kernel(place: Place, monkeypatch: pytest.Monke
             return self.kernel[grid]
 
     found = kernels()
+    assert found
     for name, module in found.items():
         monkeypatch.setattr(module, name, Recorded(name, getattr(module, name)))
     for step in small_steps():
