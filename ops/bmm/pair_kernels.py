@@ -18,8 +18,8 @@ from jagged.ops._shared.kernels import pair_offsets
 
 # A second grid dimension of a launch has at most so many programs.
 MAX_GRID = 65535
-# Lengths of samples that small tiles serve.
-SHORT = 16
+# Lengths of samples that small tiles serve, and of those whose programs divide the columns.
+SHORT, LONG = 16, 512
 # In larger batches where blocks begin is written down once; in smaller ones every program adds it up for itself.
 SCANNED_SAMPLES = 2048
 
@@ -55,12 +55,14 @@ def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float)
     return ScoresTile(rows, columns, 64 if fits else 32, 4, 3 if is_wide else 1)
 
 
-def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float) -> SumsTile:
+def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsTile:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
     rows = 32 if output_mean <= SHORT else 64
-    # In float32 the weights of all terms leave no room.
-    terms, columns = (128, 1024) if dtype.itemsize == 2 else (0, 512)
-    return SumsTile(rows, 32, 64, terms, columns, 4, 3 if is_wide else 1)
+    columns = 128 if mean > LONG else 1024
+    if dtype.itemsize == 2:
+        return SumsTile(rows, 32, 64, 128, columns, 4, 3 if is_wide else 1)
+    # The weights of all terms would leave no registers.
+    return SumsTile(rows, 16, 64, 0, columns, 4, 3 if is_wide else 1)
 
 
 @triton.jit
@@ -224,15 +226,20 @@ def pair_sums_kernel(
             TRANSPOSED, WIDTH, BLOCK_M, BLOCK_K, BLOCK_D, TERMS, PRECISION, INDEX,
         )  # fmt: skip
     else:
-        for column in range(first_column, last_column, BLOCK_D):
+        # As in `pair_scores_kernel`, rows are constant in the outer loop and the compiler does not know it.
+        row_tiles = tl.cdiv(output_length, BLOCK_M)
+        num_tiles = row_tiles * tl.cdiv(last_column - first_column, BLOCK_D)
+        for place in range(first_row // BLOCK_M, num_tiles, row_tiles):
+            row = place % row_tiles * BLOCK_M
+            column = first_column + place // row_tiles * BLOCK_D
             sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             for term in range(0, length, BLOCK_K):
                 weights = load_weights(
-                    scores, first_row, term, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX
+                    scores, row, term, output_length, length, scores_stride, TRANSPOSED, BLOCK_M, BLOCK_K, INDEX
                 )
                 tile = load_rows(values, term, length, stride, column, WIDTH, BLOCK_K, BLOCK_D, INDEX)
                 sums = dot(weights, tile, sums, PRECISION)
-            store_rows(output, sums, first_row, output_length, column, WIDTH, BLOCK_M, BLOCK_D)
+            store_rows(output, sums, row, output_length, column, WIDTH, BLOCK_M, BLOCK_D)
 
 
 def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_pairs: int) -> Tensor:
@@ -269,7 +276,7 @@ def pair_sums(
         return output
     values = _readable(values)
     num_pairs = scores.shape[0]
-    tile = sums_tile(values.dtype, _is_wide(values), num_pairs / max(total, 1))
+    tile = sums_tile(values.dtype, _is_wide(values), num_pairs / max(total, 1), num_pairs / output_total)
     programs = (output_total // tile.rows + batch_size) * triton.cdiv(width, tile.columns)
     with torch.cuda.device_of(values):
         pair_sums_kernel[(programs,)](

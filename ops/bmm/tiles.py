@@ -36,7 +36,7 @@ def dense_tile(d: int, t: int, itemsize: int) -> Tile:
             return Tile(32, 16, _power(t, 8, 256), True, 4, 1)
         if t <= 16:
             # Rows of an odd width are loaded element by element, for which two warps have no registers.
-            return Tile(32, _power(d, 16, 128), _power(t, 8), True, 4 if d % 8 else 2, 3)
+            return Tile(64, _power(d, 16, 128), _power(t, 8), True, 4 if d % 8 else 2, 3)
         return Tile(32, _power(d, 16, 64), _power(t, 8, 128), True, 4, 3)
     if d <= NARROW:
         return Tile(16, _power(d), _power(t, 1, 256), False, 4, 1)
@@ -49,7 +49,7 @@ def jagged_tile(d: int, t: int, itemsize: int) -> Tile:
     """Return the tile of `[S, D] x [S, T] -> [B, D, T]`, where T is the narrower side."""
     if itemsize == 2:
         if t <= 16:
-            return Tile(16, _power(d, 16, 256), 16, True, 4, 3)
+            return Tile(16, _power(d, 16, 512), 16, True, 4, 3)
         return Tile(32, _power(d, 16, 64), _power(t, 16, 64), True, 8 if min(d, t) >= 64 else 4, 3)
     if t <= NARROW:
         # Each thread has the same four columns of every row: no thread waits for another.
