@@ -36,11 +36,12 @@ def compile_kernel(
     num_warps: int = 4,
     num_stages: int = 3,
     divisible: Collection[str] = (),
+    max_registers: int | None = None,
 ) -> Resources:
     """Compile a `@triton.jit` kernel for `sm_<arch>`, or for an AMD GPU by its name, and read what the assembler says of it.
 
     `signature` maps every run-time argument to its Triton type (`"*bf16"`, `"i32"`, `"fp32"`); `constants` the constexpr
-    ones; `divisible` names integers that are multiples of 16, which a launch finds out.
+    ones; `divisible` names integers that are multiples of 16, which a launch finds out; `max_registers` is for NVIDIA's alone.
     """
     import triton
     from triton.backends import backends
@@ -61,7 +62,10 @@ def compile_kernel(
     }
     source = ASTSource(fn=kernel, signature=full, constexprs=indexes, attrs=attributes)
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
-    compiled = triton.compile(source, target=target, options={"num_warps": num_warps, "num_stages": num_stages})
+    options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
+    if max_registers is not None and isinstance(arch, int):
+        options["maxnreg"] = max_registers
+    compiled = triton.compile(source, target=target, options=options)
     assembly = compiled.asm["amdgcn" if isinstance(arch, str) else "ptx"]
     read = _read_amdgcn(assembly) if isinstance(arch, str) else _assemble_ptx(assembly, arch)
     return Resources(*read, compiled.metadata.shared, assembly)

@@ -30,7 +30,7 @@ _forward2 = define_operator(
     "jagged2_softmax_forward",
     "(Tensor scores, Tensor a_offsets, Tensor? b_offsets, Tensor? pair_offsets, bool by_columns, str backend) -> Tensor",
     torch_impl=torch_impl.jagged2_softmax_forward,
-    triton_impl="jagged.ops.softmax.kernels:jagged2_softmax_forward",
+    triton_impl="jagged.ops.softmax.pair_kernels:jagged2_softmax_forward",
     fake=lambda scores, a_offsets, b_offsets, pair_offsets, by_columns, backend: scores.new_empty(scores.shape),
 )
 _backward2 = define_operator(
@@ -38,7 +38,7 @@ _backward2 = define_operator(
     "(Tensor grad, Tensor weights, Tensor a_offsets, Tensor? b_offsets, Tensor? pair_offsets, bool by_columns, str backend) "
     "-> Tensor",
     torch_impl=torch_impl.jagged2_softmax_backward,
-    triton_impl="jagged.ops.softmax.kernels:jagged2_softmax_backward",
+    triton_impl="jagged.ops.softmax.pair_kernels:jagged2_softmax_backward",
     fake=lambda grad, weights, a_offsets, b_offsets, pair_offsets, by_columns, backend: weights.new_empty(weights.shape),
 )
 

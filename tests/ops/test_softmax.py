@@ -35,9 +35,9 @@ def starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param != "found in every program":
         if PLACE.name == "cpu":
             pytest.skip("the kernels' own way")
-        from jagged.ops.softmax import kernels
+        from jagged.ops.softmax import pair_kernels
 
-        monkeypatch.setattr(kernels, "SCANNED_SAMPLES", 0)
+        monkeypatch.setattr(pair_kernels, "SCANNED_SAMPLES", 0)
 
 
 def rows_of(lengths: tuple[int, ...], like: Jagged) -> Jagged:

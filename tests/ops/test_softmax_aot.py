@@ -17,15 +17,16 @@ VALUES = ("values", "scores", "grad", "weights", "output")
 OFFSETS = ("offsets", "a_offsets", "b_offsets")
 
 
-def compile_softmax(kernel: Any, dtype: str, offsets: str, tile: Any, constants: dict[str, Any], arch: int | str) -> Resources:
+def compile_softmax(
+    kernel: Any, dtype: str, offsets: str, constants: dict[str, Any], arch: int | str, **options: int
+) -> Resources:
     """Compile for contiguous values, whose stride of 1 a launch turns into a constant."""
     types = {**dict.fromkeys(VALUES, f"*{dtype}"), **dict.fromkeys(OFFSETS, f"*{offsets}"), **dict.fromkeys(PARTS, "*fp32")}
     types |= {**dict.fromkeys(SIZES, "i32"), "pair_offsets": "*i64"}
-    sizes = {"BLOCK_V": tile.vectors, "BLOCK_L": tile.elements, "LONG_V": tile.long_vectors, "LONG_L": tile.long_elements}
-    constants = {"stride": 1, "feature_stride": 1, **sizes, **constants}
+    constants = {"stride": 1, "feature_stride": 1, **constants}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types[name] for name in kernel.arg_names if name not in constants}
-    return compile_kernel(kernel, signature, constants, arch=arch, num_warps=tile.num_warps)
+    return compile_kernel(kernel, signature, constants, arch=arch, **options)
 
 
 def check(kernel: Any, used: Resources) -> None:
@@ -40,25 +41,36 @@ def test_jagged_softmax(arch: int | str, dtype: str, offsets: str, features: int
     from jagged.ops.softmax import kernels
 
     tile = kernels.softmax_tile(mean * 1000, 1000, features)
-    constants: dict[str, Any] = {"IS_SPLIT": is_split}
+    sizes = {"BLOCK_V": tile.vectors, "BLOCK_L": tile.elements, "LONG_L": tile.long_elements}
+    constants: dict[str, Any] = {"IS_SPLIT": is_split, **sizes}
     chosen = [kernels.jagged_softmax_forward_kernel, kernels.jagged_softmax_backward_kernel]
     if is_split:
         chosen += [kernels.jagged_softmax_statistics_kernel, kernels.jagged_softmax_products_kernel]
     for kernel in chosen:
         missing = {} if is_split or kernel not in chosen[:2] else dict.fromkeys(PARTS)
-        check(kernel, compile_softmax(kernel, dtype, offsets, tile, constants | missing, arch))
+        check(kernel, compile_softmax(kernel, dtype, offsets, constants | missing, arch, num_warps=tile.num_warps))
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i32"), ("fp32", "i64"), ("fp32", "i32")])
+@pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i64"), ("fp32", "i64"), ("fp16", "i32")])
 @pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize(("mean", "is_given"), [(10, True), (50, False), (1000, True)])
-def test_jagged2_softmax(arch: int | str, dtype: str, offsets: str, by_columns: bool, mean: int, is_given: bool) -> None:
-    from jagged.ops.softmax import kernels
+@pytest.mark.parametrize(("mean", "none", "is_wide"), [(50, "b_offsets", False), (50, "pair_offsets", False), (300, "", True)])
+def test_jagged2_softmax(
+    arch: int | str, dtype: str, offsets: str, by_columns: bool, mean: int, none: str, is_wide: bool
+) -> None:
+    import triton.language as tl
 
-    tile = kernels.softmax2_tile(mean * mean * 1000, 1000, by_columns)
-    constants: dict[str, Any] = {"BY_COLUMNS": by_columns, "QUANTUM": kernels.PROGRAM_PAIRS}
-    if not is_given:
-        constants["pair_offsets"] = None
-    for kernel in (kernels.jagged2_softmax_forward_kernel, kernels.jagged2_softmax_backward_kernel):
-        check(kernel, compile_softmax(kernel, dtype, offsets, tile, constants, arch))
+    from jagged.ops.softmax import pair_kernels
+
+    tile = pair_kernels.softmax2_tile(mean * mean * 1000, 1000, by_columns, is_wide)
+    constants: dict[str, Any] = {
+        "BY_COLUMNS": by_columns, "OWN": pair_kernels.OWN_VECTORS, "INDEX": tl.int64 if is_wide else tl.int32,
+        "STEPS": tile.steps, "VECTORS": tile.vectors, "LANES": tile.lanes, "LONG_STEPS": tile.long_steps,
+        "LONG_VECTORS": tile.long_vectors, "LONG_LANES": tile.long_lanes,
+    }  # fmt: skip
+    if none:
+        constants[none] = None
+    for kernel in (pair_kernels.jagged2_softmax_forward_kernel, pair_kernels.jagged2_softmax_backward_kernel):
+        options = {"num_warps": tile.num_warps, "max_registers": tile.max_registers}
+        used = compile_softmax(kernel, dtype, offsets, constants, arch, **options)
+        check(kernel, used)
