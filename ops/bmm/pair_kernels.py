@@ -14,14 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_tile, load_segment, pairs_before
-from jagged.ops._shared.kernels import pair_offsets
+from jagged.ops._shared.kernels import pair_starts
+from jagged.ops._shared.sizes import cdiv
 
 # A second grid dimension of a launch has at most so many programs.
 MAX_GRID = 65535
 # Lengths of samples that small tiles serve, and of those whose programs divide the columns.
 SHORT, LONG = 16, 512
-# In larger batches where blocks begin is written down once; in smaller ones every program adds it up for itself.
-SCANNED_SAMPLES = 2048
 
 
 class ScoresTile(NamedTuple):
@@ -249,19 +248,19 @@ def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_
     # Of a width of 0 the scores are zeros, computed by the same kernel; without rows there are none.
     if batch_size == 0 or a_total == 0 or num_pairs == 0:
         return scores
+    a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
     a, b, is_wide = _readable(a), _readable(b), _is_wide(a) and _is_wide(b)
     tile = scores_tile(a.dtype, is_wide, num_pairs / max(b_total, 1), num_pairs / a_total)
     # A row of a meets so many tiles of b on average. Where these are many, as in long samples, they are spread over programs;
     # programs to spare are then no more than whole tiles.
     parts = min(max(num_pairs // (a_total * tile.columns), 1), MAX_GRID)
-    with torch.cuda.device_of(a):
-        pair_scores_kernel[a_total // tile.rows + batch_size, parts](
-            a, b, scores, a_offsets, b_offsets, _starts(a_offsets, b_offsets), batch_size, a_total, b_total, num_pairs,
-            a.stride(0), b.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns, BLOCK_K=tile.step, PRECISION=_precision(a.dtype),
-            INDEX=_index(num_pairs, a_total * a.stride(0), b_total * b.stride(0)),
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
-        )  # fmt: skip
+    pair_scores_kernel[a_total // tile.rows + batch_size, parts](
+        a, b, scores, a_offsets, b_offsets, pair_starts(a_offsets, b_offsets), batch_size, a_total, b_total, num_pairs,
+        a.stride(0), b.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns, BLOCK_K=tile.step, PRECISION=_precision(a.dtype),
+        INDEX=_index(num_pairs, a_total * a.stride(0), b_total * b.stride(0)),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return scores
 
 
@@ -270,6 +269,7 @@ def pair_sums(
 ) -> Tensor:
     """Launch `pair_sums_kernel`: `[num_pairs], [Sb, D] -> [Sa, D]`, or with transposed blocks `[Sa, D] -> [Sb, D]`."""
     (total, width), batch_size = values.shape, a_offsets.shape[0] - 1
+    a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
     output_offsets, offsets = (b_offsets, a_offsets) if transposed else (a_offsets, b_offsets)
     output = values.new_empty(output_total, width)
     if batch_size == 0 or output.numel() == 0:
@@ -277,25 +277,19 @@ def pair_sums(
     values = _readable(values)
     num_pairs = scores.shape[0]
     tile = sums_tile(values.dtype, _is_wide(values), num_pairs / max(total, 1), num_pairs / output_total)
-    programs = (output_total // tile.rows + batch_size) * triton.cdiv(width, tile.columns)
-    with torch.cuda.device_of(values):
-        pair_sums_kernel[(programs,)](
-            scores, values, output, output_offsets, offsets, _starts(a_offsets, b_offsets), batch_size, output_total, total,
-            num_pairs, scores.stride(0), values.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), TRANSPOSED=transposed,
-            WIDTH=width, BLOCK_M=tile.rows, BLOCK_K=tile.chunk, BLOCK_D=tile.step, TERMS=tile.terms, COLUMNS=tile.columns,
-            PRECISION=_precision(values.dtype),
-            INDEX=_index(num_pairs * scores.stride(0), total * values.stride(0)), num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )  # fmt: skip
+    programs = (output_total // tile.rows + batch_size) * cdiv(width, tile.columns)
+    pair_sums_kernel[(programs,)](
+        scores, values, output, output_offsets, offsets, pair_starts(a_offsets, b_offsets), batch_size, output_total, total,
+        num_pairs, scores.stride(0), values.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), TRANSPOSED=transposed,
+        WIDTH=width, BLOCK_M=tile.rows, BLOCK_K=tile.chunk, BLOCK_D=tile.step, TERMS=tile.terms, COLUMNS=tile.columns,
+        PRECISION=_precision(values.dtype), INDEX=_index(num_pairs * scores.stride(0), total * values.stride(0)),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
     return output
 
 
 def _is_square(a_offsets: Tensor, b_offsets: Tensor) -> bool:
     return a_offsets.data_ptr() == b_offsets.data_ptr()
-
-
-def _starts(a_offsets: Tensor, b_offsets: Tensor) -> Tensor | None:
-    return pair_offsets(a_offsets, b_offsets) if a_offsets.shape[0] - 1 > SCANNED_SAMPLES else None
 
 
 def _readable(values: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import scan_pairs
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, resolve_total, validation_is_on
@@ -45,9 +46,9 @@ class PairScoresFunction(torch.autograd.Function):
         a, b, *offsets = ctx.saved_tensors
         grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_a = PairSumsFunction.apply(grad, b, *offsets, a.shape[0], False, ctx.backend)
+            grad_a = apply_in_backward(PairSumsFunction, grad, b, *offsets, a.shape[0], False, ctx.backend)
         if ctx.needs_input_grad[1]:
-            grad_b = PairSumsFunction.apply(grad, a, *offsets, b.shape[0], True, ctx.backend)
+            grad_b = apply_in_backward(PairSumsFunction, grad, a, *offsets, b.shape[0], True, ctx.backend)
         return grad_a, grad_b, None, None, None, None
 
 
@@ -75,9 +76,11 @@ class PairSumsFunction(torch.autograd.Function):
         grad_scores = grad_values = None
         if ctx.needs_input_grad[0]:
             a, b = (values, grad) if ctx.transposed else (grad, values)
-            grad_scores = PairScoresFunction.apply(a, b, *offsets, scores.shape[0], ctx.backend)
+            grad_scores = apply_in_backward(PairScoresFunction, a, b, *offsets, scores.shape[0], ctx.backend)
         if ctx.needs_input_grad[1]:
-            grad_values = PairSumsFunction.apply(scores, grad, *offsets, values.shape[0], not ctx.transposed, ctx.backend)
+            grad_values = apply_in_backward(
+                PairSumsFunction, scores, grad, *offsets, values.shape[0], not ctx.transposed, ctx.backend
+            )
         return grad_scores, grad_values, None, None, None, None, None
 
 

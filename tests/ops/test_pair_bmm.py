@@ -166,18 +166,26 @@ def test_more_room_than_pairs(place: Place) -> None:
 @pytest.mark.skipif(PLACE.name == "cpu", reason="kernels alone find blocks in two ways")
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_blocks_are_found_in_either_way(place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jagged.ops.bmm import pair_kernels
+    """Added up by each program or scanned once; from offsets side by side or strided."""
+    from jagged.ops._shared import kernels
 
     a, b = jagged_of((3, 0, 20, 40, 1), dtype), jagged_of((5, 7, 33, 0, 2), dtype)
     x, y = (random_tensor((batch.total, 8), torch.float32, k).requires_grad_() for k, batch in enumerate((a, b)))
+    strided = [torch.stack([batch.offsets, batch.offsets * 0 - 9], 1)[:, 0] for batch in (a, b)]
     results = []
-    for limit in (0, pair_kernels.SCANNED_SAMPLES):
-        monkeypatch.setattr(pair_kernels, "SCANNED_SAMPLES", limit)
-        scores = ops.jagged_jagged_bmm_jagged_out(x, y, a.offsets, b.offsets, backend=place.backend)
-        sums = ops.array_jagged_bmm_jagged_out(scores, y, a.offsets, b.offsets, a.total, backend=place.backend)
+    for offsets, limit in (
+        ((a.offsets, b.offsets), kernels.SCANNED_SAMPLES),
+        ((a.offsets, b.offsets), 0),
+        (strided, 0),
+        (strided, 9),
+    ):
+        monkeypatch.setattr(kernels, "SCANNED_SAMPLES", limit)
+        scores = ops.jagged_jagged_bmm_jagged_out(x, y, *offsets, backend=place.backend)
+        sums = ops.array_jagged_bmm_jagged_out(scores, y, *offsets, a.total, backend=place.backend)
         results.append([scores, sums, *torch.autograd.grad(sums.square().sum(), (x, y))])
-    for got, want in zip(*results, strict=True):
-        assert torch.equal(got, want)
+    for result in results[1:]:
+        for got, want in zip(result, results[0], strict=True):
+            assert torch.equal(got, want)
 
 
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
