@@ -95,8 +95,8 @@ def pairs_before(a_offsets, b_offsets, sample, IS_SQUARE: tl.constexpr = False, 
         columns = rows
         if not IS_SQUARE:
             columns = tl.load(b_offsets + index + 1, mask=before, other=0) - tl.load(b_offsets + index, mask=before, other=0)
-        # A product of 32-bit numbers is one instruction, of 64-bit ones four.
-        pairs += rows.to(tl.int32).to(tl.int64) * columns.to(tl.int32).to(tl.int64)
+        # A product of unsigned 32-bit numbers is one instruction, of 64-bit ones four.
+        pairs += rows.to(tl.uint32).to(tl.int64) * columns.to(tl.uint32).to(tl.int64)
     return tl.sum(pairs, 0)
 
 

@@ -197,22 +197,22 @@ def jagged_softmax_forward(values: Tensor, offsets: Tensor) -> Tensor:
     batch_size = offsets.shape[0] - 1
     if not batch_size or not values.numel():
         return output
+    offsets = offsets.contiguous()
     tile, chunk, slots = _division(values, batch_size)
     total, num_features = values.shape
     feature_tiles = triton.cdiv(num_features, tile.vectors)
     strides = values.stride()
     largest = weight = None
-    with torch.cuda.device_of(values):
-        if slots:
-            largest, weight = torch.empty(2, slots, num_features, dtype=torch.float32, device=values.device)
-            jagged_softmax_statistics_kernel[(slots, feature_tiles)](
-                values, offsets, largest, weight, batch_size, total, chunk, num_features, *strides,
-                BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
-            )  # fmt: skip
-        jagged_softmax_forward_kernel[(slots + batch_size, feature_tiles)](
-            values, offsets, largest, weight, output, batch_size, total, chunk, slots, num_features, *strides,
-            IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
+    if slots:
+        largest, weight = torch.empty(2, slots, num_features, dtype=torch.float32, device=values.device)
+        jagged_softmax_statistics_kernel[(slots, feature_tiles)](
+            values, offsets, largest, weight, batch_size, total, chunk, num_features, *strides,
+            BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
         )  # fmt: skip
+    jagged_softmax_forward_kernel[(slots + batch_size, feature_tiles)](
+        values, offsets, largest, weight, output, batch_size, total, chunk, slots, num_features, *strides,
+        IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
+    )  # fmt: skip
     return output
 
 
@@ -223,22 +223,22 @@ def jagged_softmax_backward(grad: Tensor, weights: Tensor, offsets: Tensor) -> T
     batch_size = offsets.shape[0] - 1
     if not batch_size or not weights.numel():
         return output
+    offsets = offsets.contiguous()
     tile, chunk, slots = _division(weights, batch_size)
     total, num_features = weights.shape
     feature_tiles = triton.cdiv(num_features, tile.vectors)
     strides = grad.stride()
     products = None
-    with torch.cuda.device_of(weights):
-        if slots:
-            products = torch.empty(slots, num_features, dtype=torch.float32, device=weights.device)
-            jagged_softmax_products_kernel[(slots, feature_tiles)](
-                grad, weights, offsets, products, batch_size, total, chunk, num_features, *strides,
-                BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
-            )  # fmt: skip
-        jagged_softmax_backward_kernel[(slots + batch_size, feature_tiles)](
-            grad, weights, offsets, products, output, batch_size, total, chunk, slots, num_features, *strides,
-            IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
+    if slots:
+        products = torch.empty(slots, num_features, dtype=torch.float32, device=weights.device)
+        jagged_softmax_products_kernel[(slots, feature_tiles)](
+            grad, weights, offsets, products, batch_size, total, chunk, num_features, *strides,
+            BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
         )  # fmt: skip
+    jagged_softmax_backward_kernel[(slots + batch_size, feature_tiles)](
+        grad, weights, offsets, products, output, batch_size, total, chunk, slots, num_features, *strides,
+        IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
+    )  # fmt: skip
     return output
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import pair_offsets as offsets_of_pairs
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, validation_is_on
@@ -62,7 +63,7 @@ class SoftmaxFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weights, *offsets = ctx.saved_tensors
         layout = *offsets, *ctx.options
-        return SoftmaxBackwardFunction.apply(grad, weights, *layout), *(None for _ in layout)
+        return apply_in_backward(SoftmaxBackwardFunction, grad, weights, *layout), *(None for _ in layout)
 
 
 class SoftmaxBackwardFunction(torch.autograd.Function):
@@ -156,11 +157,11 @@ def jagged2_softmax(
     Args:
         scores: `[P]`, with `P = sum La_i * Lb_i`; float32, bfloat16, float16, or float64 (computed by PyTorch on every device);
             any stride.
-        a_offsets: `[B + 1]`, int32 or int64: the blocks' rows.
-        b_offsets: `[B + 1]`, of the same dtype: their columns; None for square blocks of `a_offsets`.
+        a_offsets: `[B + 1]`, int32 or int64: the blocks' rows, fewer than 2^31 in each.
+        b_offsets: `[B + 1]`, of the same dtype: their columns, fewer than 2^31 in each; None for square blocks of `a_offsets`.
         dim: -1 makes every row of a block sum to 1, -2 every column.
         pair_offsets: `[B + 1]`, int32 or int64: what `pair_offsets(a_offsets, b_offsets)` gives, from callers who have it.
-            Without it, it is computed on the way; above 2,048 samples by some small launches.
+            Without it, it is computed on the way; above 2,048 samples by one small launch.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import find_segment, pairs_before
-from jagged.ops._shared.offsets import pair_offsets as offsets_of_pairs
+from jagged.ops._shared.kernels import pair_starts
 from jagged.ops.softmax.tiles import (
     statistics,
     store_gradients,
@@ -25,9 +25,6 @@ from jagged.ops.softmax.tiles import (
     sum_of_products,
 )
 
-# In batches at most this large every program adds up where its block begins, which saves a launch; the work of all programs
-# together grows with the batch's square.
-SCANNED_SAMPLES = 2048
 # Vectors of a program: finding them takes as many instructions as normalising a dozen.
 OWN_VECTORS = 64
 
@@ -53,7 +50,7 @@ def softmax2_tile(num_pairs: int, batch_size: int, by_columns: bool, is_wide: bo
     if by_columns:
         return Tile(128, 16, 1, 256, 8, 1, 8, 128 if is_wide else 80)
     if num_pairs <= 64**2 * batch_size:
-        return Tile(8, 8, 16, 8, 2, 64, 4, 64)
+        return Tile(16, 8, 8, 8, 1, 64, 2, 80)
     return Tile(16, 4, 32, 8, 2, 64, 4, 80)
 
 
@@ -258,17 +255,21 @@ def _launch(kernel, inputs, a_offsets, b_offsets, pair_offsets, output, by_colum
     batch_size, num_pairs = a_offsets.shape[0] - 1, output.shape[0]
     if not batch_size or not num_pairs:
         return
-    if pair_offsets is None and batch_size > SCANNED_SAMPLES:
-        pair_offsets = offsets_of_pairs(a_offsets, b_offsets)
+    a_offsets = a_offsets.contiguous()
+    if b_offsets is not None:
+        b_offsets = b_offsets.contiguous()
+    if pair_offsets is None:
+        pair_offsets = pair_starts(a_offsets, a_offsets if b_offsets is None else b_offsets)
+    else:
+        pair_offsets = pair_offsets.contiguous()
     stride = inputs[0].stride(0)
     is_wide = num_pairs * max(stride, 1) >= 2**31
     tile = softmax2_tile(num_pairs, batch_size, by_columns, is_wide)
     # As many vectors as square blocks can have at most, and all that the list has to spare. Of others programs take several.
     programs = math.isqrt(num_pairs * batch_size) // OWN_VECTORS + batch_size
-    with torch.cuda.device_of(output):
-        kernel[(programs,)](
-            *inputs, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride, BY_COLUMNS=by_columns,
-            OWN=OWN_VECTORS, INDEX=tl.int64 if is_wide else tl.int32, STEPS=tile.steps,
-            VECTORS=tile.vectors, LANES=tile.lanes, LONG_STEPS=tile.long_steps, LONG_VECTORS=tile.long_vectors,
-            LONG_LANES=tile.long_lanes, num_warps=tile.num_warps, maxnreg=tile.max_registers,
-        )  # fmt: skip
+    kernel[(programs,)](
+        *inputs, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride, BY_COLUMNS=by_columns,
+        OWN=OWN_VECTORS, INDEX=tl.int64 if is_wide else tl.int32, STEPS=tile.steps, VECTORS=tile.vectors, LANES=tile.lanes,
+        LONG_STEPS=tile.long_steps, LONG_VECTORS=tile.long_vectors, LONG_LANES=tile.long_lanes, num_warps=tile.num_warps,
+        maxnreg=tile.max_registers,
+    )  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,6 +18,8 @@ from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, ra
 
 ON_GPU = pytest.mark.gpu
 DIMS = st.sampled_from([-1, -2])
+# Numbers between what kernels allocate and the rest.
+FENCE = 4096
 
 
 @pytest.fixture(params=["one launch", "long samples split"])
@@ -35,9 +40,9 @@ def starts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param != "found in every program":
         if PLACE.name == "cpu":
             pytest.skip("the kernels' own way")
-        from jagged.ops.softmax import pair_kernels
+        from jagged.ops._shared import kernels
 
-        monkeypatch.setattr(pair_kernels, "SCANNED_SAMPLES", 0)
+        monkeypatch.setattr(kernels, "SCANNED_SAMPLES", 0)
 
 
 def rows_of(lengths: tuple[int, ...], like: Jagged) -> Jagged:
@@ -75,10 +80,17 @@ def test_jagged2_softmax(
 
 @pytest.mark.parametrize("dim", [-1, -2])
 @pytest.mark.parametrize(
-    ("a_lengths", "b_lengths"), [((2, 0, 3, 1), (1500, 2, 0, 7)), ((1500, 1, 300), (1, 3, 20)), ((1,), (5000,))]
+    ("a_lengths", "b_lengths"),
+    [
+        ((2, 0, 3, 1), (1500, 2, 0, 7)),
+        ((1500, 1, 300), (1, 3, 20)),
+        ((1,), (5000,)),
+        ((70, 5, 130), (128, 33, 64)),
+        ((5, 3000, 2), (3, 0, 4)),
+    ],
 )
 def test_long_rows_and_columns(place: Place, a_lengths: tuple[int, ...], b_lengths: tuple[int, ...], dim: int) -> None:
-    """Vectors of several tiles, and blocks of more pairs than a program takes."""
+    """Vectors of several tiles, tiles of all widths, blocks of more vectors than a program takes, many vectors without pairs."""
     a, b = jagged_of(a_lengths), jagged_of(b_lengths)
     scores = random_tensor((sum(x * y for x, y in zip(a_lengths, b_lengths, strict=True)),), torch.float32, 0)
     check_three_way(
@@ -139,26 +151,89 @@ def test_minus_infinity_as_torch_takes_it(place: Place, division: None) -> None:
         assert int(ours.isnan().sum()) == (3 if dim == -1 else 0)
 
 
+WRONG = (
+    [0, 19, 5, 30],
+    [-7, 14, 20],
+    [0, 100, 200],
+    [50, 60, 70],
+    [0, 2**31 - 1, -(2**31)],
+    [0, 3, 2**31 - 1],
+    [4, 2**31 - 1, 9],
+)
+
+
+@pytest.fixture
+def fenced(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What kernels allocate lies between fences of 777, in the blocks that the list holds."""
+    blocks: list[torch.Tensor] = []
+
+    def empty(*shape: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = shape[0] if isinstance(shape[0], tuple) else shape
+        blocks.append(torch.full((math.prod(size) + 2 * FENCE,), 777, dtype=dtype, device=device))
+        return blocks[-1][FENCE:-FENCE].view(size)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_like", lambda x: empty(*x.shape, dtype=x.dtype, device=x.device))
+    return blocks
+
+
 @pytest.mark.filterwarnings("ignore:.*(invalid value|divide by zero|overflow):RuntimeWarning")
-def test_wrong_offsets_reach_no_foreign_memory(place: Place, division: None, starts: None) -> None:
-    """Offsets that decrease, begin before 0 or run past the end give some rows, never a neighbour's."""
-    fence = torch.full((60, 4), torch.nan, device=place.device)
-    values = fence[20:40]
-    values.fill_(1.0)
-    for wrong in ([0, 19, 5, 30], [-7, 14, 20], [0, 100, 200], [50, 60, 70], [0, 2**31 - 1, -(2**31)]):
-        for dtype in (torch.int32, torch.int64):
-            offsets = torch.tensor(wrong, device=place.device, dtype=dtype)
-            torch.utils.deterministic.fill_uninitialized_memory = False
-            ours = ops.jagged_softmax(values, offsets, backend=place.backend)
-            assert ours.shape == values.shape
-            scores = values.flatten()
-            for dim in (-1, -2):
-                ops.jagged2_softmax(scores, offsets, offsets.flip(0), dim, backend=place.backend)
-                small = offsets.clamp(-9, 9)
-                ops.jagged2_softmax(scores, small, dim=dim, pair_offsets=offsets, backend=place.backend)
-    assert bool(fence[:20].isnan().all())
-    assert bool(fence[40:].isnan().all())
-    assert bool((values == 1).all())
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_offsets_reach_no_foreign_memory(
+    place: Place, division: None, starts: None, fenced: list[torch.Tensor], wrong: list[int]
+) -> None:
+    """Offsets that decrease, begin before 0 or run past the end give some rows: nothing outside is read or written.
+
+    A score of 1e30 outside would take all weight from those inside; as a gradient or a weight it would make gradients as large.
+    """
+    fences = [torch.full((60, 4), 1e30, device=place.device) for _ in range(2)]
+    values, grad = (fence[20:40].fill_(1.0) for fence in fences)
+
+    def check(result: torch.Tensor, least: float, most: float) -> None:
+        written = result[result.isfinite() & (result != 777)]
+        assert bool(((written >= least) & (written <= most)).all())
+
+    for dtype in (torch.int32, torch.int64):
+        offsets = torch.tensor(wrong, device=place.device, dtype=dtype)
+        layout = offsets, place.backend
+        check(torch.ops.jagged.jagged_softmax_forward(values, *layout), 1 / 80, 1)
+        check(torch.ops.jagged.jagged_softmax_backward(grad, values, *layout), -80, 1)
+        small = offsets.clamp(-9, 9)
+        for a, b, pairs in (
+            (offsets, offsets.flip(0), None),
+            (offsets, None, None),
+            (small, None, offsets),
+            (offsets, small, None),
+        ):
+            for by_columns in (False, True):
+                layout2 = a, b, pairs, by_columns, place.backend
+                check(torch.ops.jagged.jagged2_softmax_forward(values.flatten(), *layout2), 1 / 80, 1)
+                check(torch.ops.jagged.jagged2_softmax_backward(grad.flatten(), values.flatten(), *layout2), -80, 1)
+    assert len(fenced) >= 4 or place.backend == "torch"
+    for block in fenced:
+        assert bool((block[:FENCE] == 777).all())
+        assert bool((block[-FENCE:] == 777).all())
+    for fence, inside in zip(fences, (values, grad), strict=True):
+        assert bool((inside == 1).all())
+        assert bool((fence[:20] == 1e30).all())
+        assert bool((fence[40:] == 1e30).all())
+
+
+def test_strided_offsets(place: Place) -> None:
+    """Every second element of a tensor is a tensor of offsets too."""
+    values = random_tensor((7, 2), torch.float32, 0)
+    wide = torch.tensor([0, 9, 3, 9, 3, 9, 7], device=place.device)
+    offsets = wide[::2]
+    assert torch.equal(
+        ops.jagged_softmax(values, offsets, backend=place.backend),
+        ops.jagged_softmax(values, offsets.contiguous(), backend=place.backend),
+    )
+    scores = random_tensor((25,), torch.float32, 0)
+    expected = ops.jagged2_softmax(scores, offsets.contiguous(), backend=place.backend)
+    for b_offsets in (None, offsets):
+        for pairs in (None, torch.tensor([0, 1, 9, 1, 9, 1, 25], device=place.device)[::2]):
+            ours = ops.jagged2_softmax(scores, offsets, b_offsets, pair_offsets=pairs, backend=place.backend)
+            assert torch.equal(ours, expected)
 
 
 def test_messages_name_argument_and_cure(place: Place) -> None:
@@ -313,6 +388,22 @@ def test_one_long_sample_among_short_ones(place: Place, features: int) -> None:
         lambda v: ops.jagged_softmax(v, batch.offsets),
         lambda v: reference.softmax(v, lengths),
         [random_tensor((batch.total, features), torch.float32, 0)],
+    )
+
+
+@ON_GPU
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize("is_tall", [False, True])
+def test_one_long_block_among_short_ones(place: Place, is_tall: bool, dim: int) -> None:
+    """A block of 100,000 x 3, or 3 x 100,000, among thousands."""
+    long = (*(i % 20 for i in range(2000)), 100_000, *(i % 30 for i in range(2000)))
+    short = (*(i % 7 for i in range(2000)), 3, *(i % 9 for i in range(2000)))
+    a_lengths, b_lengths = (long, short) if is_tall else (short, long)
+    a, b = jagged_of(a_lengths), jagged_of(b_lengths)
+    check_three_way(
+        lambda s: ops.jagged2_softmax(s, a.offsets, b.offsets, dim),
+        lambda s: reference.softmax2(s, a_lengths, b_lengths, dim),
+        [random_tensor((sum(x * y for x, y in zip(a_lengths, b_lengths, strict=True)),), torch.float32, 0)],
     )
 
 
