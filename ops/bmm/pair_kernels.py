@@ -57,9 +57,9 @@ def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float)
 def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsTile:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
     rows = 32 if output_mean <= SHORT else 64
-    columns = 128 if mean > LONG else 1024
+    columns = 128 if mean > LONG else 512
     if dtype.itemsize == 2:
-        return SumsTile(rows, 32, 64, 128, columns, 4, 3 if is_wide else 1)
+        return SumsTile(rows, 32, 64, 128 if is_wide else 64, columns, 4, 3 if is_wide else 1)
     # The weights of all terms would leave no registers.
     return SumsTile(rows, 16, 64, 0, columns, 4, 3 if is_wide else 1)
 
