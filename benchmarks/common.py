@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import json
 import platform
 import statistics
@@ -17,8 +16,8 @@ import torch
 ROOT = Path(__file__).parent
 
 
-def environment() -> dict[str, Any]:
-    """Versions and hardware, with the copy and matmul limits of a GPU measured now."""
+def environment(device: str | None = None) -> dict[str, Any]:
+    """Versions and hardware, with the copy and matmul limits of a GPU measured now; on `device` `"cpu"` without a GPU's."""
     import triton
 
     facts: dict[str, Any] = {
@@ -27,9 +26,10 @@ def environment() -> dict[str, Any]:
         "triton": triton.__version__,
         "torchrec": _version("torchrec"),
         "fbgemm_gpu": _version("fbgemm_gpu"),
-        "device": "cpu",
+        "device": f"CPU, {torch.get_num_threads()} threads",
+        "processor": _processor(),
     }
-    if torch.cuda.is_available():
+    if device != "cpu" and torch.cuda.is_available():
         facts["device"] = torch.cuda.get_device_name()
         facts["copy_gb_per_s"] = round(_copy_speed(), 1)
         facts["bf16_matmul_tflops"] = round(_matmul_speed(), 1)
@@ -41,12 +41,19 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
+def result_path(name: str, facts: dict[str, Any]) -> Path:
+    """`results/<device>/<name>.json`."""
+    device: str = facts["device"].lower().replace("nvidia ", "").replace(",", "").replace(" ", "-")
+    return ROOT / "results" / device / f"{name}.json"
+
+
 def save(name: str, result: dict[str, Any]) -> Path:
     """Write `results/<device>/<name>.json` and return its path."""
-    device = result["environment"]["device"].lower().replace("nvidia ", "").replace(" ", "-")
-    path = ROOT / "results" / device / f"{name}.json"
+    path = result_path(name, result["environment"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
+    # Replaced at once, so that a run that is cut off leaves a whole file.
+    path.with_suffix(".part").write_text(json.dumps(result, indent=2) + "\n")
+    path.with_suffix(".part").replace(path)
     return path
 
 
@@ -64,61 +71,84 @@ def replay_us(
     *,
     prepare: Callable[[], Callable[[], Any]] | None = None,
     cold: bool = False,
-    calls: int = 10,
-    repeats: int = 20,
 ) -> dict[str, float]:
     """Microseconds of GPU time a call, from replays of a CUDA graph of several calls; eager calls where one cannot be captured.
+
+    Short calls are repeated more often than long ones: about a millisecond a replay and ten in all.
 
     Args:
         function: what is timed.
         prepare: in place of it, what runs on the capturing stream before the capture and returns what is timed: a forward pass
             that returns its backward.
-        cold: write over the L2 cache before each call; the time of writing is measured alone and taken off.
-        calls: in a graph.
-        repeats: replays.
+        cold: write over the L2 cache before each call; the time of writing, measured alone, is taken off.
 
     Returns:
         median, smallest and largest, and `captured`: whether a graph was replayed.
     """
-    # One stream for all: memory that another freed is not given back for this one, and pools of graphs go when they are told to.
+    # One stream for all: memory that another freed is not given back for this one.
     stream = _stream()
-    gc.collect()
+    # Pools of graphs that are gone.
     torch.cuda.empty_cache()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         timed = prepare() if prepare is not None else function
         assert timed is not None
-        for _ in range(3):
-            timed()
+        rough = _event_us(timed, 1, 1)[0]
+        captured = not _synchronises(timed)
     torch.cuda.synchronize()
-    spoiled = torch.empty(2**28 if cold else 1, dtype=torch.uint8, device="cuda")
-
-    def flush() -> None:
-        if cold:
-            spoiled.zero_()
-
-    def replays(work: Callable[[], Any]) -> list[float]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for _ in range(calls):
-                flush()
-                work()
-        return _event_us(graph.replay, repeats, calls)
-
-    try:
-        times, captured = replays(timed), True
-    except RuntimeError:
-        torch.cuda.synchronize()
-        times, captured = _event_us(timed, repeats, 1, before=flush), False
-    if cold and captured:
-        flushing = statistics.median(replays(lambda: None))
-        times = [value - flushing for value in times]
+    if cold:
+        rough += _flush_us()
+    calls = min(20, max(2, round(1_000 / rough)))
+    repeats = min(20, max(5, round(10_000 / rough / calls)))
+    before = _spoiled().zero_ if cold else lambda: None
+    if captured:
+        try:
+            times = _graph_us(timed, calls, repeats, before)
+        except RuntimeError:
+            torch.cuda.synchronize()
+            captured = False
+    if not captured:
+        times = _event_us(timed, repeats, 1, before)
+    elif cold:
+        times = [value - _flush_us() for value in times]
     return {**spread(times), "captured": captured}
+
+
+def _synchronises(function: Callable[[], Any]) -> bool:
+    """Whether a call waits for the device; to try a capture of one that does would leave the allocator in it."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        function()
+    except RuntimeError:
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
 
 
 @functools.cache
 def _stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
+
+
+@functools.cache
+def _spoiled() -> torch.Tensor:
+    """Five times the L2 cache of the largest GPU that there is."""
+    return torch.zeros(2**28, dtype=torch.uint8, device="cuda")
+
+
+@functools.cache
+def _flush_us() -> float:
+    return statistics.median(_graph_us(_spoiled().zero_, 20, 20, lambda: None))
+
+
+def _graph_us(work: Callable[[], Any], calls: int, repeats: int, before: Callable[[], Any]) -> list[float]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=_stream()):
+        for _ in range(calls):
+            before()
+            work()
+    return _event_us(graph.replay, repeats, calls)
 
 
 def _event_us(work: Callable[[], Any], repeats: int, calls: int, before: Callable[[], Any] = lambda: None) -> list[float]:
@@ -134,32 +164,33 @@ def _event_us(work: Callable[[], Any], repeats: int, calls: int, before: Callabl
     return times[2:]
 
 
+def _median_us(work: Callable[[], Any]) -> float:
+    return statistics.median(_event_us(work, 20, 1))
+
+
 def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _gpu_median_ms(function: Callable[[], Any], repeats: int = 20) -> float:
-    times = []
-    for _ in range(repeats + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
-
-
 def _copy_speed() -> float:
     source = torch.randn(2**29, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / _gpu_median_ms(lambda: target.copy_(source)) / 1e6
+    return 2 * source.numel() * 4 / _median_us(lambda: target.copy_(source)) / 1e3
 
 
 def _matmul_speed() -> float:
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / _gpu_median_ms(lambda: a @ b) / 1e9
+    return 2 * 8192**3 / _median_us(lambda: a @ b) / 1e6
+
+
+def _processor() -> str:
+    """The model of the CPU, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _version(package: str) -> str | None:

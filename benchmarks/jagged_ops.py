@@ -1,424 +1,448 @@
 """Jagged operators beside padding and beside FBGEMM-GPU's kernels: time forward and backward, memory, useful bytes a second.
 
-    python -m benchmarks.jagged_ops                # Table 1 of the Jagged Flash Attention paper, then the sweeps
-    python -m benchmarks.jagged_ops --only table
+    python -m benchmarks.jagged_ops                              # Table 1 of the Jagged Flash Attention paper, then the sweeps
+    python -m benchmarks.jagged_ops --only table host            # these parts; others that the result file has stay
+    python -m benchmarks.jagged_ops --device cpu                 # two threads, beside padding
 
-The table's sizes: 1,024 samples, lengths uniform on 0..100, D = 1024, T = 4. `padded` is what people write: copy the rows into
-zeros by an index that is made once, compute, take the rows out. `sll` are the Triton kernels of FBGEMM-GPU, `fbgemm` its C++
-operators. Every implementation is checked against float64 before it is timed; one that is wrong or fails gets the reason in place
+The table's sizes: 1,024 samples, lengths uniform on 0..100, D = 1024, T = 4. `padded` copies the rows into zeros by an index that
+is made once, computes, and takes the rows out; the gradients of both copies use the same index. `sll` are the Triton kernels of
+FBGEMM-GPU, `fbgemm` its C++ operators, `copy` is a copy that reads and writes as many bytes as the operator must. Every
+implementation is checked against float64, gradients too, before it is timed; one that is wrong or fails gets the reason in place
 of a time.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.common import environment, replay_us, save
-from jagged import ops
+from benchmarks.common import ROOT, environment, replay_us, result_path, save, spread
+from benchmarks.jagged_cases import CASES, Case, Function, Workload
 
-Function = Callable[..., Tensor]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# What may be had of the speed of a copy.
+ATTAINABLE = 0.82
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Jagged rows and the indices by which padding finds them."""
+class Size:
+    """A workload that has not been made: lengths uniform on 0..longest, and `declared` as the maximum that peers are told."""
 
-    offsets: Tensor
-    lengths: Tensor
-    total: int
-    pairs: int
+    samples: int
     longest: int
+    d: int = 256
+    t: int = 4
+    dtype: str = "bf16"
+    declared: int = 0
 
-    @staticmethod
-    def of(lengths: Tensor, longest: int) -> Batch:
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        return Batch(offsets, lengths, int(offsets[-1]), int((lengths**2).sum()), longest)
+    def workload(self, device: str) -> Workload:
+        return Workload.uniform(self.samples, self.longest, self.d, self.t, DTYPES[self.dtype], device, self.declared)
 
-    @property
-    def size(self) -> int:
-        return self.lengths.shape[0]
 
-    def rows(self) -> Tensor:
-        """Where each row lies in `[B * longest]`."""
-        sample = torch.repeat_interleave(torch.arange(self.size, device=self.offsets.device), self.lengths)
-        return sample * self.longest + torch.arange(self.total, device=self.offsets.device) - self.offsets[sample]
+@dataclass(frozen=True)
+class Part:
+    """Sizes of which every case is measured: `by` names what tells them apart."""
 
-    def cells(self) -> Tensor:
-        """Where each pair lies in `[B * longest * longest]`."""
-        exists = torch.arange(self.longest, device=self.offsets.device) < self.lengths[:, None]
-        return (exists[:, :, None] & exists[:, None, :]).flatten().nonzero().flatten()
+    by: str
+    sizes: dict[str, Size]
+    cases: Sequence[str] = tuple(CASES)
+    cold: bool = False
+
+
+def parts(dtypes: Sequence[str]) -> dict[str, Part]:
+    """The paper's table, then what grows with the length, the batch and the declared maximum; sweeps in the first dtype."""
+    sweep = functools.partial(Size, dtype=dtypes[0])
+    declared = ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax", "jagged_dense_add")
+    means = {mean: sweep(65_536 // mean, 2 * mean) for mean in (8, 64, 512, 4096)}
+    batches = {samples: sweep(samples, 100) for samples in (16, 128, 1024, 8192)}
+    maxima = {longest: sweep(1024, 100, declared=longest) for longest in (100, 400, 1600)}
+    return {
+        "table": Part("dtype", {name: Size(1024, 100, 1024, dtype=name) for name in dtypes}, cold=True),
+        "host": Part("dtype", {dtypes[0]: sweep(16, 8, 64)}),
+        "max_length": Part("declared maximum length", _named(maxima), declared),
+        "mean_length": Part("mean length, 65,536 rows in all", _named(means)),
+        "batch_size": Part("samples", _named(batches)),
+    }
+
+
+CPU_PARTS = {"cpu": Part("dtype", {"fp32": Size(256, 200, 64, dtype="fp32")})}
+
+
+def _named(sizes: dict[int, Size]) -> dict[str, Size]:
+    return {str(key): size for key, size in sizes.items()}
 
 
 @dataclass
-class Case:
-    """One operator on one workload: its inputs, what it must move and compute, and who can do it."""
+class Reference:
+    """Results and gradients in float64 for given gradients of the results, and how far off an implementation may be.
 
-    name: str
-    inputs: tuple[Tensor, ...]
-    ours: Function
-    padded: Function
-    forward_bytes: int
-    backward_bytes: int
-    flops: int
-    formula: str
-    peers: dict[str, Function] = field(default_factory=dict)
+    That is three times as far as padding in the tested dtype is, and two roundings.
+    """
 
+    upstream: list[Tensor]
+    forward: list[tuple[Tensor, float]]
+    backward: list[tuple[Tensor, float]]
 
-def cases(batch: Batch, d: int, t: int, dtype: torch.dtype, names: tuple[str, ...] = ()) -> Iterator[Case]:
-    """Build the operators' cases; with `names` only those."""
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    size, total, pairs, length, offsets = batch.size, batch.total, batch.pairs, batch.longest, batch.offsets
-    item = dtype.itemsize
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device="cuda", generator=generator).to(dtype).requires_grad_()
-
-    rows = batch.rows()
-    quadratic = {"jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "jagged2_softmax", "jagged_pairwise_difference"}
-    cells = batch.cells() if not names or quadratic & set(names) else rows
-    z_offsets = ops.pair_offsets(offsets)
-    z_lengths = z_offsets.diff()
-
-    def pad(x: Tensor, fill: float = 0.0) -> Tensor:
-        return x.new_full((size * length, *x.shape[1:]), fill).index_copy(0, rows, x).view(size, length, *x.shape[1:])
-
-    def unpad(x: Tensor) -> Tensor:
-        return x.reshape(size * length, *x.shape[2:])[rows]
-
-    def pad_pairs(x: Tensor, fill: float = 0.0) -> Tensor:
-        return x.new_full((size * length * length,), fill).index_copy(0, cells, x).view(size, length, length)
-
-    def unpad_pairs(x: Tensor) -> Tensor:
-        return x.reshape(-1)[cells]
-
-    def wide(n: int) -> int:
-        return n * item
-
-    def jagged_dense_bmm() -> Case:
-        moved = total * d + size * d * t + total * t
-        return Case(
-            "jagged_dense_bmm", (random(total, d), random(size, d, t)),
-            lambda x, y: ops.jagged_dense_bmm(x, offsets, y), lambda x, y: unpad(pad(x) @ y),
-            wide(moved), wide(moved + total * d + size * d * t), 2 * total * d * t, "S D + B D T + S T",
-            {
-                "sll": lambda x, y: torch.ops.fbgemm.sll_jagged_dense_bmm(x, y, offsets, length, False, False),
-                "fbgemm": lambda x, y: torch.ops.fbgemm.jagged_dense_bmm(x, offsets, y, length)[0],
-            },
-        )  # fmt: skip
-
-    def jagged_jagged_bmm() -> Case:
-        moved = total * d + size * d * t + total * t
-        return Case(
-            "jagged_jagged_bmm", (random(total, d), random(total, t)),
-            lambda a, b: ops.jagged_jagged_bmm(a, b, offsets), lambda a, b: pad(a).transpose(1, 2) @ pad(b),
-            wide(moved), wide(moved + total * d + total * t), 2 * total * d * t, "S D + S T + B D T",
-            {
-                "sll": lambda a, b: torch.ops.fbgemm.sll_jagged_jagged_bmm(a, b, offsets, length, False, False),
-                "fbgemm": lambda a, b: torch.ops.fbgemm.jagged_jagged_bmm(a, b, offsets, length),
-            },
-        )  # fmt: skip
-
-    def jagged_softmax() -> Case:
-        return Case(
-            "jagged_softmax", (random(total, t),),
-            lambda x: ops.jagged_softmax(x, offsets), lambda x: unpad(pad(x, -math.inf).softmax(1)),
-            wide(2 * total * t), wide(3 * total * t), 5 * total * t, "2 S T",
-            {
-                "sll": lambda x: torch.ops.fbgemm.sll_jagged_softmax(x, offsets, length, False),
-                "fbgemm": lambda x: torch.ops.fbgemm.jagged_softmax(x, offsets, length)[0],
-            },
-        )  # fmt: skip
-
-    def jagged_jagged_bmm_jagged_out() -> Case:
-        return Case(
-            "jagged_jagged_bmm_jagged_out", (random(total, d), random(total, d)),
-            lambda a, b: ops.jagged_jagged_bmm_jagged_out(a, b, offsets, total=pairs),
-            lambda a, b: unpad_pairs(pad(a) @ pad(b).transpose(1, 2)),
-            wide(2 * total * d + pairs), wide(4 * total * d + pairs), 2 * pairs * d, "2 S D + P",
-            {
-                "sll": lambda a, b: torch.ops.fbgemm.sll_jagged_jagged_bmm_jagged_out(
-                    a, b, batch.lengths, offsets, batch.lengths, offsets, z_lengths, z_offsets, length, False
-                )
-            },
-        )  # fmt: skip
-
-    def array_jagged_bmm_jagged_out() -> Case:
-        return Case(
-            "array_jagged_bmm_jagged_out", (random(pairs), random(total, d)),
-            lambda s, b: ops.array_jagged_bmm_jagged_out(s, b, offsets), lambda s, b: unpad(pad_pairs(s) @ pad(b)),
-            wide(2 * total * d + pairs), wide(3 * total * d + 2 * pairs), 2 * pairs * d, "2 S D + P",
-            {
-                "sll": lambda s, b: torch.ops.fbgemm.sll_array_jagged_bmm_jagged_out(
-                    s, b, z_lengths, z_offsets, batch.lengths, offsets, batch.lengths, offsets, length, False
-                )
-            },
-        )  # fmt: skip
-
-    def jagged2_softmax() -> Case:
-        return Case(
-            "jagged2_softmax", (random(pairs),),
-            lambda s: ops.jagged2_softmax(s, offsets), lambda s: unpad_pairs(pad_pairs(s, -1e30).softmax(2)),
-            wide(2 * pairs), wide(3 * pairs), 5 * pairs, "2 P",
-            {"sll": lambda s: torch.ops.fbgemm.sll_jagged2_softmax(s, offsets, z_offsets, length, True)},
-        )  # fmt: skip
-
-    def jagged_to_dense() -> Case:
-        moved = total * d + size * length * d
-        return Case(
-            "jagged_to_dense", (random(total, d),),
-            lambda x: ops.jagged_to_dense(x, offsets, length), pad, wide(moved), wide(2 * total * d), 0, "S D + B L D",
-            {"fbgemm": lambda x: torch.ops.fbgemm.jagged_to_padded_dense(x, [offsets], [length], 0.0)},
-        )  # fmt: skip
-
-    def dense_to_jagged() -> Case:
-        return Case(
-            "dense_to_jagged", (random(size, length, d),),
-            lambda x: ops.dense_to_jagged(x, offsets, total), unpad,
-            wide(2 * total * d), wide(total * d + size * length * d), 0, "2 S D",
-            {"fbgemm": lambda x: torch.ops.fbgemm.dense_to_jagged(x, [offsets], total)[0]},
-        )  # fmt: skip
-
-    def jagged_dense_add() -> Case:
-        return Case(
-            "jagged_dense_add", (random(total, d), random(size, length, d)),
-            lambda x, y: ops.jagged_dense_add(x, offsets, y), lambda x, y: unpad(pad(x) + y),
-            wide(3 * total * d), wide(total * d + size * length * d), total * d, "3 S D",
-            {
-                "sll": lambda x, y: torch.ops.fbgemm.sll_jagged_dense_elementwise_add(x, offsets, y, length, False),
-                "fbgemm": lambda x, y: torch.ops.fbgemm.jagged_dense_elementwise_add_jagged_output(x, [offsets], y)[0],
-            },
-        )  # fmt: skip
-
-    def jagged_dense_mul() -> Case:
-        return Case(
-            "jagged_dense_mul", (random(total, d), random(size, length, d)),
-            lambda x, y: ops.jagged_dense_mul(x, offsets, y), lambda x, y: unpad(pad(x) * y),
-            wide(3 * total * d), wide(4 * total * d + size * length * d), total * d, "3 S D",
-            {"fbgemm": lambda x, y: torch.ops.fbgemm.jagged_dense_elementwise_mul(x, [offsets], y)[0]},
-        )  # fmt: skip
-
-    def jagged_pairwise_difference() -> Case:
-        return Case(
-            "jagged_pairwise_difference", (random(total),),
-            lambda x: ops.jagged_pairwise_difference(x, offsets, total=pairs),
-            lambda x: unpad_pairs(pad(x)[:, :, None] - pad(x)[:, None, :]),
-            wide(total + pairs), wide(total + pairs), pairs, "S + P",
-        )  # fmt: skip
-
-    builders = (
-        jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax, jagged_jagged_bmm_jagged_out, array_jagged_bmm_jagged_out,
-        jagged2_softmax, jagged_to_dense, dense_to_jagged, jagged_dense_add, jagged_dense_mul, jagged_pairwise_difference,
-    )  # fmt: skip
-    for builder in builders:
-        if not names or builder.__name__ in names:
-            yield builder()
-
-
-def measure(case: Case, padded_fits: bool = True, both_caches: bool = True) -> dict[str, Any]:
-    """Check and time every implementation of a case."""
-    result: dict[str, Any] = {
-        "bytes_forward": case.forward_bytes,
-        "bytes_backward": case.backward_bytes,
-        "formula": f"({case.formula}) x {case.inputs[0].element_size()}",
-        "flops_forward": case.flops,
-    }
-    implementations = {"jagged": case.ours, **({"padded": case.padded} if padded_fits else {}), **case.peers}
-    exact, budget = _exact(case) if padded_fits else (None, None)
-    for name, function in implementations.items():
-        try:
-            # Without its graph, whose nodes would belong to this stream and could not be captured on another.
-            with torch.no_grad():
-                output = function(*case.inputs)
-            if exact is not None and budget is not None:
-                _check(output, exact, budget)
-            result[name] = _times(case, function, output, both_caches)
-        except Exception as error:  # A peer may fail in any way; it must not end the run. Ours must not fail.
-            if name == "jagged":
-                raise
-            result[name] = {"failed": f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"}
-        torch.cuda.empty_cache()
-    return result
-
-
-def _exact(case: Case) -> tuple[Tensor, float]:
-    with torch.no_grad():
-        exact = case.padded(*(x.double() for x in case.inputs))
-        low = case.padded(*case.inputs).double()
+    @staticmethod
+    def of(case: Case) -> Reference:
+        with torch.no_grad():
+            upstream = [torch.randn_like(x) for x in _tensors(case.padded(*case.inputs))]
+        exact_inputs = [x.detach().double().requires_grad_() for x in case.inputs]
+        exact = _run(case.padded, exact_inputs, [x.double() for x in upstream])
+        low = _run(case.padded, case.inputs, upstream)
         eps = torch.finfo(case.inputs[0].dtype).eps
-        return exact, 3 * float((low - exact).abs().max()) + 2 * eps * float(exact.abs().max()) if exact.numel() else 0.0
+
+        def budgets(exact: list[Tensor], low: list[Tensor]) -> list[tuple[Tensor, float]]:
+            return [(x, 3 * _largest(y.double() - x) + 2 * eps * _largest(x)) for x, y in zip(exact, low, strict=True)]
+
+        return Reference(upstream, *(budgets(*way) for way in zip(exact, low, strict=True)))
 
 
-def _check(output: Tensor, exact: Tensor, budget: float) -> None:
-    if output.shape != exact.shape:
-        raise ArithmeticError(f"wrong: shape {list(output.shape)} in place of {list(exact.shape)}")
-    error = float((output.detach().double() - exact).abs().max()) if exact.numel() else 0.0
-    if not error <= budget:
-        raise ArithmeticError(f"wrong: off by {error:.3g}, allowed {budget:.3g}")
+def _tensors(results: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    return [results] if isinstance(results, Tensor) else list(results)
 
 
-def _times(case: Case, function: Function, output: Tensor, both_caches: bool) -> dict[str, Any]:
-    leaves = list(case.inputs)
-    upstream = torch.ones_like(output)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.no_grad():
-        result = function(*case.inputs)
-    peak = torch.cuda.max_memory_allocated() - before
-    figures: dict[str, Any] = {"peak_bytes_forward": peak, "output_bytes": result.numel() * result.element_size()}
-    del result
+def _run(function: Function, inputs: Sequence[Tensor], upstream: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    outputs = _tensors(function(*inputs))
+    gradients = torch.autograd.grad(outputs, inputs, upstream)
+    return [x.detach() for x in outputs], list(gradients)
 
-    def forward() -> Tensor:
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _compare(found: list[Tensor], expected: list[tuple[Tensor, float]]) -> None:
+    for tensor, (exact, allowed) in zip(found, expected, strict=True):
+        if tensor.shape != exact.shape:
+            raise ArithmeticError(f"wrong: shape {list(tensor.shape)} in place of {list(exact.shape)}")
+        error = _largest(tensor.double() - exact)
+        if not error <= allowed:
+            raise ArithmeticError(f"wrong: off by {error:.3g}, allowed {allowed:.3g}")
+
+
+def _reason(error: Exception) -> str:
+    """The error in a line."""
+    line = (str(error).strip().splitlines() or [""])[0]
+    return line if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {line[:160]}"
+
+
+def check(case: Case) -> tuple[dict[str, Any], Reference, dict[str, Function]]:
+    """Start a case's row with its facts and with what is wrong in each implementation; return those whose results are right."""
+    item = case.inputs[0].element_size()
+    row: dict[str, Any] = {
+        "bytes_forward": case.elements_forward * item,
+        "bytes_backward": case.elements_backward * item,
+        "formula": f"({case.formula}) x {item}",
+        "flops": case.flops,
+        "padded_flops": case.padded_flops,
+    }
+    reference = Reference.of(case)
+    right = {}
+    for name, function in case.implementations.items():
+        # Peers fail in any way, which must not end the run of the others; ours is named at its end.
+        row[name] = {}
+        try:
+            with torch.no_grad():
+                _compare(_tensors(function(*case.inputs)), reference.forward)
+        except Exception as error:
+            row[name]["failed"] = _reason(error)
+            continue
+        right[name] = function
+        try:
+            _compare(_run(function, case.inputs, reference.upstream)[1], reference.backward)
+        except Exception as error:
+            row[name]["backward"] = {"failed": _reason(error)}
+    return row, reference, right
+
+
+def measure(case: Case, time_it: Callable[[Case, Function, Reference, bool], dict[str, Any]]) -> dict[str, Any]:
+    """Check every implementation of a case and time those that are right, the backward where its gradients are."""
+    row, reference, right = check(case)
+    for name, function in right.items():
+        try:
+            row[name] |= time_it(case, function, reference, not row[name])
+        except Exception as error:
+            row[name] = {"failed": _reason(error)}
+    return row
+
+
+def time_on_gpu(case: Case, function: Function, reference: Reference, with_backward: bool, *, cold: bool) -> dict[str, Any]:
+    """Times by graph replay, and memory, of one implementation that is right."""
+    figures = _memory(case, function, reference, with_backward)
+
+    def forward() -> Any:
         with torch.no_grad():
             return function(*case.inputs)
 
-    def backward_of(graph_output: Tensor) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(graph_output, leaves, upstream, retain_graph=True)
+    def backward() -> Callable[[], Any]:
+        outputs = _tensors(function(*case.inputs))
+        return lambda: torch.autograd.grad(outputs, case.inputs, reference.upstream, retain_graph=True)
 
     figures["forward"] = replay_us(forward)
-    if both_caches:
+    if cold:
         figures["forward_cold"] = replay_us(forward, cold=True)
-    try:
-        figures["backward"] = replay_us(prepare=lambda: backward_of(function(*case.inputs)))
-        if both_caches:
-            figures["backward_cold"] = replay_us(prepare=lambda: backward_of(function(*case.inputs)), cold=True)
-    except RuntimeError as error:
-        figures["backward"] = {"failed": str(error).splitlines()[0][:160]}
-    median = figures["forward"]["median"]
-    figures["gb_per_s"] = case.forward_bytes / median / 1e3
-    figures["tflop_per_s"] = case.flops / median / 1e6
+    if with_backward:
+        figures["backward"] = replay_us(prepare=backward)
+        if cold:
+            figures["backward_cold"] = replay_us(prepare=backward, cold=True)
     return figures
 
 
-def host_us(dtype: torch.dtype) -> dict[str, dict[str, float]]:
+def _memory(case: Case, function: Function, reference: Reference, with_backward: bool) -> dict[str, Any]:
+    """Most memory beyond the inputs, and as a ratio, inputs counted, to inputs and results (gradients are a backward's)."""
+
+    def peak(work: Callable[[], list[Tensor]], inputs: int) -> tuple[int, float]:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        needed = sum(_bytes(x) for x in work())
+        most = torch.cuda.max_memory_allocated() - before
+        return most, (inputs + most) / (inputs + needed)
+
+    def forward() -> list[Tensor]:
+        with torch.no_grad():
+            return _tensors(function(*case.inputs))
+
+    inputs = sum(map(_bytes, case.inputs))
+    figures: dict[str, Any] = {}
+    figures["peak_bytes_forward"], figures["peak_ratio_forward"] = peak(forward, inputs)
+    if with_backward:
+        inputs += sum(map(_bytes, reference.upstream))
+        both = peak(lambda: [x for of in _run(function, case.inputs, reference.upstream) for x in of], inputs)
+        figures["peak_bytes_both"], figures["peak_ratio_both"] = both
+    return figures
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()
+
+
+@functools.cache
+def copy_us(moved: int, cold: bool) -> dict[str, float]:
+    """A copy that reads and writes so many bytes together."""
+    source = torch.ones(max(moved // 2, 1), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return replay_us(lambda: target.copy_(source), cold=cold)
+
+
+def measure_on_gpu(case: Case, copy_gb_per_s: float, cold: bool) -> dict[str, Any]:
+    """Every implementation, a copy, and the time that the bytes need."""
+    row = measure(case, functools.partial(time_on_gpu, cold=cold))
+    ways = {"forward": row["bytes_forward"], "backward": row["bytes_backward"]}
+    for name in case.implementations:
+        if "forward" in row[name]:
+            microseconds = row[name]["forward"]["median"]
+            row[name]["gb_per_s"] = row["bytes_forward"] / microseconds / 1e3
+            row[name]["tflop_per_s"] = row["flops"] / microseconds / 1e6
+    row["ideal_us"] = {way: moved / (ATTAINABLE * copy_gb_per_s) / 1e3 for way, moved in ways.items()}
+    row["copy"] = {way: copy_us(moved, False) for way, moved in ways.items()}
+    if cold:
+        row["copy"] |= {f"{way}_cold": copy_us(moved, True) for way, moved in ways.items()}
+    return row
+
+
+def time_on_host(case: Case, function: Function, reference: Reference, with_backward: bool) -> dict[str, Any]:
     """Host time of eager calls on a small batch, where the GPU is never waited for."""
-    lengths = torch.randint(0, 9, (16,), device="cuda")
-    found = {}
-    for case in cases(Batch.of(lengths, 8), 64, 4, dtype):
 
-        def forward(case: Case = case) -> None:
-            with torch.no_grad():
-                case.ours(*case.inputs)
+    def forward() -> None:
+        with torch.no_grad():
+            function(*case.inputs)
 
-        def both(case: Case = case) -> None:
-            output = case.ours(*case.inputs)
-            torch.autograd.grad(output, list(case.inputs), output.detach())
-
-        found[case.name] = {"forward": _host(forward), "forward_backward": _host(both)}
-    return found
+    figures = {"forward": _host(forward)}
+    if with_backward:
+        figures["forward_backward"] = _host(lambda: _run(function, case.inputs, reference.upstream))
+    return figures
 
 
-def _host(call: Callable[[], None], repeats: int = 300) -> float:
+def _host(call: Callable[[], Any], rounds: int = 5, calls: int = 60) -> dict[str, float]:
     for _ in range(20):
         call()
-    best = math.inf
-    for _ in range(5):
+    times = []
+    for _ in range(rounds):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(repeats // 5):
+        for _ in range(calls):
             call()
-        best = min(best, (time.perf_counter() - start) / (repeats // 5))
-    return best * 1e6
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    return spread(times)
 
 
-def uniform(size: int, longest: int, seed: int = 0) -> Batch:
-    """Lengths uniform on 0..longest."""
-    generator = torch.Generator().manual_seed(seed)
-    return Batch.of(torch.randint(0, longest + 1, (size,), generator=generator).cuda(), longest)
+def measure_on_cpu(case: Case, seconds: float) -> dict[str, Any]:
+    """Every implementation by the wall clock, in turns, so that what else the machine does falls on all alike."""
+    row, reference, right = check(case)
+    calls: dict[tuple[str, str], Callable[[], Any]] = {}
+    for name, function in right.items():
+        calls[name, "forward"] = torch.no_grad()(functools.partial(function, *case.inputs))
+        if "backward" not in row[name]:
+            calls[name, "forward_backward"] = functools.partial(_run, function, case.inputs, reference.upstream)
+    times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    begun, rounds = time.perf_counter(), 0
+    while rounds < 6 or time.perf_counter() - begun < seconds:
+        for key, call in calls.items():
+            start = time.perf_counter()
+            call()
+            times[key].append((time.perf_counter() - start) * 1e6)
+        rounds += 1
+    for (name, way), of in times.items():
+        # The first call warms up.
+        row[name][way] = {**spread(of[1:]), "calls": len(of) - 1}
+    return row
 
 
-def table(dtypes: list[str]) -> dict[str, Any]:
-    """The paper's sizes."""
-    batch = uniform(1024, 100)
-    found: dict[str, Any] = {"samples": 1024, "rows": batch.total, "pairs": batch.pairs, "longest": 100, "D": 1024, "T": 4}
-    for name in dtypes:
-        found[name] = {}
-        for case in cases(batch, 1024, 4, DTYPES[name]):
-            found[name][case.name] = row = measure(case)
-            _show(f"{name} {case.name}", row)
+def warm(found: dict[str, Part]) -> None:
+    """Compile every Triton kernel, ours and the peers', in as many processes as there are cores; Triton keeps them on disk."""
+    tasks: dict[tuple[str, str, int], list[Size]] = {}
+    for part in found.values():
+        for size in part.sizes.values():
+            for name in part.cases:
+                tasks.setdefault((name, size.dtype, size.d), []).append(size)
+    # Products take the longest: first.
+    order = sorted(tasks, key=lambda task: ("jagged_out" not in task[0], "bmm" not in task[0]))
+    workers = min(os.cpu_count() or 1, 16, len(order))
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        futures = {pool.submit(warm_case, task[0], tasks[task]): task for task in order}
+        for future in as_completed(futures):
+            if (error := future.exception()) is not None:
+                print(f"warming {futures[future]}: {type(error).__name__}: {error}", flush=True)
+
+
+def warm_case(name: str, sizes: list[Size]) -> None:
+    """Run a case's Triton kernels once, forward and backward."""
+    register_peers()
+    for size in sizes:
+        case = CASES[name](size.workload("cuda"))
+        for who in ("jagged", "sll"):
+            try:
+                outputs = _tensors(case.implementations[who](*case.inputs))
+                torch.autograd.grad(outputs, case.inputs, [torch.ones_like(x) for x in outputs])
+            except Exception:  # What fails is found and named when it is measured.
+                continue
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def register_peers() -> bool:
+    """Whether FBGEMM-GPU is installed; its operators are then there."""
+    try:
+        import fbgemm_gpu.sll  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def run(title: str, part: Part, device: str, measured: Callable[[Case], dict[str, Any]]) -> dict[str, Any]:
+    """Measure every case at every size of a part; print as it goes."""
+    result: dict[str, Any] = {"distinguished_by": part.by, "sizes": {}, "by": {}}
+    for key, size in part.sizes.items():
+        workload = size.workload(device)
+        result["sizes"][key] = {
+            **{"samples": size.samples, "lengths": f"uniform on 0..{size.longest}", "declared": workload.longest},
+            **{"rows": workload.total, "pairs": workload.pairs, "D": size.d, "T": size.t, "dtype": size.dtype},
+        }
+        result["by"][key] = {}
+        for name in part.cases:
+            result["by"][key][name] = row = measured(CASES[name](workload))
+            print(f"{title} {key} {name}: {_line(row)}", flush=True)
+            gc.collect()
+    return result
+
+
+def _line(row: dict[str, Any]) -> str:
+    def shown(of: Any) -> str | None:
+        if not isinstance(of, dict):
+            return None
+        if "failed" in of:
+            return str(of["failed"])
+        if "median" in of:
+            return f"{of['median']:.1f}"
+        ways = {way: shown(of[way]) for way in ("forward", "backward", "forward_backward") if way in of}
+        return " / ".join(value for value in ways.values() if value is not None)
+
+    return "; ".join(f"{name} {text}" for name, of in row.items() if (text := shown(of)) and name != "ideal_us") + " us"
+
+
+def ours_failed(result: dict[str, Any]) -> list[str]:
+    """Where our own operator failed or was wrong."""
+    found = []
+    for title, part in result.items():
+        for key, cases in part.get("by", {}).items():
+            for name, row in cases.items():
+                ours = row.get("jagged", {})
+                reason = ours.get("failed") or ours.get("backward", {}).get("failed")
+                if reason is not None:
+                    found.append(f"{title} {key} {name}: {reason}")
     return found
-
-
-def by_mean_length(dtype: str) -> dict[str, Any]:
-    """The same number of rows in samples of mean length 8 to 4,096."""
-    rows, found = 65_536, {}
-    for mean in (8, 32, 128, 512, 2048, 4096):
-        batch = uniform(rows // mean, 2 * mean)
-        fits = batch.size * batch.longest * max(256, batch.longest) * 8 < 24e9
-        found[mean] = {}
-        for case in cases(batch, 256, 4, DTYPES[dtype]) if fits else ():
-            found[mean][case.name] = row = measure(case, both_caches=False)
-            _show(f"mean {mean} {case.name}", row)
-    return {"rows": rows, "D": 256, "T": 4, "dtype": dtype, "by": found}
-
-
-def by_batch_size(dtype: str) -> dict[str, Any]:
-    """Lengths uniform on 0..100 in batches of 16 to 16,384 samples."""
-    found: dict[int, Any] = {}
-    for size in (16, 128, 1024, 8192):
-        found[size] = {}
-        for case in cases(uniform(size, 100), 256, 4, DTYPES[dtype]):
-            found[size][case.name] = row = measure(case, both_caches=False)
-            _show(f"batch {size} {case.name}", row)
-    return {"longest": 100, "D": 256, "T": 4, "dtype": dtype, "by": found}
-
-
-def by_max_length(dtype: str) -> dict[str, Any]:
-    """The data fixed, the maximum length that padding and `sll` are told growing: only rows cost here."""
-    found: dict[int, Any] = {}
-    names = ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax", "jagged_dense_add")
-    for longest in (100, 200, 400, 800, 1600):
-        lengths = uniform(1024, 100).lengths
-        found[longest] = {}
-        for case in cases(Batch.of(lengths, longest), 256, 4, DTYPES[dtype], names):
-            found[longest][case.name] = row = measure(case, both_caches=False)
-            _show(f"max length {longest} {case.name}", row)
-    return {"samples": 1024, "lengths": "uniform on 0..100", "D": 256, "T": 4, "dtype": dtype, "by": found}
-
-
-def _show(title: str, row: dict[str, Any]) -> None:
-    parts = []
-    for name in ("jagged", "padded", "sll", "fbgemm"):
-        if name in row:
-            of = row[name]
-            figure = (
-                "failed" if "failed" in of else f"{of['forward']['median']:8.1f} /{of['backward'].get('median', math.nan):8.1f}"
-            )
-            parts.append(f"{name} {figure}")
-    print(f"{title:44}" + "   ".join(parts) + f"   us; {row['jagged']['gb_per_s']:.0f} GB/s", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {"table": None, "mean_length": by_mean_length, "batch_size": by_batch_size, "max_length": by_max_length}
-    parser.add_argument("--only", choices=parts, help="one part; nothing is saved")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--only", nargs="+", metavar="PART", help=f"of {', '.join(parts(['bf16']))}; cuda alone")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the table; the first of the sweeps")
+    parser.add_argument("--seconds", type=float, default=4.0, help="a case on a CPU")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("needs an NVIDIA GPU")
-    try:
-        import fbgemm_gpu.sll  # noqa: F401  Registers the peers' operators.
-    except ImportError:
+    device = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("found no NVIDIA GPU; --device cpu measures the PyTorch implementations")
+    found = parts(options.dtypes) if device == "cuda" else CPU_PARTS
+    if options.only:
+        if not set(options.only) <= set(found):
+            parser.error(f"--only: got {' '.join(options.only)}, expected some of {', '.join(found)}")
+        found = {name: part for name, part in found.items() if name in options.only}
+    if not register_peers():
         print("fbgemm_gpu is not installed: no peers but padding")
-    result: dict[str, Any] = {"environment": environment()}
-    print(result["environment"], flush=True)
-    for name, part in parts.items():
-        if options.only in (None, name):
-            result[name] = table(options.dtypes) if part is None else part(options.dtypes[0])
-    result["host_us"] = host_us(torch.bfloat16)
-    for name, of in result["host_us"].items():
-        print(f"host {name:40} {of['forward']:6.1f} {of['forward_backward']:6.1f} us")
-    if options.only is None:
-        print(save("jagged_ops", result))
+    begun = time.perf_counter()
+
+    def elapsed(what: str) -> None:
+        print(f"--- {what}: {time.perf_counter() - begun:.0f} s since the start", flush=True)
+
+    if device == "cpu":
+        torch.set_num_threads(2)
+    else:
+        warm(found)
+        elapsed("kernels are compiled")
+    # What is loaded by now stays; else each collection looks through all of it.
+    gc.freeze()
+    facts = environment(device)
+    print(facts, flush=True)
+    result = {"environment": facts, **(_others(facts) if options.only else {})}
+    for title, part in found.items():
+        if device == "cpu":
+            measured = functools.partial(measure_on_cpu, seconds=options.seconds)
+        elif title == "host":
+            measured = functools.partial(measure, time_it=time_on_host)
+        else:
+            measured = functools.partial(measure_on_gpu, copy_gb_per_s=facts["copy_gb_per_s"], cold=part.cold)
+        result[title] = run(title, part, device, measured)
+        path = save("jagged_ops", result)
+        elapsed(f"{title}, saved in {path.relative_to(ROOT)}")
+    if failed := ours_failed(result):
+        sys.exit("\n".join(["jagged failed:", *failed]))
+
+
+def _others(facts: dict[str, Any]) -> dict[str, Any]:
+    """The parts of the result file that were measured with the same versions on the same kind of machine."""
+    path = result_path("jagged_ops", facts)
+    if not path.exists():
+        return {}
+    measured = ("copy_gb_per_s", "bf16_matmul_tflops")
+    former = json.loads(path.read_text())
+    same = all(former["environment"].get(name) == value for name, value in facts.items() if name not in measured)
+    return {name: part for name, part in former.items() if name != "environment"} if same else {}
 
 
 if __name__ == "__main__":
