@@ -87,8 +87,6 @@ def replay_us(
     """
     # One stream for all: memory that another freed is not given back for this one.
     stream = _stream()
-    # Pools of graphs that are gone.
-    torch.cuda.empty_cache()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         timed = prepare() if prepare is not None else function

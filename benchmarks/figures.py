@@ -52,48 +52,84 @@ def train_sasrec(result: dict[str, Any], path: Path) -> None:
 COLOURS = {"jagged": "#1f6f8b", "padded": "#b9c4c9", "sll": "#d9a066", "fbgemm": "#a4707c"}
 
 
-def jagged_ops_table(result: dict[str, Any], path: Path) -> None:
-    """The paper's table: time of each operator and implementation, forward and backward, on a logarithmic scale."""
-    table = result["table"]
-    dtypes = [name for name in ("bf16", "fp32") if name in table]
-    figure, axes = plt.subplots(len(dtypes), 2, figsize=(13, 3.6 * len(dtypes)), layout="constrained", squeeze=False)
-    for row, dtype in zip(axes, dtypes, strict=True):
-        for axis, way in zip(row, ("forward", "backward"), strict=True):
-            names = list(table[dtype])
-            for place, name in enumerate(names):
-                found = {who: _median(table[dtype][name], who, way) for who in COLOURS}
+WAYS = {"forward": "forward", "backward": "backward", "forward_backward": "forward and backward"}
+
+
+def jagged_ops_times(part: str, result: dict[str, Any], path: Path) -> None:
+    """Time of each operator and implementation, each direction measured, on a logarithmic scale."""
+    by = result[part]["by"]
+    ways = [way for way in WAYS if any(way in row.get("jagged", {}) for cases in by.values() for row in cases.values())]
+    figure, axes = plt.subplots(len(by), len(ways), figsize=(8 * len(ways), 3.8 * len(by)), layout="constrained", squeeze=False)
+    for row, (dtype, cases) in zip(axes, by.items(), strict=True):
+        for axis, way in zip(row, ways, strict=True):
+            for place, of in enumerate(cases.values()):
+                found = {who: _median(of, who, way) for who in COLOURS}
                 bars = {who: time for who, time in found.items() if time is not None}
                 for k, (who, time) in enumerate(bars.items()):
-                    x = place + (k - (len(bars) - 1) / 2) * 0.22
-                    axis.bar(x, time, 0.2, color=COLOURS[who], label=who)
-                    axis.annotate(f"{time:.3g}", (x, time), ha="center", va="bottom", fontsize=6, rotation=90)
+                    x = place + (k - (len(bars) - 1) / 2) * 0.18
+                    axis.bar(x, time, 0.16, color=COLOURS[who])
+                    axis.annotate(
+                        f"{time:.0f}" if time >= 100 else f"{time:.3g}",
+                        (x, time),
+                        ha="center",
+                        va="bottom",
+                        fontsize=6,
+                        rotation=90,
+                    )
             axis.set_yscale("log")
             axis.set_ylabel("microseconds")
-            axis.set_xticks(range(len(names)), [name.replace("_", " ") for name in names], fontsize=7, rotation=25, ha="right")
-            axis.set_title(f"{way}, {dtype}", fontsize=9)
+            axis.set_xticks(range(len(cases)), [name.replace("_", " ") for name in cases], fontsize=7, rotation=30, ha="right")
+            axis.set_title(f"{WAYS[way]}, {dtype}", fontsize=9)
             axis.margins(y=0.25)
             axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     figure.legend(handles, COLOURS, loc="outside right upper", fontsize=8)
-    sizes = f"{table['samples']} samples, lengths uniform on 0..{table['longest']}, D = {table['D']}, T = {table['T']}"
-    figure.suptitle(f"Jagged operators, {sizes}, {result['environment']['device']}", fontsize=10)
+    figure.suptitle(f"Jagged operators, {_sizes(result[part])}, {result['environment']['device']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def jagged_ops_savings(result: dict[str, Any], path: Path) -> None:
+    """What padding takes in time, memory and FLOPs of the forward pass, as a multiple of ours."""
+    dtype, cases = next(iter(result["table"]["by"].items()))
+    right = {name: row for name, row in cases.items() if "forward" in row["jagged"] and "forward" in row["padded"]}
+    panels: dict[str, Callable[[dict[str, Any]], float]] = {
+        "time": lambda row: row["padded"]["forward"]["median"] / row["jagged"]["forward"]["median"],
+        "peak memory beyond the inputs": lambda row: row["padded"]["peak_bytes_forward"] / row["jagged"]["peak_bytes_forward"],
+        "FLOPs": lambda row: row["padded_flops"] / row["flops"] if row["flops"] else 1.0,
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.4 * len(panels), 4.4), layout="constrained", sharey=True)
+    for axis, (title, multiple) in zip(axes, panels.items(), strict=True):
+        values = [multiple(row) for row in right.values()]
+        axis.barh(range(len(values)), values, color=COLOURS["jagged"])
+        for place, value in enumerate(values):
+            axis.annotate(f" {value:.3g}", (value, place), va="center", fontsize=7)
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(values)), list(right), fontsize=7)
+        axis.set_title(title, fontsize=9)
+        axis.margins(x=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
+    machine = result["environment"]["device"]
+    figure.suptitle(f"Padding as a multiple of jagged, {dtype}, {_sizes(result['table'])}, {machine}", fontsize=9)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def jagged_ops_sweep(part: str, label: str, result: dict[str, Any], path: Path) -> None:
-    """Forward time of each operator along one size."""
-    sweep = {int(size): of for size, of in result[part]["by"].items() if of}
+    """Time of each operator along one size: forward in full lines, backward in dashed ones."""
+    sweep = {int(size): of for size, of in result[part]["by"].items()}
     names = list(next(iter(sweep.values())))
     columns = min(4, len(names))
     rows = -(-len(names) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(3.2 * columns, 2.5 * rows), layout="constrained", squeeze=False)
     for axis, name in zip(axes.flat, names, strict=False):
-        for who, colour in COLOURS.items():
-            points = [(size, _median(of[name], who, "forward")) for size, of in sweep.items() if name in of]
-            known = [(size, time) for size, time in points if time is not None]
-            if known:
-                axis.plot(*zip(*known, strict=True), color=colour, marker="o", markersize=3, label=who)
+        for who, colour in {**COLOURS, "copy": "#555555"}.items():
+            for way, style in (("forward", "-"), ("backward", "--")):
+                points = [(size, _median(of[name], who, way)) for size, of in sweep.items()]
+                known = [(size, time) for size, time in points if time is not None]
+                if known:
+                    axis.plot(*zip(*known, strict=True), style, color=colour, marker="o", markersize=2, linewidth=1)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_title(name, fontsize=8)
@@ -101,11 +137,19 @@ def jagged_ops_sweep(part: str, label: str, result: dict[str, Any], path: Path) 
         axis.spines[["top", "right"]].set_visible(False)
     for axis in list(axes.flat)[len(names) :]:
         axis.set_visible(False)
-    axes[0][0].legend(fontsize=7, frameon=False)
+    handles = [plt.Line2D([], [], color=colour) for colour in [*COLOURS.values(), "#555555", "black", "black"]]
+    handles[-1].set_linestyle("--")
+    figure.legend(handles, [*COLOURS, "copy of as many bytes", "forward", "backward"], loc="outside right upper", fontsize=8)
+    figure.suptitle(f"{result['environment']['device']}, {next(iter(result[part]['sizes'].values()))['dtype']}", fontsize=9)
     figure.supxlabel(label, fontsize=8)
-    figure.supylabel("forward, microseconds", fontsize=8)
+    figure.supylabel("microseconds", fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _sizes(part: dict[str, Any]) -> str:
+    size = next(iter(part["sizes"].values()))
+    return f"{size['samples']} samples, lengths {size['lengths']}, D = {size['D']}, T = {size['T']}"
 
 
 def _median(row: dict[str, Any], who: str, way: str) -> float | None:
@@ -113,13 +157,23 @@ def _median(row: dict[str, Any], who: str, way: str) -> float | None:
     return None if median is None else float(median)
 
 
-DRAWN: dict[str, dict[str, Callable[[dict[str, Any], Path], None]]] = {
-    "train_sasrec": {"train_sasrec": train_sasrec},
+Draw = Callable[[dict[str, Any], Path], None]
+# Of each benchmark: the key of a result file without which a figure is not drawn, and what draws it.
+DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
+    "train_sasrec": {"train_sasrec": ("summary", train_sasrec)},
     "jagged_ops": {
-        "jagged_ops": jagged_ops_table,
-        "jagged_ops_mean_length": partial(jagged_ops_sweep, "mean_length", "mean length of samples, the rows fixed"),
-        "jagged_ops_batch_size": partial(jagged_ops_sweep, "batch_size", "samples, lengths uniform on 0..100"),
-        "jagged_ops_max_length": partial(jagged_ops_sweep, "max_length", "maximum length that is declared, the data fixed"),
+        "jagged_ops": ("table", partial(jagged_ops_times, "table")),
+        "jagged_ops_cpu": ("cpu", partial(jagged_ops_times, "cpu")),
+        "jagged_ops_savings": ("table", jagged_ops_savings),
+        "jagged_ops_mean_length": (
+            "mean_length",
+            partial(jagged_ops_sweep, "mean_length", "mean length of samples, 65,536 rows in all"),
+        ),
+        "jagged_ops_batch_size": ("batch_size", partial(jagged_ops_sweep, "batch_size", "samples, lengths uniform on 0..100")),
+        "jagged_ops_max_length": (
+            "max_length",
+            partial(jagged_ops_sweep, "max_length", "maximum length that is declared, the data fixed"),
+        ),
     },
 }
 
@@ -128,11 +182,13 @@ def main() -> None:
     """Draw every figure of every result file."""
     for benchmark, figures in DRAWN.items():
         for source in sorted(ROOT.glob(f"results/*/{benchmark}.json")):
-            for name, draw in figures.items():
-                target = ROOT / "figures" / f"{name}-{source.parent.name}.png"
-                target.parent.mkdir(exist_ok=True)
-                draw(json.loads(source.read_text()), target)
-                print(target)
+            result = json.loads(source.read_text())
+            for name, (part, draw) in figures.items():
+                if part in result:
+                    target = ROOT / "figures" / f"{name}-{source.parent.name}.png"
+                    target.parent.mkdir(exist_ok=True)
+                    draw(result, target)
+                    print(target)
 
 
 if __name__ == "__main__":

@@ -357,7 +357,6 @@ def run(title: str, part: Part, device: str, measured: Callable[[Case], dict[str
         for name in part.cases:
             result["by"][key][name] = row = measured(CASES[name](workload))
             print(f"{title} {key} {name}: {_line(row)}", flush=True)
-            gc.collect()
     return result
 
 
@@ -429,6 +428,7 @@ def main() -> None:
             measured = functools.partial(measure_on_gpu, copy_gb_per_s=facts["copy_gb_per_s"], cold=part.cold)
         result[title] = run(title, part, device, measured)
         path = save("jagged_ops", result)
+        gc.collect()
         elapsed(f"{title}, saved in {path.relative_to(ROOT)}")
     if failed := ours_failed(result):
         sys.exit("\n".join(["jagged failed:", *failed]))

@@ -25,7 +25,8 @@ release = version = jagged.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build"]
+# Tables that the operators' pages include.
+exclude_patterns = ["_build", "ops/_benchmarks"]
 
 html_theme = "furo"
 html_title = f"jagged {release}"
