@@ -83,7 +83,7 @@ def jagged_softmax_statistics_kernel(
     if first < length:
         values += start * row_stride
         end = tl.minimum(first + chunk, length)
-        largest, weight = statistics(values, vectors, exist, first, end, feature_stride, row_stride, LONG_L, 1)
+        largest, weight = statistics(values, vectors, exist, first, end, feature_stride, row_stride, 1, LONG_L)
         place = slot.to(tl.int64) * num_features + vectors
         tl.store(part_largest + place, largest, mask=exist)
         tl.store(part_weight + place, weight, mask=exist)
@@ -113,7 +113,7 @@ def jagged_softmax_forward_kernel(
                     largest, weight = merge(largest, weight, more_largest, more_weight, ACCURATE)
                 store_weights(
                     values + start * row_stride, output + start * num_features, vectors, exist, largest, weight, first,
-                    tl.minimum(first + chunk, length), feature_stride, row_stride, 1, width, LONG_L, 1,
+                    tl.minimum(first + chunk, length), feature_stride, row_stride, 1, width, 1, LONG_L,
                 )  # fmt: skip
         sample = tl.maximum(program - num_slots, 0)
     start, end = load_segment(offsets, sample, total)
@@ -125,11 +125,11 @@ def jagged_softmax_forward_kernel(
         mine = (program >= num_slots) & (length > 0) & (length <= chunk)
     if mine:
         if length <= BLOCK_L:
-            store_softmax(values, output, vectors, exist, length, feature_stride, row_stride, 1, width, BLOCK_L, 1)
+            store_softmax(values, output, vectors, exist, length, feature_stride, row_stride, 1, width, 1, BLOCK_L)
         else:
-            largest, weight = statistics(values, vectors, exist, 0, length, feature_stride, row_stride, LONG_L, 1)
+            largest, weight = statistics(values, vectors, exist, 0, length, feature_stride, row_stride, 1, LONG_L)
             store_weights(
-                values, output, vectors, exist, largest, weight, 0, length, feature_stride, row_stride, 1, width, LONG_L, 1
+                values, output, vectors, exist, largest, weight, 0, length, feature_stride, row_stride, 1, width, 1, LONG_L
             )
 
 
@@ -145,7 +145,7 @@ def jagged_softmax_products_kernel(
     if first < length:
         products = sum_of_products(
             grad + start * row_stride, weights + start * num_features, vectors, exist, first,
-            tl.minimum(first + chunk, length), feature_stride, row_stride, 1, width, LONG_L, 1,
+            tl.minimum(first + chunk, length), feature_stride, row_stride, 1, width, 1, LONG_L,
         )  # fmt: skip
         tl.store(part_total + slot.to(tl.int64) * num_features + vectors, products, mask=exist)
 
@@ -168,7 +168,7 @@ def jagged_softmax_backward_kernel(
                     products += tl.load(part_total + slot * num_features + vectors, mask=exist, other=0.0)
                 store_gradients(
                     grad + start * row_stride, weights + start * num_features, output + start * num_features, vectors, exist,
-                    products, first, tl.minimum(first + chunk, length), feature_stride, row_stride, 1, width, LONG_L, 1,
+                    products, first, tl.minimum(first + chunk, length), feature_stride, row_stride, 1, width, 1, LONG_L,
                 )  # fmt: skip
         sample = tl.maximum(program - num_slots, 0)
     start, end = load_segment(offsets, sample, total)
@@ -182,12 +182,12 @@ def jagged_softmax_backward_kernel(
     if mine:
         if length <= BLOCK_L:
             store_softmax_gradients(
-                grad, weights, output, vectors, exist, length, feature_stride, row_stride, 1, width, BLOCK_L, 1
+                grad, weights, output, vectors, exist, length, feature_stride, row_stride, 1, width, 1, BLOCK_L
             )
         else:
-            products = sum_of_products(grad, weights, vectors, exist, 0, length, feature_stride, row_stride, 1, width, LONG_L, 1)
+            products = sum_of_products(grad, weights, vectors, exist, 0, length, feature_stride, row_stride, 1, width, 1, LONG_L)
             store_gradients(
-                grad, weights, output, vectors, exist, products, 0, length, feature_stride, row_stride, 1, width, LONG_L, 1
+                grad, weights, output, vectors, exist, products, 0, length, feature_stride, row_stride, 1, width, 1, LONG_L
             )
 
 

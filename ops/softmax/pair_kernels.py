@@ -1,7 +1,6 @@
 """`jagged2_softmax` as Triton kernels: softmax over the rows or the columns of samples' blocks.
 
-A program owns some vectors of one sample, rows or columns, and takes them a tile at a time. The tile is a half and a quarter as
-long for shorter samples and holds more vectors instead, so that as many threads have work.
+A program owns a tile of vectors of one sample, rows or columns. The tile is a half and a quarter as long for shorter samples.
 """
 
 from __future__ import annotations
@@ -25,33 +24,19 @@ from jagged.ops.softmax.tiles import (
     sum_of_products,
 )
 
-# Vectors of a program: finding them takes as many instructions as normalising a dozen.
-OWN_VECTORS = 64
-
 
 class Tile(NamedTuple):
-    """Steps, vectors and lanes of a tile; the same for vectors that it does not hold; how Triton runs it.
+    """Vectors of a tile, which are a program's; its steps and lanes; how Triton runs it."""
 
-    Left to itself the assembler spills registers to fit one more program, or takes all that there are.
-    """
-
-    steps: int
     vectors: int
+    steps: int
     lanes: int
-    long_steps: int
-    long_vectors: int
-    long_lanes: int
     num_warps: int
-    max_registers: int
 
 
-def softmax2_tile(num_pairs: int, batch_size: int, by_columns: bool, is_wide: bool) -> Tile:
-    """Choose from shapes alone, as if blocks were square; `is_wide` where addresses are computed in int64."""
-    if by_columns:
-        return Tile(128, 16, 1, 256, 8, 1, 8, 128 if is_wide else 80)
-    if num_pairs <= 64**2 * batch_size:
-        return Tile(16, 8, 8, 8, 1, 64, 2, 80)
-    return Tile(16, 4, 32, 8, 2, 64, 4, 80)
+# Sixteen threads take a row in steps; of columns, which lie beside one another, each has some elements.
+ROWS = Tile(32, 8, 16, 4)
+COLUMNS = Tile(16, 1, 128, 4)
 
 
 @triton.jit
@@ -90,46 +75,20 @@ def count_tiles(offsets, num_samples, OWN: tl.constexpr):
     return tl.minimum((tl.load(offsets + num_samples) // OWN).to(tl.int32) + num_samples, 2**30)
 
 
-@triton.jit
-def hidden_zero(begin, LANES: tl.constexpr):
-    """0, which a stride between elements that are not neighbours takes on in a loop over vectors.
-
-    The compiler takes it for one that changes. Strides that do not change make it keep all addresses in registers meanwhile.
-    """
-    return begin >> 31 if LANES == 1 else 0
-
-
-@triton.jit
-def softmax_of_short(
-    values, output, first, end, length, vector_stride, element_stride, output_vector_stride, output_element_stride,
-    STEPS: tl.constexpr, VECTORS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Softmax of the vectors `first .. end`, of at most `STEPS * LANES` elements."""
-    for begin in range(first, end, VECTORS):
-        vectors = begin + tl.arange(0, VECTORS)
-        zero = hidden_zero(begin, LANES)
-        store_softmax(
-            values, output, vectors, vectors < end, length, vector_stride, element_stride + zero, output_vector_stride,
-            output_element_stride + zero, STEPS, LANES,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["num_samples", "num_pairs"])
 def jagged2_softmax_forward_kernel(
     scores, a_offsets, b_offsets, pair_offsets, output, num_samples, num_pairs, stride,
-    BY_COLUMNS: tl.constexpr, OWN: tl.constexpr, INDEX: tl.constexpr, STEPS: tl.constexpr, VECTORS: tl.constexpr,
-    LANES: tl.constexpr, LONG_STEPS: tl.constexpr, LONG_VECTORS: tl.constexpr, LONG_LANES: tl.constexpr,
+    BY_COLUMNS: tl.constexpr, INDEX: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of some rows, or columns, of one block after the other."""
-    WIDTH: tl.constexpr = STEPS * LANES
     IS_SQUARE: tl.constexpr = b_offsets is None
     b_offsets = a_offsets if IS_SQUARE else b_offsets
     stride = tl.cast(stride, INDEX)
-    num_tiles = count_tiles(b_offsets if BY_COLUMNS else a_offsets, num_samples, OWN)
+    num_tiles = count_tiles(b_offsets if BY_COLUMNS else a_offsets, num_samples, VECTORS)
     tile = tl.program_id(0)
     while tile < num_tiles:
         start, first, end, rows, columns, tile = find_vectors(
-            tile, num_tiles, a_offsets, b_offsets, pair_offsets, num_samples, num_pairs, IS_SQUARE, BY_COLUMNS, OWN
+            tile, num_tiles, a_offsets, b_offsets, pair_offsets, num_samples, num_pairs, IS_SQUARE, BY_COLUMNS, VECTORS
         )
         values = scores + start * stride
         weights = output + start
@@ -138,62 +97,47 @@ def jagged2_softmax_forward_kernel(
             length, by_vector, by_element, to_vector, to_element = rows, stride, width * stride, 1, width
         else:
             length, by_vector, by_element, to_vector, to_element = columns, width * stride, stride, width, 1
-        if length <= WIDTH // 4:
-            softmax_of_short(
-                values, weights, first, end, length, by_vector, by_element, to_vector, to_element, STEPS // 4, VECTORS * 4, LANES
-            )
-        elif length <= WIDTH // 2:
-            softmax_of_short(
-                values, weights, first, end, length, by_vector, by_element, to_vector, to_element, STEPS // 2, VECTORS * 2, LANES
-            )
-        elif length <= WIDTH:
-            softmax_of_short(
-                values, weights, first, end, length, by_vector, by_element, to_vector, to_element, STEPS, VECTORS, LANES
-            )
+        vectors = first + tl.arange(0, VECTORS)
+        exist = vectors < end
+        # Only a tile of this block knows its length.
+        length = tl.where(first < end, length, 0)
+        HALF_STEPS: tl.constexpr = max(STEPS // 2, 1)
+        HALF_LANES: tl.constexpr = LANES * STEPS // 2 // HALF_STEPS
+        QUARTER_STEPS: tl.constexpr = max(STEPS // 4, 1)
+        QUARTER_LANES: tl.constexpr = LANES * STEPS // 4 // QUARTER_STEPS
+        if length <= LANES * STEPS // 4:
+            store_softmax(
+                values, weights, vectors, exist, length, by_vector, by_element, to_vector, to_element, QUARTER_STEPS,
+                QUARTER_LANES,
+            )  # fmt: skip
+        elif length <= LANES * STEPS // 2:
+            store_softmax(
+                values, weights, vectors, exist, length, by_vector, by_element, to_vector, to_element, HALF_STEPS, HALF_LANES
+            )  # fmt: skip
+        elif length <= LANES * STEPS:
+            store_softmax(values, weights, vectors, exist, length, by_vector, by_element, to_vector, to_element, STEPS, LANES)
         else:
-            for begin in range(first, end, LONG_VECTORS):
-                vectors = begin + tl.arange(0, LONG_VECTORS)
-                exist = vectors < end
-                largest, weight = statistics(
-                    values, vectors, exist, 0, length, by_vector, by_element, LONG_STEPS, LONG_LANES
-                )  # fmt: skip
-                store_weights(
-                    values, weights, vectors, exist, largest, weight, 0, length, by_vector, by_element, to_vector, to_element,
-                    LONG_STEPS, LONG_LANES,
-                )  # fmt: skip
-
-
-@triton.jit
-def gradients_of_short(
-    grad, weights, output, first, end, length, vector_stride, element_stride, weights_vector_stride, weights_element_stride,
-    STEPS: tl.constexpr, VECTORS: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """Gradients of the vectors `first .. end`, of at most `STEPS * LANES` elements."""
-    for begin in range(first, end, VECTORS):
-        vectors = begin + tl.arange(0, VECTORS)
-        zero = hidden_zero(begin, LANES)
-        store_softmax_gradients(
-            grad, weights, output, vectors, vectors < end, length, vector_stride, element_stride + zero, weights_vector_stride,
-            weights_element_stride + zero, STEPS, LANES,
-        )  # fmt: skip
+            largest, weight = statistics(values, vectors, exist, 0, length, by_vector, by_element, STEPS, LANES)
+            store_weights(
+                values, weights, vectors, exist, largest, weight, 0, length, by_vector, by_element, to_vector, to_element, STEPS,
+                LANES,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_samples", "num_pairs"])
 def jagged2_softmax_backward_kernel(
     grad, weights, a_offsets, b_offsets, pair_offsets, output, num_samples, num_pairs, stride,
-    BY_COLUMNS: tl.constexpr, OWN: tl.constexpr, INDEX: tl.constexpr, STEPS: tl.constexpr, VECTORS: tl.constexpr,
-    LANES: tl.constexpr, LONG_STEPS: tl.constexpr, LONG_VECTORS: tl.constexpr, LONG_LANES: tl.constexpr,
+    BY_COLUMNS: tl.constexpr, INDEX: tl.constexpr, VECTORS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Gradients of some rows, or columns, of one block after the other."""
-    WIDTH: tl.constexpr = STEPS * LANES
     IS_SQUARE: tl.constexpr = b_offsets is None
     b_offsets = a_offsets if IS_SQUARE else b_offsets
     stride = tl.cast(stride, INDEX)
-    num_tiles = count_tiles(b_offsets if BY_COLUMNS else a_offsets, num_samples, OWN)
+    num_tiles = count_tiles(b_offsets if BY_COLUMNS else a_offsets, num_samples, VECTORS)
     tile = tl.program_id(0)
     while tile < num_tiles:
         start, first, end, rows, columns, tile = find_vectors(
-            tile, num_tiles, a_offsets, b_offsets, pair_offsets, num_samples, num_pairs, IS_SQUARE, BY_COLUMNS, OWN
+            tile, num_tiles, a_offsets, b_offsets, pair_offsets, num_samples, num_pairs, IS_SQUARE, BY_COLUMNS, VECTORS
         )
         upstream = grad + start * stride
         probabilities = weights + start
@@ -203,33 +147,47 @@ def jagged2_softmax_backward_kernel(
             length, by_vector, by_element, to_vector, to_element = rows, stride, width * stride, 1, width
         else:
             length, by_vector, by_element, to_vector, to_element = columns, width * stride, stride, width, 1
-        if length <= WIDTH // 4:
-            gradients_of_short(
-                upstream, probabilities, gradients, first, end, length, by_vector, by_element, to_vector, to_element,
-                STEPS // 4, VECTORS * 4, LANES,
+        vectors = first + tl.arange(0, VECTORS)
+        exist = vectors < end
+        # Only a tile of this block knows its length.
+        length = tl.where(first < end, length, 0)
+        HALF_STEPS: tl.constexpr = max(STEPS // 2, 1)
+        HALF_LANES: tl.constexpr = LANES * STEPS // 2 // HALF_STEPS
+        QUARTER_STEPS: tl.constexpr = max(STEPS // 4, 1)
+        QUARTER_LANES: tl.constexpr = LANES * STEPS // 4 // QUARTER_STEPS
+        if length <= LANES * STEPS // 4:
+            store_softmax_gradients(
+                upstream, probabilities, gradients, vectors, exist, length, by_vector, by_element, to_vector, to_element,
+                QUARTER_STEPS, QUARTER_LANES,
             )  # fmt: skip
-        elif length <= WIDTH // 2:
-            gradients_of_short(
-                upstream, probabilities, gradients, first, end, length, by_vector, by_element, to_vector, to_element,
-                STEPS // 2, VECTORS * 2, LANES,
+        elif length <= LANES * STEPS // 2:
+            store_softmax_gradients(
+                upstream, probabilities, gradients, vectors, exist, length, by_vector, by_element, to_vector, to_element,
+                HALF_STEPS, HALF_LANES,
             )  # fmt: skip
-        elif length <= WIDTH:
-            gradients_of_short(
-                upstream, probabilities, gradients, first, end, length, by_vector, by_element, to_vector, to_element,
-                STEPS, VECTORS, LANES,
-            )  # fmt: skip
+        elif length <= LANES * STEPS:
+            store_softmax_gradients(
+                upstream,
+                probabilities,
+                gradients,
+                vectors,
+                exist,
+                length,
+                by_vector,
+                by_element,
+                to_vector,
+                to_element,
+                STEPS,
+                LANES,
+            )
         else:
-            for begin in range(first, end, LONG_VECTORS):
-                vectors = begin + tl.arange(0, LONG_VECTORS)
-                exist = vectors < end
-                products = sum_of_products(
-                    upstream, probabilities, vectors, exist, 0, length, by_vector, by_element, to_vector, to_element,
-                    LONG_STEPS, LONG_LANES,
-                )  # fmt: skip
-                store_gradients(
-                    upstream, probabilities, gradients, vectors, exist, products, 0, length, by_vector, by_element, to_vector,
-                    to_element, LONG_STEPS, LONG_LANES,
-                )  # fmt: skip
+            products = sum_of_products(
+                upstream, probabilities, vectors, exist, 0, length, by_vector, by_element, to_vector, to_element, STEPS, LANES
+            )  # fmt: skip
+            store_gradients(
+                upstream, probabilities, gradients, vectors, exist, products, 0, length, by_vector, by_element, to_vector,
+                to_element, STEPS, LANES,
+            )  # fmt: skip
 
 
 def jagged2_softmax_forward(
@@ -263,13 +221,11 @@ def _launch(kernel, inputs, a_offsets, b_offsets, pair_offsets, output, by_colum
     else:
         pair_offsets = pair_offsets.contiguous()
     stride = inputs[0].stride(0)
-    is_wide = num_pairs * max(stride, 1) >= 2**31
-    tile = softmax2_tile(num_pairs, batch_size, by_columns, is_wide)
+    tile = COLUMNS if by_columns else ROWS
     # As many vectors as square blocks can have at most, and all that the list has to spare. Of others programs take several.
-    programs = math.isqrt(num_pairs * batch_size) // OWN_VECTORS + batch_size
+    programs = math.isqrt(num_pairs * batch_size) // tile.vectors + batch_size
     kernel[(programs,)](
         *inputs, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride, BY_COLUMNS=by_columns,
-        OWN=OWN_VECTORS, INDEX=tl.int64 if is_wide else tl.int32, STEPS=tile.steps, VECTORS=tile.vectors, LANES=tile.lanes,
-        LONG_STEPS=tile.long_steps, LONG_VECTORS=tile.long_vectors, LONG_LANES=tile.long_lanes, num_warps=tile.num_warps,
-        maxnreg=tile.max_registers,
+        INDEX=tl.int32 if num_pairs * max(stride, 1) < 2**31 else tl.int64, VECTORS=tile.vectors, STEPS=tile.steps,
+        LANES=tile.lanes, num_warps=tile.num_warps,
     )  # fmt: skip

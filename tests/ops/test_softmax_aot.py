@@ -54,23 +54,18 @@ def test_jagged_softmax(arch: int | str, dtype: str, offsets: str, features: int
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
 @pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i64"), ("fp32", "i64"), ("fp16", "i32")])
 @pytest.mark.parametrize("by_columns", [False, True])
-@pytest.mark.parametrize(("mean", "none", "is_wide"), [(50, "b_offsets", False), (50, "pair_offsets", False), (300, "", True)])
-def test_jagged2_softmax(
-    arch: int | str, dtype: str, offsets: str, by_columns: bool, mean: int, none: str, is_wide: bool
-) -> None:
+@pytest.mark.parametrize(("none", "is_wide"), [("b_offsets", False), ("pair_offsets", False), ("", True)])
+def test_jagged2_softmax(arch: int | str, dtype: str, offsets: str, by_columns: bool, none: str, is_wide: bool) -> None:
     import triton.language as tl
 
     from jagged.ops.softmax import pair_kernels
 
-    tile = pair_kernels.softmax2_tile(mean * mean * 1000, 1000, by_columns, is_wide)
+    tile = pair_kernels.COLUMNS if by_columns else pair_kernels.ROWS
     constants: dict[str, Any] = {
-        "BY_COLUMNS": by_columns, "OWN": pair_kernels.OWN_VECTORS, "INDEX": tl.int64 if is_wide else tl.int32,
-        "STEPS": tile.steps, "VECTORS": tile.vectors, "LANES": tile.lanes, "LONG_STEPS": tile.long_steps,
-        "LONG_VECTORS": tile.long_vectors, "LONG_LANES": tile.long_lanes,
+        "BY_COLUMNS": by_columns, "INDEX": tl.int64 if is_wide else tl.int32, "VECTORS": tile.vectors, "STEPS": tile.steps,
+        "LANES": tile.lanes,
     }  # fmt: skip
     if none:
         constants[none] = None
     for kernel in (pair_kernels.jagged2_softmax_forward_kernel, pair_kernels.jagged2_softmax_backward_kernel):
-        options = {"num_warps": tile.num_warps, "max_registers": tile.max_registers}
-        used = compile_softmax(kernel, dtype, offsets, constants, arch, **options)
-        check(kernel, used)
+        check(kernel, compile_softmax(kernel, dtype, offsets, constants, arch, num_warps=tile.num_warps))
