@@ -20,19 +20,20 @@ from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
 
 class Tile(NamedTuple):
-    """Elements of a tile, the most features and rows it may have, and the most warps that share it."""
+    """Elements of a tile, the most features and rows it may have, the most warps that share it, and loads under way at a time."""
 
     elements: int
     features: int
     rows: int
     num_warps: int
+    num_stages: int = 1
 
 
 # Nothing else decides how the kernels are launched. `sum_rows` walks over a chunk of a sample, tile by tile.
 TILES = {
     "combine": Tile(elements=8192, features=1024, rows=64, num_warps=8),
     "to_rows": Tile(elements=8192, features=1024, rows=64, num_warps=8),
-    "sum_rows": Tile(elements=4096, features=256, rows=64, num_warps=4),
+    "sum_rows": Tile(elements=2048, features=256, rows=64, num_warps=2, num_stages=3),
     "sum_parts": Tile(elements=4096, features=64, rows=64, num_warps=4),
 }
 # Rows that one program sums up; longer samples are split.
@@ -131,7 +132,7 @@ def to_rows_kernel(
 def sum_rows_kernel(
     values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, row_stride, feature_stride,
     factor_row_stride, factor_feature_stride, context_row_stride, context_feature_stride, OPERATION: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sum of a chunk of a sample's rows: as they are ("copy"), times their factors ("mul"), or gradients of an activation.
 
@@ -156,7 +157,7 @@ def sum_rows_kernel(
         ).to(tl.float32)
     total_sum = tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), tl.float32)
     end = tl.minimum(first + CHUNK, length)
-    for begin in range(first, end, BLOCK_ROWS):
+    for begin in tl.range(first, end, BLOCK_ROWS, num_stages=NUM_STAGES):
         position = begin + tl.arange(0, BLOCK_ROWS)
         row = (start + position)[:, None]
         exists = (position < end)[:, None] & feature_exists
@@ -330,7 +331,8 @@ def _sum_rows(
     sum_rows_kernel[(total // CHUNK + num_samples, cdiv(num_features, block_features))](
         values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, *values.stride(),
         *(factor.stride() if factor is not None else (0, 0)), *(context.stride() if context is not None else (0, 0)),
-        OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=num_warps,
+        OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
+        NUM_STAGES=TILES["sum_rows"].num_stages, num_warps=num_warps,
     )  # fmt: skip
     if total > CHUNK:
         block_parts, block_features, num_warps = tile_of("sum_parts", num_features)

@@ -26,17 +26,21 @@ from jagged.ops.softmax.tiles import (
 
 
 class Tile(NamedTuple):
-    """Vectors of a tile, which are a program's; its steps and lanes; how Triton runs it."""
+    """Vectors of a tile, which are a program's; its steps and lanes; how Triton runs it.
+
+    Left to itself the assembler takes more registers than it needs, or spills some to fit one more program.
+    """
 
     vectors: int
     steps: int
     lanes: int
     num_warps: int
+    max_registers: int | None
 
 
 # Sixteen threads take a row in steps; of columns, which lie beside one another, each has some elements.
-ROWS = Tile(32, 8, 16, 4)
-COLUMNS = Tile(16, 1, 128, 4)
+ROWS = Tile(16, 8, 16, 4, 80)
+COLUMNS = Tile(16, 1, 128, 4, None)
 
 
 @triton.jit
@@ -227,5 +231,5 @@ def _launch(kernel, inputs, a_offsets, b_offsets, pair_offsets, output, by_colum
     kernel[(programs,)](
         *inputs, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride, BY_COLUMNS=by_columns,
         INDEX=tl.int32 if num_pairs * max(stride, 1) < 2**31 else tl.int64, VECTORS=tile.vectors, STEPS=tile.steps,
-        LANES=tile.lanes, num_warps=tile.num_warps,
+        LANES=tile.lanes, num_warps=tile.num_warps, maxnreg=tile.max_registers,
     )  # fmt: skip

@@ -58,6 +58,8 @@ def compile_variant(
         constants |= {argument: 1 for argument in arguments if argument.endswith("feature_stride")}
         if name.startswith("sum"):
             constants["CHUNK"] = kernels.CHUNK
+        if name == "sum_rows":
+            constants["NUM_STAGES"] = kernels.TILES[name].num_stages
     types = dict.fromkeys(FLOATS, f"*{dtype}") | {"starts": "*i64", "parts": "*fp32"}
     types["offsets"] = "*i64" if dtype == "bf16" else "*i32"
     signature = {argument: types.get(argument, "i32") for argument in arguments if argument not in constants}
@@ -92,7 +94,9 @@ def test_wide_rows(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: 
         tiles = {"parts"} if name == "sum_parts" else {"values", "factor"} & set(arguments) - set(absent)
         read = accesses * (len(tiles) + options.get("PER_ROW", False))
         written = accesses * (name in ("combine", "to_rows") or (name == "sum_rows" and "terms" not in absent))
-        assert used.assembly.count("ld.global.v4.b32") >= read > 0 or options.get("OPERATION") == "repeat"
+        # Loads under way before they are needed go to shared memory.
+        loads = used.assembly.count("ld.global.v4.b32") + used.assembly.count("cp.async.cg.shared.global")
+        assert loads >= read > 0 or options.get("OPERATION") == "repeat"
         assert used.assembly.count("st.global.v4.b32") >= written
 
 

@@ -18,7 +18,7 @@ OFFSETS = ("offsets", "a_offsets", "b_offsets")
 
 
 def compile_softmax(
-    kernel: Any, dtype: str, offsets: str, constants: dict[str, Any], arch: int | str, **options: int
+    kernel: Any, dtype: str, offsets: str, constants: dict[str, Any], arch: int | str, **options: int | None
 ) -> Resources:
     """Compile for contiguous values, whose stride of 1 a launch turns into a constant."""
     types = {**dict.fromkeys(VALUES, f"*{dtype}"), **dict.fromkeys(OFFSETS, f"*{offsets}"), **dict.fromkeys(PARTS, "*fp32")}
@@ -68,4 +68,5 @@ def test_jagged2_softmax(arch: int | str, dtype: str, offsets: str, by_columns: 
     if none:
         constants[none] = None
     for kernel in (pair_kernels.jagged2_softmax_forward_kernel, pair_kernels.jagged2_softmax_backward_kernel):
-        check(kernel, compile_softmax(kernel, dtype, offsets, constants, arch, num_warps=tile.num_warps))
+        options = {"num_warps": tile.num_warps, "max_registers": tile.max_registers}
+        check(kernel, compile_softmax(kernel, dtype, offsets, constants, arch, **options))
