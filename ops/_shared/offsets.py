@@ -12,17 +12,19 @@ from jagged.ops._shared.validation import check_offsets, check_same
 def sample_of_row(offsets: Tensor, total: int) -> Tensor:
     """Return the sample `[total]` (int64) each row belongs to; rows that no sample covers get the last one's index.
 
-    A search rather than `repeat_interleave`, so that offsets with wrong values never lead outside the batch.
+    Wrong offsets are moved inside the rows first, so that they never lead outside the batch.
     """
-    rows = torch.arange(total, device=offsets.device, dtype=offsets.dtype)
-    samples = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
-    return samples.clamp_(max=max(offsets.shape[0] - 2, 0))
+    if offsets.shape[0] < 2:
+        return torch.zeros(total, dtype=torch.int64, device=offsets.device)
+    ends = offsets.to(torch.int64).clamp(0, total).cummax(0).values
+    ends[0], ends[-1] = 0, total
+    return torch.repeat_interleave(ends.diff(), output_size=total)
 
 
 def position_of_row(offsets: Tensor, samples: Tensor) -> Tensor:
     """Return the place `[total]` (int64) of each row inside its sample, given the row's sample."""
     rows = torch.arange(samples.shape[0], device=samples.device)
-    return rows - offsets.to(torch.int64)[samples]
+    return rows - offsets.to(torch.int64).index_select(0, samples)
 
 
 def row_positions(offsets: Tensor, total: int, *, from_end: bool = False) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.ops._shared import padding
 from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import uniform_offsets
 from jagged.ops._shared.registration import define_operator, resolve_backend
@@ -22,7 +23,7 @@ def _rows_of(values: Tensor, offsets: Tensor, total: int, keep_last: bool, backe
 _to_dense = define_operator(
     "to_dense",
     "(Tensor values, Tensor offsets, SymInt length, float padding_value, str backend) -> Tensor",
-    torch_impl=torch_impl.to_dense,
+    torch_impl=padding.to_dense,
     triton_impl="jagged.ops.conversion.kernels:to_dense",
     fake=lambda values, offsets, length, padding_value, backend: values.new_empty(
         offsets.shape[0] - 1, length, *values.shape[1:]
@@ -31,7 +32,7 @@ _to_dense = define_operator(
 _to_jagged = define_operator(
     "to_jagged",
     "(Tensor dense, Tensor offsets, SymInt total, str backend) -> Tensor",
-    torch_impl=torch_impl.to_jagged,
+    torch_impl=padding.to_jagged,
     triton_impl="jagged.ops.conversion.kernels:to_jagged",
     fake=lambda dense, offsets, total, backend: dense.new_empty(total, *dense.shape[2:]),
 )

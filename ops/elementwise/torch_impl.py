@@ -5,21 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import position_of_row, sample_of_row, scan_pairs
+from jagged.ops._shared.blocks import chunks, extended
+from jagged.ops._shared.offsets import sample_of_row, scan_pairs
+from jagged.ops._shared.padding import to_dense, to_jagged
 
 
 def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
     """Combine each row with its operand out of `[B, F]` or `[B, L, F]`: `[total, F]`. No values give the operands alone."""
-    if dense.numel() == 0:
-        operand = dense.new_zeros(total, dense.shape[-1])
+    if dense.dim() == 3:
+        operand = to_jagged(dense, offsets, total)
+    elif dense.numel() == 0:
+        operand = dense.new_zeros(total, dense.shape[1])
     else:
-        sample = sample_of_row(offsets, total)
-        if dense.dim() == 2:
-            operand = dense[sample]
-        else:
-            position = position_of_row(offsets, sample)
-            outside = (position < 0) | (position >= dense.shape[1])
-            operand = dense[sample, position.clamp_(0, dense.shape[1] - 1)].masked_fill_(outside[:, None], 0)
+        operand = dense.index_select(0, sample_of_row(offsets, total))
     # In place in a tensor of our own: the result is contiguous whatever the strides of the values.
     if values is None:
         return operand
@@ -32,19 +30,10 @@ def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, o
 
 def collect(values: Tensor, factor: Tensor | None, offsets: Tensor, length: int | None) -> Tensor:
     """Sum the rows (times their factors) of each sample, or put them into `[B, length, F]`, zero where there is none."""
-    batch_size, (total, num_features) = offsets.shape[0] - 1, values.shape
-    if length is None:
-        terms = values.double()
-        return _sum(terms if factor is None else terms * factor, offsets).to(values.dtype)
-    if total == 0:
-        return values.new_zeros(batch_size, length, num_features)
-    row = offsets[:-1, None] + torch.arange(length, device=values.device)
-    outside = (row >= offsets[1:, None]) | (row < 0) | (row >= total)
-    row.clamp_(0, total - 1)
-    dense = values[row]
-    if factor is not None:
-        dense.mul_(factor[row])
-    return dense.masked_fill_(outside[..., None], 0)
+    if length is not None:
+        return to_dense(values if factor is None else values * factor, offsets, length, 0)
+    terms = values.double()
+    return _sum(terms if factor is None else terms * factor, offsets).to(values.dtype)
 
 
 def activate_backward(grad: Tensor, saved: Tensor, context: Tensor, offsets: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -61,12 +50,25 @@ def activate_backward(grad: Tensor, saved: Tensor, context: Tensor, offsets: Ten
 
 def pairwise_difference(values: Tensor, offsets: Tensor, total: int) -> Tensor:
     """Return the differences of all pairs within a sample: `[S] -> [total]`."""
+    if values.is_cpu:
+        num_rows, output = values.shape[0], values.new_empty(total + 1)
+        for chunk in chunks(offsets, offsets, total, a_total=num_rows, b_total=num_rows):
+            row = values[chunk.a_rows]
+            output.scatter_(0, chunk.pairs, (row[:, :, None] - row[:, None, :]).flatten())
+        return output[:-1]
     row, column = _pairs(offsets, values.shape[0], total)
     return values[row].sub_(values[column])
 
 
 def pairwise_difference_backward(grad: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
     """Return row sums minus column sums of each sample's block: `[P] -> [num_rows]`."""
+    if grad.is_cpu:
+        filled, output = extended(grad, 0), grad.new_zeros(num_rows + 1)
+        for chunk in chunks(offsets, offsets, grad.shape[0], a_total=num_rows, b_total=num_rows):
+            block = chunk.blocks(filled).to(torch.promote_types(grad.dtype, torch.float32))
+            places = torch.where(chunk.a_exists, chunk.a_rows, num_rows)
+            output.scatter_(0, places.flatten(), (block.sum(2) - block.sum(1)).flatten().to(output.dtype))
+        return output[:-1]
     row, column = _pairs(offsets, num_rows, grad.shape[0])
     terms = grad.double()
     sums = terms.new_zeros(num_rows)

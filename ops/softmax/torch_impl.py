@@ -1,10 +1,15 @@
-"""The softmaxes in plain PyTorch: the CPU path and the float64 path. Statistics are scattered, nothing is padded."""
+"""The softmaxes in plain PyTorch: the CPU path and the float64 path.
+
+On a CPU blocks of like sizes are padded side by side, in pieces that stay in the cache. That reads lengths on the host, so on
+other devices statistics of blocks are scattered, as those of samples are everywhere.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.blocks import chunks, extended
 from jagged.ops._shared.offsets import pair_offsets as offsets_of_pairs
 from jagged.ops._shared.offsets import position_of_row, sample_of_row
 
@@ -23,6 +28,13 @@ def jagged2_softmax_forward(
     scores: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
 ) -> Tensor:
     """Softmax over each row or column of samples' blocks: `[sum La_i * Lb_i]`."""
+    if scores.is_cpu:
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        filled, output = extended(scores, -torch.inf), scores.new_empty(scores.shape[0] + 1)
+        for chunk in chunks(a_offsets, _columns(a_offsets, b_offsets), scores.shape[0], pair_offsets=pair_offsets):
+            weights = chunk.blocks(filled).softmax(1 if by_columns else 2, dtype=wide)
+            output.scatter_(0, chunk.pairs, weights.flatten().to(output.dtype))
+        return output[:-1]
     vectors = _vector_of_pair(a_offsets, b_offsets, pair_offsets, scores.shape[0], by_columns)
     return _softmax(scores, vectors, scores.shape[0])
 
@@ -31,6 +43,14 @@ def jagged2_softmax_backward(
     grad: Tensor, weights: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
 ) -> Tensor:
     """Gradient of the scores, `[sum La_i * Lb_i]`."""
+    if weights.is_cpu:
+        wide = torch.promote_types(weights.dtype, torch.float32)
+        filled, output = (extended(grad, 0), extended(weights, 0)), weights.new_empty(weights.shape[0] + 1)
+        for chunk in chunks(a_offsets, _columns(a_offsets, b_offsets), weights.shape[0], pair_offsets=pair_offsets):
+            blocks = (chunk.blocks(x).to(wide) for x in filled)
+            grads = torch.ops.aten._softmax_backward_data(*blocks, 1 if by_columns else 2, wide)
+            output.scatter_(0, chunk.pairs, grads.flatten().to(output.dtype))
+        return output[:-1]
     vectors = _vector_of_pair(a_offsets, b_offsets, pair_offsets, weights.shape[0], by_columns)
     return _softmax_backward(grad, weights, vectors, weights.shape[0])
 
@@ -74,10 +94,14 @@ def _vector_of_pair(
     """
     if not total or a_offsets.shape[0] < 2:
         return torch.zeros(total, dtype=torch.int64, device=a_offsets.device)
-    columns = a_offsets if b_offsets is None else b_offsets
+    columns = _columns(a_offsets, b_offsets)
     starts = offsets_of_pairs(a_offsets, b_offsets) if pair_offsets is None else pair_offsets
     samples = sample_of_row(starts, total)
     position = position_of_row(starts, samples)
     column = position.remainder_(columns.diff().clamp_(min=1)[samples])
     first = starts[:-1].to(torch.int64)[samples] if by_columns else torch.arange(total, device=starts.device)
     return (first.add_(column) if by_columns else first.sub_(column)).clamp_(0, total - 1)
+
+
+def _columns(a_offsets: Tensor, b_offsets: Tensor | None) -> Tensor:
+    return a_offsets if b_offsets is None else b_offsets

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jagged import ops
-from jagged.ops.bmm import pair_torch_impl
+from jagged.ops._shared import blocks
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import pair_bmm as reference
@@ -216,7 +216,7 @@ def test_float64_in_chunks_of_any_size(place: Place, chunk: int) -> None:
     a, b = jagged_of((3, 0, 40, 17, 9, 1, 16, 5, 4)), jagged_of((5, 7, 2, 30, 8, 9, 0, 5, 6))
     x, y, z = (random_tensor((batch.total, 5), torch.float64, k).requires_grad_() for k, batch in enumerate((a, b, b)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pair_torch_impl, "_CHUNK_PAIRS", chunk)
+        patch.setattr(blocks, "_CHUNK_PAIRS", chunk)
         scores = ops.jagged_jagged_bmm_jagged_out(x, y, a.offsets, b.offsets)
         ours = ops.array_jagged_bmm_jagged_out(scores, z, a.offsets, b.offsets)
         got = [ours, *torch.autograd.grad(ours.square().sum(), (x, y, z))]
