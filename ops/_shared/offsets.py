@@ -9,16 +9,21 @@ from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import check_offsets, check_same
 
 
+def covering(offsets: Tensor, total: int) -> Tensor:
+    """Return offsets `[B + 1]` (int64), B at least 1, moved where they are wrong: from 0 to `total`, never falling."""
+    ends = offsets.to(torch.int64).clamp(0, total).cummax(0).values
+    ends[0], ends[-1] = 0, total
+    return ends
+
+
 def sample_of_row(offsets: Tensor, total: int) -> Tensor:
     """Return the sample `[total]` (int64) each row belongs to; rows that no sample covers get the last one's index.
 
-    Wrong offsets are moved inside the rows first, so that they never lead outside the batch.
+    Wrong offsets are moved first, so that they never lead outside the batch.
     """
     if offsets.shape[0] < 2:
         return torch.zeros(total, dtype=torch.int64, device=offsets.device)
-    ends = offsets.to(torch.int64).clamp(0, total).cummax(0).values
-    ends[0], ends[-1] = 0, total
-    return torch.repeat_interleave(ends.diff(), output_size=total)
+    return torch.repeat_interleave(covering(offsets, total).diff(), output_size=total)
 
 
 def position_of_row(offsets: Tensor, samples: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops._shared.offsets import covering, sample_of_row
 
 
 def to_dense(values: Tensor, offsets: Tensor, length: int, padding_value: float) -> Tensor:
@@ -24,12 +24,13 @@ def to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
     batch_size, length, *features = dense.shape
     if batch_size * length == 0:
         return dense.new_zeros(total, *features)
-    sample = sample_of_row(offsets, total)
-    position = position_of_row(offsets, sample)
-    outside = (position < 0) | (position >= length)
-    row = position.clamp_(0, length - 1).add_(sample, alpha=length)
-    values = dense.reshape(batch_size * length, *features).index_select(0, row)
-    # A mask over all values costs more than the gather; elsewhere than on a CPU, asking for its need would synchronise.
-    if not outside.is_cpu or bool(outside.any()):
-        values.masked_fill_(outside.view(-1, *[1] * len(features)), 0)
-    return values
+    offsets = covering(offsets, total)
+    sample, first = sample_of_row(offsets, total), torch.arange(batch_size, device=offsets.device) * length
+    row = (first - offsets[:-1]).index_select(0, sample).add_(torch.arange(total, device=offsets.device))
+    rows = dense.reshape(batch_size * length, *features)
+    # A mask costs more than the gather; elsewhere than on a CPU, asking whether one is needed would synchronise.
+    if offsets.is_cpu and int(offsets.diff().max()) <= length:
+        return rows.index_select(0, row)
+    outside = row >= (first + length).index_select(0, sample)
+    values = rows.index_select(0, row.masked_fill_(outside, 0))
+    return values.masked_fill_(outside.view(-1, *[1] * len(features)), 0)
