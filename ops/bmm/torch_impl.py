@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops._shared.offsets import covering, position_of_row, sample_of_row
 
 TILE_ROWS = 64
 # A tile a sample, as long as the longest, where the tiles then hold at most so many times the rows.
@@ -52,20 +52,19 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _tile(offsets: Tensor, total: int) -> Tiling:
-    """Give every row a place. Wrong offsets are moved, so that they never fall and lie inside the rows."""
-    offsets = offsets.to(torch.int64).clamp(0, total).cummax(0).values
+    """Give every row a place."""
+    offsets = covering(offsets, total)
     batch_size = offsets.shape[0] - 1
     sample = sample_of_row(offsets, total)
-    position = position_of_row(offsets, sample).clamp_(min=0)
+    position = position_of_row(offsets, sample)
     # Elsewhere than on the CPU, reading the longest length would synchronise.
-    longest = max(1, int(offsets.diff().max())) if offsets.device.type == "cpu" else total
+    longest = int(offsets.diff().max()) if offsets.device.type == "cpu" else total
     if batch_size * longest <= MOST_PADDING * total:
-        return Tiling(longest, batch_size, None, sample * longest + position.clamp_(max=longest - 1))
+        return Tiling(longest, batch_size, None, position.add_(sample, alpha=longest))
     # That many tiles are enough for sample b, up to `offsets[b + 1] // TILE_ROWS + b`; one to spare stays empty.
     first = offsets // TILE_ROWS + torch.arange(batch_size + 1, device=offsets.device)
     num_tiles = total // TILE_ROWS + batch_size
-    place = first[sample] * TILE_ROWS + position
-    return Tiling(TILE_ROWS, num_tiles, first, place.clamp_(max=num_tiles * TILE_ROWS - 1))
+    return Tiling(TILE_ROWS, num_tiles, first, position.add_(first[sample], alpha=TILE_ROWS))
 
 
 def _laid_out(rows: Tensor, tiling: Tiling) -> Tensor:

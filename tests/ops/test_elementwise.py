@@ -427,6 +427,28 @@ def test_compiled_gradients(place: Place, activation: Any) -> None:
 
 
 @ON_GPU
+def test_float64_agrees_with_the_cpu_without_synchronisation(place: Place) -> None:
+    """PyTorch computes it on either device, pairs in another way: a CPU reads lengths. Some rows lie past the dense ones."""
+    batch = jagged_of((3, 0, 40, 7))
+    values, dense = random_tensor((50, 3), torch.float64, 0), random_tensor((4, 9, 3), torch.float64, 1)
+
+    def step(*inputs: Tensor) -> list[Tensor]:
+        *leaves, offsets = inputs
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        x = ops.jagged_dense_mul(ops.jagged_dense_add(leaves[0], offsets, leaves[1][:, 0]), offsets, leaves[1])
+        outputs = [x, ops.jagged_pairwise_difference(x[:, 0], offsets, 9 + 1600 + 49)]
+        return [*outputs, *torch.autograd.grad([x.square().sum() for x in outputs], leaves)]
+
+    inputs = values, dense, batch.offsets
+    step(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    ours = step(*inputs)
+    torch.cuda.set_sync_debug_mode("default")
+    for got, want in zip(ours, step(*(x.cpu() for x in inputs)), strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+
+
+@ON_GPU
 def test_no_synchronisation_and_graph_capture(place: Place) -> None:
     values = random_tensor((600, 8), torch.float32, 0).requires_grad_()
     rows, dense = (random_tensor(shape, torch.float32, 1).requires_grad_() for shape in ((3, 8), (3, 20, 8)))

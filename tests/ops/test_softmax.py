@@ -348,6 +348,29 @@ def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
 
 
 @ON_GPU
+def test_float64_agrees_with_the_cpu_without_synchronisation(place: Place) -> None:
+    """PyTorch computes it on either device, blocks in another way: a CPU reads lengths."""
+    a, b = jagged_of((3, 0, 40, 7)), jagged_of((5, 2, 9, 30))
+    values = random_tensor((a.total, 3), torch.float64, 0)
+    scores = random_tensor((3 * 5 + 40 * 9 + 7 * 30,), torch.float64, 1)
+
+    def step(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        *leaves, rows, columns = inputs
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        outputs = [ops.jagged_softmax(leaves[0], rows)]
+        outputs += [ops.jagged2_softmax(leaves[1], rows, columns, dim=dim) for dim in (-1, -2)]
+        return [*outputs, *torch.autograd.grad([x.square().sum() for x in outputs], leaves)]
+
+    inputs = values, scores, a.offsets, b.offsets
+    step(*inputs)
+    torch.cuda.set_sync_debug_mode("error")
+    ours = step(*inputs)
+    torch.cuda.set_sync_debug_mode("default")
+    for got, want in zip(ours, step(*(x.cpu() for x in inputs)), strict=True):
+        torch.testing.assert_close(got.cpu(), want)
+
+
+@ON_GPU
 def test_no_synchronisation_and_graph_capture(place: Place, division: None, starts: None) -> None:
     values = random_tensor((60, 8), torch.float32, 0).requires_grad_()
     scores = random_tensor((10 * 10 + 50 * 50,), torch.float32, 0).requires_grad_()
