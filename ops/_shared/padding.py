@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import covering, sample_of_row
+from jagged.ops._shared.offsets import covering
 
 
 def to_dense(values: Tensor, offsets: Tensor, length: int, padding_value: float) -> Tensor:
@@ -25,11 +25,12 @@ def to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
     if batch_size * length == 0:
         return dense.new_zeros(total, *features)
     offsets = covering(offsets, total)
-    sample, first = sample_of_row(offsets, total), torch.arange(batch_size, device=offsets.device) * length
+    lengths, first = offsets.diff(), torch.arange(batch_size, device=offsets.device) * length
+    sample = torch.repeat_interleave(lengths, output_size=total)
     row = (first - offsets[:-1]).index_select(0, sample).add_(torch.arange(total, device=offsets.device))
     rows = dense.reshape(batch_size * length, *features)
     # A mask costs more than the gather; elsewhere than on a CPU, asking whether one is needed would synchronise.
-    if offsets.is_cpu and int(offsets.diff().max()) <= length:
+    if offsets.is_cpu and int(lengths.max()) <= length:
         return rows.index_select(0, row)
     outside = row >= (first + length).index_select(0, sample)
     values = rows.index_select(0, row.masked_fill_(outside, 0))
