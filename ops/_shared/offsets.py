@@ -11,19 +11,21 @@ from jagged.ops._shared.validation import check_offsets, check_same
 
 def covering(offsets: Tensor, total: int) -> Tensor:
     """Return offsets `[B + 1]` (int64), B at least 1, moved where they are wrong: from 0 to `total`, never falling."""
-    ends = offsets.to(torch.int64).clamp(0, total).cummax(0).values
-    ends[0], ends[-1] = 0, total
-    return ends
+    rising = offsets.to(torch.int64).clamp(0, total).cummax(0).values
+    # Writing a number into a tensor of a GPU would synchronise.
+    return torch.cat([rising.new_zeros(1), rising[1:-1], rising.new_full((1,), total)])
 
 
 def sample_of_row(offsets: Tensor, total: int) -> Tensor:
     """Return the sample `[total]` (int64) each row belongs to; rows that no sample covers get the last one's index.
 
-    Wrong offsets are moved first, so that they never lead outside the batch.
+    Wrong offsets never lead outside the batch. On a CPU repeating samples is several times faster than a search.
     """
-    if offsets.shape[0] < 2:
-        return torch.zeros(total, dtype=torch.int64, device=offsets.device)
-    return torch.repeat_interleave(covering(offsets, total).diff(), output_size=total)
+    if offsets.is_cpu and offsets.shape[0] > 1:
+        return torch.repeat_interleave(covering(offsets, total).diff(), output_size=total)
+    rows = torch.arange(total, device=offsets.device, dtype=offsets.dtype)
+    samples = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+    return samples.clamp_(max=max(offsets.shape[0] - 2, 0))
 
 
 def position_of_row(offsets: Tensor, samples: Tensor) -> Tensor:
