@@ -21,7 +21,7 @@ from benchmarks.common import ROOT
 PANELS = {
     "seconds": "training, seconds",
     "seconds_per_epoch": "an epoch with validation, seconds",
-    "peak_memory_mb": "peak GPU memory, MiB",
+    "peak_reserved_mb": "peak GPU memory, MiB",
     "test_ndcg@10_left_in": "test NDCG@10, seen items left in",
     "test_ndcg@10_taken_out": "test NDCG@10, seen items taken out",
 }

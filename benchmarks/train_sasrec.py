@@ -12,6 +12,7 @@ them: all batches padded once and kept on the device, torch's fused attention, n
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import shutil
 import tempfile
@@ -182,10 +183,13 @@ def main() -> None:
             config = TrainConfig(**{**settings, **changes, **fixed})
             for name, run in models.items():
                 if torch.cuda.is_available():
+                    gc.collect()
+                    torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
                 result = run(dataset, config)
                 if torch.cuda.is_available():
-                    result["peak_memory_mb"] = torch.cuda.max_memory_allocated() / 2**20
+                    # What is allocated says nothing of the memory that graphs keep.
+                    result["peak_reserved_mb"] = torch.cuda.max_memory_reserved() / 2**20
                 if seed >= 0:
                     runs[name].append(result)
                     print(name, seed, {key: round(value, 4) for key, value in result.items()}, flush=True)

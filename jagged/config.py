@@ -72,6 +72,7 @@ class TrainConfig(BaseModel):
     precision: Literal["32-true", "bf16-mixed", "auto"] = Field("auto", description="auto: bf16-mixed on a GPU, else 32-true")
     seed: int = Field(0, ge=0, description="seed of everything random")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
+    cuda_graphs: bool = Field(True, description="on one GPU, replay steps as CUDA graphs, with less than 1/16 of rows filled up")
     num_workers: int = Field(0, ge=0, description="loader processes")
     checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints, beside those after epochs")
     checkpoint_seconds: float = Field(30.0, ge=0, description="an epoch sooner than this after a checkpoint writes none")

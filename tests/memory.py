@@ -19,6 +19,15 @@ NOISE_BYTES = 2 * 2**20
 PATIENCE = 20
 
 
+def peak_resident_bytes() -> int:
+    """Bytes: the most memory that this process's program has held in RAM.
+
+    Not `ru_maxrss` of getrusage: that outlives `exec`, so a process that was started by a larger one reports the larger one's.
+    """
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+
+
 class Flat:
     """Runs steps whose shapes come back every `cycle` steps, and reads memory ten times, the first time after two tenths of them.
 

@@ -43,10 +43,13 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
     viewed: KeyedJaggedTensor | None = None
     num_items: int | None = None
 
+    def is_checked(self, num_items: int) -> bool:
+        """Whether all ids are known to lie in a catalogue of `num_items`."""
+        return self.num_items is not None and self.num_items <= num_items
+
     def trusted(self, num_items: int) -> AbstractContextManager[None]:
         """`jagged.ops.trust_values` where all ids are known to lie in a catalogue of `num_items`, else no change."""
-        known = self.num_items is not None and self.num_items <= num_items
-        return trust_values() if known else nullcontext()
+        return trust_values() if self.is_checked(num_items) else nullcontext()
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SequenceBatch:
         """The batch on another device."""
@@ -269,11 +272,14 @@ def _unpack(packed: Tensor, num_items: int, with_viewed: bool) -> SequenceBatch:
     count = 8 if with_viewed else 5
     pieces = packed[count:].split(packed[:count].tolist())
     users, targets, *features = pieces[:5]
-    return SequenceBatch(_keyed(*features), targets, users, _keyed(*pieces[5:]) if with_viewed else None, num_items)
+    return SequenceBatch(keyed(*features), targets, users, keyed(*pieces[5:]) if with_viewed else None, num_items)
 
 
-def _keyed(values: Tensor, lengths: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
-    # The host knows these sizes: given, no later call has to read them back from a device.
+def keyed(values: Tensor, lengths: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
+    """Return one feature's rows as a KeyedJaggedTensor of the key "item_id".
+
+    Its sizes are those of the tensors, which the host knows: given, no later call has to read them back from a device.
+    """
     return KeyedJaggedTensor(
         keys=[KEY],
         values=values,

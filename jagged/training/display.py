@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -19,13 +18,6 @@ def memory_in_use(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that `memory_in_use` has been in this process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Display:

@@ -18,6 +18,7 @@ from jagged.config import TrainConfig
 from jagged.models import TrainTask
 from jagged.modules import RowSplit, SplitEmbeddingCollection
 from jagged.training.errors import CheckpointError
+from jagged.training.graphs import GraphedSteps, graphs_serve
 from jagged.training.optimizer import Optimizer
 from jagged.training.processes import Processes
 
@@ -48,7 +49,7 @@ class Engine:
         device = processes.device
         if processes.world_size > 1 and isinstance(task, TrainTask):
             task.split(processes.group, processes.host_group)
-        self._step = _Step(task, precision, processes).to(device)
+        self._step = _Step(task, precision, processes, graphs_serve(config, task, processes)).to(device)
         self._tables = {path: module for path, module in model.named_modules() if isinstance(module, SplitEmbeddingCollection)}
         self._splits = {
             f"{path}.{name}": table.split for path, table in self._tables.items() for name, _ in table.named_parameters()
@@ -200,23 +201,38 @@ class Engine:
 class _Step(nn.Module):
     """What the pipeline runs: the task under autocast, its loss weighted so that processes average to the joint batch's mean."""
 
-    def __init__(self, task: nn.Module, precision: str, processes: Processes) -> None:
+    def __init__(self, task: nn.Module, precision: str, processes: Processes, graphs: bool) -> None:
         super().__init__()
         self.task = task
         self.samples = 0
         self._autocast = precision == "bf16-mixed"
         self._processes = processes
+        self._graphs: GraphedSteps | None = None
+        if graphs:
+            assert isinstance(task, TrainTask)
+            self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device)
+            self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         self.samples += batch.features.stride()
-        if self._autocast:
-            with torch.autocast(self._processes.device.type, torch.bfloat16):
-                loss, output = self.task(batch)
-        else:
-            loss, output = self.task(batch)
+        if self._graphs is not None and batch.is_checked(self._num_items):
+            loss, logits = self._graphs(batch)
+            # The gradients are there already; the pipeline's own backward ends at the loss.
+            return loss.requires_grad_(), (loss.detach(), logits, batch.targets)
+        loss, output = self._task(batch)
         if self._processes.world_size > 1:
             loss = self._share(loss, batch.targets.numel())
         return loss, output
+
+    def _task(self, batch: Any) -> Any:
+        if not self._autocast:
+            return self.task(batch)
+        with torch.autocast(self._processes.device.type, torch.bfloat16):
+            return self.task(batch)
+
+    def _loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
+        loss, (_, logits, _) = self._task(batch)
+        return loss, logits
 
     def _share(self, loss: Tensor, count: int) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of targets.

@@ -13,6 +13,7 @@ from jagged.data import BatchLoader, SequenceSplit
 from jagged.models import TrainTask
 from jagged.training.checkpoint import FILE_BYTES
 from jagged.training.display import memory_in_use
+from jagged.training.graphs import graphs_serve
 from jagged.training.processes import Processes
 
 # A probe of this many samples has every tensor of a step, and costs next to nothing.
@@ -28,7 +29,8 @@ class Forecast:
         present: in use before training: on the CPU the process with its libraries and data, on a GPU what is allocated.
         parameters: the weights that this process keeps, fp32; they are part of `present`. The best so far are held beside them.
         elsewhere: the item table's rows that other processes keep. They are part of `present` too, and go before training.
-        gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring.
+        gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
+            with `graphs` a third.
         optimizer: AdamW's two moments.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
@@ -36,6 +38,7 @@ class Forecast:
         checkpoint: on the CPU, what the first process holds of a checkpoint while it writes it; of several processes also whole
             item tables: weights, moments, the best.
         evaluation: the bound on scores while evaluating, and with several processes a whole item table.
+        graphs: the steps are replayed as CUDA graphs, which keep the memory of gradients and activations between steps too.
         samples, tokens: of a usual step.
         steps_per_epoch, max_steps: of this process; early stopping may end before the latter.
     """
@@ -49,6 +52,7 @@ class Forecast:
     activations: int
     checkpoint: int
     evaluation: int
+    graphs: bool
     samples: float
     tokens: float
     steps_per_epoch: int
@@ -58,8 +62,8 @@ class Forecast:
     def peak(self) -> int:
         """The most memory in use at any moment, bytes."""
         steady = self.present - self.elsewhere + self.parameters + self.optimizer
-        passing = max(self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation))
-        return max(self.present, steady + passing)
+        step, between = self.gradients + self.activations, self.parameters + max(self.checkpoint, self.evaluation)
+        return max(self.present, steady + (step + between if self.graphs else max(step, between)))
 
     def __str__(self) -> str:
         where = "GPU memory" if self.device == "cuda" else "CPU memory (resident)"
@@ -105,17 +109,22 @@ def forecast(
     most = min(most, config.max_tokens) if config.max_tokens else min(most, float(config.batch_size * config.max_seq_len))
     writes = device.type == "cpu" and processes.is_first
     exchanged = 3 * 4 * table.shape[1] * world_size if world_size > 1 else 0
+    graphs = graphs_serve(config, task, processes)
+    if graphs:
+        # A step's gradients are added to what stays, and a step's last rows are filled up.
+        most = most * 17 / 16 + 64
     catalogue = 4.0 * split.train.dataset.num_items * config.eval_batch_size
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
         parameters=sum(sizes),
         elsewhere=others.nbytes,
-        gradients=sum(sizes) + max(sizes),
+        gradients=sum(sizes) + max(sizes) * (2 if graphs else 1),
         optimizer=2 * sum(sizes),
         activations=int(most * (1.6 * _bytes_per_token(config, split, task, precision, device) + exchanged)),
         checkpoint=4 * whole_table + 2 * min(4 * whole, max(FILE_BYTES, largest)) if writes else 0,
         evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)) + whole_table,
+        graphs=graphs,
         samples=samples,
         tokens=tokens,
         steps_per_epoch=steps,

@@ -24,6 +24,7 @@ _HANDLING = (
     "num_workers",
     "checkpoint_every",
     "checkpoint_seconds",
+    "cuda_graphs",
     "tensorboard",
     "eval_batch_size",
 )

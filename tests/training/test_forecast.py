@@ -19,7 +19,7 @@ from pathlib import Path
 from jagged.config import TrainConfig
 from jagged.data import read_events
 from jagged.training import train
-from jagged.training.display import peak_memory
+from tests.memory import peak_resident_bytes
 options = json.loads(sys.argv[1])
 items = options.pop("num_items")
 lines = [f"{user} " + " ".join(str((user * 400 + k) % items) for k in range(400)) for user in range(options.pop("num_users"))]
@@ -32,7 +32,7 @@ if processes > 1:
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
 result = train(TrainConfig(output=sys.argv[2], max_epochs=1, tensorboard=False, device="cpu", **options), dataset, progress=False)
 f = result.forecast
-print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_memory(torch.device("cpu")), "steps": result.steps,
+print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_resident_bytes(), "steps": result.steps,
                   "forecast_steps": f.steps_per_epoch, "most": f.max_steps}))
 """
 
@@ -97,3 +97,10 @@ def test_memory_is_forecast_within_a_factor(tmp_path: Path, options: dict[str, i
         added, forecast = found["measured"] - found["present"], found["peak"] - found["present"]
         assert added > 100 * 2**20, f"{added} bytes are too few to compare"
         assert 1 / 1.6 < forecast / added < 1.6, f"forecast {forecast / 2**20:.0f} MiB, used {added / 2**20:.0f} MiB"
+
+
+def test_the_peak_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
+    ballast = b"\1" * 2**30
+    program = "from tests.memory import peak_resident_bytes; print(peak_resident_bytes())"
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(found.stdout) < len(ballast)

@@ -1,0 +1,151 @@
+"""Forward and backward of a training step as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from jagged.config import TrainConfig
+from jagged.data.batches import SequenceBatch, keyed
+from jagged.models import TrainTask
+from jagged.training.processes import Processes
+
+# The head's mark of a row that has no loss.
+_NO_TARGET = -100
+# Rows of a sample that only fills: attention costs their square.
+_FILLING_ROWS = 64
+
+
+def graphs_serve(config: TrainConfig, task: nn.Module, processes: Processes) -> bool:
+    """Whether a run's steps are replayed as graphs: several processes exchange sizes through the host, which no graph can."""
+    alone_on_gpu = processes.world_size == 1 and processes.device.type == "cuda"
+    return config.cuda_graphs and alone_on_gpu and isinstance(task, TrainTask)
+
+
+def capacity(rows: int, samples: int) -> tuple[int, int]:
+    """Return the rows and samples of the graph that a batch is replayed by.
+
+    Rows are filled up by less than a sixteenth (or 64), samples to a power of two: an empty sample costs next to nothing.
+    """
+    quantum = max(_FILLING_ROWS, (1 << max(rows - 1, 0).bit_length()) // 32)
+    filled = max(-(-rows // quantum), 1) * quantum
+    return filled, 1 << (samples + quantum // _FILLING_ROWS - 1).bit_length()
+
+
+@dataclass
+class Filled:
+    """A training batch's tensors at a graph's size: what is missing is made up by samples of rows that have no loss.
+
+    Attributes:
+        values, targets: int64 `[rows]`.
+        lengths: int64 `[samples]`.
+        offsets: int64 `[samples + 1]`.
+    """
+
+    values: Tensor
+    targets: Tensor
+    lengths: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def empty(cls, rows: int, samples: int, device: torch.device) -> Filled:
+        """Memory for `rows` rows in `samples` samples, as `capacity` says for the batches to come."""
+        values, targets, lengths, offsets = (
+            torch.zeros(count, dtype=torch.int64, device=device) for count in (rows, rows, samples, samples + 1)
+        )
+        return cls(values, targets, lengths, offsets)
+
+    def take(self, batch: SequenceBatch) -> None:
+        """Copy a batch here and fill up, without a look at its values."""
+        values, offsets = batch.features.values(), batch.features.offsets()
+        rows, samples = values.shape[0], offsets.shape[0] - 1
+        self.values[:rows].copy_(values)
+        self.values[rows:].zero_()
+        self.targets[:rows].copy_(batch.targets)
+        self.targets[rows:].fill_(_NO_TARGET)
+        self.offsets[: samples + 1].copy_(offsets)
+        # Samples of 64 rows as long as rows are missing, then empty ones.
+        last = rows + _FILLING_ROWS * (self.offsets.shape[0] - samples - 1)
+        filling = self.offsets[samples + 1 :]
+        torch.arange(rows + _FILLING_ROWS, last + 1, _FILLING_ROWS, out=filling)
+        filling.clamp_(max=self.values.shape[0])
+        torch.sub(self.offsets[1:], self.offsets[:-1], out=self.lengths)
+
+    def batch(self, num_items: int | None) -> SequenceBatch:
+        """These tensors as a batch; a new one each time, since torchrec's keep what they once worked out."""
+        return SequenceBatch(keyed(self.values, self.lengths, self.offsets), self.targets, self.lengths, num_items=num_items)
+
+
+@dataclass
+class _Graph:
+    graph: torch.cuda.CUDAGraph
+    inputs: Filled
+    loss: Tensor
+    logits: Tensor
+
+
+class GraphedSteps:
+    """Runs forward and backward of training batches as CUDA graphs, which are captured when a size first comes.
+
+    The step of a small model is some two hundred launches that cost the host several times what they cost the GPU; a replay is
+    one. All graphs share their memory, and one gradient for each parameter.
+
+    Args:
+        forward: loss (0-dim) and logits (`[rows]`) of a batch, with nothing that waits for the device.
+        parameters: what has gradients.
+        device: a CUDA device.
+    """
+
+    def __init__(
+        self, forward: Callable[[SequenceBatch], tuple[Tensor, Tensor]], parameters: Iterable[nn.Parameter], device: torch.device
+    ) -> None:
+        self._forward, self._device = forward, device
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._gradients: list[Tensor] = []
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        """Return loss and logits without gradient functions; every parameter's gradient stands in its `grad`."""
+        rows, samples = batch.features.values().shape[0], batch.features.stride()
+        size = capacity(rows, samples)
+        captured = self._graphs.get(size)
+        if captured is None:
+            inputs = Filled.empty(*size, self._device)
+            inputs.take(batch)
+            captured = self._graphs[size] = self._capture(inputs, batch.num_items)
+        else:
+            captured.inputs.take(batch)
+        captured.graph.replay()
+        self._set_gradients()
+        # The graph's own outputs are written over by the next replay.
+        return captured.loss.clone(), captured.logits[:rows].clone()
+
+    def _set_gradients(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def _capture(self, inputs: Filled, num_items: int | None) -> _Graph:
+        self._gradients = self._gradients or [torch.zeros_like(parameter) for parameter in self._parameters]
+        self._set_gradients()
+        random_state = torch.cuda.get_rng_state(self._device)
+        # Once outside of a graph, for kernels and libraries that set themselves up at their first call.
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            self._run(inputs.batch(num_items))
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.set_rng_state(random_state, self._device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            loss, logits = self._run(inputs.batch(num_items))
+        return _Graph(graph, inputs, loss, logits)
+
+    def _run(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+        torch._foreach_zero_(self._gradients)
+        loss, logits = self._forward(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach(), logits.detach()

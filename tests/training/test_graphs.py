@@ -1,0 +1,105 @@
+"""Batches filled up to a graph's size on every machine, and training by graphs on a GPU."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jagged.config import TrainConfig
+from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
+from jagged.data.batches import keyed
+from jagged.models import TrainTask, build
+from jagged.training.engine import Engine
+from jagged.training.graphs import Filled, GraphedSteps, capacity
+from jagged.training.processes import process_group
+from tests.training.support import run, tiny_dataset
+
+NUM_ITEMS = 30
+
+
+@given(st.integers(0, 2**22), st.integers(0, 2**14))
+def test_a_sixteenth_or_64_rows_are_filled_up_at_most(rows: int, samples: int) -> None:
+    filled, places = capacity(rows, samples)
+    assert rows <= filled <= rows + max(64, rows // 16)
+    # Room for what is missing, in samples of 64 rows.
+    assert places >= samples + math.ceil((filled - rows) / 64)
+    assert places <= 2 * (samples + max(1, filled // 512))
+
+
+def batch_of(lengths: list[int], seed: int) -> SequenceBatch:
+    draw = torch.Generator().manual_seed(seed)
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    total = sum(lengths)
+    items = torch.randint(NUM_ITEMS, (total,), generator=draw)
+    targets = torch.randint(NUM_ITEMS, (total,), generator=draw)
+    return SequenceBatch(keyed(items, sizes, offsets), targets, torch.arange(len(lengths)), num_items=NUM_ITEMS)
+
+
+@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=12), min_size=1, max_size=3), st.integers(0, 99))
+def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int]], seed: int) -> None:
+    torch.manual_seed(seed)
+    model = build("sasrec", num_items=NUM_ITEMS, embedding_dim=8, num_layers=1, max_seq_len=12, dropout=0.0).double()
+    task = TrainTask(model, label_smoothing=0.1)
+    rows, samples = capacity(max(sum(lengths) for lengths in batches), max(len(lengths) for lengths in batches))
+    # One after the other in the same memory: nothing may be left of the one before.
+    inputs = Filled.empty(rows, 2 * samples, torch.device("cpu"))
+    for lengths in batches:
+        if sum(lengths) == 0:
+            continue
+        batch = batch_of(lengths, seed)
+        inputs.take(batch)
+        results = []
+        for one in (batch, inputs.batch(NUM_ITEMS)):
+            task.zero_grad()
+            loss, (_, logits, _) = task(one)
+            loss.backward()
+            results.append((loss, logits[: sum(lengths)], *(parameter.grad.clone() for parameter in task.parameters())))
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+def engine_losses(cuda_graphs: bool, **options: Any) -> tuple[list[float], list[torch.Tensor], Engine]:
+    torch.manual_seed(0)
+    dataset = synthetic_sessions(0, num_users=300)[0]
+    device = torch.device("cuda", torch.cuda.current_device())
+    loader = BatchLoader(split_leave_one_out(dataset).train, max_seq_len=50, shuffle=True, seed=0, **options)
+    with process_group(device) as processes:
+        model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.0).to(device)
+        config = TrainConfig(embedding_dim=32, cuda_graphs=cuda_graphs)
+        engine = Engine(model, TrainTask(model, label_smoothing=0.1), config, "32-true", processes)
+        # The losses are kept while later steps run, as the loop does.
+        losses = [loss for epoch in range(2) for loss, _ in engine.steps(_positioned(loader, epoch))]
+        return torch.stack(losses).tolist(), [parameter.detach().cpu() for parameter in model.parameters()], engine
+
+
+def _positioned(loader: BatchLoader, epoch: int) -> Any:
+    loader.set_position(epoch, 0)
+    return iter(loader)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"batch_size": 16}, {"max_tokens": 256}], ids=str)
+def test_graphs_train_as_single_launches_do(options: dict[str, int]) -> None:
+    losses, weights, engine = engine_losses(True, **options)
+    expected, expected_weights, other = engine_losses(False, **options)
+    assert losses == pytest.approx(expected, rel=2e-3)
+    for found, wanted in zip(weights, expected_weights, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0.02, atol=2e-3)
+    assert other._step._graphs is None
+    graphs = engine._step._graphs
+    assert isinstance(graphs, GraphedSteps)
+    assert 1 < len(graphs._graphs) < len(losses)
+
+
+@pytest.mark.gpu
+def test_a_run_may_go_on_without_graphs(tmp_path: Path) -> None:
+    options = {"device": "cuda", "embedding_dim": 16}
+    run(tmp_path, tiny_dataset(), max_epochs=1, **options)
+    result = run(tmp_path, tiny_dataset(), max_epochs=2, resume=True, cuda_graphs=False, **options)
+    assert result.epochs == 2
