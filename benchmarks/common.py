@@ -57,6 +57,17 @@ def save(name: str, result: dict[str, Any]) -> Path:
     return path
 
 
+def other_parts(name: str, facts: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a result file that were measured with the same versions on the same kind of machine."""
+    path = result_path(name, facts)
+    if not path.exists():
+        return {}
+    measured = ("copy_gb_per_s", "bf16_matmul_tflops")
+    former = json.loads(path.read_text())
+    same = all(former["environment"].get(fact) == value for fact, value in facts.items() if fact not in measured)
+    return {title: part for title, part in former.items() if title != "environment"} if same else {}
+
+
 def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:
     """Wall-clock seconds of one call, the device's work included, and what it returned."""
     _wait()
@@ -91,7 +102,7 @@ def replay_us(
     with torch.cuda.stream(stream):
         timed = prepare() if prepare is not None else function
         assert timed is not None
-        rough = _event_us(timed, 1, 1)[0]
+        rough = event_us(timed, 1, 1)[0]
         captured = not _synchronises(timed)
     torch.cuda.synchronize()
     if cold:
@@ -106,7 +117,7 @@ def replay_us(
             torch.cuda.synchronize()
             captured = False
     if not captured:
-        times = _event_us(timed, repeats, 1, before)
+        times = event_us(timed, repeats, 1, before)
     elif cold:
         times = [value - _flush_us() for value in times]
     return {**spread(times), "captured": captured}
@@ -146,10 +157,11 @@ def _graph_us(work: Callable[[], Any], calls: int, repeats: int, before: Callabl
         for _ in range(calls):
             before()
             work()
-    return _event_us(graph.replay, repeats, calls)
+    return event_us(graph.replay, repeats, calls)
 
 
-def _event_us(work: Callable[[], Any], repeats: int, calls: int, before: Callable[[], Any] = lambda: None) -> list[float]:
+def event_us(work: Callable[[], Any], repeats: int, calls: int, before: Callable[[], Any] = lambda: None) -> list[float]:
+    """Microseconds of GPU time a call between events, of `work` that makes `calls` calls, after two that warm up."""
     times = []
     for _ in range(repeats + 2):
         before()
@@ -163,7 +175,7 @@ def _event_us(work: Callable[[], Any], repeats: int, calls: int, before: Callabl
 
 
 def _median_us(work: Callable[[], Any]) -> float:
-    return statistics.median(_event_us(work, 20, 1))
+    return statistics.median(event_us(work, 20, 1))
 
 
 def _wait() -> None:

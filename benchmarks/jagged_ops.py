@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import multiprocessing
 import os
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, replay_us, result_path, save, spread
+from benchmarks.common import ROOT, environment, other_parts, replay_us, save, spread
 from benchmarks.jagged_cases import CASES, Case, Function, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -418,7 +417,7 @@ def main() -> None:
     gc.freeze()
     facts = environment(device)
     print(facts, flush=True)
-    result = {"environment": facts, **(_others(facts) if options.only else {})}
+    result = {"environment": facts, **(other_parts("jagged_ops", facts) if options.only else {})}
     for title, part in found.items():
         if device == "cpu":
             measured = functools.partial(measure_on_cpu, seconds=options.seconds)
@@ -432,17 +431,6 @@ def main() -> None:
         elapsed(f"{title}, saved in {path.relative_to(ROOT)}")
     if failed := ours_failed(result):
         sys.exit("\n".join(["jagged failed:", *failed]))
-
-
-def _others(facts: dict[str, Any]) -> dict[str, Any]:
-    """The parts of the result file that were measured with the same versions on the same kind of machine."""
-    path = result_path("jagged_ops", facts)
-    if not path.exists():
-        return {}
-    measured = ("copy_gb_per_s", "bf16_matmul_tflops")
-    former = json.loads(path.read_text())
-    same = all(former["environment"].get(name) == value for name, value in facts.items() if name not in measured)
-    return {name: part for name, part in former.items() if name != "environment"} if same else {}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,423 @@
+"""Attention within the samples of a jagged batch: workloads, what a query sees of its sample, our operator and its peers."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from jagged.ops import jagged_attention
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# A sample of more scores than this over all heads is not computed in float64.
+REFERENCE_SCORES = 2**28
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a query sees, as `jagged_attention` has it."""
+
+    causal: bool = False
+    window: int | None = None
+    num_targets: int | None = None
+    num_contextual: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `jagged_attention` that differ from its defaults."""
+        return {name: value for name, value in vars(self).items() if value != getattr(Mask(), name)}
+
+    def seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        """`[queries, keys]`, whether a query of a sample sees a key."""
+        position = torch.arange(queries, device=device)[:, None] + keys - queries
+        key = torch.arange(keys, device=device)
+        history = keys - min(self.num_targets or 0, keys)
+        row = position.clamp(max=history)
+        base = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        if self.causal:
+            base &= key <= row
+        if self.window is not None:
+            base &= ((row - key).abs() < self.window) | (key < self.num_contextual)
+        seen = (key < history) & (base | (position < self.num_contextual))
+        return seen | (key == position) if self.num_targets is not None else seen
+
+
+@dataclass(frozen=True)
+class Size:
+    """A workload that has not been made.
+
+    Args:
+        samples: B.
+        length: the largest of uniform lengths, the median of lognormal ones (sigma 1), each of equal ones.
+        heads: of the queries.
+        width: of a head.
+        mask: what a query sees.
+        key_heads: None for as many as `heads`.
+        queries: of each sample; None for as many as it has keys.
+        lengths: `"uniform"`, `"lognormal"` or `"equal"`.
+        dtype: `"bf16"` or `"fp32"`.
+    """
+
+    samples: int
+    length: int
+    heads: int
+    width: int
+    mask: Mask = Mask()
+    key_heads: int | None = None
+    queries: int | None = None
+    lengths: str = "uniform"
+    dtype: str = "bf16"
+
+    def draw(self) -> Tensor:
+        """Lengths of the keys, `[B]` int64 on the CPU, the same each time."""
+        generator = torch.Generator().manual_seed(0)
+        if self.lengths == "equal":
+            return torch.full((self.samples,), self.length)
+        if self.lengths == "lognormal":
+            return (torch.randn(self.samples, generator=generator).exp() * self.length).round().long()
+        return torch.randint(0, self.length + 1, (self.samples,), generator=generator)
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """For the result file."""
+        words = {
+            "uniform": f"uniform on 0..{self.length}",
+            "lognormal": f"lognormal, median {self.length}, sigma 1",
+            "equal": f"all {self.length}",
+        }
+        return {
+            **{"samples": self.samples, "length": self.length, "lengths": words[self.lengths], "heads": self.heads},
+            **{"key_heads": self.key_heads or self.heads, "width": self.width, "queries": self.queries, "dtype": self.dtype},
+            "mask": self.mask.options,
+        }
+
+
+class Workload:
+    """Tensors of a size: q `[Sq, H, D]`, k and v `[Sk, Hkv, D]`, the gradient of the output `upstream` `[Sq, H, D]`."""
+
+    def __init__(self, size: Size, device: str) -> None:
+        self.size, self.mask, self.device = size, size.mask, torch.device(device)
+        self.key_lengths = size.draw()
+        self.query_lengths = self.key_lengths if size.queries is None else torch.full_like(self.key_lengths, size.queries)
+        # What peers are told: the declared length where there is one.
+        self.longest = int(self.key_lengths.max()) if size.lengths == "lognormal" else size.length
+        queries, keys = int(self.query_lengths.sum()), int(self.key_lengths.sum())
+        generator = torch.Generator(self.device).manual_seed(0)
+        self.q, self.k, self.v, self.upstream = (
+            torch.randn(rows, heads, size.width, generator=generator, device=self.device).to(DTYPES[size.dtype])
+            for rows, heads in ((queries, size.heads), *2 * ((keys, size.key_heads or size.heads),), (queries, size.heads))
+        )
+        self.scale = size.width**-0.5
+
+    @cached_property
+    def q_offsets(self) -> Tensor:
+        return _offsets(self.query_lengths).to(self.device)
+
+    @cached_property
+    def k_offsets(self) -> Tensor:
+        return _offsets(self.key_lengths).to(self.device)
+
+    @cached_property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key that it sees there are."""
+        both = zip(self.query_lengths.tolist(), self.key_lengths.tolist(), strict=True)
+        if self.mask == Mask():
+            return sum(queries * keys for queries, keys in both)
+        return sum(int(self.mask.seen(queries, keys, self.device).sum()) for queries, keys in both)
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass: two products of D multiplications and additions for each pair and head."""
+        return 4 * self.pairs * self.size.heads * self.size.width
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """Where each key lies in `[B * longest]`."""
+        sample = torch.repeat_interleave(torch.arange(self.size.samples), self.key_lengths)
+        position = torch.arange(len(sample)) - _offsets(self.key_lengths)[sample]
+        return (sample * self.longest + position).to(self.device)
+
+    def pad(self, x: Tensor) -> Tensor:
+        """`[S, H, D] -> [B, H, longest, D]`, contiguous, zeros for padding."""
+        padded = x.new_zeros(self.size.samples * self.longest, *x.shape[1:]).index_copy(0, self.rows, x)
+        return padded.view(self.size.samples, self.longest, *x.shape[1:]).transpose(1, 2).contiguous()
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """`[B, H, longest, D] -> [S, H, D]`."""
+        return x.transpose(1, 2).flatten(0, 1)[self.rows]
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+Results = tuple[Tensor, ...]
+
+
+@dataclass
+class Implementation:
+    """Attention in a layout of its own, on inputs that are made before anything is timed.
+
+    Args:
+        inputs: queries, keys and values that need gradients.
+        upstream: the gradient of the output.
+        call: from the inputs to the output.
+        unpack: the output or a gradient, and its name, to our layout.
+        sees_padding: whether the zeros that pad a sample are keys too.
+    """
+
+    inputs: Results
+    upstream: Tensor
+    call: Callable[..., Tensor]
+    unpack: Callable[[Tensor, str], Tensor] = lambda x, _: x
+    sees_padding: bool = False
+
+    def __post_init__(self) -> None:
+        self.inputs = tuple(x.detach().requires_grad_() for x in self.inputs)
+
+    def forward(self) -> Tensor:
+        """The output, in its own layout, with no graph."""
+        with torch.no_grad():
+            return self.call(*self.inputs)
+
+    def backward(self) -> Callable[[], Results]:
+        """Run forward and return the backward alone."""
+        output = self.call(*self.inputs)
+        return lambda: torch.autograd.grad(output, self.inputs, self.upstream, retain_graph=True)
+
+    def results(self) -> Iterator[tuple[str, Tensor]]:
+        """The output, then the gradients of q, k and v, in our layout."""
+        yield "output", self.unpack(self.forward(), "output")
+        for name, gradient in zip("qkv", self.backward()(), strict=True):
+            yield name, self.unpack(gradient, name)
+
+
+def ours(w: Workload) -> Implementation:
+    """`jagged_attention`."""
+    offsets = (w.q_offsets,) if w.size.queries is None else (w.q_offsets, w.k_offsets)
+    call = functools.partial(_attend, offsets=offsets, options=w.mask.options)
+    return Implementation((w.q, w.k, w.v), w.upstream, call)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
+    return jagged_attention(q, k, v, *offsets, **options)
+
+
+def ours_with_padding(w: Workload) -> Implementation:
+    """Ours as it is where zeros that pad each sample to the longest are keys too: what attention on padded tensors gives."""
+    padding = (w.longest - w.key_lengths).repeat_interleave(w.key_lengths).to(w.device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output, lse = _attend(q, k, v, (w.q_offsets,), {**w.mask.options, "return_lse": True})
+        # Each adds exp(0) to the sum of a row's exponentials, and a value of zero.
+        share = torch.sigmoid(lse - padding.log()).t()[..., None]
+        return (output * share).to(q.dtype)
+
+    return Implementation((w.q, w.k, w.v), w.upstream, call)
+
+
+def varlen(w: Workload) -> Implementation:
+    """PyTorch's attention of variable lengths: FlashAttention-2."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    mask = w.mask
+    if mask.num_targets is not None or mask.num_contextual:
+        raise NotImplementedError("no such mask")
+    options: dict[str, Any] = {}
+    if mask.window is not None:
+        options["window_size"] = (mask.window - 1, 0 if mask.causal else mask.window - 1)
+    elif mask.causal:
+        # PyTorch 2.11 and 2.13 say it differently.
+        known = "is_causal" in inspect.signature(varlen_attn).parameters
+        options |= {"is_causal": True} if known else {"window_size": (-1, 0)}
+    if w.q.shape[1] != w.k.shape[1]:
+        options["enable_gqa"] = True
+    q_offsets, k_offsets = w.q_offsets.int(), w.k_offsets.int()
+    most = w.size.queries or w.longest
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output: Tensor = varlen_attn(q, k, v, q_offsets, k_offsets, most, w.longest, **options)
+        return output
+
+    return Implementation((w.q, w.k, w.v), w.upstream, call)
+
+
+def nested(w: Workload) -> Implementation:
+    """A nested tensor through PyTorch's `scaled_dot_product_attention`."""
+
+    def nest(x: Tensor) -> Tensor:
+        shortest = int(w.key_lengths.min())
+        return torch.nested.nested_tensor_from_jagged(
+            x, w.k_offsets, min_seqlen=shortest, max_seqlen=int(w.key_lengths.max())
+        ).transpose(1, 2)
+
+    def call(*inputs: Tensor) -> Tensor:
+        output = scaled_dot_product_attention(*(nest(x) for x in inputs), is_causal=w.mask.causal)
+        values: Tensor = output.transpose(1, 2).values()  # type: ignore[operator]
+        return values
+
+    return Implementation((w.q, w.k, w.v), w.upstream, call)
+
+
+def padded(backend: SDPBackend | None, w: Workload) -> Implementation:
+    """PyTorch's `scaled_dot_product_attention` on padded tensors, with no mask but the causal one: flash can take none."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend) if backend is not None else nullcontext():
+            return scaled_dot_product_attention(q, k, v, is_causal=w.mask.causal)
+
+    inputs = w.pad(w.q), w.pad(w.k), w.pad(w.v)
+    return Implementation(inputs, w.pad(w.upstream), call, lambda x, _: w.unpad(x), sees_padding=not w.mask.causal)
+
+
+@functools.cache
+def _flex() -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def flex(w: Workload) -> Implementation:
+    """FlexAttention, compiled, with a document mask whose empty blocks are left out."""
+    mask = document_mask(w)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _flex()(q, k, v, block_mask=mask)
+
+    def pack(x: Tensor) -> Tensor:
+        return x.transpose(0, 1)[None].contiguous()
+
+    return Implementation((pack(w.q), pack(w.k), pack(w.v)), pack(w.upstream), call, lambda x, _: x[0].transpose(0, 1))
+
+
+def document_mask(w: Workload, block: int = 128) -> Any:
+    """The mask of rows of the same sample, its blocks found from the offsets: the whole mask need not be computed."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    total = w.q.shape[0]
+    document = torch.repeat_interleave(torch.arange(w.size.samples), w.key_lengths).to(w.device)
+
+    def same(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return document[query] == document[key]
+
+    def same_before(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (document[query] == document[key]) & (query >= key)
+
+    first = document[::block]
+    last = document[torch.arange(block - 1, total + block - 1, block, device=w.device).clamp(max=total - 1)]
+    some = (first[:, None] <= last) & (first <= last[:, None])
+    every = (first[:, None] == last) & (first == last[:, None])
+    if total % block:
+        every[-1], every[:, -1] = False, False
+    if w.mask.causal:
+        some, every = some.tril(), every.tril(-1)
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.byte().argsort(dim=1, descending=True, stable=True)
+        return blocks.sum(1).int()[None, None], order.int()[None, None]
+
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~every),
+        *listed(every),
+        BLOCK_SIZE=block,
+        mask_mod=same_before if w.mask.causal else same,
+        seq_lengths=(total, total),
+    )
+
+
+def sll(w: Workload) -> Implementation:
+    """FBGEMM-GPU's jagged flash attention. It has no scale, which q takes before, and divides by the maximum length."""
+    import fbgemm_gpu.sll  # noqa: F401
+
+    offsets, longest = w.k_offsets, w.longest
+    return _by_heads(w, longest, lambda *x: torch.ops.fbgemm.sll_multi_head_jagged_flash_attention(*x, offsets, longest))
+
+
+def sll_dense(w: Workload) -> Implementation:
+    """FBGEMM-GPU's jagged attention that is not flash: scores, softmax and sums of values, each head's samples a batch."""
+    import fbgemm_gpu.sll  # noqa: F401
+
+    lengths = w.key_lengths.repeat(w.size.heads)
+    n, pairs = lengths.to(w.device), (lengths**2).to(w.device)
+    rows, cells, longest = _offsets(n), _offsets(pairs), w.longest
+    ops = torch.ops.fbgemm
+
+    def call(*inputs: Tensor) -> Tensor:
+        q, k, v = (x.flatten(0, 1) for x in inputs)
+        scores = ops.sll_jagged_jagged_bmm_jagged_out(q, k, n, rows, n, rows, pairs, cells, longest, False)
+        weights = ops.sll_jagged2_softmax(scores, rows, cells, longest, False)
+        output: Tensor = ops.sll_array_jagged_bmm_jagged_out(weights, v, pairs, cells, n, rows, n, rows, longest, False)
+        return output.view(inputs[0].shape)
+
+    return _by_heads(w, 1, call)
+
+
+def _by_heads(w: Workload, divisor: int, call: Callable[..., Tensor]) -> Implementation:
+    """In `[H, S, D]`, the scale in q, the output divided by `divisor`."""
+    if w.mask != Mask():
+        raise NotImplementedError("no masks")
+
+    def pack(x: Tensor, factor: float = 1.0) -> Tensor:
+        return (x * factor).transpose(0, 1).contiguous()
+
+    factors = {"output": divisor, "q": w.scale}
+    return Implementation(
+        (pack(w.q, w.scale), pack(w.k), pack(w.v)),
+        pack(w.upstream, divisor),
+        call,
+        lambda x, name: x.transpose(0, 1) * factors.get(name, 1.0),
+    )
+
+
+PEERS: dict[str, Callable[[Workload], Implementation]] = {
+    "fa2": varlen,
+    "sll": sll,
+    "sll_dense": sll_dense,
+    "padded_math": functools.partial(padded, SDPBackend.MATH),
+    "padded_flash": functools.partial(padded, SDPBackend.FLASH_ATTENTION),
+    "padded_cudnn": functools.partial(padded, SDPBackend.CUDNN_ATTENTION),
+    "padded": functools.partial(padded, None),
+    "flex": flex,
+    "nested": nested,
+}
+
+
+def reference(w: Workload, samples: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of q, k and v of these samples' rows, one sample after another, in `dtype` with plain products."""
+    found: dict[str, list[Tensor]] = {"output": [], "q": [], "k": [], "v": []}
+    for sample in samples:
+        queries, keys = rows_of(w.query_lengths, [sample]), rows_of(w.key_lengths, [sample])
+        inputs = [x.to(dtype).requires_grad_() for x in (w.q[queries], w.k[keys], w.v[keys])]
+        q, k, v = inputs[0], *(x.repeat_interleave(w.q.shape[1] // w.k.shape[1], 1) for x in inputs[1:])
+        scores = torch.einsum("qhd,khd->hqk", q, k) * w.scale
+        if w.mask != Mask():
+            scores = scores.masked_fill(~w.mask.seen(len(queries), len(keys), w.device), -torch.inf)
+        weights = scores.to(torch.promote_types(dtype, torch.float32)).softmax(-1).to(dtype)
+        output = torch.einsum("hqk,khd->qhd", weights, v)
+        gradients = torch.autograd.grad(output, inputs, w.upstream[queries].to(dtype))
+        for of, x in zip(found.values(), (output.detach(), *gradients), strict=True):
+            of.append(x)
+    return {name: torch.cat(of) for name, of in found.items()}
+
+
+def rows_of(lengths: Tensor, samples: Sequence[int]) -> Tensor:
+    """Indices of the rows of some samples, on the CPU."""
+    offsets = _offsets(lengths).tolist()
+    return torch.cat([torch.arange(offsets[sample], offsets[sample + 1]) for sample in samples])
+
+
+def some_samples(w: Workload, count: int = 16) -> list[int]:
+    """Samples from the shortest that has a key to the longest that float64 has room for, evenly in order of length."""
+    scores = w.query_lengths * w.key_lengths * w.size.heads
+    order = [sample for sample in w.key_lengths.argsort().tolist() if 0 < scores[sample] <= REFERENCE_SCORES]
+    places = torch.linspace(0, len(order) - 1, min(count, len(order))).round().long().tolist()
+    return [order[place] for place in places]
