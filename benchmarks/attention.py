@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from benchmarks.attention_cases import (
     some_samples,
 )
 from benchmarks.common import ROOT, environment, event_us, other_parts, replay_us, save, seconds_of, spread
+from benchmarks.tables import PAPER_CLAIMS
 
 # The issue's milliseconds, forward and backward, of full attention.
 ASKED_MS = {
@@ -81,21 +83,22 @@ def parts() -> dict[str, Part]:
                 skew[f"median {median} {'causal' if mask.causal else 'full'} {size.lengths}"] = size, ("fa2",)
     options: Part = {}
     for samples, length, heads, width in ((256, 1024, 4, 64), (128, 2048, 4, 128)):
-        size = functools.partial(Size, samples, length, heads)
+        sized = functools.partial(Size, samples, length, heads)
         for name, of in {
-            "full": size(width),
-            "causal": size(width, Mask(causal=True)),
-            "window of 256, causal": size(width, Mask(causal=True, window=256)),
-            "16 targets, causal": size(width, Mask(causal=True, num_targets=16)),
-            "8 contextual, causal": size(width, Mask(causal=True, num_contextual=8)),
-            "one key head": size(width, key_heads=1),
-            "16 queries a sample": size(width, queries=16),
-            "head width 256": size(256),
+            "full": sized(width),
+            "causal": sized(width, Mask(causal=True)),
+            "window of 256, causal": sized(width, Mask(causal=True, window=256)),
+            "16 targets, causal": sized(width, Mask(causal=True, num_targets=16)),
+            "8 contextual, causal": sized(width, Mask(causal=True, num_contextual=8)),
+            "one key head": sized(width, key_heads=1),
+            "16 queries a sample": sized(width, queries=16),
+            "head width 256": sized(256),
         }.items():
             options[f"{samples} x {length} x {heads} x {width}: {name}"] = of, ("fa2",)
     lengths = [2**power for power in range(7, 14)]
     paper: Part = {str(length): (Size(2**18 // length, length, 4, 64), PAPER_PEERS) for length in lengths}
-    return {"table": table, "paper": paper, "skew": skew, "options": options}
+    # The longest samples of FBGEMM-GPU last: what its kernels might spoil comes before them.
+    return {"table": table, "skew": skew, "options": options, "paper": paper}
 
 
 def cpu_parts() -> dict[str, Part]:
@@ -322,7 +325,7 @@ def warm_case(name: str, size: Size) -> None:
 def summary(title: str, part: dict[str, Any]) -> dict[str, Any]:
     """What a part shows in a few numbers."""
     if title == "paper":
-        return {name: paper_ratios(part, name) for name in ("padded_math", "padded_flash")}
+        return {name: ratios for name in PAPER_CLAIMS if (ratios := paper_ratios(part, name))}
     if title == "skew":
         names = [name.removesuffix(" lognormal") for name in part if name.endswith(" lognormal")]
         return {
@@ -352,13 +355,6 @@ def paper_ratios(part: dict[str, Any], peer: str) -> dict[str, float]:
     return {name: max(of) for name, of in ratios.items() if of}
 
 
-# What the paper says of jagged flash attention beside dense attention and dense flash attention.
-PAPER_CLAIMS = {
-    "padded_math": "the paper claims up to 9 times the speed, 22 times less memory",
-    "padded_flash": "the paper claims up to 3 times the speed, 53 % less memory",
-}
-
-
 def run(
     title: str, part: Part, device: str, time_it: Timer, saved: Callable[[dict[str, Any]], Any] = lambda rows: None
 ) -> dict[str, Any]:
@@ -370,10 +366,10 @@ def run(
         if title == "table":
             row["asked_ms"] = _asked(row, size)
         print(f"{title}, {name} ({time.perf_counter() - begun:.1f} s): {_line(row)}", flush=True)
-        saved({"rows": rows, "summary": summary(title, rows) if len(rows) == len(part) else {}})
+        saved({"rows": rows, "summary": {}})
     result = {"rows": rows, "summary": summary(title, rows)}
     for name, ratios in result["summary"].items():
-        claim = f"; {PAPER_CLAIMS[name]}" if title == "paper" else ""
+        claim = f"; the paper claims {PAPER_CLAIMS[name]}" if title == "paper" else ""
         print(f"{title}, {name}: {', '.join(f'{way} {ratio:.2f}' for way, ratio in ratios.items())}{claim}", flush=True)
     return result
 
@@ -416,6 +412,11 @@ def ours_failed(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def save_part(result: dict[str, Any], title: str, part: dict[str, Any]) -> Path:
+    """Write the result file with what a part has so far, so that a run that is cut off leaves what it measured."""
+    return save("attention", {**result, title: part})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -426,7 +427,9 @@ def main() -> None:
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("found no NVIDIA GPU; --device cpu measures the PyTorch implementation")
     found = parts() if device == "cuda" else cpu_parts()
-    if options.only and device == "cuda":
+    if options.only:
+        if device == "cpu":
+            parser.error("--only: got --device cpu, which has one part; leave it out")
         found = {title: part for title, part in found.items() if title in options.only}
     begun = time.perf_counter()
 
@@ -447,8 +450,7 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(MOST_BYTES / torch.cuda.get_device_properties(0).total_memory)
     result = {"environment": facts, **(other_parts("attention", facts) if options.only else {})}
     for title, part in found.items():
-        # After every case, so that a run that is cut off leaves what it measured.
-        result[title] = run(title, part, device, time_it, lambda rows, title=title: save("attention", {**result, title: rows}))
+        result[title] = run(title, part, device, time_it, functools.partial(save_part, result, title))
         path = save("attention", result)
         elapsed(f"{title}, saved in {path.relative_to(ROOT)}")
     if failed := ours_failed(result):

@@ -260,8 +260,8 @@ def nested(w: Workload) -> Implementation:
             x, w.k_offsets, min_seqlen=shortest, max_seqlen=int(w.key_lengths.max())
         ).transpose(1, 2)
 
-    def call(*inputs: Tensor) -> Tensor:
-        output = scaled_dot_product_attention(*(nest(x) for x in inputs), is_causal=w.mask.causal)
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        output = scaled_dot_product_attention(nest(q), nest(k), nest(v), is_causal=w.mask.causal)
         values: Tensor = output.transpose(1, 2).values()  # type: ignore[operator]
         return values
 
@@ -283,6 +283,8 @@ def padded(backend: SDPBackend | None, w: Workload) -> Implementation:
 def _flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
+    # Masks, widths and modes are compiled each for itself.
+    torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=True)
 
 

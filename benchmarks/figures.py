@@ -159,6 +159,109 @@ def _median(row: dict[str, Any], who: str, way: str) -> float | None:
     return None if median is None else float(median)
 
 
+ATTENTION_COLOURS = {
+    "jagged": "#1f6f8b",
+    "fa2": "#d1495b",
+    "sll": "#d9a066",
+    "sll_dense": "#a4707c",
+    "padded_math": "#8d99ae",
+    "padded_flash": "#b9c4c9",
+    "padded_cudnn": "#6c757d",
+    "padded": "#b9c4c9",
+    "flex": "#7a9e7e",
+    "nested": "#c9b1d9",
+}
+ATTENTION_NAMES = {
+    "fa2": "FlashAttention-2",
+    "sll": "FBGEMM sll, flash",
+    "sll_dense": "FBGEMM sll, not flash",
+    "padded_math": "padded, math (dense)",
+    "padded_flash": "padded, flash (dense flash)",
+    "padded_cudnn": "padded, cuDNN",
+    "flex": "FlexAttention",
+    "nested": "nested tensors",
+}
+
+
+def attention_rates(part: str, result: dict[str, Any], path: Path) -> None:
+    """TFLOP/s of useful work of each case and implementation, both directions, with the bounds that were asked."""
+    rows = result[part]["rows"]
+    present = _present(rows)
+    figure, axes = plt.subplots(2, 1, figsize=(max(7, 1.6 * len(rows)), 7.6), layout="constrained", sharex=True)
+    for axis, way in zip(axes, ("forward", "backward"), strict=True):
+        for place, row in enumerate(rows.values()):
+            rates = {who: row.get(who, {}).get(way, {}).get("tflop_per_s") for who in present}
+            known = {who: rate for who, rate in rates.items() if rate is not None}
+            for k, (who, rate) in enumerate(known.items()):
+                x = place + (k - (len(known) - 1) / 2) * 0.8 / len(present)
+                axis.bar(x, rate, 0.72 / len(present), color=ATTENTION_COLOURS[who])
+                axis.annotate(f"{rate:.3g}", (x, rate), ha="center", va="bottom", fontsize=6, rotation=90)
+            if bound := row.get("asked_ms", {}).get(way):
+                asked = row["flops"][way] / bound / 1e9
+                axis.hlines(asked, place - 0.45, place + 0.45, color="black", linewidth=0.9, linestyle="--")
+        axis.set_title(way, fontsize=9)
+        axis.set_ylabel("TFLOP/s of useful work", fontsize=8)
+        axis.margins(y=0.15)
+        axis.spines[["top", "right"]].set_visible(False)
+    labels = [name.replace(": ", ":\n").replace(" causal", "\ncausal").replace(" full", "\nfull") for name in rows]
+    axes[1].set_xticks(range(len(rows)), labels, fontsize=7)
+    handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=ATTENTION_COLOURS[who]) for who in present]
+    names = [ATTENTION_NAMES.get(who, who) for who in present]
+    if any(row.get("asked_ms") for row in rows.values()):
+        handles.append(plt.Line2D([], [], color="black", linestyle="--", linewidth=0.9))
+        names.append("asked")
+    figure.legend(handles, names, loc="outside right upper", fontsize=8)
+    dtype = next(iter(rows.values()))["size"]["dtype"]
+    figure.suptitle(f"Attention, {dtype}, {result['environment']['device']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def attention_paper(result: dict[str, Any], path: Path) -> None:
+    """Time and memory against the maximum length: Figure 2 of the paper, with both directions."""
+    rows = {int(length): row for length, row in result["paper"]["rows"].items()}
+    figure, axes = plt.subplots(2, 2, figsize=(10.5, 7), layout="constrained", sharex=True)
+
+    def milliseconds(of: dict[str, Any], way: str) -> float | None:
+        median = of.get(way, {}).get("median")
+        return None if median is None else float(median) / 1e3
+
+    def megabytes(of: dict[str, Any], way: str) -> float | None:
+        peak = of.get(f"peak_bytes_{way}")
+        return None if peak is None else float(peak + of["input_bytes"]) / 1e6
+
+    panels: list[tuple[str, Callable[[dict[str, Any]], float | None]]] = [
+        ("forward, milliseconds", partial(milliseconds, way="forward")),
+        ("backward, milliseconds", partial(milliseconds, way="backward")),
+        ("memory of a forward pass, inputs counted, MB", partial(megabytes, way="forward")),
+        ("memory of both passes, inputs counted, MB", partial(megabytes, way="both")),
+    ]
+    for axis, (title, value) in zip(axes.flat, panels, strict=True):
+        for who in _present(rows):
+            points = [(length, value(row.get(who, {}))) for length, row in rows.items()]
+            known = [(length, y) for length, y in points if y is not None]
+            if known:
+                axis.plot(*zip(*known, strict=True), marker="o", markersize=3, linewidth=1.2, color=ATTENTION_COLOURS[who])
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_title(title, fontsize=9)
+        axis.tick_params(labelsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    present = _present(rows)
+    handles = [plt.Line2D([], [], color=ATTENTION_COLOURS[who], marker="o", markersize=3) for who in present]
+    figure.legend(handles, [ATTENTION_NAMES.get(who, who) for who in present], loc="outside right upper", fontsize=8)
+    figure.supxlabel("maximum length; lengths uniform up to it, 2^18 rows with padding", fontsize=9)
+    size = next(iter(rows.values()))["size"]
+    machine = result["environment"]["device"]
+    figure.suptitle(f"{size['heads']} heads of width {size['width']}, full attention, {size['dtype']}, {machine}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _present(rows: dict[Any, dict[str, Any]]) -> list[str]:
+    return [who for who in ATTENTION_COLOURS if any(who in row for row in rows.values())]
+
+
 Draw = Callable[[dict[str, Any], Path], None]
 # Of each benchmark: the key of a result file without which a figure is not drawn, and what draws it.
 DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
@@ -176,6 +279,13 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
             "max_length",
             partial(jagged_ops_sweep, "max_length", "maximum length that is declared, the data fixed"),
         ),
+    },
+    "attention": {
+        "attention": ("table", partial(attention_rates, "table")),
+        "attention_paper": ("paper", attention_paper),
+        "attention_skew": ("skew", partial(attention_rates, "skew")),
+        "attention_options": ("options", partial(attention_rates, "options")),
+        "attention_cpu": ("cpu", partial(attention_rates, "cpu")),
     },
 }
 

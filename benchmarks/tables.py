@@ -6,7 +6,8 @@ python -m benchmarks.tables
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,14 +174,166 @@ def _scaled(number: float) -> str:
     return str(number) if number else "-"
 
 
+ATTENTION = {
+    "jagged": "jagged",
+    "fa2": "FA2",
+    "sll": "FBGEMM `sll`",
+    "sll_dense": "FBGEMM `sll`, not flash",
+    "padded_math": "padded, math",
+    "padded_flash": "padded, flash",
+    "padded_cudnn": "padded, cuDNN",
+    "padded": "padded",
+    "flex": "FlexAttention",
+    "nested": "nested tensors",
+}
+ATTENTION_PARTS = {
+    "table": "bfloat16, lengths uniform on 0..N; rows are B x N x heads x width:",
+    "cpu": "float32, lengths uniform on 0..N; rows are B x N x heads x width:",
+    "paper": "Figure 2 of the Jagged Flash Attention paper: 2^18 rows with padding, 4 heads of width 64, by the maximum length:",
+    "skew": "Lognormal lengths (sigma 1) beside equal lengths of the same work:",
+    "options": "What the options cost; rows are B x N x heads x width:",
+}
+
+
+# Of jagged flash attention beside dense attention and dense flash attention.
+PAPER_CLAIMS = {
+    "padded_math": "up to 9 times the speed and 22 times less memory",
+    "padded_flash": "up to 3 times the speed and 53 % less memory",
+}
+PEAKS = {"peak_bytes_forward": "forward", "peak_bytes_both": "both ways"}
+
+
+def attention_page(result: dict[str, Any]) -> str:
+    """Markdown of a result file of attention: times, rates, memory, accuracy, and how they stand to what was asked or claimed."""
+    facts = result["environment"]
+    limit = f" Products of bfloat16 matrices of 8192^3: {facts['bf16_matmul_tflops']:,.0f} TFLOP/s." if _on_gpu(facts) else ""
+    blocks = [_machine(facts) + limit]
+    for title, words in ATTENTION_PARTS.items():
+        if title in result:
+            rows = result[title]["rows"]
+            blocks += [words, *_attention_times(rows), *_attention_summary(title, result[title])]
+            if title in ("table", "paper") and _on_gpu(facts):
+                blocks += _attention_memory(rows, inputs=title == "paper")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _on_gpu(facts: dict[str, Any]) -> bool:
+    return "bf16_matmul_tflops" in facts
+
+
+def _attention_times(rows: dict[str, Any]) -> list[str]:
+    """A line for each direction of each case: milliseconds and TFLOP/s of useful work."""
+    notes: list[str] = []
+    present = _present(rows)
+    asked = any(row.get("asked_ms") for row in rows.values())
+    columns = ["", "", *(["asked"] if asked else []), *(ATTENTION[who] for who in present)]
+    lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
+    for name, row in rows.items():
+        for way in ("forward", "backward"):
+            bound = row.get("asked_ms", {}).get(way)
+            cells = [name, way, *([f"{bound:.3g}" if bound else ""] if asked else [])]
+            cells += [_attention_cell(row.get(who), way, notes) for who in present]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("\nMilliseconds, medians, and in parentheses TFLOP/s of useful work.")
+    return ["\n".join(lines), *(["\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])]
+
+
+def _present(rows: dict[str, Any]) -> list[str]:
+    return [who for who in ATTENTION if any(who in row for row in rows.values())]
+
+
+def _attention_cell(of: dict[str, Any] | None, way: str, notes: list[str]) -> str:
+    if of is None:
+        return ""
+    figure = {"failed": of["failed"]} if "failed" in of else of[way]
+    if "failed" in figure:
+        return f"- [{_note(notes, figure['failed'])}]"
+    milliseconds, rate = figure["median"] / 1e3, figure["tflop_per_s"]
+    return f"{milliseconds:.3g} ({rate:.0f})" if rate >= 1 else f"{milliseconds:.3g} ({rate:.2g})"
+
+
+def _attention_summary(title: str, part: dict[str, Any]) -> list[str]:
+    if title == "paper":
+        words = {
+            "forward": "forward time",
+            "backward": "backward time",
+            "memory_forward": "memory forward",
+            "memory_both": "memory of both ways",
+        }
+        lines = []
+        for who, ratios in part["summary"].items():
+            said = ", ".join(f"{words[key]} {ratio:.3g}" for key, ratio in ratios.items())
+            lines.append(f"- {ATTENTION[who]}, at most and as multiples of ours: {said}. The paper claims {PAPER_CLAIMS[who]}.")
+        return ["\n".join(lines)]
+    if title == "skew":
+        return [
+            "\n".join(
+                f"- {name}, {way}: {ratio:.2f} of the rate of equal lengths"
+                for name, ratios in part["summary"].items()
+                for way, ratio in ratios.items()
+            )
+        ]
+    return [*_reached(part["rows"]), *_errors(part["rows"])] if title == "table" else []
+
+
+def _reached(rows: dict[str, Any]) -> list[str]:
+    """Which of the bounds are kept, and by what factor the others are missed."""
+    missed, kept = [], 0
+    for name, row in rows.items():
+        for way, bound in row.get("asked_ms", {}).items():
+            took = row["jagged"].get(way, {}).get("median")
+            if took is None or took / 1e3 > bound:
+                missed.append(
+                    f"{name}, {way}" + (f" ({took / 1e3 / bound:.2f} times as long)" if took is not None else " (failed)")
+                )
+            else:
+                kept += 1
+    words = f"{kept} of {kept + len(missed)} bounds kept" + (f"; missed: {'; '.join(missed)}" if missed else "")
+    return [f"{words}. Asked of causal attention: 1.5 times FA2's speed forward, 1.35 times backward."]
+
+
+def _errors(rows: dict[str, Any]) -> list[str]:
+    """The largest errors over the cases, as multiples of plain products' in the same dtype."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows.values():
+        for name, (ours, plain) in ((name, of.values()) for name, of in row["jagged"].get("errors", {}).items()):
+            ratios.setdefault(name, []).append(ours / plain if plain else 0.0)
+    said = ", ".join(f"{name if name == 'output' else f'gradient of {name}'} {max(of):.2f}" for name, of in ratios.items())
+    return (
+        [f"Largest error against float64, as a multiple of that of plain products in bfloat16, at most: {said}."] if said else []
+    )
+
+
+def _attention_memory(rows: dict[str, Any], *, inputs: bool) -> list[str]:
+    """Peak memory in MB, with the inputs as each takes them or without."""
+    present = _present(rows)
+    lines = [f"| | | {' | '.join(ATTENTION[who] for who in present)} |", f"|---|---|{'---:|' * len(present)}"]
+    for name, row in rows.items():
+        for key, words in PEAKS.items():
+            cells = []
+            for who in present:
+                of = row.get(who, {})
+                peak = of.get(key)
+                cells.append("-" if peak is None else f"{(peak + (of['input_bytes'] if inputs else 0)) / 1e6:,.0f}")
+            lines.append(f"| {name} | {words} | {' | '.join(cells)} |")
+    blocks = [f"Peak memory {'with' if inputs else 'beyond'} the inputs, MB:", "\n".join(lines)]
+    peaks = [[row.get(who, {}).get(key) for who in ("jagged", "fa2")] for row in rows.values() for key in PEAKS]
+    if pairs := [(mine, its) for mine, its in peaks if mine is not None and its is not None]:
+        blocks.append(f"Below FA2's in {sum(mine < its for mine, its in pairs)} of {len(pairs)}.")
+    return blocks
+
+
 def main() -> None:
     """Write every page's tables, of each machine in turn."""
-    results = [json.loads(path.read_text()) for path in sorted(ROOT.glob("results/*/jagged_ops.json"))]
-    for name, operators in PAGES.items() if results else ():
-        path: Path = FOLDER / f"{name}.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(page(result, operators) for result in results))
-        print(path)
+    pages: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
+        name: ("jagged_ops", partial(page, operators=operators)) for name, operators in PAGES.items()
+    }
+    for name, (benchmark, write) in {**pages, "attention": ("attention", attention_page)}.items():
+        if results := [json.loads(path.read_text()) for path in sorted(ROOT.glob(f"results/*/{benchmark}.json"))]:
+            path: Path = FOLDER / f"{name}.md"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("\n".join(write(result) for result in results))
+            print(path)
 
 
 if __name__ == "__main__":

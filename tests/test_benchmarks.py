@@ -1,4 +1,4 @@
-"""The machinery of the operators' benchmark at sizes that cost nothing: what it measures is right, what is wrong gets no time."""
+"""The machinery of the operators' benchmarks at sizes that cost nothing: what is timed is right, what is wrong gets no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import figures, jagged_ops, tables
+from benchmarks import attention, attention_cases, figures, jagged_ops, tables
+from benchmarks.attention_cases import Implementation, Mask
 from benchmarks.jagged_cases import CASES, Case, Workload
 from benchmarks.jagged_ops import (
     Part,
@@ -142,3 +143,171 @@ def test_tables_say_where_a_peer_is_faster(result: dict[str, Any]) -> None:
         for row in part["by"][next(iter(part["by"]))].values():
             row["sll"] = row["padded"]
     assert "No peer that is right takes less time" in tables.page(faster, ("jagged_softmax",))
+
+
+def small(size: attention_cases.Size, **changes: Any) -> attention_cases.Size:
+    """A size of the benchmark with few short samples of narrow heads; 16 targets and windows of 256 shrink with them."""
+    mask = size.mask
+    mask = replace(mask, window=mask.window and 3, num_targets=mask.num_targets and 2, num_contextual=min(mask.num_contextual, 2))
+    return replace(size, **{"samples": 5, "length": 9, "width": 8, "mask": mask, "dtype": "fp32", **changes})
+
+
+def at_once(prepare: Any) -> dict[str, float]:
+    """Run what would be timed; its time is made up."""
+    prepare()()
+    return {"median": 2.0, "min": 1.0, "max": 3.0}
+
+
+ATTENTION_SIZES = {name: size for part in attention.parts().values() for name, (size, _) in part.items()}
+
+
+def test_sizes_of_attention_can_be_made() -> None:
+    for size in ATTENTION_SIZES.values():
+        lengths = size.draw()
+        assert lengths.shape == (size.samples,)
+        assert 0 <= int(lengths.min()) <= int(lengths.max()) < 2**17
+    peers = {name for part in attention.parts().values() for _, names in part.values() for name in names}
+    assert peers | {"padded"} == attention_cases.PEERS.keys()
+
+
+def test_equal_lengths_do_the_work_of_skewed_ones() -> None:
+    skewed = attention_cases.Size(64, 2048, 4, 128, lengths="lognormal")
+    works = [int((size.draw() ** 2).sum()) for size in (skewed, attention.same_work(skewed))]
+    assert works[1] == pytest.approx(works[0], rel=0.01)
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENTION_SIZES if ":" in name])
+def test_attention_is_checked_and_counted_under_every_option(name: str) -> None:
+    w = attention_cases.Workload(small(ATTENTION_SIZES[name]), "cpu")
+    row = attention.measure(w, (), at_once)
+    assert row["jagged"]["errors"].keys() == {"output", "q", "k", "v"}, row
+    assert row["jagged"]["backward"]["tflop_per_s"] == pytest.approx(2.5 * row["pairs"] * 4 * 4 * 8 / 2e6)
+    seen = [w.mask.seen(q, k, w.device).sum() for q, k in zip(w.query_lengths, w.key_lengths, strict=True)]
+    assert row["pairs"] == sum(seen) > 0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize(("causal", "peers"), [(False, ("padded", "sll_dense", "nested")), (True, ("padded",))])
+def test_peers_of_attention_agree(causal: bool, peers: tuple[str, ...]) -> None:
+    pytest.importorskip("fbgemm_gpu")
+    w = attention_cases.Workload(attention_cases.Size(5, 9, 2, 8, Mask(causal=causal), dtype="fp32"), "cpu")
+    assert 0 in w.key_lengths
+    row = attention.measure(w, peers, at_once)
+    for name in peers:
+        assert row[name]["difference"].keys() == {"output", "q", "k", "v"}, row[name]
+        assert max(row[name]["difference"].values()) < 1e-6
+        assert row[name]["forward"]["tflop_per_s"] == pytest.approx(row["flops"]["forward"] / 2e6)
+
+
+def test_attention_that_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = attention_cases.Workload(attention_cases.Size(5, 9, 2, 8, dtype="fp32"), "cpu")
+
+    def spoilt(forward: float, backward: float) -> Any:
+        def make(w: attention_cases.Workload) -> Implementation:
+            right = attention_cases.ours(w)
+
+            def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+                return forward * right.call(q, k, backward * v + (1 - backward) * v.detach())
+
+            return Implementation((w.q, w.k, w.v), w.upstream, call)
+
+        return make
+
+    monkeypatch.setitem(attention_cases.PEERS, "sll", spoilt(1.1, 1.0))
+    monkeypatch.setitem(attention_cases.PEERS, "fa2", spoilt(1.0, 1.1))
+    row = attention.measure(w, ("sll", "fa2"), at_once)
+    assert row["sll"].keys() == {"failed"}
+    assert row["sll"]["failed"].startswith("wrong: differs from ours by 0.1 ")
+    assert row["fa2"]["forward"]["median"] == 2.0
+    assert row["fa2"]["backward"]["failed"].startswith("wrong: differs from ours by 0.1 ")
+    monkeypatch.setattr(attention, "ours", spoilt(1.0, 1.001))
+    row = attention.measure(w, ("fa2",), at_once)
+    assert row["jagged"]["failed"].startswith("wrong: v is off by")
+    assert "fa2" not in row
+    assert attention.ours_failed({"environment": {}, "table": {"rows": {"small": row}}})[0].startswith("table, small: wrong: v")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [4, 16])
+def test_blocks_of_the_document_mask(causal: bool, block: int) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    w = attention_cases.Workload(attention_cases.Size(7, 50, 2, 8, Mask(causal=causal), dtype="fp32"), "cpu")
+    found = attention_cases.document_mask(w, block)
+    total = w.q.shape[0]
+    expected = create_block_mask(found.mask_mod, 1, 1, total, total, device="cpu", BLOCK_SIZE=block)
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert torch.equal(found.full_kv_num_blocks, expected.full_kv_num_blocks)
+
+
+def test_how_a_gpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are replayed for short calls, events lie around long ones, and what takes over a second is left out."""
+    monkeypatch.setattr(attention, "replay_us", lambda prepare: {"median": 1.0, "captured": True})
+    calls: list[int] = []
+    monkeypatch.setattr(attention, "event_us", lambda work, repeats, calls_each: (work(), [8.0] * repeats)[1])
+
+    def timed(seconds: float) -> dict[str, float]:
+        calls.clear()
+        monkeypatch.setattr(attention, "seconds_of", lambda work: (seconds, work()))
+        return attention.time_on_gpu(lambda: lambda: calls.append(0))
+
+    assert timed(0.9e-3) == {"median": 1.0, "captured": True}
+    assert timed(5e-3) == {"median": 8.0, "min": 8.0, "max": 8.0, "captured": False}
+    assert len(calls) == 1 + 2
+    with pytest.raises(TimeoutError, match=r"takes 1\.5 s"):
+        timed(1.5)
+
+
+def test_memory_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    w = attention_cases.Workload(attention_cases.Size(5, 9, 2, 8, dtype="fp32"), "cpu")
+    for name, answer in {"synchronize": None, "reset_peak_memory_stats": None, "memory_allocated": 5}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 12)
+    found = attention.memory(attention_cases.ours(w), True)
+    assert found == {"input_bytes": 3 * w.q.nbytes, "peak_bytes_forward": 7, "peak_bytes_both": 7}
+
+
+@pytest.fixture(scope="module")
+def attention_result() -> dict[str, Any]:
+    """What a run on a GPU saves: a peer that is slower, one that fails, memory that is made up."""
+    facts = {"device": "NVIDIA Made-Up", "copy_gb_per_s": 1000.0, "bf16_matmul_tflops": 700.0}
+    found: dict[str, Any] = {"environment": facts | {"torch": "2", "triton": "3", "fbgemm_gpu": None}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ASKED_MS", {(5, 9, 4, 8): (0.001, 0.004)})
+        patch.setitem(attention_cases.PEERS, "fa2", attention_cases.ours)
+        for title, part in {**attention.parts(), **attention.cpu_parts()}.items():
+            chosen = {name: (small(size), ("fa2", "sll", "padded_math")) for name, (size, _) in list(part.items())[:2]}
+            found[title] = attention.run(title, chosen, "cpu", at_once)
+    memory = {"input_bytes": 2_000_000, "peak_bytes_forward": 1_000_000, "peak_bytes_both": 4_000_000}
+    for title in ("table", "paper"):
+        for row in found[title]["rows"].values():
+            row["jagged"] |= memory
+            row["fa2"] |= memory | {"peak_bytes_both": 5_000_000}
+            row["padded_math"] |= {name: 4 * value for name, value in memory.items()}
+    found["paper"]["summary"] = attention.summary("paper", found["paper"]["rows"])
+    saved: dict[str, Any] = json.loads(json.dumps(found))
+    return saved
+
+
+@pytest.mark.parametrize("name", figures.DRAWN["attention"])
+def test_figures_of_attention_are_drawn(name: str, attention_result: dict[str, Any], tmp_path: Path) -> None:
+    part, draw = figures.DRAWN["attention"][name]
+    assert part in attention_result
+    draw(attention_result, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_tables_of_attention(attention_result: dict[str, Any]) -> None:
+    page = tables.attention_page(attention_result)
+    name = "5 x 9 x 4 x 8 full"
+    rate = f"{4 * attention_result['table']['rows'][name]['pairs'] * 4 * 8 / 2e6:.2g}"
+    assert f"| {name} | forward | 0.001 | 0.002 ({rate}) | 0.002 ({rate}) | - [1] | 0.002 ({rate}) |" in page
+    assert "1. NotImplementedError: " in page
+    # Full backward is within its bound; causal ones are asked to be faster than a peer that is as fast.
+    missed = ("full, forward (2.00", "causal, forward (1.50", "causal, backward (1.35")
+    assert f"1 of 4 bounds kept; missed: {'; '.join(f'5 x 9 x 4 x 8 {of} times as long)' for of in missed)}." in page
+    assert "forward time 1, backward time 1, memory forward 4, memory of both ways 4. The paper claims up to 9 times" in page
+    assert f"| {name} | both ways | 4 | 5 | - | 16 |" in page
+    assert "Below FA2's in 2 of 4." in page
+    (skew,) = attention_result["skew"]["summary"].values()
+    assert f"- median 256 full, forward: {skew['forward']:.2f} of the rate of equal lengths" in page
