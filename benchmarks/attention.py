@@ -421,7 +421,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
-    parser.add_argument("--seconds", type=float, default=1.0, help="a direction of an implementation on a CPU")
+    parser.add_argument("--seconds", type=float, default=0.5, help="a direction of an implementation on a CPU")
     options = parser.parse_args()
     device = options.device
     if device == "cuda" and not torch.cuda.is_available():
