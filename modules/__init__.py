@@ -5,7 +5,7 @@ if __name__ != "jagged.modules":
         f"this package was imported as {__name__!r}; import it as 'jagged.modules' (the folder `modules/` is its home)"
     )
 
-from jagged.modules.attention import JaggedSelfAttention
+from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput
 from jagged.modules.interaction import JaggedFeatureInteraction
 from jagged.modules.jagged_tensor import with_values
@@ -13,11 +13,13 @@ from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
 from jagged.modules.positions import PositionalEncoding
 from jagged.modules.split import RowSplit, SplitEmbeddingCollection
+from jagged.modules.target_attention import TargetAttention
 from jagged.modules.transformer import JaggedTransformerBlock
 
 __all__ = [
     "CutCrossEntropyHead",
     "HeadOutput",
+    "JaggedCrossAttention",
     "JaggedFeatureInteraction",
     "JaggedMLP",
     "JaggedPooling",
@@ -26,5 +28,6 @@ __all__ = [
     "PositionalEncoding",
     "RowSplit",
     "SplitEmbeddingCollection",
+    "TargetAttention",
     "with_values",
 ]

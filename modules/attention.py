@@ -1,40 +1,89 @@
-"""Attention over jagged sequences."""
+"""Attention over jagged sequences: of a sample's rows to one another, and of queries to another feature's rows."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules.jagged_tensor import with_values
+from jagged.modules.jagged_tensor import check_width, with_values
+from jagged.modules.positions import positions_with_targets, rotate
 from jagged.ops import jagged_attention
+from jagged.ops._shared.offsets import uniform_offsets
+
+
+def _check_heads(embedding_dim: int, num_heads: int, num_key_heads: int) -> None:
+    if num_heads < 1 or embedding_dim % num_heads:
+        raise ValueError(f"num_heads: expected a divisor of embedding_dim {embedding_dim}, got {num_heads}; heads share it")
+    if num_key_heads < 1 or num_heads % num_key_heads:
+        raise ValueError(
+            f"num_key_heads: expected a divisor of num_heads {num_heads}, got {num_key_heads}; each key head serves as many "
+            "query heads"
+        )
 
 
 class JaggedSelfAttention(nn.Module):
     """Multi-head softmax self-attention within each sample: projections, `jagged_attention`, output projection.
 
+    A sample's last rows may be targets, as candidates to be ranked are: each sees the history before them and itself, and
+    nothing sees it. What a target becomes depends neither on the other targets nor on its place among them.
+
     Args:
         embedding_dim: width D of rows in and out.
         num_heads: attention heads; divides `embedding_dim`.
+        num_key_heads: heads of keys and values, each read by as many query heads; divides `num_heads`. None for `num_heads`.
         causal: a row sees itself and the rows before it; otherwise all rows of its sample.
+        window: a row sees only rows fewer than `window` places away; None for all.
+        num_contextual: the first so many rows of a sample see its whole history and are in everyone's window.
+        rotary: turn queries and keys by their rows' positions, so that scores depend on distances. Positions are counted from
+            the sample's first row, and all targets stand right behind the history.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
-        JaggedTensor with values `[sum L, D]` in and out.
+        JaggedTensor with values `[sum L, D]` in and out. `num_targets`: how many of each sample's last rows are targets, one
+        number or a tensor `[B]`, int32 or int64; None for no targets.
 
     Raises:
-        ValueError: `num_heads` does not divide `embedding_dim`.
+        ValueError: `num_heads` does not divide `embedding_dim`, or `num_key_heads` does not divide `num_heads`; rows of another
+            width; a window, contextual rows or targets out of range.
+
+    Source:
+        Grouped heads: Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models from Multi-Head Checkpoints, 2023.
+        Rotary positions: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import JaggedSelfAttention
+        >>> x = JaggedTensor(values=torch.randn(7, 32), offsets=torch.tensor([0, 3, 3, 7]))
+        >>> attention = JaggedSelfAttention(32, num_heads=4, num_key_heads=2, rotary=True)
+        >>> attention(x, num_targets=torch.tensor([1, 0, 2])).values().shape
+        torch.Size([7, 32])
     """
 
     def __init__(
-        self, embedding_dim: int, num_heads: int, *, causal: bool = True, device: torch.device | str | None = None
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        *,
+        num_key_heads: int | None = None,
+        causal: bool = True,
+        window: int | None = None,
+        num_contextual: int = 0,
+        rotary: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embedding_dim % num_heads:
-            raise ValueError(f"num_heads: expected a divisor of embedding_dim {embedding_dim}, got {num_heads}")
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        _check_heads(embedding_dim, num_heads, num_key_heads)
         self.num_heads = num_heads
+        self.num_key_heads = num_key_heads
         self.causal = causal
-        self.qkv_projection = nn.Linear(embedding_dim, 3 * embedding_dim, device=device)
+        self.window = window
+        self.num_contextual = num_contextual
+        self.rotary = rotary
+        projected = embedding_dim // num_heads * (num_heads + 2 * num_key_heads)
+        self.qkv_projection = nn.Linear(embedding_dim, projected, device=device)
         self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
 
     def reset_parameters(self) -> None:
@@ -42,14 +91,114 @@ class JaggedSelfAttention(nn.Module):
         self.qkv_projection.reset_parameters()
         self.output_projection.reset_parameters()
 
-    def forward(self, x: JaggedTensor) -> JaggedTensor:
+    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None) -> JaggedTensor:
         """Attend within each sample."""
-        values = x.values()
-        # [sum L, 3, H, D]: q, k and v are views of one projection, which the kernels take as they stand.
-        qkv = self.qkv_projection(values).unflatten(1, (3, self.num_heads, -1))
-        attended = jagged_attention(qkv[:, 0], qkv[:, 1], qkv[:, 2], x.offsets(), causal=self.causal)
+        values, offsets, heads = x.values(), x.offsets(), (self.num_heads, self.num_key_heads, self.num_key_heads)
+        check_width("x", values, self.qkv_projection.in_features)
+        # [sum L, H + 2 * Hkv, width]: q, k and v are views of one projection, which the kernels take as they stand.
+        qkv = self.qkv_projection(values).unflatten(1, (sum(heads), -1))
+        if self.rotary:
+            qk, v = qkv.split((heads[0] + heads[1], heads[2]), 1)
+            q, k = rotate(qk, positions_with_targets(offsets, values.shape[0], num_targets)).split(heads[:2], 1)
+        else:
+            q, k, v = qkv.split(heads, 1)
+        attended = jagged_attention(
+            q,
+            k,
+            v,
+            offsets,
+            causal=self.causal,
+            window=self.window,
+            num_targets=num_targets,
+            num_contextual=self.num_contextual,
+        )
         return with_values(x, self.output_projection(attended.flatten(1)))
 
     def extra_repr(self) -> str:
         """Show what the children do not."""
-        return f"num_heads={self.num_heads}, causal={self.causal}"
+        return (
+            f"num_heads={self.num_heads}, causal={self.causal}, num_key_heads={self.num_key_heads}, window={self.window}, "
+            f"num_contextual={self.num_contextual}, rotary={self.rotary}"
+        )
+
+
+class JaggedCrossAttention(nn.Module):
+    """Multi-head softmax attention of each sample's queries to all of its rows of another feature, the memory.
+
+    Args:
+        embedding_dim: width D of queries and of rows out.
+        num_heads: attention heads; divides `embedding_dim`.
+        key_dim: width of the memory's rows; None for `embedding_dim`.
+        num_key_heads: heads of keys and values, each read by as many query heads; divides `num_heads`. None for `num_heads`.
+        device: where parameters live; `"meta"` allocates nothing.
+
+    Shape:
+        queries: JaggedTensor with values `[sum Lq, D]`, or a tensor `[B, n, D]` where each sample has n of them; memory:
+        JaggedTensor of as many samples with values `[sum Lk, key_dim]`; out: as the queries. A query whose sample has no memory
+        gets the bias of the output projection.
+
+    Raises:
+        ValueError: `num_heads` does not divide `embedding_dim`, or `num_key_heads` does not divide `num_heads`; queries or
+            memory of other widths, or of different numbers of samples.
+
+    Source:
+        Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 3.2.3.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import JaggedCrossAttention
+        >>> history = JaggedTensor(values=torch.randn(7, 16), offsets=torch.tensor([0, 3, 3, 7]))
+        >>> items = torch.randn(3, 5, 32)
+        >>> JaggedCrossAttention(32, num_heads=4, key_dim=16)(items, history).shape
+        torch.Size([3, 5, 32])
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        *,
+        key_dim: int | None = None,
+        num_key_heads: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        key_dim = embedding_dim if key_dim is None else key_dim
+        num_key_heads = num_heads if num_key_heads is None else num_key_heads
+        _check_heads(embedding_dim, num_heads, num_key_heads)
+        self.num_heads = num_heads
+        self.num_key_heads = num_key_heads
+        self.q_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.kv_projection = nn.Linear(key_dim, embedding_dim // num_heads * 2 * num_key_heads, device=device)
+        self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Draw new weights, torch's defaults for linear layers."""
+        self.q_projection.reset_parameters()
+        self.kv_projection.reset_parameters()
+        self.output_projection.reset_parameters()
+
+    def forward(self, queries: JaggedTensor | Tensor, memory: JaggedTensor) -> JaggedTensor | Tensor:
+        """Attend to the memory; the result has the form of the queries."""
+        rows, k_offsets, width = memory.values(), memory.offsets(), self.q_projection.in_features
+        check_width("memory", rows, self.kv_projection.in_features)
+        if isinstance(queries, Tensor):
+            check_width("queries", queries, width, "[B, n, D]")
+            values, q_offsets = queries.flatten(0, 1), uniform_offsets(queries.shape[0], queries.shape[1], k_offsets)
+        else:
+            values, q_offsets = queries.values(), queries.offsets().to(k_offsets.dtype)
+            check_width("queries", values, width)
+        if q_offsets.shape != k_offsets.shape:
+            raise ValueError(
+                f"memory: expected {q_offsets.shape[0] - 1} samples as queries, got {k_offsets.shape[0] - 1}; a sample without "
+                "memory is one of length 0"
+            )
+        q = self.q_projection(values).unflatten(1, (self.num_heads, -1))
+        k, v = self.kv_projection(rows).unflatten(1, (2, self.num_key_heads, -1)).unbind(1)
+        output = self.output_projection(jagged_attention(q, k, v, q_offsets, k_offsets).flatten(1))
+        return output.view(queries.shape) if isinstance(queries, Tensor) else with_values(queries, output)
+
+    def extra_repr(self) -> str:
+        """Show what the children do not."""
+        return f"num_heads={self.num_heads}, num_key_heads={self.num_key_heads}"

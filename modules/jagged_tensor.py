@@ -14,3 +14,12 @@ def with_values(like: JaggedTensor, values: Tensor) -> JaggedTensor:
         values: `[sum L, *F]`.
     """
     return JaggedTensor(values=values, lengths=like.lengths_or_none(), offsets=like.offsets_or_none())
+
+
+def check_width(name: str, values: Tensor, width: int, shape: str = "[sum L, D]") -> None:
+    """Check that rows have the rank of `shape` and, as its last dimension D, the width that a module was built for."""
+    if values.dim() != shape.count(",") + 1 or values.shape[-1] != width:
+        raise ValueError(
+            f"{name}: expected values {shape} with D = {width}, got {list(values.shape)}; the module's width is set where it is "
+            "built"
+        )

@@ -3,18 +3,77 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_tensor import with_values
 from jagged.ops import row_positions
+from jagged.ops._shared.offsets import position_of_row, sample_of_row
+
+
+def positions_with_targets(offsets: Tensor, total: int, num_targets: int | Tensor | None, *, from_end: bool = False) -> Tensor:
+    """Return the place `[total]` (int64) of each row in its sample, where all targets share the first one behind the history.
+
+    Counted from the end, targets have 0 and the last row of the history has 1.
+
+    Args:
+        offsets: `[B + 1]`.
+        total: number of rows.
+        num_targets: how many of each sample's last rows are targets, or `[B]`; None leaves every row at its own place.
+        from_end: count from the last place instead of from the sample's first row.
+
+    Raises:
+        ValueError: `num_targets` of another shape, or negative.
+    """
+    if num_targets is None:
+        return row_positions(offsets, total, from_end=from_end)
+    lengths = offsets.diff()
+    if isinstance(num_targets, Tensor):
+        if num_targets.shape != lengths.shape:
+            raise ValueError(
+                f"num_targets: expected [{lengths.shape[0]}], one for each sample, got {list(num_targets.shape)}; "
+                "an int holds for all samples"
+            )
+        num_targets = num_targets.clamp(min=0)
+    elif num_targets < 0:
+        raise ValueError(f"num_targets: expected 0 or more, got {num_targets}; use None for no targets")
+    samples = sample_of_row(offsets, total)
+    history = (lengths - num_targets).clamp(min=0)[samples]
+    places = torch.minimum(position_of_row(offsets, samples), history)
+    return history - places if from_end else places
+
+
+def rotate(x: Tensor, positions: Tensor) -> Tensor:
+    """Turn each pair of neighbouring columns by an angle in proportion to the row's position.
+
+    The scalar product of two rows so turned depends on their positions through the difference alone.
+
+    Args:
+        x: `[S, H, D]`; of an odd D the last column stays as it is.
+        positions: `[S]`.
+
+    Returns:
+        `[S, H, D]` in the dtype of `x`; angles and products are computed in float32 (float64 for float64).
+
+    Source:
+        Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021, equations 15 and 34.
+    """
+    pairs = x.shape[-1] // 2
+    exponents = torch.arange(pairs, device=x.device, dtype=torch.promote_types(x.dtype, torch.float32)) / max(pairs, 1)
+    angles = (positions[:, None] * 10_000**-exponents)[:, None]
+    cosine, sine = angles.cos(), angles.sin()
+    even, odd = x[..., : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+    turned = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), -1).flatten(-2).to(x.dtype)
+    return torch.cat((turned, x[..., 2 * pairs :]), -1) if x.shape[-1] % 2 else turned
 
 
 class PositionalEncoding(nn.Module):
     """Add a learned vector for each row's place in its sample, counted from the sample's last row.
 
     Counted from the end, the most recent event always has the same position, however long the history; this is what
-    left-padded models do. Rows further back than `max_length` share the last vector.
+    left-padded models do. Rows further back than `max_length` share the last vector. Where a sample's last rows are targets, as
+    candidates to be ranked are, they all have the first vector, and the history has the others: it is encoded as it is before
+    one target, however many there are.
 
     Args:
         max_length: number of positions.
@@ -22,7 +81,11 @@ class PositionalEncoding(nn.Module):
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
-        JaggedTensor with values `[sum L, D]` in and out.
+        JaggedTensor with values `[sum L, D]` in and out. `num_targets`: how many of each sample's last rows are targets, one
+        number or a tensor `[B]`, int32 or int64; None for no targets.
+
+    Raises:
+        ValueError: `num_targets` of another shape, or negative.
     """
 
     def __init__(self, max_length: int, embedding_dim: int, *, device: torch.device | str | None = None) -> None:
@@ -34,10 +97,11 @@ class PositionalEncoding(nn.Module):
         """Draw new vectors from a normal distribution of standard deviation 0.02."""
         nn.init.normal_(self.weight, std=0.02)
 
-    def forward(self, x: JaggedTensor) -> JaggedTensor:
+    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None) -> JaggedTensor:
         """Add the positions' vectors."""
         values = x.values()
-        positions = row_positions(x.offsets(), values.shape[0], from_end=True).clamp(max=self.weight.shape[0] - 1)
+        positions = positions_with_targets(x.offsets(), values.shape[0], num_targets, from_end=True)
+        positions = positions.clamp(max=self.weight.shape[0] - 1)
         return with_values(x, values + nn.functional.embedding(positions, self.weight))
 
     def extra_repr(self) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import JaggedSelfAttention
@@ -11,18 +13,28 @@ from jagged.modules.jagged_tensor import with_values
 
 
 class JaggedTransformerBlock(nn.Module):
-    """A pre-norm transformer block: attention and a feed-forward network, each normalised before and added after.
+    """A transformer block: attention and a feed-forward network, each added to its input and normalised.
 
     Args:
         embedding_dim: width D of rows in and out.
         num_heads: attention heads; divides `embedding_dim`.
         hidden_dim: width of the feed-forward network; None for `embedding_dim`, as in SASRec.
         dropout: probability, applied to the output of both parts.
-        causal: a row sees itself and the rows before it only.
+        norm: `"pre"` normalises the input of each part, `"post"` the sum of its input and output.
+        num_key_heads, causal, window, num_contextual, rotary: as for `JaggedSelfAttention`. For learned positions a
+            `PositionalEncoding` stands before the first block.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
-        JaggedTensor with values `[sum L, D]` in and out.
+        JaggedTensor with values `[sum L, D]` in and out. `num_targets`: how many of each sample's last rows are targets, one
+        number or a tensor `[B]`, int32 or int64; None for no targets.
+
+    Raises:
+        ValueError: another `norm`, or what `JaggedSelfAttention` refuses.
+
+    Source:
+        Vaswani et al., Attention Is All You Need, NeurIPS 2017 (`"post"`); Xiong et al., On Layer Normalization in the
+        Transformer Architecture, ICML 2020 (`"pre"`).
     """
 
     def __init__(
@@ -32,13 +44,30 @@ class JaggedTransformerBlock(nn.Module):
         *,
         hidden_dim: int | None = None,
         dropout: float = 0.0,
+        norm: Literal["pre", "post"] = "pre",
+        num_key_heads: int | None = None,
         causal: bool = True,
+        window: int | None = None,
+        num_contextual: int = 0,
+        rotary: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if norm not in ("pre", "post"):
+            raise ValueError(f"norm: expected 'pre' or 'post', got {norm!r}")
+        self.norm = norm
         hidden_dim = embedding_dim if hidden_dim is None else hidden_dim
         self.attention_norm = nn.LayerNorm(embedding_dim, device=device)
-        self.attention = JaggedSelfAttention(embedding_dim, num_heads, causal=causal, device=device)
+        self.attention = JaggedSelfAttention(
+            embedding_dim,
+            num_heads,
+            num_key_heads=num_key_heads,
+            causal=causal,
+            window=window,
+            num_contextual=num_contextual,
+            rotary=rotary,
+            device=device,
+        )
         self.feed_forward_norm = nn.LayerNorm(embedding_dim, device=device)
         self.feed_forward = nn.Sequential(
             nn.Linear(embedding_dim, hidden_dim, device=device),
@@ -57,10 +86,19 @@ class JaggedTransformerBlock(nn.Module):
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
 
-    def forward(self, x: JaggedTensor) -> JaggedTensor:
+    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None) -> JaggedTensor:
         """Attend, then transform each row."""
         values = x.values()
-        attended = self.attention(with_values(x, self.attention_norm(values)))
-        values = values + self.dropout(attended.values())
-        values = values + self.dropout(self.feed_forward(self.feed_forward_norm(values)))
+        if self.norm == "pre":
+            attended = self.attention(with_values(x, self.attention_norm(values)), num_targets)
+            values = values + self.dropout(attended.values())
+            values = values + self.dropout(self.feed_forward(self.feed_forward_norm(values)))
+        else:
+            attended = self.attention(x, num_targets)
+            values = self.attention_norm(values + self.dropout(attended.values()))
+            values = self.feed_forward_norm(values + self.dropout(self.feed_forward(values)))
         return with_values(x, values)
+
+    def extra_repr(self) -> str:
+        """Show what the children do not."""
+        return f"norm={self.norm!r}"
