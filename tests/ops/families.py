@@ -68,10 +68,19 @@ def conversion(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
 
 
 def attention(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
-    def forward(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        return [jagged_attention(q, k, v, batch.offsets, causal=causal, backend=PLACE.backend) for causal in (False, True)]
+    offsets, backend = batch.offsets, PLACE.backend
 
-    return Step(forward, _leaves(dtype, *[(batch.total, 2, width)] * 3))
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+        plain = [jagged_attention(q[:, :2], k, v, offsets, causal=causal, backend=backend) for causal in (False, True)]
+        # Across: the lengths in reverse, so that queries and keys are as many in all and differ in each sample.
+        q_offsets = offsets[-1] - offsets.flip(0)
+        output, lse = jagged_attention(
+            q, k, v, q_offsets, offsets, window=9, num_targets=2, num_contextual=3, return_lse=True, backend=backend
+        )
+        # What comes into the backward are the outputs, which are to be finite.
+        return [*plain, output, lse.clamp(min=-1e3)]
+
+    return Step(forward, _leaves(dtype, *[(batch.total, heads, width) for heads in (4, 2, 2)]))
 
 
 def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -15,71 +16,134 @@ from jagged.ops import jagged_attention
 from jagged.ops.attention import torch_impl
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
-from tests.reference.attention import padded_attention
+from tests.reference.attention import padded_attention, visible_keys
 from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, seeds
 
 ON_GPU = pytest.mark.gpu
 # The oracle's yardstick is the error of a reference in the tested dtype; in float64 that is the reference itself.
 DTYPES = [dtype for dtype in PLACE.dtypes if dtype != torch.float64]
 HEADS = st.integers(1, 3)
-HEAD_DIMS = st.sampled_from([1, 2, 7, 16, 31, 32, 48, 64, 96, 100, 127, 128])
+HEAD_DIMS = st.sampled_from([1, 2, 7, 16, 31, 32, 48, 64, 96, 100, 127, 128, 129, 192, 255, 256])
+# Every pair of options meets, in self-attention and across; a window of one row leaves the reference nothing to err about.
+MASKS: list[dict[str, object]] = [
+    {},
+    {"causal": True},
+    {"window": 2},
+    {"window": 17, "causal": True},
+    {"num_targets": 3},
+    {"num_targets": 3, "causal": True},
+    {"num_targets": 5, "window": 9},
+    {"num_contextual": 2, "causal": True},
+    {"num_contextual": 3, "window": 4},
+    {"num_contextual": 3, "window": 4, "causal": True, "num_targets": 2},
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Queries and keys, heads of which `group` share a key head, and the options of a call."""
+
+    queries: Jagged
+    keys: Jagged | None
+    heads: int
+    group: int
+    head_dim: int
+    dtype: torch.dtype
+    seed: int
+    options: dict[str, object]
+
+    def inputs(self) -> list[Tensor]:
+        keys = self.queries if self.keys is None else self.keys
+        shapes = (self.queries.total, self.heads * self.group, self.head_dim), *[(keys.total, self.heads, self.head_dim)] * 2
+        return [random_tensor(shape, self.dtype, self.seed + index) for index, shape in enumerate(shapes)]
+
+    def offsets(self) -> tuple[Tensor, Tensor | None]:
+        return self.queries.offsets, None if self.keys is None else self.keys.offsets
+
+
+@st.composite
+def cases(draw: st.DrawFn, dtypes: list[torch.dtype], shortest_window: int = 1) -> Case:
+    queries, group = draw(jagged_batches()), draw(HEADS)
+    keys = None
+    # The yardstick is a largest error. Over few elements it may be nothing by luck, and the gradients of queries that see one key
+    # are exactly nothing in the reference: every batch gets one sample that is neither, and a small one more heads.
+    if draw(st.booleans()):
+        longest = max(queries.lengths, default=0) + 9
+        lengths = draw(st.lists(st.integers(0, longest), min_size=queries.batch_size, max_size=queries.batch_size))
+        keys = jagged_of((*lengths, 7), queries.offsets.dtype)
+    queries = jagged_of((*queries.lengths, 5), queries.offsets.dtype)
+    head_dim = draw(HEAD_DIMS)
+    ragged = st.lists(st.integers(-1, 12), min_size=queries.batch_size - 1, max_size=queries.batch_size - 1)
+    options = {
+        "causal": draw(st.booleans()),
+        "window": draw(st.none() | st.integers(shortest_window, 40)),
+        "num_targets": draw(
+            st.none()
+            | st.integers(0, 3)
+            | ragged.map(lambda each: torch.tensor([*each, 2], dtype=queries.offsets.dtype, device=PLACE.device))
+        ),
+        "num_contextual": draw(st.just(0) | st.integers(0, 20)),
+        "scale": draw(st.sampled_from([None, 0.3, -1.0])),
+    }
+    heads = draw(HEADS) + 64 // (head_dim * queries.total * group)
+    return Case(queries, keys, heads, group, head_dim, draw(st.sampled_from(dtypes)), draw(seeds()), options)
 
 
 def inputs_of(batch: Jagged, heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    return [random_tensor((batch.total, heads, head_dim), dtype, seed + index) for index in range(3)]
+    return Case(batch, None, heads, 1, head_dim, dtype, seed, {}).inputs()
 
 
-def check(place: Place, batch: Jagged, inputs: list[Tensor], *, wanted: list[bool] | None = None, **options: object) -> None:
-    check_three_way(
-        lambda q, k, v: jagged_attention(q, k, v, batch.offsets, backend=place.backend, **options),  # type: ignore[arg-type]
-        lambda q, k, v: padded_attention(q, k, v, batch.offsets, **options),  # type: ignore[arg-type]
-        inputs,
-        requires_grad=wanted,
-    )
+def output_and_lse(output: Tensor, lse: Tensor) -> Tensor:
+    """One tensor whose gradient reaches both; minus infinity, which has no error, becomes a number."""
+    return torch.cat([output.flatten(1), lse.t().masked_fill(lse.t() == -torch.inf, -1e3)], 1)
 
 
-def output_and_gradients(place: Place, batch: Jagged, inputs: list[Tensor], **options: object) -> list[Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in inputs]
-    output = jagged_attention(*leaves, batch.offsets, backend=place.backend, **options)  # type: ignore[arg-type]
-    cotangent = random_tensor(tuple(output.shape), output.dtype, 99)
-    return [output.detach(), *torch.autograd.grad(output, leaves, cotangent)]
-
-
-@given(
-    jagged_batches(),
-    HEADS,
-    HEAD_DIMS,
-    st.sampled_from(DTYPES),
-    seeds(),
-    st.booleans(),
-    st.sampled_from([None, 0.3, -1.0]),
-    st.lists(st.booleans(), min_size=3, max_size=3),
-)
-def test_three_way(
+def check(
     place: Place,
     batch: Jagged,
-    heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    seed: int,
-    causal: bool,
-    scale: float | None,
-    wanted: list[bool],
+    inputs: list[Tensor],
+    keys: Jagged | None = None,
+    *,
+    wanted: list[bool] | None = None,
+    return_lse: bool = False,
+    **options: object,
 ) -> None:
-    # The yardstick is a largest error. Over few elements it may be nothing by luck, and the gradients of samples of one row are
-    # exactly nothing in the reference: every batch gets one sample that is neither, and a small one more heads.
-    batch = jagged_of((*batch.lengths, 5), batch.offsets.dtype)
-    heads += 64 // (head_dim * batch.total)
-    check(place, batch, inputs_of(batch, heads, head_dim, dtype, seed), wanted=wanted, causal=causal, scale=scale)
+    offsets = batch.offsets, None if keys is None else keys.offsets
+
+    def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = jagged_attention(q, k, v, *offsets, return_lse=return_lse, backend=place.backend, **options)  # type: ignore[call-overload]
+        return output_and_lse(*result) if return_lse else result
+
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = padded_attention(q, k, v, *offsets, **options)  # type: ignore[arg-type]
+        return output_and_lse(*result) if return_lse else result[0]
+
+    check_three_way(ours, reference, inputs, requires_grad=wanted)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+def output_and_gradients(
+    place: Place, batch: Jagged, inputs: list[Tensor], keys: Jagged | None = None, **options: object
+) -> list[Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    offsets = batch.offsets, None if keys is None else keys.offsets
+    output = jagged_attention(*leaves, *offsets, backend=place.backend, **options)  # type: ignore[call-overload]
+    return [output.detach(), *torch.autograd.grad(output, leaves, random_tensor(tuple(output.shape), output.dtype, 99))]
+
+
+@given(cases(DTYPES, shortest_window=2), st.lists(st.booleans(), min_size=3, max_size=3), st.booleans())
+def test_three_way(place: Place, case: Case, wanted: list[bool], return_lse: bool) -> None:
+    check(place, case.queries, case.inputs(), case.keys, wanted=wanted, return_lse=return_lse, **case.options)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tile_boundary(place: Place, dtype: torch.dtype, causal: bool) -> None:
-    """Lengths around the tiles of both configurations: a mean below their border, and one above."""
-    for lengths in ((31, 0, 32, 33, 1, 65, 1, 2), (63, 64, 65, 129, 1)):
-        batch = jagged_of(lengths)
-        check(place, batch, inputs_of(batch, 1, 16, dtype), causal=causal)
+def test_every_tile_boundary(place: Place, dtype: torch.dtype, mask: dict[str, object]) -> None:
+    """Lengths around the tiles of both configurations: a mean below their border, and one above; the same across."""
+    short, long = jagged_of((31, 0, 32, 33, 1, 65, 1, 2)), jagged_of((63, 64, 65, 129, 1))
+    for batch in (short, long):
+        check(place, batch, inputs_of(batch, 1, 16, dtype), **mask)
+    keys = jagged_of((65, 31, 0, 64, 33))
+    check(place, long, Case(long, keys, 1, 2, 16, dtype, 0, {}).inputs(), keys, **mask)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -91,6 +155,8 @@ def test_slices_of_a_fused_projection_and_other_strides(place: Place, causal: bo
     gaps = random_tensor((batch.total, 2, 24), torch.float32, 6, strided=True)
     width_first = random_tensor((24, batch.total, 2), torch.float32, 7).permute(1, 2, 0)
     check(place, batch, [heads_first, gaps, width_first], causal=causal)
+    grouped = random_tensor((batch.total, 6 + 2 + 2, 24), torch.float32, 8)
+    check(place, batch, list(grouped.split([6, 2, 2], 1)), causal=causal, return_lse=True)
 
 
 def test_gradient_without_strides(place: Place) -> None:
@@ -98,7 +164,7 @@ def test_gradient_without_strides(place: Place) -> None:
     batch = jagged_of((3, 0, 20))
     q, k, v = (x.requires_grad_() for x in inputs_of(batch, 2, 8, torch.float32))
     ours = torch.autograd.grad(jagged_attention(q, k, v, batch.offsets, backend=place.backend).sum(), (q, k, v))
-    exact = torch.autograd.grad(padded_attention(q.double(), k.double(), v.double(), batch.offsets).sum(), (q, k, v))
+    exact = torch.autograd.grad(padded_attention(q.double(), k.double(), v.double(), batch.offsets)[0].sum(), (q, k, v))
     for got, want in zip(ours, exact, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
@@ -115,13 +181,36 @@ def test_scores_of_ten_thousand(place: Place, dtype: torch.dtype, causal: bool, 
     check(place, batch, [q, k, v], causal=causal, scale=1.0)
 
 
-def test_one_row_sees_itself(place: Place) -> None:
-    batch = jagged_of((1, 0, 1))
-    inputs = inputs_of(batch, 2, 7, torch.float32)
-    output, grad_q, grad_k, grad_v = output_and_gradients(place, batch, inputs)
-    torch.testing.assert_close(output, inputs[2])
-    torch.testing.assert_close(grad_v, random_tensor((2, 2, 7), torch.float32, 99))
-    torch.testing.assert_close(torch.stack([grad_q, grad_k]), torch.zeros(2, 2, 2, 7, device=place.device))
+@pytest.mark.parametrize("options", [{"window": 1}, {"window": 1, "causal": True}, {"num_targets": 100}], ids=str)
+def test_rows_that_see_themselves_alone(place: Place, options: dict[str, object]) -> None:
+    for lengths, chosen in (((1, 0, 1), {}), ((3, 0, 40), options)):
+        batch = jagged_of(lengths)
+        inputs = inputs_of(batch, 2, 7, torch.float32)
+        output, grad_q, grad_k, grad_v = output_and_gradients(place, batch, inputs, **chosen)
+        torch.testing.assert_close(output, inputs[2])
+        torch.testing.assert_close(grad_v, random_tensor((batch.total, 2, 7), torch.float32, 99))
+        torch.testing.assert_close(torch.stack([grad_q, grad_k]), torch.zeros(2, batch.total, 2, 7, device=place.device))
+
+
+@pytest.mark.parametrize("lengths", [(4, 0, 1, 40), (0, 0, 0, 0)])
+def test_queries_that_see_no_key(place: Place, lengths: tuple[int, ...]) -> None:
+    """Output 0, log-sum-exp minus infinity, gradients 0; where keys are few, a causal mask hides them from the first queries."""
+    batch, keys = jagged_of((3, 2, 35, 0)), jagged_of(lengths)
+    leaves = [x.requires_grad_() for x in Case(batch, keys, 1, 2, 8, torch.float32, 0, {}).inputs()]
+    for causal in (False, True):
+        output, lse = jagged_attention(
+            *leaves, batch.offsets, keys.offsets, causal=causal, return_lse=True, backend=place.backend
+        )
+        sees = visible_keys(batch.offsets.diff(), keys.offsets.diff(), causal=causal).any(-1)
+        sees = torch.cat([each[:length] for each, length in zip(sees, batch.lengths, strict=True)])
+        assert int((~sees).sum()) > 0
+        assert not output[~sees].any()
+        assert bool((lse.t()[~sees] == -torch.inf).all())
+        assert torch.isfinite(lse.t()[sees]).all()
+        grads = torch.autograd.grad((output, lse), leaves, (torch.ones_like(output), torch.ones_like(lse)))
+        assert not grads[0][~sees].any()
+        assert all(torch.isfinite(grad).all() for grad in grads)
+        assert bool(grads[2].any()) == bool(sees.any())
 
 
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
@@ -151,79 +240,131 @@ def test_rows_see_their_own_sample_and_their_past_alone(place: Place) -> None:
         assert grad[20:30].any()
 
 
+@pytest.mark.parametrize("mask", MASKS[1:], ids=str)
+def test_hidden_keys_change_nothing(place: Place, mask: dict[str, object]) -> None:
+    """Bit for bit, for the first, a middle and the last row, in self-attention and where the keys are other rows."""
+    for lengths, others in (((50,), None), ((20,), (45,))):
+        batch, keys = jagged_of(lengths), None if others is None else jagged_of(others)
+        q, k, v = Case(batch, keys, 1, 1, 16, torch.float32, 0, {}).inputs()
+        offsets = batch.offsets, None if keys is None else keys.offsets
+        (visible,) = visible_keys(*(x.diff() for x in (offsets[0], offsets[0] if keys is None else keys.offsets)), **mask)  # type: ignore[arg-type]
+        before = jagged_attention(q, k, v, *offsets, backend=place.backend, **mask)  # type: ignore[call-overload]
+        for row in (0, lengths[0] // 2, lengths[0] - 1):
+            hidden = ~visible[row, :, None, None]
+            other_k, other_v = torch.where(hidden, -2 * k, k), torch.where(hidden, -2 * v, v)
+            after = jagged_attention(q, other_k, other_v, *offsets, backend=place.backend, **mask)  # type: ignore[call-overload]
+            assert torch.equal(before[row], after[row])
+            assert torch.equal(before, after) == (not hidden.any())
+
+
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Offsets that decrease, begin before 0 or run past the end mix rows of the tensors, never a neighbour's into them."""
     fence = torch.full((3, 140, 1, 16), 1e30, device=place.device)
     q, k, v = (x.fill_(value) for x, value in zip(fence[:, 50:90], (0.5, 0.25, 1.0), strict=True))
     for wrong in ([0, 30, 5, 90], [-70, 10, 40], [0, 1000, 2000], [90, 95], [0, -(2**40), 2**40], [0, 2**30, 0, 2**31]):
         offsets = torch.tensor(wrong, device=place.device)
-        for causal in (False, True):
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            output = jagged_attention(*leaves, offsets, causal=causal, backend=place.backend)
-            # Rows that no sample covers may be left unwritten, which here means NaN.
-            assert not (output.detach() > 1.001).any()
-            for grad in torch.autograd.grad(output, leaves, torch.ones_like(output)):
-                assert not (grad.abs() > 1e6).any()
+        others = torch.arange(len(wrong), device=place.device) * 40 // (len(wrong) - 1)
+        targets = torch.tensor([2**31 - 1, -(2**31), 5], device=place.device)[: len(wrong) - 1]
+        everything = {"causal": True, "window": 4, "num_targets": targets, "num_contextual": 2}
+        for sides in ((offsets, None), (others, offsets), (offsets, others)):
+            for options in ({}, {"causal": True}, everything):
+                leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+                output = jagged_attention(*leaves, *sides, backend=place.backend, **options)  # type: ignore[call-overload]
+                # Rows that no sample covers may be left unwritten, which here means NaN.
+                assert not (output.detach() > 1.001).any()
+                for grad in torch.autograd.grad(output, leaves, torch.ones_like(output)):
+                    assert not (grad.abs() > 1e6).any()
     assert bool((fence[:, :50] == 1e30).all())
     assert bool((fence[:, 90:] == 1e30).all())
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="the PyTorch implementation's own chunks, and dtype")
-@given(jagged_batches(), st.integers(1, 3_000), st.booleans(), seeds())
-def test_float64_in_chunks_of_any_size(place: Place, batch: Jagged, chunk: int, causal: bool, seed: int) -> None:
+@given(cases([torch.float64]), st.integers(1, 3_000))
+def test_float64_in_chunks_of_any_size(place: Place, case: Case, chunk: int) -> None:
+    def output_lse_and_gradients(attention: Callable[..., tuple[Tensor, Tensor]], **options: object) -> list[Tensor]:
+        leaves = [x.requires_grad_() for x in case.inputs()]
+        results = attention(*leaves, *case.offsets(), **case.options, **options)
+        cotangents = [random_tensor(tuple(x.shape), x.dtype, 99) for x in results]
+        # The reference cannot take a gradient at minus infinity, where ours is to leave it aside.
+        if attention is padded_attention:
+            cotangents[1] = cotangents[1].masked_fill(results[1] == -torch.inf, 0)
+        return [*results, *torch.autograd.grad(results, leaves, cotangents)]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "_CHUNK_SCORES", chunk)
-        inputs = inputs_of(batch, 2, 5, torch.float64, seed)
-        ours = output_and_gradients(place, batch, inputs, causal=causal)
-    leaves = [x.requires_grad_() for x in inputs]
-    expected = padded_attention(*leaves, batch.offsets, causal=causal)
-    grads = torch.autograd.grad(expected, leaves, random_tensor(tuple(expected.shape), torch.float64, 99))
-    for got, want in zip(ours, (expected, *grads), strict=True):
+        ours = output_lse_and_gradients(jagged_attention, return_lse=True)  # type: ignore[arg-type]
+    for got, want in zip(ours, output_lse_and_gradients(padded_attention), strict=True):
         torch.testing.assert_close(got, want)
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="float64 finite differences are the CPU's work")
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck(place: Place, causal: bool) -> None:
-    batch = jagged_of((3, 0, 4, 1))
-    inputs = [x.requires_grad_() for x in inputs_of(batch, 2, 3, torch.float64)]
-    assert torch.autograd.gradcheck(lambda q, k, v: jagged_attention(q, k, v, batch.offsets, causal=causal), inputs)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_gradcheck(place: Place, mask: dict[str, object]) -> None:
+    batch, keys = jagged_of((3, 0, 4, 1)), jagged_of((3, 2, 6, 1))
+    inputs = [x.requires_grad_() for x in Case(batch, keys, 1, 2, 3, torch.float64, 0, {}).inputs()]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: jagged_attention(q, k, v, batch.offsets, keys.offsets, return_lse=True, **mask),  # type: ignore[call-overload]
+        inputs,
+    )
 
 
 def test_second_derivatives_are_refused(place: Place) -> None:
     batch = jagged_of((3, 2))
     q, k, v = (x.requires_grad_() for x in inputs_of(batch, 1, 4, torch.float32))
-    output = jagged_attention(q, k, v, batch.offsets, backend=place.backend)
-    # A gradient penalty: what comes in is a constant, what goes out must not be.
-    (grad,) = torch.autograd.grad(output.sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="jagged_attention has no second derivative"):
-        grad.sum().backward()
+    for result in jagged_attention(q, k, v, batch.offsets, return_lse=True, backend=place.backend):
+        # A gradient penalty: what comes in is a constant, what goes out must not be.
+        (grad,) = torch.autograd.grad(result.sum(), q, create_graph=True)
+        with pytest.raises(RuntimeError, match="jagged_attention has no second derivative"):
+            grad.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [PLACE.dtypes[0], PLACE.dtypes[-1]])
 def test_opcheck(place: Place, dtype: torch.dtype) -> None:
-    batch = jagged_of((2, 0, 3))
-    q, k, v = random_tensor((batch.total, 3, 2, 4), dtype, 0).unbind(1)
+    batch, keys = jagged_of((2, 0, 3)), jagged_of((4, 1, 2))
+    fused = random_tensor((batch.total, 3, 2, 4), dtype, 0).unbind(1)
+    across = Case(batch, keys, 2, 3, 4, dtype, 0, {}).inputs()
     forward, backward = torch.ops.jagged.attention_forward.default, torch.ops.jagged.attention_backward.default
-    arguments = (q, k, v, batch.offsets, True, 0.5, place.backend)
-    torch.library.opcheck(forward, arguments)
-    output, lse = forward(*arguments)
-    assert lse.shape == (2, batch.total)
-    torch.library.opcheck(backward, (torch.ones_like(output), q, k, v, output, lse, *arguments[3:]))
+    targets = torch.tensor([1, 0, 2], device=place.device)
+    for (q, k, v), options in (
+        (fused, (batch.offsets, None, None, True, 0, 0, 0.5, place.backend)),
+        (across, (batch.offsets, keys.offsets, targets, False, 2, 1, 0.5, place.backend)),
+    ):
+        torch.library.opcheck(forward, (q, k, v, *options))
+        output, lse = forward(q, k, v, *options)
+        assert lse.shape == (q.shape[1], batch.total)
+        for grad_lse in (None, torch.ones_like(lse)):
+            torch.library.opcheck(backward, (torch.ones_like(output), grad_lse, q, k, v, output, lse, *options))
 
 
-def test_log_sum_exp(place: Place) -> None:
-    """The forward operator's second output, which masks and cross-attention will combine, is the natural log-sum-exp."""
-    batch = jagged_of((2, 0, 40))
-    q, k, v = inputs_of(batch, 2, 4, torch.float32)
-    _, lse = torch.ops.jagged.attention_forward.default(q, k, v, batch.offsets, False, 0.5, place.backend)
-    for first, last in ((0, 2), (2, 42)):
-        scores = torch.einsum("mhd,nhd->hmn", q[first:last].double(), k[first:last].double()) * 0.5
-        torch.testing.assert_close(lse[:, first:last].double(), scores.logsumexp(-1), rtol=1e-6, atol=1e-6)
+def test_log_sum_exp_merges_sets_of_keys(place: Place) -> None:
+    """Attention to the first half of the keys and to the second, weighted by their sums, is attention to all; gradients too."""
+    batch, half = jagged_of((5, 0, 40)), jagged_of((7, 3, 33))
+    q, *halves = random_tensor((batch.total + 4 * half.total, 2, 4), torch.float32, 0).split([batch.total, *[half.total] * 4])
+    leaves = [x.requires_grad_() for x in (q, *halves)]
+    both = jagged_of(tuple(2 * length for length in half.lengths))
+
+    def interleaved(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([x for pair in zip(a.split(half.lengths), b.split(half.lengths), strict=True) for x in pair])
+
+    results = [
+        jagged_attention(q, *halves[index : index + 2], batch.offsets, half.offsets, return_lse=True, backend=place.backend)
+        for index in (0, 2)
+    ]
+    lse = torch.stack([lse for _, lse in results])
+    weights = lse.softmax(0).transpose(1, 2)[..., None]
+    merged = sum(weight * output for weight, (output, _) in zip(weights, results, strict=True))
+    keys, values = interleaved(halves[0], halves[2]), interleaved(halves[1], halves[3])
+    whole, whole_lse = padded_attention(q, keys, values, batch.offsets, both.offsets)
+    torch.testing.assert_close(merged, whole)
+    torch.testing.assert_close(lse.logsumexp(0), whole_lse)
+    ours = torch.autograd.grad(merged.square().sum(), leaves)  # type: ignore[union-attr]
+    for got, want in zip(ours, torch.autograd.grad(whole.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
-def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
+@pytest.mark.parametrize("across", [False, True])
+def test_one_graph_for_all_jagged_shapes(place: Place, across: bool) -> None:
     graphs = 0
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -231,19 +372,25 @@ def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
         graphs += 1
         return graph.forward
 
-    def function(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-        return jagged_attention(q, k, v, offsets, causal=True) * 2
+    def function(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor | None) -> Tensor:
+        output = jagged_attention(q, k, v, q_offsets, k_offsets, causal=True)
+        masked, lse = jagged_attention(
+            q, k, v, q_offsets, k_offsets, window=3, num_targets=1, num_contextual=1, scale=-1.0, return_lse=True
+        )
+        return output * 2 + masked * lse.t()[..., None].exp()
 
     torch._dynamo.reset()
     one_graph = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
     traced = torch.compile(function, fullgraph=True, dynamic=True, backend="inductor" if place.name == "gpu" else "aot_eager")
     for lengths in ((2, 4, 3), (5, 0, 1, 9), (0, 7), (30, 2, 2, 2, 2)):
-        batch = jagged_of(lengths)
-        leaves = [x.requires_grad_() for x in inputs_of(batch, 2, 12, torch.float32)]
-        expected = function(*leaves, batch.offsets)
+        batch, others = jagged_of(lengths), jagged_of(tuple(length + 3 for length in lengths))
+        keys = others if across else None
+        leaves = [x.requires_grad_() for x in Case(batch, keys, 3, 2, 12, torch.float32, 0, {}).inputs()]
+        offsets = batch.offsets, None if keys is None else keys.offsets
+        expected = function(*leaves, *offsets)
         wanted = torch.autograd.grad(expected.square().sum(), leaves)
         for compiled in (one_graph, traced):
-            ours = compiled(*leaves, batch.offsets)
+            ours = compiled(*leaves, *offsets)
             torch.testing.assert_close(ours, expected, rtol=0, atol=0)
             for got, want in zip(torch.autograd.grad(ours.square().sum(), leaves), wanted, strict=True):
                 torch.testing.assert_close(got, want)
@@ -286,27 +433,53 @@ def test_autocast_inside_a_compiled_region(place: Place) -> None:
 
 
 def test_meta_tensors_have_shapes(place: Place) -> None:
-    q, k, v = (torch.empty(5, 2, 8, device="meta", requires_grad=True) for _ in range(3))
-    output = jagged_attention(q, k, v, torch.empty(3, dtype=torch.int64, device="meta"))
-    output.sum().backward()
-    assert output.shape == (5, 2, 8)
+    offsets = torch.empty(3, dtype=torch.int64, device="meta")
+    q, k, v = (torch.empty(5, heads, 8, device="meta", requires_grad=True) for heads in (6, 2, 2))
+    output, lse = jagged_attention(q, k, v, offsets, num_targets=2, return_lse=True)
+    (output.sum() + lse.sum()).backward()
+    assert output.shape == (5, 6, 8)
+    assert lse.shape == (6, 5)
     assert k.grad is not None
+    assert k.grad.shape == k.shape
+    assert jagged_attention(q, k[:3], v[:3], offsets, offsets).shape == (5, 6, 8)
 
 
 def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(3, 2, 4, device=place.device)
     offsets = torch.tensor([0, 3], device=place.device)
     cases: list[tuple[tuple[object, ...], dict[str, object], type[Exception], str]] = [
-        ((q[0], q, q, offsets), {}, ValueError, r"q: expected shape \[S, H, D\], got \[2, 4\]"),
-        (("q", q, q, offsets), {}, TypeError, r"q: expected a tensor \[S, H, D\], got str"),
+        ((q[0], q, q, offsets), {}, ValueError, r"q: expected shape \[Sq, H, D\], got \[2, 4\]"),
+        (("q", q, q, offsets), {}, TypeError, r"q: expected a tensor \[Sq, H, D\], got str"),
         ((q.long(), q, q, offsets), {}, TypeError, r"q: expected dtype .*, got int64"),
         ((q, q.half(), q, offsets), {}, TypeError, r"k: expected the dtype of q, float32, got float16"),
-        ((q, q, q[:2], offsets), {}, ValueError, r"v: expected the shape of q, \[3, 2, 4\], got \[2, 2, 4\]"),
-        ((q, q[:, :1], q, offsets), {}, ValueError, r"k: expected the shape of q, \[3, 2, 4\], got \[3, 1, 4\]"),
-        ((*[q.new_zeros(3, 2, 129)] * 3, offsets), {}, ValueError, r"q: expected a head width D of 1 to 128, got 129"),
-        ((*[q.new_zeros(3, 2, 0)] * 3, offsets), {}, ValueError, r"q: expected a head width D of 1 to 128, got 0"),
-        ((q, q, q, offsets.float()), {}, TypeError, r"offsets: expected dtype int32, int64, got float32"),
-        ((q, q, q, offsets[:0]), {}, ValueError, r"offsets: expected shape \[B \+ 1\], got \[0\]"),
+        ((q, q, q[:2], offsets), {}, ValueError, r"v: expected the shape of k, \[3, 2, 4\], got \[2, 2, 4\]"),
+        ((q, q[:2], q[:2], offsets), {}, ValueError, "k: expected the 3 rows of q, got 2; .* give their k_offsets"),
+        ((q[:, :1], q, q, offsets), {}, ValueError, "k: expected a number of heads Hkv that divides the 1 of q, got 2"),
+        ((*[q[:, :0]] * 3, offsets), {}, ValueError, "k: expected a number of heads Hkv that divides the 0 of q, got 0"),
+        ((q, q[..., :3], q, offsets), {}, ValueError, "k: expected the head width of q, 4, got 3"),
+        ((*[q.new_zeros(3, 2, 257)] * 3, offsets), {}, ValueError, r"q: expected a head width D of 1 to 256, got 257"),
+        ((*[q.new_zeros(3, 2, 0)] * 3, offsets), {}, ValueError, r"q: expected a head width D of 1 to 256, got 0"),
+        ((q, q, q, offsets.float()), {}, TypeError, r"q_offsets: expected dtype int32, int64, got float32"),
+        ((q, q, q, offsets[:0]), {}, ValueError, r"q_offsets: expected shape \[B \+ 1\], got \[0\]"),
+        ((q, q, q, offsets, offsets.float()), {}, TypeError, r"k_offsets: expected dtype int32, int64, got float32"),
+        ((q, q, q, offsets, offsets.int()), {}, TypeError, "k_offsets: expected the dtype of q_offsets, int64, got int32"),
+        ((q, q, q, offsets, offsets[:1]), {}, ValueError, r"k_offsets: expected \[2\] as q_offsets, got \[1\]"),
+        ((q, q, q, offsets), {"window": 0}, ValueError, "window: expected 1 or more, .* got 0; use None"),
+        ((q, q, q, offsets), {"num_contextual": -1}, ValueError, "num_contextual: expected 0 or more, got -1"),
+        ((q, q, q, offsets), {"num_targets": -1}, ValueError, "num_targets: expected 0 or more, got -1; use None"),
+        (
+            (q, q, q, offsets),
+            {"num_targets": offsets},
+            ValueError,
+            r"num_targets: expected \[1\], one for each sample, got \[2\]",
+        ),
+        ((q, q, q, offsets), {"num_targets": q[0, 0]}, TypeError, "num_targets: expected dtype int32, int64, got float32"),
+        (
+            (q, q, q, offsets),
+            {"num_targets": offsets[:1].to("meta")},
+            ValueError,
+            "num_targets: expected the device of q, .* meta",
+        ),
         ((q, q, q, offsets), {"backend": "cuda"}, ValueError, r"backend: got 'cuda'"),
         ((*[q.double()] * 3, offsets), {"backend": "triton"}, TypeError, r"backend='triton': .* float64"),
     ]
@@ -317,8 +490,10 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
         with pytest.raises(ValueError, match="backend='triton': needs CUDA tensors"):
             jagged_attention(q, q, q, offsets, backend="triton")
     monkeypatch.setenv("JAGGED_VALIDATE", "1")
-    with pytest.raises(ValueError, match=r"offsets\[1\]: expected 3, the number of rows, got 2"):
-        jagged_attention(q, q, q, offsets - torch.tensor([0, 1], device=place.device), backend=place.backend)
+    short = offsets - torch.tensor([0, 1], device=place.device)
+    for name, sides in (("q", (short, None)), ("q", (short, offsets)), ("k", (offsets, short))):
+        with pytest.raises(ValueError, match=rf"^{name}_offsets\[1\]: expected 3, the number of rows, got 2"):
+            jagged_attention(q, q, q, *sides, backend=place.backend)
 
 
 @ON_GPU
@@ -326,11 +501,16 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
 def test_no_synchronisation_and_graph_capture(place: Place, dtype: torch.dtype) -> None:
     """Captured once; replayed with lengths going down, then up."""
     leaves = [x.requires_grad_() for x in inputs_of(jagged_of((200,)), 2, 32, dtype)]
-    offsets = jagged_of((100, 0, 100)).offsets
+    offsets, others = jagged_of((100, 0, 100)).offsets, jagged_of((60, 60, 80)).offsets
 
     def step() -> list[Tensor]:
-        output = jagged_attention(*leaves, offsets, causal=True)
-        return [output, *torch.autograd.grad(output.square().sum(), leaves)]
+        plain = jagged_attention(*leaves, offsets, causal=True)
+        masked = jagged_attention(
+            *leaves, others, offsets, window=20, num_targets=3, num_contextual=2, scale=-0.2, return_lse=True
+        )
+        # Where no key is seen the log-sum-exp is minus infinity.
+        results = [plain, masked[0], masked[1].clamp(min=-1e3)]
+        return [*results, *torch.autograd.grad(results, leaves, [x.detach() for x in results])]
 
     step()
     torch.cuda.set_sync_debug_mode("error")
@@ -369,7 +549,7 @@ def test_addresses_past_2_to_the_31(place: Place) -> None:
     tail = fused.detach()[-last:].clone().requires_grad_()
     check_three_way(
         lambda x: jagged_attention(*x.unbind(1), jagged_of((last,)).offsets, causal=True),
-        lambda x: padded_attention(*x.unbind(1), jagged_of((last,)).offsets, causal=True),
+        lambda x: padded_attention(*x.unbind(1), jagged_of((last,)).offsets, causal=True)[0],
         [tail],
     )
     alone = jagged_attention(*tail.unbind(1), jagged_of((last,)).offsets, causal=True)
