@@ -68,7 +68,11 @@ class TargetAttention(nn.Module):
         self.activation = activation
         self.softmax = softmax
         widths = [4 * embedding_dim, *layer_sizes, 1]
-        self.layers = nn.ModuleList(nn.Linear(a, b, device=device) for a, b in itertools.pairwise(widths))
+        # A last bias would move all weights of a sample alike, which the softmax does not see.
+        biases = [True] * len(layer_sizes) + [not softmax]
+        self.layers = nn.ModuleList(
+            nn.Linear(a, b, bias, device=device) for (a, b), bias in zip(itertools.pairwise(widths), biases, strict=True)
+        )
 
     def reset_parameters(self) -> None:
         """Draw new weights, torch's defaults for linear layers."""

@@ -1,0 +1,339 @@
+"""Attention modules, transformer blocks and positions against padded twins of the same parameters, on empty samples too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from jagged.modules import JaggedCrossAttention, JaggedSelfAttention, JaggedTransformerBlock, PositionalEncoding
+from jagged.modules.positions import rotate
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference.attention import visible_keys
+from tests.reference.conversion import to_dense, to_jagged
+from tests.reference.transformer import PaddedCrossAttention, PaddedSelfAttention, PaddedTransformerBlock
+from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, seeds
+
+DIM = 12
+# Heads and key heads; of the last the heads are 3 wide, so that rotary positions leave a column.
+HEADS = [(3, 3), (2, 1), (6, 2), (4, 2)]
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+
+def jagged(values: Tensor, batch: Jagged) -> JaggedTensor:
+    return JaggedTensor(values=values, offsets=batch.offsets)
+
+
+def padded(values: Tensor, batch: Jagged) -> Tensor:
+    return to_dense(values, batch.lengths, max([1, *batch.lengths]), 0.0)
+
+
+def lengths(batch: Jagged) -> Tensor:
+    return torch.tensor(batch.lengths, dtype=torch.int64, device=PLACE.device)
+
+
+def check_twins(
+    ours: nn.Module, twin: nn.Module, run: Callable[..., Tensor], run_twin: Callable[..., Tensor], inputs: list[Tensor]
+) -> None:
+    """Check outputs and the gradients of inputs and parameters; both functions call the module that they are given first."""
+    assert list(ours.state_dict()) == list(twin.state_dict())
+    names = list(ours.state_dict())
+
+    def of(module: nn.Module, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def evaluate(*tensors: Tensor) -> Tensor:
+            parameters = dict(zip(names, tensors[len(inputs) :], strict=True))
+
+            def call(*arguments: Any) -> Any:
+                return torch.func.functional_call(module, parameters, arguments)
+
+            return function(call, *tensors[: len(inputs)])
+
+        return evaluate
+
+    parameters = [parameter.detach() for parameter in ours.state_dict().values()]
+    check_three_way(of(ours, run), of(twin, run_twin), [*inputs, *parameters])
+
+
+@st.composite
+def options_of_batches(draw: st.DrawFn) -> tuple[Jagged, dict[str, Any], int | Tensor | None]:
+    """A batch, what a self-attention's mask is built with, and the targets that it is called with."""
+    batch = draw(jagged_batches(longest=40))
+    options = {
+        "causal": draw(st.booleans()),
+        "window": draw(st.sampled_from([None, 1, 3, 20])),
+        "num_contextual": draw(st.integers(0, 3)),
+    }
+    each = st.lists(st.integers(0, 9), min_size=batch.batch_size, max_size=batch.batch_size)
+    numbers = each.map(lambda n: torch.tensor(n, dtype=torch.int32, device=PLACE.device))
+    return batch, options, draw(st.one_of(st.none(), st.integers(0, 5), numbers))
+
+
+def positions_of(batch: Jagged, num_targets: int | Tensor | None) -> Tensor:
+    """`[B, longest]`: all targets stand behind the history."""
+    places = torch.arange(max([1, *batch.lengths]), device=PLACE.device).expand(batch.batch_size, -1)
+    if num_targets is None:
+        return places
+    return places.minimum((lengths(batch) - num_targets).clamp(min=0)[:, None])
+
+
+@settings(max_examples=40)
+@given(options_of_batches(), seeds(), st.sampled_from(HEADS), st.booleans())
+def test_self_attention(place: Place, case: tuple[Jagged, Any, Any], seed: int, heads: tuple[int, int], rotary: bool) -> None:
+    (batch, options, num_targets), (num_heads, num_key_heads) = case, heads
+    torch.manual_seed(seed)
+    ours = JaggedSelfAttention(DIM, num_heads, num_key_heads=num_key_heads, rotary=rotary, **options).to(place.device)
+    visible = visible_keys(lengths(batch), lengths(batch), num_targets=num_targets, **options)
+    check_twins(
+        ours,
+        PaddedSelfAttention(DIM, num_heads, num_key_heads, rotary),
+        lambda call, v: call(jagged(v, batch), num_targets).values(),
+        lambda call, v: to_jagged(call(padded(v, batch), visible, positions_of(batch, num_targets)), batch.lengths),
+        [random_tensor((batch.total, DIM), torch.float32, seed)],
+    )
+
+
+@settings(max_examples=30)
+@given(options_of_batches(), seeds(), st.sampled_from(["pre", "post"]), st.booleans())
+def test_transformer_block(place: Place, case: tuple[Jagged, Any, Any], seed: int, norm: Any, rotary: bool) -> None:
+    batch, options, num_targets = case
+    torch.manual_seed(seed)
+    ours = JaggedTransformerBlock(DIM, 4, num_key_heads=2, norm=norm, rotary=rotary, **options).to(place.device)
+    visible = visible_keys(lengths(batch), lengths(batch), num_targets=num_targets, **options)
+    check_twins(
+        ours,
+        PaddedTransformerBlock(DIM, 4, 2, rotary, norm),
+        lambda call, v: call(jagged(v, batch), num_targets).values(),
+        lambda call, v: to_jagged(call(padded(v, batch), visible, positions_of(batch, num_targets)), batch.lengths),
+        [random_tensor((batch.total, DIM), torch.float32, seed)],
+    )
+
+
+def memories() -> st.SearchStrategy[Jagged]:
+    """Batches whose last sample has several keys: where a query has one, its gradient is exactly nothing in the reference."""
+    return jagged_batches(longest=40).map(
+        lambda batch: jagged_of((*batch.lengths, 6), batch.offsets.dtype) if batch.total else batch
+    )
+
+
+@st.composite
+def queries_and_memory(draw: st.DrawFn) -> tuple[Jagged, Jagged]:
+    memory = draw(memories())
+    each = st.lists(st.integers(0, 9), min_size=memory.batch_size, max_size=memory.batch_size)
+    lengths = (*draw(each)[:-1], 5) if memory.batch_size else ()
+    return jagged_of(lengths, draw(st.sampled_from([torch.int32, torch.int64]))), memory
+
+
+@settings(max_examples=30)
+@given(queries_and_memory(), seeds(), st.sampled_from(HEADS), st.sampled_from([5, DIM]))
+def test_cross_attention(place: Place, case: tuple[Jagged, Jagged], seed: int, heads: tuple[int, int], key_dim: int) -> None:
+    queries, memory = case
+    torch.manual_seed(seed)
+    ours = JaggedCrossAttention(DIM, heads[0], key_dim=key_dim, num_key_heads=heads[1]).to(place.device)
+    visible = visible_keys(lengths(queries), lengths(memory))
+    check_twins(
+        ours,
+        PaddedCrossAttention(DIM, heads[0], key_dim, heads[1]),
+        lambda call, q, m: call(jagged(q, queries), jagged(m, memory)).values(),
+        lambda call, q, m: to_jagged(call(padded(q, queries), padded(m, memory), visible), queries.lengths),
+        [
+            random_tensor((queries.total, DIM), torch.float32, seed),
+            random_tensor((memory.total, key_dim), torch.float32, seed + 1),
+        ],
+    )
+
+
+@settings(max_examples=20)
+@given(memories(), seeds(), st.integers(0, 5))
+def test_cross_attention_of_dense_queries(place: Place, memory: Jagged, seed: int, count: int) -> None:
+    """As many queries in every sample, in and out as `[B, n, D]`."""
+    torch.manual_seed(seed)
+    ours = JaggedCrossAttention(DIM, 3).to(place.device)
+    visible = visible_keys(torch.full_like(lengths(memory), count), lengths(memory))[:, :count]
+    check_twins(
+        ours,
+        PaddedCrossAttention(DIM, 3, DIM, 3),
+        lambda call, q, m: call(q, jagged(m, memory)),
+        lambda call, q, m: call(q, padded(m, memory), visible),
+        [
+            random_tensor((memory.batch_size, count, DIM), torch.float32, seed),
+            random_tensor((memory.total, DIM), torch.float32, seed + 1),
+        ],
+    )
+
+
+def test_under_autocast(place: Place) -> None:
+    """Against the twins under autocast, which leaves their float64 alone."""
+    torch.manual_seed(0)
+    queries, memory = jagged_of((2, 5, 0, 3)), jagged_of((30, 0, 4, 7))
+    visible = visible_keys(lengths(queries), lengths(memory))
+    block = JaggedTransformerBlock(DIM, 4, num_key_heads=2, rotary=True).to(place.device)
+    cross = JaggedCrossAttention(DIM, 3).to(place.device)
+    values = random_tensor((memory.total, DIM), torch.float32, 0)
+    with torch.autocast(place.device.type, torch.bfloat16):
+        check_twins(
+            cross,
+            PaddedCrossAttention(DIM, 3, DIM, 3),
+            lambda call, q, m: call(jagged(q, queries), jagged(m, memory)).values(),
+            lambda call, q, m: to_jagged(call(padded(q, queries), padded(m, memory), visible), queries.lengths),
+            [random_tensor((queries.total, DIM), torch.float32, 1), values],
+        )
+        causal = visible_keys(lengths(memory), lengths(memory), causal=True)
+        check_twins(
+            block,
+            PaddedTransformerBlock(DIM, 4, 2, True, "pre"),
+            lambda call, v: call(jagged(v, memory)).values(),
+            lambda call, v: to_jagged(call(padded(v, memory), causal, positions_of(memory, None)), memory.lengths),
+            [values],
+        )
+
+
+def test_rotary_scores_depend_on_distances_alone(place: Place) -> None:
+    rows = torch.randn(2, 1, 7, dtype=torch.float64, device=place.device)
+
+    def score(first: int, second: int) -> float:
+        q, k = rotate(rows, torch.tensor([first, second], device=place.device))
+        return float((q * k).sum())
+
+    assert score(3, 1) == pytest.approx(score(1003, 1001), rel=1e-9)
+    assert score(3, 1) != pytest.approx(score(1, 3), rel=1e-3)
+    # The first pair turns by one radian a position, the last column not at all.
+    turned = rotate(
+        torch.eye(7, dtype=torch.float64, device=place.device)[[0, 6], None], torch.tensor([2, 2], device=place.device)
+    )
+    assert turned[0, 0, :2].tolist() == pytest.approx([math.cos(2), math.sin(2)])
+    assert turned[1, 0].tolist() == [0, 0, 0, 0, 0, 0, 1]
+
+
+def test_rotary_angles_are_not_rounded_to_the_dtype_of_rows(place: Place) -> None:
+    """In bfloat16 position 1001 would be 1000."""
+    rows = torch.randn(1, 1, 8, device=place.device).bfloat16()
+    position = torch.tensor([1001], device=place.device)
+    assert torch.equal(rotate(rows, position), rotate(rows.float(), position).bfloat16())
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_a_target_knows_neither_other_targets_nor_its_place(place: Place, norm: Any) -> None:
+    torch.manual_seed(0)
+    blocks = [JaggedTransformerBlock(DIM, 3, norm=norm, rotary=True, window=4).to(place.device) for _ in range(2)]
+    encoding = PositionalEncoding(6, DIM).to(place.device)
+    history, targets = torch.randn(7, DIM, device=place.device), torch.randn(3, DIM, device=place.device)
+
+    def run(*wanted: int) -> Tensor:
+        batch = jagged_of((7 + len(wanted), 0))
+        x = encoding(jagged(torch.cat([history, targets[list(wanted)]]), batch), num_targets=len(wanted))
+        for block in blocks:
+            x = block(x, num_targets=torch.tensor([len(wanted), 3], device=place.device))
+        return x.values()
+
+    every, turned, alone = run(0, 1, 2), run(2, 0, 1), run(1)
+    torch.testing.assert_close(every[7:], turned[[8, 9, 7]])
+    torch.testing.assert_close(every[8], alone[7])
+    torch.testing.assert_close(every[:7], alone[:7])
+
+
+@given(jagged_batches(), st.integers(1, 9), st.integers(-2, 9))
+def test_positions_with_targets(place: Place, batch: Jagged, max_length: int, count: int) -> None:
+    """Targets have the first vector; in a tensor, numbers outside the sample count as the nearest inside."""
+    encoding = PositionalEncoding(max_length, 4).to(place.device)
+    values = random_tensor((batch.total, 4), torch.float32, 0)
+    history = [min(max(n - count, 0), n) for n in batch.lengths]
+    expected = [min(max(h - i, 0), max_length - 1) for n, h in zip(batch.lengths, history, strict=True) for i in range(n)]
+    wanted = values + encoding.weight[torch.tensor(expected, dtype=torch.int64, device=place.device)]
+    each = torch.full((batch.batch_size,), count, device=place.device)
+    torch.testing.assert_close(encoding(jagged(values, batch), each).values(), wanted, rtol=0, atol=0)
+    if count >= 0:
+        torch.testing.assert_close(encoding(jagged(values, batch), count).values(), wanted, rtol=0, atol=0)
+    if count == 1:
+        torch.testing.assert_close(encoding(jagged(values, batch)).values(), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("module", "shown"),
+    [
+        (
+            lambda device: JaggedSelfAttention(DIM, 6, num_key_heads=2, window=8, num_contextual=1, rotary=True, device=device),
+            "num_heads=6, causal=True, num_key_heads=2, window=8, num_contextual=1, rotary=True",
+        ),
+        (lambda device: JaggedCrossAttention(DIM, 6, key_dim=5, num_key_heads=2, device=device), "num_heads=6, num_key_heads=2"),
+        (lambda device: JaggedTransformerBlock(DIM, 3, norm="post", device=device), "norm='post'"),
+    ],
+)
+def test_meta_device_reset_and_repr(module: Callable[[str], nn.Module], shown: str) -> None:
+    built = module("meta")
+    assert shown in repr(built)
+    assert all(parameter.is_meta for parameter in built.parameters())
+    built = built.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.fill_(torch.nan)
+    built.reset_parameters()
+    assert all(torch.isfinite(parameter).all() for parameter in built.parameters())
+
+
+def test_sizes_of_projections() -> None:
+    """Two of six heads for keys and for values; those of a module with as many are those of one fused projection."""
+    shapes = {name: list(p.shape) for name, p in JaggedSelfAttention(DIM, 6, num_key_heads=2).named_parameters()}
+    assert shapes["qkv_projection.weight"] == [20, 12]
+    shapes = {name: list(p.shape) for name, p in JaggedSelfAttention(DIM, 6).named_parameters()}
+    assert shapes == {
+        "qkv_projection.weight": [36, 12],
+        "qkv_projection.bias": [36],
+        "output_projection.weight": [12, 12],
+        "output_projection.bias": [12],
+    }
+
+
+def test_messages() -> None:
+    rows = JaggedTensor(values=torch.zeros(4, DIM), offsets=torch.tensor([0, 1, 4]))
+    narrow = JaggedTensor(values=torch.zeros(4, 5), offsets=torch.tensor([0, 1, 4]))
+    cross = JaggedCrossAttention(DIM, 3)
+    for module in (JaggedSelfAttention, JaggedCrossAttention):
+        with pytest.raises(ValueError, match="num_heads: expected a divisor of embedding_dim 12, got 5"):
+            module(DIM, 5)
+        with pytest.raises(ValueError, match="num_key_heads: expected a divisor of num_heads 6, got 4"):
+            module(DIM, 6, num_key_heads=4)
+    with pytest.raises(ValueError, match="norm: expected 'pre' or 'post', got 'sandwich'"):
+        JaggedTransformerBlock(DIM, 3, norm="sandwich")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"x: expected values \[sum L, D\] with D = 12, got \[4, 5\]"):
+        JaggedSelfAttention(DIM, 3)(narrow)
+    with pytest.raises(ValueError, match=r"queries: expected values \[sum L, D\] with D = 12, got \[4, 5\]"):
+        cross(narrow, rows)
+    with pytest.raises(ValueError, match=r"queries: expected values \[B, n, D\] with D = 12, got \[2, 12\]"):
+        cross(torch.zeros(2, DIM), rows)
+    with pytest.raises(ValueError, match=r"memory: expected values \[sum L, D\] with D = 12, got \[4, 5\]"):
+        cross(rows, narrow)
+    with pytest.raises(ValueError, match="memory: expected 3 samples as queries, got 2"):
+        cross(torch.zeros(3, 1, DIM), rows)
+    for module in (JaggedSelfAttention(DIM, 3), JaggedSelfAttention(DIM, 3, rotary=True), PositionalEncoding(4, DIM)):
+        with pytest.raises(ValueError, match=r"num_targets: expected \[2\], one for each sample, got \[3\]"):
+            module(rows, torch.zeros(3, dtype=torch.int64))
+        with pytest.raises(ValueError, match="num_targets: expected 0 or more, got -1"):
+            module(rows, -1)
+
+
+def test_are_leaves_under_tracing() -> None:
+    from torchrec.fx import Tracer
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.cross = JaggedTransformerBlock(DIM, 3, rotary=True), JaggedCrossAttention(DIM, 3)
+
+        def forward(self, x: JaggedTensor, num_targets: Tensor, items: Tensor) -> Tensor:
+            return self.cross(items, self.block(x, num_targets))
+
+    model = Model()
+    graph = Tracer(leaf_modules=["JaggedTransformerBlock", "JaggedCrossAttention"]).trace(model)
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["block", "cross"]
+    x = JaggedTensor(values=torch.randn(3, DIM), offsets=torch.tensor([0, 1, 3]))
+    arguments = x, torch.tensor([0, 1]), torch.randn(2, 4, DIM)
+    assert torch.equal(torch.fx.GraphModule(model, graph)(*arguments), model(*arguments))
