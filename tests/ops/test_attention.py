@@ -24,7 +24,7 @@ ON_GPU = pytest.mark.gpu
 DTYPES = [dtype for dtype in PLACE.dtypes if dtype != torch.float64]
 HEADS = st.integers(1, 3)
 HEAD_DIMS = st.sampled_from([1, 2, 7, 16, 31, 32, 48, 64, 96, 100, 127, 128, 129, 192, 255, 256])
-# Every pair of options meets, in self-attention and across; a window of one row leaves the reference nothing to err about.
+# In self-attention and across; a window of one row would leave the reference nothing to err about.
 MASKS: list[dict[str, object]] = [
     {},
     {"causal": True},
@@ -83,7 +83,8 @@ def cases(draw: st.DrawFn, dtypes: list[torch.dtype], shortest_window: int = 1) 
             | ragged.map(lambda each: torch.tensor([*each, 2], dtype=queries.offsets.dtype, device=PLACE.device))
         ),
         "num_contextual": draw(st.just(0) | st.integers(0, 20)),
-        "scale": draw(st.sampled_from([None, 0.3, -1.0])),
+        # Scores of order one: where one key has all the weight, the reference has nothing to err about either.
+        "scale": draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
     }
     heads = draw(HEADS) + 64 // (head_dim * queries.total * group)
     return Case(queries, keys, heads, group, head_dim, draw(st.sampled_from(dtypes)), draw(seeds()), options)
@@ -135,9 +136,18 @@ def test_three_way(place: Place, case: Case, wanted: list[bool], return_lse: boo
     check(place, case.queries, case.inputs(), case.keys, wanted=wanted, return_lse=return_lse, **case.options)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_tile_boundary(place: Place, dtype: torch.dtype, mask: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("mask", "dtype"),
+    [
+        (mask, dtype)
+        for number, mask in enumerate(MASKS)
+        for parity, dtype in enumerate((torch.float32, torch.bfloat16))
+        # The interpreter is slow: there masks and dtypes take turns.
+        if PLACE.name != "interpret" or number < 2 or number % 2 == parity
+    ],
+    ids=str,
+)
+def test_every_tile_boundary(place: Place, mask: dict[str, object], dtype: torch.dtype) -> None:
     """Lengths around the tiles of both configurations: a mean below their border, and one above; the same across."""
     short, long = jagged_of((31, 0, 32, 33, 1, 65, 1, 2)), jagged_of((63, 64, 65, 129, 1))
     for batch in (short, long):
@@ -325,15 +335,15 @@ def test_opcheck(place: Place, dtype: torch.dtype) -> None:
     across = Case(batch, keys, 2, 3, 4, dtype, 0, {}).inputs()
     forward, backward = torch.ops.jagged.attention_forward.default, torch.ops.jagged.attention_backward.default
     targets = torch.tensor([1, 0, 2], device=place.device)
-    for (q, k, v), options in (
-        (fused, (batch.offsets, None, None, True, 0, 0, 0.5, place.backend)),
-        (across, (batch.offsets, keys.offsets, targets, False, 2, 1, 0.5, place.backend)),
+    for (q, k, v), with_lse, options in (
+        (fused, False, (batch.offsets, None, None, True, 0, 0, 0.5, place.backend)),
+        (across, True, (batch.offsets, keys.offsets, targets, False, 2, 1, 0.5, place.backend)),
     ):
         torch.library.opcheck(forward, (q, k, v, *options))
         output, lse = forward(q, k, v, *options)
         assert lse.shape == (q.shape[1], batch.total)
-        for grad_lse in (None, torch.ones_like(lse)):
-            torch.library.opcheck(backward, (torch.ones_like(output), grad_lse, q, k, v, output, lse, *options))
+        grad_lse = torch.ones_like(lse) if with_lse else None
+        torch.library.opcheck(backward, (torch.ones_like(output), grad_lse, q, k, v, output, lse, *options))
 
 
 def test_log_sum_exp_merges_sets_of_keys(place: Place) -> None:
