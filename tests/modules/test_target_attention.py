@@ -23,6 +23,16 @@ DIM = 6
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
 
+def named(layers: tuple[Tensor, ...], names: list[str]) -> dict[str, Tensor]:
+    """Parameters from each layer's weight with the bias, if it has one, as a last column."""
+    parts = {f"layers.{k}.weight": layer for k, layer in enumerate(layers)}
+    for k, layer in enumerate(layers):
+        if f"layers.{k}.bias" in names:
+            parts |= {f"layers.{k}.weight": layer[:, :-1], f"layers.{k}.bias": layer[:, -1]}
+    assert sorted(parts) == sorted(names)
+    return parts
+
+
 def check_twins(module: TargetAttention, twin: nn.Module, batch: Jagged, inputs: list[Tensor]) -> None:
     """Check outputs and the gradients of rows, targets and parameters."""
     names = list(module.state_dict())
@@ -30,15 +40,17 @@ def check_twins(module: TargetAttention, twin: nn.Module, batch: Jagged, inputs:
     length = max([1, *batch.lengths])
     filled = to_dense(torch.ones(batch.total, device=PLACE.device), batch.lengths, length, 0.0) > 0
 
-    def ours(rows: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
+    def ours(rows: Tensor, targets: Tensor, *layers: Tensor) -> Tensor:
         history = JaggedTensor(values=rows, offsets=batch.offsets)
-        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (history, targets))
+        return torch.func.functional_call(module, named(layers, names), (history, targets))
 
-    def padded(rows: Tensor, targets: Tensor, *parameters: Tensor) -> Tensor:
+    def padded(rows: Tensor, targets: Tensor, *layers: Tensor) -> Tensor:
         dense = to_dense(rows, batch.lengths, length, 0.0)
-        return torch.func.functional_call(twin, dict(zip(names, parameters, strict=True)), (dense, filled, targets))
+        return torch.func.functional_call(twin, named(layers, names), (dense, filled, targets))
 
-    check_three_way(ours, padded, [*inputs, *(parameter.detach() for parameter in module.state_dict().values())])
+    # The error of a bias of one number would be luck, and with it the oracle's yardstick.
+    layers = [torch.cat([x.weight, x.bias[:, None]], 1) if x.bias is not None else x.weight for x in module.layers]
+    check_three_way(ours, padded, [*inputs, *(layer.detach() for layer in layers)])
 
 
 @settings(max_examples=40)
