@@ -22,7 +22,7 @@ from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, s
 ON_GPU = pytest.mark.gpu
 # The oracle's yardstick is the error of a reference in the tested dtype; in float64 that is the reference itself.
 DTYPES = [dtype for dtype in PLACE.dtypes if dtype != torch.float64]
-HEADS = st.integers(1, 3)
+HEADS = st.integers(1, 2 if PLACE.name == "interpret" else 3)
 HEAD_DIMS = st.sampled_from([1, 2, 7, 16, 31, 32, 48, 64, 96, 100, 127, 128, 129, 192, 255, 256])
 # In self-attention and across; a window of one row would leave the reference nothing to err about.
 MASKS: list[dict[str, object]] = [
@@ -277,7 +277,7 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
         targets = torch.tensor([2**31 - 1, -(2**31), 5], device=place.device)[: len(wrong) - 1]
         everything = {"causal": True, "window": 4, "num_targets": targets, "num_contextual": 2}
         for sides in ((offsets, None), (others, offsets), (offsets, others)):
-            for options in ({}, {"causal": True}, everything):
+            for options in ({}, everything):
                 leaves = [x.detach().requires_grad_() for x in (q, k, v)]
                 output = jagged_attention(*leaves, *sides, backend=place.backend, **options)  # type: ignore[call-overload]
                 # Rows that no sample covers may be left unwritten, which here means NaN.
