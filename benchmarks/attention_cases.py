@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from jagged.ops import jagged_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# A sample of more scores than this over all heads is not computed in float64.
+# A sample of more scores than this over all heads is not computed in float64, unless all are that long.
 REFERENCE_SCORES = 2**28
 
 
@@ -36,13 +36,13 @@ class Mask:
         """The arguments of `jagged_attention` that differ from its defaults."""
         return {name: value for name, value in vars(self).items() if value != getattr(Mask(), name)}
 
-    def seen(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """`[queries, keys]`, whether a query of a sample sees a key."""
-        position = torch.arange(queries, device=device)[:, None] + keys - queries
+    def seen(self, queries: int, keys: int, device: torch.device, first: int = 0, last: int | None = None) -> Tensor:
+        """`[last - first, keys]`, whether a query of a sample sees a key; `last` None for all queries."""
+        position = torch.arange(first, queries if last is None else last, device=device)[:, None] + keys - queries
         key = torch.arange(keys, device=device)
         history = keys - min(self.num_targets or 0, keys)
         row = position.clamp(max=history)
-        base = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        base = torch.ones(len(position), keys, dtype=torch.bool, device=device)
         if self.causal:
             base &= key <= row
         if self.window is not None:
@@ -132,7 +132,11 @@ class Workload:
         both = zip(self.query_lengths.tolist(), self.key_lengths.tolist(), strict=True)
         if self.mask == Mask():
             return sum(queries * keys for queries, keys in both)
-        return sum(int(self.mask.seen(queries, keys, self.device).sum()) for queries, keys in both)
+        return sum(
+            int(self.mask.seen(queries, keys, self.device, first, min(first + 1024, queries)).sum())
+            for queries, keys in both
+            for first in range(0, queries, 1024)
+        )
 
     @property
     def flops(self) -> int:
@@ -421,5 +425,6 @@ def some_samples(w: Workload, count: int = 16) -> list[int]:
     """Samples from the shortest that has a key to the longest that float64 has room for, evenly in order of length."""
     scores = w.query_lengths * w.key_lengths * w.size.heads
     order = [sample for sample in w.key_lengths.argsort().tolist() if 0 < scores[sample] <= REFERENCE_SCORES]
+    order = order or [int(scores.argmin())]
     places = torch.linspace(0, len(order) - 1, min(count, len(order))).round().long().tolist()
     return [order[place] for place in places]

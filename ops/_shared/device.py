@@ -32,11 +32,11 @@ def find_segments(segment_offsets, index, num_segments):
 
 
 @triton.jit
-def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0):
+def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0, TO_SPARE: tl.constexpr = 0):
     """Return the segment that contains a scalar `index`, as `find_segments`; with a BLOCK the one that owns tile `index`.
 
-    Segment b owns the tiles from `segment_offsets[b] // BLOCK + b` on. One step looks at 32 places at once: loads that wait for
-    one another are what a search costs, and 1,024 segments need two instead of ten.
+    Segment b then owns the tiles from `segment_offsets[b] // BLOCK + TO_SPARE * b` on. One step looks at 32 places at once: loads
+    that wait for one another are what a search costs, and 1,024 segments need two instead of ten.
     """
     low = tl.program_id(0) * 0
     width = num_segments
@@ -45,7 +45,7 @@ def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0):
         place = tl.arange(0, WAYS) * step
         first = tl.load(segment_offsets + low + place, mask=place < width, other=0)
         if BLOCK:
-            first = first // BLOCK + low + place
+            first = first // BLOCK + TO_SPARE * (low + place)
         passed = tl.sum(((place < width) & (first <= index)).to(tl.int32), 0)
         # The first place is always passed, unless offsets are wrong; then too the search stays inside.
         passed_by = (tl.maximum(passed, 1) - 1) * step
@@ -66,16 +66,24 @@ def load_segment(offsets, segment, total):
 
 
 @triton.jit
-def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr):
+def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr, APART: tl.constexpr = False):
     """Return the sample that owns tile `index`, its first row, its length, and where in it the tile begins; all are int64.
 
     Sample b owns the tiles from `offsets[b] // BLOCK + b` on: enough of them and at least one, so `total // BLOCK + num_samples`
-    programs serve all, without a list in memory. A tile to spare begins at the end of its sample or past it.
+    programs serve all, without a list in memory. A tile to spare begins at the end of its sample or past it. `APART` puts the
+    samples' first tiles after all others, where they are found without a search: faster where most samples have no other.
     """
-    sample = find_segment(offsets, index, num_samples, BLOCK)
+    others = 0
+    if APART:
+        others = (total // BLOCK).to(tl.int32)
+    sample = index - others
+    if not APART or index < others:
+        sample = find_segment(offsets, index, num_samples, BLOCK, 0 if APART else 1)
     start, end = load_segment(offsets, sample, total)
     length = end - start
     tile = index - start // BLOCK - sample
+    if APART:
+        tile = tl.where(index < others, index - start // BLOCK + 1, 0)
     # Only wrong offsets lead before the sample or far past it.
     return sample.to(tl.int64), start, length, tl.where((tile < 0) | (tile > length // BLOCK), length, tile * BLOCK)
 

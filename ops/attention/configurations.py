@@ -1,6 +1,7 @@
 """Tile sizes of the attention kernels. Nothing else decides how they are launched.
 
-One table serves compute capabilities 8.0 to 10.0: every row compiles without a spill for each of them.
+One table serves compute capabilities 8.0 to 10.0: every row compiles for each of them, and spills nothing but what the tests of
+ahead-of-time compilation name.
 """
 
 from __future__ import annotations
@@ -11,43 +12,69 @@ import torch
 
 
 class Tiles(NamedTuple):
-    """Rows that a program owns, rows that it visits at a time, and how Triton runs it."""
+    """Rows that a program owns, rows that it visits at a time, and how Triton runs it.
+
+    `max_registers` of a thread, None for as many as the assembler likes; fewer may let one more program onto a multiprocessor.
+    `tma` loads the visited rows, which a GPU of compute capability 9.0 and rows that begin at 16 bytes allow.
+    """
 
     own: int
     visit: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    tma: bool = False
 
 
 class Configuration(NamedTuple):
-    """`forward` and `dq` own queries and visit keys, `dkv` owns keys and visits queries."""
+    """`forward` and `dq` own queries and visit keys, `dkv` owns keys and visits queries.
+
+    `apart`: most samples have one tile, which is found without a search (`find_tile`).
+    """
 
     forward: Tiles
     dq: Tiles
     dkv: Tiles
+    apart: bool = False
 
 
-# Batches whose mean length is at most this take the tiles for short samples.
-SHORT = 32
+# Mean lengths up to which a batch is short, or medium; above it is long.
+BORDERS = {"short": 32, "medium": 96}
 
-# (bytes of an element, head width rounded up to a power of two, short samples)
+# (bytes of an element, head width rounded up to a power of two, how long samples are). Medium ones have a row where it pays, and
+# long ones a second, "pointers", where the first needs TMA.
 TABLE = {
-    (2, 16, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2)),
-    (2, 32, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
-    (2, 64, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2)),
-    (2, 128, True): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2)),
-    (2, 16, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    (2, 32, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    (2, 64, False): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
-    (2, 128, False): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 64, 8, 2)),
-    (4, 16, True): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2)),
-    (4, 32, True): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 4, 2)),
-    (4, 64, True): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 16, 4, 2), Tiles(16, 16, 4, 1)),
-    (4, 128, True): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 1)),
-    (4, 16, False): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
-    (4, 32, False): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2)),
-    (4, 64, False): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
-    (4, 128, False): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 1)),
+    (2, 16, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), True),
+    (2, 32, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), True),
+    (2, 64, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), True),
+    (2, 128, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), True),
+    (2, 256, "short"): Configuration(Tiles(32, 32, 4, 2, 255), Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2), True),
+    (2, 64, "medium"): Configuration(Tiles(64, 32, 4, 2, 80), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2, 128), True),
+    (2, 16, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    (2, 32, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
+    (2, 64, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2, 128)),
+    (2, 128, "long"): Configuration(Tiles(64, 64, 4, 3, tma=True), Tiles(128, 64, 8, 3, tma=True), Tiles(64, 64, 4, 2, tma=True)),
+    (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 64, 8, 2)),
+    (2, 256, "long"): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
+    (4, 16, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), True),
+    (4, 32, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 4, 2), True),
+    (4, 64, "short"): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 16, 4, 2), Tiles(16, 16, 4, 1), True),
+    (4, 128, "short"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1), True),
+    (4, 256, "short"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 16, 1), Tiles(16, 16, 8, 1), True),
+    (4, 16, "long"): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2)),
+    (4, 32, "long"): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2, 128), Tiles(32, 32, 4, 2)),
+    (4, 64, "long"): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    (4, 128, "long"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1)),
+    (4, 256, "long"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 16, 1), Tiles(16, 16, 8, 1)),
+}
+
+# `dkv` of 16-bit tensors where other options than `causal` are given, which need registers of their own.
+WITH_OPTIONS = {
+    16: Tiles(64, 32, 8, 2),
+    32: Tiles(64, 32, 8, 2),
+    64: Tiles(64, 32, 8, 2),
+    128: Tiles(64, 32, 8, 2),
+    256: Tiles(32, 32, 8, 2),
 }
 
 
@@ -56,10 +83,17 @@ def padded_width(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def configuration(head_dim: int, dtype: torch.dtype, total: int, batch_size: int) -> Configuration:
-    """Choose from shapes alone: at most two variants for each head width and dtype, however lengths change.
+def configuration(
+    head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, has_options: bool, allows_tma: bool
+) -> Configuration:
+    """Choose from shapes alone: at most three variants for each head width and dtype, however lengths change.
 
     Rows of a width that is no multiple of 16 need not begin at 16 bytes; such rows reach shared memory through registers, which
     the large tiles have none to spare for.
     """
-    return TABLE[dtype.itemsize, padded_width(head_dim), head_dim % 16 != 0 or total <= SHORT * batch_size]
+    size, width = dtype.itemsize, padded_width(head_dim)
+    length = next((name for name, border in BORDERS.items() if total <= border * batch_size), "long")
+    chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])
+    if chosen.forward.tma and not allows_tma:
+        chosen = TABLE[size, width, "pointers"]
+    return chosen._replace(dkv=WITH_OPTIONS[width]) if has_options and size == 2 else chosen

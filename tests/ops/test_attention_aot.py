@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jagged.ops.attention.configurations import TABLE
+from jagged.ops.attention.configurations import TABLE, WITH_OPTIONS, Tiles
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -14,34 +14,64 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 
 KERNELS = ("forward", "backward_dq", "backward_dkv")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-TOO_LARGE_FOR_AMD = {((2, 128, False), "forward"), ((2, 128, False), "backward_dq")}
+Row = tuple[int, int, str]
+# Everything that a sample's shape and a query's sight can be given beside `causal`.
+OPTIONS = {"key_offsets": "*i64", "num_targets": "*i64", "window": "i32", "num_contextual": "i32", "grad_lse": "*fp32"}
+# Tiles that were measured faster with a few bytes of a thread's registers spilled than any that fit: a limit lets a fourth program
+# onto a multiprocessor, or the tile takes all 255. What is spilled stands outside the loops but for three loads and stores.
+ALLOWED_SPILLS = {
+    ((2, 64, "medium"), "forward"): 16,
+    ((2, 64, "medium"), "backward_dkv"): 40,
+    ((2, 64, "long"), "backward_dkv"): 40,
+    ((2, 128, "long"), "backward_dkv"): 80,
+}
+TOO_LARGE_FOR_AMD = {
+    ((2, 128, "pointers"), "forward"),
+    ((2, 128, "pointers"), "backward_dq"),
+    ((2, 256, "long"), "forward"),
+    ((2, 256, "long"), "backward_dq"),
+    ((2, 256, "long"), "backward_dkv"),
+}
+
+
+def tiles_of(name: str, row: Row, has_options: bool) -> Tiles:
+    if has_options and row[0] == 2 and name == "backward_dkv":
+        return WITH_OPTIONS[row[1]]
+    tiles: Tiles = TABLE[row][KERNELS.index(name)]
+    return tiles
 
 
 def compile_row(
     name: str,
     arch: int | str,
-    row: tuple[int, int, bool],
+    row: Row,
     *,
     dtype: str = "",
     precision: str = "ieee",
     causal: bool = True,
     head_dim: int | None = None,
+    has_options: bool = False,
 ) -> Resources:
     from jagged.ops.attention import kernels
 
     kernel = getattr(kernels, f"attention_{name}_kernel")
     size, width, _ = row
-    tiles = TABLE[row][KERNELS.index(name)]
+    tiles = tiles_of(name, row, has_options)
     block_m, block_n = (tiles.visit, tiles.own) if name == "backward_dkv" else (tiles.own, tiles.visit)
     constants = {
         "IS_CAUSAL": causal,
+        "GROUP": 2 if has_options else 1,
+        "APART": TABLE[row].apart,
+        "USE_TMA": tiles.tma,
         "HEAD_DIM": head_dim or width,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "BLOCK_D": width,
         "INPUT_PRECISION": precision,
+        **({} if has_options else {option: None for option in OPTIONS if option in kernel.arg_names}),
     }
-    types = {"offsets": "*i64", "lse": "*fp32", "delta": "*fp32", "scale": "fp32", "num_samples": "i32", "total": "i32"}
+    types = {"offsets": "*i64", "lse": "*fp32", "delta": "*fp32", "scale": "fp32", **OPTIONS}
+    types |= dict.fromkeys(("num_samples", "total", "key_total"), "i32")
     strides = [argument for argument in kernel.arg_names if argument.endswith("stride")]
     types |= dict.fromkeys(strides, "i32")
     values = f"*{dtype or {2: 'bf16', 4: 'fp32'}[size]}"
@@ -53,50 +83,58 @@ def compile_row(
         arch=arch,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        max_registers=tiles.max_registers,
         # Rows of an odd width need not begin at 16 bytes; `configuration` gives them the tiles for short samples.
         divisible=strides if head_dim is None else (),
     )
 
 
-def check(name: str, arch: int, row: tuple[int, int, bool], **options: Any) -> None:
+def check(name: str, arch: int, row: Row, **options: Any) -> None:
+    if arch < 90 and TABLE[row].forward.tma:
+        row = (*row[:2], "pointers")
     used = compile_row(name, arch, row, **options)
     where = f"{name} {row} for sm_{arch}, {options}: {used}"
-    assert used.spills == 0, where
+    assert used.spills <= ALLOWED_SPILLS.get((row, name), 0), where
     assert used.shared_bytes <= SHARED_BYTES[arch], where
 
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("arch", TARGETS)
 def test_common_tiles(name: str, arch: int) -> None:
-    check(name, arch, (2, 128, False))
+    check(name, arch, (2, 128, "long"))
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_other_dtypes_and_widths(name: str) -> None:
-    check(name, 90, (2, 64, True))
-    check(name, 90, (2, 64, False), dtype="fp16", causal=False)
-    check(name, 90, (2, 128, True), head_dim=100)
-    check(name, 90, (4, 32, False))
-    check(name, 90, (4, 64, True), precision="tf32", causal=False)
+def test_other_dtypes_widths_and_options(name: str) -> None:
+    check(name, 90, (2, 64, "medium"))
+    check(name, 90, (2, 64, "long"), dtype="fp16", causal=False)
+    check(name, 90, (2, 64, "long"), has_options=True)
+    check(name, 90, (2, 128, "short"), head_dim=100)
+    check(name, 90, (4, 32, "long"))
+    check(name, 90, (4, 64, "short"), precision="tf32", causal=False)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("row", TABLE)
-def test_every_row_of_the_table(row: tuple[int, int, bool]) -> None:
+def test_every_row_of_the_table(row: Row) -> None:
     for name in KERNELS:
         for precision in ("ieee", "tf32") if row[0] == 4 else ("ieee",):
             for arch in TARGETS:
                 check(name, arch, row, precision=precision)
+                check(name, arch, row, precision=precision, has_options=True)
             check(name, 90, row, precision=precision, causal=False)
-            if row[2]:
+            if row[2] == "short":
                 check(name, 90, row, precision=precision, head_dim=row[1] - 1)
 
 
 @pytest.mark.parametrize(
-    "row", [row if row in ((2, 64, False), (4, 64, True)) else pytest.param(row, marks=pytest.mark.long) for row in TABLE]
+    "row",
+    [row if row in ((2, 64, "long"), (4, 64, "short")) else pytest.param(row, marks=pytest.mark.long) for row in TABLE],
 )
-def test_amd(row: tuple[int, int, bool]) -> None:
+def test_amd(row: Row) -> None:
     """Every kernel compiles; the named tiles would be refused at their launch."""
+    if TABLE[row].forward.tma:
+        pytest.skip("never chosen without TMA")
     for name in KERNELS:
         used = compile_row(name, AMD, row)
         assert (used.shared_bytes > AMD_SHARED_BYTES) == ((row, name) in TOO_LARGE_FOR_AMD), f"{name} {row}: {used}"
