@@ -285,10 +285,13 @@ def padded(backend: SDPBackend | None, w: Workload) -> Implementation:
 
 @functools.cache
 def _flex() -> Callable[..., Tensor]:
+    import torch._functorch.config
     from torch.nn.attention.flex_attention import flex_attention
 
     # Masks, widths and modes are compiled each for itself.
     torch._dynamo.config.recompile_limit = 64
+    # Its backward is timed again and again on one graph, whose buffers it would otherwise take for its own.
+    torch._functorch.config.donated_buffer = False
     return torch.compile(flex_attention, dynamic=True)
 
 

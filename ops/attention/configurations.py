@@ -54,27 +54,18 @@ TABLE = {
     (2, 32, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     (2, 64, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2, 128)),
     (2, 128, "long"): Configuration(Tiles(64, 64, 4, 3, tma=True), Tiles(128, 64, 8, 3, tma=True), Tiles(64, 64, 4, 2, tma=True)),
-    (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 64, 8, 2)),
-    (2, 256, "long"): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
+    (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 3)),
+    (2, 256, "long"): Configuration(Tiles(128, 64, 8, 2), Tiles(64, 16, 4, 3), Tiles(32, 64, 4, 2)),
     (4, 16, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), True),
     (4, 32, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 4, 2), True),
     (4, 64, "short"): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 16, 4, 2), Tiles(16, 16, 4, 1), True),
-    (4, 128, "short"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1), True),
-    (4, 256, "short"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 16, 1), Tiles(16, 16, 8, 1), True),
+    (4, 128, "short"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1, 96), True),
+    (4, 256, "short"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 2, 255), Tiles(16, 16, 8, 1), True),
     (4, 16, "long"): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2)),
     (4, 32, "long"): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2, 128), Tiles(32, 32, 4, 2)),
     (4, 64, "long"): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
-    (4, 128, "long"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1)),
-    (4, 256, "long"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 16, 1), Tiles(16, 16, 8, 1)),
-}
-
-# `dkv` of 16-bit tensors where other options than `causal` are given, which need registers of their own.
-WITH_OPTIONS = {
-    16: Tiles(64, 32, 8, 2),
-    32: Tiles(64, 32, 8, 2),
-    64: Tiles(64, 32, 8, 2),
-    128: Tiles(64, 32, 8, 2),
-    256: Tiles(32, 32, 8, 2),
+    (4, 128, "long"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1, 96)),
+    (4, 256, "long"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 2, 255), Tiles(16, 16, 8, 1)),
 }
 
 
@@ -83,9 +74,7 @@ def padded_width(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def configuration(
-    head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, has_options: bool, allows_tma: bool
-) -> Configuration:
+def configuration(head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, allows_tma: bool) -> Configuration:
     """Choose from shapes alone: at most three variants for each head width and dtype, however lengths change.
 
     Rows of a width that is no multiple of 16 need not begin at 16 bytes; such rows reach shared memory through registers, which
@@ -94,6 +83,4 @@ def configuration(
     size, width = dtype.itemsize, padded_width(head_dim)
     length = next((name for name, border in BORDERS.items() if total <= border * batch_size), "long")
     chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])
-    if chosen.forward.tma and not allows_tma:
-        chosen = TABLE[size, width, "pointers"]
-    return chosen._replace(dkv=WITH_OPTIONS[width]) if has_options and size == 2 else chosen
+    return TABLE[size, width, "pointers"] if chosen.forward.tma and not allows_tma else chosen

@@ -235,6 +235,24 @@ def attention_backward_dq_kernel(
 
 
 @triton.jit
+def member_and_tile(step, num_tiles, GROUP: tl.constexpr):
+    """Return the head of a group, and its tile, that come in one step of a loop over all tiles of all heads."""
+    member, tile = 0, step
+    if GROUP > 1:
+        member, tile = step // num_tiles, step % num_tiles
+    return member, tile
+
+
+@triton.jit
+def of_member(source, member, head_stride, GROUP: tl.constexpr):
+    """Return where a head of the group has its rows; of a group of one that is the source, which may be a descriptor."""
+    if GROUP > 1:
+        return source + member.to(tl.int64) * head_stride
+    else:
+        return source
+
+
+@triton.jit
 def accumulate_dkv(
     grad_key, grad_value, k, v, query, upstream, lse, delta, first_query, first_key, shift, query_length, history, window,
     num_contextual, num_targets, query_stride, grad_stride, factor,
@@ -295,28 +313,35 @@ def attention_backward_dkv_kernel(
     whole_begin, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, edge_tiles = query_ranges(
         first_key, last_key, shift, query_length, history, window, num_contextual, num_targets, IS_CAUSAL, BLOCK_M
     )
-    for member in range(GROUP):
-        query_head = head * GROUP + member
-        member_query = query + start * query_row_stride + query_head * query_head_stride
-        member_grad = grad + start * grad_row_stride + query_head * grad_head_stride
-        queries = rows_of(member_query, query_length, query_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
-        upstream = rows_of(member_grad, query_length, grad_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
-        member_lse = lse + query_head * total + start
-        member_delta = delta + query_head * total + start
-        for index in range(0, edge_tiles):
-            first_query = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_M)
-            total_grad_key, total_grad_value = accumulate_dkv(
-                total_grad_key, total_grad_value, k, v, queries, upstream, member_lse, member_delta, first_query,
-                first_key, shift, query_length, history, window, num_contextual, num_targets, query_row_stride,
-                grad_row_stride, factor, True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
-            )  # fmt: skip
-        for first_query in range(whole_begin, whole_end, BLOCK_M):
-            total_grad_key, total_grad_value = accumulate_dkv(
-                total_grad_key, total_grad_value, k, v, queries, upstream, member_lse, member_delta, first_query,
-                first_key, shift, query_length, history, window, num_contextual, num_targets, query_row_stride,
-                grad_row_stride, factor, False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
-            )  # fmt: skip
+    head *= GROUP
+    query += start * query_row_stride + head * query_head_stride
+    grad += start * grad_row_stride + head * grad_head_stride
+    lse += head * total + start
+    delta += head * total + start
+    queries = rows_of(query, query_length, query_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
+    upstream = rows_of(grad, query_length, grad_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
+    for step in range(0, edge_tiles * GROUP):
+        member, index = member_and_tile(step, edge_tiles, GROUP)
+        first_query = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_M)
+        total_grad_key, total_grad_value = accumulate_dkv(
+            total_grad_key, total_grad_value, k, v, of_member(queries, member, query_head_stride, GROUP),
+            of_member(upstream, member, grad_head_stride, GROUP), of_member(lse, member, total, GROUP),
+            of_member(delta, member, total, GROUP), first_query, first_key, shift, query_length, history, window,
+            num_contextual, num_targets, query_row_stride, grad_row_stride, factor,
+            True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+        )  # fmt: skip
+    whole_tiles = tl.cdiv(whole_end - whole_begin, BLOCK_M)
+    for step in range(0, whole_tiles * GROUP):
+        member, index = member_and_tile(step, whole_tiles, GROUP)
+        total_grad_key, total_grad_value = accumulate_dkv(
+            total_grad_key, total_grad_value, k, v, of_member(queries, member, query_head_stride, GROUP),
+            of_member(upstream, member, grad_head_stride, GROUP), of_member(lse, member, total, GROUP),
+            of_member(delta, member, total, GROUP), whole_begin + index * BLOCK_M, first_key, shift, query_length, history,
+            window, num_contextual, num_targets, query_row_stride, grad_row_stride, factor,
+            False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+        )  # fmt: skip
     total_grad_key *= scale
+    head //= GROUP
     grad_key += key_start * output_row_stride + head * HEAD_DIM
     grad_value += key_start * output_row_stride + head * HEAD_DIM
     store_tile(grad_key, total_grad_key, first_key, key_length, output_row_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -340,8 +365,7 @@ def forward(
     q, k, v = _readable(q), _readable(k), _readable(v)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
-    has_options = _has_options(q, k, k_offsets, num_targets, window, num_contextual)
-    chosen = configuration(head_dim, q.dtype, total, q_offsets.shape[0] - 1, has_options=has_options, allows_tma=_allow_tma(k, v))
+    chosen = configuration(head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v))
     tiles = chosen.forward
     grid = _grid(q, q_offsets, tiles)
     if grid[0]:
@@ -370,13 +394,14 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch `attention_backward_dq_kernel`, then `attention_backward_dkv_kernel`: gradients of q, k and v, contiguous."""
-    total, _, head_dim = q.shape
+    total, heads, head_dim = q.shape
     grad, q, k, v = _readable(grad), _readable(q), _readable(k), _readable(v)
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty_like(lse)
     batch_size = q_offsets.shape[0] - 1
-    has_options = _has_options(q, k, k_offsets, num_targets, window, num_contextual)
-    chosen = configuration(head_dim, q.dtype, total, batch_size, has_options=has_options, allows_tma=_allow_tma(grad, q, k, v))
+    # A loop over heads moves a pointer, which it could not do with a descriptor.
+    allows_tma = heads == k.shape[1] and _allow_tma(grad, q, k, v)
+    chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma)
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
     if (grid := _grid(q, q_offsets, chosen.dq))[0]:
         attention_backward_dq_kernel[grid](
@@ -405,12 +430,6 @@ def _grid(rows: Tensor, offsets: Tensor, tiles: Tiles) -> tuple[int, int]:
     """Programs enough for every tile of `find_tile`'s list, and for each head; none where there is nothing to do."""
     batch_size = offsets.shape[0] - 1
     return (rows.shape[0] // tiles.own + batch_size if batch_size and rows.numel() else 0, rows.shape[1])
-
-
-def _has_options(
-    q: Tensor, k: Tensor, k_offsets: Tensor | None, num_targets: Tensor | None, window: int, num_contextual: int
-) -> bool:
-    return k_offsets is not None or num_targets is not None or bool(window or num_contextual) or q.shape[1] != k.shape[1]
 
 
 def _constants(q: Tensor, k: Tensor, causal: bool, apart: bool, tiles: Tiles) -> dict[str, Any]:

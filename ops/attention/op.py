@@ -223,9 +223,9 @@ def jagged_attention(
             raise ValueError(f"num_targets: expected 0 or more, got {num_targets}; use None for no targets")
         num_targets = q_offsets.new_full((batch_size,), min(num_targets, MAX_ROWS))
     factor = 1 / math.sqrt(q.shape[2]) if scale is None else float(scale)
-    if factor < 0:
-        # The kernels find the largest score before they scale it.
-        q, factor = -q, -factor
+    if factor <= 0:
+        # The kernels find the largest product before they scale it, and hide those of keys out of sight by minus infinity.
+        q, factor = (-q, -factor) if factor else (q * 0.0, 1.0)
     result: Tensor | tuple[Tensor, Tensor] = AttentionFunction.apply(
         q,
         k,
