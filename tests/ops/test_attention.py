@@ -318,6 +318,14 @@ def test_gradcheck(place: Place, mask: dict[str, object]) -> None:
     )
 
 
+def test_a_scale_of_0_takes_the_mean(place: Place) -> None:
+    batch = jagged_of((37, 0, 3))
+    q, k, v = (random_tensor((batch.total, 2, 8), torch.float32, seed) for seed in range(3))
+    output = jagged_attention(q, k, v, batch.offsets, causal=True, scale=0.0, backend=place.backend)
+    counts = torch.arange(1, 38, device=place.device)[:, None, None]
+    torch.testing.assert_close(output[:37], v[:37].cumsum(0) / counts)
+
+
 def test_second_derivatives_are_refused(place: Place) -> None:
     batch = jagged_of((3, 2))
     q, k, v = (x.requires_grad_() for x in inputs_of(batch, 1, 4, torch.float32))
