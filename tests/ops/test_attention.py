@@ -156,6 +156,21 @@ def test_every_tile_boundary(place: Place, mask: dict[str, object], dtype: torch
     check(place, long, Case(long, keys, 1, 2, 16, dtype, 0, {}).inputs(), keys, **mask)
 
 
+@pytest.mark.parametrize("lengths", [(90, 0, 97, 60), (300, 0, 97, 130)], ids=["medium", "long"])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256] if PLACE.name == "gpu" else [64])
+def test_tiles_of_longer_samples(place: Place, head_dim: int, lengths: tuple[int, ...]) -> None:
+    """Each mask by the tiles of batches of longer samples: as they are, grouped, across, and where rows begin anywhere."""
+    batch = jagged_of(lengths)
+    keys = jagged_of((lengths[1], lengths[0], *lengths[2:]))
+    for number, mask in enumerate(MASKS if place.name == "gpu" else MASKS[1:2]):
+        dtype = (torch.bfloat16, torch.float16)[number % 2]
+        inputs = inputs_of(batch, 1, head_dim, dtype)
+        check(place, batch, inputs, **mask)
+        anywhere = [F.pad(x, (1, 0))[..., 1:] for x in inputs]
+        check(place, batch, anywhere, return_lse=True, **mask)
+        check(place, batch, Case(batch, keys, 1, 2, head_dim, dtype, 0, {}).inputs(), keys, **mask)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_slices_of_a_fused_projection_and_other_strides(place: Place, causal: bool) -> None:
     batch = jagged_of((3, 0, 40, 1))
