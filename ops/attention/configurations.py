@@ -15,6 +15,7 @@ class Tiles(NamedTuple):
     """Rows that a program owns, rows that it visits at a time, and how Triton runs it.
 
     `max_registers` of a thread, None for as many as the assembler likes; fewer may let one more program onto a multiprocessor.
+    They were measured on compute capability 9.0 and hold from there on.
     `tma` loads the visited rows, which a GPU of compute capability 9.0 and rows that begin at 16 bytes allow.
     """
 
@@ -55,16 +56,17 @@ TABLE = {
     (2, 64, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2, 128)),
     (2, 128, "long"): Configuration(Tiles(64, 64, 4, 3, tma=True), Tiles(128, 64, 8, 3, tma=True), Tiles(64, 64, 4, 2, tma=True)),
     (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 3)),
-    (2, 256, "long"): Configuration(Tiles(128, 64, 8, 2), Tiles(64, 16, 4, 3), Tiles(32, 64, 4, 2)),
+    (2, 256, "long"): Configuration(Tiles(128, 64, 8, 2), Tiles(64, 16, 4, 3, tma=True), Tiles(32, 64, 4, 2)),
+    (2, 256, "pointers"): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
     (4, 16, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), True),
-    (4, 32, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 4, 2), True),
+    (4, 32, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 32, 8, 2), True),
     (4, 64, "short"): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 16, 4, 2), Tiles(16, 16, 4, 1), True),
-    (4, 128, "short"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1, 96), True),
+    (4, 128, "short"): Configuration(Tiles(32, 16, 8, 2, 128), Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 2), True),
     (4, 256, "short"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 2, 255), Tiles(16, 16, 8, 1), True),
-    (4, 16, "long"): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2)),
-    (4, 32, "long"): Configuration(Tiles(64, 32, 4, 2), Tiles(64, 32, 8, 2, 128), Tiles(32, 32, 4, 2)),
+    (4, 16, "long"): Configuration(Tiles(64, 32, 8, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 8, 2)),
+    (4, 32, "long"): Configuration(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2, 128), Tiles(32, 32, 8, 2)),
     (4, 64, "long"): Configuration(Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 32, 8, 2)),
-    (4, 128, "long"): Configuration(Tiles(32, 16, 8, 2), Tiles(16, 16, 4, 2), Tiles(16, 16, 8, 1, 96)),
+    (4, 128, "long"): Configuration(Tiles(32, 16, 8, 2, 128), Tiles(16, 16, 4, 2), Tiles(16, 16, 4, 2)),
     (4, 256, "long"): Configuration(Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 2, 255), Tiles(16, 16, 8, 1)),
 }
 
@@ -83,4 +85,4 @@ def configuration(head_dim: int, dtype: torch.dtype, total: int, batch_size: int
     size, width = dtype.itemsize, padded_width(head_dim)
     length = next((name for name, border in BORDERS.items() if total <= border * batch_size), "long")
     chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])
-    return TABLE[size, width, "pointers"] if chosen.forward.tma and not allows_tma else chosen
+    return TABLE[size, width, "pointers"] if chosen.dq.tma and not allows_tma else chosen

@@ -437,7 +437,7 @@ def _constants(q: Tensor, k: Tensor, causal: bool, apart: bool, tiles: Tiles) ->
     if tiles.tma:
         # Descriptors lie in memory that Triton asks for at each launch, from an allocator that belongs to the thread.
         triton.set_allocator(_allocate)
-    limited = tiles.max_registers is not None and q.is_cuda and torch.version.hip is None
+    limited = tiles.max_registers is not None and _is_hopper_or_later(q.device)
     return {
         "IS_CAUSAL": causal,
         "APART": apart,
@@ -454,13 +454,13 @@ def _constants(q: Tensor, k: Tensor, causal: bool, apart: bool, tiles: Tiles) ->
 
 def _allow_tma(*tensors: Tensor) -> bool:
     """Whether the GPU has TMA, and every row of every head begins at 16 bytes."""
-    return _has_tma(tensors[0].device) and all(
+    return _is_hopper_or_later(tensors[0].device) and all(
         x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:2]) for x in tensors
     )
 
 
 @functools.cache
-def _has_tma(device: torch.device) -> bool:
+def _is_hopper_or_later(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -20,24 +20,17 @@ OPTIONS = {"key_offsets": "*i64", "num_targets": "*i64", "window": "i32", "num_c
 # Tiles that were measured faster with some of a thread's registers spilled than any that fit, in bytes: a limit lets a fourth
 # program onto a multiprocessor, or the tile takes all 255. At width 128 all but three loads and stores stand outside the loops.
 ALLOWED_SPILLS = {
-    ((2, 64, "medium"), "forward"): 16,
-    ((2, 64, "medium"), "backward_dkv"): 72,
-    ((2, 64, "long"), "backward_dkv"): 72,
-    ((2, 128, "long"), "backward_dkv"): 80,
-    # Only for compute capability 8.0, where nothing was measured.
-    ((2, 256, "long"), "forward"): 208,
-    ((2, 256, "long"), "backward_dq"): 48,
-    ((2, 256, "long"), "backward_dkv"): 80,
-    # No tile of float32 at this width fits.
-    ((4, 256, "short"), "backward_dq"): 136,
-    ((4, 256, "long"), "backward_dq"): 136,
+    ((2, 64, "medium"), "forward"): 32,
+    ((2, 64, "medium"), "backward_dkv"): 104,
+    ((2, 64, "long"), "backward_dkv"): 104,
+    ((2, 128, "long"), "backward_dkv"): 96,
+    ((2, 256, "long"), "backward_dkv"): 132,
 }
 TOO_LARGE_FOR_AMD = {
     ((2, 128, "pointers"), "forward"),
-    ((2, 128, "pointers"), "backward_dq"),
-    ((2, 256, "long"), "forward"),
-    ((2, 256, "long"), "backward_dq"),
-    ((2, 256, "long"), "backward_dkv"),
+    ((2, 256, "pointers"), "forward"),
+    ((2, 256, "pointers"), "backward_dq"),
+    ((2, 256, "pointers"), "backward_dkv"),
 }
 
 
@@ -83,14 +76,14 @@ def compile_row(
         arch=arch,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        max_registers=tiles.max_registers,
+        max_registers=tiles.max_registers if isinstance(arch, int) and arch >= 90 else None,
         # Rows of an odd width need not begin at 16 bytes; `configuration` gives them the tiles for short samples.
         divisible=strides if head_dim is None else (),
     )
 
 
 def check(name: str, arch: int, row: Row, **options: Any) -> None:
-    if TABLE[row].forward.tma and (arch < 90 or options.get("has_options")):
+    if TABLE[row].dq.tma and (arch < 90 or options.get("has_options")):
         row = (*row[:2], "pointers")
     used = compile_row(name, arch, row, **options)
     where = f"{name} {row} for sm_{arch}, {options}: {used}"
@@ -133,7 +126,7 @@ def test_every_row_of_the_table(row: Row) -> None:
 )
 def test_amd(row: Row) -> None:
     """Every kernel compiles; the named tiles would be refused at their launch."""
-    if TABLE[row].forward.tma:
+    if TABLE[row].dq.tma:
         pytest.skip("never chosen without TMA")
     for name in KERNELS:
         used = compile_row(name, AMD, row)
