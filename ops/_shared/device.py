@@ -32,11 +32,12 @@ def find_segments(segment_offsets, index, num_segments):
 
 
 @triton.jit
-def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0, TO_SPARE: tl.constexpr = 0):
+def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0, HAS_SPARE: tl.constexpr = True):
     """Return the segment that contains a scalar `index`, as `find_segments`; with a BLOCK the one that owns tile `index`.
 
-    Segment b then owns the tiles from `segment_offsets[b] // BLOCK + TO_SPARE * b` on. One step looks at 32 places at once: loads
-    that wait for one another are what a search costs, and 1,024 segments need two instead of ten.
+    Segment b then owns the tiles from `segment_offsets[b] // BLOCK + b` on, without tiles to spare from `segment_offsets[b] // BLOCK`
+    on. One step looks at 32 places at once: loads that wait for one another are what a search costs, and 1,024 segments need two
+    instead of ten.
     """
     low = tl.program_id(0) * 0
     width = num_segments
@@ -45,7 +46,7 @@ def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0, 
         place = tl.arange(0, WAYS) * step
         first = tl.load(segment_offsets + low + place, mask=place < width, other=0)
         if BLOCK:
-            first = first // BLOCK + TO_SPARE * (low + place)
+            first = first // BLOCK + low + place if HAS_SPARE else first // BLOCK
         passed = tl.sum(((place < width) & (first <= index)).to(tl.int32), 0)
         # The first place is always passed, unless offsets are wrong; then too the search stays inside.
         passed_by = (tl.maximum(passed, 1) - 1) * step
@@ -73,17 +74,19 @@ def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr, APART: tl
     programs serve all, without a list in memory. A tile to spare begins at the end of its sample or past it. `APART` puts the
     samples' first tiles after all others, where they are found without a search: faster where most samples have no other.
     """
-    others = 0
     if APART:
         others = (total // BLOCK).to(tl.int32)
-    sample = index - others
-    if not APART or index < others:
-        sample = find_segment(offsets, index, num_samples, BLOCK, 0 if APART else 1)
+        sample = index - others
+        if index < others:
+            sample = find_segment(offsets, index, num_samples, BLOCK, False)
+    else:
+        sample = find_segment(offsets, index, num_samples, BLOCK)
     start, end = load_segment(offsets, sample, total)
     length = end - start
-    tile = index - start // BLOCK - sample
     if APART:
         tile = tl.where(index < others, index - start // BLOCK + 1, 0)
+    else:
+        tile = index - start // BLOCK - sample
     # Only wrong offsets lead before the sample or far past it.
     return sample.to(tl.int64), start, length, tl.where((tile < 0) | (tile > length // BLOCK), length, tile * BLOCK)
 

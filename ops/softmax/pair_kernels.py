@@ -53,7 +53,7 @@ def find_vectors(
     Sample b owns the tiles from `offsets[b] // OWN + b` on, with the offsets of its vectors.
     """
     offsets = b_offsets if BY_COLUMNS else a_offsets
-    sample = find_segment(offsets, tile, num_samples, OWN, 1)
+    sample = find_segment(offsets, tile, num_samples, OWN)
     rows = (tl.load(a_offsets + sample + 1) - tl.load(a_offsets + sample)).to(tl.int32)
     columns = (tl.load(b_offsets + sample + 1) - tl.load(b_offsets + sample)).to(tl.int32)
     count = columns if BY_COLUMNS else rows
