@@ -35,9 +35,9 @@ def find_segments(segment_offsets, index, num_segments):
 def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0, HAS_SPARE: tl.constexpr = True):
     """Return the segment that contains a scalar `index`, as `find_segments`; with a BLOCK the one that owns tile `index`.
 
-    Segment b then owns the tiles from `segment_offsets[b] // BLOCK + b` on, without tiles to spare from `segment_offsets[b] // BLOCK`
-    on. One step looks at 32 places at once: loads that wait for one another are what a search costs, and 1,024 segments need two
-    instead of ten.
+    Segment b then owns the tiles from `segment_offsets[b] // BLOCK + b` on, or without one to spare for each from
+    `segment_offsets[b] // BLOCK` on. One step looks at 32 places at once: loads that wait for one another are what a search costs,
+    and 1,024 segments need two instead of ten.
     """
     low = tl.program_id(0) * 0
     width = num_segments
@@ -83,10 +83,7 @@ def find_tile(offsets, index, num_samples, total, BLOCK: tl.constexpr, APART: tl
         sample = find_segment(offsets, index, num_samples, BLOCK)
     start, end = load_segment(offsets, sample, total)
     length = end - start
-    if APART:
-        tile = tl.where(index < others, index - start // BLOCK + 1, 0)
-    else:
-        tile = index - start // BLOCK - sample
+    tile = tl.where(index < others, index - start // BLOCK + 1, 0) if APART else index - start // BLOCK - sample
     # Only wrong offsets lead before the sample or far past it.
     return sample.to(tl.int64), start, length, tl.where((tile < 0) | (tile > length // BLOCK), length, tile * BLOCK)
 
