@@ -36,8 +36,8 @@ def find_segment(segment_offsets, index, num_segments, BLOCK: tl.constexpr = 0, 
     """Return the segment that contains a scalar `index`, as `find_segments`; with a BLOCK the one that owns tile `index`.
 
     Segment b then owns the tiles from `segment_offsets[b] // BLOCK + b` on, or without one to spare for each from
-    `segment_offsets[b] // BLOCK` on. One step looks at 32 places at once: loads that wait for one another are what a search costs,
-    and 1,024 segments need two instead of ten.
+    `segment_offsets[b] // BLOCK` on. One step looks at 32 places at once: loads that wait for one another are what a search
+    costs, and 1,024 segments need two instead of ten.
     """
     low = tl.program_id(0) * 0
     width = num_segments
