@@ -140,7 +140,8 @@ class GraphedSteps:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.set_rng_state(random_state, self._device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # The loader's thread may page-lock memory meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             loss, logits = self._run(inputs.batch(num_items))
         return _Graph(graph, inputs, loss, logits)
 
