@@ -8,7 +8,7 @@ if __name__ != "jagged.ops":
 
 from jagged.ops._shared.offsets import pair_offsets, row_positions
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
-from jagged.ops.attention import jagged_attention
+from jagged.ops.attention import jagged_attention, jagged_hstu_attention
 from jagged.ops.bmm import (
     array_jagged_bmm_jagged_out,
     jagged_dense_bmm,
@@ -35,6 +35,7 @@ __all__ = [
     "jagged_dense_add",
     "jagged_dense_bmm",
     "jagged_dense_mul",
+    "jagged_hstu_attention",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
     "jagged_linear",
