@@ -201,8 +201,8 @@ def jagged_attention(
         k_times: `[Sk]`, int64, the keys' times; None, where `k_offsets` is None, for those of the queries.
         bias: a number for every pair of a query and a key. Dense, `[B, H, Lq, Lk]`: by row in the sample; rows and keys past its
             end get 0, and an expanded tensor is read in place, though its gradient is whole. Or jagged, `[H, P]` with
-            `P = sum Lq * Lk`: each sample's pairs row by row, from where `pair_offsets(q_offsets, k_offsets)` says. The gradient is
-            0 where a key is hidden.
+            `P = sum Lq * Lk`: each sample's pairs row by row, from where `pair_offsets(q_offsets, k_offsets)` says. The gradient
+            is 0 where a key is hidden.
         dropout_p: chance of each weight to be dropped after the softmax, from 0 to below 1; the others are divided by
             `1 - dropout_p`.
         dropout_seed: int64, one element: the same seed drops the same weights, on every backend. None draws one from torch's
