@@ -7,6 +7,7 @@ if __name__ != "jagged.modules":
 
 from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput
+from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import JaggedFeatureInteraction
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.mlp import JaggedMLP
@@ -18,6 +19,7 @@ from jagged.modules.transformer import JaggedTransformerBlock
 
 __all__ = [
     "CutCrossEntropyHead",
+    "HSTUBlock",
     "HeadOutput",
     "JaggedCrossAttention",
     "JaggedFeatureInteraction",

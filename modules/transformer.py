@@ -21,13 +21,13 @@ class JaggedTransformerBlock(nn.Module):
         hidden_dim: width of the feed-forward network; None for `embedding_dim`, as in SASRec.
         dropout: probability, applied to the output of both parts.
         norm: `"pre"` normalises the input of each part, `"post"` the sum of its input and output.
-        num_key_heads, causal, window, num_contextual, rotary: as for `JaggedSelfAttention`. For learned positions a
-            `PositionalEncoding` stands before the first block.
+        num_key_heads, causal, window, num_contextual, rotary, max_distance, num_time_buckets, attention_dropout: as for
+            `JaggedSelfAttention`. For learned positions a `PositionalEncoding` stands before the first block.
         device: where parameters live; `"meta"` allocates nothing.
 
     Shape:
         JaggedTensor with values `[sum L, D]` in and out. `num_targets`: how many of each sample's last rows are targets, one
-        number or a tensor `[B]`, int32 or int64; None for no targets.
+        number or a tensor `[B]`, int32 or int64; None for no targets. `times`: int64 `[sum L]` where there are time buckets.
 
     Raises:
         ValueError: another `norm`, or what `JaggedSelfAttention` refuses.
@@ -50,6 +50,9 @@ class JaggedTransformerBlock(nn.Module):
         window: int | None = None,
         num_contextual: int = 0,
         rotary: bool = False,
+        max_distance: int | None = None,
+        num_time_buckets: int | None = None,
+        attention_dropout: float = 0.0,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -66,6 +69,9 @@ class JaggedTransformerBlock(nn.Module):
             window=window,
             num_contextual=num_contextual,
             rotary=rotary,
+            max_distance=max_distance,
+            num_time_buckets=num_time_buckets,
+            attention_dropout=attention_dropout,
             device=device,
         )
         self.feed_forward_norm = nn.LayerNorm(embedding_dim, device=device)
@@ -86,15 +92,15 @@ class JaggedTransformerBlock(nn.Module):
             if isinstance(layer, nn.Linear):
                 layer.reset_parameters()
 
-    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None) -> JaggedTensor:
+    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, times: Tensor | None = None) -> JaggedTensor:
         """Attend, then transform each row."""
         values = x.values()
         if self.norm == "pre":
-            attended = self.attention(with_values(x, self.attention_norm(values)), num_targets)
+            attended = self.attention(with_values(x, self.attention_norm(values)), num_targets, times)
             values = values + self.dropout(attended.values())
             values = values + self.dropout(self.feed_forward(self.feed_forward_norm(values)))
         else:
-            attended = self.attention(x, num_targets)
+            attended = self.attention(x, num_targets, times)
             values = self.attention_norm(values + self.dropout(attended.values()))
             values = self.feed_forward_norm(values + self.dropout(self.feed_forward(values)))
         return with_values(x, values)

@@ -25,6 +25,9 @@ from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, s
 DIM = 12
 # Heads and key heads; of the last the heads are 3 wide, so that rotary positions leave a column.
 HEADS = [(3, 3), (2, 1), (6, 2), (4, 2)]
+# Of the biases: the widest distance and the time buckets. With one of either the softmax would cancel it.
+BIASES = [(None, 40), (1, None), (7, 3), (100, 96)]
+EXACT = [dtype for dtype in PLACE.dtypes if dtype in (torch.float32, torch.float64)]
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
@@ -64,12 +67,14 @@ def check_twins(
 
 
 @st.composite
-def options_of_batches(draw: st.DrawFn) -> tuple[Jagged, dict[str, Any], int | Tensor | None]:
+def options_of_batches(
+    draw: st.DrawFn, batches: st.SearchStrategy[Jagged] | None = None, windows: tuple[int | None, ...] = (None, 1, 3, 20)
+) -> tuple[Jagged, dict[str, Any], int | Tensor | None]:
     """A batch, what a self-attention's mask is built with, and the targets that it is called with."""
-    batch = draw(jagged_batches(longest=40))
+    batch = draw(jagged_batches(longest=40) if batches is None else batches)
     options = {
         "causal": draw(st.booleans()),
-        "window": draw(st.sampled_from([None, 1, 3, 20])),
+        "window": draw(st.sampled_from(windows)),
         "num_contextual": draw(st.integers(0, 3)),
     }
     each = st.lists(st.integers(0, 9), min_size=batch.batch_size, max_size=batch.batch_size)
@@ -114,6 +119,79 @@ def test_transformer_block(place: Place, case: tuple[Jagged, Any, Any], seed: in
         lambda call, v: call(jagged(v, batch), num_targets).values(),
         lambda call, v: to_jagged(call(padded(v, batch), visible, positions_of(batch, num_targets)), batch.lengths),
         [random_tensor((batch.total, DIM), torch.float32, seed)],
+    )
+
+
+def biased() -> st.SearchStrategy[tuple[Jagged, Any, Any]]:
+    """Cases in which some row sees several keys: of others the gradient of biases is exactly nothing in the reference."""
+    batches = jagged_batches(longest=40).map(lambda batch: jagged_of((*batch.lengths, 13), batch.offsets.dtype))
+    return options_of_batches(batches, (None, 3, 20))
+
+
+def random_times(batch: Jagged, seed: int, bits: int) -> Tensor:
+    times = torch.randint(2**bits, (batch.total,), generator=torch.Generator().manual_seed(seed))
+    return (times + 1_700_000_000).to(PLACE.device)
+
+
+@settings(max_examples=40)
+@given(
+    biased(), seeds(), st.sampled_from(HEADS), st.booleans(), st.sampled_from(BIASES), st.sampled_from([3, 12, 45]),
+    st.sampled_from(EXACT),
+)  # fmt: skip
+def test_self_attention_with_biases(
+    place: Place, case: tuple[Jagged, Any, Any], seed: int, heads: tuple[int, int], rotary: bool,
+    biases: tuple[int | None, int | None], bits: int, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    (batch, options, num_targets), (max_distance, num_time_buckets) = case, biases
+    torch.manual_seed(seed)
+    ours = JaggedSelfAttention(
+        DIM, heads[0], num_key_heads=heads[1], rotary=rotary, max_distance=max_distance, num_time_buckets=num_time_buckets,
+        **options,
+    ).to(place.device, dtype)  # fmt: skip
+    enlarge_biases(ours)
+    visible = visible_keys(lengths(batch), lengths(batch), num_targets=num_targets, **options)
+    times = random_times(batch, seed, bits)
+    check_twins(
+        ours,
+        PaddedSelfAttention(DIM, *heads, rotary, max_distance, num_time_buckets),
+        lambda call, v: call(jagged(v, batch), num_targets, None if num_time_buckets is None else times).values(),
+        lambda call, v: to_jagged(
+            call(padded(v, batch), visible, positions_of(batch, num_targets), padded(times, batch)), batch.lengths
+        ),
+        [random_tensor((batch.total, DIM), dtype, seed)],
+    )
+
+
+def enlarge_biases(module: nn.Module) -> None:
+    """Biases of standard deviation 2 in place of 0.02, so that a wrong one is not lost among the scores."""
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if name.endswith(("relative_bias", "time_bias")):
+                parameter *= 100
+
+
+@settings(max_examples=20)
+@given(biased(), seeds(), st.sampled_from(["pre", "post"]), st.sampled_from(EXACT))
+def test_transformer_block_with_biases(
+    place: Place, case: tuple[Jagged, Any, Any], seed: int, norm: Any, dtype: torch.dtype
+) -> None:
+    batch, options, num_targets = case
+    torch.manual_seed(seed)
+    ours = JaggedTransformerBlock(
+        DIM, 4, num_key_heads=2, norm=norm, max_distance=5, num_time_buckets=20, attention_dropout=0.5, **options
+    ).to(place.device, dtype)
+    ours.eval()
+    enlarge_biases(ours)
+    visible = visible_keys(lengths(batch), lengths(batch), num_targets=num_targets, **options)
+    times = random_times(batch, seed, 12)
+    check_twins(
+        ours,
+        PaddedTransformerBlock(DIM, 4, 2, False, norm, 5, 20),
+        lambda call, v: call(jagged(v, batch), num_targets, times).values(),
+        lambda call, v: to_jagged(
+            call(padded(v, batch), visible, positions_of(batch, num_targets), padded(times, batch)), batch.lengths
+        ),
+        [random_tensor((batch.total, DIM), dtype, seed)],
     )
 
 
@@ -223,15 +301,20 @@ def test_rotary_angles_are_not_rounded_to_the_dtype_of_rows(place: Place) -> Non
 @pytest.mark.parametrize("norm", ["pre", "post"])
 def test_a_target_knows_neither_other_targets_nor_its_place(place: Place, norm: Any) -> None:
     torch.manual_seed(0)
-    blocks = [JaggedTransformerBlock(DIM, 3, norm=norm, rotary=True, window=4).to(place.device) for _ in range(2)]
+    options = {"norm": norm, "rotary": True, "window": 4, "max_distance": 3, "num_time_buckets": 9}
+    blocks = [JaggedTransformerBlock(DIM, 3, **options).to(place.device) for _ in range(2)]  # type: ignore[arg-type]
+    for block in blocks:
+        enlarge_biases(block)
     encoding = PositionalEncoding(6, DIM).to(place.device)
     history, targets = torch.randn(7, DIM, device=place.device), torch.randn(3, DIM, device=place.device)
+    moments = torch.tensor([0, 1, 2, 4, 6, 9, 30, 40, 33, 70], device=place.device)
 
     def run(*wanted: int) -> Tensor:
         batch = jagged_of((7 + len(wanted), 0))
         x = encoding(jagged(torch.cat([history, targets[list(wanted)]]), batch), num_targets=len(wanted))
+        times = moments[[*range(7), *(7 + i for i in wanted)]]
         for block in blocks:
-            x = block(x, num_targets=torch.tensor([len(wanted), 3], device=place.device))
+            x = block(x, torch.tensor([len(wanted), 3], device=place.device), times)
         return x.values()
 
     every, turned, alone = run(0, 1, 2), run(2, 0, 1), run(1)
@@ -261,9 +344,17 @@ def test_positions_with_targets(place: Place, batch: Jagged, max_length: int, co
     [
         (
             lambda device: JaggedSelfAttention(DIM, 6, num_key_heads=2, window=8, num_contextual=1, rotary=True, device=device),
-            "num_heads=6, causal=True, num_key_heads=2, window=8, num_contextual=1, rotary=True",
+            "num_heads=6, causal=True, num_key_heads=2, window=8, num_contextual=1, rotary=True, max_distance=None, "
+            "num_time_buckets=None, attention_dropout=0.0",
         ),
-        (lambda device: JaggedCrossAttention(DIM, 6, key_dim=5, num_key_heads=2, device=device), "num_heads=6, num_key_heads=2"),
+        (
+            lambda device: JaggedSelfAttention(DIM, 6, max_distance=9, num_time_buckets=5, attention_dropout=0.1, device=device),
+            "max_distance=9, num_time_buckets=5, attention_dropout=0.1",
+        ),
+        (
+            lambda device: JaggedCrossAttention(DIM, 6, key_dim=5, num_key_heads=2, attention_dropout=0.1, device=device),
+            "num_heads=6, num_key_heads=2, attention_dropout=0.1",
+        ),
         (lambda device: JaggedTransformerBlock(DIM, 3, norm="post", device=device), "norm='post'"),
     ],
 )
@@ -277,6 +368,22 @@ def test_meta_device_reset_and_repr(module: Callable[[str], nn.Module], shown: s
             parameter.fill_(torch.nan)
     built.reset_parameters()
     assert all(torch.isfinite(parameter).all() for parameter in built.parameters())
+
+
+def test_biases_of_scores_are_small_and_one_for_each_head() -> None:
+    torch.manual_seed(0)
+    module = JaggedTransformerBlock(DIM, 4, num_key_heads=2, max_distance=200, num_time_buckets=300).attention
+    for fresh in (True, False):
+        assert module.relative_bias is not None
+        assert module.time_bias is not None
+        assert (module.relative_bias.shape, module.time_bias.shape) == ((4, 401), (4, 300))
+        for bias in (module.relative_bias, module.time_bias):
+            assert float(bias.std()) == pytest.approx(0.02, rel=0.1), fresh
+        module.reset_parameters()
+    assert {name for name in JaggedSelfAttention(DIM, 4).state_dict() if "bias" in name} == {
+        "qkv_projection.bias",
+        "output_projection.bias",
+    }
 
 
 def test_sizes_of_projections() -> None:
@@ -313,6 +420,25 @@ def test_messages() -> None:
         cross(rows, narrow)
     with pytest.raises(ValueError, match="memory: expected 3 samples as queries, got 2"):
         cross(torch.zeros(3, 1, DIM), rows)
+    for module in (JaggedSelfAttention, JaggedCrossAttention, JaggedTransformerBlock):
+        for probability in (-0.1, 1):
+            with pytest.raises(ValueError, match=rf"attention_dropout: expected .* \[0, 1\), got {probability}"):
+                module(DIM, 3, attention_dropout=probability)
+    for module in (JaggedSelfAttention, JaggedTransformerBlock):
+        with pytest.raises(ValueError, match="max_distance: expected 0 or more, got -1"):
+            module(DIM, 3, max_distance=-1)
+        with pytest.raises(ValueError, match="num_time_buckets: expected 1 or more, got 0"):
+            module(DIM, 3, num_time_buckets=0)
+        with pytest.raises(
+            ValueError, match=r"times: expected \[sum L\], int64, one for each row, got None; .* num_time_buckets=7"
+        ):
+            module(DIM, 3, num_time_buckets=7)(rows)
+        with pytest.raises(ValueError, match=r"times: expected \[4\], one for each row, got \[2\]"):
+            module(DIM, 3, num_time_buckets=7)(rows, times=torch.zeros(2, dtype=torch.int64))
+        with pytest.raises(
+            ValueError, match=r"times: expected None, got \[4\]; a module built with num_time_buckets takes times"
+        ):
+            module(DIM, 3)(rows, times=torch.zeros(4, dtype=torch.int64))
     for module in (JaggedSelfAttention(DIM, 3), JaggedSelfAttention(DIM, 3, rotary=True), PositionalEncoding(4, DIM)):
         with pytest.raises(ValueError, match=r"num_targets: expected \[2\], one for each sample, got \[3\]"):
             module(rows, torch.zeros(3, dtype=torch.int64))

@@ -1,0 +1,147 @@
+"""The block of HSTU: pointwise attention over a jagged sequence, gated."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from jagged.modules.attention import bias_parameters, check_times, draw_biases, show_biases
+from jagged.modules.jagged_tensor import check_width, with_values
+from jagged.ops import jagged_hstu_attention
+
+
+class HSTUBlock(nn.Module):
+    """A hierarchical sequential transduction unit: causal attention without softmax, gated, added to its input.
+
+    Each row x of a sample becomes, with one linear layer f1 for all four parts and the attention within the sample,
+
+        u, v, q, k = silu(f1(norm(x)))
+        a_i = sum_j silu(q_i . k_j / sqrt(head_dim) + relative_bias + time_bias) v_j / n
+        y = x + f2(dropout(norm(a) * u))
+
+    where j runs over the rows that row i sees, and n is the sample's number of rows or `normalizer`. Weights do not add up to
+    one, so that a says how much was found, too.
+
+    A sample's last rows may be targets, as candidates to be ranked are: each sees the history before them and itself, and
+    nothing sees it. With a `normalizer` what a target becomes depends neither on the other targets nor on its place among them;
+    without, on their number, for they are among the sample's rows.
+
+    Args:
+        embedding_dim: width D of rows in and out.
+        num_heads: attention heads.
+        head_dim: width of a head's queries, keys, values and gates; None for `embedding_dim // num_heads`.
+        window: a row sees only rows fewer than `window` places away; None for all before it.
+        num_contextual: the first so many rows of a sample see its whole history and are in everyone's window.
+        max_distance: add to the scores a learned number for each head and distance between rows (`relative_bias`,
+            `[H, 2 * max_distance + 1]`), where all targets stand right behind the history; distances beyond count as
+            `max_distance`. None for no such bias.
+        num_time_buckets: add to the scores a learned number for each head and bucket of the time between rows (`time_bias`,
+            `[H, num_time_buckets]`), two buckets an octave as `jagged_attention` counts them; what lies beyond the last belongs
+            to it. None for no such bias.
+        dropout: probability, applied to what f2 reads.
+        normalizer: n, for all samples; None for each sample's own number of rows.
+        device: where parameters live; `"meta"` allocates nothing.
+
+    Shape:
+        JaggedTensor with values `[sum L, D]` in and out. `num_targets`: how many of each sample's last rows are targets, one
+        number or a tensor `[B]`, int32 or int64; None for no targets. `times`: int64 `[sum L]`, in any unit, where there are time
+        buckets; None where there are not.
+
+    Raises:
+        ValueError: without `head_dim`, `num_heads` does not divide `embedding_dim`; rows of another width; a window, contextual
+            rows, targets, distances, buckets or a normalizer out of range; no times where there are time buckets, or times where
+            there are none.
+
+    Source:
+        Zhai et al., Actions Speak Louder than Words: Trillion-Parameter Sequential Transducers for Generative Recommendations,
+        ICML 2024, equations 1 to 3. As in its published implementation f1 and the biases of scores are drawn from a normal
+        distribution of standard deviation 0.02, f2 after Glorot and Bengio (uniform), and the norms, which see small numbers,
+        add 1e-6 to the variance. There is a scale, and a bias of f1, which starts from 0, where the implementation has none.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import HSTUBlock
+        >>> x = JaggedTensor(values=torch.randn(7, 32), offsets=torch.tensor([0, 3, 3, 7]))
+        >>> block = HSTUBlock(32, num_heads=4, max_distance=50, num_time_buckets=64, normalizer=200)
+        >>> seconds = torch.tensor([0, 60, 3600, 5, 5, 90, 86400])
+        >>> block(x, num_targets=torch.tensor([1, 0, 2]), times=seconds).values().shape
+        torch.Size([7, 32])
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        *,
+        head_dim: int | None = None,
+        window: int | None = None,
+        num_contextual: int = 0,
+        max_distance: int | None = None,
+        num_time_buckets: int | None = None,
+        dropout: float = 0.0,
+        normalizer: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_heads < 1 or (head_dim is None and embedding_dim % num_heads):
+            raise ValueError(
+                f"num_heads: expected a divisor of embedding_dim {embedding_dim}, got {num_heads}; heads share it, unless "
+                "head_dim is given"
+            )
+        if head_dim is not None and head_dim < 1:
+            raise ValueError(f"head_dim: expected 1 or more, got {head_dim}; None takes embedding_dim // num_heads")
+        self.num_heads = num_heads
+        self.window = window
+        self.num_contextual = num_contextual
+        self.normalizer = normalizer
+        self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
+        width = num_heads * (embedding_dim // num_heads if head_dim is None else head_dim)
+        self.input_norm = nn.LayerNorm(embedding_dim, eps=1e-6, device=device)
+        self.uvqk_projection = nn.Linear(embedding_dim, 4 * width, device=device)
+        self.attention_norm = nn.LayerNorm(width, eps=1e-6, device=device)
+        self.output_projection = nn.Linear(width, embedding_dim, device=device)
+        self.dropout = nn.Dropout(dropout)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new weights, as the class's source says."""
+        draw_biases(self.relative_bias, self.time_bias)
+        self.input_norm.reset_parameters()
+        self.attention_norm.reset_parameters()
+        nn.init.normal_(self.uvqk_projection.weight, std=0.02)
+        nn.init.xavier_uniform_(self.output_projection.weight)
+        nn.init.zeros_(self.uvqk_projection.bias)
+        nn.init.zeros_(self.output_projection.bias)
+
+    def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, times: Tensor | None = None) -> JaggedTensor:
+        """Attend within each sample, and add what the gates let through."""
+        values = x.values()
+        check_width("x", values, self.input_norm.normalized_shape[0])
+        check_times(times, self.time_bias)
+        projected = nn.functional.silu(self.uvqk_projection(self.input_norm(values)))
+        # [sum L, H, head_dim] each: views of one tensor, which the kernels take as they stand.
+        u, v, q, k = projected.unflatten(1, (4, self.num_heads, -1)).unbind(1)
+        attended = jagged_hstu_attention(
+            q,
+            k,
+            v,
+            x.offsets(),
+            window=self.window,
+            num_targets=num_targets,
+            num_contextual=self.num_contextual,
+            relative_bias=self.relative_bias,
+            time_bias=self.time_bias,
+            times=times,
+            normalizer=self.normalizer,
+        )
+        gated = self.attention_norm(attended.flatten(1)) * u.flatten(1)
+        return with_values(x, values + self.output_projection(self.dropout(gated)))
+
+    def extra_repr(self) -> str:
+        """Show what the children do not."""
+        return (
+            f"num_heads={self.num_heads}, window={self.window}, num_contextual={self.num_contextual}, "
+            f"{show_biases(self.relative_bias, self.time_bias)}, normalizer={self.normalizer}"
+        )
