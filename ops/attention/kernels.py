@@ -16,6 +16,16 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
 from jagged.ops.attention.configurations import Tiles, configuration, padded_width
+from jagged.ops.attention.scores import (
+    HIDDEN,
+    add_bias_gradients,
+    biased_scores,
+    first_time_of,
+    fixed_point,
+    kept,
+    pairs_of,
+    sigmoid,
+)
 from jagged.ops.attention.tiles import (
     edge_tile,
     history_end,
@@ -30,6 +40,12 @@ from jagged.ops.attention.tiles import (
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+
+# Numbers that change from batch to batch.
+UNSPECIALIZED = [
+    "num_samples", "total", "key_total", "window", "num_contextual", "max_distance", "num_buckets", "bias_rows", "bias_keys",
+    "bias_batch_stride", "bias_head_stride", "bias_row_stride", "dropout_threshold",
+]  # fmt: skip
 
 
 @triton.jit
@@ -46,44 +62,71 @@ def softmax_weights(products, largest, factor, ACCURATE: tl.constexpr):
 
 
 @triton.jit
+def masked(scores, rows, keys, place, sight, IS_CAUSAL: tl.constexpr, HIDDEN_SCORE: tl.constexpr = float("-inf")):
+    """Scores, and `HIDDEN_SCORE` where a query does not see a key."""
+    head, start, key_start, query_length, key_length, shift, history = place
+    window, num_contextual, num_targets = sight
+    seen = visible(rows + shift, keys, history, window, num_contextual, num_targets, IS_CAUSAL)
+    return tl.where(seen, scores, HIDDEN_SCORE)
+
+
+@triton.jit
 def attend(
-    weighted, weight, largest, query, key, value, first_query, first_key, shift, key_length, history, window, num_contextual,
-    num_targets, key_stride, value_stride, factor,
-    IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
+    weighted, weight, largest, query, key, value, first_query, first_key, key_stride, value_stride, factor,
+    place, sight, biases, dropout,
+    IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_POINTWISE: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Take one tile of keys into the running softmax of a query tile: weighted values, sum of weights, largest score."""
+    """Take one tile of keys into the running softmax of a query tile: weighted values, sum of weights, largest score.
+
+    A pointwise weight needs neither of the last two.
+    """
     ACCURATE: tl.constexpr = query.dtype == tl.float32
+    key_length, num_targets = place[4], sight[2]
+    rows = (first_query + tl.arange(0, BLOCK_M))[:, None]
+    keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(key, first_key, key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     products = dot(query, tl.trans(k), None, INPUT_PRECISION)
-    if IS_EDGE:
-        positions = (first_query + shift + tl.arange(0, BLOCK_M))[:, None]
-        keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
-        seen = visible(positions, keys, history, window, num_contextual, num_targets, IS_CAUSAL)
-        products = tl.where(seen, products, float("-inf"))
-    now_largest = tl.maximum(largest, tl.max(products, 1) * factor)
-    reference = now_largest
-    if IS_EDGE:
-        # A row that has seen no key yet.
-        reference = tl.where(now_largest == float("-inf"), 0.0, now_largest)
-    correction = softmax_weights(largest, reference, 1.0, ACCURATE)
-    weights = softmax_weights(products, reference[:, None], factor, ACCURATE)
-    weight = weight * correction + tl.sum(weights, 1)
+    if biases is not None:
+        products = biased_scores(products, rows, keys, place, num_targets, biases)
+    if IS_POINTWISE:
+        if IS_EDGE:
+            products = masked(products, rows, keys, place, sight, IS_CAUSAL, HIDDEN)
+        weights = products * sigmoid(products, ACCURATE)
+    else:
+        if IS_EDGE:
+            products = masked(products, rows, keys, place, sight, IS_CAUSAL)
+        now_largest = tl.maximum(largest, tl.max(products, 1) * factor)
+        reference = now_largest
+        if IS_EDGE:
+            # A row that has seen no key yet.
+            reference = tl.where(now_largest == float("-inf"), 0.0, now_largest)
+        correction = softmax_weights(largest, reference, 1.0, ACCURATE)
+        weights = softmax_weights(products, reference[:, None], factor, ACCURATE)
+        weight = weight * correction + tl.sum(weights, 1)
+        weighted *= correction[:, None]
+        largest = now_largest
+        if dropout is not None:
+            weights = tl.where(kept(rows, keys, place, dropout[0], dropout[1]), weights, 0.0)
     v = load_tile(value, first_key, key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    weighted = dot(weights.to(v.dtype), v, weighted * correction[:, None], INPUT_PRECISION)
-    return weighted, weight, now_largest
+    weighted = dot(weights.to(v.dtype), v, weighted, INPUT_PRECISION)
+    return weighted, weight, largest
 
 
-@triton.jit(do_not_specialize=["num_samples", "total", "key_total", "window", "num_contextual"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward_kernel(
     query, key, value, offsets, key_offsets, num_targets, output, lse, num_samples, total, key_total, scale, window,
     num_contextual,
     query_row_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     output_row_stride,
+    relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
+    bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, dropout_seed, dropout_threshold, kept_scale,
+    normalizer,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp of one tile of queries."""
+    """Output and log-sum-exp of one tile of queries; without a place for the latter the weights are pointwise, by SiLU."""
+    IS_POINTWISE: tl.constexpr = lse is None
     sample, start, query_length, first_query = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_M, APART)
     query_length, first_query = query_length.to(tl.int32), first_query.to(tl.int32)
     if first_query >= query_length:
@@ -95,13 +138,29 @@ def attention_forward_kernel(
     shift = key_length - query_length
     history = history_end(num_targets, sample, key_length)
     head = tl.program_id(1).to(tl.int64)
+    place = (head, start, key_start, query_length, key_length, shift, history)
+    sight = (window, num_contextual, num_targets)
+    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
+    first_time = first_time_of(k_times, key_start, key_length)
+    first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
+        bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
+        bias_rows, bias_keys,
+    )  # fmt: skip
+    biases = None
+    if HAS_BIAS or IS_POINTWISE:
+        biases = (
+            scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
+            bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
+        )  # fmt: skip
+    dropout = None
+    if dropout_seed is not None:
+        dropout = (dropout_seed, dropout_threshold, kept_scale)
+    ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
+    factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
     output += start * output_row_stride + head * HEAD_DIM
-    lse += head * total + start
-    ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(scale, ACCURATE)
 
     q = load_by_pointers(query, first_query, query_length, query_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
     keys = rows_of(key, key_length, key_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -115,69 +174,113 @@ def attention_forward_kernel(
     )
     for first_key in range(whole_begin, whole_end, BLOCK_N):
         weighted, weight, largest = attend(
-            weighted, weight, largest, q, keys, values, first_query, first_key, shift, key_length, history, window,
-            num_contextual, num_targets, key_row_stride, value_row_stride, factor,
-            False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            weighted, weight, largest, q, keys, values, first_query, first_key, key_row_stride, value_row_stride, factor,
+            place, sight, biases, dropout,
+            False, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     for index in range(0, edge_tiles):
         first_key = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_N)
         weighted, weight, largest = attend(
-            weighted, weight, largest, q, keys, values, first_query, first_key, shift, key_length, history, window,
-            num_contextual, num_targets, key_row_stride, value_row_stride, factor,
-            True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            weighted, weight, largest, q, keys, values, first_query, first_key, key_row_stride, value_row_stride, factor,
+            place, sight, biases, dropout,
+            True, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
-    # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
-    divisor = tl.where(weight == 0.0, 1.0, weight)
-    store_tile(output, weighted / divisor[:, None], first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
-    rows = first_query + tl.arange(0, BLOCK_M)
-    natural_largest = largest if ACCURATE else largest * LN_2
-    tl.store(lse + rows, natural_largest + tl.log(divisor), mask=rows < query_length)
+    if IS_POINTWISE:
+        result = weighted * pointwise_factor(normalizer, key_length)
+    else:
+        # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
+        divisor = tl.where(weight == 0.0, 1.0, weight)
+        rows = first_query + tl.arange(0, BLOCK_M)
+        natural_largest = largest if ACCURATE else largest * LN_2
+        tl.store(lse + head * total + start + rows, natural_largest + tl.log(divisor), mask=rows < query_length)
+        result = weighted / divisor[:, None]
+        if dropout is not None:
+            result *= kept_scale
+    store_tile(output, result, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def pointwise_factor(normalizer, key_length):
+    """What weights are multiplied by: the reciprocal of `normalizer`, or of the number of keys where that is 0."""
+    return 1.0 / tl.where(normalizer > 0.0, normalizer, tl.maximum(key_length, 1).to(tl.float32))
+
+
+@triton.jit
+def shares(products, row_lse, factor, ACCURATE: tl.constexpr):
+    """Softmax weights, or without log-sum-exps the sigmoid that a score is multiplied by."""
+    if row_lse is None:
+        return sigmoid(products, ACCURATE)
+    else:
+        return softmax_weights(products, row_lse, factor, ACCURATE)
+
+
+@triton.jit
+def score_gradients(share, products, grad_weights, row_delta, keep, dropout):
+    """Gradients of scores from those of weights; `keep` tells which weights dropout left."""
+    if row_delta is None:
+        return grad_weights * (share * (1.0 + products * (1.0 - share)))
+    else:
+        if keep is not None:
+            grad_weights = tl.where(keep, grad_weights * dropout[2], 0.0)
+        return share * (grad_weights - row_delta)
 
 
 @triton.jit
 def accumulate_dq(
-    grad_query, query, upstream, key, value, row_lse, row_delta, first_query, first_key, shift, key_length, history, window,
-    num_contextual, num_targets, key_stride, value_stride, factor,
+    sums, query, upstream, key, value, row_lse, row_delta, first_query, first_key, key_stride, value_stride, factor,
+    place, sight, biases, dropout, bias_grads, gain,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add what one tile of keys gives to the gradient of a query tile."""
+    """Add what one tile of keys gives to the gradients of a query tile and of the biases."""
     ACCURATE: tl.constexpr = query.dtype == tl.float32
+    grad_query, histogram, below, above = sums
+    key_length, num_targets = place[4], sight[2]
+    rows = (first_query + tl.arange(0, BLOCK_M))[:, None]
+    keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(key, first_key, key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_tile(value, first_key, key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     products = dot(query, tl.trans(k), None, INPUT_PRECISION)
+    if biases is not None:
+        products = biased_scores(products, rows, keys, place, num_targets, biases)
     if IS_EDGE:
-        positions = (first_query + shift + tl.arange(0, BLOCK_M))[:, None]
-        keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
-        seen = visible(positions, keys, history, window, num_contextual, num_targets, IS_CAUSAL)
-        products = tl.where(seen, products, float("-inf"))
-    weights = softmax_weights(products, row_lse[:, None], factor, ACCURATE)
+        products = masked(
+            products, rows, keys, place, sight, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
+        )  # fmt: skip
+    share = shares(products, row_lse, factor, ACCURATE)
     grad_weights = dot(upstream, tl.trans(v), None, INPUT_PRECISION)
-    grad_scores = (weights * (grad_weights - row_delta[:, None])).to(k.dtype)
-    return dot(grad_scores, k, grad_query, INPUT_PRECISION)
+    keep = None
+    if dropout is not None:
+        keep = kept(rows, keys, place, dropout[0], dropout[1])
+    grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
+    if bias_grads is not None:
+        histogram, below, above = add_bias_gradients(
+            histogram, below, above, grad_scores * gain, rows, keys, first_query, first_key, place, num_targets, biases, bias_grads
+        )
+    grad_query = dot(grad_scores.to(k.dtype), k, grad_query, INPUT_PRECISION)
+    return grad_query, histogram, below, above
 
 
-@triton.jit
-def load_lse(lse, rows, length, ACCURATE: tl.constexpr):
-    """Load log-sum-exps in the scores' units; infinite for queries past the end or without keys, which so weigh nothing."""
-    row_lse = tl.load(lse + rows, mask=rows < length, other=float("inf"))
-    return in_score_units(tl.where(row_lse == float("-inf"), float("inf"), row_lse), ACCURATE)
-
-
-@triton.jit(do_not_specialize=["num_samples", "total", "key_total", "window", "num_contextual"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dq_kernel(
     grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, num_targets, grad_query, delta,
     num_samples, total, key_total, scale, window, num_contextual,
     grad_row_stride, grad_head_stride, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, output_row_stride,
+    relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
+    bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, dropout_seed, dropout_threshold, kept_scale,
+    normalizer,
+    grad_relative_bias, grad_time_bias, grad_bias, units,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of one tile of queries, and `delta` for the dkv kernel.
+    """Gradients of one tile of queries and of its biases, and `delta` for the dkv kernel.
 
     `delta` is each row's dot product of output and its gradient, less the gradient of its log-sum-exp: a score's gradient is its
-    weight times (gradient of the weight - delta).
+    weight times (gradient of the weight - delta). Gradients of bias tables are whole numbers of units, `units` of which are 1.
     """
+    IS_POINTWISE: tl.constexpr = lse is None
     sample, start, query_length, first_query = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_M, APART)
     query_length, first_query = query_length.to(tl.int32), first_query.to(tl.int32)
     if first_query >= query_length:
@@ -189,49 +292,102 @@ def attention_backward_dq_kernel(
     shift = key_length - query_length
     history = history_end(num_targets, sample, key_length)
     head = tl.program_id(1).to(tl.int64)
+    place = (head, start, key_start, query_length, key_length, shift, history)
+    sight = (window, num_contextual, num_targets)
+    all_rows, all_keys = bias_rows, bias_keys
+    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
+    first_time = first_time_of(k_times, key_start, key_length)
+    first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
+        bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
+        bias_rows, bias_keys,
+    )  # fmt: skip
+    biases = None
+    if HAS_BIAS or IS_POINTWISE:
+        biases = (
+            scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
+            bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
+        )  # fmt: skip
+    dropout = None
+    if dropout_seed is not None:
+        dropout = (dropout_seed, dropout_threshold, kept_scale)
+    ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
+    factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
+    bias_grads = None
+    if grad_relative_bias is not None or grad_time_bias is not None or grad_bias is not None:
+        pairs_of_head = all_rows.to(tl.int64) * all_keys
+        grad_first, grad_row_stride_of_pairs, _, _ = pairs_of(
+            grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
+            all_rows, all_keys,
+        )  # fmt: skip
+        per_unit = tl.load(units)
+        bias_grads = (
+            grad_relative_bias, grad_time_bias, grad_bias, grad_first, pairs_of_head, grad_row_stride_of_pairs, per_unit
+        )  # fmt: skip
     grad += start * grad_row_stride + head * grad_head_stride
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
-    output += start * output_row_stride + head * HEAD_DIM
     grad_query += start * output_row_stride + head * HEAD_DIM
-    lse += head * total + start
-    delta += head * total + start
-    ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(scale, ACCURATE)
 
     upstream = load_by_pointers(grad, first_query, query_length, grad_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
-    result = load_by_pointers(output, first_query, query_length, output_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
-    row_delta = tl.sum(rounded_product(upstream, result), 1)
     rows = first_query + tl.arange(0, BLOCK_M)
-    if grad_lse is not None:
-        row_delta -= tl.load(grad_lse + head * total + start + rows, mask=rows < query_length, other=0.0)
-    tl.store(delta + rows, row_delta, mask=rows < query_length)
-    row_lse = load_lse(lse, rows, query_length, ACCURATE)
+    row_lse, row_delta, gain = None, None, 1.0
+    if IS_POINTWISE:
+        gain = pointwise_factor(normalizer, key_length)
+        upstream = tl.where((rows < query_length)[:, None], upstream, 0.0)
+    else:
+        output += start * output_row_stride + head * HEAD_DIM
+        lse += head * total + start
+        delta += head * total + start
+        result = load_by_pointers(output, first_query, query_length, output_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
+        row_delta = tl.sum(rounded_product(upstream, result), 1)
+        if grad_lse is not None:
+            row_delta -= tl.load(grad_lse + head * total + start + rows, mask=rows < query_length, other=0.0)
+        tl.store(delta + rows, row_delta, mask=rows < query_length)
+        row_lse = load_lse(lse, rows, query_length, ACCURATE)[:, None]
+        row_delta = row_delta[:, None]
 
     q = load_by_pointers(query, first_query, query_length, query_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
     keys = rows_of(key, key_length, key_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     values = rows_of(value, key_length, value_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     total_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    histogram = tl.zeros([BLOCK_T], tl.float32)
+    below = tl.zeros([BLOCK_M], tl.float32)
+    above = tl.zeros([BLOCK_M], tl.float32)
     last_query = tl.minimum(first_query + BLOCK_M, query_length) - 1
     whole_begin, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, edge_tiles = key_ranges(
         first_query + shift, last_query + shift, history, window, num_contextual, num_targets, IS_CAUSAL, BLOCK_N
     )
     for first_key in range(whole_begin, whole_end, BLOCK_N):
-        total_grad = accumulate_dq(
-            total_grad, q, upstream, keys, values, row_lse, row_delta, first_query, first_key, shift, key_length, history,
-            window, num_contextual, num_targets, key_row_stride, value_row_stride, factor,
+        total_grad, histogram, below, above = accumulate_dq(
+            (total_grad, histogram, below, above), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
+            key_row_stride, value_row_stride, factor, place, sight, biases, dropout, bias_grads, gain,
             False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     for index in range(0, edge_tiles):
         first_key = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_N)
-        total_grad = accumulate_dq(
-            total_grad, q, upstream, keys, values, row_lse, row_delta, first_query, first_key, shift, key_length, history,
-            window, num_contextual, num_targets, key_row_stride, value_row_stride, factor,
+        total_grad, histogram, below, above = accumulate_dq(
+            (total_grad, histogram, below, above), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
+            key_row_stride, value_row_stride, factor, place, sight, biases, dropout, bias_grads, gain,
             True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
-    total_grad *= scale
+    total_grad *= scale * gain
     store_tile(grad_query, total_grad, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
+    if grad_relative_bias is not None:
+        table = grad_relative_bias + head * (2 * max_distance + 1)
+        tl.atomic_add(table, fixed_point(tl.sum(below, 0), per_unit), sem="relaxed")
+        tl.atomic_add(table + 2 * max_distance, fixed_point(tl.sum(above, 0), per_unit), sem="relaxed")
+    if grad_time_bias is not None:
+        bucket = tl.arange(0, BLOCK_T)
+        table = grad_time_bias + head * num_buckets
+        tl.atomic_add(table + bucket, fixed_point(histogram, per_unit), mask=bucket < num_buckets, sem="relaxed")
+
+
+@triton.jit
+def load_lse(lse, rows, length, ACCURATE: tl.constexpr):
+    """Load log-sum-exps in the scores' units; infinite for queries past the end or without keys, which so weigh nothing."""
+    row_lse = tl.load(lse + rows, mask=rows < length, other=float("inf"))
+    return in_score_units(tl.where(row_lse == float("-inf"), float("inf"), row_lse), ACCURATE)
 
 
 @triton.jit
@@ -254,40 +410,65 @@ def of_member(source, member, head_stride, GROUP: tl.constexpr):
 
 @triton.jit
 def accumulate_dkv(
-    grad_key, grad_value, k, v, query, upstream, lse, delta, first_query, first_key, shift, query_length, history, window,
-    num_contextual, num_targets, query_stride, grad_stride, factor,
-    IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
+    grad_key, grad_value, k, v, query, upstream, lse, delta, member, first_query, first_key,
+    query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, sight, biases, dropout,
+    IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of a tile of keys and values. Scores are held transposed."""
     ACCURATE: tl.constexpr = k.dtype == tl.float32
+    head, start, key_start, query_length, key_length, shift, history = place
+    place = (head + member, start, key_start, query_length, key_length, shift, history)
+    query = of_member(query, member, query_head_stride, GROUP)
+    upstream = of_member(upstream, member, grad_head_stride, GROUP)
     rows = first_query + tl.arange(0, BLOCK_M)
-    q = load_tile(query, first_query, query_length, query_stride, False, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
-    row_lse = load_lse(lse, rows, query_length, ACCURATE)
+    keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
+    row_lse = None
+    q = load_tile(query, first_query, query_length, query_row_stride, False, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
+    if lse is not None:
+        row_lse = load_lse(of_member(lse, member, total, GROUP), rows, query_length, ACCURATE)[None, :]
     products = dot(k, tl.trans(q), None, INPUT_PRECISION)
+    if biases is not None:
+        products = biased_scores(products, rows[None, :], keys, place, sight[2], biases)
     if IS_EDGE:
-        keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
-        seen = visible((shift + rows)[None, :], keys, history, window, num_contextual, num_targets, IS_CAUSAL)
-        products = tl.where(seen, products, float("-inf"))
-    weights = softmax_weights(products, row_lse[None, :], factor, ACCURATE)
-    do = load_tile(upstream, first_query, query_length, grad_stride, False, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
+        products = masked(
+            products, rows[None, :], keys, place, sight, IS_CAUSAL, HIDDEN if lse is None else float("-inf")
+        )  # fmt: skip
+    if lse is None:
+        products = tl.where((rows < query_length)[None, :], products, HIDDEN)
+    share = shares(products, row_lse, factor, ACCURATE)
+    keep = None
+    if dropout is not None:
+        keep = kept(rows[None, :], keys, place, dropout[0], dropout[1])
+        weights = tl.where(keep, share, 0.0)
+    elif lse is None:
+        weights = products * share
+    else:
+        weights = share
+    do = load_tile(upstream, first_query, query_length, grad_row_stride, False, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     grad_value = dot(weights.to(do.dtype), do, grad_value, INPUT_PRECISION)
-    row_delta = tl.load(delta + rows, mask=rows < query_length, other=0.0)
+    row_delta = None
+    if lse is not None:
+        row_delta = tl.load(of_member(delta, member, total, GROUP) + rows, mask=rows < query_length, other=0.0)[None, :]
     grad_weights = dot(v, tl.trans(do), None, INPUT_PRECISION)
-    grad_scores = (weights * (grad_weights - row_delta[None, :])).to(q.dtype)
-    return dot(grad_scores, q, grad_key, INPUT_PRECISION), grad_value
+    grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
+    return dot(grad_scores.to(q.dtype), q, grad_key, INPUT_PRECISION), grad_value
 
 
-@triton.jit(do_not_specialize=["num_samples", "total", "key_total", "window", "num_contextual"])
+@triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dkv_kernel(
     grad, query, key, value, lse, delta, offsets, key_offsets, num_targets, grad_key, grad_value,
     num_samples, total, key_total, scale, window, num_contextual,
     grad_row_stride, grad_head_stride, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, output_row_stride,
+    relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
+    bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, dropout_seed, dropout_threshold, kept_scale,
+    normalizer,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values, from all `GROUP` query heads that share them."""
+    IS_POINTWISE: tl.constexpr = lse is None
     own_offsets = offsets if key_offsets is None else key_offsets
     sample, key_start, key_length, first_key = find_tile(own_offsets, tl.program_id(0), num_samples, key_total, BLOCK_N, APART)
     key_length, first_key = key_length.to(tl.int32), first_key.to(tl.int32)
@@ -299,11 +480,29 @@ def attention_backward_dkv_kernel(
         query_length = (end - start).to(tl.int32)
     shift = key_length - query_length
     history = history_end(num_targets, sample, key_length)
-    head = tl.program_id(1).to(tl.int64)
-    key += key_start * key_row_stride + head * key_head_stride
-    value += key_start * value_row_stride + head * value_head_stride
+    key_head = tl.program_id(1).to(tl.int64)
+    key += key_start * key_row_stride + key_head * key_head_stride
+    value += key_start * value_row_stride + key_head * value_head_stride
+    head = key_head * GROUP
+    place = (head, start, key_start, query_length, key_length, shift, history)
+    sight = (window, num_contextual, num_targets)
+    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
+    first_time = first_time_of(k_times, key_start, key_length)
+    first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
+        bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
+        bias_rows, bias_keys,
+    )  # fmt: skip
+    biases = None
+    if HAS_BIAS or IS_POINTWISE:
+        biases = (
+            scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
+            bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
+        )  # fmt: skip
+    dropout = None
+    if dropout_seed is not None:
+        dropout = (dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(scale, ACCURATE)
+    factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
 
     k = load_by_pointers(key, first_key, key_length, key_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_by_pointers(value, first_key, key_length, value_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -313,37 +512,39 @@ def attention_backward_dkv_kernel(
     whole_begin, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, edge_tiles = query_ranges(
         first_key, last_key, shift, query_length, history, window, num_contextual, num_targets, IS_CAUSAL, BLOCK_M
     )
-    head *= GROUP
     query += start * query_row_stride + head * query_head_stride
     grad += start * grad_row_stride + head * grad_head_stride
-    lse += head * total + start
-    delta += head * total + start
+    if not IS_POINTWISE:
+        lse += head * total + start
+        delta += head * total + start
     queries = rows_of(query, query_length, query_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     upstream = rows_of(grad, query_length, grad_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     for step in range(0, edge_tiles * GROUP):
         member, index = member_and_tile(step, edge_tiles, GROUP)
         first_query = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_M)
         total_grad_key, total_grad_value = accumulate_dkv(
-            total_grad_key, total_grad_value, k, v, of_member(queries, member, query_head_stride, GROUP),
-            of_member(upstream, member, grad_head_stride, GROUP), of_member(lse, member, total, GROUP),
-            of_member(delta, member, total, GROUP), first_query, first_key, shift, query_length, history, window,
-            num_contextual, num_targets, query_row_stride, grad_row_stride, factor,
-            True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            total_grad_key, total_grad_value, k, v, queries, upstream, lse, delta, member, first_query, first_key,
+            query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, sight, biases, dropout,
+            True, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     whole_tiles = tl.cdiv(whole_end - whole_begin, BLOCK_M)
     for step in range(0, whole_tiles * GROUP):
         member, index = member_and_tile(step, whole_tiles, GROUP)
+        first_query = whole_begin + index * BLOCK_M
         total_grad_key, total_grad_value = accumulate_dkv(
-            total_grad_key, total_grad_value, k, v, of_member(queries, member, query_head_stride, GROUP),
-            of_member(upstream, member, grad_head_stride, GROUP), of_member(lse, member, total, GROUP),
-            of_member(delta, member, total, GROUP), whole_begin + index * BLOCK_M, first_key, shift, query_length, history,
-            window, num_contextual, num_targets, query_row_stride, grad_row_stride, factor,
-            False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
+            total_grad_key, total_grad_value, k, v, queries, upstream, lse, delta, member, first_query, first_key,
+            query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, sight, biases, dropout,
+            False, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
-    total_grad_key *= scale
-    head //= GROUP
-    grad_key += key_start * output_row_stride + head * HEAD_DIM
-    grad_value += key_start * output_row_stride + head * HEAD_DIM
+    gain = 1.0
+    if IS_POINTWISE:
+        gain = pointwise_factor(normalizer, key_length)
+    if dropout is not None:
+        total_grad_value *= kept_scale
+    total_grad_key *= scale * gain
+    total_grad_value *= gain
+    grad_key += key_start * output_row_stride + key_head * HEAD_DIM
+    grad_value += key_start * output_row_stride + key_head * HEAD_DIM
     store_tile(grad_key, total_grad_key, first_key, key_length, output_row_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
     store_tile(grad_value, total_grad_value, first_key, key_length, output_row_stride, BLOCK_N, HEAD_DIM, BLOCK_D)
 
@@ -355,23 +556,37 @@ def forward(
     q_offsets: Tensor,
     k_offsets: Tensor | None,
     num_targets: Tensor | None,
+    relative_bias: Tensor | None,
+    time_bias: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    bias: Tensor | None,
+    bias_offsets: Tensor | None,
+    dropout_seed: Tensor | None,
     causal: bool,
     window: int,
     num_contextual: int,
     scale: float,
+    dropout_p: float,
+    pointwise: bool,
+    normalizer: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launch `attention_forward_kernel`: output `[Sq, H, D]` and log-sum-exp `[H, Sq]`, natural logarithm, float32."""
+    """Launch `attention_forward_kernel`: output `[Sq, H, D]` and log-sum-exp `[H, Sq]`, natural logarithm, float32.
+
+    Pointwise weights have no log-sum-exp; then it is empty.
+    """
     total, heads, head_dim = q.shape
     q, k, v = _readable(q), _readable(k), _readable(v)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
     chosen = configuration(head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v))
     tiles = chosen.forward
     grid = _grid(q, q_offsets, tiles)
     if grid[0]:
         attention_forward_kernel[grid](
-            q, k, v, q_offsets, k_offsets, num_targets, output, lse, q_offsets.shape[0] - 1, total, k.shape[0], scale,
-            window or None, num_contextual or None, *_strides(q, k, v), output.stride(0),
+            q, k, v, q_offsets, k_offsets, num_targets, output, None if pointwise else lse, q_offsets.shape[0] - 1, total,
+            k.shape[0], scale, window or None, num_contextual or None, *_strides(q, k, v), output.stride(0),
+            **_extras(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer),
             BLOCK_M=tiles.own, BLOCK_N=tiles.visit, **_constants(q, k, causal, chosen.apart, tiles),
         )  # fmt: skip
     return output, lse
@@ -388,33 +603,105 @@ def backward(
     q_offsets: Tensor,
     k_offsets: Tensor | None,
     num_targets: Tensor | None,
+    relative_bias: Tensor | None,
+    time_bias: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    bias: Tensor | None,
+    bias_offsets: Tensor | None,
+    dropout_seed: Tensor | None,
     causal: bool,
     window: int,
     num_contextual: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch `attention_backward_dq_kernel`, then `attention_backward_dkv_kernel`: gradients of q, k and v, contiguous."""
+    dropout_p: float,
+    pointwise: bool,
+    normalizer: float,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch `attention_backward_dq_kernel`, then `attention_backward_dkv_kernel`: contiguous gradients of q, k, v and biases."""
     total, heads, head_dim = q.shape
     grad, q, k, v = _readable(grad), _readable(q), _readable(k), _readable(v)
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = torch.empty_like(lse)
+    row_lse = None if pointwise else lse
+    delta = None if pointwise else torch.empty_like(lse)
     batch_size = q_offsets.shape[0] - 1
     # A loop over heads moves a pointer, which it could not do with a descriptor.
     allows_tma = heads == k.shape[1] and _allow_tma(grad, q, k, v)
     chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma)
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
+    extras = _extras(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer)
+    relative, time, pairs = (x if want else None for x, want in zip((relative_bias, time_bias, bias), wanted, strict=True))
+    relative_sums, time_sums = (None if x is None else torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (relative, time))
+    grad_bias = None if pairs is None else torch.zeros(pairs.shape, dtype=pairs.dtype, device=pairs.device)
+    units = None
+    if relative is not None or time is not None or pairs is not None:
+        units = _units(grad, v, grad_lse, total * max(1.0, k.shape[0] / normalizer if normalizer else 1.0), dropout_p)
     if (grid := _grid(q, q_offsets, chosen.dq))[0]:
         attention_backward_dq_kernel[grid](
-            grad, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, lse, q_offsets, k_offsets, num_targets,
-            grad_q, delta, *scalars, output.stride(0),
-            BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, **_constants(q, k, causal, chosen.apart, chosen.dq),
+            grad, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, row_lse, q_offsets, k_offsets,
+            num_targets, grad_q, delta, *scalars, output.stride(0), **extras, grad_relative_bias=relative_sums,
+            grad_time_bias=time_sums, grad_bias=grad_bias, units=units,
+            BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=1 if time is None else triton.next_power_of_2(time.shape[1]),
+            **_constants(q, k, causal, chosen.apart, chosen.dq),
         )  # fmt: skip
     if (grid := _grid(k, q_offsets, chosen.dkv))[0]:
         attention_backward_dkv_kernel[grid](
-            grad, q, k, v, lse, delta, q_offsets, k_offsets, num_targets, grad_k, grad_v, *scalars, grad_k.stride(0),
+            grad, q, k, v, row_lse, delta, q_offsets, k_offsets, num_targets, grad_k, grad_v, *scalars, grad_k.stride(0), **extras,
             BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own, **_constants(q, k, causal, chosen.apart, chosen.dkv),
         )  # fmt: skip
-    return grad_q, grad_k, grad_v
+    of_biases = [
+        q.new_empty(0) if sums is None or units is None else (sums.double() / units).to(table.dtype)
+        for sums, table in ((relative_sums, relative_bias), (time_sums, time_bias))
+    ]
+    return grad_q, grad_k, grad_v, *of_biases, q.new_empty(0) if grad_bias is None else grad_bias
+
+
+def _units(grad: Tensor, v: Tensor, grad_lse: Tensor | None, terms: float, dropout_p: float) -> Tensor:
+    """Return how many units a 1 has in sums of gradients of scores: a power of two by which 62 bits hold any sum of `terms` rows.
+
+    The gradients of a row's scores add up to at most twice its largest gradient of a weight, and its log-sum-exp's.
+    """
+    if not grad.numel() or not v.numel():
+        return torch.ones((), dtype=torch.float64, device=grad.device)
+    largest = [torch.linalg.vector_norm(x, torch.inf).double() for x in (grad, v)]
+    bound = largest[0] * largest[1] * (2.5 * v.shape[2] / (1 - dropout_p))
+    if grad_lse is not None:
+        bound = bound + torch.linalg.vector_norm(grad_lse, torch.inf)
+    return torch.exp2((62 - torch.log2(bound * terms)).floor().clamp(max=1000))
+
+
+def _extras(
+    relative_bias: Tensor | None,
+    time_bias: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    bias: Tensor | None,
+    bias_offsets: Tensor | None,
+    dropout_seed: Tensor | None,
+    dropout_p: float,
+    normalizer: float,
+) -> dict[str, Any]:
+    """Arguments of all three kernels; a jagged bias `[H, P]` is one row of `P` pairs for each head."""
+    dense = None if bias is None else bias if bias.dim() == 4 else bias[None, :, None]
+    strides = (0, 0, 0, 0) if dense is None else dense.stride()
+    return {
+        "relative_bias": None if relative_bias is None else relative_bias.contiguous(),
+        "max_distance": 0 if relative_bias is None else relative_bias.shape[1] // 2,
+        "time_bias": None if time_bias is None else time_bias.contiguous(),
+        "num_buckets": 0 if time_bias is None else time_bias.shape[1],
+        "q_times": None if q_times is None else q_times.contiguous(),
+        "k_times": None if k_times is None else k_times.contiguous(),
+        "bias": bias,
+        "bias_offsets": bias_offsets,
+        "bias_rows": 0 if dense is None else dense.shape[2],
+        "bias_keys": 0 if dense is None else dense.shape[3],
+        **{f"bias_{name}_stride": stride for name, stride in zip(("batch", "head", "row", "key"), strides, strict=True)},
+        "dropout_seed": dropout_seed,
+        "dropout_threshold": min(round(dropout_p * 2**32), 2**32 - 1),
+        "kept_scale": 1 / (1 - dropout_p),
+        "normalizer": normalizer,
+    }
 
 
 def _readable(x: Tensor) -> Tensor:
