@@ -11,16 +11,21 @@ The query heads that share a key head lie side by side: queries are `[Sq * Hkv, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # 1 MiB in float32: the scores of a chunk stay in the L2 cache between the passes over them.
 _CHUNK_SCORES = 2**18
 # Below this length padding costs less than the PyTorch calls of another chunk.
 _SHORTEST_CLASS = 8
+# SiLU and its derivative are exactly 0 here, as softmax's weight is at minus infinity, where SiLU is not a number.
+_SILU_NOTHING = -1e4
+_32_BITS = 2**32 - 1
 
 
 @dataclass
@@ -37,7 +42,8 @@ class _Mask:
 class _Side:
     """The queries or the keys of a chunk, padded side by side."""
 
-    rows: Tensor  # [n * Hkv * longest] index of (row, key head) in the flattened [S * Hkv]; past a sample's end its last row
+    row: Tensor  # [n, longest] index of the row; past a sample's end its last row
+    rows: Tensor  # [n * Hkv * longest] index of (row, key head) in the flattened [S * Hkv]
     valid: Tensor  # [rows of the chunk * Hkv] the places of `rows` that hold a row
     longest: int
 
@@ -52,11 +58,24 @@ class _Side:
 
 
 @dataclass
+class _Block:
+    """Padded query rows of a chunk, and the keys that any of them sees."""
+
+    queries: slice
+    rows: slice  # the same rows of each query head of a group
+    keys: slice
+    position: Tensor  # [n, 1, queries, 1, 1]
+    hidden: Tensor  # [n, 1, queries, 1, keys] keys that a row does not see, or 1 for `queries` where all are alike
+
+
+@dataclass
 class _Chunk:
     """`n` samples of `Hkv` key heads, each with `group` query heads."""
 
     queries: _Side
     keys: _Side
+    sample: Tensor  # [n] place in the batch
+    length: Tensor  # [n] number of keys
     shift: Tensor  # [n, 1, 1, 1, 1] position of the first query
     history: Tensor  # [n, 1, 1, 1, 1] number of keys that are no targets
     group: int
@@ -67,11 +86,8 @@ class _Chunk:
         """Those of q, k and v."""
         return self.queries, self.keys, self.keys
 
-    def blocks(self, mask: _Mask) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Yield blocks of padded query rows, the keys that any of them sees, and which of those are hidden from which row.
-
-        The last is `[n, 1, queries, 1, keys]`, or 1 for `queries` where all are alike.
-        """
+    def blocks(self, mask: _Mask) -> Iterator[_Block]:
+        """Yield blocks that hold every query."""
         for first in range(0, self.queries.longest, self.query_block):
             last = min(first + self.query_block, self.queries.longest)
             position = self.shift + torch.arange(first, last, device=self.shift.device)[:, None, None]
@@ -101,16 +117,134 @@ class _Chunk:
                     hidden &= key >= context_end
             if mask.num_targets is not None:
                 hidden = hidden & (key != position)
-            yield slice(first * self.group, last * self.group), slice(low, high), hidden
+            rows = slice(first * self.group, last * self.group)
+            yield _Block(slice(first, last), rows, slice(low, high), position, hidden)
 
-    def scores(self, query: Tensor, key: Tensor, hidden: Tensor) -> Tensor:
-        """Scores of a block of scaled queries, minus infinity where a key is hidden: `[n * Hkv, queries * group, keys]`."""
-        scores = torch.bmm(query, key.transpose(1, 2))
-        by_head = scores.view(self.shift.shape[0], -1, query.shape[1] // self.group, self.group, key.shape[1])
+    def by_head(self, x: Tensor) -> Tensor:
+        """`[n * Hkv, queries * group, keys] -> [n, Hkv, queries, group, keys]`."""
+        return x.view(self.shift.shape[0], -1, x.shape[1] // self.group, self.group, x.shape[2])
+
+    def scores(self, query: Tensor, key: Tensor, block: _Block, biases: _Biases, nothing: float) -> Tensor:
+        """Scores of a block of scaled queries, `nothing` where a key is hidden: `[n * Hkv, queries * group, keys]`."""
+        scores = torch.bmm(query[:, block.rows], key[:, block.keys].transpose(1, 2))
+        by_head = self.by_head(scores)
+        biases.add_to(by_head, self, block)
         # Eight times as fast as to fill the scores themselves.
-        limit = scores.new_full(hidden.shape, torch.inf).masked_fill_(hidden, -torch.inf)
+        limit = scores.new_full(block.hidden.shape, torch.inf).masked_fill_(block.hidden, nothing)
         torch.minimum(by_head, limit, out=by_head)
         return scores
+
+
+class _Biases:
+    """What is added to scores, and its gradients."""
+
+    def __init__(
+        self,
+        relative_bias: Tensor | None,
+        time_bias: Tensor | None,
+        q_times: Tensor | None,
+        k_times: Tensor | None,
+        bias: Tensor | None,
+        bias_offsets: Tensor | None,
+        wanted: Sequence[bool],
+        dtype: torch.dtype,
+    ) -> None:
+        # Tables `[H, N]`, of which each pair of a query and a key reads one column; a dense bias is none.
+        self.tables = [relative_bias, time_bias, None if bias_offsets is None else bias]
+        self.times, self.pairs = (q_times, k_times), bias_offsets
+        self.dense = bias if bias_offsets is None else None
+        # The tables' gradients are sums. A pair's own bias is one score's, whose gradient may be rounded at once.
+        self.grads = [
+            None if x is None or not want else torch.zeros(x.shape, dtype=kept or x.dtype, device=x.device)
+            for x, want, kept in zip((relative_bias, time_bias, bias), wanted, (dtype, dtype, None), strict=True)
+        ]
+        self.dtype = dtype
+
+    def _columns(self, chunk: _Chunk, block: _Block) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the place of each table, the table, and the column `[n, queries, keys]` that is read for each pair."""
+        for place, (table, columns) in enumerate(zip(self.tables, (self._distances, self._buckets, self._pairs), strict=True)):
+            # Only wrong offsets have pairs where there is no bias, or more of them.
+            if table is not None and table.shape[1]:
+                yield place, table, columns(chunk, block, table.shape[1])
+
+    def _distances(self, chunk: _Chunk, block: _Block, width: int) -> Tensor:
+        key = torch.arange(block.keys.start, block.keys.stop, device=chunk.shift.device)
+        distance = torch.minimum(block.position, chunk.history) - torch.minimum(key, chunk.history)
+        return (distance[:, 0, :, 0] + width // 2).clamp_(0, width - 1)
+
+    def _buckets(self, chunk: _Chunk, block: _Block, width: int) -> Tensor:
+        q_times, k_times = (
+            x[side.row[:, part]]
+            for x, side, part in zip(self.times, chunk.sides, (block.queries, block.keys), strict=False)
+            if x is not None
+        )
+        between = (q_times[:, :, None] - k_times[:, None]).abs_().to(torch.float32)
+        # A float's exponent and the first bit of its fraction; 1.0 has 254.
+        return (between.view(torch.int32) >> 22).sub_(253).clamp_(0, width - 1)
+
+    def _pairs(self, chunk: _Chunk, block: _Block, width: int) -> Tensor:
+        assert self.pairs is not None
+        query = torch.arange(block.queries.start, block.queries.stop, device=chunk.shift.device)
+        key = torch.arange(block.keys.start, block.keys.stop, device=chunk.shift.device)
+        length = chunk.length[:, None, None]
+        # Past a sample's end stand other samples' pairs, of which no score comes.
+        first = self.pairs[chunk.sample][:, None, None]
+        return (first + query[:, None] * length + torch.minimum(key, length - 1)).clamp_(0, width - 1)
+
+    def _of_dense(self, x: Tensor, block: _Block) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return the block's part of a dense bias, `[B, H, queries, keys]`, and where in the scores by head it belongs."""
+        part = x[:, :, block.queries, block.keys]
+        return part, (..., slice(0, part.shape[2]), slice(None), slice(0, part.shape[3]))
+
+    def add_to(self, scores: Tensor, chunk: _Chunk, block: _Block) -> None:
+        """Add a block's biases to its scores `[n, Hkv, queries, group, keys]`."""
+        for _, table, column in self._columns(chunk, block):
+            term = table.index_select(1, column.flatten()).view(-1, chunk.group, *column.shape)
+            scores += term.permute(2, 0, 3, 1, 4)
+        if self.dense is not None:
+            part, inside = self._of_dense(self.dense, block)
+            term = part.index_select(0, chunk.sample)
+            scores[inside] += term.unflatten(1, (-1, chunk.group)).transpose(2, 3)
+
+    def take_gradient(self, grad_scores: Tensor, chunk: _Chunk, block: _Block) -> None:
+        """Add a block's scores' gradients `[n, Hkv, queries, group, keys]` to those of the biases."""
+        for place, _, column in self._columns(chunk, block):
+            grad = self.grads[place]
+            if grad is not None:
+                by_column = grad_scores.permute(1, 3, 0, 2, 4).reshape(grad.shape[0], -1).to(grad.dtype)
+                grad.scatter_add_(1, column.flatten().to(torch.int64).expand(grad.shape[0], -1), by_column)
+        if self.dense is not None and self.grads[2] is not None:
+            part, inside = self._of_dense(self.grads[2], block)
+            by_row = grad_scores[inside].transpose(2, 3).flatten(1, 2)
+            part.index_copy_(0, chunk.sample, by_row.to(part.dtype))
+
+
+@dataclass
+class _Dropout:
+    """Which weights are dropped, by a hash of the seed, the query's row and head, and the key's place in its sample."""
+
+    seed: Tensor
+    probability: float
+
+    def keeps(self, chunk: _Chunk, block: _Block) -> Tensor:
+        """Tell which weights of a block are kept, `[n, Hkv, queries, group, keys]`."""
+        low, high = self.seed.flatten() & _32_BITS, (self.seed.flatten() >> 32) & _32_BITS
+        row = _hash(chunk.queries.row[:, block.queries] ^ low)[:, None, :, None, None]
+        key_heads = chunk.keys.rows.numel() // chunk.keys.row.numel()
+        head = torch.arange(key_heads * chunk.group, device=row.device).view(-1, 1, chunk.group, 1)
+        key = torch.arange(block.keys.start, block.keys.stop, device=row.device)
+        mixed = _hash((row + head * 0x9E3779B9) & _32_BITS) ^ _hash((key + high) & _32_BITS)
+        return _hash(mixed) >= min(round(self.probability * 2**32), _32_BITS)
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Mix 32 bits, held in int64: lowbias32. The low half of a product is right though the whole overflows."""
+    x = x ^ (x >> 16)
+    x = x.mul_(0x7FEB352D).bitwise_and_(_32_BITS)
+    x ^= x >> 15
+    x = x.mul_(0x846CA68B).bitwise_and_(_32_BITS)
+    x ^= x >> 16
+    return x
 
 
 def _chunks(q: Tensor, k: Tensor, q_offsets: Tensor, k_offsets: Tensor | None, mask: _Mask) -> Iterator[_Chunk]:
@@ -142,6 +276,8 @@ def _chunks(q: Tensor, k: Tensor, q_offsets: Tensor, k_offsets: Tensor | None, m
             yield _Chunk(
                 queries=padded[0],
                 keys=padded[-1],
+                sample=order[part],
+                length=lengths[-1, part],
                 shift=(lengths[-1, part] - lengths[0, part]).view(-1, 1, 1, 1, 1),
                 history=history[part].view(-1, 1, 1, 1, 1),
                 group=group,
@@ -155,6 +291,7 @@ def _side(start: Tensor, length: Tensor, heads: int) -> _Side:
     rows = start[:, None] + torch.minimum(position, length[:, None] - 1)
     exists = (position < length[:, None])[:, None].expand(-1, heads, -1)
     return _Side(
+        row=rows,
         rows=(rows[:, None] * heads + torch.arange(heads, device=start.device)[:, None]).flatten(),
         valid=exists.flatten().nonzero().flatten(),
         longest=longest,
@@ -173,14 +310,26 @@ def forward(
     q_offsets: Tensor,
     k_offsets: Tensor | None,
     num_targets: Tensor | None,
+    relative_bias: Tensor | None,
+    time_bias: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    bias: Tensor | None,
+    bias_offsets: Tensor | None,
+    dropout_seed: Tensor | None,
     causal: bool,
     window: int,
     num_contextual: int,
     scale: float,
+    dropout_p: float,
+    pointwise: bool,
+    normalizer: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return output `[Sq, H, D]` and log-sum-exp `[H, Sq]` (natural logarithm, float32 or float64)."""
+    """Return output `[Sq, H, D]` and log-sum-exp `[H, Sq]` (natural logarithm, float32 or float64), `[0]` with `pointwise`."""
     dtype, (heads, width) = torch.promote_types(q.dtype, torch.float32), k.shape[1:]
     mask = _Mask(num_targets, causal, window, num_contextual)
+    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, [False] * 3, dtype)
+    dropout = None if dropout_seed is None else _Dropout(dropout_seed, dropout_p)
     # What sees no key stays as it is here, and so do rows that no sample covers, which only wrong offsets have.
     output = torch.zeros_like(_flat(q, heads, dtype))
     lse = output.new_full((output.shape[0], output.shape[1] // width), -torch.inf)
@@ -190,19 +339,36 @@ def forward(
             query, key, value = (side.pad(x, width) for side, x in zip(chunk.sides, flat, strict=True))
             query *= scale
             result, sums = torch.empty_like(query), query.new_empty(*query.shape[:2], 1)
-            for rows, keys, hidden in chunk.blocks(mask):
-                scores = chunk.scores(query[:, rows], key[:, keys], hidden)
+            for block in chunk.blocks(mask):
+                if pointwise:
+                    weights = F.silu(chunk.scores(query, key, block, biases, _SILU_NOTHING), inplace=True)
+                    torch.bmm(weights, value[:, block.keys], out=result[:, block.rows])
+                    continue
+                scores = chunk.scores(query, key, block, biases, -torch.inf)
                 # Where no key is seen the largest score is minus infinity, from which nothing can be subtracted.
                 largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
                 weights = scores.sub_(largest).exp_()
                 total = weights.sum(-1, keepdim=True)
-                torch.bmm(weights, value[:, keys], out=result[:, rows])
+                if dropout is not None:
+                    chunk.by_head(weights).mul_(dropout.keeps(chunk, block))
+                torch.bmm(weights, value[:, block.keys], out=result[:, block.rows])
                 # A sum has the 1 of its largest score in it, or nothing.
-                result[:, rows] /= total.clamp(min=1)
-                sums[:, rows] = total.log_().add_(largest)
+                result[:, block.rows] /= total.clamp(min=1)
+                sums[:, block.rows] = total.log_().add_(largest)
+            if pointwise:
+                _normalize(result, chunk, normalizer)
+            if dropout is not None:
+                result /= 1 - dropout_p
             chunk.queries.unpad_into(output, result)
-            chunk.queries.unpad_into(lse, sums)
-    return output.view(q.shape).to(q.dtype), lse.view(q.shape[:2]).t().contiguous()
+            if not pointwise:
+                chunk.queries.unpad_into(lse, sums)
+    lse = output.new_empty(0) if pointwise else lse.view(q.shape[:2]).t().contiguous()
+    return output.view(q.shape).to(q.dtype), lse
+
+
+def _normalize(x: Tensor, chunk: _Chunk, normalizer: float) -> None:
+    """Divide `[n * Hkv, longest * group, width]` by the number, or by each sample's length."""
+    x.view(chunk.length.shape[0], -1).div_(normalizer or chunk.length[:, None])
 
 
 def backward(
@@ -216,40 +382,83 @@ def backward(
     q_offsets: Tensor,
     k_offsets: Tensor | None,
     num_targets: Tensor | None,
+    relative_bias: Tensor | None,
+    time_bias: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    bias: Tensor | None,
+    bias_offsets: Tensor | None,
+    dropout_seed: Tensor | None,
     causal: bool,
     window: int,
     num_contextual: int,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q `[Sq, H, D]`, k and v `[Sk, Hkv, D]`."""
+    dropout_p: float,
+    pointwise: bool,
+    normalizer: float,
+    wanted: Sequence[bool],
+) -> tuple[Tensor, ...]:
+    """Return the gradients of q `[Sq, H, D]`, k and v `[Sk, Hkv, D]`, and of the three biases, `[0]` where not wanted."""
     heads, width = k.shape[1:]
     mask = _Mask(num_targets, causal, window, num_contextual)
+    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, wanted, lse.dtype)
+    dropout = None if dropout_seed is None else _Dropout(dropout_seed, dropout_p)
     with torch.autocast(q.device.type, enabled=False):
-        flat = [_flat(x, heads, lse.dtype) for x in (q, grad, output, k, v)]
-        # An infinite log-sum-exp gives no weight to any key: here to rows that see none, below to those past a sample's end.
-        flat_lse = _flat(lse.t()[..., None], heads, lse.dtype)
-        flat_lse = flat_lse.masked_fill(flat_lse == -torch.inf, torch.inf)
-        flat_grad_lse = None if grad_lse is None else _flat(grad_lse.t()[..., None], heads, lse.dtype)
-        grads = [torch.zeros_like(x) for x in (flat[0], *flat[3:])]
+        flat = [_flat(x, heads, lse.dtype) for x in (q, grad, k, v)]
+        grads = [torch.zeros_like(x) for x in (flat[0], *flat[2:])]
+        if not pointwise:
+            flat_output = _flat(output, heads, lse.dtype)
+            # An infinite log-sum-exp gives no weight to any key: here to rows that see none, below to those past a sample's end.
+            flat_lse = _flat(lse.t()[..., None], heads, lse.dtype)
+            flat_lse = flat_lse.masked_fill(flat_lse == -torch.inf, torch.inf)
+            flat_grad_lse = None if grad_lse is None else _flat(grad_lse.t()[..., None], heads, lse.dtype)
         for chunk in _chunks(q, k, q_offsets, k_offsets, mask):
-            query, upstream, result = (chunk.queries.pad(x, width) for x in flat[:3])
-            key, value = (chunk.keys.pad(x, width) for x in flat[3:])
+            query, upstream = (chunk.queries.pad(x, width) for x in flat[:2])
+            key, value = (chunk.keys.pad(x, width) for x in flat[2:])
             query *= scale
-            sums = torch.full_like(query[..., :1], torch.inf)
             valid = chunk.queries.valid
-            sums.view(-1, chunk.group)[valid] = flat_lse[chunk.queries.rows[valid]]
-            delta = (upstream * result).sum(-1, keepdim=True)
-            if flat_grad_lse is not None:
-                delta -= chunk.queries.pad(flat_grad_lse, 1)
+            if pointwise:
+                _normalize(upstream, chunk, normalizer)
+                inside = torch.zeros_like(upstream[..., :1])
+                inside.view(-1, chunk.group)[valid] = 1
+                upstream *= inside
+            else:
+                sums = torch.full_like(query[..., :1], torch.inf)
+                sums.view(-1, chunk.group)[valid] = flat_lse[chunk.queries.rows[valid]]
+                delta = (upstream * chunk.queries.pad(flat_output, width)).sum(-1, keepdim=True)
+                if flat_grad_lse is not None:
+                    delta -= chunk.queries.pad(flat_grad_lse, 1)
+            if dropout is not None:
+                upstream /= 1 - dropout_p
             grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-            for rows, keys, hidden in chunk.blocks(mask):
-                weights = chunk.scores(query[:, rows], key[:, keys], hidden).sub_(sums[:, rows]).exp_()
-                grad_value[:, keys].baddbmm_(weights.transpose(1, 2), upstream[:, rows])
+            for block in chunk.blocks(mask):
+                rows, keys = block.rows, block.keys
+                if pointwise:
+                    scores = chunk.scores(query, key, block, biases, _SILU_NOTHING)
+                    gate = scores.sigmoid()
+                    weights = scores.mul_(gate)
+                    slope = gate + weights * (1 - gate)
+                else:
+                    scores = chunk.scores(query, key, block, biases, -torch.inf)
+                    weights = slope = scores.sub_(sums[:, rows]).exp_()
                 grad_scores = torch.bmm(upstream[:, rows], value[:, keys].transpose(1, 2))
-                grad_scores.sub_(delta[:, rows]).mul_(weights)
+                if dropout is not None:
+                    keeps = dropout.keeps(chunk, block)
+                    weights = (chunk.by_head(weights) * keeps).view_as(weights)
+                    chunk.by_head(grad_scores).mul_(keeps)
+                grad_value[:, keys].baddbmm_(weights.transpose(1, 2), upstream[:, rows])
+                if not pointwise:
+                    grad_scores.sub_(delta[:, rows])
+                grad_scores.mul_(slope)
+                biases.take_gradient(chunk.by_head(grad_scores), chunk, block)
                 torch.bmm(grad_scores, key[:, keys], out=grad_query[:, rows])
                 grad_key[:, keys].baddbmm_(grad_scores.transpose(1, 2), query[:, rows])
             grad_query *= scale
             for side, target, part in zip(chunk.sides, grads, (grad_query, grad_key, grad_value), strict=True):
                 side.unpad_into(target, part)
-    return tuple(x.view(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))  # type: ignore[return-value]
+    of_rows = (x.view(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))
+    of_biases = (
+        q.new_empty(0) if x is None or like is None else x.to(like.dtype)
+        for x, like in zip(biases.grads, (relative_bias, time_bias, bias), strict=True)
+    )
+    return *of_rows, *of_biases

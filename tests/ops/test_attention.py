@@ -368,15 +368,17 @@ def test_opcheck(place: Place, dtype: torch.dtype) -> None:
     across = Case(batch, keys, 2, 3, 4, dtype, 0, {}).inputs()
     forward, backward = torch.ops.jagged.attention_forward.default, torch.ops.jagged.attention_backward.default
     targets = torch.tensor([1, 0, 2], device=place.device)
+    no_biases, softmax = (None,) * 7, (0.0, False, 0.0)
     for (q, k, v), with_lse, options in (
-        (fused, False, (batch.offsets, None, None, True, 0, 0, 0.5, place.backend)),
-        (across, True, (batch.offsets, keys.offsets, targets, False, 2, 1, 0.5, place.backend)),
+        (fused, False, (batch.offsets, None, None, *no_biases, True, 0, 0, 0.5, *softmax)),
+        (across, True, (batch.offsets, keys.offsets, targets, *no_biases, False, 2, 1, 0.5, *softmax)),
     ):
-        torch.library.opcheck(forward, (q, k, v, *options))
-        output, lse = forward(q, k, v, *options)
+        torch.library.opcheck(forward, (q, k, v, *options, place.backend))
+        output, lse = forward(q, k, v, *options, place.backend)
         assert lse.shape == (q.shape[1], batch.total)
         grad_lse = torch.ones_like(lse) if with_lse else None
-        torch.library.opcheck(backward, (torch.ones_like(output), grad_lse, q, k, v, output, lse, *options))
+        saved = (torch.ones_like(output), grad_lse, q, k, v, output, lse)
+        torch.library.opcheck(backward, (*saved, *options, [False] * 3, place.backend))
 
 
 def test_log_sum_exp_merges_sets_of_keys(place: Place) -> None:
