@@ -2,7 +2,7 @@
 
 Ours may err at most `factor` times as much as the low-precision reference, plus what one rounding does: of the result, and of
 the inputs, measured as the most that moving each to a neighbour in its dtype changes in a few draws. Without the latter the error
-of a few numbers is luck. There are no other tolerances.
+of a few numbers is luck. There are no other tolerances, but for float64 itself, in which the two references would be one.
 """
 
 from __future__ import annotations
@@ -64,6 +64,19 @@ def check_three_way(
     for index, (error, limit) in enumerate(zip(errors, allowed, strict=True)):
         name = f"gradient of input {index - 1}" if index else "output"
         assert error <= limit, f"{name}: error {error:.3e}, allowed {limit:.3e}"
+
+
+def check_float64(ours: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor]) -> None:
+    """Check outputs and all gradients where both compute in float64, to torch's own tolerance of that dtype."""
+    results = []
+    for function in (ours, reference):
+        leaves = [x.detach().double().requires_grad_() for x in inputs]
+        output = function(*leaves)
+        cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64).to(output.device)
+        # Of an empty batch a reference may be a constant.
+        grads = torch.autograd.grad(output, leaves, cotangent, materialize_grads=True) if output.requires_grad else []
+        results.append([output, *(grads or map(torch.zeros_like, leaves))])
+    torch.testing.assert_close(*results)
 
 
 def _error(result: Tensor | None, exact: Tensor | None) -> float:

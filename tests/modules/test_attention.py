@@ -15,7 +15,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules import JaggedCrossAttention, JaggedSelfAttention, JaggedTransformerBlock, PositionalEncoding
 from jagged.modules.positions import rotate
-from tests.oracle import check_three_way
+from jagged.ops import jagged_attention
+from tests.oracle import check_float64, check_three_way
 from tests.places import PLACE, Place
 from tests.reference.attention import visible_keys
 from tests.reference.conversion import to_dense, to_jagged
@@ -63,7 +64,8 @@ def check_twins(
         return evaluate
 
     parameters = [parameter.detach() for parameter in ours.state_dict().values()]
-    check_three_way(of(ours, run), of(twin, run_twin), [*inputs, *parameters])
+    check = check_float64 if inputs[0].dtype == torch.float64 else check_three_way
+    check(of(ours, run), of(twin, run_twin), [*inputs, *parameters])
 
 
 @st.composite
@@ -248,6 +250,66 @@ def test_cross_attention_of_dense_queries(place: Place, memory: Jagged, seed: in
     )
 
 
+def dropped(queries: Jagged, keys: Jagged, heads: int, probability: float) -> Tensor:
+    """What dropout multiplies weights by, `[B, H, Lq, Lk]`, as the generator stands: equal weights of unit vectors show it."""
+    places = torch.cat([torch.arange(n) for n in keys.lengths]).to(PLACE.device)
+    units = torch.eye(max(keys.lengths), device=PLACE.device)[places][:, None].expand(-1, heads, -1)
+    q = torch.zeros(queries.total, heads, units.shape[2], device=PLACE.device)
+    seen = jagged_attention(q, torch.zeros_like(units), units, queries.offsets, keys.offsets, dropout_p=probability)
+    return padded((seen > 0).double() / (1 - probability), queries).transpose(1, 2)
+
+
+@settings(max_examples=10)
+@given(seeds(), st.sampled_from(HEADS), st.sampled_from([0.1, 0.7]), st.sampled_from(EXACT))
+def test_attention_dropout(place: Place, seed: int, heads: tuple[int, int], probability: float, dtype: torch.dtype) -> None:
+    """Against twins that are told which weights to drop; the same draw as of a call of the operator."""
+    batch, queries = jagged_of((13, 0, 1, 40)), jagged_of((2, 5, 0, 9))
+    torch.manual_seed(seed)
+    options = {"num_key_heads": heads[1], "attention_dropout": probability}
+    attention = JaggedSelfAttention(DIM, heads[0], rotary=True, **options)  # type: ignore[arg-type]
+    block = JaggedTransformerBlock(DIM, heads[0], rotary=True, **options)  # type: ignore[arg-type]
+    cross = JaggedCrossAttention(DIM, heads[0], **options)  # type: ignore[arg-type]
+    positions, causal = positions_of(batch, None), visible_keys(lengths(batch), lengths(batch), causal=True)
+    values = random_tensor((batch.total, DIM), dtype, seed)
+
+    def after_seeding(call: Callable[..., Any], *arguments: Any) -> Any:
+        torch.manual_seed(seed)
+        return call(*arguments)
+
+    keep = after_seeding(dropped, batch, batch, heads[0], probability)
+    for ours, twin in (
+        (attention, PaddedSelfAttention(DIM, *heads, True)),
+        (block, PaddedTransformerBlock(DIM, *heads, True, "pre")),
+    ):
+        check_twins(
+            ours.to(place.device, dtype),
+            twin,
+            lambda call, v: after_seeding(call, jagged(v, batch)).values(),
+            lambda call, v: to_jagged(call(padded(v, batch), causal, positions, positions, keep), batch.lengths),
+            [values],
+        )
+    keep = after_seeding(dropped, queries, batch, heads[0], probability)
+    visible = visible_keys(lengths(queries), lengths(batch))
+    check_twins(
+        cross.to(place.device, dtype),
+        PaddedCrossAttention(DIM, heads[0], DIM, heads[1]),
+        lambda call, q, m: after_seeding(call, jagged(q, queries), jagged(m, batch)).values(),
+        lambda call, q, m: to_jagged(call(padded(q, queries), padded(m, batch), visible, keep), queries.lengths),
+        [random_tensor((queries.total, DIM), dtype, seed + 1), values],
+    )
+
+
+@pytest.mark.parametrize("module", [JaggedSelfAttention, JaggedTransformerBlock])
+def test_attention_dropout_is_drawn_in_training_only(place: Place, module: type[nn.Module]) -> None:
+    x = jagged(random_tensor((7, DIM), torch.float32, 0), jagged_of((4, 3)))
+    torch.manual_seed(0)
+    built = module(DIM, 3, attention_dropout=0.5).to(place.device)
+    assert not torch.equal(built(x).values(), built(x).values())
+    torch.manual_seed(0)
+    without = module(DIM, 3).to(place.device)
+    assert torch.equal(built.eval()(x).values(), without(x).values())
+
+
 def test_under_autocast(place: Place) -> None:
     """Against the twins under autocast, which leaves their float64 alone."""
     torch.manual_seed(0)
@@ -378,7 +440,7 @@ def test_biases_of_scores_are_small_and_one_for_each_head() -> None:
         assert module.time_bias is not None
         assert (module.relative_bias.shape, module.time_bias.shape) == ((4, 401), (4, 300))
         for bias in (module.relative_bias, module.time_bias):
-            assert float(bias.std()) == pytest.approx(0.02, rel=0.1), fresh
+            assert float(bias.detach().std()) == pytest.approx(0.02, rel=0.1), fresh
         module.reset_parameters()
     assert {name for name in JaggedSelfAttention(DIM, 4).state_dict() if "bias" in name} == {
         "qkv_projection.bias",

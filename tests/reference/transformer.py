@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.reference.attention import time_buckets
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | float = 0.0, keep: Tensor | float = 1.0) -> Tensor:
     """`[B, Lq, H, W]`, twice `[B, Lk, Hkv, W]` and `[B, Lq, Lk]` -> `[B, Lq, H * W]`; zeros where nothing is visible.
@@ -20,16 +22,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, bias: Tensor | floa
 
 
 def score_bias(relative_bias: Tensor | None, time_bias: Tensor | None, positions: Tensor, times: Tensor) -> Tensor | float:
-    """`[B, H, L, L]` from `[H, 2 * M + 1]`, `[H, T]`, positions and times `[B, L]`; buckets by mantissa and exponent."""
+    """`[B, H, L, L]` from `[H, 2 * M + 1]`, `[H, T]`, positions and times `[B, L]`."""
     bias: Tensor | float = 0.0
     if relative_bias is not None:
         furthest = relative_bias.shape[1] // 2
         distances = (positions[:, :, None] - positions[:, None]).clamp(-furthest, furthest)
         bias = bias + relative_bias[:, distances + furthest].transpose(0, 1)
     if time_bias is not None:
-        mantissa, exponent = torch.frexp((times[:, :, None] - times[:, None]).abs().float())
-        buckets = torch.where(exponent < 1, 0, 2 * exponent - 1 + (mantissa >= 0.75))
-        bias = bias + time_bias[:, buckets.clamp(max=time_bias.shape[1] - 1)].transpose(0, 1)
+        buckets = time_buckets(times[:, :, None] - times[:, None]).clamp(max=time_bias.shape[1] - 1)
+        bias = bias + time_bias[:, buckets].transpose(0, 1)
     return bias
 
 
