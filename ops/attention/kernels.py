@@ -18,6 +18,9 @@ from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_se
 from jagged.ops.attention.configurations import Tiles, configuration, padded_width
 from jagged.ops.attention.scores import (
     HIDDEN,
+    Biases,
+    BiasGradients,
+    Dropout,
     add_bias_gradients,
     biased_scores,
     first_time_of,
@@ -27,6 +30,7 @@ from jagged.ops.attention.scores import (
     sigmoid,
 )
 from jagged.ops.attention.tiles import (
+    Place,
     edge_tile,
     history_end,
     key_ranges,
@@ -62,18 +66,18 @@ def softmax_weights(products, largest, factor, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def masked(scores, rows, keys, place, sight, IS_CAUSAL: tl.constexpr, HIDDEN_SCORE: tl.constexpr = float("-inf")):
+def masked(scores, rows, keys, place, IS_CAUSAL: tl.constexpr, HIDDEN_SCORE: tl.constexpr = float("-inf")):
     """Scores, and `HIDDEN_SCORE` where a query does not see a key."""
-    head, start, key_start, query_length, key_length, shift, history = place
-    window, num_contextual, num_targets = sight
-    seen = visible(rows + shift, keys, history, window, num_contextual, num_targets, IS_CAUSAL)
+    seen = visible(
+        rows + place.shift, keys, place.history, place.window, place.num_contextual, place.num_targets, IS_CAUSAL
+    )  # fmt: skip
     return tl.where(seen, scores, HIDDEN_SCORE)
 
 
 @triton.jit
 def attend(
     weighted, weight, largest, query, key, value, first_query, first_key, key_stride, value_stride, factor,
-    place, sight, biases, dropout,
+    place, biases, dropout,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, IS_POINTWISE: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -82,20 +86,19 @@ def attend(
     A pointwise weight needs neither of the last two.
     """
     ACCURATE: tl.constexpr = query.dtype == tl.float32
-    key_length, num_targets = place[4], sight[2]
     rows = (first_query + tl.arange(0, BLOCK_M))[:, None]
     keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
-    k = load_tile(key, first_key, key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
+    k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     products = dot(query, tl.trans(k), None, INPUT_PRECISION)
     if biases is not None:
-        products = biased_scores(products, rows, keys, place, num_targets, biases)
+        products = biased_scores(products, rows, keys, place, biases)
     if IS_POINTWISE:
         if IS_EDGE:
-            products = masked(products, rows, keys, place, sight, IS_CAUSAL, HIDDEN)
+            products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
         weights = products * sigmoid(products, ACCURATE)
     else:
         if IS_EDGE:
-            products = masked(products, rows, keys, place, sight, IS_CAUSAL)
+            products = masked(products, rows, keys, place, IS_CAUSAL)
         now_largest = tl.maximum(largest, tl.max(products, 1) * factor)
         reference = now_largest
         if IS_EDGE:
@@ -104,11 +107,12 @@ def attend(
         correction = softmax_weights(largest, reference, 1.0, ACCURATE)
         weights = softmax_weights(products, reference[:, None], factor, ACCURATE)
         weight = weight * correction + tl.sum(weights, 1)
-        weighted *= correction[:, None]
         largest = now_largest
         if dropout is not None:
-            weights = tl.where(kept(rows, keys, place, dropout[0], dropout[1]), weights, 0.0)
-    v = load_tile(value, first_key, key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
+            weights = tl.where(kept(rows, keys, place, dropout), weights, 0.0)
+    v = load_tile(value, first_key, place.key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
+    if not IS_POINTWISE:
+        weighted *= correction[:, None]
     weighted = dot(weights.to(v.dtype), v, weighted, INPUT_PRECISION)
     return weighted, weight, largest
 
@@ -138,8 +142,9 @@ def attention_forward_kernel(
     shift = key_length - query_length
     history = history_end(num_targets, sample, key_length)
     head = tl.program_id(1).to(tl.int64)
-    place = (head, start, key_start, query_length, key_length, shift, history)
-    sight = (window, num_contextual, num_targets)
+    place = Place(
+        head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
+    )  # fmt: skip
     HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
     first_time = first_time_of(k_times, key_start, key_length)
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
@@ -148,19 +153,21 @@ def attention_forward_kernel(
     )  # fmt: skip
     biases = None
     if HAS_BIAS or IS_POINTWISE:
-        biases = (
+        biases = Biases(
             scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
             bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
         )  # fmt: skip
     dropout = None
     if dropout_seed is not None:
-        dropout = (dropout_seed, dropout_threshold, kept_scale)
+        dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
     factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
     output += start * output_row_stride + head * HEAD_DIM
+    if not IS_POINTWISE:
+        lse += head * total + start
 
     q = load_by_pointers(query, first_query, query_length, query_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
     keys = rows_of(key, key_length, key_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -175,28 +182,26 @@ def attention_forward_kernel(
     for first_key in range(whole_begin, whole_end, BLOCK_N):
         weighted, weight, largest = attend(
             weighted, weight, largest, q, keys, values, first_query, first_key, key_row_stride, value_row_stride, factor,
-            place, sight, biases, dropout,
+            place, biases, dropout,
             False, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     for index in range(0, edge_tiles):
         first_key = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_N)
         weighted, weight, largest = attend(
             weighted, weight, largest, q, keys, values, first_query, first_key, key_row_stride, value_row_stride, factor,
-            place, sight, biases, dropout,
+            place, biases, dropout,
             True, IS_CAUSAL, IS_POINTWISE, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
-    if IS_POINTWISE:
-        result = weighted * pointwise_factor(normalizer, key_length)
-    else:
-        # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
-        divisor = tl.where(weight == 0.0, 1.0, weight)
+    # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
+    divisor = tl.where(weight == 0.0, 1.0, weight)
+    result = weighted * pointwise_factor(normalizer, key_length) if IS_POINTWISE else weighted / divisor[:, None]
+    if dropout is not None:
+        result *= kept_scale
+    store_tile(output, result, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
+    if not IS_POINTWISE:
         rows = first_query + tl.arange(0, BLOCK_M)
         natural_largest = largest if ACCURATE else largest * LN_2
-        tl.store(lse + head * total + start + rows, natural_largest + tl.log(divisor), mask=rows < query_length)
-        result = weighted / divisor[:, None]
-        if dropout is not None:
-            result *= kept_scale
-    store_tile(output, result, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
+        tl.store(lse + rows, natural_largest + tl.log(divisor), mask=rows < query_length)
 
 
 @triton.jit
@@ -221,41 +226,40 @@ def score_gradients(share, products, grad_weights, row_delta, keep, dropout):
         return grad_weights * (share * (1.0 + products * (1.0 - share)))
     else:
         if keep is not None:
-            grad_weights = tl.where(keep, grad_weights * dropout[2], 0.0)
+            grad_weights = tl.where(keep, grad_weights * dropout.kept_scale, 0.0)
         return share * (grad_weights - row_delta)
 
 
 @triton.jit
 def accumulate_dq(
     sums, query, upstream, key, value, row_lse, row_delta, first_query, first_key, key_stride, value_stride, factor,
-    place, sight, biases, dropout, bias_grads, gain,
+    place, biases, dropout, bias_grads, gain,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of keys gives to the gradients of a query tile and of the biases."""
     ACCURATE: tl.constexpr = query.dtype == tl.float32
     grad_query, histogram, below, above = sums
-    key_length, num_targets = place[4], sight[2]
     rows = (first_query + tl.arange(0, BLOCK_M))[:, None]
     keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
-    k = load_tile(key, first_key, key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    v = load_tile(value, first_key, key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
+    k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
+    v = load_tile(value, first_key, place.key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     products = dot(query, tl.trans(k), None, INPUT_PRECISION)
     if biases is not None:
-        products = biased_scores(products, rows, keys, place, num_targets, biases)
+        products = biased_scores(products, rows, keys, place, biases)
     if IS_EDGE:
         products = masked(
-            products, rows, keys, place, sight, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
+            products, rows, keys, place, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
         )  # fmt: skip
     share = shares(products, row_lse, factor, ACCURATE)
     grad_weights = dot(upstream, tl.trans(v), None, INPUT_PRECISION)
     keep = None
     if dropout is not None:
-        keep = kept(rows, keys, place, dropout[0], dropout[1])
+        keep = kept(rows, keys, place, dropout)
     grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
     if bias_grads is not None:
         histogram, below, above = add_bias_gradients(
-            histogram, below, above, grad_scores * gain, rows, keys, first_query, first_key, place, num_targets, biases, bias_grads
+            histogram, below, above, grad_scores * gain, rows, keys, first_query, first_key, place, biases, bias_grads
         )
     grad_query = dot(grad_scores.to(k.dtype), k, grad_query, INPUT_PRECISION)
     return grad_query, histogram, below, above
@@ -292,8 +296,9 @@ def attention_backward_dq_kernel(
     shift = key_length - query_length
     history = history_end(num_targets, sample, key_length)
     head = tl.program_id(1).to(tl.int64)
-    place = (head, start, key_start, query_length, key_length, shift, history)
-    sight = (window, num_contextual, num_targets)
+    place = Place(
+        head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
+    )  # fmt: skip
     all_rows, all_keys = bias_rows, bias_keys
     HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
     first_time = first_time_of(k_times, key_start, key_length)
@@ -303,44 +308,46 @@ def attention_backward_dq_kernel(
     )  # fmt: skip
     biases = None
     if HAS_BIAS or IS_POINTWISE:
-        biases = (
+        biases = Biases(
             scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
             bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
         )  # fmt: skip
     dropout = None
     if dropout_seed is not None:
-        dropout = (dropout_seed, dropout_threshold, kept_scale)
+        dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
     factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
     bias_grads = None
     if grad_relative_bias is not None or grad_time_bias is not None or grad_bias is not None:
         pairs_of_head = all_rows.to(tl.int64) * all_keys
-        grad_first, grad_row_stride_of_pairs, _, _ = pairs_of(
+        grad_first_pair, pair_row_stride, _, _ = pairs_of(
             grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
             all_rows, all_keys,
         )  # fmt: skip
-        per_unit = tl.load(units)
-        bias_grads = (
-            grad_relative_bias, grad_time_bias, grad_bias, grad_first, pairs_of_head, grad_row_stride_of_pairs, per_unit
+        bias_grads = BiasGradients(
+            grad_relative_bias, grad_time_bias, grad_bias, grad_first_pair, pairs_of_head, pair_row_stride, tl.load(units)
         )  # fmt: skip
     grad += start * grad_row_stride + head * grad_head_stride
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
+    if not IS_POINTWISE:
+        output += start * output_row_stride + head * HEAD_DIM
     grad_query += start * output_row_stride + head * HEAD_DIM
+    if not IS_POINTWISE:
+        lse += head * total + start
+        delta += head * total + start
 
     upstream = load_by_pointers(grad, first_query, query_length, grad_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
-    rows = first_query + tl.arange(0, BLOCK_M)
     row_lse, row_delta, gain = None, None, 1.0
     if IS_POINTWISE:
+        rows = first_query + tl.arange(0, BLOCK_M)
         gain = pointwise_factor(normalizer, key_length)
         upstream = tl.where((rows < query_length)[:, None], upstream, 0.0)
     else:
-        output += start * output_row_stride + head * HEAD_DIM
-        lse += head * total + start
-        delta += head * total + start
         result = load_by_pointers(output, first_query, query_length, output_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
         row_delta = tl.sum(rounded_product(upstream, result), 1)
+        rows = first_query + tl.arange(0, BLOCK_M)
         if grad_lse is not None:
             row_delta -= tl.load(grad_lse + head * total + start + rows, mask=rows < query_length, other=0.0)
         tl.store(delta + rows, row_delta, mask=rows < query_length)
@@ -361,26 +368,26 @@ def attention_backward_dq_kernel(
     for first_key in range(whole_begin, whole_end, BLOCK_N):
         total_grad, histogram, below, above = accumulate_dq(
             (total_grad, histogram, below, above), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
-            key_row_stride, value_row_stride, factor, place, sight, biases, dropout, bias_grads, gain,
+            key_row_stride, value_row_stride, factor, place, biases, dropout, bias_grads, gain,
             False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     for index in range(0, edge_tiles):
         first_key = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_N)
         total_grad, histogram, below, above = accumulate_dq(
             (total_grad, histogram, below, above), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
-            key_row_stride, value_row_stride, factor, place, sight, biases, dropout, bias_grads, gain,
+            key_row_stride, value_row_stride, factor, place, biases, dropout, bias_grads, gain,
             True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     total_grad *= scale * gain
     store_tile(grad_query, total_grad, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     if grad_relative_bias is not None:
         table = grad_relative_bias + head * (2 * max_distance + 1)
-        tl.atomic_add(table, fixed_point(tl.sum(below, 0), per_unit), sem="relaxed")
-        tl.atomic_add(table + 2 * max_distance, fixed_point(tl.sum(above, 0), per_unit), sem="relaxed")
+        tl.atomic_add(table, fixed_point(tl.sum(below, 0), bias_grads.units), sem="relaxed")
+        tl.atomic_add(table + 2 * max_distance, fixed_point(tl.sum(above, 0), bias_grads.units), sem="relaxed")
     if grad_time_bias is not None:
         bucket = tl.arange(0, BLOCK_T)
         table = grad_time_bias + head * num_buckets
-        tl.atomic_add(table + bucket, fixed_point(histogram, per_unit), mask=bucket < num_buckets, sem="relaxed")
+        tl.atomic_add(table + bucket, fixed_point(histogram, bias_grads.units), mask=bucket < num_buckets, sem="relaxed")
 
 
 @triton.jit
@@ -411,14 +418,17 @@ def of_member(source, member, head_stride, GROUP: tl.constexpr):
 @triton.jit
 def accumulate_dkv(
     grad_key, grad_value, k, v, query, upstream, lse, delta, member, first_query, first_key,
-    query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, sight, biases, dropout,
+    query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, biases, dropout,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add what one tile of queries gives to the gradients of a tile of keys and values. Scores are held transposed."""
     ACCURATE: tl.constexpr = k.dtype == tl.float32
-    head, start, key_start, query_length, key_length, shift, history = place
-    place = (head + member, start, key_start, query_length, key_length, shift, history)
+    place = Place(
+        place.head + member, place.start, place.key_start, place.query_length, place.key_length, place.shift, place.history,
+        place.window, place.num_contextual, place.num_targets,
+    )  # fmt: skip
+    query_length = place.query_length
     query = of_member(query, member, query_head_stride, GROUP)
     upstream = of_member(upstream, member, grad_head_stride, GROUP)
     rows = first_query + tl.arange(0, BLOCK_M)
@@ -429,17 +439,17 @@ def accumulate_dkv(
         row_lse = load_lse(of_member(lse, member, total, GROUP), rows, query_length, ACCURATE)[None, :]
     products = dot(k, tl.trans(q), None, INPUT_PRECISION)
     if biases is not None:
-        products = biased_scores(products, rows[None, :], keys, place, sight[2], biases)
+        products = biased_scores(products, rows[None, :], keys, place, biases)
     if IS_EDGE:
         products = masked(
-            products, rows[None, :], keys, place, sight, IS_CAUSAL, HIDDEN if lse is None else float("-inf")
+            products, rows[None, :], keys, place, IS_CAUSAL, HIDDEN if lse is None else float("-inf")
         )  # fmt: skip
     if lse is None:
         products = tl.where((rows < query_length)[None, :], products, HIDDEN)
     share = shares(products, row_lse, factor, ACCURATE)
     keep = None
     if dropout is not None:
-        keep = kept(rows[None, :], keys, place, dropout[0], dropout[1])
+        keep = kept(rows[None, :], keys, place, dropout)
         weights = tl.where(keep, share, 0.0)
     elif lse is None:
         weights = products * share
@@ -484,8 +494,9 @@ def attention_backward_dkv_kernel(
     key += key_start * key_row_stride + key_head * key_head_stride
     value += key_start * value_row_stride + key_head * value_head_stride
     head = key_head * GROUP
-    place = (head, start, key_start, query_length, key_length, shift, history)
-    sight = (window, num_contextual, num_targets)
+    place = Place(
+        head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
+    )  # fmt: skip
     HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
     first_time = first_time_of(k_times, key_start, key_length)
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
@@ -494,13 +505,13 @@ def attention_backward_dkv_kernel(
     )  # fmt: skip
     biases = None
     if HAS_BIAS or IS_POINTWISE:
-        biases = (
+        biases = Biases(
             scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
             bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
         )  # fmt: skip
     dropout = None
     if dropout_seed is not None:
-        dropout = (dropout_seed, dropout_threshold, kept_scale)
+        dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
     factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
 
@@ -524,7 +535,7 @@ def attention_backward_dkv_kernel(
         first_query = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_M)
         total_grad_key, total_grad_value = accumulate_dkv(
             total_grad_key, total_grad_value, k, v, queries, upstream, lse, delta, member, first_query, first_key,
-            query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, sight, biases, dropout,
+            query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, biases, dropout,
             True, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     whole_tiles = tl.cdiv(whole_end - whole_begin, BLOCK_M)
@@ -533,7 +544,7 @@ def attention_backward_dkv_kernel(
         first_query = whole_begin + index * BLOCK_M
         total_grad_key, total_grad_value = accumulate_dkv(
             total_grad_key, total_grad_value, k, v, queries, upstream, lse, delta, member, first_query, first_key,
-            query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, sight, biases, dropout,
+            query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, biases, dropout,
             False, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     gain = 1.0
@@ -632,7 +643,9 @@ def backward(
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
     extras = _extras(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer)
     relative, time, pairs = (x if want else None for x, want in zip((relative_bias, time_bias, bias), wanted, strict=True))
-    relative_sums, time_sums = (None if x is None else torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (relative, time))
+    relative_sums, time_sums = (
+        None if x is None else torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (relative, time)
+    )
     grad_bias = None if pairs is None else torch.zeros(pairs.shape, dtype=pairs.dtype, device=pairs.device)
     units = None
     if relative is not None or time is not None or pairs is not None:
@@ -647,8 +660,8 @@ def backward(
         )  # fmt: skip
     if (grid := _grid(k, q_offsets, chosen.dkv))[0]:
         attention_backward_dkv_kernel[grid](
-            grad, q, k, v, row_lse, delta, q_offsets, k_offsets, num_targets, grad_k, grad_v, *scalars, grad_k.stride(0), **extras,
-            BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own, **_constants(q, k, causal, chosen.apart, chosen.dkv),
+            grad, q, k, v, row_lse, delta, q_offsets, k_offsets, num_targets, grad_k, grad_v, *scalars, grad_k.stride(0),
+            **extras, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own, **_constants(q, k, causal, chosen.apart, chosen.dkv),
         )  # fmt: skip
     of_biases = [
         q.new_empty(0) if sums is None or units is None else (sums.double() / units).to(table.dtype)

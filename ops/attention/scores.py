@@ -1,10 +1,10 @@
 """What attention kernels add to scores and do to weights: three kinds of bias, with their gradients, dropout and SiLU.
 
-`biases` is a tuple `(scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time, bias, first_pair,
-bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys)`, `place` a tuple `(head, start, key_start, query_length, key_length,
-shift, history)`. A tensor that is absent is None, so that nothing of it is compiled. Index tensors of rows and keys broadcast
-against each other, whichever of them lies along which dimension of a tile.
+A tensor that is absent is None, so that nothing of it is compiled. Index tensors of rows and keys broadcast against each other,
+whichever of them lies along which dimension of a tile.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -13,6 +13,46 @@ from jagged.ops._shared.device import exp_of_difference
 
 # The score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
 HIDDEN = tl.constexpr(-1e30)
+
+
+class Biases(NamedTuple):
+    """What is added to scaled products; `pairs` of a sample begin at `first_pair`."""
+
+    scale: Any
+    relative: Any
+    max_distance: Any
+    of_time: Any
+    num_buckets: Any
+    q_times: Any
+    k_times: Any
+    first_time: Any
+    pairs: Any
+    first_pair: Any
+    head_stride: Any
+    row_stride: Any
+    key_stride: Any
+    rows: Any
+    keys: Any
+
+
+class BiasGradients(NamedTuple):
+    """Where gradients of biases go: of tables as whole numbers of units, `units` of which are 1; of pairs as they are."""
+
+    relative: Any
+    of_time: Any
+    pairs: Any
+    first_pair: Any
+    head_stride: Any
+    row_stride: Any
+    units: Any
+
+
+class Dropout(NamedTuple):
+    """A weight is left where its number reaches `threshold`, and then multiplied by `kept_scale`."""
+
+    seed: Any
+    threshold: Any
+    kept_scale: Any
 
 
 @triton.jit
@@ -48,43 +88,40 @@ def load_times(times, rows, length, first_time):
 
 
 @triton.jit
-def distances(positions, keys, history, num_targets):
+def distances(rows, keys, place):
     """From keys to queries, where all targets stand right behind the history."""
-    if num_targets is not None:
-        positions, keys = tl.minimum(positions, history), tl.minimum(keys, history)
+    positions = rows + place.shift
+    if place.num_targets is not None:
+        positions, keys = tl.minimum(positions, place.history), tl.minimum(keys, place.history)
     return positions - keys
 
 
 @triton.jit
-def time_buckets(rows, keys, place, q_times, k_times, first_time, num_buckets):
+def time_buckets(rows, keys, place, biases):
     """Two buckets an octave of the time between a query and a key: its float's exponent and first bit."""
-    head, start, key_start, query_length, key_length, shift, history = place
-    q_high, q_low = load_times(q_times + start, rows, query_length, first_time)
-    k_high, k_low = load_times(k_times + key_start, keys, key_length, first_time)
+    q_high, q_low = load_times(biases.q_times + place.start, rows, place.query_length, biases.first_time)
+    k_high, k_low = load_times(biases.k_times + place.key_start, keys, place.key_length, biases.first_time)
     apart = tl.abs((q_high - k_high) + (q_low - k_low))
     bucket = (apart.to(tl.int32, bitcast=True) >> 22) - 253
-    return tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
+    return tl.minimum(tl.maximum(bucket, 0), biases.num_buckets - 1)
 
 
 @triton.jit
-def biased_scores(products, rows, keys, place, num_targets, biases):
+def biased_scores(products, rows, keys, place, biases):
     """Return scaled products of queries and keys, and their biases."""
-    (
-        scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
-        bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
-    ) = biases  # fmt: skip
-    head, start, key_start, query_length, key_length, shift, history = place
-    scores = products * scale
-    if relative_bias is not None:
-        apart = distances(rows + shift, keys, history, num_targets)
-        apart = tl.minimum(tl.maximum(apart, -max_distance), max_distance) + max_distance
-        scores += tl.load(relative_bias + head * (2 * max_distance + 1) + apart).to(tl.float32)
-    if time_bias is not None:
-        bucket = time_buckets(rows, keys, place, q_times, k_times, first_time, num_buckets)
-        scores += tl.load(time_bias + head * num_buckets + bucket).to(tl.float32)
-    if bias is not None:
-        at = first_pair + head * bias_head_stride + rows.to(tl.int64) * bias_row_stride + keys.to(tl.int64) * bias_key_stride
-        scores += tl.load(bias + at, mask=(rows < bias_rows) & (keys < bias_keys), other=0.0).to(tl.float32)
+    scores = products * biases.scale
+    if biases.relative is not None:
+        farthest = biases.max_distance
+        apart = tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest) + farthest
+        scores += tl.load(biases.relative + place.head * (2 * farthest + 1) + apart).to(tl.float32)
+    if biases.of_time is not None:
+        bucket = time_buckets(rows, keys, place, biases)
+        scores += tl.load(biases.of_time + place.head * biases.num_buckets + bucket).to(tl.float32)
+    if biases.pairs is not None:
+        at = biases.first_pair + place.head * biases.head_stride
+        at += rows.to(tl.int64) * biases.row_stride + keys.to(tl.int64) * biases.key_stride
+        mask = (rows < biases.rows) & (keys < biases.keys)
+        scores += tl.load(biases.pairs + at, mask=mask, other=0.0).to(tl.float32)
     return scores
 
 
@@ -95,41 +132,38 @@ def fixed_point(sums, per_unit):
 
 
 @triton.jit
-def add_relative_gradient(
-    below, above, grad_scores, first_query, first_key, place, num_targets, max_distance, grad_relative_bias, per_unit
-):
+def add_relative_gradient(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads):
     """Add a tile's sums along its diagonals, on each of which queries and keys are one distance apart.
 
-    Column c is turned up by c rows, which makes rows of diagonals. Those nearer than `max_distance` go to memory; the others are
+    Column c is turned up by c rows, which makes rows of diagonals. Those nearer than `farthest` go to memory; the others are
     collected in `below` and `above`, which belong to the ends of the table.
     """
-    head, start, key_start, query_length, key_length, shift, history = place
     ROWS: tl.constexpr = grad_scores.shape[0]
-    tl.static_assert(ROWS >= grad_scores.shape[1])
+    tl.static_assert(grad_scores.shape[1] <= ROWS)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, grad_scores.shape[1])
     of_targets = grad_scores
-    if num_targets is not None:
-        is_target = (first_query + shift + row > history)[:, None]
+    if place.num_targets is not None:
+        is_target = (first_query + place.shift + row > place.history)[:, None]
         of_targets = tl.where(is_target, grad_scores, 0.0)
         grad_scores = tl.where(is_target, 0.0, grad_scores)
-    place_in_column = row[:, None] + column[None, :]
-    diagonals = tl.gather(grad_scores, place_in_column % ROWS, 0)
-    table = grad_relative_bias + head * (2 * max_distance + 1) + max_distance
-    for turn in tl.static_range(2):
-        sums = tl.sum(tl.where((place_in_column >= ROWS) == (turn == 1), diagonals, 0.0), 1)
-        apart = first_query + shift - first_key + row - turn * ROWS
-        is_above = apart >= max_distance
-        is_below = (apart <= -max_distance) & (apart < max_distance)
+    turned = row[:, None] + column[None, :]
+    diagonals = tl.gather(grad_scores, turned % ROWS, 0)
+    table = bias_grads.relative + place.head * (2 * farthest + 1) + farthest
+    for wraps in tl.static_range(2):
+        sums = tl.sum(tl.where((turned >= ROWS) == (wraps == 1), diagonals, 0.0), 1)
+        apart = first_query + place.shift - first_key + row - wraps * ROWS
+        is_above = apart >= farthest
+        is_below = (apart <= -farthest) & (apart < farthest)
         above += tl.where(is_above, sums, 0.0)
         below += tl.where(is_below, sums, 0.0)
-        is_between = (apart < max_distance) & (apart > -max_distance)
-        tl.atomic_add(table + apart, fixed_point(sums, per_unit), mask=is_between, sem="relaxed")
-    if num_targets is not None:
-        apart = history - tl.minimum(first_key + column, history)
-        apart = tl.minimum(apart, max_distance)
-        sums = tl.sum(of_targets, 0)
-        tl.atomic_add(table + apart, fixed_point(sums, per_unit), mask=first_key + column < key_length, sem="relaxed")
+        is_between = (apart < farthest) & (apart > -farthest)
+        tl.atomic_add(table + apart, fixed_point(sums, bias_grads.units), mask=is_between, sem="relaxed")
+    if place.num_targets is not None:
+        apart = place.history - tl.minimum(first_key + column, place.history)
+        sums = fixed_point(tl.sum(of_targets, 0), bias_grads.units)
+        mask = first_key + column < place.key_length
+        tl.atomic_add(table + tl.minimum(apart, farthest), sums, mask=mask, sem="relaxed")
     return below, above
 
 
@@ -149,22 +183,18 @@ def add_time_gradient(histogram, grad_scores, buckets):
 
 
 @triton.jit
-def add_bias_gradients(
-    histogram, below, above, grad_scores, rows, keys, first_query, first_key, place, num_targets, biases, bias_grads
-):
+def add_bias_gradients(histogram, below, above, grad_scores, rows, keys, first_query, first_key, place, biases, bias_grads):
     """Take the gradients of a tile of scores into those of the biases: sums by distance and by bucket, and each by itself."""
-    grad_relative_bias, grad_time_bias, grad_bias, first_pair, head_stride, row_stride, per_unit = bias_grads
-    if grad_relative_bias is not None:
+    if bias_grads.relative is not None:
         below, above = add_relative_gradient(
-            below, above, grad_scores, first_query, first_key, place, num_targets, biases[2], grad_relative_bias, per_unit
+            below, above, grad_scores, first_query, first_key, place, biases.max_distance, bias_grads
         )
-    if grad_time_bias is not None:
-        buckets = time_buckets(rows, keys, place, biases[5], biases[6], biases[7], biases[4])
-        histogram = add_time_gradient(histogram, grad_scores, buckets)
-    if grad_bias is not None:
-        at = first_pair + place[0] * head_stride + rows.to(tl.int64) * row_stride + keys
-        mask = (rows < biases[13]) & (keys < biases[14])
-        tl.store(grad_bias + at, grad_scores.to(grad_bias.dtype.element_ty), mask=mask)
+    if bias_grads.of_time is not None:
+        histogram = add_time_gradient(histogram, grad_scores, time_buckets(rows, keys, place, biases))
+    if bias_grads.pairs is not None:
+        at = bias_grads.first_pair + place.head * bias_grads.head_stride + rows.to(tl.int64) * bias_grads.row_stride + keys
+        mask = (rows < biases.rows) & (keys < biases.keys)
+        tl.store(bias_grads.pairs + at, grad_scores.to(bias_grads.pairs.dtype.element_ty), mask=mask)
     return histogram, below, above
 
 
@@ -179,14 +209,13 @@ def hashed(number):
 
 
 @triton.jit
-def kept(rows, keys, place, dropout_seed, dropout_threshold):
+def kept(rows, keys, place, dropout):
     """Tell which weights dropout leaves; a pair's number depends on nothing but the seed, its query, its head and its key."""
-    head, start, key_start, query_length, key_length, shift, history = place
-    seed = tl.load(dropout_seed)
+    seed = tl.load(dropout.seed)
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    of_row = hashed(hashed((start + rows).to(tl.uint32) ^ low) + head.to(tl.uint32) * 0x9E3779B9)
+    of_row = hashed(hashed((place.start + rows).to(tl.uint32) ^ low) + place.head.to(tl.uint32) * 0x9E3779B9)
     of_key = hashed(keys.to(tl.uint32) + high)
-    return hashed(of_row ^ of_key) >= dropout_threshold.to(tl.uint32)
+    return hashed(of_row ^ of_key) >= dropout.threshold.to(tl.uint32)
 
 
 @triton.jit

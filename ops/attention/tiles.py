@@ -5,8 +5,25 @@ last query at the last key. The last positions, from `history` on, may be target
 An option that is absent is None, so that nothing of it is compiled.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Place(NamedTuple):
+    """Of a program: its query head, where its sample's rows begin and how many there are, and what its queries see."""
+
+    head: Any
+    start: Any
+    key_start: Any
+    query_length: Any
+    key_length: Any
+    shift: Any
+    history: Any
+    window: Any
+    num_contextual: Any
+    num_targets: Any
 
 
 @triton.jit

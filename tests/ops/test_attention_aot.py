@@ -17,6 +17,13 @@ SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 Row = tuple[int, int, str]
 # Everything that a sample's shape and a query's sight can be given beside `causal`.
 OPTIONS = {"key_offsets": "*i64", "num_targets": "*i64", "window": "i32", "num_contextual": "i32", "grad_lse": "*fp32"}
+# What is added to scores or done to weights, and its gradients.
+EXTRAS = {
+    "relative": {"relative_bias": "*fp32", "grad_relative_bias": "*i64"},
+    "time": {"time_bias": "*fp32", "q_times": "*i64", "k_times": "*i64", "grad_time_bias": "*i64"},
+    "pairs": {"bias": "*fp32", "bias_offsets": "*i64", "grad_bias": "*fp32"},
+    "dropout": {"dropout_seed": "*i64"},
+}
 # Tiles that were measured faster with some of a thread's registers spilled than any that fit, in bytes: a limit lets a fourth
 # program onto a multiprocessor, or the tile takes all 255. At width 128 all but three loads and stores stand outside the loops.
 ALLOWED_SPILLS = {
@@ -44,6 +51,8 @@ def compile_row(
     causal: bool = True,
     head_dim: int | None = None,
     has_options: bool = False,
+    extras: tuple[str, ...] = (),
+    pointwise: bool = False,
 ) -> Resources:
     from jagged.ops.attention import kernels
 
@@ -61,12 +70,21 @@ def compile_row(
         "BLOCK_N": block_n,
         "BLOCK_D": width,
         "INPUT_PRECISION": precision,
-        **({} if has_options else {option: None for option in OPTIONS if option in kernel.arg_names}),
     }
-    types = {"offsets": "*i64", "lse": "*fp32", "delta": "*fp32", "scale": "fp32", **OPTIONS}
-    types |= dict.fromkeys(("num_samples", "total", "key_total"), "i32")
-    strides = [argument for argument in kernel.arg_names if argument.endswith("stride")]
-    types |= dict.fromkeys(strides, "i32")
+    if name == "backward_dq":
+        constants["BLOCK_T"] = 64 if "time" in extras else 1
+    types = {"offsets": "*i64", "lse": "*fp32", "delta": "*fp32", "units": "*fp64", "dropout_threshold": "i64"}
+    types |= dict.fromkeys(("scale", "kept_scale", "normalizer"), "fp32")
+    types |= dict.fromkeys(("num_samples", "total", "key_total", "max_distance", "num_buckets", "bias_rows", "bias_keys"), "i32")
+    absent = {"lse", "delta"} if pointwise else set()
+    for extra, its in [("options", OPTIONS), *EXTRAS.items()]:
+        types |= its
+        absent |= set() if extra in extras or (extra == "options" and has_options) else set(its)
+    if not set(extras) - {"dropout"}:
+        absent.add("units")
+    constants |= {argument: None for argument in absent if argument in kernel.arg_names}
+    strides = [argument for argument in kernel.arg_names if argument.endswith("stride") and not argument.startswith("bias")]
+    types |= {argument: "i32" for argument in kernel.arg_names if argument.endswith("stride")}
     values = f"*{dtype or {2: 'bf16', 4: 'fp32'}[size]}"
     signature = {argument: types.get(argument, values) for argument in kernel.arg_names if argument not in constants}
     return compile_kernel(
