@@ -98,7 +98,7 @@ def jagged_hstu_attention(
         relative_bias,
         time_bias,
         times,
-        times,
+        None,
         bias,
         bias_offsets,
         None,

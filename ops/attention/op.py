@@ -63,19 +63,22 @@ _backward = define_operator(
 class AttentionFunction(torch.autograd.Function):
     """Saves inputs, output and log-sum-exp; the backward computes the weights again, so memory is linear in the rows.
 
-    `arguments` are those of the forward operator: thirteen tensors, then options.
+    `arguments` are those of the forward operator: thirteen tensors, then options. The tenth, the keys' times, is None for those
+    of the queries, since Torch's compiler takes no tensor twice.
     """
 
     @staticmethod
     def forward(ctx: Any, return_lse: bool, *arguments: Any) -> Tensor | tuple[Tensor, Tensor]:
-        output, lse = _forward(*arguments)
-        ctx.save_for_backward(*arguments[:13], output, lse)
-        ctx.options = arguments[13:]
+        tensors, options = arguments[:13], arguments[13:]
+        output, lse = _forward(*_with_k_times(tensors), *options)
+        ctx.save_for_backward(*tensors, output, lse)
+        ctx.options = options
         return (output, lse) if return_lse else output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        q, k, v, *others, output, lse = ctx.saved_tensors
+        *tensors, output, lse = ctx.saved_tensors
+        q, k, v, *others = _with_k_times(tensors)
         *options, backend = ctx.options
         # Those of q, k, v, relative_bias, time_bias and bias.
         places = (1, 2, 3, 7, 8, 11)
@@ -88,6 +91,10 @@ class AttentionFunction(torch.autograd.Function):
         for place, want, result in zip(places, wanted, grads, strict=True):
             results[place] = result if want else None
         return tuple(results)
+
+
+def _with_k_times(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [*tensors[:9], tensors[8] if tensors[9] is None else tensors[9], *tensors[10:]]
 
 
 @overload
@@ -289,7 +296,7 @@ def jagged_attention(
         relative_bias,
         time_bias,
         q_times,
-        k_times,
+        None if k_times is q_times else k_times,
         bias,
         bias_offsets,
         dropout_seed,
@@ -371,7 +378,7 @@ def check_biases(
 ) -> Tensor | None:
     """Check biases, and the times of queries and keys with their names; return where a jagged bias's samples begin."""
     heads = q.shape[1]
-    shapes = {"relative_bias": (relative_bias, "[H, 2 * M + 1]"), "time_bias": (time_bias, "[H, T]")}
+    shapes = {"relative_bias": (relative_bias, "[H, 2M + 1]"), "time_bias": (time_bias, "[H, T]")}
     for name, (table, shape) in shapes.items():
         if table is None:
             continue
@@ -381,7 +388,7 @@ def check_biases(
             raise ValueError(f"{name}: expected {shape} with the {heads} heads of q, got {list(table.shape)}")
     if relative_bias is not None and relative_bias.shape[1] % 2 == 0:
         raise ValueError(
-            f"relative_bias: expected an odd number of columns, 2 * M + 1 for the distances -M to M, got {relative_bias.shape[1]}"
+            f"relative_bias: expected an odd number of columns, 2M + 1 for the distances -M to M, got {relative_bias.shape[1]}"
         )
     if time_bias is not None and not time_bias.shape[1]:
         raise ValueError("time_bias: expected [H, T] with one bucket or more, got 0 columns")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -130,6 +131,23 @@ def rows_of(padded_rows: Tensor, lengths: Tensor) -> Tensor:
     """`[B, H, longest, ...] -> [S, H, ...]`."""
     inside = torch.arange(padded_rows.shape[2], device=lengths.device) < lengths[:, None]
     return padded_rows.transpose(1, 2)[inside]
+
+
+def dropout_mask(seed: int, dropout_p: float, q_lengths: Tensor, k_lengths: Tensor, heads: int) -> Tensor:
+    """Tell which weights dropout leaves, `[B, heads, longest Lq, longest Lk]`: lowbias32 of seed, query, head and key."""
+
+    def mix(x: np.ndarray) -> np.ndarray:
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+        x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+        return x ^ (x >> np.uint32(16))
+
+    longest_q, longest_k = (max([1, *lengths.tolist()]) for lengths in (q_lengths, k_lengths))
+    row = (q_lengths.cumsum(0) - q_lengths).cpu().numpy()[:, None] + np.arange(longest_q)
+    head, key = np.arange(heads, dtype=np.uint32), np.arange(longest_k, dtype=np.uint32)
+    low, high = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32 & 0xFFFFFFFF)
+    of_row = mix(row.astype(np.uint32) ^ low)[:, None, :] + (head * np.uint32(0x9E3779B9))[:, None]
+    of_pair = mix(mix(of_row)[..., None] ^ mix(key + high))
+    return torch.from_numpy(of_pair.astype(np.int64) >= min(round(dropout_p * 2**32), 2**32 - 1)).to(q_lengths.device)
 
 
 def padded_attention(
