@@ -299,15 +299,16 @@ def test_attention_dropout(place: Place, seed: int, heads: tuple[int, int], prob
     )
 
 
-@pytest.mark.parametrize("module", [JaggedSelfAttention, JaggedTransformerBlock])
+@pytest.mark.parametrize("module", [JaggedSelfAttention, JaggedTransformerBlock, JaggedCrossAttention])
 def test_attention_dropout_is_drawn_in_training_only(place: Place, module: type[nn.Module]) -> None:
     x = jagged(random_tensor((7, DIM), torch.float32, 0), jagged_of((4, 3)))
+    inputs = (x, x) if module is JaggedCrossAttention else (x,)
     torch.manual_seed(0)
     built = module(DIM, 3, attention_dropout=0.5).to(place.device)
-    assert not torch.equal(built(x).values(), built(x).values())
+    assert not torch.equal(built(*inputs).values(), built(*inputs).values())
     torch.manual_seed(0)
     without = module(DIM, 3).to(place.device)
-    assert torch.equal(built.eval()(x).values(), without(x).values())
+    assert torch.equal(built.eval()(*inputs).values(), without(*inputs).values())
 
 
 def test_under_autocast(place: Place) -> None:
