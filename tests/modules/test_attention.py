@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules import JaggedCrossAttention, JaggedSelfAttention, JaggedTransformerBlock, PositionalEncoding
+from jagged.modules import HSTUBlock, JaggedCrossAttention, JaggedSelfAttention, JaggedTransformerBlock, PositionalEncoding
 from jagged.modules.positions import rotate
 from jagged.ops import jagged_attention
 from tests.oracle import check_float64, check_three_way
@@ -507,6 +507,22 @@ def test_messages() -> None:
             module(rows, torch.zeros(3, dtype=torch.int64))
         with pytest.raises(ValueError, match="num_targets: expected 0 or more, got -1"):
             module(rows, -1)
+
+
+@pytest.mark.parametrize("block", [JaggedTransformerBlock, HSTUBlock])
+def test_compiles_to_one_graph(place: Place, block: type[nn.Module]) -> None:
+    module = block(DIM, 3, max_distance=4, num_time_buckets=9).to(place.device)
+
+    def run(values: Tensor, offsets: Tensor, num_targets: Tensor, times: Tensor) -> Tensor:
+        return module(JaggedTensor(values=values, offsets=offsets), num_targets, times).values()
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch in (jagged_of((3, 0, 4)), jagged_of((5, 2, 2, 1))):
+        arguments = batch.offsets, torch.ones_like(batch.offsets[1:]), random_times(batch, 0, 6)
+        values = random_tensor((batch.total, DIM), torch.float32, 0).requires_grad_()
+        results = [function(values, *arguments) for function in (compiled, run)]
+        torch.testing.assert_close(*results)
+        torch.testing.assert_close(*(torch.autograd.grad(result.sum(), values) for result in results))
 
 
 def test_are_leaves_under_tracing() -> None:
