@@ -23,11 +23,11 @@ from jagged.ops.attention.scores import (
     Dropout,
     add_bias_gradients,
     biased_scores,
-    first_time_of,
     fixed_point,
     kept,
     pairs_of,
     sigmoid,
+    split_times_kernel,
 )
 from jagged.ops.attention.tiles import (
     Place,
@@ -90,8 +90,8 @@ def attend(
     keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     products = dot(query, tl.trans(k), None, INPUT_PRECISION)
-    if biases is not None:
-        products = biased_scores(products, rows, keys, place, biases)
+    if biases.scale is not None:
+        products = biased_scores(products, rows, keys, first_query, first_key, place, biases)
     if IS_POINTWISE:
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
@@ -108,7 +108,7 @@ def attend(
         weights = softmax_weights(products, reference[:, None], factor, ACCURATE)
         weight = weight * correction + tl.sum(weights, 1)
         largest = now_largest
-        if dropout is not None:
+        if dropout.seed is not None:
             weights = tl.where(kept(rows, keys, place, dropout), weights, 0.0)
     v = load_tile(value, first_key, place.key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     if not IS_POINTWISE:
@@ -145,23 +145,18 @@ def attention_forward_kernel(
     place = Place(
         head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
     )  # fmt: skip
-    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
-    first_time = first_time_of(k_times, key_start, key_length)
+    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None or IS_POINTWISE
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
         bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
         bias_rows, bias_keys,
     )  # fmt: skip
-    biases = None
-    if HAS_BIAS or IS_POINTWISE:
-        biases = Biases(
-            scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
-            bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
-        )  # fmt: skip
-    dropout = None
-    if dropout_seed is not None:
-        dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
+    biases = Biases(
+        scale if HAS_BIAS else None, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
+    )  # fmt: skip
+    dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
+    factor = in_score_units(1.0 if HAS_BIAS else scale, ACCURATE)
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
@@ -195,7 +190,7 @@ def attention_forward_kernel(
     # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
     divisor = tl.where(weight == 0.0, 1.0, weight)
     result = weighted * pointwise_factor(normalizer, key_length) if IS_POINTWISE else weighted / divisor[:, None]
-    if dropout is not None:
+    if dropout.seed is not None:
         result *= kept_scale
     store_tile(output, result, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     if not IS_POINTWISE:
@@ -245,8 +240,8 @@ def accumulate_dq(
     k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_tile(value, first_key, place.key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     products = dot(query, tl.trans(k), None, INPUT_PRECISION)
-    if biases is not None:
-        products = biased_scores(products, rows, keys, place, biases)
+    if biases.scale is not None:
+        products = biased_scores(products, rows, keys, first_query, first_key, place, biases)
     if IS_EDGE:
         products = masked(
             products, rows, keys, place, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
@@ -254,10 +249,10 @@ def accumulate_dq(
     share = shares(products, row_lse, factor, ACCURATE)
     grad_weights = dot(upstream, tl.trans(v), None, INPUT_PRECISION)
     keep = None
-    if dropout is not None:
+    if dropout.seed is not None:
         keep = kept(rows, keys, place, dropout)
     grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
-    if bias_grads is not None:
+    if bias_grads.units is not None:
         histogram, below, above = add_bias_gradients(
             histogram, below, above, grad_scores * gain, rows, keys, first_query, first_key, place, biases, bias_grads
         )
@@ -300,33 +295,28 @@ def attention_backward_dq_kernel(
         head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
     )  # fmt: skip
     all_rows, all_keys = bias_rows, bias_keys
-    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
-    first_time = first_time_of(k_times, key_start, key_length)
+    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None or IS_POINTWISE
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
         bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
         bias_rows, bias_keys,
     )  # fmt: skip
-    biases = None
-    if HAS_BIAS or IS_POINTWISE:
-        biases = Biases(
-            scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
-            bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
-        )  # fmt: skip
-    dropout = None
-    if dropout_seed is not None:
-        dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
+    biases = Biases(
+        scale if HAS_BIAS else None, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
+    )  # fmt: skip
+    dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
-    bias_grads = None
-    if grad_relative_bias is not None or grad_time_bias is not None or grad_bias is not None:
-        pairs_of_head = all_rows.to(tl.int64) * all_keys
-        grad_first_pair, pair_row_stride, _, _ = pairs_of(
-            grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
-            all_rows, all_keys,
-        )  # fmt: skip
-        bias_grads = BiasGradients(
-            grad_relative_bias, grad_time_bias, grad_bias, grad_first_pair, pairs_of_head, pair_row_stride, tl.load(units)
-        )  # fmt: skip
+    factor = in_score_units(1.0 if HAS_BIAS else scale, ACCURATE)
+    pairs_of_head = all_rows.to(tl.int64) * all_keys
+    grad_first_pair, pair_row_stride, _, _ = pairs_of(
+        grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
+        all_rows, all_keys,
+    )  # fmt: skip
+    if units is not None:
+        units = tl.load(units)
+    bias_grads = BiasGradients(
+        grad_relative_bias, grad_time_bias, grad_bias, grad_first_pair, pairs_of_head, pair_row_stride, units
+    )  # fmt: skip
     grad += start * grad_row_stride + head * grad_head_stride
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
@@ -438,8 +428,8 @@ def accumulate_dkv(
     if lse is not None:
         row_lse = load_lse(of_member(lse, member, total, GROUP), rows, query_length, ACCURATE)[None, :]
     products = dot(k, tl.trans(q), None, INPUT_PRECISION)
-    if biases is not None:
-        products = biased_scores(products, rows[None, :], keys, place, biases)
+    if biases.scale is not None:
+        products = biased_scores(products, rows[None, :], keys, first_query, first_key, place, biases)
     if IS_EDGE:
         products = masked(
             products, rows[None, :], keys, place, IS_CAUSAL, HIDDEN if lse is None else float("-inf")
@@ -448,7 +438,7 @@ def accumulate_dkv(
         products = tl.where((rows < query_length)[None, :], products, HIDDEN)
     share = shares(products, row_lse, factor, ACCURATE)
     keep = None
-    if dropout is not None:
+    if dropout.seed is not None:
         keep = kept(rows[None, :], keys, place, dropout)
         weights = tl.where(keep, share, 0.0)
     elif lse is None:
@@ -497,23 +487,18 @@ def attention_backward_dkv_kernel(
     place = Place(
         head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
     )  # fmt: skip
-    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None
-    first_time = first_time_of(k_times, key_start, key_length)
+    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None or IS_POINTWISE
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
         bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
         bias_rows, bias_keys,
     )  # fmt: skip
-    biases = None
-    if HAS_BIAS or IS_POINTWISE:
-        biases = Biases(
-            scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, first_time,
-            bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
-        )  # fmt: skip
-    dropout = None
-    if dropout_seed is not None:
-        dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
+    biases = Biases(
+        scale if HAS_BIAS else None, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
+    )  # fmt: skip
+    dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(scale if biases is None else 1.0, ACCURATE)
+    factor = in_score_units(1.0 if HAS_BIAS else scale, ACCURATE)
 
     k = load_by_pointers(key, first_key, key_length, key_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_by_pointers(value, first_key, key_length, value_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -550,7 +535,7 @@ def attention_backward_dkv_kernel(
     gain = 1.0
     if IS_POINTWISE:
         gain = pointwise_factor(normalizer, key_length)
-    if dropout is not None:
+    if dropout.seed is not None:
         total_grad_value *= kept_scale
     total_grad_key *= scale * gain
     total_grad_value *= gain
@@ -597,7 +582,10 @@ def forward(
         attention_forward_kernel[grid](
             q, k, v, q_offsets, k_offsets, num_targets, output, None if pointwise else lse, q_offsets.shape[0] - 1, total,
             k.shape[0], scale, window or None, num_contextual or None, *_strides(q, k, v), output.stride(0),
-            **_extras(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer),
+            **_extras(
+                q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p,
+                normalizer,
+            ),
             BLOCK_M=tiles.own, BLOCK_N=tiles.visit, **_constants(q, k, causal, chosen.apart, tiles),
         )  # fmt: skip
     return output, lse
@@ -641,7 +629,9 @@ def backward(
     allows_tma = heads == k.shape[1] and _allow_tma(grad, q, k, v)
     chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma)
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
-    extras = _extras(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer)
+    extras = _extras(
+        q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer
+    )
     relative, time, pairs = (x if want else None for x, want in zip((relative_bias, time_bias, bias), wanted, strict=True))
     relative_sums, time_sums = (
         None if x is None else torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (relative, time)
@@ -684,7 +674,20 @@ def _units(grad: Tensor, v: Tensor, grad_lse: Tensor | None, terms: float, dropo
     return torch.exp2((62 - torch.log2(bound * terms)).floor().clamp(max=1000))
 
 
+def _split_times(times: Tensor, offsets: Tensor, key_times: Tensor, key_offsets: Tensor) -> Tensor:
+    """Launch `split_times_kernel`: what the other kernels take differences of."""
+    times, key_times = times.contiguous(), key_times.contiguous()
+    split = torch.empty_like(times)
+    if times.numel() and offsets.shape[0] > 1:
+        split_times_kernel[(triton.cdiv(times.shape[0], 256),)](
+            times, offsets, key_times, key_offsets, split, offsets.shape[0] - 1, times.shape[0], key_times.shape[0], BLOCK=256
+        )
+    return split
+
+
 def _extras(
+    q_offsets: Tensor,
+    k_offsets: Tensor | None,
     relative_bias: Tensor | None,
     time_bias: Tensor | None,
     q_times: Tensor | None,
@@ -696,6 +699,9 @@ def _extras(
     normalizer: float,
 ) -> dict[str, Any]:
     """Arguments of all three kernels; a jagged bias `[H, P]` is one row of `P` pairs for each head."""
+    if q_times is not None and k_times is not None:
+        key_sides = k_times, q_offsets if k_offsets is None else k_offsets
+        q_times, k_times = _split_times(q_times, q_offsets, *key_sides), _split_times(*key_sides, *key_sides)
     dense = None if bias is None else bias if bias.dim() == 4 else bias[None, :, None]
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
     return {
@@ -703,8 +709,8 @@ def _extras(
         "max_distance": 0 if relative_bias is None else relative_bias.shape[1] // 2,
         "time_bias": None if time_bias is None else time_bias.contiguous(),
         "num_buckets": 0 if time_bias is None else time_bias.shape[1],
-        "q_times": None if q_times is None else q_times.contiguous(),
-        "k_times": None if k_times is None else k_times.contiguous(),
+        "q_times": q_times,
+        "k_times": k_times,
         "bias": bias,
         "bias_offsets": bias_offsets,
         "bias_rows": 0 if dense is None else dense.shape[2],

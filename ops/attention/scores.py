@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.device import exp_of_difference
+from jagged.ops._shared.device import exp_of_difference, find_segments
 
 # The score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
 HIDDEN = tl.constexpr(-1e30)
 
 
 class Biases(NamedTuple):
-    """What is added to scaled products; `pairs` of a sample begin at `first_pair`."""
+    """What is added to products times `scale`, which is None where there is nothing to add.
+
+    `pairs` of a sample begin at `first_pair`.
+    """
 
     scale: Any
     relative: Any
@@ -25,7 +28,6 @@ class Biases(NamedTuple):
     num_buckets: Any
     q_times: Any
     k_times: Any
-    first_time: Any
     pairs: Any
     first_pair: Any
     head_stride: Any
@@ -36,7 +38,10 @@ class Biases(NamedTuple):
 
 
 class BiasGradients(NamedTuple):
-    """Where gradients of biases go: of tables as whole numbers of units, `units` of which are 1; of pairs as they are."""
+    """Where gradients of biases go: of tables as whole numbers of units, `units` of which are 1; of pairs as they are.
+
+    `units` is None where none is wanted.
+    """
 
     relative: Any
     of_time: Any
@@ -48,20 +53,32 @@ class BiasGradients(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """A weight is left where its number reaches `threshold`, and then multiplied by `kept_scale`."""
+    """A weight is left where its number reaches `threshold`, and then multiplied by `kept_scale`; none without a `seed`."""
 
     seed: Any
     threshold: Any
     kept_scale: Any
 
 
-@triton.jit
-def first_time_of(k_times, key_start, key_length):
-    """Return the time of a sample's first key, from which its times are counted."""
-    if k_times is not None:
-        return tl.load(k_times + key_start, mask=key_length > 0, other=0)
-    else:
-        return key_start * 0
+@triton.jit(do_not_specialize=["num_samples", "total", "key_total"])
+def split_times_kernel(
+    times, offsets, key_times, key_offsets, split, num_samples, total, key_total, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Times since the first key's of their sample, as two floats in one number: multiples of 2^24, and what is left.
+
+    Differences of either are exact, and their sum is the float nearest to the difference of times.
+    """
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < total
+    sample = find_segments(offsets, tl.minimum(row, total - 1), num_samples)
+    first_key = tl.load(key_offsets + sample)
+    has_keys = (first_key >= 0) & (first_key < key_total)
+    time = tl.load(times + row, mask=inside, other=0) - tl.load(key_times + first_key, mask=has_keys, other=0)
+    high = time >> 24
+    low = (time - (high << 24)).to(tl.float32).to(tl.int32, bitcast=True)
+    high = (high.to(tl.float32) * 16777216.0).to(tl.int32, bitcast=True)
+    packed = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    tl.store(split + row, packed, mask=inside)
 
 
 @triton.jit
@@ -80,11 +97,11 @@ def pairs_of(bias, bias_offsets, sample, query_length, key_length, batch_stride,
 
 
 @triton.jit
-def load_times(times, rows, length, first_time):
-    """Times since `first_time` as two floats, multiples of 2^24 and what is left, whose differences are exact."""
-    time = tl.load(times + tl.minimum(rows, length - 1)) - first_time
-    high = time >> 24
-    return high.to(tl.float32) * 16777216.0, (time - (high << 24)).to(tl.float32)
+def load_times(times, rows, length):
+    """Load the two floats that `split_times_kernel` made of rows' times; a sample's last row stands in for missing ones."""
+    packed = tl.load(times + tl.minimum(rows, length - 1))
+    high = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return high, packed.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -99,24 +116,36 @@ def distances(rows, keys, place):
 @triton.jit
 def time_buckets(rows, keys, place, biases):
     """Two buckets an octave of the time between a query and a key: its float's exponent and first bit."""
-    q_high, q_low = load_times(biases.q_times + place.start, rows, place.query_length, biases.first_time)
-    k_high, k_low = load_times(biases.k_times + place.key_start, keys, place.key_length, biases.first_time)
+    q_high, q_low = load_times(biases.q_times + place.start, rows, place.query_length)
+    k_high, k_low = load_times(biases.k_times + place.key_start, keys, place.key_length)
     apart = tl.abs((q_high - k_high) + (q_low - k_low))
     bucket = (apart.to(tl.int32, bitcast=True) >> 22) - 253
     return tl.minimum(tl.maximum(bucket, 0), biases.num_buckets - 1)
 
 
 @triton.jit
-def biased_scores(products, rows, keys, place, biases):
-    """Return scaled products of queries and keys, and their biases."""
+def biased_scores(products, rows, keys, first_query, first_key, place, biases):
+    """Return scaled products of queries and keys, and their biases.
+
+    Where all of a tile has one bias it is loaded once. Loads under a condition are also not begun ahead of their loop's turn,
+    which would take each number through shared memory.
+    """
     scores = products * biases.scale
     if biases.relative is not None:
         farthest = biases.max_distance
-        apart = tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest) + farthest
-        scores += tl.load(biases.relative + place.head * (2 * farthest + 1) + apart).to(tl.float32)
+        table = biases.relative + place.head * (2 * farthest + 1) + farthest
+        nearest = distances(first_query, first_key + (keys.shape[0] * keys.shape[1] - 1), place)
+        if nearest >= farthest:
+            scores += tl.load(table + farthest).to(tl.float32)
+        else:
+            apart = tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest)
+            scores += tl.load(table + apart).to(tl.float32)
     if biases.of_time is not None:
-        bucket = time_buckets(rows, keys, place, biases)
-        scores += tl.load(biases.of_time + place.head * biases.num_buckets + bucket).to(tl.float32)
+        table = biases.of_time + place.head * biases.num_buckets
+        if biases.num_buckets == 1:
+            scores += tl.load(table).to(tl.float32)
+        else:
+            scores += tl.load(table + time_buckets(rows, keys, place, biases)).to(tl.float32)
     if biases.pairs is not None:
         at = biases.first_pair + place.head * biases.head_stride
         at += rows.to(tl.int64) * biases.row_stride + keys.to(tl.int64) * biases.key_stride
