@@ -670,7 +670,7 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
     jagged_attention(q, q, q, offsets, bias=zeros(2, 9), backend=place.backend)
     monkeypatch.setenv("JAGGED_VALIDATE", "1")
     jagged_attention(q, q, q, offsets, bias=zeros(2, 9), backend=place.backend)
-    with pytest.raises(ValueError, match="^bias: expected 9 columns, one for each pair of a query and a key, got 8"):
+    with pytest.raises(ValueError, match=r"^bias: expected 9 columns, one for each pair of a query and a key, got 8"):
         jagged_attention(q, q, q, offsets, bias=zeros(2, 8), backend=place.backend)
 
 
