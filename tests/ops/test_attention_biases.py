@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +43,11 @@ def seed_of(number: int) -> Tensor:
     return torch.tensor([number], device=PLACE.device)
 
 
+def with_more_heads(case: Case) -> Case:
+    """Enough heads for the yardstick of a bias's gradient, the largest error of a small table's few numbers."""
+    return replace(case, heads=max(case.heads, 8 // case.group)) if case.queries.total < 50 else case
+
+
 @st.composite
 def terms(draw: st.DrawFn, case: Case, dtype: torch.dtype | None = None) -> tuple[dict[str, Tensor], dict[str, object]]:
     """Return biases, which want gradients, and what goes with them; each kind may be missing."""
@@ -53,7 +59,7 @@ def terms(draw: st.DrawFn, case: Case, dtype: torch.dtype | None = None) -> tupl
         return random_tensor(shape, dtype or draw(BIAS_DTYPES), seed + len(biases))
 
     if draw(st.booleans()):
-        biases["relative_bias"] = random((heads, 2 * draw(st.sampled_from([1, 2, 5, 16, 64, 200])) + 1))
+        biases["relative_bias"] = random((heads, 2 * draw(st.sampled_from([2, 5, 16, 64, 200])) + 1))
     if draw(st.booleans()):
         biases["time_bias"] = random((heads, draw(st.sampled_from([8, 31, 64, 100]))))
         octaves = draw(st.integers(3, 46))
@@ -70,7 +76,7 @@ def terms(draw: st.DrawFn, case: Case, dtype: torch.dtype | None = None) -> tupl
         case "jagged":
             biases["bias"] = random((heads, num_pairs(case.queries, case.keys)))
     if draw(st.booleans()):
-        others["dropout_p"] = draw(st.sampled_from([0.1, 0.5, 0.9]))
+        others["dropout_p"] = draw(st.sampled_from([0.1, 0.3, 0.5]))
         others["dropout_seed"] = seed_of(draw(st.integers(-(2**63), 2**63 - 1)))
     return biases, others
 
@@ -137,13 +143,14 @@ def check(
     check_three_way(ours, reference, [*inputs, *biases.values()], requires_grad=wanted)
 
 
-@pytest.mark.parametrize("across", [False, True])
+# The interpreter is slow: there queries and keys take turns at being the same rows.
+@pytest.mark.parametrize("across", [False, True] if PLACE.name != "interpret" else [None])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @settings(max_examples=-(-settings().max_examples // (2 * len(DTYPES))))
 @given(st.data())
-def test_three_way(place: Place, dtype: torch.dtype, across: bool, data: st.DataObject) -> None:
+def test_three_way(place: Place, dtype: torch.dtype, across: bool | None, data: st.DataObject) -> None:
     head_dims = [1, 7, 16] if place.name == "interpret" else [1, 7, 16, 48, 64, 100, 128]
-    case = data.draw(cases(dtype, across, head_dims, shortest_window=2))
+    case = with_more_heads(data.draw(cases(dtype, across, head_dims, shortest_window=2)))
     biases, others = data.draw(terms(case))
     wanted, return_lse = data.draw(st.lists(st.booleans(), min_size=3, max_size=6)), data.draw(st.booleans())
     wanted = (wanted + [True] * 3)[: 3 + len(biases)]
@@ -313,7 +320,8 @@ def test_times(place: Place, kind: str, base: int) -> None:
 
 def test_time_buckets_at_their_borders(place: Place) -> None:
     """Samples of a query and a key, whose log-sum-exp is the bias; around every border, where floats are fewer than times too."""
-    borders = [times * 2**octave // 2 for octave in range(1, 46) for times in (2, 3)]
+    octaves = range(1, 46) if place.name != "interpret" else (1, 2, 23, 24, 25, 45)
+    borders = [times * 2**octave // 2 for octave in octaves for times in (2, 3)]
     apart = sorted({border + step for border in (0, *borders) for step in (-2, -1, 0, 1, 2)})
     batch = jagged_of((1,) * len(apart))
     zeros = torch.zeros(len(apart), 1, 8, device=place.device)
@@ -360,7 +368,7 @@ def test_no_gradient_at_hidden_pairs(place: Place, kind: str, mask: dict[str, ob
 
 def test_gradients_are_deterministic(place: Place) -> None:
     """Bit for bit, with all there is."""
-    batch = jagged_of((70, 0, 130, 3) if place.name != "interpret" else (20, 0, 40))
+    batch = jagged_of((70, 0, 130, 3) if place.name != "interpret" else (5, 0, 20))
     shapes = {"relative_bias": (4, 33), "time_bias": (4, 64), "bias": (4, num_pairs(batch, None))}
     biases = [random_tensor(shape, torch.float32, 1) for shape in shapes.values()]
     leaves = [x.requires_grad_() for x in (*Case(batch, None, 2, 2, 16, torch.float32, 0, {}).inputs(), *biases)]
@@ -399,10 +407,11 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     times = torch.full((140,), 2**62, device=place.device)
     times[50:90] = 5
     tables = {"relative_bias": torch.ones(1, 9, device=place.device), "time_bias": torch.ones(1, 9, device=place.device)}
-    for wrong in ([0, 30, 5, 90], [-70, 10, 40], [0, 1000, 2000], [90, 95], [0, -(2**40), 2**40], [0, 2**30, 0, 2**31], [0, 40]):
+    every = ([0, 30, 5, 90], [0, 40], [0, 2**30, 0, 2**31], [-70, 10, 40], [0, 1000, 2000], [90, 95], [0, -(2**40), 2**40])
+    for wrong in every if place.name != "interpret" else every[:3]:
         offsets = torch.tensor(wrong, device=place.device)
         others = torch.arange(len(wrong), device=place.device) * 40 // (len(wrong) - 1)
-        for sides in ((offsets, None), (others, offsets), (offsets, others)):
+        for sides in ((offsets, None), (others, offsets), (offsets, others))[place.name == "interpret" :]:
             for bias in (pairs, pairs[:, :700], pairs[:, :1], torch.ones(len(wrong) - 1, 1, 7, 50, device=place.device)):
                 leaves = [x.detach().requires_grad_() for x in (*rows, bias)]
                 output = jagged_attention(
@@ -517,14 +526,15 @@ def test_second_derivatives_are_refused(place: Place) -> None:
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("wanted", [[True] * 3, [False, True, False], [True, False, True]], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "jagged"])
+@pytest.mark.parametrize(
+    ("kind", "wanted"), [("dense", [True] * 3), ("dense", [False, True, False]), ("jagged", [True, False, True])]
+)
 def test_opcheck(place: Place, kind: str, wanted: list[bool]) -> None:
     batch, keys = jagged_of((2, 0, 3)), jagged_of((4, 1, 2))
-    q, k, v = Case(batch, keys, 2, 3, 4, torch.bfloat16, 0, {}).inputs()
-    bias = random_tensor((3, 6, 3, 3) if kind == "dense" else (6, 14), torch.float16, 1)
+    q, k, v = Case(batch, keys, 1, 2, 4, torch.bfloat16, 0, {}).inputs()
+    bias = random_tensor((3, 2, 3, 3) if kind == "dense" else (2, 14), torch.float16, 1)
     starts = None if kind == "dense" else pair_offsets(batch.offsets, keys.offsets)
-    tables = random_tensor((6, 5), torch.float32, 2), random_tensor((6, 8), torch.bfloat16, 3)
+    tables = random_tensor((2, 5), torch.float32, 2), random_tensor((2, 8), torch.bfloat16, 3)
     times = random_times(batch.total, 0, 9), random_times(keys.total, 1, 9)
     tensors = (batch.offsets, keys.offsets, None, *tables, *times, bias, starts, seed_of(5))
     options = (False, 2, 1, 0.5, 0.3, False, 0.0)
