@@ -43,7 +43,8 @@ class Configuration(NamedTuple):
 BORDERS = {"short": 32, "medium": 96}
 
 # (bytes of an element, head width rounded up to a power of two, how long samples are). Medium ones have a row where it pays, and
-# long ones a second, "pointers", where the first needs TMA.
+# long ones a second, "pointers", where the first needs TMA, and a third, "biased", where biases take the registers
+# that its tiles would need; others have the tiles for short ones then.
 TABLE = {
     (2, 16, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), True),
     (2, 32, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), True),
@@ -56,6 +57,8 @@ TABLE = {
     (2, 64, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2, 128)),
     (2, 128, "long"): Configuration(Tiles(64, 64, 4, 3, tma=True), Tiles(128, 64, 8, 3, tma=True), Tiles(64, 64, 4, 2, tma=True)),
     (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 3)),
+    (2, 64, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 16, 4, 2)),
+    (2, 128, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
     (2, 256, "long"): Configuration(Tiles(128, 64, 8, 2), Tiles(64, 16, 4, 3, tma=True), Tiles(32, 64, 4, 2)),
     (2, 256, "pointers"): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
     (4, 16, "short"): Configuration(Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), Tiles(32, 16, 4, 2), True),
@@ -76,7 +79,9 @@ def padded_width(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def configuration(head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, allows_tma: bool) -> Configuration:
+def configuration(
+    head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, allows_tma: bool, is_biased: bool = False
+) -> Configuration:
     """Choose from shapes alone: at most three variants for each head width and dtype, however lengths change.
 
     Rows of a width that is no multiple of 16 need not begin at 16 bytes; such rows reach shared memory through registers, which
@@ -84,5 +89,7 @@ def configuration(head_dim: int, dtype: torch.dtype, total: int, batch_size: int
     """
     size, width = dtype.itemsize, padded_width(head_dim)
     length = next((name for name, border in BORDERS.items() if total <= border * batch_size), "long")
+    if is_biased and length != "short":
+        length = "biased" if (size, width, "biased") in TABLE else "short"
     chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])
     return TABLE[size, width, "pointers"] if chosen.dq.tma and not allows_tma else chosen

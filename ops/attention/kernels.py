@@ -575,7 +575,10 @@ def forward(
     q, k, v = _readable(q), _readable(k), _readable(v)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
-    chosen = configuration(head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v))
+    is_biased = relative_bias is not None or time_bias is not None or bias is not None
+    chosen = configuration(
+        head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v), is_biased=is_biased
+    )  # fmt: skip
     tiles = chosen.forward
     grid = _grid(q, q_offsets, tiles)
     if grid[0]:
@@ -627,7 +630,8 @@ def backward(
     batch_size = q_offsets.shape[0] - 1
     # A loop over heads moves a pointer, which it could not do with a descriptor.
     allows_tma = heads == k.shape[1] and _allow_tma(grad, q, k, v)
-    chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma)
+    is_biased = relative_bias is not None or time_bias is not None or bias is not None
+    chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma, is_biased=is_biased)
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
     extras = _extras(
         q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer
@@ -653,11 +657,12 @@ def backward(
             grad, q, k, v, row_lse, delta, q_offsets, k_offsets, num_targets, grad_k, grad_v, *scalars, grad_k.stride(0),
             **extras, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own, **_constants(q, k, causal, chosen.apart, chosen.dkv),
         )  # fmt: skip
-    of_biases = [
-        q.new_empty(0) if sums is None or units is None else (sums.double() / units).to(table.dtype)
-        for sums, table in ((relative_sums, relative_bias), (time_sums, time_bias))
-    ]
-    return grad_q, grad_k, grad_v, *of_biases, q.new_empty(0) if grad_bias is None else grad_bias
+
+    def of_table(sums: Tensor | None, table: Tensor | None) -> Tensor:
+        return q.new_empty(0) if sums is None or table is None or units is None else (sums.double() / units).to(table.dtype)
+
+    of_pairs = q.new_empty(0) if grad_bias is None else grad_bias
+    return grad_q, grad_k, grad_v, of_table(relative_sums, relative_bias), of_table(time_sums, time_bias), of_pairs
 
 
 def _units(grad: Tensor, v: Tensor, grad_lse: Tensor | None, terms: float, dropout_p: float) -> Tensor:

@@ -134,7 +134,7 @@ def biased_scores(products, rows, keys, first_query, first_key, place, biases):
     if biases.relative is not None:
         farthest = biases.max_distance
         table = biases.relative + place.head * (2 * farthest + 1) + farthest
-        nearest = distances(first_query, first_key + (keys.shape[0] * keys.shape[1] - 1), place)
+        nearest = distances(first_query, first_key + keys.shape[0] * keys.shape[1] - 1, place)
         if nearest >= farthest:
             scores += tl.load(table + farthest).to(tl.float32)
         else:

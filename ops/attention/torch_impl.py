@@ -147,18 +147,16 @@ class _Biases:
         bias: Tensor | None,
         bias_offsets: Tensor | None,
         wanted: Sequence[bool],
-        dtype: torch.dtype,
     ) -> None:
         # Tables `[H, N]`, of which each pair of a query and a key reads one column; a dense bias is none.
         self.tables = [relative_bias, time_bias, None if bias_offsets is None else bias]
         self.times, self.pairs = (q_times, k_times), bias_offsets
         self.dense = bias if bias_offsets is None else None
-        # The tables' gradients are sums. A pair's own bias is one score's, whose gradient may be rounded at once.
+        # A table's gradient is a sum of millions; a pair's own bias has that of one score, which may be rounded at once.
         self.grads = [
             None if x is None or not want else torch.zeros(x.shape, dtype=kept or x.dtype, device=x.device)
-            for x, want, kept in zip((relative_bias, time_bias, bias), wanted, (dtype, dtype, None), strict=True)
+            for x, want, kept in zip((relative_bias, time_bias, bias), wanted, (torch.float64, torch.float64, None), strict=True)
         ]
-        self.dtype = dtype
 
     def _columns(self, chunk: _Chunk, block: _Block) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the place of each table, the table, and the column `[n, queries, keys]` that is read for each pair."""
@@ -328,7 +326,7 @@ def forward(
     """Return output `[Sq, H, D]` and log-sum-exp `[H, Sq]` (natural logarithm, float32 or float64), `[0]` with `pointwise`."""
     dtype, (heads, width) = torch.promote_types(q.dtype, torch.float32), k.shape[1:]
     mask = _Mask(num_targets, causal, window, num_contextual)
-    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, [False] * 3, dtype)
+    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, [False] * 3)
     dropout = None if dropout_seed is None else _Dropout(dropout_seed, dropout_p)
     # What sees no key stays as it is here, and so do rows that no sample covers, which only wrong offsets have.
     output = torch.zeros_like(_flat(q, heads, dtype))
@@ -401,7 +399,7 @@ def backward(
     """Return the gradients of q `[Sq, H, D]`, k and v `[Sk, Hkv, D]`, and of the three biases, `[0]` where not wanted."""
     heads, width = k.shape[1:]
     mask = _Mask(num_targets, causal, window, num_contextual)
-    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, wanted, lse.dtype)
+    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, wanted)
     dropout = None if dropout_seed is None else _Dropout(dropout_seed, dropout_p)
     with torch.autocast(q.device.type, enabled=False):
         flat = [_flat(x, heads, lse.dtype) for x in (q, grad, k, v)]
