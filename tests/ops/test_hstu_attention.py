@@ -14,7 +14,7 @@ from torch import Tensor
 from jagged.ops import jagged_hstu_attention, pair_offsets
 from jagged.ops.attention import torch_impl
 from tests.ops.test_attention import DTYPES, MASKS, Case, cases, inputs_of
-from tests.ops.test_attention_biases import expanded, num_pairs, random_times, terms
+from tests.ops.test_attention_biases import expanded, num_pairs, random_times, terms, with_more_heads
 from tests.oracle import check_float64, check_three_way
 from tests.places import PLACE, Place
 from tests.reference.attention import padded_hstu_attention, visible_keys
@@ -49,7 +49,7 @@ def calls(
     draw: st.DrawFn, dtype: torch.dtype, bias_dtype: torch.dtype | None = None
 ) -> tuple[Case, dict[str, Tensor], dict[str, object]]:
     """Return queries, keys and values of the same rows, biases, and all other options."""
-    case = draw(cases(dtype, False, HEAD_DIMS))
+    case = with_more_heads(draw(cases(dtype, False, HEAD_DIMS)))
     biases, others = draw(terms(case, bias_dtype))
     others = {"times": others["q_times"]} if "q_times" in others else {}
     return case, biases, {**case.options, **others, "normalizer": draw(st.sampled_from([None, 0.5, 100.0]))}
