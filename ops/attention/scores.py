@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.device import exp_of_difference, find_segments
+from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_segments
 
 # The score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
 HIDDEN = tl.constexpr(-1e30)
@@ -83,13 +83,18 @@ def split_times_kernel(
 
 @triton.jit
 def pairs_of(bias, bias_offsets, sample, query_length, key_length, batch_stride, row_stride, key_stride, rows, keys):
-    """Return where a sample's biases begin, the stride of their rows, and how many rows and keys of them there are."""
+    """Return where a sample's biases begin, the stride of their rows, and how many rows and keys of them there are.
+
+    A jagged bias has one row of all pairs; a sample's rows end with it, whatever the offsets say.
+    """
     first = sample * 0
     row_stride = first + row_stride
     if bias_offsets is not None:
-        first = tl.load(bias_offsets + sample) * key_stride
+        pair = tl.minimum(tl.maximum(tl.load(bias_offsets + sample), 0), keys.to(tl.int64))
+        rows = tl.minimum(query_length, (keys - pair) // tl.maximum(key_length, 1)).to(tl.int32)
+        first = pair * key_stride
         row_stride = key_length.to(tl.int64) * key_stride
-        rows, keys = query_length, key_length
+        keys = key_length
     elif bias is not None:
         first = sample * batch_stride
         rows, keys = tl.minimum(query_length, rows), tl.minimum(key_length, keys)
@@ -250,7 +255,8 @@ def kept(rows, keys, place, dropout):
 @triton.jit
 def sigmoid(scores, ACCURATE: tl.constexpr):
     """Exactly 0 far below 0, as the score of a hidden key is."""
-    if ACCURATE:
-        odds = exp_of_difference(tl.minimum(-scores, 88.0), True)
+    # An infinite exponential, whose reciprocal is that 0, is one that the interpreter warns of.
+    if ACCURATE or INTERPRETED:
+        odds = exp_of_difference(tl.minimum(-scores, 88.0), ACCURATE)
         return tl.where(scores < -88.0, 0.0, 1.0 / (1.0 + odds))
     return 1.0 / (1.0 + tl.exp(-scores))

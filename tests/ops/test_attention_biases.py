@@ -63,7 +63,7 @@ def terms(draw: st.DrawFn, case: Case, dtype: torch.dtype | None = None) -> tupl
     if draw(st.booleans()):
         biases["relative_bias"] = random((heads, 2 * draw(st.sampled_from([2, 5, 16, 64, 200])) + 1))
     if draw(st.booleans()):
-        biases["time_bias"] = random((heads, draw(st.sampled_from([8, 31, 64, 100]))))
+        biases["time_bias"] = random((heads, draw(st.sampled_from([16, 31, 64, 100]))))
         octaves = draw(st.integers(3, 46))
         others["q_times"] = random_times(case.queries.total, seed, octaves)
         if case.keys is not None or draw(st.booleans()):
@@ -86,7 +86,7 @@ def terms(draw: st.DrawFn, case: Case, dtype: torch.dtype | None = None) -> tupl
 
 def expanded(biases: dict[str, Tensor], batch: Jagged) -> dict[str, Tensor]:
     bias = biases.get("bias")
-    if bias is None or bias.dim() == 2 or bias.shape[0] == batch.batch_size:
+    if bias is None or bias.dim() == 2 or bias.shape[2] > 1:
         return biases
     return {**biases, "bias": bias.expand(batch.batch_size, -1, max(batch.lengths), -1)}
 
