@@ -22,6 +22,7 @@ from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, s
 ON_GPU = pytest.mark.gpu
 # The oracle's yardstick is the error of a reference in the tested dtype; in float64 that is the reference itself.
 DTYPES = [dtype for dtype in PLACE.dtypes if dtype != torch.float64]
+BATCHES = jagged_batches()
 HEADS = st.integers(1, 2 if PLACE.name == "interpret" else 3)
 HEAD_DIMS = ([1, 2, 7, 16, 31, 32, 48], [64, 96, 100, 127, 128], [129, 192, 255, 256])
 # In self-attention and across; a window of one row would leave the reference nothing to err about.
@@ -63,9 +64,14 @@ class Case:
 
 @st.composite
 def cases(
-    draw: st.DrawFn, dtype: torch.dtype, across: bool | None = None, head_dims: list[int] = HEAD_DIMS[0], shortest_window: int = 1
+    draw: st.DrawFn,
+    dtype: torch.dtype,
+    across: bool | None = None,
+    head_dims: list[int] = HEAD_DIMS[0],
+    shortest_window: int = 1,
+    batches: st.SearchStrategy[Jagged] = BATCHES,
 ) -> Case:
-    queries, group = draw(jagged_batches()), draw(HEADS)
+    queries, group = draw(batches), draw(HEADS)
     keys = None
     # The yardstick is a largest error. Over few elements it may be nothing by luck, and the gradients of queries that see one key
     # are exactly nothing in the reference: every batch gets one sample that is neither, and a small one more heads.

@@ -14,15 +14,19 @@ from torch import Tensor
 
 from jagged.ops import jagged_attention, pair_offsets
 from jagged.ops.attention import torch_impl
-from tests.ops.test_attention import DTYPES, MASKS, Case, cases, inputs_of, output_and_lse
+from tests.ops.test_attention import BATCHES, DTYPES, MASKS, Case, cases, inputs_of, output_and_lse
 from tests.oracle import check_float64, check_three_way
 from tests.places import PLACE, Place
 from tests.reference.attention import dropout_mask, padded_attention, time_buckets, visible_keys
-from tests.strategies import Jagged, jagged_of, random_tensor
+from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor
 
 ON_GPU = pytest.mark.gpu
 # A bias has a dtype of its own.
 BIAS_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+# Interpreted kernels with biases are slower still. A tile has 16 rows at least.
+SMALL_BATCHES = jagged_batches(2, 20) if PLACE.name == "interpret" else BATCHES
 
 
 def random_times(total: int, seed: int, octaves: int) -> Tensor:
@@ -45,7 +49,7 @@ def seed_of(number: int) -> Tensor:
 
 def with_more_heads(case: Case) -> Case:
     """Enough heads for the yardstick of a bias's gradient, the largest error of a small table's few numbers."""
-    if PLACE.name == "interpret" and case.queries.total > 50:
+    if PLACE.name == "interpret" and case.queries.total > 15:
         return case
     return replace(case, heads=max(case.heads, -(-8 // case.group)))
 
@@ -152,8 +156,8 @@ def check(
 @settings(max_examples=-(-settings().max_examples // (2 * len(DTYPES))))
 @given(st.data())
 def test_three_way(place: Place, dtype: torch.dtype, across: bool | None, data: st.DataObject) -> None:
-    head_dims = [1, 7, 16] if place.name == "interpret" else [1, 7, 16, 48, 64, 100, 128]
-    case = with_more_heads(data.draw(cases(dtype, across, head_dims, shortest_window=2)))
+    head_dims = [7, 16] if place.name == "interpret" else [1, 7, 16, 48, 64, 100, 128]
+    case = with_more_heads(data.draw(cases(dtype, across, head_dims, shortest_window=2, batches=SMALL_BATCHES)))
     biases, others = data.draw(terms(case))
     wanted, return_lse = data.draw(st.lists(st.booleans(), min_size=3, max_size=6)), data.draw(st.booleans())
     wanted = (wanted + [True] * 3)[: 3 + len(biases)]
@@ -199,10 +203,10 @@ def test_every_tile_boundary(place: Place, dtype: torch.dtype) -> None:
     """All biases and dropout over lengths around the tiles, self-attention and across."""
     many = place.name != "interpret"
     lengths = (31, 0, 32, 33, 1, 65, 1, 2) if dtype == torch.float32 else (63, 64, 65, 129, 1)
-    batch = jagged_of(lengths if many else lengths[1:4])
-    keys = jagged_of(lengths[::-1] if many else lengths[3:0:-1])
+    batch = jagged_of(lengths if many else lengths[:3])
+    keys = jagged_of(lengths[::-1] if many else lengths[2::-1])
     for mask in (MASKS[1], MASKS[-1]) if many else MASKS[-1:]:
-        for other in (None, keys):
+        for other in (None, keys) if many else (None,) if dtype == torch.float32 else (keys,):
             case = Case(batch, other, 1, 2, 16, dtype, 0, {})
             shapes = {"relative_bias": (2, 41), "time_bias": (2, 40), "bias": (2, num_pairs(batch, other))}
             biases = {name: random_tensor(shape, torch.float32, 7) for name, shape in shapes.items()}
@@ -299,7 +303,7 @@ def test_tables_of_one_column_and_of_more_than_are_read(place: Place, sizes: dic
     check(place, batch, inputs_of(batch, 2, 8, torch.float32), biases, causal=True, return_lse=True, **times)
 
 
-@pytest.mark.parametrize("base", [0, 2**46, -(2**46), 2**62, -(2**62)])
+@pytest.mark.parametrize("base", [0, 2**46, -(2**46), 2**62, -(2**62)] if PLACE.name != "interpret" else [-(2**46)])
 @pytest.mark.parametrize("kind", ["ties", "unsorted", "far apart", "both signs"])
 def test_times(place: Place, kind: str, base: int) -> None:
     """Times far from 0 leave their differences exact."""
