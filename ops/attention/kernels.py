@@ -17,12 +17,15 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
 from jagged.ops.attention.configurations import Tiles, configuration, padded_width
 from jagged.ops.attention.scores import (
+    FLOAT_BUCKETS,
     HIDDEN,
+    PADDING,
     Biases,
     BiasGradients,
     Dropout,
     add_bias_gradients,
     biased_scores,
+    expand_tables_kernel,
     fixed_point,
     kept,
     pairs_of,
@@ -690,6 +693,23 @@ def _split_times(times: Tensor, offsets: Tensor, key_times: Tensor, key_offsets:
     return split
 
 
+def _expand_tables(relative_bias: Tensor | None, time_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Launch `expand_tables_kernel`: what the other kernels read of the tables."""
+    table = time_bias if relative_bias is None else relative_bias
+    if table is None:
+        return None, None
+    relative, time = (None if x is None else x.contiguous() for x in (relative_bias, time_bias))
+    widths = None if relative is None else relative.shape[1] + 2 * PADDING.value, None if time is None else FLOAT_BUCKETS.value
+    wide_relative, wide_time = (
+        None if width is None else torch.empty(table.shape[0], width, dtype=torch.float32, device=table.device) for width in widths
+    )
+    expand_tables_kernel[(triton.cdiv(max(filter(None, widths)), 256), table.shape[0])](
+        relative, time, wide_relative, wide_time, 0 if relative is None else relative.shape[1] // 2,
+        0 if time is None else time.shape[1], BLOCK=256,
+    )  # fmt: skip
+    return wide_relative, wide_time
+
+
 def _extras(
     q_offsets: Tensor,
     k_offsets: Tensor | None,
@@ -704,15 +724,16 @@ def _extras(
     normalizer: float,
 ) -> dict[str, Any]:
     """Arguments of all three kernels; a jagged bias `[H, P]` is one row of `P` pairs for each head."""
+    wide_relative, wide_time = _expand_tables(relative_bias, time_bias)
     if q_times is not None and k_times is not None:
         key_sides = k_times, q_offsets if k_offsets is None else k_offsets
         q_times, k_times = _split_times(q_times, q_offsets, *key_sides), _split_times(*key_sides, *key_sides)
     dense = None if bias is None else bias if bias.dim() == 4 else bias[None, :, None]
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
     return {
-        "relative_bias": None if relative_bias is None else relative_bias.contiguous(),
+        "relative_bias": wide_relative,
         "max_distance": 0 if relative_bias is None else relative_bias.shape[1] // 2,
-        "time_bias": None if time_bias is None else time_bias.contiguous(),
+        "time_bias": wide_time,
         "num_buckets": 0 if time_bias is None else time_bias.shape[1],
         "q_times": q_times,
         "k_times": k_times,

@@ -13,12 +13,16 @@ from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_segme
 
 # The score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
 HIDDEN = tl.constexpr(-1e30)
+# Entries that `expand_tables_kernel` adds at either end of a relative bias: at least the rows and the keys of a tile.
+PADDING = tl.constexpr(256)
+# A float's sign, exponent and first bit; and of those the exponent and bit from which buckets of 1 and more count.
+FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
 
 
 class Biases(NamedTuple):
     """What is added to products times `scale`, which is None where there is nothing to add.
 
-    `pairs` of a sample begin at `first_pair`.
+    `relative` and `of_time` are what `expand_tables_kernel` makes of the tables; `pairs` of a sample begin at `first_pair`.
     """
 
     scale: Any
@@ -81,6 +85,27 @@ def split_times_kernel(
     tl.store(split + row, packed, mask=inside)
 
 
+@triton.jit(do_not_specialize=["max_distance", "num_buckets"])
+def expand_tables_kernel(relative, of_time, wide_relative, wide_time, max_distance, num_buckets, BLOCK: tl.constexpr):
+    """Tables in float32, in which a tile's distances and every float have an entry without a comparison.
+
+    `wide_relative`, `[H, 2 * max_distance + 1 + 2 * PADDING]`, repeats the table's ends; `wide_time`, `[H, FLOAT_BUCKETS]`, has
+    the bias of any time apart at its float's leading bits.
+    """
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    head = tl.program_id(1).to(tl.int64)
+    if relative is not None:
+        width = 2 * max_distance + 1
+        own = tl.minimum(tl.maximum(entry - PADDING, 0), width - 1)
+        bias = tl.load(relative + head * width + own).to(tl.float32)
+        width += 2 * PADDING
+        tl.store(wide_relative + head * width + entry, bias, mask=entry < width)
+    if of_time is not None:
+        bucket = tl.minimum(tl.maximum(entry % (FLOAT_BUCKETS // 2) - FIRST_BUCKET, 0), num_buckets - 1)
+        bias = tl.load(of_time + head * num_buckets + bucket).to(tl.float32)
+        tl.store(wide_time + head * FLOAT_BUCKETS + entry, bias, mask=entry < FLOAT_BUCKETS)
+
+
 @triton.jit
 def pairs_of(bias, bias_offsets, sample, query_length, key_length, batch_stride, row_stride, key_stride, rows, keys):
     """Return where a sample's biases begin, the stride of their rows, and how many rows and keys of them there are.
@@ -119,12 +144,17 @@ def distances(rows, keys, place):
 
 
 @triton.jit
-def time_buckets(rows, keys, place, biases):
-    """Two buckets an octave of the time between a query and a key: its float's exponent and first bit."""
+def bits_of_time(rows, keys, place, biases):
+    """The bits of the time from a key to a query as a float."""
     q_high, q_low = load_times(biases.q_times + place.start, rows, place.query_length)
     k_high, k_low = load_times(biases.k_times + place.key_start, keys, place.key_length)
-    apart = tl.abs((q_high - k_high) + (q_low - k_low))
-    bucket = (apart.to(tl.int32, bitcast=True) >> 22) - 253
+    return ((q_high - k_high) + (q_low - k_low)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def time_buckets(rows, keys, place, biases):
+    """Two buckets an octave of the time between a query and a key: its float's exponent and first bit."""
+    bucket = ((bits_of_time(rows, keys, place, biases) >> 22) % (FLOAT_BUCKETS // 2)).to(tl.int32) - FIRST_BUCKET
     return tl.minimum(tl.maximum(bucket, 0), biases.num_buckets - 1)
 
 
@@ -132,25 +162,27 @@ def time_buckets(rows, keys, place, biases):
 def biased_scores(products, rows, keys, first_query, first_key, place, biases):
     """Return scaled products of queries and keys, and their biases.
 
-    Where all of a tile has one bias it is loaded once. Loads under a condition are also not begun ahead of their loop's turn,
-    which would take each number through shared memory.
+    Where all of a tile has one relative bias it is loaded once. Loads under a condition are also not begun ahead of their loop's
+    turn, which would take each number through shared memory. Of an address only what a whole tile shares is computed in the loop.
     """
+    ROWS: tl.constexpr = rows.shape[0] * rows.shape[1]
+    KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
+    tl.static_assert(ROWS + KEYS <= PADDING)
     scores = products * biases.scale
     if biases.relative is not None:
         farthest = biases.max_distance
-        table = biases.relative + place.head * (2 * farthest + 1) + farthest
-        nearest = distances(first_query, first_key + keys.shape[0] * keys.shape[1] - 1, place)
-        if nearest >= farthest:
-            scores += tl.load(table + farthest).to(tl.float32)
+        table = biases.relative + place.head * (2 * farthest + 1 + 2 * PADDING) + PADDING + farthest
+        if distances(first_query, first_key + KEYS - 1, place) >= farthest:
+            scores += tl.load(table + farthest)
+        elif place.num_targets is not None:
+            scores += tl.load(table + tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest))
         else:
-            apart = tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest)
-            scores += tl.load(table + apart).to(tl.float32)
+            apart = tl.minimum(tl.maximum(first_query + place.shift - first_key, -farthest - ROWS), farthest + KEYS)
+            within = (rows - first_query).to(tl.int64) - (keys - first_key).to(tl.int64)
+            scores += tl.load(table + apart + within)
     if biases.of_time is not None:
-        table = biases.of_time + place.head * biases.num_buckets
-        if biases.num_buckets == 1:
-            scores += tl.load(table).to(tl.float32)
-        else:
-            scores += tl.load(table + time_buckets(rows, keys, place, biases)).to(tl.float32)
+        bits = bits_of_time(rows, keys, place, biases)
+        scores += tl.load(biases.of_time + place.head * FLOAT_BUCKETS + (bits >> 22))
     if biases.pairs is not None:
         at = biases.first_pair + place.head * biases.head_stride
         at += rows.to(tl.int64) * biases.row_stride + keys.to(tl.int64) * biases.key_stride
