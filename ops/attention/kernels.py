@@ -24,7 +24,7 @@ from jagged.ops.attention.scores import (
     BiasGradients,
     Dropout,
     add_bias_gradients,
-    biased_scores,
+    biases_of,
     expand_tables_kernel,
     fixed_point,
     kept,
@@ -92,10 +92,10 @@ def attend(
     rows = (first_query + tl.arange(0, BLOCK_M))[:, None]
     keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    products = dot(query, tl.trans(k), None, INPUT_PRECISION)
-    if biases.scale is not None:
-        products = biased_scores(products, rows, keys, first_query, first_key, place, biases)
+    start = biases_of(rows, keys, first_query, first_key, place, biases)
+    products = dot(query, tl.trans(k), start, INPUT_PRECISION)
     if IS_POINTWISE:
+        products *= factor
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
         weights = products * sigmoid(products, ACCURATE)
@@ -148,18 +148,17 @@ def attention_forward_kernel(
     place = Place(
         head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
     )  # fmt: skip
-    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None or IS_POINTWISE
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
         bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
         bias_rows, bias_keys,
     )  # fmt: skip
     biases = Biases(
-        scale if HAS_BIAS else None, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        1.0 / scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
         bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(1.0 if HAS_BIAS else scale, ACCURATE)
+    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
@@ -242,9 +241,10 @@ def accumulate_dq(
     keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_tile(value, first_key, place.key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    products = dot(query, tl.trans(k), None, INPUT_PRECISION)
-    if biases.scale is not None:
-        products = biased_scores(products, rows, keys, first_query, first_key, place, biases)
+    start = biases_of(rows, keys, first_query, first_key, place, biases)
+    products = dot(query, tl.trans(k), start, INPUT_PRECISION)
+    if row_lse is None:
+        products *= factor
     if IS_EDGE:
         products = masked(
             products, rows, keys, place, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
@@ -298,18 +298,17 @@ def attention_backward_dq_kernel(
         head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
     )  # fmt: skip
     all_rows, all_keys = bias_rows, bias_keys
-    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None or IS_POINTWISE
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
         bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
         bias_rows, bias_keys,
     )  # fmt: skip
     biases = Biases(
-        scale if HAS_BIAS else None, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        1.0 / scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
         bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(1.0 if HAS_BIAS else scale, ACCURATE)
+    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
     pairs_of_head = all_rows.to(tl.int64) * all_keys
     grad_first_pair, pair_row_stride, _, _ = pairs_of(
         grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
@@ -430,9 +429,10 @@ def accumulate_dkv(
     q = load_tile(query, first_query, query_length, query_row_stride, False, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     if lse is not None:
         row_lse = load_lse(of_member(lse, member, total, GROUP), rows, query_length, ACCURATE)[None, :]
-    products = dot(k, tl.trans(q), None, INPUT_PRECISION)
-    if biases.scale is not None:
-        products = biased_scores(products, rows[None, :], keys, first_query, first_key, place, biases)
+    start = biases_of(rows[None, :], keys, first_query, first_key, place, biases)
+    products = dot(k, tl.trans(q), start, INPUT_PRECISION)
+    if lse is None:
+        products *= factor
     if IS_EDGE:
         products = masked(
             products, rows[None, :], keys, place, IS_CAUSAL, HIDDEN if lse is None else float("-inf")
@@ -490,18 +490,17 @@ def attention_backward_dkv_kernel(
     place = Place(
         head, start, key_start, query_length, key_length, shift, history, window, num_contextual, num_targets
     )  # fmt: skip
-    HAS_BIAS: tl.constexpr = relative_bias is not None or time_bias is not None or bias is not None or IS_POINTWISE
     first_pair, bias_row_stride, bias_rows, bias_keys = pairs_of(
         bias, bias_offsets, sample, query_length, key_length, bias_batch_stride, bias_row_stride, bias_key_stride,
         bias_rows, bias_keys,
     )  # fmt: skip
     biases = Biases(
-        scale if HAS_BIAS else None, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        1.0 / scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
         bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = in_score_units(1.0 if HAS_BIAS else scale, ACCURATE)
+    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
 
     k = load_by_pointers(key, first_key, key_length, key_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_by_pointers(value, first_key, key_length, value_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -590,7 +589,7 @@ def forward(
             k.shape[0], scale, window or None, num_contextual or None, *_strides(q, k, v), output.stride(0),
             **_extras(
                 q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p,
-                normalizer,
+                normalizer, scale,
             ),
             BLOCK_M=tiles.own, BLOCK_N=tiles.visit, **_constants(q, k, causal, chosen.apart, tiles),
         )  # fmt: skip
@@ -637,8 +636,9 @@ def backward(
     chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma, is_biased=is_biased)
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
     extras = _extras(
-        q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer
-    )
+        q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer,
+        scale,
+    )  # fmt: skip
     relative, time, pairs = (x if want else None for x, want in zip((relative_bias, time_bias, bias), wanted, strict=True))
     relative_sums, time_sums = (
         None if x is None else torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (relative, time)
@@ -693,19 +693,22 @@ def _split_times(times: Tensor, offsets: Tensor, key_times: Tensor, key_offsets:
     return split
 
 
-def _expand_tables(relative_bias: Tensor | None, time_bias: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _expand_tables(
+    relative_bias: Tensor | None, time_bias: Tensor | None, scale: float
+) -> tuple[Tensor | None, Tensor | None]:
     """Launch `expand_tables_kernel`: what the other kernels read of the tables."""
     table = time_bias if relative_bias is None else relative_bias
     if table is None:
         return None, None
     relative, time = (None if x is None else x.contiguous() for x in (relative_bias, time_bias))
-    widths = None if relative is None else relative.shape[1] + 2 * PADDING.value, None if time is None else FLOAT_BUCKETS.value
+    heads = table.shape[0]
+    widths = 0 if relative is None else relative.shape[1] + 2 * PADDING.value, 0 if time is None else FLOAT_BUCKETS.value
     wide_relative, wide_time = (
-        None if width is None else torch.empty(table.shape[0], width, dtype=torch.float32, device=table.device) for width in widths
+        torch.empty(heads, width, dtype=torch.float32, device=table.device) if width else None for width in widths
     )
-    expand_tables_kernel[(triton.cdiv(max(filter(None, widths)), 256), table.shape[0])](
+    expand_tables_kernel[(triton.cdiv(max(widths), 256), heads)](
         relative, time, wide_relative, wide_time, 0 if relative is None else relative.shape[1] // 2,
-        0 if time is None else time.shape[1], BLOCK=256,
+        0 if time is None else time.shape[1], 1 / scale, BLOCK=256,
     )  # fmt: skip
     return wide_relative, wide_time
 
@@ -722,9 +725,10 @@ def _extras(
     dropout_seed: Tensor | None,
     dropout_p: float,
     normalizer: float,
+    scale: float,
 ) -> dict[str, Any]:
     """Arguments of all three kernels; a jagged bias `[H, P]` is one row of `P` pairs for each head."""
-    wide_relative, wide_time = _expand_tables(relative_bias, time_bias)
+    wide_relative, wide_time = _expand_tables(relative_bias, time_bias, scale)
     if q_times is not None and k_times is not None:
         key_sides = k_times, q_offsets if k_offsets is None else k_offsets
         q_times, k_times = _split_times(q_times, q_offsets, *key_sides), _split_times(*key_sides, *key_sides)

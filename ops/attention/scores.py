@@ -20,12 +20,13 @@ FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
 
 
 class Biases(NamedTuple):
-    """What is added to products times `scale`, which is None where there is nothing to add.
+    """What is added to scores.
 
-    `relative` and `of_time` are what `expand_tables_kernel` makes of the tables; `pairs` of a sample begin at `first_pair`.
+    `relative` and `of_time` are what `expand_tables_kernel` makes of the tables, over the scores' scale; `pairs` of a sample
+    begin at `first_pair`.
     """
 
-    scale: Any
+    inverse_scale: Any
     relative: Any
     max_distance: Any
     of_time: Any
@@ -86,8 +87,10 @@ def split_times_kernel(
 
 
 @triton.jit(do_not_specialize=["max_distance", "num_buckets"])
-def expand_tables_kernel(relative, of_time, wide_relative, wide_time, max_distance, num_buckets, BLOCK: tl.constexpr):
-    """Tables in float32, in which a tile's distances and every float have an entry without a comparison.
+def expand_tables_kernel(
+    relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Tables in float32 over the scale of scores, in which a tile's distances and every float have an entry without a comparison.
 
     `wide_relative`, `[H, 2 * max_distance + 1 + 2 * PADDING]`, repeats the table's ends; `wide_time`, `[H, FLOAT_BUCKETS]`, has
     the bias of any time apart at its float's leading bits.
@@ -97,12 +100,12 @@ def expand_tables_kernel(relative, of_time, wide_relative, wide_time, max_distan
     if relative is not None:
         width = 2 * max_distance + 1
         own = tl.minimum(tl.maximum(entry - PADDING, 0), width - 1)
-        bias = tl.load(relative + head * width + own).to(tl.float32)
+        bias = tl.load(relative + head * width + own).to(tl.float32) * inverse_scale
         width += 2 * PADDING
         tl.store(wide_relative + head * width + entry, bias, mask=entry < width)
     if of_time is not None:
         bucket = tl.minimum(tl.maximum(entry % (FLOAT_BUCKETS // 2) - FIRST_BUCKET, 0), num_buckets - 1)
-        bias = tl.load(of_time + head * num_buckets + bucket).to(tl.float32)
+        bias = tl.load(of_time + head * num_buckets + bucket).to(tl.float32) * inverse_scale
         tl.store(wide_time + head * FLOAT_BUCKETS + entry, bias, mask=entry < FLOAT_BUCKETS)
 
 
@@ -159,36 +162,53 @@ def time_buckets(rows, keys, place, biases):
 
 
 @triton.jit
-def biased_scores(products, rows, keys, first_query, first_key, place, biases):
-    """Return scaled products of queries and keys, and their biases.
-
-    Where all of a tile has one relative bias it is loaded once. Loads under a condition are also not begun ahead of their loop's
-    turn, which would take each number through shared memory. Of an address only what a whole tile shares is computed in the loop.
-    """
+def relative_biases(rows, keys, first_query, first_key, place, biases):
+    """Load a tile's, or the one bias that all of it has. Of an address only what the tile shares is computed for each tile."""
     ROWS: tl.constexpr = rows.shape[0] * rows.shape[1]
     KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
     tl.static_assert(ROWS + KEYS <= PADDING)
-    scores = products * biases.scale
+    farthest = biases.max_distance
+    table = biases.relative + place.head * (2 * farthest + 1 + 2 * PADDING) + PADDING + farthest
+    if distances(first_query, first_key + KEYS - 1, place) >= farthest:
+        bias = (rows * 0 + keys * 0).to(tl.float32) + tl.load(table + farthest)
+    elif place.num_targets is not None:
+        bias = tl.load(table + tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest))
+    else:
+        apart = tl.minimum(tl.maximum(first_query + place.shift - first_key, -farthest - ROWS), farthest + KEYS)
+        bias = tl.load(table + apart + ((rows - first_query).to(tl.int64) - (keys - first_key).to(tl.int64)))
+    return bias
+
+
+@triton.jit
+def time_biases(rows, keys, place, biases):
+    """Load a tile's, or the one that the table has."""
+    table = biases.of_time + place.head * FLOAT_BUCKETS
+    if biases.num_buckets == 1:
+        bias = (rows * 0 + keys * 0).to(tl.float32) + tl.load(table)
+    else:
+        bias = tl.load(table + (bits_of_time(rows, keys, place, biases) >> 22))
+    return bias
+
+
+@triton.jit
+def biases_of(rows, keys, first_query, first_key, place, biases):
+    """Return a tile's biases over the scale of scores, where sums of products begin; None without any.
+
+    Loads under a condition are not begun ahead of their loop's turn, which would take each number through shared memory.
+    """
+    bias = None
     if biases.relative is not None:
-        farthest = biases.max_distance
-        table = biases.relative + place.head * (2 * farthest + 1 + 2 * PADDING) + PADDING + farthest
-        if distances(first_query, first_key + KEYS - 1, place) >= farthest:
-            scores += tl.load(table + farthest)
-        elif place.num_targets is not None:
-            scores += tl.load(table + tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest))
-        else:
-            apart = tl.minimum(tl.maximum(first_query + place.shift - first_key, -farthest - ROWS), farthest + KEYS)
-            within = (rows - first_query).to(tl.int64) - (keys - first_key).to(tl.int64)
-            scores += tl.load(table + apart + within)
+        bias = relative_biases(rows, keys, first_query, first_key, place, biases)
     if biases.of_time is not None:
-        bits = bits_of_time(rows, keys, place, biases)
-        scores += tl.load(biases.of_time + place.head * FLOAT_BUCKETS + (bits >> 22))
+        of_time = time_biases(rows, keys, place, biases)
+        bias = of_time if biases.relative is None else bias + of_time
     if biases.pairs is not None:
         at = biases.first_pair + place.head * biases.head_stride
         at += rows.to(tl.int64) * biases.row_stride + keys.to(tl.int64) * biases.key_stride
         mask = (rows < biases.rows) & (keys < biases.keys)
-        scores += tl.load(biases.pairs + at, mask=mask, other=0.0).to(tl.float32)
-    return scores
+        of_pairs = tl.load(biases.pairs + at, mask=mask, other=0.0).to(tl.float32) * biases.inverse_scale
+        bias = of_pairs if biases.relative is None and biases.of_time is None else bias + of_pairs
+    return bias
 
 
 @triton.jit
@@ -202,10 +222,21 @@ def add_relative_gradient(below, above, grad_scores, first_query, first_key, pla
     """Add a tile's sums along its diagonals, on each of which queries and keys are one distance apart.
 
     Column c is turned up by c rows, which makes rows of diagonals. Those nearer than `farthest` go to memory; the others are
-    collected in `below` and `above`, which belong to the ends of the table.
+    collected in `below` and `above`, which belong to the ends of the table, as is all of a tile that has no nearer ones.
     """
     ROWS: tl.constexpr = grad_scores.shape[0]
     tl.static_assert(grad_scores.shape[1] <= ROWS)
+    if distances(first_query, first_key + grad_scores.shape[1] - 1, place) >= farthest:
+        above += tl.sum(grad_scores, 1)
+    else:
+        below, above = add_diagonals(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads)
+    return below, above
+
+
+@triton.jit
+def add_diagonals(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads):
+    """`add_relative_gradient` of a tile with several distances."""
+    ROWS: tl.constexpr = grad_scores.shape[0]
     row = tl.arange(0, ROWS)
     column = tl.arange(0, grad_scores.shape[1])
     of_targets = grad_scores
