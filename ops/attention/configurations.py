@@ -57,7 +57,7 @@ TABLE = {
     (2, 64, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2, 128)),
     (2, 128, "long"): Configuration(Tiles(64, 64, 4, 3, tma=True), Tiles(128, 64, 8, 3, tma=True), Tiles(64, 64, 4, 2, tma=True)),
     (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 3)),
-    (2, 64, "biased"): Configuration(Tiles(64, 64, 4, 2, 128), Tiles(64, 32, 4, 2, 168), Tiles(64, 32, 4, 2, 128)),
+    (2, 64, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 168), Tiles(64, 32, 4, 2, 168)),
     (2, 128, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
     (2, 256, "long"): Configuration(Tiles(128, 64, 8, 2), Tiles(64, 16, 4, 3, tma=True), Tiles(32, 64, 4, 2)),
     (2, 256, "pointers"): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),

@@ -693,9 +693,7 @@ def _split_times(times: Tensor, offsets: Tensor, key_times: Tensor, key_offsets:
     return split
 
 
-def _expand_tables(
-    relative_bias: Tensor | None, time_bias: Tensor | None, scale: float
-) -> tuple[Tensor | None, Tensor | None]:
+def _expand_tables(relative_bias: Tensor | None, time_bias: Tensor | None, scale: float) -> tuple[Tensor | None, Tensor | None]:
     """Launch `expand_tables_kernel`: what the other kernels read of the tables."""
     table = time_bias if relative_bias is None else relative_bias
     if table is None:

@@ -34,7 +34,7 @@ ALLOWED_SPILLS = {
     ((2, 256, "long"), "backward_dkv"): 132,
 }
 # With biases tiles are chosen by speed alone so far: docs/internals/attention.md, "Open".
-BIASED_SPILLS = 800
+BIASED_SPILLS = {"forward": 32, "backward_dq": 1340, "backward_dkv": 370}
 TOO_LARGE_FOR_AMD = {
     ((2, 128, "pointers"), "forward"),
     ((2, 256, "pointers"), "forward"),
@@ -131,7 +131,7 @@ def check_extras(name: str, arch: int, row: Row) -> None:
     for extras in (("relative", "time"), ("pairs", "dropout")):
         used = compile_row(name, arch, row, extras=extras)
         where = f"{name} {row} for sm_{arch}, {extras}: {used}"
-        assert used.spills <= BIASED_SPILLS, where
+        assert used.spills <= BIASED_SPILLS[name], where
         assert used.shared_bytes <= SHARED_BYTES[arch], where
 
 
