@@ -29,8 +29,6 @@ ALLOWED_SPILLS = {
 TOO_LARGE_FOR_AMD = {
     ((2, 128, "pointers"), "forward"),
     ((2, 256, "pointers"), "forward"),
-    ((2, 256, "pointers"), "backward_dq"),
-    ((2, 256, "pointers"), "backward_dkv"),
 }
 
 
