@@ -1,33 +1,24 @@
 """The three-way oracle: float64 reference, the same reference in the tested dtype, ours.
 
-Ours may err at most `factor` times as much as the low-precision reference, plus one rounding of the result. Of a few numbers, one
-evaluation's error is luck: it may be nothing. Where ours errs more, both parts are therefore measured in up to `DRAWS` draws:
+Ours may err at most `factor` times as much as the low-precision reference, plus what one rounding does: of the result, and of
+the inputs, measured as the most that moving each to a neighbour in its dtype changes in a few draws. Of a few numbers, one
+evaluation's error is luck: it may be nothing. Where ours errs more, the low-precision reference is therefore evaluated at moved
+inputs too, and its largest error counts. The cotangent is an input of gradients.
 
-- the low-precision reference's error, at inputs that are each moved to a neighbour in their dtype;
-- what one rounding does, not of the result alone but of the inputs and of all that the reference computes on its way: its error
-  where each of those numbers is moved to a neighbour.
-
-In float64 the reference has no error against itself: there the first part is what it errs in float32, in float64's roundings.
-There are no other tolerances.
+In float64 the reference has no error against itself: there it is what it errs in float32, in float64's roundings. There are no
+other tolerances.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 FORWARD, GRADIENT = 2.0, 3.0
 DRAWS = 16
 LOWER = {torch.float64: torch.float32}
-# What torch runs in a reference without computing a number.
-MOVERS = re.compile(
-    "_to_copy|_unsafe_view|cat|clone|constant_pad_nd|embedding|gather|index|index_select|masked_fill|neg|new_zeros|ones|ones_like"
-    "|scalar_tensor|select_backward|slice_backward|stack|where|zeros|zeros_like"
-)
 
 
 def check_three_way(
@@ -86,13 +77,12 @@ def check_three_way(
             break
         given = cotangent
         assert given is not None
-        moved = [_moved(x.detach().to(LOWER.get(x.dtype, x.dtype)), generator) for x in (*inputs, given)]
-        cotangent = moved.pop()
+        lower = [x.detach().to(LOWER.get(x.dtype, x.dtype)) for x in (*inputs, given)]
+        *moved, cotangent = (_moved(x, generator).to(x.dtype) for x in lower)
         of_moved = zip(evaluate(reference, moved), evaluate(reference, [x.detach().double() for x in moved]), strict=True)
         of_low = [max(error, scale * _error(*pair)) for error, pair in zip(of_low, of_moved, strict=True)]
         cotangent = _moved(given, generator)
-        with _Moving(generator):
-            rounded = evaluate(reference, [_moved(x.detach(), generator) for x in inputs])
+        rounded = evaluate(reference, [_moved(x, generator) for x in inputs])
         cotangent = given
         of_roundings = [
             max(error, _error(*pair)) for error, pair in zip(of_roundings, zip(rounded, exact, strict=True), strict=True)
@@ -100,19 +90,6 @@ def check_three_way(
     for index in outside():
         name = f"gradient of input {index - 1}" if index else "output"
         raise AssertionError(f"{name}: error {errors[index]:.3e}, allowed {limits()[index]:.3e}")
-
-
-class _Moving(TorchDispatchMode):
-    """Moves every number that an operation computes to a neighbour in its dtype."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()
-        self.generator = generator
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        computes = not MOVERS.fullmatch(func.overloadpacket.__name__) and all(x.alias_info is None for x in func._schema.returns)
-        return _moved(result, self.generator) if computes and isinstance(result, Tensor) else result
 
 
 def _error(result: Tensor | None, exact: Tensor | None) -> float:
@@ -131,11 +108,9 @@ def _rounding(low: Tensor | None, exact: Tensor | None) -> float:
 
 
 def _moved(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Move every number up or down by one rounding of its dtype."""
-    if not x.is_floating_point():
-        return x
-    ways = torch.randint(2, x.shape, generator=generator).to(x.device).double() * 2 - 1
-    return (x.double() * (1 + torch.finfo(x.dtype).eps * ways)).to(x.dtype)
+    """Move every number up or down by one rounding of its dtype, in float64."""
+    signs = torch.randint(2, x.shape, generator=generator).to(x.device).double() * 2 - 1
+    return x.detach().double() * (1 + torch.finfo(x.dtype).eps * signs)
 
 
 def _same_strides(x: Tensor) -> Tensor:
