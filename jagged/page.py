@@ -29,6 +29,7 @@ svg { display: block; width: 100%; height: auto; } svg text { font-family: syste
 th, td { text-align: left; padding: .25rem 1rem .25rem 0; border-bottom: 1px solid var(--rule); vertical-align: top; }
 th { font-weight: 600; vertical-align: bottom; } .number { text-align: right; } td.number { white-space: nowrap; }
 th.number { max-width: 9rem; } td:last-child, th:last-child { padding-right: 0; }
+.columns td:last-child { overflow-wrap: anywhere; }
 code { font-family: ui-monospace, monospace; font-size: .9em; }
 """
 

@@ -16,7 +16,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules import HSTUBlock, JaggedCrossAttention, JaggedSelfAttention, JaggedTransformerBlock, PositionalEncoding
 from jagged.modules.positions import rotate
 from jagged.ops import jagged_attention
-from tests.oracle import check_float64, check_three_way
+from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.attention import visible_keys
 from tests.reference.conversion import to_dense, to_jagged
@@ -64,8 +64,7 @@ def check_twins(
         return evaluate
 
     parameters = [parameter.detach() for parameter in ours.state_dict().values()]
-    check = check_float64 if inputs[0].dtype == torch.float64 else check_three_way
-    check(of(ours, run), of(twin, run_twin), [*inputs, *parameters])
+    check_three_way(of(ours, run), of(twin, run_twin), [*inputs, *parameters])
 
 
 @st.composite
@@ -338,7 +337,8 @@ def test_under_autocast(place: Place) -> None:
 
 
 def test_rotary_scores_depend_on_distances_alone(place: Place) -> None:
-    rows = torch.randn(2, 1, 7, dtype=torch.float64, device=place.device)
+    # Scores far from 0 and from each other, which random rows may miss.
+    rows = torch.tensor([[[1.0, 2, 3, 4, 5, 6, 7]], [[2.0, -1, 1, 3, 0, 1, 2]]], dtype=torch.float64, device=place.device)
 
     def score(first: int, second: int) -> float:
         q, k = rotate(rows, torch.tensor([first, second], device=place.device))

@@ -38,8 +38,6 @@ BIASED_SPILLS = {"forward": 32, "backward_dq": 1340, "backward_dkv": 370}
 TOO_LARGE_FOR_AMD = {
     ((2, 128, "pointers"), "forward"),
     ((2, 256, "pointers"), "forward"),
-    ((2, 256, "pointers"), "backward_dq"),
-    ((2, 256, "pointers"), "backward_dkv"),
 }
 
 

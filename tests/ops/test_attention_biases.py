@@ -14,8 +14,8 @@ from torch import Tensor
 
 from jagged.ops import jagged_attention, pair_offsets
 from jagged.ops.attention import torch_impl
-from tests.ops.test_attention import BATCHES, DTYPES, MASKS, Case, cases, inputs_of, output_and_lse
-from tests.oracle import check_float64, check_three_way
+from tests.ops.test_attention import BATCHES, MASKS, Case, cases, inputs_of, output_and_lse
+from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.attention import dropout_mask, padded_attention, time_buckets, visible_keys
 from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor
@@ -152,8 +152,8 @@ def check(
 
 # The interpreter is slow: there queries and keys take turns at being the same rows.
 @pytest.mark.parametrize("across", [False, True] if PLACE.name != "interpret" else [None])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=-(-settings().max_examples // (2 * len(DTYPES))))
+@pytest.mark.parametrize("dtype", ids=str)
+@settings(max_examples=-(-settings().max_examples // (2 * len(PLACE.dtypes))))
 @given(st.data())
 def test_three_way(place: Place, dtype: torch.dtype, across: bool | None, data: st.DataObject) -> None:
     head_dims = [7, 16] if place.name == "interpret" else [1, 7, 16, 48, 64, 100, 128]
@@ -172,7 +172,7 @@ def test_float64_in_chunks_of_any_size(place: Place, data: st.DataObject, chunk:
     ours, reference = functions(place, case.queries, case.keys, list(biases), **case.options, **others)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "_CHUNK_SCORES", chunk)
-        check_float64(ours, reference, [*case.inputs(), *biases.values()])
+        check_three_way(ours, reference, [*case.inputs(), *biases.values()])
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="float64 finite differences are the CPU's work")

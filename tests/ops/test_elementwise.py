@@ -33,22 +33,6 @@ def dense_of(batch: Jagged, length: int | None, width: int, dtype: torch.dtype, 
     return random_tensor((batch.batch_size, *(() if length is None else (length,)), width), dtype, seed, strided=strided)
 
 
-def check(ours: Callable[..., Tensor], expected: Callable[..., Tensor], inputs: list[Tensor], **options: Any) -> None:
-    if inputs[0].dtype != torch.float64:
-        check_three_way(ours, expected, inputs, **options)
-        return
-    # The oracle's reference is no more exact than what it would judge here.
-    results = []
-    for function in (ours, expected):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        output = function(*leaves)
-        grads = [torch.zeros_like(x) for x in leaves]
-        if output.requires_grad:
-            grads = list(torch.autograd.grad(output, leaves, torch.cos(output.detach()), materialize_grads=True))
-        results.append([output.detach(), *grads])
-    torch.testing.assert_close(*results)
-
-
 def gradient(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The gradients of a function, flat, as a function that can be differentiated again."""
 
@@ -74,7 +58,7 @@ def test_dense_add_and_mul(
     dense = dense_of(batch, length, width, dtype, seed + 1, strided)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "CHUNK", chunk)
-        check(
+        check_three_way(
             lambda v, d: ours(v, batch.offsets, d, backend=place.backend),
             lambda v, d: expected(v, batch.lengths, d),
             [values, dense],
@@ -87,7 +71,7 @@ def test_dense_add_and_mul(
 def test_second_derivatives_of_mul(
     place: Place, batch: Jagged, length: int | None, width: int, dtype: torch.dtype, seed: int
 ) -> None:
-    check(
+    check_three_way(
         gradient(lambda v, d: ops.jagged_dense_mul(v, batch.offsets, d, backend=place.backend)),
         gradient(lambda v, d: reference.dense_mul(v, batch.lengths, d)),
         [random_tensor((batch.total, width), dtype, seed), dense_of(batch, length, width, dtype, seed + 1)],
@@ -108,7 +92,7 @@ def test_pairwise_difference(
         patch.setattr(_shared, "SCANNED_SAMPLES", scanned)
         if is_far:
             patch.setattr(kernels, "_index", lambda *_: tl.int64)
-        check(
+        check_three_way(
             lambda v: ops.jagged_pairwise_difference(v, batch.offsets, total, backend=place.backend),
             lambda v: reference.pairwise_difference(v, batch.lengths),
             [values],
@@ -135,7 +119,7 @@ def test_linear(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "CHUNK", chunk)
-        check(
+        check_three_way(
             lambda *x: ops.jagged_linear(x[0], batch.offsets, *arguments(x), backend=place.backend),
             lambda *x: reference.linear(x[0], batch.lengths, *arguments(x)),
             inputs,

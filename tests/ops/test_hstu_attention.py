@@ -13,9 +13,9 @@ from torch import Tensor
 
 from jagged.ops import jagged_hstu_attention, pair_offsets
 from jagged.ops.attention import torch_impl
-from tests.ops.test_attention import DTYPES, MASKS, Case, cases, inputs_of
+from tests.ops.test_attention import MASKS, Case, cases, inputs_of
 from tests.ops.test_attention_biases import SMALL_BATCHES, expanded, num_pairs, random_times, terms, with_more_heads
-from tests.oracle import check_float64, check_three_way
+from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.attention import padded_hstu_attention, visible_keys
 from tests.strategies import Jagged, jagged_of, random_tensor
@@ -55,8 +55,8 @@ def calls(
     return case, biases, {**case.options, **others, "normalizer": draw(st.sampled_from([None, 0.5, 100.0]))}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@settings(max_examples=-(-settings().max_examples // (2 * len(DTYPES) if PLACE.name == "interpret" else len(DTYPES))))
+@pytest.mark.parametrize("dtype", ids=str)
+@settings(max_examples=-(-settings().max_examples // (2 * len(PLACE.dtypes) if PLACE.name == "interpret" else len(PLACE.dtypes))))
 @given(st.data())
 def test_three_way(place: Place, dtype: torch.dtype, data: st.DataObject) -> None:
     case, biases, options = data.draw(calls(dtype))
@@ -71,7 +71,7 @@ def test_float64_in_chunks_of_any_size(place: Place, call: tuple[Case, dict[str,
     case, biases, options = call
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "_CHUNK_SCORES", chunk)
-        check_float64(*functions(place, case.queries, list(biases), **options), [*case.inputs(), *biases.values()])
+        check_three_way(*functions(place, case.queries, list(biases), **options), [*case.inputs(), *biases.values()])
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="float64 finite differences are the CPU's work")
@@ -118,7 +118,7 @@ def test_it_is_what_the_paper_says(place: Place) -> None:
     torch.testing.assert_close(jagged_hstu_attention(q, k, v, batch.offsets, backend=place.backend), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", ids=str)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_scores_of_ten_thousand(place: Place, dtype: torch.dtype, sign: float) -> None:
     """A weight is then its score or nothing, and so is its gradient."""

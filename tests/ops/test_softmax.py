@@ -18,6 +18,7 @@ from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, ra
 
 ON_GPU = pytest.mark.gpu
 DIMS = st.sampled_from([-1, -2])
+WIDE = st.sampled_from([dtype for dtype in PLACE.dtypes if dtype in (torch.float32, torch.float64)])
 # Numbers between what kernels allocate and the rest.
 FENCE = 4096
 
@@ -53,12 +54,28 @@ def rows_of(lengths: tuple[int, ...], like: Jagged) -> Jagged:
 def test_jagged_softmax(
     place: Place, division: None, batch: Jagged, features: int, dtype: torch.dtype, seed: int, strided: bool, scale: int
 ) -> None:
+    # Of float32 and float64 `test_saturated` has the other.
+    scale = 1 if dtype in (torch.float32, torch.float64) else scale
     values = random_tensor((batch.total, features), dtype, seed, strided=strided)
     check_three_way(
         lambda v: ops.jagged_softmax(v * scale, batch.offsets, backend=place.backend),
         lambda v: reference.softmax(v * scale, batch.lengths),
         [values],
     )
+
+
+@given(jagged_batches(), st.sampled_from([1, 3, 20]), WIDE, seeds())
+def test_saturated(place: Place, division: None, batch: Jagged, features: int, dtype: torch.dtype, seed: int) -> None:
+    """Where one row has all the weight a gradient is the difference of equal numbers: it errs by a few roundings of those."""
+    values, cotangent = (random_tensor((batch.total, features), dtype, seed + k) for k in range(2))
+    leaf = (30 * values).requires_grad_()
+    exact_leaf = leaf.detach().double().requires_grad_()
+    output = ops.jagged_softmax(leaf, batch.offsets, backend=place.backend)
+    exact = reference.softmax(exact_leaf, batch.lengths)
+    ours = output.detach(), *torch.autograd.grad(output, leaf, cotangent)
+    expected = exact.detach(), *torch.autograd.grad(exact, exact_leaf, cotangent.double())
+    for got, want, largest in zip(ours, expected, (1.0, float(cotangent.abs().max()) if batch.total else 0.0), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=8 * torch.finfo(dtype).eps * largest)
 
 
 @given(jagged_batches(max_batch=4, longest=40), st.data(), float_dtypes(), seeds(), st.booleans(), DIMS)
