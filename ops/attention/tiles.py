@@ -165,10 +165,7 @@ def key_ranges(first, last, history, window, num_contextual, num_targets, IS_CAU
 def query_ranges(
     first, last, shift, query_length, history, window, num_contextual, num_targets, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the query tiles that see the keys `first .. last`, as `key_ranges` returns key tiles; `shift` is query 0's position.
-
-    Queries past the end weigh nothing, so that the last whole tile may reach past it.
-    """
+    """Return the query tiles that see the keys `first .. last`, as `key_ranges` returns key tiles; `shift` is query 0's position."""
     last_history = tl.minimum(last, history - 1)
     low = first * 0
     whole_begin = low
@@ -191,7 +188,7 @@ def query_ranges(
                 low = tl.where(is_contextual, 0, low)
     low = tl.maximum(low, 0) // BLOCK * BLOCK
     whole_begin = tl.cdiv(tl.maximum(whole_begin, 0), BLOCK) * BLOCK
-    whole_end = tl.where(whole_end < query_length, tl.maximum(whole_end, 0) // BLOCK * BLOCK, query_length)
+    whole_end = tl.maximum(tl.minimum(whole_end, query_length), 0) // BLOCK * BLOCK
     is_none_whole = whole_begin >= whole_end
     if num_targets is not None:
         # Targets among the keys hide themselves from all queries but one.
