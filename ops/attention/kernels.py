@@ -29,8 +29,8 @@ from jagged.ops.attention.scores import (
     fixed_point,
     kept,
     pairs_of,
-    sigmoid,
     split_times_kernel,
+    twice_sigmoid,
 )
 from jagged.ops.attention.tiles import (
     Place,
@@ -57,7 +57,10 @@ UNSPECIALIZED = [
 
 @triton.jit
 def in_score_units(number, ACCURATE: tl.constexpr):
-    """Scores of 16-bit inputs are held times log2(e), so that exp2 needs no product; float32 keeps natural units."""
+    """Scores of 16-bit inputs are held times log2(e), so that exp2 needs no product; float32 keeps natural units.
+
+    Those of pointwise weights are held as halves.
+    """
     return number if ACCURATE else number * LOG2_E
 
 
@@ -98,7 +101,7 @@ def attend(
         products *= factor
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
-        weights = products * sigmoid(products, ACCURATE)
+        weights = products * twice_sigmoid(products, ACCURATE)
     else:
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL)
@@ -158,7 +161,7 @@ def attention_forward_kernel(
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
+    factor = scale * 0.5 if IS_POINTWISE else in_score_units(scale, ACCURATE)
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
@@ -209,18 +212,21 @@ def pointwise_factor(normalizer, key_length):
 
 @triton.jit
 def shares(products, row_lse, factor, ACCURATE: tl.constexpr):
-    """Softmax weights, or without log-sum-exps the sigmoid that a score is multiplied by."""
+    """Softmax weights, or without log-sum-exps twice the sigmoid, by which half a score is multiplied."""
     if row_lse is None:
-        return sigmoid(products, ACCURATE)
+        return twice_sigmoid(products, ACCURATE)
     else:
         return softmax_weights(products, row_lse, factor, ACCURATE)
 
 
 @triton.jit
 def score_gradients(share, products, grad_weights, row_delta, keep, dropout):
-    """Gradients of scores from those of weights; `keep` tells which weights dropout left."""
+    """Gradients of scores from those of weights; `keep` tells which weights dropout left.
+
+    The slope of a SiLU at s is sigmoid(s) * (1 + s * (1 - sigmoid(s))), here of `products` = s / 2 and `share` = 2 sigmoid(s).
+    """
     if row_delta is None:
-        return grad_weights * (share * (1.0 + products * (1.0 - share)))
+        return grad_weights * (share * (0.5 + products * (1.0 - 0.5 * share)))
     else:
         if keep is not None:
             grad_weights = tl.where(keep, grad_weights * dropout.kept_scale, 0.0)
@@ -279,9 +285,9 @@ def attention_backward_dq_kernel(
 ):  # fmt: skip
     """Gradients of one tile of queries and of its biases, and `statistics` for the dkv kernel: what it subtracts in each row.
 
-    That is the log-sum-exp in the scores' units, from scores, and delta, from gradients of weights. Delta is the row's dot product
-    of output and its gradient, less the gradient of its log-sum-exp: a score's gradient is its weight times (gradient of the
-    weight - delta). Gradients of bias tables are whole numbers of units, `units` of which are 1.
+    That is the log-sum-exp in the scores' units, from scores, and delta, from gradients of weights. Delta is the row's dot
+    product of output and its gradient, less the gradient of its log-sum-exp: a score's gradient is its weight times (gradient of
+    the weight - delta). Gradients of bias tables are whole numbers of units, `units` of which are 1.
     """
     IS_POINTWISE: tl.constexpr = lse is None
     sample, start, query_length, first_query = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_M, APART)
@@ -309,7 +315,7 @@ def attention_backward_dq_kernel(
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
+    factor = scale * 0.5 if IS_POINTWISE else in_score_units(scale, ACCURATE)
     pairs_of_head = all_rows.to(tl.int64) * all_keys
     grad_first_pair, pair_row_stride, _, _ = pairs_of(
         grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
@@ -394,7 +400,7 @@ def load_lse(lse, rows, length, ACCURATE: tl.constexpr):
 
 @triton.jit
 def load_statistics(statistics, rows, length, IS_WHOLE: tl.constexpr):
-    """Load what `attention_backward_dq_kernel` left of each row; rows past the end, which a whole tile has none of, weigh nothing.
+    """Load what `attention_backward_dq_kernel` left of each row. Rows past the end, which no whole tile has, weigh nothing.
 
     Each pair is loaded twice: where a tile has fewer numbers than the program has threads, Triton would have every thread load
     all that it needs for itself.
@@ -521,7 +527,7 @@ def attention_backward_dkv_kernel(
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
+    factor = scale * 0.5 if IS_POINTWISE else in_score_units(scale, ACCURATE)
 
     k = load_by_pointers(key, first_key, key_length, key_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_by_pointers(value, first_key, key_length, value_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)

@@ -6,12 +6,14 @@ whichever of them lies along which dimension of a tile.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_segments
 
-# The score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
+HAS_PTX = tl.constexpr(torch.version.hip is None)
+# Half the score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
 HIDDEN = tl.constexpr(-1e30)
 # Entries that `expand_tables_kernel` adds at either end of a relative bias: at least the rows and the keys of a tile.
 PADDING = tl.constexpr(256)
@@ -316,10 +318,18 @@ def kept(rows, keys, place, dropout):
 
 
 @triton.jit
-def sigmoid(scores, ACCURATE: tl.constexpr):
-    """Exactly 0 far below 0, as the score of a hidden key is."""
+def twice_sigmoid(halves, ACCURATE: tl.constexpr):
+    """2 / (1 + e^-s) of scores s given as halves: exactly 0 far below 0, as a hidden key's is. Times the half it is a SiLU.
+
+    16-bit weights take it from NVIDIA's `tanh.approx`, of at most 2^-11 relative error: one instruction where an exponential
+    and a reciprocal are many.
+    """
     # An infinite exponential, whose reciprocal is that 0, is one that the interpreter warns of.
     if ACCURATE or INTERPRETED:
-        odds = exp_of_difference(tl.minimum(-scores, 88.0), ACCURATE)
-        return tl.where(scores < -88.0, 0.0, 1.0 / (1.0 + odds))
-    return 1.0 / (1.0 + tl.exp(-scores))
+        odds = exp_of_difference(tl.minimum(-2.0 * halves, 88.0), ACCURATE)
+        return tl.where(halves < -44.0, 0.0, 2.0 / (1.0 + odds))
+    elif HAS_PTX:
+        tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [halves], tl.float32, is_pure=True, pack=1)
+        return 1.0 + tanh
+    else:
+        return 2.0 / (1.0 + tl.exp(-2.0 * halves))

@@ -165,7 +165,7 @@ def key_ranges(first, last, history, window, num_contextual, num_targets, IS_CAU
 def query_ranges(
     first, last, shift, query_length, history, window, num_contextual, num_targets, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the query tiles that see the keys `first .. last`, as `key_ranges` returns key tiles; `shift` is query 0's position."""
+    """Return the query tiles that see the keys `first .. last`, as `key_ranges` key tiles; `shift` is query 0's position."""
     last_history = tl.minimum(last, history - 1)
     low = first * 0
     whole_begin = low
