@@ -58,11 +58,13 @@ def load_by_pointers(
     tensor, first, length, row_stride, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Load rows `first ..` of a sample, `[BLOCK, BLOCK_D]`; unless the tile is whole, the last row stands in for missing ones."""
-    rows = first + tl.arange(0, BLOCK)
-    if not IS_WHOLE:
-        rows = tl.minimum(rows, length - 1)
+    rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
-    places = tensor + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    if IS_WHOLE:
+        tensor += first.to(tl.int64) * row_stride
+    else:
+        rows = tl.minimum(first + rows, length - 1)
+    places = tensor + (rows.to(tl.int64)[:, None] * row_stride + columns[None, :])
     return tl.load(places) if HEAD_DIM == BLOCK_D else tl.load(places, mask=columns[None, :] < HEAD_DIM, other=0.0)
 
 
