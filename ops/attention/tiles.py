@@ -61,7 +61,7 @@ def load_by_pointers(
     rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
     if IS_WHOLE:
-        tensor += first.to(tl.int64) * row_stride
+        tensor += tl.cast(first, tl.int64) * row_stride
     else:
         rows = tl.minimum(first + rows, length - 1)
     places = tensor + (rows.to(tl.int64)[:, None] * row_stride + columns[None, :])
