@@ -29,8 +29,8 @@ from jagged.ops.attention.scores import (
     fixed_point,
     kept,
     pairs_of,
+    silu,
     split_times_kernel,
-    twice_sigmoid,
 )
 from jagged.ops.attention.tiles import (
     Place,
@@ -101,7 +101,7 @@ def attend(
         products *= factor
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
-        weights = products * twice_sigmoid(products, ACCURATE)
+        weights, _ = silu(products, ACCURATE)
     else:
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL)
@@ -211,26 +211,25 @@ def pointwise_factor(normalizer, key_length):
 
 
 @triton.jit
-def shares(products, row_lse, factor, ACCURATE: tl.constexpr):
-    """Softmax weights, or without log-sum-exps twice the sigmoid, by which half a score is multiplied."""
+def weights_and_slopes(products, row_lse, factor, ACCURATE: tl.constexpr):
+    """Weights of a tile of scores, and what a weight changes by with its own score: of a softmax the weight itself."""
     if row_lse is None:
-        return twice_sigmoid(products, ACCURATE)
+        weights, slopes = silu(products, ACCURATE)
     else:
-        return softmax_weights(products, row_lse, factor, ACCURATE)
+        weights = softmax_weights(products, row_lse, factor, ACCURATE)
+        slopes = weights
+    return weights, slopes
 
 
 @triton.jit
-def score_gradients(share, products, grad_weights, row_delta, keep, dropout):
-    """Gradients of scores from those of weights; `keep` tells which weights dropout left.
-
-    The slope of a SiLU at s is sigmoid(s) * (1 + s * (1 - sigmoid(s))), here of `products` = s / 2 and `share` = 2 sigmoid(s).
-    """
+def score_gradients(slopes, grad_weights, row_delta, keep, dropout):
+    """Gradients of scores from those of weights; `keep` tells which weights dropout left."""
     if row_delta is None:
-        return grad_weights * (share * (0.5 + products * (1.0 - 0.5 * share)))
+        return grad_weights * slopes
     else:
         if keep is not None:
             grad_weights = tl.where(keep, grad_weights * dropout.kept_scale, 0.0)
-        return share * (grad_weights - row_delta)
+        return slopes * (grad_weights - row_delta)
 
 
 @triton.jit
@@ -255,12 +254,12 @@ def accumulate_dq(
         products = masked(
             products, rows, keys, place, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
         )  # fmt: skip
-    share = shares(products, row_lse, factor, ACCURATE)
+    _, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
     grad_weights = dot(upstream, tl.trans(v), None, INPUT_PRECISION)
     keep = None
     if dropout.seed is not None:
         keep = kept(rows, keys, place, dropout)
-    grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
+    grad_scores = score_gradients(slopes, grad_weights, row_delta, keep, dropout)
     if bias_grads.units is not None:
         histogram, below, above = add_bias_gradients(
             histogram, below, above, grad_scores * gain, rows, keys, first_query, first_key, place, biases, bias_grads
@@ -469,19 +468,15 @@ def accumulate_dkv(
         )  # fmt: skip
         if statistics is None:
             products = tl.where((rows < query_length)[None, :], products, HIDDEN)
-    share = shares(products, row_lse, factor, ACCURATE)
+    weights, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
     keep = None
     if dropout.seed is not None:
         keep = kept(rows[None, :], keys, place, dropout)
-        weights = tl.where(keep, share, 0.0)
-    elif statistics is None:
-        weights = products * share
-    else:
-        weights = share
+        weights = tl.where(keep, weights, 0.0)
     do = load_tile(upstream, first_query, query_length, grad_row_stride, not IS_EDGE, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     grad_value = dot(weights.to(do.dtype), do, grad_value, INPUT_PRECISION)
     grad_weights = dot(v, tl.trans(do), None, INPUT_PRECISION)
-    grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
+    grad_scores = score_gradients(slopes, grad_weights, row_delta, keep, dropout)
     return dot(grad_scores.to(q.dtype), q, grad_key, INPUT_PRECISION), grad_value
 
 
