@@ -152,7 +152,7 @@ def check(
 
 # The interpreter is slow: there queries and keys take turns at being the same rows.
 @pytest.mark.parametrize("across", [False, True] if PLACE.name != "interpret" else [None])
-@pytest.mark.parametrize("dtype", ids=str)
+@pytest.mark.parametrize("dtype", PLACE.dtypes, ids=str)
 @settings(max_examples=-(-settings().max_examples // (2 * len(PLACE.dtypes))))
 @given(st.data())
 def test_three_way(place: Place, dtype: torch.dtype, across: bool | None, data: st.DataObject) -> None:

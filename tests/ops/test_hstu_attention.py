@@ -55,7 +55,7 @@ def calls(
     return case, biases, {**case.options, **others, "normalizer": draw(st.sampled_from([None, 0.5, 100.0]))}
 
 
-@pytest.mark.parametrize("dtype", ids=str)
+@pytest.mark.parametrize("dtype", PLACE.dtypes, ids=str)
 @settings(max_examples=-(-settings().max_examples // (2 * len(PLACE.dtypes) if PLACE.name == "interpret" else len(PLACE.dtypes))))
 @given(st.data())
 def test_three_way(place: Place, dtype: torch.dtype, data: st.DataObject) -> None:
@@ -118,7 +118,7 @@ def test_it_is_what_the_paper_says(place: Place) -> None:
     torch.testing.assert_close(jagged_hstu_attention(q, k, v, batch.offsets, backend=place.backend), expected)
 
 
-@pytest.mark.parametrize("dtype", ids=str)
+@pytest.mark.parametrize("dtype", PLACE.dtypes, ids=str)
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 def test_scores_of_ten_thousand(place: Place, dtype: torch.dtype, sign: float) -> None:
     """A weight is then its score or nothing, and so is its gradient."""
