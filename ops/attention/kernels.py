@@ -399,18 +399,14 @@ def load_lse(lse, rows, length, ACCURATE: tl.constexpr):
 
 @triton.jit
 def load_statistics(statistics, rows, length, IS_WHOLE: tl.constexpr):
-    """Load what `attention_backward_dq_kernel` left of each row. Rows past the end, which no whole tile has, weigh nothing.
+    """Load what `attention_backward_dq_kernel` left of each row; unless the tile is whole, the last stands in for missing ones.
 
     Each pair is loaded twice: where a tile has fewer numbers than the program has threads, Triton would have every thread load
     all that it needs for itself.
     """
-    column = (tl.arange(0, 4) % 2)[None, :]
-    places = statistics + rows[:, None] * 2 + column
-    if IS_WHOLE:
-        twice = tl.load(places)
-    else:
-        beyond = tl.where(column == 0, float("inf"), 0.0)
-        twice = tl.load(places, mask=(rows < length)[:, None], other=beyond)
+    if not IS_WHOLE:
+        rows = tl.minimum(rows, length - 1)
+    twice = tl.load(statistics + rows[:, None] * 2 + (tl.arange(0, 4) % 2)[None, :])
     row_lse, row_delta = tl.split(tl.reshape(twice, [rows.shape[0], 2, 2]))
     row_lse, _ = tl.split(row_lse)
     row_delta, _ = tl.split(row_delta)
@@ -463,11 +459,9 @@ def accumulate_dkv(
     if statistics is None:
         products *= factor
     if IS_EDGE:
-        products = masked(
-            products, rows[None, :], keys, place, IS_CAUSAL, HIDDEN if statistics is None else float("-inf")
-        )  # fmt: skip
-        if statistics is None:
-            products = tl.where((rows < query_length)[None, :], products, HIDDEN)
+        hidden: tl.constexpr = HIDDEN if statistics is None else float("-inf")
+        products = masked(products, rows[None, :], keys, place, IS_CAUSAL, hidden)
+        products = tl.where((rows < query_length)[None, :], products, hidden)
     weights, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
     keep = None
     if dropout.seed is not None:
