@@ -166,6 +166,7 @@ ATTENTION_COLOURS = {
     "sll_dense": "#a4707c",
     "padded_math": "#8d99ae",
     "padded_flash": "#b9c4c9",
+    "padded_efficient": "#adb5bd",
     "padded_cudnn": "#6c757d",
     "padded": "#b9c4c9",
     "flex": "#7a9e7e",
@@ -177,6 +178,7 @@ ATTENTION_NAMES = {
     "sll_dense": "FBGEMM sll, not flash",
     "padded_math": "padded, math (dense)",
     "padded_flash": "padded, flash (dense flash)",
+    "padded_efficient": "padded, memory-efficient",
     "padded_cudnn": "padded, cuDNN",
     "flex": "FlexAttention",
     "nested": "nested tensors",
@@ -285,6 +287,7 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         "attention_paper": ("paper", attention_paper),
         "attention_skew": ("skew", partial(attention_rates, "skew")),
         "attention_options": ("options", partial(attention_rates, "options")),
+        "attention_biases": ("biases", partial(attention_rates, "biases")),
         "attention_cpu": ("cpu", partial(attention_rates, "cpu")),
     },
 }
