@@ -42,10 +42,8 @@ from benchmarks.attention_cases import (
     Workload,
     ours,
     ours_with_padding,
-    reference,
-    rows_of,
-    some_samples,
 )
+from benchmarks.attention_reference import reference, rows_of, some_samples
 from benchmarks.common import ROOT, environment, event_us, other_parts, replay_us, save, seconds_of, spread
 from benchmarks.tables import PAPER_CLAIMS
 

@@ -365,6 +365,10 @@ def test_figures_of_attention_are_drawn(name: str, attention_result: dict[str, A
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+def test_the_picture_of_masks_is_up_to_date() -> None:
+    assert figures.PICTURE.read_text() == figures.attention_masks()
+
+
 def test_tables_of_attention(attention_result: dict[str, Any]) -> None:
     page = tables.attention_page(attention_result)
     name = "5 x 9 x 4 x 8 full"
