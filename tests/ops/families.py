@@ -22,6 +22,7 @@ from jagged.ops import (
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
+    jagged_hstu_attention,
     jagged_jagged_bmm,
     jagged_jagged_bmm_jagged_out,
     jagged_linear,
@@ -81,6 +82,24 @@ def attention(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         return [*plain, output, lse.clamp(min=-1e3)]
 
     return Step(forward, _leaves(dtype, *[(batch.total, heads, width) for heads in (4, 2, 2)]))
+
+
+def attention_with_biases(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    offsets, backend = batch.offsets, PLACE.backend
+    times = torch.arange(batch.total, device=PLACE.device) ** 2
+    # Enough for any lengths of 200 rows.
+    pairs = max(sum(length**2 for length in batch.lengths), 200**2)
+    seed = torch.tensor(5, device=PLACE.device)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, time: Tensor, pairs: Tensor) -> list[Tensor]:
+        scores = {"relative_bias": relative, "time_bias": time, "bias": pairs, "backend": backend}
+        output = jagged_attention(
+            q, k, v, offsets, **scores, q_times=times, k_times=times, dropout_p=0.2, dropout_seed=seed
+        )  # fmt: skip
+        return [output, jagged_hstu_attention(q, k, v, offsets, causal=True, **scores, times=times)]
+
+    rows = [(batch.total, 2, width)] * 3
+    return Step(forward, _leaves(dtype, *rows, (2, 7), (2, 20), (2, pairs)))
 
 
 def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
@@ -160,6 +179,7 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
 
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
+    "attention_with_biases": attention_with_biases,
     "bmm": bmm,
     "conversion": conversion,
     "cross_entropy": cross_entropy,
