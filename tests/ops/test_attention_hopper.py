@@ -217,6 +217,7 @@ Q = torch.zeros(ROWS, 2, 128, dtype=torch.bfloat16)
         ("hopper", Q[..., :96].half(), {"causal": False}),
         ("hopper", Q.new_zeros(ROWS, 3, 2, 72)[:, 1], {}),
         ("other", Q, {"capability": (10, 0)}),
+        ("other", Q, {"keys": Q[:0], "k_offsets": torch.zeros(3, dtype=torch.int64)}),
         ("other", Q[1:], {}),
         ("other", Q[..., :64], {}),
         ("other", Q.new_zeros(ROWS, 2, 136), {}),
@@ -248,8 +249,9 @@ def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch, kernel: str, 
     monkeypatch.setattr(kernels, "_is_hopper_or_later", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: options.get("capability", (9, 0)))
     monkeypatch.setattr(hopper, "forward", lambda *arguments: launched.append("hopper"))
-    chosen = {name: option for name, option in options.items() if name != "capability"}
-    kernels.forward(q, q, q, torch.tensor([0, 5, q.shape[0]]), **PLAIN | chosen)
+    keys = options.get("keys", q)
+    chosen = {name: option for name, option in options.items() if name not in ("capability", "keys")}
+    kernels.forward(q, keys, keys, torch.tensor([0, 5, q.shape[0]]), **PLAIN | chosen)
     assert launched[-1] == kernel
 
 
