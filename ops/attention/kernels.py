@@ -33,7 +33,7 @@ from jagged.ops.attention.scores import (
     fixed_point,
     kept,
     pairs_of,
-    sigmoid,
+    silu,
     split_times_kernel,
 )
 from jagged.ops.attention.tiles import (
@@ -61,7 +61,10 @@ UNSPECIALIZED = [
 
 @triton.jit
 def in_score_units(number, ACCURATE: tl.constexpr):
-    """Scores of 16-bit inputs are held times log2(e), so that exp2 needs no product; float32 keeps natural units."""
+    """Scores of 16-bit inputs are held times log2(e), so that exp2 needs no product; float32 keeps natural units.
+
+    Those of pointwise weights are held as halves.
+    """
     return number if ACCURATE else number * LOG2_E
 
 
@@ -102,7 +105,7 @@ def attend(
         products *= factor
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
-        weights = products * sigmoid(products, ACCURATE)
+        weights, _ = silu(products, ACCURATE)
     else:
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL)
@@ -163,7 +166,7 @@ def attention_forward_kernel(
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
+    factor = scale * 0.5 if IS_POINTWISE else in_score_units(scale, ACCURATE)
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
     value += key_start * value_row_stride + head // GROUP * value_head_stride
@@ -213,23 +216,25 @@ def pointwise_factor(normalizer, key_length):
 
 
 @triton.jit
-def shares(products, row_lse, factor, ACCURATE: tl.constexpr):
-    """Softmax weights, or without log-sum-exps the sigmoid that a score is multiplied by."""
+def weights_and_slopes(products, row_lse, factor, ACCURATE: tl.constexpr):
+    """Weights of a tile of scores, and what a weight changes by with its own score: of a softmax the weight itself."""
     if row_lse is None:
-        return sigmoid(products, ACCURATE)
+        weights, slopes = silu(products, ACCURATE)
     else:
-        return softmax_weights(products, row_lse, factor, ACCURATE)
+        weights = softmax_weights(products, row_lse, factor, ACCURATE)
+        slopes = weights
+    return weights, slopes
 
 
 @triton.jit
-def score_gradients(share, products, grad_weights, row_delta, keep, dropout):
+def score_gradients(slopes, grad_weights, row_delta, keep, dropout):
     """Gradients of scores from those of weights; `keep` tells which weights dropout left."""
     if row_delta is None:
-        return grad_weights * (share * (1.0 + products * (1.0 - share)))
+        return grad_weights * slopes
     else:
         if keep is not None:
             grad_weights = tl.where(keep, grad_weights * dropout.kept_scale, 0.0)
-        return share * (grad_weights - row_delta)
+        return slopes * (grad_weights - row_delta)
 
 
 @triton.jit
@@ -254,12 +259,12 @@ def accumulate_dq(
         products = masked(
             products, rows, keys, place, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
         )  # fmt: skip
-    share = shares(products, row_lse, factor, ACCURATE)
+    _, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
     grad_weights = dot(upstream, tl.trans(v), None, INPUT_PRECISION)
     keep = None
     if dropout.seed is not None:
         keep = kept(rows, keys, place, dropout)
-    grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
+    grad_scores = score_gradients(slopes, grad_weights, row_delta, keep, dropout)
     if bias_grads.units is not None:
         histogram, below, above = add_bias_gradients(
             histogram, below, above, grad_scores * gain, rows, keys, first_query, first_key, place, biases, bias_grads
@@ -270,7 +275,7 @@ def accumulate_dq(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dq_kernel(
-    grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, num_targets, grad_query, delta,
+    grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, num_targets, grad_query, statistics,
     num_samples, total, key_total, scale, window, num_contextual,
     grad_row_stride, grad_head_stride, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, output_row_stride,
@@ -282,10 +287,11 @@ def attention_backward_dq_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one tile of queries and of its biases, and `delta` for the dkv kernel.
+    """Gradients of one tile of queries and of its biases, and `statistics` for the dkv kernel: what it subtracts in each row.
 
-    `delta` is each row's dot product of output and its gradient, less the gradient of its log-sum-exp: a score's gradient is its
-    weight times (gradient of the weight - delta). Gradients of bias tables are whole numbers of units, `units` of which are 1.
+    That is the log-sum-exp in the scores' units, from scores, and delta, from gradients of weights. Delta is the row's dot
+    product of output and its gradient, less the gradient of its log-sum-exp: a score's gradient is its weight times (gradient of
+    the weight - delta). Gradients of bias tables are whole numbers of units, `units` of which are 1.
     """
     IS_POINTWISE: tl.constexpr = lse is None
     sample, start, query_length, first_query = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_M, APART)
@@ -314,7 +320,7 @@ def attention_backward_dq_kernel(
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
+    factor = scale * 0.5 if IS_POINTWISE else in_score_units(scale, ACCURATE)
     pairs_of_head = all_rows.to(tl.int64) * all_keys
     grad_first_pair, pair_row_stride, _, _ = pairs_of(
         grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
@@ -336,7 +342,7 @@ def attention_backward_dq_kernel(
     grad_query += start * output_row_stride + head * HEAD_DIM
     if not IS_POINTWISE:
         lse += head * total + start
-        delta += head * total + start
+        statistics += (head * total + start) * 2
 
     upstream = load_by_pointers(grad, first_query, query_length, grad_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
     row_lse, row_delta, gain = None, None, 1.0
@@ -350,8 +356,10 @@ def attention_backward_dq_kernel(
         rows = first_query + tl.arange(0, BLOCK_M)
         if grad_lse is not None:
             row_delta -= tl.load(grad_lse + head * total + start + rows, mask=rows < query_length, other=0.0)
-        tl.store(delta + rows, row_delta, mask=rows < query_length)
-        row_lse = load_lse(lse, rows, query_length, ACCURATE)[:, None]
+        row_lse = load_lse(lse, rows, query_length, ACCURATE)
+        places = statistics + rows[:, None] * 2 + tl.arange(0, 2)[None, :]
+        tl.store(places, tl.join(row_lse, row_delta), mask=(rows < query_length)[:, None])
+        row_lse = row_lse[:, None]
         row_delta = row_delta[:, None]
 
     q = load_by_pointers(query, first_query, query_length, query_row_stride, False, BLOCK_M, HEAD_DIM, BLOCK_D)
@@ -399,12 +407,29 @@ def load_lse(lse, rows, length, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def member_and_tile(step, num_tiles, GROUP: tl.constexpr):
-    """Return the head of a group, and its tile, that come in one step of a loop over all tiles of all heads."""
-    member, tile = 0, step
+def load_statistics(statistics, rows, length, IS_WHOLE: tl.constexpr):
+    """Load what `attention_backward_dq_kernel` left of each row; unless the tile is whole, the last stands in for missing ones.
+
+    Each pair is loaded twice: where a tile has fewer numbers than the program has threads, Triton would have every thread load
+    all that it needs for itself.
+    """
+    if not IS_WHOLE:
+        rows = tl.minimum(rows, length - 1)
+    twice = tl.load(statistics + rows[:, None] * 2 + (tl.arange(0, 4) % 2)[None, :])
+    row_lse, row_delta = tl.split(tl.reshape(twice, [rows.shape[0], 2, 2]))
+    row_lse, _ = tl.split(row_lse)
+    row_delta, _ = tl.split(row_delta)
+    return row_lse[None, :], row_delta[None, :]
+
+
+@triton.jit
+def member_and_place(position, begin, span, GROUP: tl.constexpr):
+    """Return the head of a group, and its place from `begin` on, of one `position` of a loop over all heads' spans in a row."""
+    member = 0
     if GROUP > 1:
-        member, tile = step // num_tiles, step % num_tiles
-    return member, tile
+        member = (position - begin) // span
+        position -= member * span
+    return member, position
 
 
 @triton.jit
@@ -418,7 +443,7 @@ def of_member(source, member, head_stride, GROUP: tl.constexpr):
 
 @triton.jit
 def accumulate_dkv(
-    grad_key, grad_value, k, v, query, upstream, lse, delta, member, first_query, first_key,
+    grad_key, grad_value, k, v, query, upstream, statistics, member, first_query, first_key,
     query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, biases, dropout,
     IS_EDGE: tl.constexpr, IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
@@ -434,42 +459,33 @@ def accumulate_dkv(
     upstream = of_member(upstream, member, grad_head_stride, GROUP)
     rows = first_query + tl.arange(0, BLOCK_M)
     keys = (first_key + tl.arange(0, BLOCK_N))[:, None]
-    row_lse = None
-    q = load_tile(query, first_query, query_length, query_row_stride, False, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
-    if lse is not None:
-        row_lse = load_lse(of_member(lse, member, total, GROUP), rows, query_length, ACCURATE)[None, :]
+    row_lse, row_delta = None, None
+    q = load_tile(query, first_query, query_length, query_row_stride, not IS_EDGE, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
+    if statistics is not None:
+        row_lse, row_delta = load_statistics(of_member(statistics, member, total * 2, GROUP), rows, query_length, not IS_EDGE)
     start = biases_of(rows[None, :], keys, first_query, first_key, place, biases)
     products = dot(k, tl.trans(q), start, INPUT_PRECISION)
-    if lse is None:
+    if statistics is None:
         products *= factor
     if IS_EDGE:
-        products = masked(
-            products, rows[None, :], keys, place, IS_CAUSAL, HIDDEN if lse is None else float("-inf")
-        )  # fmt: skip
-    if lse is None:
-        products = tl.where((rows < query_length)[None, :], products, HIDDEN)
-    share = shares(products, row_lse, factor, ACCURATE)
+        hidden: tl.constexpr = HIDDEN if statistics is None else float("-inf")
+        products = masked(products, rows[None, :], keys, place, IS_CAUSAL, hidden)
+        products = tl.where((rows < query_length)[None, :], products, hidden)
+    weights, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
     keep = None
     if dropout.seed is not None:
         keep = kept(rows[None, :], keys, place, dropout)
-        weights = tl.where(keep, share, 0.0)
-    elif lse is None:
-        weights = products * share
-    else:
-        weights = share
-    do = load_tile(upstream, first_query, query_length, grad_row_stride, False, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
+        weights = tl.where(keep, weights, 0.0)
+    do = load_tile(upstream, first_query, query_length, grad_row_stride, not IS_EDGE, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     grad_value = dot(weights.to(do.dtype), do, grad_value, INPUT_PRECISION)
-    row_delta = None
-    if lse is not None:
-        row_delta = tl.load(of_member(delta, member, total, GROUP) + rows, mask=rows < query_length, other=0.0)[None, :]
     grad_weights = dot(v, tl.trans(do), None, INPUT_PRECISION)
-    grad_scores = score_gradients(share, products, grad_weights, row_delta, keep, dropout)
+    grad_scores = score_gradients(slopes, grad_weights, row_delta, keep, dropout)
     return dot(grad_scores.to(q.dtype), q, grad_key, INPUT_PRECISION), grad_value
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dkv_kernel(
-    grad, query, key, value, lse, delta, offsets, key_offsets, num_targets, grad_key, grad_value,
+    grad, query, key, value, statistics, offsets, key_offsets, num_targets, grad_key, grad_value,
     num_samples, total, key_total, scale, window, num_contextual,
     grad_row_stride, grad_head_stride, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, output_row_stride,
@@ -480,7 +496,7 @@ def attention_backward_dkv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one tile of keys and values, from all `GROUP` query heads that share them."""
-    IS_POINTWISE: tl.constexpr = lse is None
+    IS_POINTWISE: tl.constexpr = statistics is None
     own_offsets = offsets if key_offsets is None else key_offsets
     sample, key_start, key_length, first_key = find_tile(own_offsets, tl.program_id(0), num_samples, key_total, BLOCK_N, APART)
     key_length, first_key = key_length.to(tl.int32), first_key.to(tl.int32)
@@ -510,7 +526,7 @@ def attention_backward_dkv_kernel(
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
     ACCURATE: tl.constexpr = query.dtype.element_ty == tl.float32
-    factor = scale if IS_POINTWISE else in_score_units(scale, ACCURATE)
+    factor = scale * 0.5 if IS_POINTWISE else in_score_units(scale, ACCURATE)
 
     k = load_by_pointers(key, first_key, key_length, key_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_by_pointers(value, first_key, key_length, value_row_stride, False, BLOCK_N, HEAD_DIM, BLOCK_D)
@@ -523,24 +539,22 @@ def attention_backward_dkv_kernel(
     query += start * query_row_stride + head * query_head_stride
     grad += start * grad_row_stride + head * grad_head_stride
     if not IS_POINTWISE:
-        lse += head * total + start
-        delta += head * total + start
+        statistics += (head * total + start) * 2
     queries = rows_of(query, query_length, query_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     upstream = rows_of(grad, query_length, grad_row_stride, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     for step in range(0, edge_tiles * GROUP):
-        member, index = member_and_tile(step, edge_tiles, GROUP)
+        member, index = member_and_place(step, 0, edge_tiles, GROUP)
         first_query = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_M)
         total_grad_key, total_grad_value = accumulate_dkv(
-            total_grad_key, total_grad_value, k, v, queries, upstream, lse, delta, member, first_query, first_key,
+            total_grad_key, total_grad_value, k, v, queries, upstream, statistics, member, first_query, first_key,
             query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, biases, dropout,
             True, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
-    whole_tiles = tl.cdiv(whole_end - whole_begin, BLOCK_M)
-    for step in range(0, whole_tiles * GROUP):
-        member, index = member_and_tile(step, whole_tiles, GROUP)
-        first_query = whole_begin + index * BLOCK_M
+    span = tl.cdiv(whole_end - whole_begin, BLOCK_M) * BLOCK_M
+    for position in range(whole_begin, whole_begin + span * GROUP, BLOCK_M):
+        member, first_query = member_and_place(position, whole_begin, span, GROUP)
         total_grad_key, total_grad_value = accumulate_dkv(
-            total_grad_key, total_grad_value, k, v, queries, upstream, lse, delta, member, first_query, first_key,
+            total_grad_key, total_grad_value, k, v, queries, upstream, statistics, member, first_query, first_key,
             query_row_stride, query_head_stride, grad_row_stride, grad_head_stride, total, factor, place, biases, dropout,
             False, IS_CAUSAL, GROUP, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
@@ -638,7 +652,7 @@ def backward(
     grad, q, k, v = _readable(grad), _readable(q), _readable(k), _readable(v)
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     row_lse = None if pointwise else lse
-    delta = None if pointwise else torch.empty_like(lse)
+    statistics = None if pointwise else torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
     batch_size = q_offsets.shape[0] - 1
     # A loop over heads moves a pointer, which it could not do with a descriptor.
     allows_tma = heads == k.shape[1] and _allow_tma(grad, q, k, v)
@@ -661,14 +675,14 @@ def backward(
     if (grid := _grid(q, q_offsets, chosen.dq))[0]:
         attention_backward_dq_kernel[grid](
             grad, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, row_lse, q_offsets, k_offsets,
-            num_targets, grad_q, delta, *scalars, output.stride(0), **extras, grad_relative_bias=relative_sums,
+            num_targets, grad_q, statistics, *scalars, output.stride(0), **extras, grad_relative_bias=relative_sums,
             grad_time_bias=time_sums, grad_bias=grad_bias, units=units,
             BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=1 if time is None else triton.next_power_of_2(time.shape[1]),
             **_constants(q, k, causal, chosen.apart, chosen.dq),
         )  # fmt: skip
     if (grid := _grid(k, q_offsets, chosen.dkv))[0]:
         attention_backward_dkv_kernel[grid](
-            grad, q, k, v, row_lse, delta, q_offsets, k_offsets, num_targets, grad_k, grad_v, *scalars, grad_k.stride(0),
+            grad, q, k, v, statistics, q_offsets, k_offsets, num_targets, grad_k, grad_v, *scalars, grad_k.stride(0),
             **extras, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own, **_constants(q, k, causal, chosen.apart, chosen.dkv),
         )  # fmt: skip
 

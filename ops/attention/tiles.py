@@ -58,11 +58,13 @@ def load_by_pointers(
     tensor, first, length, row_stride, IS_WHOLE: tl.constexpr, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     """Load rows `first ..` of a sample, `[BLOCK, BLOCK_D]`; unless the tile is whole, the last row stands in for missing ones."""
-    rows = first + tl.arange(0, BLOCK)
-    if not IS_WHOLE:
-        rows = tl.minimum(rows, length - 1)
+    rows = tl.arange(0, BLOCK)
     columns = tl.arange(0, BLOCK_D)
-    places = tensor + rows.to(tl.int64)[:, None] * row_stride + columns[None, :]
+    if IS_WHOLE:
+        tensor += tl.cast(first, tl.int64) * row_stride
+    else:
+        rows = tl.minimum(first + rows, length - 1)
+    places = tensor + (rows.to(tl.int64)[:, None] * row_stride + columns[None, :])
     return tl.load(places) if HEAD_DIM == BLOCK_D else tl.load(places, mask=columns[None, :] < HEAD_DIM, other=0.0)
 
 
@@ -165,10 +167,7 @@ def key_ranges(first, last, history, window, num_contextual, num_targets, IS_CAU
 def query_ranges(
     first, last, shift, query_length, history, window, num_contextual, num_targets, IS_CAUSAL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Return the query tiles that see the keys `first .. last`, as `key_ranges` returns key tiles; `shift` is query 0's position.
-
-    Queries past the end weigh nothing, so that the last whole tile may reach past it.
-    """
+    """Return the query tiles that see the keys `first .. last`, as `key_ranges` key tiles; `shift` is query 0's position."""
     last_history = tl.minimum(last, history - 1)
     low = first * 0
     whole_begin = low
@@ -191,7 +190,7 @@ def query_ranges(
                 low = tl.where(is_contextual, 0, low)
     low = tl.maximum(low, 0) // BLOCK * BLOCK
     whole_begin = tl.cdiv(tl.maximum(whole_begin, 0), BLOCK) * BLOCK
-    whole_end = tl.where(whole_end < query_length, tl.maximum(whole_end, 0) // BLOCK * BLOCK, query_length)
+    whole_end = tl.maximum(tl.minimum(whole_end, query_length), 0) // BLOCK * BLOCK
     is_none_whole = whole_begin >= whole_end
     if num_targets is not None:
         # Targets among the keys hide themselves from all queries but one.

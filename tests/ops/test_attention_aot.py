@@ -73,10 +73,10 @@ def compile_row(
     }
     if name == "backward_dq":
         constants["BLOCK_T"] = 64 if "time" in extras else 1
-    types = {"offsets": "*i64", "lse": "*fp32", "delta": "*fp32", "units": "*fp64", "dropout_threshold": "i64"}
+    types = {"offsets": "*i64", "lse": "*fp32", "statistics": "*fp32", "units": "*fp64", "dropout_threshold": "i64"}
     types |= dict.fromkeys(("scale", "kept_scale", "normalizer"), "fp32")
     types |= dict.fromkeys(("num_samples", "total", "key_total", "max_distance", "num_buckets", "bias_rows", "bias_keys"), "i32")
-    absent = {"lse", "delta"} if pointwise else set()
+    absent = {"lse", "statistics"} if pointwise else set()
     for extra, its in [("options", OPTIONS), *EXTRAS.items()]:
         types |= its
         absent |= set() if extra in extras or (extra == "options" and has_options) else set(its)
