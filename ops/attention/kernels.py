@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
-from jagged.ops.attention.configurations import Tiles, configuration, padded_width
+from jagged.ops.attention.configurations import Kind, Tiles, configuration, padded_width
 from jagged.ops.attention.scores import (
     BAND,
     COPIES,
@@ -601,10 +601,8 @@ def forward(
     q, k, v = _readable(q), _readable(k), _readable(v)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
-    is_biased = relative_bias is not None or time_bias is not None or bias is not None
-    chosen = configuration(
-        head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v), is_biased=is_biased
-    )  # fmt: skip
+    kind = _kind(pointwise, relative_bias, time_bias, bias)
+    chosen = configuration(head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v), kind=kind)
     tiles = chosen.forward
     grid = _grid(q, q_offsets, tiles)
     if grid[0]:
@@ -656,8 +654,8 @@ def backward(
     batch_size = q_offsets.shape[0] - 1
     # A loop over heads moves a pointer, which it could not do with a descriptor.
     allows_tma = heads == k.shape[1] and _allow_tma(grad, q, k, v)
-    is_biased = relative_bias is not None or time_bias is not None or bias is not None
-    chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma, is_biased=is_biased)
+    kind = _kind(pointwise, relative_bias, time_bias, bias)
+    chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma, kind=kind)
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
     extras = _extras(
         q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer,
@@ -776,6 +774,10 @@ def _extras(
         "kept_scale": 1 / (1 - dropout_p),
         "normalizer": normalizer,
     }
+
+
+def _kind(pointwise: bool, *biases: Tensor | None) -> Kind:
+    return "biased" if any(bias is not None for bias in biases) else "pointwise" if pointwise else "plain"
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ def load_in_place(places):
     A plain load of so many numbers gets a layout of its own, and each tile then goes through shared memory. This is also free
     to leave a loop in which it always loads the same.
     """
-    if INTERPRETED:
+    if INTERPRETED or not HAS_PTX:
         return tl.load(places)
     elif places.dtype.element_ty == tl.float32:
         return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [places], tl.float32, is_pure=True, pack=1)
