@@ -27,14 +27,17 @@ EXTRAS = {
 # Tiles that were measured faster with some of a thread's registers spilled than any that fit, in bytes: a limit lets a fourth
 # program onto a multiprocessor, or the tile takes all 255. At width 128 all but three loads and stores stand outside the loops.
 ALLOWED_SPILLS = {
-    ((2, 64, "medium"), "forward"): 32,
-    ((2, 64, "medium"), "backward_dkv"): 104,
-    ((2, 64, "long"), "backward_dkv"): 104,
-    ((2, 128, "long"), "backward_dkv"): 96,
+    ((2, 64, "medium"), "forward"): 168,
+    ((2, 64, "medium"), "backward_dkv"): 184,
+    ((2, 64, "long"), "backward_dkv"): 184,
+    ((2, 64, "pointwise"), "backward_dkv"): 48,
+    ((2, 128, "long"), "backward_dkv"): 8,
+    ((2, 128, "pointers"), "backward_dkv"): 28,
     ((2, 256, "long"), "backward_dkv"): 132,
 }
-# With biases tiles are chosen by speed alone so far: docs/internals/attention.md, "Open".
-BIASED_SPILLS = {"forward": 32, "backward_dq": 1340, "backward_dkv": 370}
+# With biases, forward, dq and dkv. Two kinds at once take most, and bytes differ from GPU to GPU: tiles were measured on one
+# only, where distances and times together spill 536 of dq.
+BIASED_SPILLS = {"short": (228, 560, 16), (2, 64, "biased"): (0, 1532, 536), (2, 128, "biased"): (136, 960, 640)}
 TOO_LARGE_FOR_AMD = {
     ((2, 128, "pointers"), "forward"),
     ((2, 256, "pointers"), "forward"),
@@ -128,7 +131,7 @@ def check_extras(name: str, arch: int, row: Row) -> None:
     for extras in (("relative", "time"), ("pairs", "dropout")):
         used = compile_row(name, arch, row, extras=extras)
         where = f"{name} {row} for sm_{arch}, {extras}: {used}"
-        assert used.spills <= BIASED_SPILLS[name], where
+        assert used.spills <= BIASED_SPILLS["short" if row[2] == "short" else row][KERNELS.index(name)], where
         assert used.shared_bytes <= SHARED_BYTES[arch], where
 
 
