@@ -6,7 +6,7 @@ ahead-of-time compilation name.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -39,12 +39,14 @@ class Configuration(NamedTuple):
     apart: bool = False
 
 
+# What decides beside shapes: "biased" attention needs registers for its biases, "pointwise" weights need none for a softmax.
+Kind = Literal["plain", "biased", "pointwise"]
+
 # Mean lengths up to which a batch is short, or medium; above it is long.
 BORDERS = {"short": 32, "medium": 96}
 
 # (bytes of an element, head width rounded up to a power of two, how long samples are). Medium ones have a row where it pays, and
-# long ones a second, "pointers", where the first needs TMA, and a third, "biased", where biases take the registers
-# that its tiles would need; others have the tiles for short ones then.
+# long ones a second, "pointers", where the first needs TMA. "biased" and "pointwise" are rows of their `Kind`.
 TABLE = {
     (2, 16, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), True),
     (2, 32, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), True),
@@ -58,6 +60,7 @@ TABLE = {
     (2, 128, "long"): Configuration(Tiles(64, 64, 4, 3, tma=True), Tiles(64, 32, 4, 4, tma=True), Tiles(64, 64, 4, 2, tma=True)),
     (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 3)),
     (2, 64, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 168), Tiles(64, 32, 4, 2, 168)),
+    (2, 64, "pointwise"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 128)),
     (2, 128, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
     (2, 256, "long"): Configuration(Tiles(128, 64, 8, 2), Tiles(64, 16, 4, 3, tma=True), Tiles(32, 64, 4, 2)),
     (2, 256, "pointers"): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
@@ -85,17 +88,19 @@ def padded_width(head_dim: int) -> int:
 
 
 def configuration(
-    head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, allows_tma: bool, is_biased: bool = False
+    head_dim: int, dtype: torch.dtype, total: int, batch_size: int, *, allows_tma: bool, kind: Kind = "plain"
 ) -> Configuration:
     """Choose from shapes alone: at most three variants for each head width and dtype, however lengths change.
 
     Rows of a width that is no multiple of 16 need not begin at 16 bytes; such rows reach shared memory through registers, which
-    the large tiles have none to spare for.
+    the large tiles have none to spare for; nor have those for long samples without a row for their biases.
     """
     size, width = dtype.itemsize, padded_width(head_dim)
     length = next((name for name, border in BORDERS.items() if total <= border * batch_size), "long")
-    if is_biased and length != "short":
+    if kind == "biased" and length != "short":
         length = "biased" if (size, width, "biased") in TABLE else "short"
+    if kind == "pointwise" and length == "long":
+        length = "pointwise"
     chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])
     return TABLE[size, width, "pointers"] if chosen.dq.tma and not allows_tma else chosen
 

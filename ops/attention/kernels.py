@@ -16,16 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
-from jagged.ops.attention.configurations import Tiles, configuration, is_specialised, padded_width
+from jagged.ops.attention.configurations import Kind, Tiles, configuration, is_specialised, padded_width
 from jagged.ops.attention.scores import (
+    BAND,
+    COPIES,
     FLOAT_BUCKETS,
     HIDDEN,
     PADDING,
+    SPAN,
     Biases,
     BiasGradients,
     Dropout,
     add_bias_gradients,
     biases_of,
+    bounds_of,
     expand_tables_kernel,
     fixed_point,
     kept,
@@ -158,6 +162,7 @@ def attention_forward_kernel(
     )  # fmt: skip
     biases = Biases(
         1.0 / scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        bounds_of(q_times, total, start, sample), bounds_of(k_times, key_total, key_start, sample),
         bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
@@ -311,6 +316,7 @@ def attention_backward_dq_kernel(
     )  # fmt: skip
     biases = Biases(
         1.0 / scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        bounds_of(q_times, total, start, sample), bounds_of(k_times, key_total, key_start, sample),
         bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
@@ -323,6 +329,8 @@ def attention_backward_dq_kernel(
     )  # fmt: skip
     if units is not None:
         units = tl.load(units)
+    if grad_relative_bias is not None:
+        grad_relative_bias += (tl.program_id(0) % COPIES * tl.num_programs(1)).to(tl.int64) * (2 * max_distance + 1)
     bias_grads = BiasGradients(
         grad_relative_bias, grad_time_bias, grad_bias, grad_first_pair, pairs_of_head, pair_row_stride, units
     )  # fmt: skip
@@ -359,9 +367,9 @@ def attention_backward_dq_kernel(
     keys = rows_of(key, key_length, key_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     values = rows_of(value, key_length, value_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     total_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    histogram = tl.zeros([BLOCK_T], tl.float32)
-    below = tl.zeros([BLOCK_M], tl.float32)
-    above = tl.zeros([BLOCK_M], tl.float32)
+    histogram = tl.zeros([BLOCK_M // BAND, BLOCK_T], tl.float32)
+    below = tl.zeros([BLOCK_M // BAND, 2 * BAND], tl.float32)
+    above = tl.zeros([BLOCK_M // BAND, 2 * BAND], tl.float32)
     last_query = tl.minimum(first_query + BLOCK_M, query_length) - 1
     whole_begin, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, edge_tiles = key_ranges(
         first_query + shift, last_query + shift, history, window, num_contextual, num_targets, IS_CAUSAL, BLOCK_N
@@ -383,12 +391,13 @@ def attention_backward_dq_kernel(
     store_tile(grad_query, total_grad, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     if grad_relative_bias is not None:
         table = grad_relative_bias + head * (2 * max_distance + 1)
-        tl.atomic_add(table, fixed_point(tl.sum(below, 0), bias_grads.units), sem="relaxed")
-        tl.atomic_add(table + 2 * max_distance, fixed_point(tl.sum(above, 0), bias_grads.units), sem="relaxed")
+        tl.atomic_add(table, fixed_point(tl.sum(tl.sum(below, 1), 0), bias_grads.units), sem="relaxed")
+        tl.atomic_add(table + 2 * max_distance, fixed_point(tl.sum(tl.sum(above, 1), 0), bias_grads.units), sem="relaxed")
     if grad_time_bias is not None:
         bucket = tl.arange(0, BLOCK_T)
         table = grad_time_bias + head * num_buckets
-        tl.atomic_add(table + bucket, fixed_point(histogram, bias_grads.units), mask=bucket < num_buckets, sem="relaxed")
+        sums = fixed_point(tl.sum(histogram, 0), bias_grads.units)
+        tl.atomic_add(table + bucket, sums, mask=bucket < num_buckets, sem="relaxed")
 
 
 @triton.jit
@@ -513,6 +522,7 @@ def attention_backward_dkv_kernel(
     )  # fmt: skip
     biases = Biases(
         1.0 / scale, relative_bias, max_distance, time_bias, num_buckets, q_times, k_times,
+        bounds_of(q_times, total, start, sample), bounds_of(k_times, key_total, key_start, sample),
         bias, first_pair, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     dropout = Dropout(dropout_seed, dropout_threshold, kept_scale)
@@ -598,10 +608,8 @@ def forward(
         return hopper.forward(q, k, v, q_offsets, k_offsets, causal, scale)  # type: ignore[no-any-return]
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
-    is_biased = relative_bias is not None or time_bias is not None or bias is not None
-    chosen = configuration(
-        head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v), is_biased=is_biased
-    )  # fmt: skip
+    kind = _kind(pointwise, relative_bias, time_bias, bias)
+    chosen = configuration(head_dim, q.dtype, total, q_offsets.shape[0] - 1, allows_tma=_allow_tma(k, v), kind=kind)
     tiles = chosen.forward
     grid = _grid(q, q_offsets, tiles)
     if grid[0]:
@@ -653,8 +661,8 @@ def backward(
     batch_size = q_offsets.shape[0] - 1
     # A loop over heads moves a pointer, which it could not do with a descriptor.
     allows_tma = heads == k.shape[1] and _allow_tma(grad, q, k, v)
-    is_biased = relative_bias is not None or time_bias is not None or bias is not None
-    chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma, is_biased=is_biased)
+    kind = _kind(pointwise, relative_bias, time_bias, bias)
+    chosen = configuration(head_dim, q.dtype, total, batch_size, allows_tma=allows_tma, kind=kind)
     scalars = batch_size, total, k.shape[0], scale, window or None, num_contextual or None, *_strides(grad, q, k, v)
     extras = _extras(
         q_offsets, k_offsets, relative_bias, time_bias, q_times, k_times, bias, bias_offsets, dropout_seed, dropout_p, normalizer,
@@ -662,7 +670,8 @@ def backward(
     )  # fmt: skip
     relative, time, pairs = (x if want else None for x, want in zip((relative_bias, time_bias, bias), wanted, strict=True))
     relative_sums, time_sums = (
-        None if x is None else torch.zeros(x.shape, dtype=torch.int64, device=x.device) for x in (relative, time)
+        None if x is None else torch.zeros((copies, *x.shape), dtype=torch.int64, device=x.device)
+        for x, copies in ((relative, COPIES.value), (time, 1))
     )
     grad_bias = None if pairs is None else torch.zeros(pairs.shape, dtype=pairs.dtype, device=pairs.device)
     units = None
@@ -683,7 +692,9 @@ def backward(
         )  # fmt: skip
 
     def of_table(sums: Tensor | None, table: Tensor | None) -> Tensor:
-        return q.new_empty(0) if sums is None or table is None or units is None else (sums.double() / units).to(table.dtype)
+        if sums is None or table is None or units is None:
+            return q.new_empty(0)
+        return (sums.sum(0).double() / units).to(table.dtype)
 
     of_pairs = q.new_empty(0) if grad_bias is None else grad_bias
     return grad_q, grad_k, grad_v, of_table(relative_sums, relative_bias), of_table(time_sums, time_bias), of_pairs
@@ -706,11 +717,11 @@ def _units(grad: Tensor, v: Tensor, grad_lse: Tensor | None, terms: float, dropo
 def _split_times(times: Tensor, offsets: Tensor, key_times: Tensor, key_offsets: Tensor) -> Tensor:
     """Launch `split_times_kernel`: what the other kernels take differences of."""
     times, key_times = times.contiguous(), key_times.contiguous()
-    split = torch.empty_like(times)
-    if times.numel() and offsets.shape[0] > 1:
-        split_times_kernel[(triton.cdiv(times.shape[0], 256),)](
-            times, offsets, key_times, key_offsets, split, offsets.shape[0] - 1, times.shape[0], key_times.shape[0], BLOCK=256
-        )
+    total, num_samples = times.shape[0], offsets.shape[0] - 1
+    tiles = total // SPAN.value + num_samples
+    split = times.new_empty(total + 2 * tiles)
+    if tiles:
+        split_times_kernel[(tiles,)](times, offsets, key_times, key_offsets, split, num_samples, total, key_times.shape[0])
     return split
 
 
@@ -770,6 +781,10 @@ def _extras(
         "kept_scale": 1 / (1 - dropout_p),
         "normalizer": normalizer,
     }
+
+
+def _kind(pointwise: bool, *biases: Tensor | None) -> Kind:
+    return "biased" if any(bias is not None for bias in biases) else "pointwise" if pointwise else "plain"
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -10,13 +10,19 @@ import torch
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_segments
+from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_tile
 
 HAS_PTX = tl.constexpr(torch.version.hip is None)
 # Half the score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
 HIDDEN = tl.constexpr(-1e30)
 # Entries that `expand_tables_kernel` adds at either end of a relative bias: at least the rows and the keys of a tile.
 PADDING = tl.constexpr(256)
+# Rows of which gradients of tables are summed together: with most layouts of scores one warp has all of them.
+BAND = tl.constexpr(16)
+# Rows that have one least and one largest time: `split_times_kernel`.
+SPAN = tl.constexpr(32)
+# Copies of a relative bias's gradient, which programs take in turn: atomic additions to one address come one after the other.
+COPIES = tl.constexpr(16)
 # A float's sign, exponent and first bit; and of those the exponent and bit from which buckets of 1 and more count.
 FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
 
@@ -35,6 +41,8 @@ class Biases(NamedTuple):
     num_buckets: Any
     q_times: Any
     k_times: Any
+    q_bounds: Any
+    k_bounds: Any
     pairs: Any
     first_pair: Any
     head_stride: Any
@@ -68,24 +76,28 @@ class Dropout(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_samples", "total", "key_total"])
-def split_times_kernel(
-    times, offsets, key_times, key_offsets, split, num_samples, total, key_total, BLOCK: tl.constexpr
-):  # fmt: skip
+def split_times_kernel(times, offsets, key_times, key_offsets, split, num_samples, total, key_total):
     """Times since the first key's of their sample, as two floats in one number: multiples of 2^24, and what is left.
 
-    Differences of either are exact, and their sum is the float nearest to the difference of times.
+    Differences of either are exact, and their sum is the float nearest to the difference of times. Behind the rows' numbers lie
+    the least and the largest time of each tile of SPAN rows, in the order of `find_tile`.
     """
-    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < total
-    sample = find_segments(offsets, tl.minimum(row, total - 1), num_samples)
+    tile = tl.program_id(0)
+    sample, start, length, first = find_tile(offsets, tile, num_samples, total, SPAN)
+    if first >= length:
+        return
     first_key = tl.load(key_offsets + sample)
     has_keys = (first_key >= 0) & (first_key < key_total)
-    time = tl.load(times + row, mask=inside, other=0) - tl.load(key_times + first_key, mask=has_keys, other=0)
+    row = start + tl.minimum(first + tl.arange(0, SPAN), length - 1)
+    time = tl.load(times + row) - tl.load(key_times + first_key, mask=has_keys, other=0)
     high = time >> 24
     low = (time - (high << 24)).to(tl.float32).to(tl.int32, bitcast=True)
     high = (high.to(tl.float32) * 16777216.0).to(tl.int32, bitcast=True)
     packed = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(split + row, packed, mask=inside)
+    tl.store(split + row, packed)
+    bounds = split + total + 2 * tile.to(tl.int64)
+    tl.store(bounds, tl.min(time, 0))
+    tl.store(bounds + 1, tl.max(time, 0))
 
 
 @triton.jit(do_not_specialize=["max_distance", "num_buckets"])
@@ -132,11 +144,46 @@ def pairs_of(bias, bias_offsets, sample, query_length, key_length, batch_stride,
 
 
 @triton.jit
+def load_in_place(places):
+    """Load from read-only tables in the layout in which a tile is needed.
+
+    A plain load of so many numbers gets a layout of its own, and each tile then goes through shared memory. This is also free
+    to leave a loop in which it always loads the same.
+    """
+    if INTERPRETED or not HAS_PTX:
+        return tl.load(places)
+    elif places.dtype.element_ty == tl.float32:
+        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [places], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [places], tl.int64, is_pure=True, pack=1)
+
+
+@triton.jit
 def load_times(times, rows, length):
     """Load the two floats that `split_times_kernel` made of rows' times; a sample's last row stands in for missing ones."""
-    packed = tl.load(times + tl.minimum(rows, length - 1))
+    packed = load_in_place(times + tl.minimum(rows, length - 1))
     high = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
     return high, packed.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bounds_of(times, total, start, sample):
+    """Return where the bounds of a sample's times begin; None without times."""
+    bounds = None
+    if times is not None:
+        bounds = times + total + 2 * (start // SPAN + sample)
+    return bounds
+
+
+@triton.jit
+def load_bounds(bounds, first, length, ROWS: tl.constexpr):
+    """Load the least and the largest time of a tile, or of rows that contain it."""
+    place = bounds + first // SPAN * 2
+    least, largest = load_in_place(place), load_in_place(place + 1)
+    for tile in tl.static_range(SPAN, ROWS, SPAN):
+        place = bounds + tl.minimum(first + tile, length - 1) // SPAN * 2
+        least, largest = tl.minimum(least, load_in_place(place)), tl.maximum(largest, load_in_place(place + 1))
+    return least, largest
 
 
 @triton.jit
@@ -157,10 +204,21 @@ def bits_of_time(rows, keys, place, biases):
 
 
 @triton.jit
-def time_buckets(rows, keys, place, biases):
+def time_buckets(bits, num_buckets):
     """Two buckets an octave of the time between a query and a key: its float's exponent and first bit."""
-    bucket = ((bits_of_time(rows, keys, place, biases) >> 22) % (FLOAT_BUCKETS // 2)).to(tl.int32) - FIRST_BUCKET
-    return tl.minimum(tl.maximum(bucket, 0), biases.num_buckets - 1)
+    bucket = ((bits >> 22) % (FLOAT_BUCKETS // 2)).to(tl.int32) - FIRST_BUCKET
+    return tl.minimum(tl.maximum(bucket, 0), num_buckets - 1)
+
+
+@triton.jit
+def bucket_range(first_query, first_key, place, biases, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Return the least and the largest bucket that pairs of a tile may have."""
+    q_least, q_largest = load_bounds(biases.q_bounds, first_query, place.query_length, ROWS)
+    k_least, k_largest = load_bounds(biases.k_bounds, first_key, place.key_length, KEYS)
+    least = tl.maximum(tl.maximum(q_least - k_largest, k_least - q_largest), 0).to(tl.float32)
+    largest = tl.maximum(q_largest - k_least, k_largest - q_least).to(tl.float32)
+    least = time_buckets(least.to(tl.uint32, bitcast=True), biases.num_buckets)
+    return least, time_buckets(largest.to(tl.uint32, bitcast=True), biases.num_buckets)
 
 
 @triton.jit
@@ -174,21 +232,24 @@ def relative_biases(rows, keys, first_query, first_key, place, biases):
     if distances(first_query, first_key + KEYS - 1, place) >= farthest:
         bias = (rows * 0 + keys * 0).to(tl.float32) + tl.load(table + farthest)
     elif place.num_targets is not None:
-        bias = tl.load(table + tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest))
+        bias = load_in_place(table + tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest))
     else:
         apart = tl.minimum(tl.maximum(first_query + place.shift - first_key, -farthest - ROWS), farthest + KEYS)
-        bias = tl.load(table + apart + ((rows - first_query).to(tl.int64) - (keys - first_key).to(tl.int64)))
+        bias = load_in_place(table + apart + ((rows - first_query).to(tl.int64) - (keys - first_key).to(tl.int64)))
     return bias
 
 
 @triton.jit
-def time_biases(rows, keys, place, biases):
-    """Load a tile's, or the one that the table has."""
+def time_biases(rows, keys, first_query, first_key, place, biases):
+    """Load a tile's, or the one bias that all of it has."""
+    ROWS: tl.constexpr = rows.shape[0] * rows.shape[1]
+    KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
     table = biases.of_time + place.head * FLOAT_BUCKETS
-    if biases.num_buckets == 1:
-        bias = (rows * 0 + keys * 0).to(tl.float32) + tl.load(table)
+    least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
+    if least == largest:
+        bias = (rows * 0 + keys * 0).to(tl.float32) + load_in_place(table + FIRST_BUCKET + least)
     else:
-        bias = tl.load(table + (bits_of_time(rows, keys, place, biases) >> 22))
+        bias = load_in_place(table + (bits_of_time(rows, keys, place, biases) >> 22))
     return bias
 
 
@@ -202,7 +263,7 @@ def biases_of(rows, keys, first_query, first_key, place, biases):
     if biases.relative is not None:
         bias = relative_biases(rows, keys, first_query, first_key, place, biases)
     if biases.of_time is not None:
-        of_time = time_biases(rows, keys, place, biases)
+        of_time = time_biases(rows, keys, first_query, first_key, place, biases)
         bias = of_time if biases.relative is None else bias + of_time
     if biases.pairs is not None:
         at = biases.first_pair + place.head * biases.head_stride
@@ -223,40 +284,54 @@ def fixed_point(sums, per_unit):
 def add_relative_gradient(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads):
     """Add a tile's sums along its diagonals, on each of which queries and keys are one distance apart.
 
-    Column c is turned up by c rows, which makes rows of diagonals. Those nearer than `farthest` go to memory; the others are
-    collected in `below` and `above`, which belong to the ends of the table, as is all of a tile that has no nearer ones.
+    Those nearer than `farthest` go to memory; the others are collected in `below` and `above`, which belong to the ends of the
+    table, as is all of a tile that has no nearer ones.
     """
-    ROWS: tl.constexpr = grad_scores.shape[0]
-    tl.static_assert(grad_scores.shape[1] <= ROWS)
     if distances(first_query, first_key + grad_scores.shape[1] - 1, place) >= farthest:
-        above += tl.sum(grad_scores, 1)
+        above += tl.where(tl.arange(0, 2 * BAND)[None, :] == 0, band_sums(grad_scores)[:, None], 0.0)
     else:
         below, above = add_diagonals(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads)
     return below, above
 
 
 @triton.jit
+def band_sums(tile):
+    """Sums of bands of rows."""
+    return tl.sum(tl.reshape(tile, [tile.shape[0] // BAND, BAND * tile.shape[1]]), 1)
+
+
+@triton.jit
 def add_diagonals(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads):
-    """`add_relative_gradient` of a tile with several distances."""
-    ROWS: tl.constexpr = grad_scores.shape[0]
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, grad_scores.shape[1])
+    """`add_relative_gradient` of a tile with several distances.
+
+    Within each band of rows column c is turned up by c rows, which makes rows of diagonals: a number that came round `wraps`
+    times is `wraps * BAND` nearer. Two such distances of a row lie side by side when they go to memory.
+    """
+    BANDS: tl.constexpr = grad_scores.shape[0] // BAND
+    KEYS: tl.constexpr = grad_scores.shape[1]
+    column = tl.arange(0, KEYS)
     of_targets = grad_scores
     if place.num_targets is not None:
+        row = tl.arange(0, BANDS * BAND)
         is_target = (first_query + place.shift + row > place.history)[:, None]
         of_targets = tl.where(is_target, grad_scores, 0.0)
         grad_scores = tl.where(is_target, 0.0, grad_scores)
-    turned = row[:, None] + column[None, :]
-    diagonals = tl.gather(grad_scores, turned % ROWS, 0)
+    turned = (tl.arange(0, BAND)[:, None] + column[None, :])[None, :, :]
+    bands = tl.reshape(grad_scores, [BANDS, BAND, KEYS])
+    diagonals = tl.gather(bands, tl.broadcast_to(turned % BAND, bands.shape), 1)
+    lane = tl.arange(0, 2 * BAND)[None, :]
+    place_in_tile = tl.arange(0, BANDS)[:, None] * BAND + lane % BAND - lane // BAND * BAND
     table = bias_grads.relative + place.head * (2 * farthest + 1) + farthest
-    for wraps in tl.static_range(2):
-        sums = tl.sum(tl.where((turned >= ROWS) == (wraps == 1), diagonals, 0.0), 1)
-        apart = first_query + place.shift - first_key + row - wraps * ROWS
+    for wraps in tl.static_range(0, KEYS // BAND + 1, 2):
+        once = tl.sum(tl.where(turned // BAND == wraps, diagonals, 0.0), 2)
+        again = tl.sum(tl.where(turned // BAND == wraps + 1, diagonals, 0.0), 2)
+        sums = tl.reshape(tl.trans(tl.join(once, again), 0, 2, 1), [BANDS, 2 * BAND])
+        apart = first_query + place.shift - first_key + place_in_tile - wraps * BAND
         is_above = apart >= farthest
         is_below = (apart <= -farthest) & (apart < farthest)
         above += tl.where(is_above, sums, 0.0)
         below += tl.where(is_below, sums, 0.0)
-        is_between = (apart < farthest) & (apart > -farthest)
+        is_between = (apart < farthest) & (apart > -farthest) & (lane // BAND + wraps <= KEYS // BAND)
         tl.atomic_add(table + apart, fixed_point(sums, bias_grads.units), mask=is_between, sem="relaxed")
     if place.num_targets is not None:
         apart = place.history - tl.minimum(first_key + column, place.history)
@@ -267,17 +342,31 @@ def add_diagonals(below, above, grad_scores, first_query, first_key, place, fart
 
 
 @triton.jit
-def add_time_gradient(histogram, grad_scores, buckets):
+def either(one, other):
+    """Bits of both, for a reduction."""
+    return one | other
+
+
+@triton.jit
+def add_time_gradient(histogram, grad_scores, rows, keys, first_query, first_key, place, biases):
     """Add a tile's sums by bucket; most tiles have few, since buckets grow with the time."""
-    lowest = tl.min(tl.min(buckets, 1), 0)
-    highest = tl.max(tl.max(buckets, 1), 0)
-    own = tl.arange(0, histogram.shape[0])
-    if lowest == highest:
-        histogram += tl.where(own == lowest, tl.sum(tl.sum(grad_scores, 1), 0), 0.0)
+    ROWS: tl.constexpr = grad_scores.shape[0]
+    KEYS: tl.constexpr = grad_scores.shape[1]
+    own = tl.arange(0, histogram.shape[1])[None, :]
+    least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
+    if least == largest:
+        histogram += tl.where(own == least, band_sums(grad_scores)[:, None], 0.0)
     else:
-        for bucket in range(lowest, highest + 1):
-            sums = tl.sum(tl.sum(tl.where(buckets == bucket, grad_scores, 0.0), 1), 0)
-            histogram += tl.where(own == bucket, sums, 0.0)
+        buckets = time_buckets(bits_of_time(rows, keys, place, biases), biases.num_buckets)
+        # A bit for each bucket that occurs, the same one for those 64 apart.
+        bits = tl.where(grad_scores == 0.0, 0, tl.full([ROWS, KEYS], 1, tl.int64) << (buckets & 63))
+        left = tl.reduce(tl.reduce(bits, 1, either), 0, either)
+        while left != 0:
+            lowest = (left & -left).to(tl.uint64).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+            for bucket in range(lowest - 127, biases.num_buckets, 64):
+                sums = band_sums(tl.where(buckets == bucket, grad_scores, 0.0))
+                histogram += tl.where(own == bucket, sums[:, None], 0.0)
+            left &= left - 1
     return histogram
 
 
@@ -289,7 +378,7 @@ def add_bias_gradients(histogram, below, above, grad_scores, rows, keys, first_q
             below, above, grad_scores, first_query, first_key, place, biases.max_distance, bias_grads
         )
     if bias_grads.of_time is not None:
-        histogram = add_time_gradient(histogram, grad_scores, time_buckets(rows, keys, place, biases))
+        histogram = add_time_gradient(histogram, grad_scores, rows, keys, first_query, first_key, place, biases)
     if bias_grads.pairs is not None:
         at = bias_grads.first_pair + place.head * bias_grads.head_stride + rows.to(tl.int64) * bias_grads.row_stride + keys
         mask = (rows < biases.rows) & (keys < biases.keys)

@@ -27,14 +27,17 @@ EXTRAS = {
 # Tiles that were measured faster with some of a thread's registers spilled than any that fit, in bytes: a limit lets a fourth
 # program onto a multiprocessor, or the tile takes all 255. At width 128 all but three loads and stores stand outside the loops.
 ALLOWED_SPILLS = {
-    ((2, 64, "medium"), "forward"): 32,
-    ((2, 64, "medium"), "backward_dkv"): 104,
-    ((2, 64, "long"), "backward_dkv"): 104,
-    ((2, 128, "long"), "backward_dkv"): 96,
+    ((2, 64, "medium"), "forward"): 168,
+    ((2, 64, "medium"), "backward_dkv"): 184,
+    ((2, 64, "long"), "backward_dkv"): 184,
+    ((2, 64, "pointwise"), "backward_dkv"): 48,
+    ((2, 128, "long"), "backward_dkv"): 8,
+    ((2, 128, "pointers"), "backward_dkv"): 28,
     ((2, 256, "long"), "backward_dkv"): 132,
 }
-# With biases tiles are chosen by speed alone so far: docs/internals/attention.md, "Open".
-BIASED_SPILLS = {"forward": 32, "backward_dq": 1340, "backward_dkv": 370}
+# With biases, forward, dq and dkv. Two kinds at once take most, and bytes differ from GPU to GPU: tiles were measured on one
+# only, where distances and times together spill 536 of dq.
+BIASED_SPILLS = {"short": (228, 560, 16), (2, 64, "biased"): (0, 1532, 536), (2, 128, "biased"): (136, 960, 640)}
 TOO_LARGE_FOR_AMD = {
     ((2, 128, "pointers"), "forward"),
     ((2, 256, "pointers"), "forward"),
@@ -52,12 +55,11 @@ def compile_row(
     head_dim: int | None = None,
     has_options: bool = False,
     extras: tuple[str, ...] = (),
-    pointwise: bool = False,
 ) -> Resources:
     from jagged.ops.attention import kernels
 
     kernel = getattr(kernels, f"attention_{name}_kernel")
-    size, width, _ = row
+    size, width, kind = row
     tiles = TABLE[row][KERNELS.index(name)]
     block_m, block_n = (tiles.visit, tiles.own) if name == "backward_dkv" else (tiles.own, tiles.visit)
     constants = {
@@ -76,7 +78,7 @@ def compile_row(
     types = {"offsets": "*i64", "lse": "*fp32", "statistics": "*fp32", "units": "*fp64", "dropout_threshold": "i64"}
     types |= dict.fromkeys(("scale", "kept_scale", "normalizer"), "fp32")
     types |= dict.fromkeys(("num_samples", "total", "key_total", "max_distance", "num_buckets", "bias_rows", "bias_keys"), "i32")
-    absent = {"lse", "statistics"} if pointwise else set()
+    absent = {"lse", "statistics"} if kind == "pointwise" else set()
     for extra, its in [("options", OPTIONS), *EXTRAS.items()]:
         types |= its
         absent |= set() if extra in extras or (extra == "options" and has_options) else set(its)
@@ -148,15 +150,14 @@ def check_extras(name: str, arch: int, row: Row) -> None:
     for extras in (("relative", "time"), ("pairs", "dropout")):
         used = compile_row(name, arch, row, extras=extras)
         where = f"{name} {row} for sm_{arch}, {extras}: {used}"
-        assert used.spills <= BIASED_SPILLS[name], where
+        assert used.spills <= BIASED_SPILLS["short" if row[2] == "short" else row][KERNELS.index(name)], where
         assert used.shared_bytes <= SHARED_BYTES[arch], where
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_biases_dropout_and_pointwise_weights(name: str) -> None:
     check_extras(name, 90, (2, 64, "biased"))
-    pointwise = compile_row(name, 90, (2, 64, "long"), pointwise=True)
-    assert pointwise.spills == 0, pointwise
+    check(name, 90, (2, 64, "pointwise"))
 
 
 @pytest.mark.long

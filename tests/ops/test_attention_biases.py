@@ -327,6 +327,17 @@ def test_times(place: Place, kind: str, base: int) -> None:
     check(place, batch, inputs, {"time_bias": bias}, keys, q_times=q_times, k_times=k_times, return_lse=True)
 
 
+@pytest.mark.parametrize("kind", ["ascending", "descending", "in no order"])
+def test_times_that_whole_tiles_have_alike(place: Place, kind: str) -> None:
+    """Runs of 32 rows of about one time, far from others': some tiles have one bucket, others two, one in each half."""
+    batch = jagged_of((100, 0, 70))
+    runs = torch.cat([torch.arange(length) // 32 for length in batch.lengths])
+    order = {"ascending": [0, 1, 2, 3], "descending": [3, 2, 1, 0], "in no order": [2, 0, 3, 1]}[kind]
+    times = (torch.tensor(order)[runs] * 5 * 2**18 + torch.arange(batch.total) % 3).to(place.device)
+    bias = random_tensor((1, 50), torch.float32, 1)
+    check(place, batch, Case(batch, None, 1, 1, 64, torch.bfloat16, 0, {}).inputs(), {"time_bias": bias}, q_times=times)
+
+
 def test_time_buckets_at_their_borders(place: Place) -> None:
     """Samples of a query and a key, whose log-sum-exp is the bias; around every border, where floats are fewer than times too."""
     octaves = range(1, 46) if place.name != "interpret" else (1, 2, 23, 24, 25, 45)
