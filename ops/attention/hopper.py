@@ -1,10 +1,11 @@
-"""Softmax attention of long samples on Hopper: one warp loads, two groups of four warps multiply and weigh.
+"""Attention of long samples on Hopper: one warp loads, two groups of four warps multiply and weigh.
 
 A program, of which each multiprocessor runs one, takes tiles of 128 queries of one head from a counter until none is left. Its
 loading warp sends a tile's queries, 64 to each group, and then its keys and values by TMA, 128 rows at a time and the last first,
 through two rings of places in shared memory. Both groups read the same place, so that a row crosses the L2 once for 128 queries.
 A group begins the product of queries and one tile of keys together with that of weights and the values of the tile before it,
-`S_j = Q K_j^T` and `O += P_(j-1) V_(j-1)`, and turns S_j into weights P_j, by a running softmax, while the second still runs.
+`S_j = Q K_j^T` and `O += P_(j-1) V_(j-1)`, and turns S_j into weights P_j, by a running softmax or by SiLU, while the second
+still runs.
 
 A place has two barriers: `full` hears when the bytes have come (one arrival, and their number), `empty` when they have been read
 (an arrival of each group). Visit n of a ring is the `n // STAGES`-th to its place `n % STAGES`. A barrier completes once for each
@@ -199,8 +200,14 @@ def field_of(fields, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def weigh(s, largest, weight, factor, first_position, first_key, key_length, IS_EDGE, IS_CAUSAL: gl.constexpr):
-    """Take a tile's scores into a running softmax: weights, by what earlier ones shrink, largest score, sum of weights."""
+def weigh(
+    s, largest, weight, factor, first_position, first_key, key_length, IS_EDGE, IS_CAUSAL: gl.constexpr,
+    IS_POINTWISE: gl.constexpr,
+):  # fmt: skip
+    """Take a tile's scores into a running softmax: weights, by what earlier ones shrink, largest score, sum of weights.
+
+    Pointwise weights need none of the last three. `SiLU(2 h) = h tanh(h) + h` is exactly 0 for a hidden key, whose h is 0.
+    """
     layout: gl.constexpr = s.type.layout
     if IS_EDGE:
         keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
@@ -208,17 +215,22 @@ def weigh(s, largest, weight, factor, first_position, first_key, key_length, IS_
         if IS_CAUSAL:
             positions = (first_position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
             seen = seen & (keys <= positions)
-        s = gl.where(seen, s, float("-inf"))
-    now_largest = gl.maximum(largest, gl.max(s, 1) * factor)
-    correction = gl.exp2(largest - now_largest)
-    p = gl.exp2(s * factor - now_largest[:, None])
-    return p, correction, now_largest, weight * correction + gl.sum(p, 1)
+        s = gl.where(seen, s, 0.0 if IS_POINTWISE else float("-inf"))
+    if IS_POINTWISE:
+        halves = s * factor
+        tanh = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [halves], gl.float32, is_pure=True, pack=1)
+        return halves * tanh + halves, largest, largest, weight
+    else:
+        now_largest = gl.maximum(largest, gl.max(s, 1) * factor)
+        correction = gl.exp2(largest - now_largest)
+        p = gl.exp2(s * factor - now_largest[:, None])
+        return p, correction, now_largest, weight * correction + gl.sum(p, 1)
 
 
 @gluon.jit
 def weigh_group(
-    output, lse, total, num_heads, factor, fields, queries, keys, values,
-    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr,
+    output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
+    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: output and log-sum-exp of rows `64 * WHICH ..` of each tile, until one has no queries."""
     dtype: gl.constexpr = output.dtype.element_ty
@@ -250,7 +262,7 @@ def weigh_group(
         s = warpgroup_mma_wait(0, deps=(s,))
         leave_rows(keys, visit)
         p, _, largest, weight = weigh(
-            s, largest, weight, factor, position, (tiles - 1) * BLOCK_N, key_length, tiles > whole, IS_CAUSAL
+            s, largest, weight, factor, position, (tiles - 1) * BLOCK_N, key_length, tiles > whole, IS_CAUSAL, IS_POINTWISE
         )
         p = gl.convert_layout(p.to(dtype), p_layout)
         o = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
@@ -263,13 +275,14 @@ def weigh_group(
             s = warpgroup_mma_wait(1, deps=(s,))
             leave_rows(keys, visit + 1)
             p, correction, largest, weight = weigh(
-                s, largest, weight, factor, position, left * BLOCK_N, key_length, left >= whole, IS_CAUSAL
+                s, largest, weight, factor, position, left * BLOCK_N, key_length, left >= whole, IS_CAUSAL, IS_POINTWISE
             )
-            # The assembler moves a wait for products up to the last branch: this one has to stand below the softmax.
+            # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
             await_rows(values, visit + 1)
             o = warpgroup_mma_wait(0, deps=(o,))
             leave_rows(values, visit)
-            o = o * gl.convert_layout(correction, o_row)[:, None]
+            if not IS_POINTWISE:
+                o = o * gl.convert_layout(correction, o_row)[:, None]
             p = gl.convert_layout(p.to(dtype), p_layout)
             visit += 1
         mbarrier.arrive(queries.empty.index(0), count=1)
@@ -278,16 +291,20 @@ def weigh_group(
         leave_rows(values, visit)
         visit += 1
 
-        # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
-        divisor = gl.where(weight == 0.0, 1.0, weight)
-        o = o * gl.convert_layout(1.0 / divisor, o_row)[:, None]
+        if IS_POINTWISE:
+            o = o * (1.0 / (normalizer if normalizer > 0.0 else gl.maximum(key_length, 1).to(gl.float32)))
+        else:
+            # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
+            divisor = gl.where(weight == 0.0, 1.0, weight)
+            o = o * gl.convert_layout(1.0 / divisor, o_row)[:, None]
         rows = first_query + gl.arange(0, GROUP_M, layout=o_row)
         columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, o_layout))
         places = ((start + rows).to(gl.int64) * num_heads + head)[:, None] * HEAD_DIM + columns[None, :]
         gl.store(output + places, o.to(dtype), mask=(rows < length)[:, None] & (columns < HEAD_DIM)[None, :])
-        rows = first_query + gl.arange(0, GROUP_M, layout=s_row)
-        natural = gl.where(weight == 0.0, float("-inf"), largest * LN_2 + gl.log(divisor))
-        gl.store(lse + head.to(gl.int64) * total + start + rows, natural, mask=rows < length)
+        if not IS_POINTWISE:
+            rows = first_query + gl.arange(0, GROUP_M, layout=s_row)
+            natural = gl.where(weight == 0.0, float("-inf"), largest * LN_2 + gl.log(divisor))
+            gl.store(lse + head.to(gl.int64) * total + start + rows, natural, mask=rows < length)
         tile += 1
         mbarrier.wait(queries.full.index(0), tile & 1)
         length = field_of(fields, 1)
@@ -295,10 +312,13 @@ def weigh_group(
 
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_forward_hopper_kernel(
-    query, key, value, offsets, key_offsets, output, lse, counter, num_samples, total, key_total, num_heads, scale,
-    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+    query, key, value, offsets, key_offsets, output, lse, counter, num_samples, total, key_total, num_heads, scale, normalizer,
+    IS_CAUSAL: gl.constexpr, IS_POINTWISE: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Output and log-sum-exp, `O = softmax(scale * Q K^T) V`, of all tiles of queries."""
+    """Output and log-sum-exp, `O = softmax(scale * Q K^T) V`, of all tiles of queries.
+
+    Or pointwise, `O = SiLU(scale * Q K^T) V / normalizer`, by a sample's number of keys where that is 0, and nothing in `lse`.
+    """
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     queries = make_ring(query, 2, GROUP_M, 1)
     keys = make_ring(key, STAGES, BLOCK_N, STAGES)
@@ -308,11 +328,17 @@ def attention_forward_hopper_kernel(
         query, key, value, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
         fields, queries, keys, values, IS_CAUSAL, GROUP,
     )  # fmt: skip
-    factor = scale * LOG2_E
+    factor = scale * (0.5 if IS_POINTWISE else LOG2_E)
     gl.warp_specialize(
         [
-            (weigh_group, (output, lse, total, num_heads, factor, fields, queries, keys, values, 0, IS_CAUSAL, HEAD_DIM)),
-            (weigh_group, (output, lse, total, num_heads, factor, fields, queries, keys, values, 1, IS_CAUSAL, HEAD_DIM)),
+            (weigh_group, (
+                output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
+                0, IS_CAUSAL, IS_POINTWISE, HEAD_DIM,
+            )),
+            (weigh_group, (
+                output, lse, total, num_heads, factor, normalizer, fields, queries, keys, values,
+                1, IS_CAUSAL, IS_POINTWISE, HEAD_DIM,
+            )),
             (load_warp, loads),
         ],
         [4, 1], [240, 24],
@@ -320,18 +346,26 @@ def attention_forward_hopper_kernel(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor | None, causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor | None,
+    causal: bool,
+    scale: float,
+    pointwise: bool,
+    normalizer: float,
 ) -> tuple[Tensor, Tensor]:
     """Launch `attention_forward_hopper_kernel`: as `kernels.forward`; every row of every head has to begin at 16 bytes."""
     total, heads, head_dim = q.shape
     num_samples = q_offsets.shape[0] - 1
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
     tiles = (total // BLOCK_M.value + num_samples) * heads
     attention_forward_hopper_kernel[(min(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count),)](
         ragged_descriptor(q, GROUP_M.value), ragged_descriptor(k, BLOCK_N.value), ragged_descriptor(v, BLOCK_N.value),
         q_offsets, q_offsets if k_offsets is None else k_offsets, output, lse,
-        torch.zeros(1, dtype=torch.int32, device=q.device), num_samples, total, k.shape[0], heads, scale,
-        IS_CAUSAL=causal, GROUP=heads // k.shape[1], HEAD_DIM=head_dim, num_warps=4,
+        torch.zeros(1, dtype=torch.int32, device=q.device), num_samples, total, k.shape[0], heads, scale, normalizer,
+        IS_CAUSAL=causal, IS_POINTWISE=pointwise, GROUP=heads // k.shape[1], HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
     return output, lse

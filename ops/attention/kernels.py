@@ -596,16 +596,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Launch `attention_forward_kernel`: output `[Sq, H, D]` and log-sum-exp `[H, Sq]`, natural logarithm, float32.
 
-    Pointwise weights have no log-sum-exp; then it is empty. Where no key is hidden but by `causal` and nothing is done to scores
-    and weights, the kernel of `hopper.py` serves the samples that are long enough for it.
+    Pointwise weights have no log-sum-exp; then it is empty. Where no key is hidden but by `causal`, and there is neither bias nor
+    dropout, the kernel of `hopper.py` serves the samples that are long enough for it.
     """
     total, heads, head_dim = q.shape
     q, k, v = _readable(q), _readable(k), _readable(v)
-    is_plain = not (window or num_contextual or pointwise) and all(
+    is_plain = not (window or num_contextual) and all(
         x is None for x in (num_targets, relative_bias, time_bias, bias, dropout_seed)
     )
     if is_plain and is_specialised(head_dim, q.dtype, total, q_offsets.shape[0] - 1) and (hopper := _hopper_for(q, k, v)):
-        return hopper.forward(q, k, v, q_offsets, k_offsets, causal, scale)  # type: ignore[no-any-return]
+        launched = hopper.forward(q, k, v, q_offsets, k_offsets, causal, scale, pointwise, normalizer)
+        return launched  # type: ignore[no-any-return]
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
     kind = _kind(pointwise, relative_bias, time_bias, bias)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import jagged_attention
+from jagged.ops import jagged_attention, jagged_hstu_attention
 from jagged.ops.attention import kernels
 from jagged.ops.attention.configurations import SPECIALISED
 from tests.ops.test_attention import Case, check, inputs_of
+from tests.ops.test_hstu_attention import functions
+from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.strategies import Jagged, jagged_of, random_tensor, seeds
 from tests.test_imports import run
@@ -88,6 +90,33 @@ class TestOnHopper:
         inputs = Case(batch, keys, 1, 2, 128, dtype, 0, {}).inputs()
         check(place, batch, inputs, keys, wanted=none, return_lse=True, causal=causal)
 
+    @pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (96, torch.float16)])
+    @settings(max_examples=-(-settings().max_examples // 4))
+    @given(data=st.data())
+    def test_pointwise_three_way(self, place: Place, head_dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
+        batch = long_enough(data.draw(st.lists(st.integers(0, 400), max_size=5).map(tuple)), torch.int32)
+        case = Case(batch, None, data.draw(st.integers(1, 3)), 1, head_dim, dtype, data.draw(seeds()), {})
+        options = {
+            "causal": data.draw(st.booleans()),
+            "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
+            "normalizer": data.draw(st.sampled_from([None, 0.5, 100.0])),
+        }
+        check_three_way(*functions(place, batch, [], **options), case.inputs(), requires_grad=[False] * 3)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_pointwise_at_every_tile_boundary(self, place: Place, dtype: torch.dtype, causal: bool) -> None:
+        """Sums, for in a mean one key too few is no more than a rounding of what shorter samples have."""
+        batch = long_enough(SHORT)
+        inputs = Case(batch, None, 1, 2, 128, dtype, 0, {}).inputs()
+        check_three_way(*functions(place, batch, [], causal=causal, normalizer=1.0), inputs, requires_grad=[False] * 3)
+
+    def test_pointwise_weights_far_below_0_are_none(self, place: Place) -> None:
+        batch = long_enough((37, 0, 1))
+        q, k, v = inputs_of(batch, 2, 128, torch.bfloat16)
+        q[..., 0], k[..., 0] = -128.0, 80.0
+        assert not jagged_hstu_attention(q, k, v, batch.offsets, scale=1.0).any()
+
     def test_strides(self, place: Place) -> None:
         """Slices of a fused projection, with fewer heads of keys; heads outside of rows; columns between; one head as four."""
         batch = long_enough((130, 0, 1))
@@ -123,18 +152,19 @@ class TestOnHopper:
         assert torch.isfinite(lse.t()[sees]).all()
         assert torch.isfinite(output).all()
 
-    def test_neighbours_are_not_seen(self, place: Place) -> None:
+    @pytest.mark.parametrize("attention", [jagged_attention, jagged_hstu_attention])
+    def test_neighbours_are_not_seen(self, place: Place, attention: Callable[..., Tensor]) -> None:
         """Not a number of another sample, another head or what lies around the tensors in memory reaches an output."""
         batch = long_enough((129, 200, 64))
         poisoned = torch.full((3, batch.total + 200, 6, 128), torch.nan, dtype=torch.bfloat16, device=place.device)
         inputs = [x[100:-100, 2:4].copy_(y) for x, y in zip(poisoned, inputs_of(batch, 2, 128, torch.bfloat16), strict=True)]
         for causal in (False, True):
-            expected = jagged_attention(*(x.contiguous() for x in inputs), batch.offsets, causal=causal)
+            expected = attention(*(x.contiguous() for x in inputs), batch.offsets, causal=causal)
             assert torch.isfinite(expected).all()
-            assert torch.equal(jagged_attention(*inputs, batch.offsets, causal=causal), expected)
+            assert torch.equal(attention(*inputs, batch.offsets, causal=causal), expected)
         for x in inputs:
             x[129:329] = torch.nan
-        output = jagged_attention(*inputs, batch.offsets, causal=True)
+        output = attention(*inputs, batch.offsets, causal=True)
         assert torch.isnan(output[129:329]).all()
         assert torch.equal(output[:129], expected[:129])
         assert torch.equal(output[329:], expected[329:])
@@ -162,7 +192,7 @@ class TestOnHopper:
 
         def step() -> list[Tensor]:
             outputs = [jagged_attention(q, k, v, offsets, causal=causal, return_lse=True) for causal in (False, True)]
-            return [x for pair in outputs for x in pair]
+            return [x for pair in outputs for x in pair] + [jagged_hstu_attention(q, k, v, offsets)]
 
         first = step()
         torch.cuda.set_sync_debug_mode("error")
@@ -216,6 +246,7 @@ Q = torch.zeros(ROWS, 2, 128, dtype=torch.bfloat16)
         ("hopper", Q, {}),
         ("hopper", Q[..., :96].half(), {"causal": False}),
         ("hopper", Q.new_zeros(ROWS, 3, 2, 72)[:, 1], {}),
+        ("hopper", Q, {"pointwise": True}),
         ("other", Q, {"capability": (10, 0)}),
         ("other", Q, {"keys": Q[:0], "k_offsets": torch.zeros(3, dtype=torch.int64)}),
         ("other", Q[1:], {}),
@@ -231,7 +262,6 @@ Q = torch.zeros(ROWS, 2, 128, dtype=torch.bfloat16)
         ("other", Q, {"time_bias": torch.zeros(2, 3)}),
         ("other", Q, {"bias": torch.zeros(2, 2, 1, 1)}),
         ("other", Q, {"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)}),
-        ("other", Q, {"pointwise": True}),
     ],
 )
 def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch, kernel: str, q: Tensor, options: dict[str, Any]) -> None:
