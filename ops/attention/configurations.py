@@ -54,6 +54,7 @@ TABLE = {
     (2, 128, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), Tiles(32, 32, 4, 2), True),
     (2, 256, "short"): Configuration(Tiles(32, 32, 4, 2, 255), Tiles(32, 32, 4, 2), Tiles(32, 32, 8, 2), True),
     (2, 64, "medium"): Configuration(Tiles(64, 32, 4, 2, 80), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 128), True),
+    (2, 128, "medium"): Configuration(Tiles(64, 32, 4, 2, 128), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 3), True),
     (2, 16, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     (2, 32, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     (2, 64, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 128)),

@@ -39,7 +39,7 @@ GROUP_M = gl.constexpr(64)
 BLOCK_M = gl.constexpr(128)
 BLOCK_N = gl.constexpr(128)
 WIDTH = gl.constexpr(128)
-STAGES = gl.constexpr(2)
+STAGES = gl.constexpr(3)
 # Of a tile: its sample's first query, numbers of queries and keys, its own first query in the sample, and its head.
 FIELDS = gl.constexpr(5)
 # Of rows of 128 columns of 16 bits, in shared memory.
