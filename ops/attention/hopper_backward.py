@@ -104,32 +104,24 @@ def load_backward(
                 copy_rows(second_own, end, length, own + i * 64, head * second_own_stride, own_full, second_tile.index(i))
             if OWNS_KEYS:
                 first, tiles = query_tiles(own, other_length, length, IS_CAUSAL, BLOCK)
-                for other_head in range(head * GROUP, (head + 1) * GROUP):
-                    source = statistics + (other_total.to(gl.int64) * other_head + other_start) * 2
-                    for j in range(tiles):
-                        row = first + j * BLOCK
-                        load_statistics(source, row, other_length, visit, rows_ring, STAGES, BLOCK)
-                        load_rows(
-                            first_other, other_end, other_length, row, other_head * first_stride, visit, first_ring, STAGES, BYTES
-                        )  # fmt: skip
-                        load_rows(
-                            second_other, other_end, other_length, row, other_head * second_stride, visit, second_ring,
-                            SECOND_STAGES, BYTES,
-                        )  # fmt: skip
-                        visit += 1
+                steps = tiles * GROUP
             else:
                 tiles, _ = key_tiles(own, length, other_length, IS_CAUSAL, OWN, BLOCK)
-                other_head = head // GROUP
-                for j in range(tiles):
+                steps = tiles
+            for j in range(steps):
+                if OWNS_KEYS:
+                    other_head = head * GROUP + j // tiles
+                    row = first + j % tiles * BLOCK
+                    source = statistics + (other_total.to(gl.int64) * other_head + other_start) * 2
+                    load_statistics(source, row, other_length, visit, rows_ring, STAGES, BLOCK)
+                else:
+                    other_head = head // GROUP
                     row = (tiles - 1 - j) * BLOCK
-                    load_rows(
-                        first_other, other_end, other_length, row, other_head * first_stride, visit, first_ring, STAGES, BYTES
-                    )  # fmt: skip
-                    load_rows(
-                        second_other, other_end, other_length, row, other_head * second_stride, visit, second_ring,
-                        SECOND_STAGES, BYTES,
-                    )  # fmt: skip
-                    visit += 1
+                column = other_head * first_stride
+                load_rows(first_other, other_end, other_length, row, column, visit, first_ring, STAGES, BYTES)
+                column = other_head * second_stride
+                load_rows(second_other, other_end, other_length, row, column, visit, second_ring, SECOND_STAGES, BYTES)
+                visit += 1
             turn += 1
         index = gl.atomic_add(counter, 1, sem="relaxed")
     mbarrier.wait(own_empty, (turn & 1) ^ 1)
