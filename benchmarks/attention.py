@@ -6,7 +6,7 @@
 
 `table`: five sizes, full and causal. `paper`: time and memory against the maximum length, 2^18 rows with padding, as in Figure 2
 of the Jagged Flash Attention paper. `skew`: lognormal lengths beside equal ones of the same work. `options`: windows, targets,
-grouped heads, cross-attention, wide heads.
+grouped heads, cross-attention, wide heads. `biases`: biases with their gradients, dropout, and HSTU's weights.
 
 All get the same values, each in the layout that suits it, made before anything is timed: padding and packing cost peers nothing.
 Ours is checked against float64 on samples from the shortest to the longest, output and gradients; a peer must agree with ours on
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +38,12 @@ from benchmarks.attention_cases import (
     Implementation,
     Mask,
     Size,
+    Terms,
     Workload,
     ours,
     ours_with_padding,
-    reference,
-    rows_of,
-    some_samples,
 )
+from benchmarks.attention_reference import reference, rows_of, some_samples
 from benchmarks.common import ROOT, environment, event_us, other_parts, replay_us, save, seconds_of, spread
 from benchmarks.tables import PAPER_CLAIMS
 
@@ -55,6 +54,38 @@ ASKED_MS = {
     (256, 1024, 4, 64): (0.25, 0.72),
     (128, 2048, 4, 128): (0.74, 2.3),
     (64, 8192, 4, 128): (5.2, 16.0),
+}
+
+
+class Case(NamedTuple):
+    """A case of `biases`.
+
+    Args:
+        terms: what it has beside the products of queries and keys.
+        peers: who else can do it.
+        beside: the case whose time its own is compared with.
+        asked: at most so many times as long, forward and backward; empty where nothing is asked.
+    """
+
+    terms: Terms
+    peers: tuple[str, ...] = ()
+    beside: str = "plain"
+    asked: tuple[float, ...] = ()
+
+
+WITH_BIAS = (1.25, 1.35)
+# At least 1.2 times the rate.
+HSTU = (1 / 1.2, 1 / 1.2)
+BIASES = {
+    "plain": Case(Terms(), ("padded_efficient", "flex")),
+    "relative bias": Case(Terms(distances=401), ("padded_efficient", "flex"), asked=WITH_BIAS),
+    "time bias": Case(Terms(buckets=32), ("padded_efficient",), asked=WITH_BIAS),
+    "time bias, 64 buckets": Case(Terms(buckets=64), asked=WITH_BIAS),
+    "both biases": Case(Terms(distances=401, buckets=32), ("padded_efficient",), asked=WITH_BIAS),
+    "bias of pairs": Case(Terms(pairs=True), ("padded_efficient",)),
+    "dropout": Case(Terms(dropout=0.1)),
+    "HSTU": Case(Terms(pointwise=True), asked=HSTU),
+    "HSTU, both biases": Case(Terms(distances=401, buckets=32, pointwise=True), beside="both biases", asked=HSTU),
 }
 TABLE_PEERS = ("fa2", "sll", "padded_math", "padded_flash", "padded_cudnn", "flex", "nested")
 PAPER_PEERS = ("padded_math", "padded_flash", "sll_dense", "sll")
@@ -95,10 +126,15 @@ def parts() -> dict[str, Part]:
             "head width 256": sized(256),
         }.items():
             options[f"{samples} x {length} x {heads} x {width}: {name}"] = of, ("fa2",)
+    biases: Part = {}
+    for samples, length, heads, width in ((256, 1024, 4, 64), (1024, 128, 4, 64)):
+        for name, case in BIASES.items():
+            size = Size(samples, length, heads, width, Mask(causal=True), terms=case.terms)
+            biases[f"{samples} x {length} x {heads} x {width}: {name}"] = size, case.peers
     lengths = [2**power for power in range(7, 14)]
     paper: Part = {str(length): (Size(2**18 // length, length, 4, 64), PAPER_PEERS) for length in lengths}
     # The longest samples of FBGEMM-GPU last: what its kernels might spoil comes before them.
-    return {"table": table, "skew": skew, "options": options, "paper": paper}
+    return {"table": table, "skew": skew, "options": options, "biases": biases, "paper": paper}
 
 
 def cpu_parts() -> dict[str, Part]:
@@ -130,12 +166,25 @@ def accuracy(w: Workload, found: dict[str, Tensor]) -> dict[str, dict[str, float
     """
     samples = some_samples(w)
     exact, low = (reference(w, samples, dtype) for dtype in (torch.float64, w.q.dtype))
+    rows = {
+        **dict.fromkeys(("output", "q"), rows_of(w.query_lengths, samples)),
+        **dict.fromkeys(("k", "v"), rows_of(w.key_lengths, samples)),
+    }
+    parts = {name: found[name][of] for name, of in rows.items()}
+    if w.biases:
+        # The gradient of a table is a sum over all samples: over these alone where no other has a gradient of its output.
+        implementation = ours(w)
+        implementation.upstream = torch.zeros_like(w.upstream)
+        implementation.upstream[rows["q"]] = w.upstream[rows["q"]]
+        of_these = dict(implementation.results())
+        parts |= {name: of_these[name] for name in w.biases}
+    if "bias" in parts:
+        parts["bias"] = parts["bias"][:, rows_of(w.query_lengths * w.key_lengths, samples)]
     errors = {}
-    for name, x in found.items():
-        rows = rows_of(w.query_lengths if name in ("output", "q") else w.key_lengths, samples)
-        error = _largest(x[rows].double() - exact[name])
+    for name, x in parts.items():
+        error = _largest(x.double() - exact[name])
         plain = _largest(low[name].double() - exact[name])
-        allowed = 3 * plain + 2 * torch.finfo(x.dtype).eps * _largest(exact[name])
+        allowed = 3 * plain + 2 * torch.finfo(w.q.dtype).eps * _largest(exact[name])
         if not error <= allowed:
             raise ArithmeticError(f"wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}")
         errors[name] = {"largest": error, f"plain_{w.size.dtype}": plain}
@@ -339,6 +388,8 @@ def summary(title: str, part: dict[str, Any]) -> dict[str, Any]:
             }
             for name in names
         }
+    if title == "biases":
+        return {name: row["compared"]["ratio"] for name, row in part.items() if "compared" in row}
     return {}
 
 
@@ -367,11 +418,17 @@ def run(
         rows[name] = row = measure(Workload(size, device), peers, time_it)
         if title == "table":
             row["asked_ms"] = _asked(row, size)
+        if title == "biases":
+            row |= compared(rows, name)
         print(f"{title}, {name} ({time.perf_counter() - begun:.1f} s): {_line(row)}", flush=True)
         saved({"rows": rows, "summary": {}})
     result = {"rows": rows, "summary": summary(title, rows)}
     for name, ratios in result["summary"].items():
         claim = f"; the paper claims {PAPER_CLAIMS[name]}" if title == "paper" else ""
+        if title == "biases":
+            beside = rows[name]["compared"]
+            asked = " and ".join(f"{bound:.2f}" for bound in beside["asked"].values())
+            claim = f" of the time of {beside['with']}" + (f"; asked at most {asked}" if asked else "")
         print(f"{title}, {name}: {', '.join(f'{way} {ratio:.2f}' for way, ratio in ratios.items())}{claim}", flush=True)
     return result
 
@@ -383,6 +440,21 @@ def _asked(row: dict[str, Any], size: Size) -> dict[str, float]:
     peer = row.get("fa2", {})
     speed = {"forward": 1.5, "backward": 1.35}
     return {way: peer[way]["median"] / 1e3 / times for way, times in speed.items() if "median" in peer.get(way, {})}
+
+
+def compared(rows: dict[str, Any], name: str) -> dict[str, Any]:
+    """How many times as long as another case a case of `biases` takes, what was asked, and that as milliseconds."""
+    size, case = name.split(": ")
+    beside, ways = BIASES[case].beside, ("forward", "backward")
+    if beside == case:
+        return {}
+    mine, its = ({way: rows[of]["jagged"].get(way, {}).get("median") for way in ways} for of in (name, f"{size}: {beside}"))
+    asked = dict(zip(ways, BIASES[case].asked, strict=False))
+    ratios = {way: mine[way] / its[way] for way in ways if mine[way] and its[way]}
+    return {
+        "compared": {"with": beside, "ratio": ratios, "asked": asked},
+        "asked_ms": {way: bound * its[way] / 1e3 for way, bound in asked.items() if its[way]},
+    }
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import embedding, scaled_dot_product_attention
 
-from jagged.ops import jagged_attention
+from jagged.ops import jagged_attention, jagged_hstu_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# A sample of more scores than this over all heads is not computed in float64, unless all are that long.
-REFERENCE_SCORES = 2**28
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,25 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class Terms:
+    """What is added to the scores, and what is made of them.
+
+    Args:
+        distances: columns of a relative bias; 0 for none.
+        buckets: columns of a time bias; 0 for none.
+        pairs: whether there is a bias of every pair, stored without padding.
+        dropout: share of the weights.
+        pointwise: whether SiLU makes the weights, as in HSTU, in place of the softmax.
+    """
+
+    distances: int = 0
+    buckets: int = 0
+    pairs: bool = False
+    dropout: float = 0.0
+    pointwise: bool = False
+
+
+@dataclass(frozen=True)
 class Size:
     """A workload that has not been made.
 
@@ -65,6 +82,7 @@ class Size:
         queries: of each sample; None for as many as it has keys.
         lengths: `"uniform"`, `"lognormal"` or `"equal"`.
         dtype: `"bf16"` or `"fp32"`.
+        terms: beside the products of queries and keys.
     """
 
     samples: int
@@ -76,6 +94,7 @@ class Size:
     queries: int | None = None
     lengths: str = "uniform"
     dtype: str = "bf16"
+    terms: Terms = Terms()
 
     def draw(self) -> Tensor:
         """Lengths of the keys, `[B]` int64 on the CPU, the same each time."""
@@ -98,11 +117,17 @@ class Size:
             **{"samples": self.samples, "length": self.length, "lengths": words[self.lengths], "heads": self.heads},
             **{"key_heads": self.key_heads or self.heads, "width": self.width, "queries": self.queries, "dtype": self.dtype},
             "mask": self.mask.options,
+            "terms": vars(self.terms),
         }
 
 
 class Workload:
-    """Tensors of a size: q `[Sq, H, D]`, k and v `[Sk, Hkv, D]`, the gradient of the output `upstream` `[Sq, H, D]`."""
+    """Tensors of a size.
+
+    q is `[Sq, H, D]`, k and v are `[Sk, Hkv, D]`; `upstream`, the gradient of the output, is `[Sq, H, D]`. `biases` are
+    arguments of `jagged_attention`: tables in float32, that of all pairs in the dtype of q. `times` are in seconds, each up to a
+    day after the one before it.
+    """
 
     def __init__(self, size: Size, device: str) -> None:
         self.size, self.mask, self.device = size, size.mask, torch.device(device)
@@ -117,14 +142,29 @@ class Workload:
             for rows, heads in ((queries, size.heads), *2 * ((keys, size.key_heads or size.heads),), (queries, size.heads))
         )
         self.scale = size.width**-0.5
+        pairs = self.query_lengths * self.key_lengths
+        columns = {
+            "relative_bias": size.terms.distances,
+            "time_bias": size.terms.buckets,
+            "bias": size.terms.pairs * int(pairs.sum()),
+        }
+        self.biases = {
+            name: torch.randn(size.heads, count, generator=generator, device=self.device).to(
+                DTYPES[size.dtype] if name == "bias" else torch.float32
+            )
+            for name, count in columns.items()
+            if count
+        }
+        self.times = torch.randint(1, 86_401, (keys,), generator=generator, device=self.device).cumsum(0)
+        self.seed = torch.tensor([7], device=self.device)
 
     @cached_property
     def q_offsets(self) -> Tensor:
-        return _offsets(self.query_lengths).to(self.device)
+        return offsets_of(self.query_lengths).to(self.device)
 
     @cached_property
     def k_offsets(self) -> Tensor:
-        return _offsets(self.key_lengths).to(self.device)
+        return offsets_of(self.key_lengths).to(self.device)
 
     @cached_property
     def pairs(self) -> int:
@@ -147,7 +187,7 @@ class Workload:
     def rows(self) -> Tensor:
         """Where each key lies in `[B * longest]`."""
         sample = torch.repeat_interleave(torch.arange(self.size.samples), self.key_lengths)
-        position = torch.arange(len(sample)) - _offsets(self.key_lengths)[sample]
+        position = torch.arange(len(sample)) - offsets_of(self.key_lengths)[sample]
         return (sample * self.longest + position).to(self.device)
 
     def pad(self, x: Tensor) -> Tensor:
@@ -159,9 +199,21 @@ class Workload:
         """`[B, H, longest, D] -> [S, H, D]`."""
         return x.transpose(1, 2).flatten(0, 1)[self.rows]
 
+    @cached_property
+    def inside(self) -> Tensor:
+        """Which pairs of a padded block `[B, longest, longest]` are of the sample."""
+        row = torch.arange(self.longest) < self.key_lengths[:, None]
+        return (row[:, :, None] & row[:, None]).to(self.device)
 
-def _offsets(lengths: Tensor) -> Tensor:
+
+def offsets_of(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def time_buckets(times: Tensor, count: int) -> Tensor:
+    """Buckets of differences of times, two an octave, from the float32's exponent and whether it is past the octave's half."""
+    mantissa, exponent = torch.frexp(times.abs().float())
+    return torch.where(times == 0, 0, 2 * exponent - 1 + (mantissa >= 0.75)).clamp(max=count - 1)
 
 
 Results = tuple[Tensor, ...]
@@ -172,11 +224,12 @@ class Implementation:
     """Attention in a layout of its own, on inputs that are made before anything is timed.
 
     Args:
-        inputs: queries, keys and values that need gradients.
+        inputs: what needs gradients: queries, keys, values and biases.
         upstream: the gradient of the output.
         call: from the inputs to the output.
         unpack: the output or a gradient, and its name, to our layout.
         sees_padding: whether the zeros that pad a sample are keys too.
+        biases: names of the inputs past q, k and v.
     """
 
     inputs: Results
@@ -184,6 +237,7 @@ class Implementation:
     call: Callable[..., Tensor]
     unpack: Callable[[Tensor, str], Tensor] = lambda x, _: x
     sees_padding: bool = False
+    biases: Iterable[str] = ()
 
     def __post_init__(self) -> None:
         self.inputs = tuple(x.detach().requires_grad_() for x in self.inputs)
@@ -199,21 +253,25 @@ class Implementation:
         return lambda: torch.autograd.grad(output, self.inputs, self.upstream, retain_graph=True)
 
     def results(self) -> Iterator[tuple[str, Tensor]]:
-        """The output, then the gradients of q, k and v, in our layout."""
+        """The output, then the gradients of the inputs, in our layout."""
         yield "output", self.unpack(self.forward(), "output")
-        for name, gradient in zip("qkv", self.backward()(), strict=True):
+        for name, gradient in zip(("q", "k", "v", *self.biases), self.backward()(), strict=True):
             yield name, self.unpack(gradient, name)
 
 
 def ours(w: Workload) -> Implementation:
-    """`jagged_attention`."""
-    offsets = (w.q_offsets,) if w.size.queries is None else (w.q_offsets, w.k_offsets)
-    call = functools.partial(_attend, offsets=offsets, options=w.mask.options)
-    return Implementation((w.q, w.k, w.v), w.upstream, call)
+    """`jagged_attention`, or `jagged_hstu_attention`."""
+    return Implementation((w.q, w.k, w.v, *w.biases.values()), w.upstream, functools.partial(_attend, w), biases=w.biases)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, ...], options: dict[str, Any]) -> Any:
-    return jagged_attention(q, k, v, *offsets, **options)
+def _attend(w: Workload, q: Tensor, k: Tensor, v: Tensor, *biases: Tensor, **options: Any) -> Any:
+    options |= {**vars(w.mask), **dict(zip(w.biases, biases, strict=True))}
+    times = w.times if "time_bias" in w.biases else None
+    if w.size.terms.pointwise:
+        return jagged_hstu_attention(q, k, v, w.q_offsets, times=times, **options)
+    k_offsets = None if w.size.queries is None else w.k_offsets
+    dropped = w.size.terms.dropout
+    return jagged_attention(q, k, v, w.q_offsets, k_offsets, q_times=times, dropout_p=dropped, dropout_seed=w.seed, **options)
 
 
 def ours_with_padding(w: Workload) -> Implementation:
@@ -221,7 +279,7 @@ def ours_with_padding(w: Workload) -> Implementation:
     padding = (w.longest - w.key_lengths).repeat_interleave(w.key_lengths).to(w.device)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        output, lse = _attend(q, k, v, (w.q_offsets,), {**w.mask.options, "return_lse": True})
+        output, lse = _attend(w, q, k, v, return_lse=True)
         # Each adds exp(0) to the sum of a row's exponentials, and a value of zero.
         share = torch.sigmoid(lse - padding.log()).t()[..., None]
         return (output * share).to(q.dtype)
@@ -273,14 +331,55 @@ def nested(w: Workload) -> Implementation:
 
 
 def padded(backend: SDPBackend | None, w: Workload) -> Implementation:
-    """PyTorch's `scaled_dot_product_attention` on padded tensors, with no mask but the causal one: flash can take none."""
+    """PyTorch's `scaled_dot_product_attention` on padded tensors, with no mask but the causal one: flash can take none.
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    Biases go in as a mask with a number for every pair, and are measured with `causal` alone, whose queries see no padding.
+    """
+    own, mask_of = _mask_of_biases(w) if w.biases else ({}, lambda: None)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *biases: Tensor) -> Tensor:
+        mask = mask_of(*biases)
         with sdpa_kernel(backend) if backend is not None else nullcontext():
-            return scaled_dot_product_attention(q, k, v, is_causal=w.mask.causal)
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=w.mask.causal and mask is None)
 
-    inputs = w.pad(w.q), w.pad(w.k), w.pad(w.v)
-    return Implementation(inputs, w.pad(w.upstream), call, lambda x, _: w.unpad(x), sees_padding=not w.mask.causal)
+    def unpack(x: Tensor, name: str) -> Tensor:
+        if name == "bias":
+            return x.transpose(0, 1)[:, w.inside]
+        return x if name in own else w.unpad(x)
+
+    inputs = w.pad(w.q), w.pad(w.k), w.pad(w.v), *own.values()
+    return Implementation(inputs, w.pad(w.upstream), call, unpack, sees_padding=not w.mask.causal, biases=own)
+
+
+def _mask_of_biases(w: Workload) -> tuple[dict[str, Tensor], Callable[..., Tensor | None]]:
+    """The biases, that of all pairs padded and causal already, and what makes the mask of them.
+
+    Tables are looked up in every call, in q's dtype, by distances and buckets that are found before.
+    """
+    position = torch.arange(w.longest, device=w.device)
+    hidden = torch.zeros(w.longest, w.longest, dtype=w.q.dtype, device=w.device).masked_fill(
+        position[:, None] < position, -torch.inf
+    )
+    own = dict(w.biases)
+    if "bias" in own:
+        whole = own["bias"].new_zeros(w.size.heads, *w.inside.shape)
+        whole[:, w.inside] = own["bias"]
+        return {"bias": (whole.transpose(0, 1) + hidden).contiguous()}, lambda bias: bias
+    places = {}
+    if "relative_bias" in own:
+        furthest = w.size.terms.distances // 2
+        places["relative_bias"] = (furthest + (position[:, None] - position).clamp(-furthest, furthest)).int()[None]
+    if "time_bias" in own:
+        times = w.pad(w.times[:, None, None]).view(w.size.samples, w.longest)
+        places["time_bias"] = time_buckets(times[:, :, None] - times[:, None], w.size.terms.buckets).int()
+
+    def mask_of(*tables: Tensor) -> Tensor:
+        mask = hidden
+        for place, table in zip(places.values(), tables, strict=True):
+            mask = mask + embedding(place, table.t().to(mask.dtype)).movedim(-1, 1).contiguous()
+        return mask
+
+    return own, mask_of
 
 
 @functools.cache
@@ -296,16 +395,29 @@ def _flex() -> Callable[..., Tensor]:
 
 
 def flex(w: Workload) -> Implementation:
-    """FlexAttention, compiled, with a document mask whose empty blocks are left out."""
+    """FlexAttention, compiled, with a document mask whose empty blocks are left out, and a relative bias if any."""
     mask = document_mask(w)
+    # A number, or a size of the table, would be compiled as one that varies, which its kernels do not take.
+    furthest = torch.tensor(w.size.terms.distances // 2, device=w.device)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return _flex()(q, k, v, block_mask=mask)
+    def call(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -> Tensor:
+        def by_distance(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            assert table is not None
+            return score + table[head, furthest + (query - key).minimum(furthest).maximum(-furthest)]
+
+        return _flex()(q, k, v, score_mod=None if table is None else by_distance, block_mask=mask)
 
     def pack(x: Tensor) -> Tensor:
         return x.transpose(0, 1)[None].contiguous()
 
-    return Implementation((pack(w.q), pack(w.k), pack(w.v)), pack(w.upstream), call, lambda x, _: x[0].transpose(0, 1))
+    def unpack(x: Tensor, name: str) -> Tensor:
+        return x if name in w.biases else x[0].transpose(0, 1)
+
+    inputs = pack(w.q), pack(w.k), pack(w.v), *w.biases.values()
+    implementation = Implementation(inputs, pack(w.upstream), call, unpack, biases=w.biases)
+    for table in implementation.inputs[3:]:
+        torch._dynamo.mark_static(table)
+    return implementation
 
 
 def document_mask(w: Workload, block: int = 128) -> Any:
@@ -357,7 +469,7 @@ def sll_dense(w: Workload) -> Implementation:
 
     lengths = w.key_lengths.repeat(w.size.heads)
     n, pairs = lengths.to(w.device), (lengths**2).to(w.device)
-    rows, cells, longest = _offsets(n), _offsets(pairs), w.longest
+    rows, cells, longest = offsets_of(n), offsets_of(pairs), w.longest
     ops = torch.ops.fbgemm
 
     def call(*inputs: Tensor) -> Tensor:
@@ -393,41 +505,9 @@ PEERS: dict[str, Callable[[Workload], Implementation]] = {
     "sll_dense": sll_dense,
     "padded_math": functools.partial(padded, SDPBackend.MATH),
     "padded_flash": functools.partial(padded, SDPBackend.FLASH_ATTENTION),
+    "padded_efficient": functools.partial(padded, SDPBackend.EFFICIENT_ATTENTION),
     "padded_cudnn": functools.partial(padded, SDPBackend.CUDNN_ATTENTION),
     "padded": functools.partial(padded, None),
     "flex": flex,
     "nested": nested,
 }
-
-
-def reference(w: Workload, samples: Sequence[int], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Output and gradients of q, k and v of these samples' rows, one sample after another, in `dtype` with plain products."""
-    found: dict[str, list[Tensor]] = {"output": [], "q": [], "k": [], "v": []}
-    for sample in samples:
-        queries, keys = rows_of(w.query_lengths, [sample]), rows_of(w.key_lengths, [sample])
-        inputs = [x.to(dtype).requires_grad_() for x in (w.q[queries], w.k[keys], w.v[keys])]
-        q, k, v = inputs[0], *(x.repeat_interleave(w.q.shape[1] // w.k.shape[1], 1) for x in inputs[1:])
-        scores = torch.einsum("qhd,khd->hqk", q, k) * w.scale
-        if w.mask != Mask():
-            scores = scores.masked_fill(~w.mask.seen(len(queries), len(keys), w.device), -torch.inf)
-        weights = scores.to(torch.promote_types(dtype, torch.float32)).softmax(-1).to(dtype)
-        output = torch.einsum("hqk,khd->qhd", weights, v)
-        gradients = torch.autograd.grad(output, inputs, w.upstream[queries].to(dtype))
-        for of, x in zip(found.values(), (output.detach(), *gradients), strict=True):
-            of.append(x)
-    return {name: torch.cat(of) for name, of in found.items()}
-
-
-def rows_of(lengths: Tensor, samples: Sequence[int]) -> Tensor:
-    """Indices of the rows of some samples, on the CPU."""
-    offsets = _offsets(lengths).tolist()
-    return torch.cat([torch.arange(offsets[sample], offsets[sample + 1]) for sample in samples])
-
-
-def some_samples(w: Workload, count: int = 16) -> list[int]:
-    """Samples from the shortest that has a key to the longest that float64 has room for, evenly in order of length."""
-    scores = w.query_lengths * w.key_lengths * w.size.heads
-    order = [sample for sample in w.key_lengths.argsort().tolist() if 0 < scores[sample] <= REFERENCE_SCORES]
-    order = order or [int(scores.argmin())]
-    places = torch.linspace(0, len(order) - 1, min(count, len(order))).round().long().tolist()
-    return [order[place] for place in places]

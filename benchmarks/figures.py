@@ -1,4 +1,4 @@
-"""Draw the figures from the result files alone.
+"""Draw the figures from the result files alone, and the picture of attention's masks.
 
 python -m benchmarks.figures
 """
@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import torch
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.attention_cases import Mask
 from benchmarks.common import ROOT
 
 PANELS = {
@@ -166,6 +168,7 @@ ATTENTION_COLOURS = {
     "sll_dense": "#a4707c",
     "padded_math": "#8d99ae",
     "padded_flash": "#b9c4c9",
+    "padded_efficient": "#adb5bd",
     "padded_cudnn": "#6c757d",
     "padded": "#b9c4c9",
     "flex": "#7a9e7e",
@@ -177,6 +180,7 @@ ATTENTION_NAMES = {
     "sll_dense": "FBGEMM sll, not flash",
     "padded_math": "padded, math (dense)",
     "padded_flash": "padded, flash (dense flash)",
+    "padded_efficient": "padded, memory-efficient",
     "padded_cudnn": "padded, cuDNN",
     "flex": "FlexAttention",
     "nested": "nested tensors",
@@ -262,6 +266,55 @@ def _present(rows: dict[Any, dict[str, Any]]) -> list[str]:
     return [who for who in ATTENTION_COLOURS if any(who in row for row in rows.values())]
 
 
+# Of a sample of ten keys: what is drawn, the number of queries and what they see.
+MASKS = {
+    "no mask": (10, Mask()),
+    "causal": (10, Mask(causal=True)),
+    "window=3": (10, Mask(window=3)),
+    "causal, window=3": (10, Mask(causal=True, window=3)),
+    "causal, num_targets=3": (10, Mask(causal=True, num_targets=3)),
+    "causal, num_contextual=2": (10, Mask(causal=True, num_contextual=2)),
+    "all of them together": (10, Mask(causal=True, window=3, num_targets=3, num_contextual=2)),
+    "causal, 4 queries": (4, Mask(causal=True)),
+}
+PICTURE = ROOT.parent / "docs" / "ops" / "attention_masks.svg"
+KEYS = {"contextual": "#d9a066", "history": "#1f6f8b", "target": "#d1495b"}
+
+
+def attention_masks() -> str:
+    """SVG of which keys, left to right, the queries, top to bottom, see under each mask."""
+    cell, wide, high = 13, 190, 175
+    texts: list[str] = []
+    squares: dict[str, list[str]] = {"#eceff1": [], **{colour: [] for colour in KEYS.values()}}
+
+    def text(x: int, y: int, words: str) -> None:
+        texts.append(f'<text x="{x}" y="{y}">{words}</text>')
+
+    def square(x: int, y: int, colour: str) -> None:
+        squares[colour].append(f"M{x} {y}h12v12h-12z")
+
+    for place, (name, (queries, mask)) in enumerate(MASKS.items()):
+        left, top = 20 + place % 4 * wide, 30 + place // 4 * high
+        text(left, top - 8, name)
+        seen = mask.seen(queries, 10, torch.device("cpu")).tolist()
+        for row, sees in enumerate(seen):
+            for key, visible in enumerate(sees):
+                kind = (
+                    "contextual" if key < mask.num_contextual else "target" if key >= 10 - (mask.num_targets or 0) else "history"
+                )
+                square(left + key * cell, top + row * cell, KEYS[kind] if visible else "#eceff1")
+    bottom = 30 + 2 * high
+    text(20, bottom, "Rows are queries, columns keys, coloured where they are seen:")
+    for place, (kind, colour) in enumerate(KEYS.items()):
+        square(420 + 100 * place, bottom - 10, colour)
+        text(437 + 100 * place, bottom, kind)
+    paths = [f'<path fill="{colour}" d="{"".join(of)}"/>' for colour, of in squares.items()]
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {4 * wide} {bottom + 15}" font-family="sans-serif" font-size="12">'
+    )
+    return "\n".join([head, '<rect width="100%" height="100%" fill="#fff"/>', *paths, *texts, "</svg>", ""])
+
+
 Draw = Callable[[dict[str, Any], Path], None]
 # Of each benchmark: the key of a result file without which a figure is not drawn, and what draws it.
 DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
@@ -285,13 +338,14 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         "attention_paper": ("paper", attention_paper),
         "attention_skew": ("skew", partial(attention_rates, "skew")),
         "attention_options": ("options", partial(attention_rates, "options")),
+        "attention_biases": ("biases", partial(attention_rates, "biases")),
         "attention_cpu": ("cpu", partial(attention_rates, "cpu")),
     },
 }
 
 
 def main() -> None:
-    """Draw every figure of every result file."""
+    """Draw every figure of every result file, and the picture of the masks."""
     for benchmark, figures in DRAWN.items():
         for source in sorted(ROOT.glob(f"results/*/{benchmark}.json")):
             result = json.loads(source.read_text())
@@ -301,6 +355,8 @@ def main() -> None:
                     target.parent.mkdir(exist_ok=True)
                     draw(result, target)
                     print(target)
+    PICTURE.write_text(attention_masks())
+    print(PICTURE)
 
 
 if __name__ == "__main__":

@@ -181,6 +181,7 @@ ATTENTION = {
     "sll_dense": "FBGEMM `sll`, not flash",
     "padded_math": "padded, math",
     "padded_flash": "padded, flash",
+    "padded_efficient": "padded, memory-efficient",
     "padded_cudnn": "padded, cuDNN",
     "padded": "padded",
     "flex": "FlexAttention",
@@ -190,8 +191,12 @@ ATTENTION_PARTS = {
     "table": "bfloat16, lengths uniform on 0..N; rows are B x N x heads x width:",
     "cpu": "float32, lengths uniform on 0..N; rows are B x N x heads x width:",
     "paper": "Figure 2 of the Jagged Flash Attention paper: 2^18 rows with padding, 4 heads of width 64, by the maximum length:",
-    "skew": "Lognormal lengths (sigma 1) beside equal lengths of the same work:",
+    "skew": "Lognormal lengths (sigma 1) beside equal lengths of the same work, of whose rate they are asked to keep 0.90:",
     "options": "What the options cost; rows are B x N x heads x width:",
+    "biases": (
+        "Biases with their gradients (401 distances, 32 buckets of times unless said, a number for every pair), a tenth of the "
+        "weights dropped, and HSTU's weights; causal, rows are B x N x heads x width:"
+    ),
 }
 
 
@@ -212,8 +217,8 @@ def attention_page(result: dict[str, Any]) -> str:
         if title in result:
             rows = result[title]["rows"]
             blocks += [words, *_attention_times(rows), *_attention_summary(title, result[title])]
-            if title in ("table", "paper") and _on_gpu(facts):
-                blocks += _attention_memory(rows, inputs=title == "paper")
+            if title in ("table", "paper", "biases") and _on_gpu(facts):
+                blocks += _attention_memory(rows, inputs=title != "table")
     return "\n\n".join(blocks) + "\n"
 
 
@@ -273,7 +278,20 @@ def _attention_summary(title: str, part: dict[str, Any]) -> list[str]:
                 for way, ratio in ratios.items()
             )
         ]
+    if title == "biases":
+        return [_compared(part["rows"])]
     return [*_reached(part["rows"]), *_errors(part["rows"])] if title == "table" else []
+
+
+def _compared(rows: dict[str, Any]) -> str:
+    """Ratios to the time of another case, beside what was asked."""
+    lines = ["| | times as long as | forward | asked | backward | asked |", "|---|---|---:|---:|---:|---:|"]
+    for name, of in ((name, row["compared"]) for name, row in rows.items() if "compared" in row):
+        cells = [
+            f"{of[kind][way]:.2f}" if way in of[kind] else "-" for way in ("forward", "backward") for kind in ("ratio", "asked")
+        ]
+        lines.append(f"| {name} | {of['with']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _reached(rows: dict[str, Any]) -> list[str]:
@@ -317,9 +335,14 @@ def _attention_memory(rows: dict[str, Any], *, inputs: bool) -> list[str]:
                 cells.append("-" if peak is None else f"{(peak + (of['input_bytes'] if inputs else 0)) / 1e6:,.0f}")
             lines.append(f"| {name} | {words} | {' | '.join(cells)} |")
     blocks = [f"Peak memory {'with' if inputs else 'beyond'} the inputs, MB:", "\n".join(lines)]
-    peaks = [[row.get(who, {}).get(key) for who in ("jagged", "fa2")] for row in rows.values() for key in PEAKS]
-    if pairs := [(mine, its) for mine, its in peaks if mine is not None and its is not None]:
-        blocks.append(f"Below FA2's in {sum(mine < its for mine, its in pairs)} of {len(pairs)}.")
+    peaks = {
+        f"{name}, {words}": [row.get(who, {}).get(key) for who in ("jagged", "fa2")]
+        for name, row in rows.items()
+        for key, words in PEAKS.items()
+    }
+    if both := {name: pair for name, pair in peaks.items() if None not in pair}:
+        above = [f"{name} ({(mine - its) / 1e6:.1f} MB more)" for name, (mine, its) in both.items() if mine >= its]
+        blocks.append(f"Below FA2's in {len(both) - len(above)} of {len(both)}{'; not: ' if above else ''}{'; '.join(above)}.")
     return blocks
 
 

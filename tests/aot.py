@@ -22,6 +22,7 @@ AMD_SHARED_BYTES = 64 * 1024
 class Resources:
     registers: int
     spills: int
+    is_serialised: bool
     shared_bytes: int
     # PTX, or AMD's assembly.
     assembly: str = field(repr=False)
@@ -38,7 +39,7 @@ def compile_kernel(
     divisible: Collection[str] = (),
     max_registers: int | None = None,
 ) -> Resources:
-    """Compile a `@triton.jit` kernel for `sm_<arch>`, or for an AMD GPU by its name, and read what the assembler says of it.
+    """Compile a Triton or Gluon kernel for `sm_<arch>`, or for an AMD GPU by its name, and read what the assembler says of it.
 
     `signature` maps every run-time argument to its Triton type (`"*bf16"`, `"i32"`, `"fp32"`); `constants` the constexpr
     ones; `divisible` names integers that are multiples of 16, which a launch finds out; `max_registers` is for NVIDIA's alone.
@@ -47,6 +48,7 @@ def compile_kernel(
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     if isinstance(arch, str) and "amd" not in backends:
         pytest.skip("this Triton was built without its AMD backend")
@@ -60,7 +62,7 @@ def compile_kernel(
     attributes = {
         (names.index(name),): [["tt.divisibility", 16]] for name, kind in full.items() if kind[0] == "*" or name in divisible
     }
-    source = ASTSource(fn=kernel, signature=full, constexprs=indexes, attrs=attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(fn=kernel, signature=full, constexprs=indexes, attrs=attributes)
     target = GPUTarget("hip", arch, 64) if isinstance(arch, str) else GPUTarget("cuda", arch, 32)
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None and isinstance(arch, int):
@@ -71,8 +73,8 @@ def compile_kernel(
     return Resources(*read, compiled.metadata.shared, assembly)
 
 
-def _assemble_ptx(ptx: str, arch: int) -> tuple[int, int]:
-    """Return registers of a thread and bytes of its spills."""
+def _assemble_ptx(ptx: str, arch: int) -> tuple[int, int, bool]:
+    """Return registers of a thread, bytes of its spills, and whether products that could run together wait for one another."""
     from triton.backends.nvidia.compiler import get_ptxas
 
     suffix = "a" if arch >= 90 else ""
@@ -86,10 +88,10 @@ def _assemble_ptx(ptx: str, arch: int) -> tuple[int, int]:
             check=True,
         ).stderr
     spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill (?:stores|loads)", report))
-    return int(re.findall(r"Used (\d+) registers", report)[-1]), spills
+    return int(re.findall(r"Used (\d+) registers", report)[-1]), spills, "wgmma.mma_async instructions are serialized" in report
 
 
-def _read_amdgcn(assembly: str) -> tuple[int, int]:
+def _read_amdgcn(assembly: str) -> tuple[int, int, bool]:
     """Return vector registers of a thread, accumulators included, and bytes of its spills."""
     count = {name: int(number) for name, number in re.findall(r"\.(\w+_count): +(\d+)", assembly)}
-    return count["vgpr_count"], 4 * count["vgpr_spill_count"]
+    return count["vgpr_count"], 4 * count["vgpr_spill_count"], False

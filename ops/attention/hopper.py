@@ -1,18 +1,20 @@
-"""Attention of long samples on Hopper: one warp loads, groups of four warps multiply and weigh, each 64 rows of one tile.
+"""Softmax attention of long samples on Hopper: one warp loads, two groups of four warps multiply and weigh.
 
-A persistent program takes tiles of `64 * GROUPS` rows from a counter until none is left. Its loading warp streams the keys and
-values that the tile sees through two rings of `STAGES >= 2` places in shared memory, by TMA; the groups share them, so that a row
-crosses the L2 once for all of them. That a place is filled is announced by a barrier `full` (one arrival, and the bytes), that it
-is left by a barrier `empty` (an arrival of each group). Visit n of a ring uses place `n % STAGES` for the `n // STAGES`-th time.
-Either barrier completes once for each use, and a wait for completion k (from 0) names its parity, `k & 1`; a wait for completion
--1 of a new barrier returns at once, so that a place that was never used is free.
+A program, of which each multiprocessor runs one, takes tiles of 128 queries of one head from a counter until none is left. Its
+loading warp sends a tile's queries, 64 to each group, and then its keys and values by TMA, 128 rows at a time and the last first,
+through two rings of places in shared memory. Both groups read the same place, so that a row crosses the L2 once for 128 queries.
+A group begins the product of queries and one tile of keys together with that of weights and the values of the tile before it,
+`S_j = Q K_j^T` and `O += P_(j-1) V_(j-1)`, and turns S_j into weights P_j, by a running softmax, while the second still runs.
 
-Rows reach shared memory by descriptors of the whole tensor that cut off at a sample's end; see `ragged_descriptor`.
+A place has two barriers: `full` hears when the bytes have come (one arrival, and their number), `empty` when they have been read
+(an arrival of each group). Visit n of a ring is the `n // STAGES`-th to its place `n % STAGES`. A barrier completes once for each
+visit to its place. To wait for completion k, counted from 0, is to wait for parity `k & 1`, and a wait for completion -1 of a new
+barrier returns at once: a place not yet used is empty. The place for queries has both too, and visits are tiles.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,81 +33,93 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 # Rows of a sample end where this coordinate does; more than any tensor has.
 ROWS = gl.constexpr(2**30)
-# What the loading warp tells the groups of a tile: first row and length of its queries and keys, its first query, its head.
-FIELDS = gl.constexpr(6)
+# Queries of a group and of a tile, keys of a tile, columns of both, and places of a ring.
+GROUP_M = gl.constexpr(64)
+BLOCK_M = gl.constexpr(128)
+BLOCK_N = gl.constexpr(128)
+WIDTH = gl.constexpr(128)
+STAGES = gl.constexpr(2)
+# Of a tile: its sample's first query, numbers of queries and keys, its own first query in the sample, and its head.
+FIELDS = gl.constexpr(5)
+# Of rows of 128 columns of 16 bits, in shared memory.
+LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=5)
+LOWEST = gl.constexpr(-3.4028234663852886e38)
+
+
+class Ring(NamedTuple):
+    """Places in shared memory and their barriers."""
+
+    tiles: Any
+    full: Any
+    empty: Any
 
 
 def ragged_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
     """Describe `[S, H, D]` so that a load of `block` rows of one head ends at a sample's last row, with zeros after it.
 
     TMA cuts off at the tensor's shape alone. Here row i of a sample of length L has coordinate `ROWS - L + i` of a dimension of
-    ROWS, so that the cut falls right after row L - 1. The other two dimensions lead back: one by the sample's end, the other by
+    ROWS, so that the cut falls right after row L - 1. The first two dimensions lead back: one by the sample's end, the other by
     ROWS, as a stride of `2^34 - row` elements does whose product with `ROWS = 2^30` wraps around to `-ROWS * row`.
     """
     row_stride, head_stride, _ = rows.stride()
-    columns = (rows.shape[1] - 1) * head_stride + rows.shape[2]
-    box = [1, 1, block, rows.shape[2]]
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[rows.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    limit = 2**31 - 2**16
-    return TensorDescriptor(
-        rows, [limit, limit, ROWS.value, columns], [2**34 - row_stride, row_stride, row_stride, 1], box, layout
-    )
+    shape = [ROWS.value + 1, ROWS.value + 1, rows.shape[1], ROWS.value, rows.shape[2]]
+    strides = [2**34 - row_stride, row_stride, head_stride, row_stride, 1]
+    return TensorDescriptor(rows, shape, strides, [1, 1, 1, block, WIDTH.value], LAYOUT)
 
 
 @gluon.jit
-def copy_rows(source, end, length, first, column, barrier, place):
-    """Begin to copy rows `first ..` of the sample that ends before row `end` of its tensor."""
-    tma.async_copy_global_to_shared(source, [ROWS, end, ROWS - length + first, column], barrier, place)
-
-
-@gluon.jit
-def make_ring(source, GROUPS: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Return places for tiles of a descriptor, and for each place the barriers `full` and `empty`."""
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
+def make_ring(source, TILES: gl.constexpr, BLOCK: gl.constexpr, PLACES: gl.constexpr):
+    """Return room for that many tiles of a descriptor, and barriers for that many places."""
+    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PLACES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    return gl.allocate_shared_memory(source.dtype, [STAGES, 1, 1, BLOCK, HEAD_DIM], source.layout), full, empty
+        mbarrier.init(empty.index(i), count=2)
+    return Ring(gl.allocate_shared_memory(source.dtype, [TILES, 1, 1, 1, BLOCK, WIDTH], source.layout), full, empty)
 
 
 @gluon.jit
-def load_rows(source, end, length, first, column, visit, ring, STAGES: gl.constexpr, BYTES: gl.constexpr):
-    """Copy rows into a ring's next place as soon as every group has left it."""
-    tiles, full, empty = ring
-    slot = visit % STAGES
-    mbarrier.wait(empty.index(slot), (visit // STAGES & 1) ^ 1)
-    mbarrier.expect(full.index(slot), BYTES)
-    copy_rows(source, end, length, first, column, full.index(slot), tiles.index(slot))
+def copy_rows(source, end, length, first, head, barrier, place):
+    """Begin to copy rows `first ..` of the sample that ends before row `end` of its tensor."""
+    tma.async_copy_global_to_shared(source, [ROWS, end, head, ROWS - length + first, 0], barrier, place)
 
 
 @gluon.jit
-def await_rows(ring, visit, STAGES: gl.constexpr, BLOCK: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Wait for what a visit brings, and return it."""
-    tiles, full, _ = ring
-    slot = visit % STAGES
-    mbarrier.wait(full.index(slot), visit // STAGES & 1)
-    return tiles.index(slot).reshape([BLOCK, HEAD_DIM])
+def send_rows(source, end, length, first, head, ring, visit):
+    """Copy rows into a ring's next place as soon as both groups have left it."""
+    place = visit % STAGES
+    mbarrier.wait(ring.empty.index(place), (visit // STAGES & 1) ^ 1)
+    mbarrier.expect(ring.full.index(place), source.block_type.nbytes)
+    copy_rows(source, end, length, first, head, ring.full.index(place), ring.tiles.index(place))
 
 
 @gluon.jit
-def leave_rows(ring, visit, STAGES: gl.constexpr):
-    """Give back what a visit has brought."""
-    _, _, empty = ring
-    mbarrier.arrive(empty.index(visit % STAGES), count=1)
+def await_rows(ring, visit):
+    """Wait until what a visit brings is there."""
+    mbarrier.wait(ring.full.index(visit % STAGES), visit // STAGES & 1)
 
 
 @gluon.jit
-def find_sample(offsets, index, num_samples, BLOCK: gl.constexpr):
-    """Return the sample that owns tile `index` of the list of `find_tile`, by 32 places at once."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+def rows_of(ring, visit):
+    """Return what a visit has brought, `[BLOCK_N, WIDTH]`."""
+    return ring.tiles.index(visit % STAGES).reshape([BLOCK_N, WIDTH])
+
+
+@gluon.jit
+def leave_rows(ring, visit):
+    """Tell that this group has read what a visit brought."""
+    mbarrier.arrive(ring.empty.index(visit % STAGES), count=1)
+
+
+@gluon.jit
+def find_sample(offsets, index, num_samples):
+    """Return the sample that owns tile `index` of the list of `find_tile`; each step looks at 32 places at once."""
     low = index * 0
     width = low + num_samples
     while width > 1:
         step = (width + 31) // 32
-        place = gl.arange(0, 32, layout=lanes) * step
-        first = gl.load(offsets + low + place, mask=place < width, other=0) // BLOCK + low + place
+        place = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])) * step
+        first = gl.load(offsets + low + place, mask=place < width, other=0) // BLOCK_M + low + place
         passed = gl.sum(((place < width) & (first <= index)).to(gl.int32), 0)
         passed_by = (gl.maximum(passed, 1) - 1) * step
         low += passed_by
@@ -115,260 +129,209 @@ def find_sample(offsets, index, num_samples, BLOCK: gl.constexpr):
 
 @gluon.jit
 def load_sample(offsets, sample, total):
-    """Return first and last row, held inside `[0, total]` whatever the offsets say."""
+    """Return first row and length, held inside `[0, total]` whatever the offsets say."""
     start = gl.minimum(gl.maximum(gl.load(offsets + sample), 0), total).to(gl.int32)
     end = gl.minimum(gl.maximum(gl.load(offsets + sample + 1), start), total).to(gl.int32)
-    return start, end
+    return start, end - start
 
 
 @gluon.jit
-def key_tiles(first_query, query_length, key_length, IS_CAUSAL: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Return how many key tiles a tile of queries visits, at least one, and how many of them are seen whole."""
-    last = key_length
-    whole = key_length
+def key_tiles(first_query, query_length, key_length, IS_CAUSAL: gl.constexpr):
+    """Return how many key tiles a tile of queries visits, at least one, and how many of them every query sees whole."""
+    seen = key_length
+    seen_by_all = key_length
     if IS_CAUSAL:
         shift = key_length - query_length
-        last = gl.minimum(gl.minimum(first_query + BLOCK_M, query_length) + shift, key_length)
-        whole = gl.maximum(gl.minimum(first_query + shift + 1, key_length), 0)
-    return gl.maximum((last + BLOCK_N - 1) // BLOCK_N, 1), whole // BLOCK_N
+        seen = gl.minimum(gl.minimum(first_query + BLOCK_M, query_length) + shift, key_length)
+        seen_by_all = gl.maximum(gl.minimum(first_query + shift + 1, key_length), 0)
+    return gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 1), seen_by_all // BLOCK_N
 
 
 @gluon.jit
-def load_forward(
-    arguments,
-    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+def load_warp(
+    query, key, value, offsets, key_offsets, counter, num_samples, total, key_total, num_heads, fields, queries, keys, values,
+    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: for each tile its queries and place, and its keys and values from the last tile to the first."""
-    (
-        query, key, value, offsets, key_offsets, counter, num_samples, num_heads, total, key_total,
-        q_head_stride, k_head_stride, v_head_stride, places, q_full, q_empty, q_tile, k_ring, v_ring,
-    ) = arguments  # fmt: skip
-    BLOCK_M: gl.constexpr = 64 * GROUPS
-    BYTES: gl.constexpr = BLOCK_N * HEAD_DIM * 2
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    """Of each tile send fields and queries, then keys and values; at last a tile of a sample that has no queries."""
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = total // BLOCK_M + num_samples
     index = gl.atomic_add(counter, 1, sem="relaxed")
+    tile = index * 0
     visit = index * 0
-    turn = index * 0
     while index < num_tiles * num_heads:
         head = index // num_tiles
-        sample = find_sample(offsets, index % num_tiles, num_samples, BLOCK_M)
-        start, end = load_sample(offsets, sample, total)
-        key_start, key_end = load_sample(key_offsets, sample, key_total)
-        length = end - start
-        key_length = key_end - key_start
+        sample = find_sample(offsets, index % num_tiles, num_samples)
+        start, length = load_sample(offsets, sample, total)
+        key_start, key_length = load_sample(key_offsets, sample, key_total)
+        key_end = key_start + key_length
         first_query = (index % num_tiles - start // BLOCK_M - sample) * BLOCK_M
         if (first_query >= 0) & (first_query < length):
-            tiles, _ = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_M, BLOCK_N)
-            first = (tiles - 1) * BLOCK_N
-            k_column = head // GROUP * k_head_stride
-            v_column = head // GROUP * v_head_stride
-            load_rows(key, key_end, key_length, first, k_column, visit, k_ring, STAGES, BYTES)
-            mbarrier.wait(q_empty, (turn & 1) ^ 1)
+            tiles, _ = key_tiles(first_query, length, key_length, IS_CAUSAL)
+            first_key = (tiles - 1) * BLOCK_N
+            send_rows(key, key_end, key_length, first_key, head // GROUP, keys, visit)
+            mbarrier.wait(queries.empty.index(0), (tile & 1) ^ 1)
             for i in gl.static_range(FIELDS):
-                field = (start, length, key_start, key_length, first_query, head)[i]
-                places.index(i).store(gl.full([1], 0, gl.int32, one) + field)
-            mbarrier.expect(q_full, BLOCK_M * HEAD_DIM * 2)
-            for i in gl.static_range(GROUPS):
-                copy_rows(query, end, length, first_query + i * 64, head * q_head_stride, q_full, q_tile.index(i))
-            # Groups need a tile's keys before the values of the tile before.
+                field = (start, length, key_length, first_query, head)[i]
+                fields.index(i).store(gl.full([1], 0, gl.int32, lanes) + field)
+            mbarrier.expect(queries.full.index(0), 2 * query.block_type.nbytes)
+            for i in gl.static_range(2):
+                row = first_query + i * GROUP_M
+                copy_rows(query, start + length, length, row, head, queries.full.index(0), queries.tiles.index(i))
+            # Groups need a tile's keys before the values of the tile that they saw before it.
             for _ in range(1, tiles):
-                load_rows(key, key_end, key_length, first - BLOCK_N, k_column, visit + 1, k_ring, STAGES, BYTES)
-                load_rows(value, key_end, key_length, first, v_column, visit, v_ring, STAGES, BYTES)
-                first -= BLOCK_N
+                send_rows(key, key_end, key_length, first_key - BLOCK_N, head // GROUP, keys, visit + 1)
+                send_rows(value, key_end, key_length, first_key, head // GROUP, values, visit)
+                first_key -= BLOCK_N
                 visit += 1
-            load_rows(value, key_end, key_length, 0, v_column, visit, v_ring, STAGES, BYTES)
+            send_rows(value, key_end, key_length, 0, head // GROUP, values, visit)
             visit += 1
-            turn += 1
+            tile += 1
         index = gl.atomic_add(counter, 1, sem="relaxed")
-    mbarrier.wait(q_empty, (turn & 1) ^ 1)
-    places.index(1).store(gl.full([1], 0, gl.int32, one))
-    mbarrier.arrive(q_full, count=1)
+    mbarrier.wait(queries.empty.index(0), (tile & 1) ^ 1)
+    fields.index(1).store(gl.full([1], 0, gl.int32, lanes))
+    mbarrier.arrive(queries.full.index(0), count=1)
 
 
 @gluon.jit
-def field_of(places, INDEX: gl.constexpr):
+def field_of(fields, INDEX: gl.constexpr):
     """Read a number that the loading warp has written."""
-    return gl.sum(places.index(INDEX).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.sum(fields.index(INDEX).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def masked(s, first_row, first_key, key_length, IS_CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr):
-    """Hide the keys that a row does not see."""
-    keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
-    if IS_CAUSAL:
-        positions = (first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
-        return gl.where((keys <= positions) & (keys < key_length), s, float("-inf"))
-    else:
-        return gl.where(keys < key_length, s, float("-inf"))
+def weigh(s, largest, weight, factor, first_position, first_key, key_length, IS_EDGE, IS_CAUSAL: gl.constexpr):
+    """Take a tile's scores into a running softmax: weights, by what earlier ones shrink, largest score, sum of weights."""
+    layout: gl.constexpr = s.type.layout
+    if IS_EDGE:
+        keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+        seen = keys < key_length
+        if IS_CAUSAL:
+            positions = (first_position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
+            seen = seen & (keys <= positions)
+        s = gl.where(seen, s, float("-inf"))
+    now_largest = gl.maximum(largest, gl.max(s, 1) * factor)
+    correction = gl.exp2(largest - now_largest)
+    p = gl.exp2(s * factor - now_largest[:, None])
+    return p, correction, now_largest, weight * correction + gl.sum(p, 1)
 
 
 @gluon.jit
-def weigh_forward(
-    arguments,
+def weigh_group(
+    output, lse, total, num_heads, factor, fields, queries, keys, values,
     WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr,
-    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: rows `64 * WHICH ..` of each tile.
-
-    Of key tile j the scores are begun, `S_j = Q K_j^T`, then what the weights of the last one give, `O += P_{j-1} V_{j-1}`; the
-    softmax of S_j runs while the second product does. If groups take turns (two of them), one begins its two products only when
-    the other has begun its own, so that one's softmax falls to the other's products.
-    """
-    output, lse, total, factor, output_row_stride, places, q_full, q_empty, q_tile, k_ring, v_ring, turns = arguments
-    BLOCK_M: gl.constexpr = 64 * GROUPS
+    """One group of warps: output and log-sum-exp of rows `64 * WHICH ..` of each tile, until one has no queries."""
     dtype: gl.constexpr = output.dtype.element_ty
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
-    zero = gl.zeros([64, BLOCK_N], gl.float32, s_layout)
-    q = q_tile.index(WHICH).reshape([64, HEAD_DIM])
+    zero = gl.zeros([GROUP_M, BLOCK_N], gl.float32, s_layout)
+    q = queries.tiles.index(WHICH).reshape([GROUP_M, WIDTH])
+    tile = total * 0
     visit = total * 0
-    turn = total * 0
-    passed = total * 0
-    mbarrier.wait(q_full, 0)
-    length = field_of(places, 1)
+    mbarrier.wait(queries.full.index(0), 0)
+    length = field_of(fields, 1)
     while length > 0:
-        start = field_of(places, 0)
-        key_length = field_of(places, 3)
-        first_query = field_of(places, 4)
-        head = field_of(places, 5)
-        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_M, BLOCK_N)
-        first_row = first_query + 64 * WHICH
-        position = first_row + key_length - length
+        start = field_of(fields, 0)
+        key_length = field_of(fields, 2)
+        first_query = field_of(fields, 3)
+        head = field_of(fields, 4)
+        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL)
+        first_query += GROUP_M * WHICH
+        position = first_query + key_length - length
+        # Finite, so that rows which see none of a tile's keys have weights of 0 there.
+        largest = gl.full([GROUP_M], LOWEST, gl.float32, s_row)
+        weight = gl.zeros([GROUP_M], gl.float32, s_row)
 
-        k = await_rows(k_ring, visit, STAGES, BLOCK_N, HEAD_DIM)
-        s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
+        await_rows(keys, visit)
+        s = warpgroup_mma(q, rows_of(keys, visit).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        leave_rows(k_ring, visit, STAGES)
-        if tiles > whole:
-            s = masked(s, position, (tiles - 1) * BLOCK_N, key_length, IS_CAUSAL, BLOCK_N, s_layout)
-        largest = gl.maximum(gl.max(s, 1) * factor, -1e30)
-        p = gl.exp2(s * factor - largest[:, None])
-        weight = gl.sum(p, 1)
-        p16 = gl.convert_layout(p.to(dtype), p_layout)
-        o = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
-        v = await_rows(v_ring, visit, STAGES, BLOCK_N, HEAD_DIM)
+        leave_rows(keys, visit)
+        p, _, largest, weight = weigh(
+            s, largest, weight, factor, position, (tiles - 1) * BLOCK_N, key_length, tiles > whole, IS_CAUSAL
+        )
+        p = gl.convert_layout(p.to(dtype), p_layout)
+        o = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
+        await_rows(values, visit)
         for j in range(1, tiles):
-            k = await_rows(k_ring, visit + 1, STAGES, BLOCK_N, HEAD_DIM)
-            if TAKE_TURNS:
-                # The first group's first turn is free.
-                mbarrier.wait(turns.index(WHICH), (passed & 1) ^ (1 - WHICH))
-            s_next = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-            v = v_ring[0].index(visit % STAGES).reshape([BLOCK_N, HEAD_DIM])
-            o_next = warpgroup_mma(p16, v, o, is_async=True)
-            if TAKE_TURNS:
-                mbarrier.arrive(turns.index(1 - WHICH), count=1)
-                passed += 1
-            s = warpgroup_mma_wait(1, deps=(s_next,))
-            leave_rows(k_ring, visit + 1, STAGES)
-            if tiles - 1 - j >= whole:
-                s = masked(s, position, (tiles - 1 - j) * BLOCK_N, key_length, IS_CAUSAL, BLOCK_N, s_layout)
-            now = gl.maximum(largest, gl.max(s, 1) * factor)
-            correction = gl.exp2(largest - now)
-            p = gl.exp2(s * factor - now[:, None])
-            weight = weight * correction + gl.sum(p, 1)
-            largest = now
+            left = tiles - 1 - j
+            await_rows(keys, visit + 1)
+            s = warpgroup_mma(q, rows_of(keys, visit + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+            o = warpgroup_mma(p, rows_of(values, visit), o, is_async=True)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            leave_rows(keys, visit + 1)
+            p, correction, largest, weight = weigh(
+                s, largest, weight, factor, position, left * BLOCK_N, key_length, left >= whole, IS_CAUSAL
+            )
             # The assembler moves a wait for products up to the last branch: this one has to stand below the softmax.
-            await_rows(v_ring, visit + 1, STAGES, BLOCK_N, HEAD_DIM)
-            o = warpgroup_mma_wait(0, deps=(o_next,))
-            leave_rows(v_ring, visit, STAGES)
+            await_rows(values, visit + 1)
+            o = warpgroup_mma_wait(0, deps=(o,))
+            leave_rows(values, visit)
             o = o * gl.convert_layout(correction, o_row)[:, None]
-            p16 = gl.convert_layout(p.to(dtype), p_layout)
+            p = gl.convert_layout(p.to(dtype), p_layout)
             visit += 1
-        mbarrier.arrive(q_empty, count=1)
-        v = v_ring[0].index(visit % STAGES).reshape([BLOCK_N, HEAD_DIM])
-        o_next = warpgroup_mma(p16, v, o, is_async=True)
-        o = warpgroup_mma_wait(0, deps=(o_next,))
-        leave_rows(v_ring, visit, STAGES)
+        mbarrier.arrive(queries.empty.index(0), count=1)
+        o = warpgroup_mma(p, rows_of(values, visit), o, is_async=True)
+        o = warpgroup_mma_wait(0, deps=(o,))
+        leave_rows(values, visit)
         visit += 1
 
         # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
         divisor = gl.where(weight == 0.0, 1.0, weight)
         o = o * gl.convert_layout(1.0 / divisor, o_row)[:, None]
-        rows = first_row + gl.arange(0, 64, layout=o_row)
-        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))
-        places_of_rows = (start + rows).to(gl.int64)[:, None] * output_row_stride + columns[None, :]
-        gl.store(output + head * HEAD_DIM + places_of_rows, o.to(dtype), mask=(rows < length)[:, None])
-        rows = first_row + gl.arange(0, 64, layout=s_row)
+        rows = first_query + gl.arange(0, GROUP_M, layout=o_row)
+        columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, o_layout))
+        places = ((start + rows).to(gl.int64) * num_heads + head)[:, None] * HEAD_DIM + columns[None, :]
+        gl.store(output + places, o.to(dtype), mask=(rows < length)[:, None] & (columns < HEAD_DIM)[None, :])
+        rows = first_query + gl.arange(0, GROUP_M, layout=s_row)
         natural = gl.where(weight == 0.0, float("-inf"), largest * LN_2 + gl.log(divisor))
         gl.store(lse + head.to(gl.int64) * total + start + rows, natural, mask=rows < length)
-        turn += 1
-        mbarrier.wait(q_full, turn & 1)
-        length = field_of(places, 1)
+        tile += 1
+        mbarrier.wait(queries.full.index(0), tile & 1)
+        length = field_of(fields, 1)
 
 
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_forward_hopper_kernel(
     query, key, value, offsets, key_offsets, output, lse, counter, num_samples, total, key_total, num_heads, scale,
-    q_head_stride, k_head_stride, v_head_stride, output_row_stride,
     IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Output and log-sum-exp, `O = softmax(scale * Q K^T) V`, of all tiles of queries."""
-    dtype: gl.constexpr = query.dtype
-    places = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    q_tile = gl.allocate_shared_memory(dtype, [GROUPS, 1, 1, 64, HEAD_DIM], query.layout)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [1], bars)
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], bars)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=GROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    k_ring = make_ring(key, GROUPS, STAGES, BLOCK_N, HEAD_DIM)
-    v_ring = make_ring(value, GROUPS, STAGES, BLOCK_N, HEAD_DIM)
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queries = make_ring(query, 2, GROUP_M, 1)
+    keys = make_ring(key, STAGES, BLOCK_N, STAGES)
+    values = make_ring(value, STAGES, BLOCK_N, STAGES)
     fence_async_shared()
-    factor = scale * LOG2_E
     loads = (
-        query, key, value, offsets, key_offsets, counter, num_samples, num_heads, total, key_total,
-        q_head_stride, k_head_stride, v_head_stride, places, q_full, q_empty, q_tile, k_ring, v_ring,
+        query, key, value, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
+        fields, queries, keys, values, IS_CAUSAL, GROUP,
     )  # fmt: skip
-    sums = output, lse, total, factor, output_row_stride, places, q_full, q_empty, q_tile, k_ring, v_ring, turns
-    # Constants have to stand in the call: a name would make tensors of them.
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (weigh_forward, (sums, 0, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK_N, STAGES, TAKE_TURNS)),
-                (weigh_forward, (sums, 1, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK_N, STAGES, TAKE_TURNS)),
-                (load_forward, (loads, IS_CAUSAL, GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES)),
-            ],
-            [4, 1], [REGISTERS, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (weigh_forward, (sums, 0, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK_N, STAGES, TAKE_TURNS)),
-                (weigh_forward, (sums, 1, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK_N, STAGES, TAKE_TURNS)),
-                (weigh_forward, (sums, 2, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK_N, STAGES, TAKE_TURNS)),
-                (load_forward, (loads, IS_CAUSAL, GROUP, HEAD_DIM, GROUPS, BLOCK_N, STAGES)),
-            ],
-            [4, 4, 1], [REGISTERS, REGISTERS, 24],
-        )  # fmt: skip
+    factor = scale * LOG2_E
+    gl.warp_specialize(
+        [
+            (weigh_group, (output, lse, total, num_heads, factor, fields, queries, keys, values, 0, IS_CAUSAL, HEAD_DIM)),
+            (weigh_group, (output, lse, total, num_heads, factor, fields, queries, keys, values, 1, IS_CAUSAL, HEAD_DIM)),
+            (load_warp, loads),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
 
 
-def attention_forward_hopper(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor | None, causal: bool, scale: float,
-    groups: int = 2, block: int = 128, stages: int = 3, take_turns: bool = True,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch; every row of every head has to begin at 16 bytes."""
-    total, heads, width = q.shape
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, k_offsets: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Launch `attention_forward_hopper_kernel`: as `kernels.forward`; every row of every head has to begin at 16 bytes."""
+    total, heads, head_dim = q.shape
     num_samples = q_offsets.shape[0] - 1
-    output = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(heads, total, device=q.device)
-    options: dict[str, Any] = {"GROUPS": groups, "BLOCK_N": block, "STAGES": stages, "TAKE_TURNS": take_turns}
-    tiles = (total // (64 * groups) + num_samples) * heads
-    programs = min(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count)
-    attention_forward_hopper_kernel[(programs,)](
-        ragged_descriptor(q, 64), ragged_descriptor(k, block), ragged_descriptor(v, block),
+    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(heads, total, dtype=torch.float32, device=q.device)
+    tiles = (total // BLOCK_M.value + num_samples) * heads
+    attention_forward_hopper_kernel[(min(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count),)](
+        ragged_descriptor(q, GROUP_M.value), ragged_descriptor(k, BLOCK_N.value), ragged_descriptor(v, BLOCK_N.value),
         q_offsets, q_offsets if k_offsets is None else k_offsets, output, lse,
         torch.zeros(1, dtype=torch.int32, device=q.device), num_samples, total, k.shape[0], heads, scale,
-        q.stride(1), k.stride(1), v.stride(1), output.stride(0),
-        IS_CAUSAL=causal, GROUP=heads // k.shape[1], HEAD_DIM=width, REGISTERS=240 if groups == 2 else 160,
-        num_warps=4, **options,
+        IS_CAUSAL=causal, GROUP=heads // k.shape[1], HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
     return output, lse

@@ -7,6 +7,7 @@ at the edges of what is seen come after them, with one.
 from __future__ import annotations
 
 import functools
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
-from jagged.ops.attention.configurations import Tiles, configuration, padded_width
+from jagged.ops.attention.configurations import Tiles, configuration, is_specialised, padded_width
 from jagged.ops.attention.scores import (
     FLOAT_BUCKETS,
     HIDDEN,
@@ -399,18 +400,14 @@ def load_lse(lse, rows, length, ACCURATE: tl.constexpr):
 
 @triton.jit
 def load_statistics(statistics, rows, length, IS_WHOLE: tl.constexpr):
-    """Load what `attention_backward_dq_kernel` left of each row. Rows past the end, which no whole tile has, weigh nothing.
+    """Load what `attention_backward_dq_kernel` left of each row; unless the tile is whole, the last stands in for missing ones.
 
     Each pair is loaded twice: where a tile has fewer numbers than the program has threads, Triton would have every thread load
     all that it needs for itself.
     """
-    column = (tl.arange(0, 4) % 2)[None, :]
-    places = statistics + rows[:, None] * 2 + column
-    if IS_WHOLE:
-        twice = tl.load(places)
-    else:
-        beyond = tl.where(column == 0, float("inf"), 0.0)
-        twice = tl.load(places, mask=(rows < length)[:, None], other=beyond)
+    if not IS_WHOLE:
+        rows = tl.minimum(rows, length - 1)
+    twice = tl.load(statistics + rows[:, None] * 2 + (tl.arange(0, 4) % 2)[None, :])
     row_lse, row_delta = tl.split(tl.reshape(twice, [rows.shape[0], 2, 2]))
     row_lse, _ = tl.split(row_lse)
     row_delta, _ = tl.split(row_delta)
@@ -463,11 +460,9 @@ def accumulate_dkv(
     if statistics is None:
         products *= factor
     if IS_EDGE:
-        products = masked(
-            products, rows[None, :], keys, place, IS_CAUSAL, HIDDEN if statistics is None else float("-inf")
-        )  # fmt: skip
-        if statistics is None:
-            products = tl.where((rows < query_length)[None, :], products, HIDDEN)
+        hidden: tl.constexpr = HIDDEN if statistics is None else float("-inf")
+        products = masked(products, rows[None, :], keys, place, IS_CAUSAL, hidden)
+        products = tl.where((rows < query_length)[None, :], products, hidden)
     weights, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
     keep = None
     if dropout.seed is not None:
@@ -591,10 +586,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Launch `attention_forward_kernel`: output `[Sq, H, D]` and log-sum-exp `[H, Sq]`, natural logarithm, float32.
 
-    Pointwise weights have no log-sum-exp; then it is empty.
+    Pointwise weights have no log-sum-exp; then it is empty. Where no key is hidden but by `causal` and nothing is done to scores
+    and weights, the kernel of `hopper.py` serves the samples that are long enough for it.
     """
     total, heads, head_dim = q.shape
     q, k, v = _readable(q), _readable(k), _readable(v)
+    is_plain = not (window or num_contextual or pointwise) and all(
+        x is None for x in (num_targets, relative_bias, time_bias, bias, dropout_seed)
+    )
+    if is_plain and is_specialised(head_dim, q.dtype, total, q_offsets.shape[0] - 1) and (hopper := _hopper_for(q, k, v)):
+        return hopper.forward(q, k, v, q_offsets, k_offsets, causal, scale)  # type: ignore[no-any-return]
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
     is_biased = relative_bias is not None or time_bias is not None or bias is not None
@@ -811,6 +812,23 @@ def _allow_tma(*tensors: Tensor) -> bool:
     return _is_hopper_or_later(tensors[0].device) and all(
         x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:2]) for x in tensors
     )
+
+
+def _hopper_for(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
+    """Return `hopper.py` if the GPU is one, for its matrix instructions are no other's, and descriptors can tell of the rows."""
+    if not _allow_tma(q, k, v) or torch.cuda.get_device_capability(q.device) != (9, 0) or not k.numel():
+        return None
+    return _hopper()
+
+
+@functools.cache
+def _hopper() -> ModuleType | None:
+    """Return `hopper.py`, or None where this Triton has not the experimental parts that it imports."""
+    try:
+        from jagged.ops.attention import hopper
+    except ImportError:
+        return None
+    return hopper
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from jagged.ops import (
     jagged_dense_add,
     jagged_dense_bmm,
     jagged_dense_mul,
+    jagged_hstu_attention,
     jagged_jagged_bmm,
     jagged_jagged_bmm_jagged_out,
     jagged_linear,
@@ -81,6 +82,24 @@ def attention(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         return [*plain, output, lse.clamp(min=-1e3)]
 
     return Step(forward, _leaves(dtype, *[(batch.total, heads, width) for heads in (4, 2, 2)]))
+
+
+def attention_with_biases(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    offsets, backend = batch.offsets, PLACE.backend
+    times = torch.arange(batch.total, device=PLACE.device) ** 2
+    # Enough for any lengths of 200 rows.
+    pairs = max(sum(length**2 for length in batch.lengths), 200**2)
+    seed = torch.tensor(5, device=PLACE.device)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, relative: Tensor, time: Tensor, pairs: Tensor) -> list[Tensor]:
+        scores = {"relative_bias": relative, "time_bias": time, "bias": pairs, "backend": backend}
+        output = jagged_attention(
+            q, k, v, offsets, **scores, q_times=times, k_times=times, dropout_p=0.2, dropout_seed=seed
+        )  # fmt: skip
+        return [output, jagged_hstu_attention(q, k, v, offsets, causal=True, **scores, times=times)]
+
+    rows = [(batch.total, 2, width)] * 3
+    return Step(forward, _leaves(dtype, *rows, (2, 7), (2, 20), (2, pairs)))
 
 
 def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
@@ -158,8 +177,10 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width)))
 
 
+HOPPER = "jagged.ops.attention.hopper"
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
+    "attention_with_biases": attention_with_biases,
     "bmm": bmm,
     "conversion": conversion,
     "cross_entropy": cross_entropy,
@@ -187,12 +208,15 @@ def small_steps() -> Iterator[Step]:
 
 
 def kernels() -> dict[str, ModuleType]:
-    """Return the name of every Triton kernel that `jagged.ops` launches, and its module."""
+    """Return the name of every Triton kernel that `jagged.ops` launches, and its module.
+
+    The one for long samples on Hopper, which is not written in Triton's own language, has `test_attention_hopper.py`.
+    """
     modules = [importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(jagged.ops.__path__, "jagged.ops.")]
     return {
         name: module
         for module in modules
         for name, kernel in vars(module).items()
         # An interpreted kernel has its module where the function that it wraps has it.
-        if name.endswith("_kernel") and getattr(kernel, "fn", kernel).__module__ == module.__name__
+        if name.endswith("_kernel") and getattr(kernel, "fn", kernel).__module__ == module.__name__ != HOPPER
     }

@@ -115,6 +115,25 @@ def test_common_tiles(name: str, arch: int) -> None:
     check(name, arch, (2, 128, "long"))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "causal", "head_dim", "group", "offsets"), [("bf16", True, 128, 1, "*i64"), ("fp16", False, 96, 2, "*i32")]
+)
+def test_warps_that_specialise(dtype: str, causal: bool, head_dim: int, group: int, offsets: str) -> None:
+    """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
+    from jagged.ops.attention import hopper
+
+    kernel = hopper.attention_forward_hopper_kernel
+    constants = {"IS_CAUSAL": causal, "GROUP": group, "HEAD_DIM": head_dim}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {"offsets": offsets, "key_offsets": offsets, "scale": "fp32"}
+    signature |= {"output": f"*{dtype}", "lse": "*fp32", "counter": "*i32"}
+    for name, block in (("query", hopper.GROUP_M), ("key", hopper.BLOCK_N), ("value", hopper.BLOCK_N)):
+        signature[name] = f"tensordesc<{dtype}{[1, 1, 1, block.value, hopper.WIDTH.value]},{hopper.LAYOUT!r}>"
+    used = compile_kernel(kernel, signature, constants, arch=90)
+    assert used.spills == 0, used
+    assert not used.is_serialised
+    assert used.shared_bytes <= SHARED_BYTES[90], used
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_other_dtypes_widths_and_options(name: str) -> None:
     check(name, 90, (2, 64, "medium"))

@@ -1,0 +1,266 @@
+"""The kernel for long samples on Hopper: what every attention kernel must do, at lengths that are given to this one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jagged.ops import jagged_attention
+from jagged.ops.attention import kernels
+from jagged.ops.attention.configurations import SPECIALISED
+from tests.ops.test_attention import Case, check, inputs_of
+from tests.places import PLACE, Place
+from tests.strategies import Jagged, jagged_of, random_tensor, seeds
+from tests.test_imports import run
+
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        PLACE.name == "gpu" and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+    ),
+]
+# Lengths around the tiles of 64, of 128, and of two.
+SHORT = (0, 1, 63, 64, 65, 0, 127, 128, 129, 255, 256, 257)
+
+
+def long_enough(lengths: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Jagged:
+    """Add the sample that brings the mean above the border."""
+    return jagged_of((*lengths, max(300, SPECIALISED * (len(lengths) + 1) + 1 - sum(lengths))), dtype)
+
+
+@pytest.fixture(name="calls")
+def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Fail unless the kernel was launched, and launched instead of the other."""
+    from jagged.ops.attention import hopper
+
+    calls: list[str] = []
+
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        calls.append("hopper")
+        return launch(*arguments)
+
+    launch = hopper.forward
+    monkeypatch.setattr(hopper, "forward", forward)
+    monkeypatch.setattr(kernels, "attention_forward_kernel", None)
+    yield calls
+    assert calls
+
+
+@pytest.mark.usefixtures("calls")
+class TestOnHopper:
+    """Forward alone, but in one test: the backward kernels take what any forward kernel leaves."""
+
+    pytestmark = ON_HOPPER
+
+    @pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (96, torch.float16)])
+    @settings(max_examples=-(-settings().max_examples // 4))
+    @given(data=st.data())
+    def test_three_way(self, place: Place, head_dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
+        batch = long_enough(data.draw(st.lists(st.integers(0, 400), max_size=5).map(tuple)), torch.int32)
+        others = st.lists(st.integers(0, 700), min_size=batch.batch_size, max_size=batch.batch_size).filter(any).map(tuple)
+        keys = data.draw(st.none() | others.map(lambda lengths: jagged_of(lengths, torch.int32)))
+        case = Case(batch, keys, data.draw(st.integers(1, 3)), 1, head_dim, dtype, data.draw(seeds()), {})
+        options = {
+            "causal": data.draw(st.booleans()),
+            "return_lse": data.draw(st.booleans()),
+            "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
+        }
+        check(place, batch, case.inputs(), keys, wanted=[False] * 3, **options)  # type: ignore[arg-type]
+
+    def test_gradients(self, place: Place) -> None:
+        batch = long_enough((130, 0, 1))
+        check(place, batch, inputs_of(batch, 2, 128, torch.bfloat16), return_lse=True, causal=True)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_every_tile_boundary(self, place: Place, dtype: torch.dtype, causal: bool) -> None:
+        """In self-attention and across, where some samples have no keys, and each key head serves two."""
+        none = [False] * 3
+        batch = long_enough(SHORT)
+        check(place, batch, inputs_of(batch, 2, 128, dtype), wanted=none, return_lse=True, causal=causal)
+        keys = jagged_of((64, 0, 300, 127, 0, 5, 129, 1, 65, 512, 255, 384, 257))
+        inputs = Case(batch, keys, 1, 2, 128, dtype, 0, {}).inputs()
+        check(place, batch, inputs, keys, wanted=none, return_lse=True, causal=causal)
+
+    def test_strides(self, place: Place) -> None:
+        """Slices of a fused projection, with fewer heads of keys; heads outside of rows; columns between; one head as four."""
+        batch = long_enough((130, 0, 1))
+        grouped = random_tensor((batch.total, 4 + 2 + 2, 128), torch.bfloat16, 0).split([4, 2, 2], 1)
+        heads_first = [random_tensor((4, batch.total, 128), torch.bfloat16, seed).transpose(0, 1) for seed in range(3)]
+        wide = [random_tensor((batch.total, 2, 136), torch.bfloat16, seed)[..., 8:] for seed in range(3)]
+        narrow = [x[..., :100] for x in wide]
+        for inputs in (list(grouped), heads_first, wide, narrow):
+            check(place, batch, inputs, wanted=[False] * 3, causal=True)
+        q, *others = heads_first
+        shared = [x[:, :1].expand(-1, 4, -1) for x in others]
+        outputs = [jagged_attention(q, *keys, batch.offsets) for keys in (shared, [x.contiguous() for x in shared])]
+        assert torch.equal(*outputs)
+
+    @pytest.mark.parametrize("sign", [-1.0, 1.0])
+    def test_scores_of_ten_thousand_and_none(self, place: Place, sign: float) -> None:
+        batch = long_enough((37, 0, 1))
+        q, k, v = inputs_of(batch, 2, 128, torch.bfloat16)
+        means = jagged_attention(q, k, v, batch.offsets, causal=True, scale=0.0)
+        counts = torch.arange(1, batch.lengths[-1] + 1, device=place.device)[:, None, None]
+        torch.testing.assert_close(means[38:].float(), v[38:].float().cumsum(0) / counts, rtol=1e-2, atol=1e-3)
+        q[..., 0], k[..., 0] = 128.0 * sign, 80.0
+        check(place, batch, [q, k, v], wanted=[False] * 3, causal=True, scale=1.0)
+
+    def test_no_keys_seen(self, place: Place) -> None:
+        """Keys too few for a causal query, or none: output 0 and log-sum-exp minus infinity."""
+        batch, keys = long_enough((300, 2)), jagged_of((140, 0, 1))
+        q, k, v = Case(batch, keys, 2, 1, 128, torch.bfloat16, 0, {}).inputs()
+        output, lse = jagged_attention(q, k, v, batch.offsets, keys.offsets, causal=True, return_lse=True)
+        sees = torch.cat([torch.arange(n) + m - n >= 0 for n, m in zip(batch.lengths, keys.lengths, strict=True)])
+        assert not output[~sees].any()
+        assert bool((lse.t()[~sees] == -torch.inf).all())
+        assert torch.isfinite(lse.t()[sees]).all()
+        assert torch.isfinite(output).all()
+
+    def test_neighbours_are_not_seen(self, place: Place) -> None:
+        """Not a number of another sample, another head or what lies around the tensors in memory reaches an output."""
+        batch = long_enough((129, 200, 64))
+        poisoned = torch.full((3, batch.total + 200, 6, 128), torch.nan, dtype=torch.bfloat16, device=place.device)
+        inputs = [x[100:-100, 2:4].copy_(y) for x, y in zip(poisoned, inputs_of(batch, 2, 128, torch.bfloat16), strict=True)]
+        for causal in (False, True):
+            expected = jagged_attention(*(x.contiguous() for x in inputs), batch.offsets, causal=causal)
+            assert torch.isfinite(expected).all()
+            assert torch.equal(jagged_attention(*inputs, batch.offsets, causal=causal), expected)
+        for x in inputs:
+            x[129:329] = torch.nan
+        output = jagged_attention(*inputs, batch.offsets, causal=True)
+        assert torch.isnan(output[129:329]).all()
+        assert torch.equal(output[:129], expected[:129])
+        assert torch.equal(output[329:], expected[329:])
+
+    def test_wrong_offsets_reach_no_foreign_memory(self, place: Place) -> None:
+        fence = torch.full((3, 2 * SPECIALISED + 2_200, 1, 128), 1e30, dtype=torch.bfloat16, device=place.device)
+        q, k, v = (x.fill_(value) for x, value in zip(fence[:, 100:-100], (0.5, 0.25, 1.0), strict=True))
+        total = q.shape[0]
+        for wrong in ([0, 700, 5, total], [-70, 10, 40], [0, 9_000, 20_000], [0, -(2**40), 2**40], [0, 2**30, 0, 2**31]):
+            offsets = torch.tensor(wrong, device=place.device)
+            others = torch.arange(len(wrong), device=place.device) * total // (len(wrong) - 1)
+            for sides in ((offsets, None), (others, offsets), (offsets, others)):
+                output = jagged_attention(q, k, v, *sides, causal=True)
+                # Rows that no sample covers may be left unwritten, which here means NaN.
+                assert not (output > 1.01).any()
+        assert bool((fence[:, :100] == 1e30).all())
+        assert bool((fence[:, -100:] == 1e30).all())
+
+    def test_same_bits_and_graph_capture(self, place: Place) -> None:
+        """Programs take tiles in any order. Captured once, replayed with lengths going down, then up."""
+        torch.use_deterministic_algorithms(False)
+        total = 3 * SPECIALISED + 4_000
+        q, k, v = inputs_of(jagged_of((total,)), 8, 128, torch.bfloat16)
+        offsets = jagged_of((1_000, 0, total - 1_000)).offsets
+
+        def step() -> list[Tensor]:
+            outputs = [jagged_attention(q, k, v, offsets, causal=causal, return_lse=True) for causal in (False, True)]
+            return [x for pair in outputs for x in pair]
+
+        first = step()
+        torch.cuda.set_sync_debug_mode("error")
+        different = torch.zeros((), dtype=torch.int64, device=place.device)
+        for _ in range(200):
+            for again, expected in zip(step(), first, strict=True):
+                different += (again != expected).sum()
+        torch.cuda.set_sync_debug_mode("default")
+        assert int(different) == 0
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for lengths in ((total, 0, 0), (1, 2, total - 3), (0, 0, total), (64, 128, total - 192), (500, total - 900, 400)):
+            offsets.copy_(jagged_of(lengths).offsets)
+            graph.replay()
+            for got, want in zip(captured, step(), strict=True):
+                assert torch.equal(got, want)
+
+    def test_addresses_past_2_to_the_31(self, place: Place) -> None:
+        """Fused inputs and an output of more than 2^31 elements; the last sample alone gives the same."""
+        heads, last = 8, 2_085
+        lengths = (2_048,) * 1_023 + (last,)
+        total = sum(lengths)
+        fused = torch.empty(total, 3, heads, 128, dtype=torch.bfloat16, device=place.device).normal_()
+        output, lse = jagged_attention(*fused.unbind(1), jagged_of(lengths).offsets, causal=True, return_lse=True)
+        assert output.numel() > 2**31
+        tail, offsets = fused[-last:].clone(), jagged_of((last,)).offsets
+        alone, alone_lse = jagged_attention(*tail.unbind(1), offsets, causal=True, return_lse=True)
+        assert torch.equal(output[-last:], alone)
+        assert torch.equal(lse[:, -last:], alone_lse)
+        check(place, jagged_of((last,)), list(tail.unbind(1)), wanted=[False] * 3, causal=True)
+
+
+PLAIN: dict[str, Any] = dict.fromkeys(
+    ("k_offsets", "num_targets", "relative_bias", "time_bias", "q_times", "k_times", "bias", "bias_offsets", "dropout_seed")
+) | {
+    "causal": True, "window": 0, "num_contextual": 0, "scale": 1.0, "dropout_p": 0.0, "pointwise": False, "normalizer": 0.0,
+}  # fmt: skip
+ROWS = 2 * SPECIALISED + 1
+Q = torch.zeros(ROWS, 2, 128, dtype=torch.bfloat16)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels choose alike")
+@pytest.mark.parametrize(
+    ("kernel", "q", "options"),
+    [
+        ("hopper", Q, {}),
+        ("hopper", Q[..., :96].half(), {"causal": False}),
+        ("hopper", Q.new_zeros(ROWS, 3, 2, 72)[:, 1], {}),
+        ("other", Q, {"capability": (10, 0)}),
+        ("other", Q, {"keys": Q[:0], "k_offsets": torch.zeros(3, dtype=torch.int64)}),
+        ("other", Q[1:], {}),
+        ("other", Q[..., :64], {}),
+        ("other", Q.new_zeros(ROWS, 2, 136), {}),
+        ("other", Q.float(), {}),
+        ("other", Q.new_zeros(ROWS, 2, 136)[..., 1:129], {}),
+        ("other", Q[..., :100].clone(), {}),
+        ("other", Q, {"window": 3}),
+        ("other", Q, {"num_contextual": 1}),
+        ("other", Q, {"num_targets": torch.ones(2, dtype=torch.int64)}),
+        ("other", Q, {"relative_bias": torch.zeros(2, 3)}),
+        ("other", Q, {"time_bias": torch.zeros(2, 3)}),
+        ("other", Q, {"bias": torch.zeros(2, 2, 1, 1)}),
+        ("other", Q, {"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)}),
+        ("other", Q, {"pointwise": True}),
+    ],
+)
+def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch, kernel: str, q: Tensor, options: dict[str, Any]) -> None:
+    """All but the launch is done on the CPU."""
+    from jagged.ops.attention import hopper
+
+    launched = []
+
+    class Recorded:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *arguments, **constants: launched.append("other")
+
+    monkeypatch.setattr(kernels, "attention_forward_kernel", Recorded())
+    monkeypatch.setattr(kernels, "expand_tables_kernel", Recorded())
+    monkeypatch.setattr(kernels, "_is_hopper_or_later", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: options.get("capability", (9, 0)))
+    monkeypatch.setattr(hopper, "forward", lambda *arguments: launched.append("hopper"))
+    keys = options.get("keys", q)
+    chosen = {name: option for name, option in options.items() if name not in ("capability", "keys")}
+    kernels.forward(q, keys, keys, torch.tensor([0, 5, q.shape[0]]), **PLAIN | chosen)
+    assert launched[-1] == kernel
+
+
+def test_other_kernels_serve_without_gluon() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['triton.experimental.gluon'] = None\n"
+        "from jagged.ops.attention import kernels\n"
+        "print(kernels._hopper())"
+    )
+    assert run(code).strip() == "None"
+    assert run(code.replace("sys.modules", "_ = {}; _")).strip().startswith("<module")
