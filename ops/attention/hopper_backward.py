@@ -1,12 +1,11 @@
-"""Gradients of attention of long samples on Hopper: one warp loads, groups of four warps multiply, each 64 rows of one tile.
+"""Gradients of attention of long samples on Hopper, in warps that specialise as those of `hopper`, by whose protocol they work.
 
-The protocol is that of `hopper`: a persistent program takes tiles of `64 * GROUPS` rows from a counter, its loading warp streams
-what a tile is multiplied with through rings in shared memory. A tile has two kinds of rows of its own, and meets two kinds of
-others: queries and the gradients of their outputs meet keys and values for the gradients of queries, keys and values meet queries
-and the gradients of outputs for the gradients of keys and values.
+A tile has 128 rows of two kinds of its own, which stay in shared memory, and meets two kinds of others, 64 rows at a time, which
+are streamed through two rings: queries and the gradients of their outputs meet keys and values, for the gradients of queries; the
+latter meet the former, for the gradients of keys and values.
 
-Of tile j a group begins the scores and the gradients of the weights, `S_j` and `dP_j`, right after what it adds to its sums for
-tile j - 1; the latter are waited for first, so that a place is left, and registers are free, while `S_j` is computed.
+Of rows j a group begins the scores and the gradients of the weights, `S_j` and `dP_j`, right after what it adds to its sums for
+rows j - 1; the latter are waited for first, so that a place is left, and registers are free, while `S_j` is computed.
 """
 
 from __future__ import annotations
@@ -24,487 +23,396 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jagged.ops.attention.hopper import (
+    BLOCK_M,
+    FIELDS,
+    GROUP_M,
     LOG2_E,
+    WIDTH,
+    await_left,
     await_rows,
     copy_rows,
+    end_groups,
     field_of,
-    find_sample,
+    find_tile,
     key_tiles,
     leave_rows,
-    load_rows,
-    load_sample,
     make_ring,
+    places_of,
+    programs_for,
     ragged_descriptor,
+    rows_of,
+    send_rows,
+    tile_of,
+    write_fields,
 )
 
-# What the loading warp tells of a tile: first row and length of its own rows, length of the others, its first own row, its head.
-FIELDS = gl.constexpr(5)
+# Rows that a tile meets at a time, and places of both rings, as many as fit: of keys and values; of queries, with statistics.
+BLOCK_N = gl.constexpr(64)
+KEY_STAGES = gl.constexpr(5)
+QUERY_STAGES = gl.constexpr(4)
 
 
 @gluon.jit
-def query_tiles(first_key, query_length, key_length, IS_CAUSAL: gl.constexpr, BLOCK: gl.constexpr):
-    """Return the first query that a tile of keys visits, and how many tiles from there, at least one."""
+def query_tiles(first_key, query_length, key_length, IS_CAUSAL: gl.constexpr):
+    """Return the first query that a tile of keys meets, and how many tiles from there, at least one."""
     first = 0
     if IS_CAUSAL:
-        first = gl.maximum(first_key + query_length - key_length, 0) // BLOCK * BLOCK
-    return first, gl.maximum((query_length - first + BLOCK - 1) // BLOCK, 1)
+        first = gl.maximum(first_key + query_length - key_length, 0) // BLOCK_N * BLOCK_N
+    return first, gl.maximum((query_length - first + BLOCK_N - 1) // BLOCK_N, 1)
 
 
 @gluon.jit
-def load_statistics(statistics, first, length, visit, ring, STAGES: gl.constexpr, BLOCK: gl.constexpr):
-    """Bring what is subtracted in each row into its ring's next place. Rows past the end weigh nothing."""
-    log_sums, deltas, empty = ring
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    rows = first + gl.arange(0, BLOCK, layout=lanes)
+def next_row(row, first, length):
+    """Return the row after those at `row`, and whether it is the next head's first."""
+    is_next = row + BLOCK_N >= length
+    return gl.where(is_next, first, row + BLOCK_N), is_next.to(gl.int32)
+
+
+@gluon.jit
+def send_statistics(statistics, first, length, ring, numbers, visit):
+    """Bring what is subtracted in each row to the ring's next place, before the row itself. Rows past the end weigh nothing."""
+    rows = first + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
     log_sum = gl.load(statistics + rows * 2, mask=rows < length, other=float("inf"))
     delta = gl.load(statistics + rows * 2 + 1, mask=rows < length, other=0.0)
-    mbarrier.wait(empty.index(visit % STAGES), (visit // STAGES & 1) ^ 1)
-    log_sums.index(visit % STAGES).store(log_sum)
-    deltas.index(visit % STAGES).store(delta)
+    await_left(ring, visit)
+    numbers.index(visit % QUERY_STAGES).store(log_sum)
+    numbers.index(visit % QUERY_STAGES + QUERY_STAGES).store(delta)
     # One lane announces what all have written.
     tl.debug_barrier()
 
 
 @gluon.jit
-def load_backward(
-    arguments,
-    OWNS_KEYS: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
-    GROUPS: gl.constexpr, BLOCK: gl.constexpr, STAGES: gl.constexpr, SECOND_STAGES: gl.constexpr,
+def load_warp(
+    first_own, second_own, first_other, second_other, statistics, offsets, other_offsets, counter,
+    num_samples, total, other_total, num_heads, fields, own, firsts, seconds, numbers,
+    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: for each tile its place and its own rows, and the others': keys from the last to the first, queries
-    (of each head that shares the keys) from the first to the last, these with their statistics."""
-    (
-        first_own, second_own, first_other, second_other, offsets, other_offsets, statistics, counter, num_samples, num_heads,
-        total, other_total, first_own_stride, second_own_stride, first_stride, second_stride,
-        places, own_full, own_empty, first_tile, second_tile, first_ring, second_ring, rows_ring,
-    ) = arguments  # fmt: skip
-    OWN: gl.constexpr = 64 * GROUPS
-    BYTES: gl.constexpr = BLOCK * HEAD_DIM * 2
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    num_tiles = total // OWN + num_samples
+    """Of each tile send fields and own rows, then the others: keys from the last to the first; queries, of each head that shares
+    the keys, from the first to the last, with their statistics. At last a tile of a sample that has no rows."""
+    num_tiles = total // BLOCK_M + num_samples
     index = gl.atomic_add(counter, 1, sem="relaxed")
+    tile = index * 0
     visit = index * 0
-    turn = index * 0
     while index < num_tiles * num_heads:
-        head = index // num_tiles
-        sample = find_sample(offsets, index % num_tiles, num_samples, OWN)
-        start, end = load_sample(offsets, sample, total)
-        other_start, other_end = load_sample(other_offsets, sample, other_total)
-        length = end - start
-        other_length = other_end - other_start
-        own = (index % num_tiles - start // OWN - sample) * OWN
-        if (own >= 0) & (own < length):
-            mbarrier.wait(own_empty, (turn & 1) ^ 1)
-            for i in gl.static_range(FIELDS):
-                field = (start, length, other_length, own, head)[i]
-                places.index(i).store(gl.full([1], 0, gl.int32, one) + field)
-            mbarrier.expect(own_full, 2 * OWN * HEAD_DIM * 2)
-            for i in gl.static_range(GROUPS):
-                copy_rows(first_own, end, length, own + i * 64, head * first_own_stride, own_full, first_tile.index(i))
-                copy_rows(second_own, end, length, own + i * 64, head * second_own_stride, own_full, second_tile.index(i))
-            if OWNS_KEYS:
-                first, tiles = query_tiles(own, other_length, length, IS_CAUSAL, BLOCK)
+        head, start, length, other_start, other_length, first_row = find_tile(
+            index, num_tiles, offsets, other_offsets, num_samples, total, other_total
+        )
+        other_end = other_start + other_length
+        if first_row < length:
+            await_left(own, tile)
+            write_fields(fields, start, length, other_length, first_row, head)
+            mbarrier.expect(own.full.index(0), 4 * first_own.block_type.nbytes)
+            for i in gl.static_range(2):
+                row = first_row + i * GROUP_M
+                copy_rows(first_own, start + length, length, row, head, own.full.index(0), own.tiles.index(i))
+                copy_rows(second_own, start + length, length, row, head, own.full.index(0), own.tiles.index(2 + i))
+            if statistics is not None:
+                first, tiles = query_tiles(first_row, other_length, length, IS_CAUSAL)
+                row = first
                 steps = tiles * GROUP
+                other_head = head * GROUP
             else:
-                tiles, _ = key_tiles(own, length, other_length, IS_CAUSAL, OWN, BLOCK)
-                steps = tiles
-            for j in range(steps):
-                if OWNS_KEYS:
-                    other_head = head * GROUP + j // tiles
-                    row = first + j % tiles * BLOCK
+                steps, _ = key_tiles(first_row, length, other_length, IS_CAUSAL, BLOCK_N)
+                row = (steps - 1) * BLOCK_N
+                other_head = head // GROUP
+            for _ in range(steps):
+                if statistics is not None:
                     source = statistics + (other_total.to(gl.int64) * other_head + other_start) * 2
-                    load_statistics(source, row, other_length, visit, rows_ring, STAGES, BLOCK)
+                    send_statistics(source, row, other_length, firsts, numbers, visit)
+                send_rows(first_other, other_end, other_length, row, other_head, firsts, visit)
+                send_rows(second_other, other_end, other_length, row, other_head, seconds, visit)
+                if statistics is not None:
+                    row, is_next = next_row(row, first, other_length)
+                    other_head += is_next
                 else:
-                    other_head = head // GROUP
-                    row = (tiles - 1 - j) * BLOCK
-                column = other_head * first_stride
-                load_rows(first_other, other_end, other_length, row, column, visit, first_ring, STAGES, BYTES)
-                column = other_head * second_stride
-                load_rows(second_other, other_end, other_length, row, column, visit, second_ring, SECOND_STAGES, BYTES)
+                    row -= BLOCK_N
                 visit += 1
-            turn += 1
+            tile += 1
         index = gl.atomic_add(counter, 1, sem="relaxed")
-    mbarrier.wait(own_empty, (turn & 1) ^ 1)
-    places.index(1).store(gl.full([1], 0, gl.int32, one))
-    mbarrier.arrive(own_full, count=1)
+    end_groups(fields, own, tile)
 
 
 @gluon.jit
-def begin(own, others, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """Begin the product of 64 own rows with others."""
-    zero = gl.zeros([64, BLOCK], gl.float32, layout)
+def begin(own, others, layout: gl.constexpr):
+    """Begin the product of a group's rows with others."""
+    zero = gl.zeros([GROUP_M, BLOCK_N], gl.float32, layout)
     return warpgroup_mma(own, others.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def seen_by_keys(p, first_key, first_position, BLOCK: gl.constexpr, layout: gl.constexpr):
-    """Take their weight for keys from queries that stand before them."""
-    if first_position < first_key + 63:
-        keys = (first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)))[:, None]
-        positions = (first_position + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)))[None, :]
-        p = gl.where(keys <= positions, p, 0.0)
+def weights_of_keys(s, numbers, place, factor, first_key, first_position, IS_CAUSAL: gl.constexpr):
+    """Weights of transposed scores, none for keys from queries that stand before them."""
+    layout: gl.constexpr = s.type.layout
+    log_sum = numbers.index(place).load(gl.SliceLayout(0, layout))
+    p = gl.exp2(s * factor - log_sum[None, :])
+    if IS_CAUSAL:  # noqa: SIM102
+        if first_position < first_key + GROUP_M - 1:
+            keys = (first_key + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
+            positions = (first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+            p = gl.where(keys <= positions, p, 0.0)
     return p
 
 
 @gluon.jit
-def sum_dkv(
-    arguments,
-    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
-    TAKE_TURNS: gl.constexpr,
-):  # fmt: skip
-    """One group of warps: rows `64 * WHICH ..` of each tile of keys. Scores are held transposed."""
-    (
-        grad_key, grad_value, scale, row_stride, places, own_full, own_empty, k_tile, v_tile, q_ring, o_ring, rows_ring, turns
-    ) = arguments  # fmt: skip
-    log_sums, deltas, rows_empty = rows_ring
-    BLOCK: gl.constexpr = 64
+def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """One group of warps: rows `64 * WHICH ..` of each tile of keys, until one has none. Scores are held transposed."""
+    grad_key, grad_value, num_heads, scale, fields, own, queries, grads, numbers = arguments
     dtype: gl.constexpr = grad_key.dtype.element_ty
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_column: gl.constexpr = gl.SliceLayout(0, s_layout)
     factor = scale * LOG2_E
-    k = k_tile.index(WHICH).reshape([64, HEAD_DIM])
-    v = v_tile.index(WHICH).reshape([64, HEAD_DIM])
-    mbarrier.wait(own_full, 0)
-    length = field_of(places, 1)
+    k = tile_of(own, WHICH)
+    v = tile_of(own, 2 + WHICH)
+    mbarrier.wait(own.full.index(0), 0)
+    length = field_of(fields, 1)
     visit = length * 0
-    turn = length * 0
-    passed = length * 0
+    tile = length * 0
     while length > 0:
-        key_start = field_of(places, 0)
-        query_length = field_of(places, 2)
-        first_key = field_of(places, 3) + 64 * WHICH
-        head = field_of(places, 4)
+        start = field_of(fields, 0)
+        query_length = field_of(fields, 2)
+        first_key = field_of(fields, 3)
+        head = field_of(fields, 4)
+        first, tiles = query_tiles(first_key, query_length, length, IS_CAUSAL)
         shift = length - query_length
-        first, tiles = query_tiles(first_key - 64 * WHICH, query_length, length, IS_CAUSAL, BLOCK)
+        first_key += GROUP_M * WHICH
+        row = first
 
-        q = await_rows(q_ring, visit, STAGES, BLOCK, HEAD_DIM)
-        o = await_rows(o_ring, visit, STAGES, BLOCK, HEAD_DIM)
-        s = begin(k, q, BLOCK, s_layout)
-        dp = begin(v, o, BLOCK, s_layout)
+        await_rows(queries, visit)
+        await_rows(grads, visit)
+        s = begin(k, rows_of(queries, visit), s_layout)
+        dp = begin(v, rows_of(grads, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
-        log_sum = log_sums.index(visit % STAGES).load(s_column)
-        p = gl.exp2(s * factor - log_sum[None, :])
-        if IS_CAUSAL:
-            p = seen_by_keys(p, first_key, first + shift, BLOCK, s_layout)
+        place = visit % QUERY_STAGES
+        p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        ds = p * (dp - deltas.index(visit % STAGES).load(s_column)[None, :])
-        mbarrier.arrive(rows_empty.index(visit % STAGES), count=1)
-        p16 = gl.convert_layout(p.to(dtype), p_layout)
-        ds16 = gl.convert_layout(ds.to(dtype), p_layout)
-        dk = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
-        dv = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
-        for j in range(1, tiles * GROUP):
-            q = await_rows(q_ring, visit + 1, STAGES, BLOCK, HEAD_DIM)
-            o = await_rows(o_ring, visit + 1, STAGES, BLOCK, HEAD_DIM)
-            if TAKE_TURNS:
-                # The first group's first turn is free.
-                mbarrier.wait(turns.index(WHICH), (passed & 1) ^ (1 - WHICH))
-            dv_next = warpgroup_mma(p16, o_ring[0].index(visit % STAGES).reshape([BLOCK, HEAD_DIM]), dv, is_async=True)
-            dk_next = warpgroup_mma(ds16, q_ring[0].index(visit % STAGES).reshape([BLOCK, HEAD_DIM]), dk, is_async=True)
-            s = begin(k, q, BLOCK, s_layout)
-            dv, dk = warpgroup_mma_wait(1, deps=(dv_next, dk_next))
-            dp = begin(v, o, BLOCK, s_layout)
-            if TAKE_TURNS:
-                mbarrier.arrive(turns.index(1 - WHICH), count=1)
-                passed += 1
-            leave_rows(o_ring, visit, STAGES)
-            leave_rows(q_ring, visit, STAGES)
+        ds = p * (dp - numbers.index(place + QUERY_STAGES).load(s_column)[None, :])
+        p = gl.convert_layout(p.to(dtype), p_layout)
+        ds = gl.convert_layout(ds.to(dtype), p_layout)
+        dk = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
+        dv = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
+        for _ in range(1, tiles * GROUP):
+            await_rows(queries, visit + 1)
+            await_rows(grads, visit + 1)
+            dv = warpgroup_mma(p, rows_of(grads, visit), dv, is_async=True)
+            dk = warpgroup_mma(ds, rows_of(queries, visit), dk, is_async=True)
+            s = begin(k, rows_of(queries, visit + 1), s_layout)
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            dp = begin(v, rows_of(grads, visit + 1), s_layout)
+            leave_rows(grads, visit)
+            leave_rows(queries, visit)
             visit += 1
             s = warpgroup_mma_wait(1, deps=(s,))
-            log_sum = log_sums.index(visit % STAGES).load(s_column)
-            p = gl.exp2(s * factor - log_sum[None, :])
-            if IS_CAUSAL:
-                tile = j
-                if GROUP > 1:
-                    tile = j % tiles
-                p = seen_by_keys(p, first_key, first + tile * BLOCK + shift, BLOCK, s_layout)
+            place = visit % QUERY_STAGES
+            row, _ = next_row(row, first, query_length)
+            p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
             # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
-            await_rows(o_ring, visit, STAGES, BLOCK, HEAD_DIM)
+            await_rows(grads, visit)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            ds = p * (dp - deltas.index(visit % STAGES).load(s_column)[None, :])
-            mbarrier.arrive(rows_empty.index(visit % STAGES), count=1)
-            p16 = gl.convert_layout(p.to(dtype), p_layout)
-            ds16 = gl.convert_layout(ds.to(dtype), p_layout)
-        mbarrier.arrive(own_empty, count=1)
-        dv_next = warpgroup_mma(p16, o_ring[0].index(visit % STAGES).reshape([BLOCK, HEAD_DIM]), dv, is_async=True)
-        dk_next = warpgroup_mma(ds16, q_ring[0].index(visit % STAGES).reshape([BLOCK, HEAD_DIM]), dk, is_async=True)
-        dv, dk = warpgroup_mma_wait(0, deps=(dv_next, dk_next))
-        leave_rows(o_ring, visit, STAGES)
-        leave_rows(q_ring, visit, STAGES)
+            ds = p * (dp - numbers.index(place + QUERY_STAGES).load(s_column)[None, :])
+            p = gl.convert_layout(p.to(dtype), p_layout)
+            ds = gl.convert_layout(ds.to(dtype), p_layout)
+        mbarrier.arrive(own.empty.index(0), count=1)
+        dv = warpgroup_mma(p, rows_of(grads, visit), dv, is_async=True)
+        dk = warpgroup_mma(ds, rows_of(queries, visit), dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+        leave_rows(grads, visit)
+        leave_rows(queries, visit)
         visit += 1
 
-        rows = first_key + gl.arange(0, 64, layout=gl.SliceLayout(1, o_layout))
-        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))
-        places_of_rows = (key_start + rows).to(gl.int64)[:, None] * row_stride + head * HEAD_DIM + columns[None, :]
-        gl.store(grad_value + places_of_rows, dv.to(dtype), mask=(rows < length)[:, None])
-        gl.store(grad_key + places_of_rows, (dk * scale).to(dtype), mask=(rows < length)[:, None])
-        turn += 1
-        mbarrier.wait(own_full, turn & 1)
-        length = field_of(places, 1)
+        places, is_there = places_of(o_layout, start, first_key, length, num_heads, head, HEAD_DIM)
+        gl.store(grad_value + places, dv.to(dtype), mask=is_there)
+        gl.store(grad_key + places, (dk * scale).to(dtype), mask=is_there)
+        tile += 1
+        mbarrier.wait(own.full.index(0), tile & 1)
+        length = field_of(fields, 1)
 
 
 @gluon.jit
-def seen_by_queries(ds, position, key_length, first_key, IS_CAUSAL: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
+def row_statistics(output, lse, grad_lse, statistics, grad, total, start, first, length, num_heads, head, HEAD_DIM: gl.constexpr):
+    """Compute and store what is subtracted in each row: from scores the log-sum-exp, infinite where no key is seen, and delta."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    places, is_there = places_of(layout, start, first, length, num_heads, head, HEAD_DIM)
+    delta = gl.sum(gl.load(output + places, mask=is_there, other=0.0).to(gl.float32) * grad.load(layout).to(gl.float32), 1)
+    rows = first + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout))
+    place = head.to(gl.int64) * total + start + rows
+    log_sum = gl.load(lse + place, mask=rows < length, other=float("inf"))
+    log_sum = gl.where(log_sum == float("-inf"), float("inf"), log_sum) * LOG2_E
+    if grad_lse is not None:
+        delta -= gl.load(grad_lse + place, mask=rows < length, other=0.0)
+    gl.store(statistics + place * 2, log_sum, mask=rows < length)
+    gl.store(statistics + place * 2 + 1, delta, mask=rows < length)
+    return log_sum, delta
+
+
+@gluon.jit
+def seen_by_queries(ds, position, key_length, first_key, IS_CAUSAL: gl.constexpr):
     """Clear the gradients of scores of keys past the end, or after a query's position."""
-    keys = (first_key + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout)))[None, :]
+    layout: gl.constexpr = ds.type.layout
+    keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+    seen = keys < key_length
     if IS_CAUSAL:
-        last = gl.minimum(position + gl.arange(0, 64, layout=gl.SliceLayout(1, layout)), key_length - 1)[:, None]
-        return gl.where(keys <= last, ds, 0.0)
-    else:
-        return gl.where(keys < key_length, ds, 0.0)
+        seen = seen & (keys <= (position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None])
+    return gl.where(seen, ds, 0.0)
 
 
 @gluon.jit
-def sum_dq(
-    arguments,
-    WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, SECOND_STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
-):  # fmt: skip
-    """One group of warps: rows `64 * WHICH ..` of each tile of queries, and their statistics."""
-    (
-        output, lse, grad_lse, statistics, grad_query, total, scale, row_stride, places, own_full, own_empty,
-        q_tile, o_tile, k_ring, v_ring, turns,
-    ) = arguments  # fmt: skip
+def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """One group of warps: rows `64 * WHICH ..` of each tile of queries, and their statistics, until one has none."""
+    output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, fields, own, keys, values = arguments
     dtype: gl.constexpr = grad_query.dtype.element_ty
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    flat: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
-    flat_row: gl.constexpr = gl.SliceLayout(1, flat)
     factor = scale * LOG2_E
-    q = q_tile.index(WHICH).reshape([64, HEAD_DIM])
-    o = o_tile.index(WHICH).reshape([64, HEAD_DIM])
-    mbarrier.wait(own_full, 0)
-    length = field_of(places, 1)
+    q = tile_of(own, WHICH)
+    o = tile_of(own, 2 + WHICH)
+    mbarrier.wait(own.full.index(0), 0)
+    length = field_of(fields, 1)
     visit = length * 0
-    turn = length * 0
-    passed = length * 0
+    tile = length * 0
     while length > 0:
-        start = field_of(places, 0)
-        key_length = field_of(places, 2)
-        first_query = field_of(places, 3)
-        head = field_of(places, 4)
-        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL, 64 * GROUPS, BLOCK)
-        first_row = first_query + 64 * WHICH
-        position = first_row + key_length - length
-
-        k = await_rows(k_ring, visit, STAGES, BLOCK, HEAD_DIM)
-        v = await_rows(v_ring, visit, SECOND_STAGES, BLOCK, HEAD_DIM)
-        rows = first_row + gl.arange(0, 64, layout=flat_row)
-        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, flat))
-        places_of_rows = (start + rows).to(gl.int64)[:, None] * row_stride + head * HEAD_DIM + columns[None, :]
-        result = gl.load(output + places_of_rows, mask=(rows < length)[:, None], other=0.0).to(gl.float32)
-        place = head.to(gl.int64) * total + start + rows
-        log_sum = gl.load(lse + place, mask=rows < length, other=float("inf"))
-        log_sum = gl.where(log_sum == float("-inf"), float("inf"), log_sum) * LOG2_E
-        delta = gl.sum(result * o.load(flat).to(gl.float32), 1)
-        if grad_lse is not None:
-            delta -= gl.load(grad_lse + place, mask=rows < length, other=0.0)
-        gl.store(statistics + place * 2, log_sum, mask=rows < length)
-        gl.store(statistics + place * 2 + 1, delta, mask=rows < length)
+        start = field_of(fields, 0)
+        key_length = field_of(fields, 2)
+        first_query = field_of(fields, 3)
+        head = field_of(fields, 4)
+        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_N)
+        first_query += GROUP_M * WHICH
+        position = first_query + key_length - length
+        log_sum, delta = row_statistics(
+            output, lse, grad_lse, statistics, o, total, start, first_query, length, num_heads, head, HEAD_DIM
+        )
         log_sum = gl.convert_layout(log_sum, s_row)[:, None]
         delta = gl.convert_layout(delta, s_row)[:, None]
 
-        s = begin(q, k, BLOCK, s_layout)
-        dp = begin(o, v, BLOCK, s_layout)
+        await_rows(keys, visit)
+        await_rows(values, visit)
+        s = begin(q, rows_of(keys, visit), s_layout)
+        dp = begin(o, rows_of(values, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * factor - log_sum)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        leave_rows(v_ring, visit, SECOND_STAGES)
+        leave_rows(values, visit)
         ds = p * (dp - delta)
         if tiles > whole:
-            ds = seen_by_queries(ds, position, key_length, (tiles - 1) * BLOCK, IS_CAUSAL, BLOCK, s_layout)
-        ds16 = gl.convert_layout(ds.to(dtype), p_layout)
-        dq = gl.zeros([64, HEAD_DIM], gl.float32, o_layout)
+            ds = seen_by_queries(ds, position, key_length, (tiles - 1) * BLOCK_N, IS_CAUSAL)
+        ds = gl.convert_layout(ds.to(dtype), p_layout)
+        dq = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
         for j in range(1, tiles):
-            k = await_rows(k_ring, visit + 1, STAGES, BLOCK, HEAD_DIM)
-            v = await_rows(v_ring, visit + 1, SECOND_STAGES, BLOCK, HEAD_DIM)
-            if TAKE_TURNS:
-                mbarrier.wait(turns.index(WHICH), (passed & 1) ^ (1 - WHICH))
-            dq_next = warpgroup_mma(ds16, k_ring[0].index(visit % STAGES).reshape([BLOCK, HEAD_DIM]), dq, is_async=True)
-            s = begin(q, k, BLOCK, s_layout)
-            dq = warpgroup_mma_wait(1, deps=(dq_next,))
-            dp = begin(o, v, BLOCK, s_layout)
-            if TAKE_TURNS:
-                mbarrier.arrive(turns.index(1 - WHICH), count=1)
-                passed += 1
-            leave_rows(k_ring, visit, STAGES)
+            left = tiles - 1 - j
+            await_rows(keys, visit + 1)
+            await_rows(values, visit + 1)
+            dq = warpgroup_mma(ds, rows_of(keys, visit), dq, is_async=True)
+            s = begin(q, rows_of(keys, visit + 1), s_layout)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            dp = begin(o, rows_of(values, visit + 1), s_layout)
+            leave_rows(keys, visit)
             visit += 1
             s = warpgroup_mma_wait(1, deps=(s,))
             p = gl.exp2(s * factor - log_sum)
             # As above: the wait has to stand below the weights.
-            await_rows(v_ring, visit, SECOND_STAGES, BLOCK, HEAD_DIM)
+            await_rows(values, visit)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            leave_rows(v_ring, visit, SECOND_STAGES)
+            leave_rows(values, visit)
             ds = p * (dp - delta)
-            if tiles - 1 - j >= whole:
-                ds = seen_by_queries(ds, position, key_length, (tiles - 1 - j) * BLOCK, IS_CAUSAL, BLOCK, s_layout)
-            ds16 = gl.convert_layout(ds.to(dtype), p_layout)
-        mbarrier.arrive(own_empty, count=1)
-        dq_next = warpgroup_mma(ds16, k_ring[0].index(visit % STAGES).reshape([BLOCK, HEAD_DIM]), dq, is_async=True)
-        dq = warpgroup_mma_wait(0, deps=(dq_next,))
-        leave_rows(k_ring, visit, STAGES)
+            if left >= whole:
+                ds = seen_by_queries(ds, position, key_length, left * BLOCK_N, IS_CAUSAL)
+            ds = gl.convert_layout(ds.to(dtype), p_layout)
+        mbarrier.arrive(own.empty.index(0), count=1)
+        dq = warpgroup_mma(ds, rows_of(keys, visit), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        leave_rows(keys, visit)
         visit += 1
 
-        rows = first_row + gl.arange(0, 64, layout=gl.SliceLayout(1, o_layout))
-        columns = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, o_layout))
-        places_of_rows = (start + rows).to(gl.int64)[:, None] * row_stride + head * HEAD_DIM + columns[None, :]
-        gl.store(grad_query + places_of_rows, (dq * scale).to(dtype), mask=(rows < length)[:, None])
-        turn += 1
-        mbarrier.wait(own_full, turn & 1)
-        length = field_of(places, 1)
-
-
-@gluon.jit
-def make_own(source, GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Return room for the own rows of a tile."""
-    return gl.allocate_shared_memory(source.dtype, [GROUPS, 1, 1, 64, HEAD_DIM], source.layout)
-
-
-@gluon.jit
-def make_places(GROUPS: gl.constexpr):
-    """Return room for what the loading warp tells of a tile, its barriers `full` and `empty`, and those of the groups' turns."""
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    places = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = gl.allocate_shared_memory(gl.int64, [1], bars)
-    empty = gl.allocate_shared_memory(gl.int64, [1], bars)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], bars)
-    mbarrier.init(full, count=1)
-    mbarrier.init(empty, count=GROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
-    return places, full, empty, turns
-
-
-@gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
-def attention_backward_dkv_hopper_kernel(
-    grad, query, key, value, statistics, offsets, key_offsets, grad_key, grad_value, counter,
-    num_samples, total, key_total, num_heads, scale, grad_stride, q_stride, k_stride, v_stride, row_stride,
-    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
-):  # fmt: skip
-    """Gradients of all tiles of keys and values: `dV = P^T dO`, `dK = scale * dS^T Q` with `dS = P * (dO V^T - delta)`.
-
-    `statistics` hold what is subtracted in each row: the log-sum-exp, times log2(e), from scores, and delta.
-    """
-    places, own_full, own_empty, turns = make_places(2)
-    k_tile = make_own(key, 2, HEAD_DIM)
-    v_tile = make_own(value, 2, HEAD_DIM)
-    q_ring = make_ring(query, 2, STAGES, 64, HEAD_DIM)
-    o_ring = make_ring(grad, 2, STAGES, 64, HEAD_DIM)
-    numbers: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(rows_empty.index(i), count=2)
-    rows_ring = (
-        gl.allocate_shared_memory(gl.float32, [STAGES, 64], numbers),
-        gl.allocate_shared_memory(gl.float32, [STAGES, 64], numbers),
-        rows_empty,
-    )
-    fence_async_shared()
-    loads = (
-        key, value, query, grad, key_offsets, offsets, statistics, counter, num_samples, num_heads, key_total, total,
-        k_stride, v_stride, q_stride, grad_stride, places, own_full, own_empty, k_tile, v_tile, q_ring, o_ring, rows_ring,
-    )  # fmt: skip
-    sums = (
-        grad_key, grad_value, scale, row_stride, places, own_full, own_empty, k_tile, v_tile, q_ring, o_ring, rows_ring, turns
-    )  # fmt: skip
-    gl.warp_specialize(
-        [
-            (sum_dkv, (sums, 0, IS_CAUSAL, GROUP, HEAD_DIM, STAGES, TAKE_TURNS)),
-            (sum_dkv, (sums, 1, IS_CAUSAL, GROUP, HEAD_DIM, STAGES, TAKE_TURNS)),
-            (load_backward, (loads, True, IS_CAUSAL, GROUP, HEAD_DIM, 2, 64, STAGES, STAGES)),
-        ],
-        [4, 1], [240, 24],
-    )  # fmt: skip
+        places, is_there = places_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
+        gl.store(grad_query + places, (dq * scale).to(dtype), mask=is_there)
+        tile += 1
+        mbarrier.wait(own.full.index(0), tile & 1)
+        length = field_of(fields, 1)
 
 
 @gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
 def attention_backward_dq_hopper_kernel(
     grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, grad_query, statistics, counter,
-    num_samples, total, key_total, num_heads, scale, grad_stride, q_stride, k_stride, v_stride, row_stride,
-    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK: gl.constexpr, STAGES: gl.constexpr, SECOND_STAGES: gl.constexpr, TAKE_TURNS: gl.constexpr,
+    num_samples, total, key_total, num_heads, scale,
+    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
     """Gradients of all tiles of queries, `dQ = scale * dS K` with `dS = P * (dO V^T - delta)`, and `statistics` of their rows.
 
     Delta is a row's dot product of output and its gradient, less the gradient of its log-sum-exp.
     """
-    places, own_full, own_empty, turns = make_places(GROUPS)
-    q_tile = make_own(query, GROUPS, HEAD_DIM)
-    o_tile = make_own(grad, GROUPS, HEAD_DIM)
-    k_ring = make_ring(key, GROUPS, STAGES, BLOCK, HEAD_DIM)
-    v_ring = make_ring(value, GROUPS, SECOND_STAGES, BLOCK, HEAD_DIM)
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    own = make_ring(query, 4, GROUP_M, 1)
+    keys = make_ring(key, KEY_STAGES, BLOCK_N, KEY_STAGES)
+    values = make_ring(value, KEY_STAGES, BLOCK_N, KEY_STAGES)
     fence_async_shared()
     loads = (
-        query, grad, key, value, offsets, key_offsets, statistics, counter, num_samples, num_heads, total, key_total,
-        q_stride, grad_stride, k_stride, v_stride, places, own_full, own_empty, q_tile, o_tile, k_ring, v_ring, statistics,
+        query, grad, key, value, None, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
+        fields, own, keys, values, None, IS_CAUSAL, GROUP,
     )  # fmt: skip
-    sums = (
-        output, lse, grad_lse, statistics, grad_query, total, scale, row_stride, places, own_full, own_empty,
-        q_tile, o_tile, k_ring, v_ring, turns,
+    sums = output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, fields, own, keys, values
+    gl.warp_specialize(
+        [(sum_dq, (sums, 0, IS_CAUSAL, HEAD_DIM)), (sum_dq, (sums, 1, IS_CAUSAL, HEAD_DIM)), (load_warp, loads)],
+        [4, 1], [240, 24],
     )  # fmt: skip
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
-                (sum_dq, (sums, 0, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK, STAGES, SECOND_STAGES, TAKE_TURNS)),
-                (sum_dq, (sums, 1, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK, STAGES, SECOND_STAGES, TAKE_TURNS)),
-                (load_backward, (loads, False, IS_CAUSAL, GROUP, HEAD_DIM, GROUPS, BLOCK, STAGES, SECOND_STAGES)),
-            ],
-            [4, 1], [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (sum_dq, (sums, 0, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK, STAGES, SECOND_STAGES, TAKE_TURNS)),
-                (sum_dq, (sums, 1, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK, STAGES, SECOND_STAGES, TAKE_TURNS)),
-                (sum_dq, (sums, 2, IS_CAUSAL, HEAD_DIM, GROUPS, BLOCK, STAGES, SECOND_STAGES, TAKE_TURNS)),
-                (load_backward, (loads, False, IS_CAUSAL, GROUP, HEAD_DIM, GROUPS, BLOCK, STAGES, SECOND_STAGES)),
-            ],
-            [4, 4, 1], [160, 160, 24],
-        )  # fmt: skip
 
 
-def backward_dq(
+@gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
+def attention_backward_dkv_hopper_kernel(
+    grad, query, key, value, statistics, offsets, key_offsets, grad_key, grad_value, counter,
+    num_samples, total, key_total, num_heads, scale,
+    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Gradients of all tiles of keys and values: `dV = P^T dO`, `dK = scale * dS^T Q` with `dS = P * (dO V^T - delta)`.
+
+    `statistics` hold what is subtracted in each row: the log-sum-exp, times log2(e), from scores, and delta.
+    """
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], flat)
+    own = make_ring(key, 4, GROUP_M, 1)
+    queries = make_ring(query, QUERY_STAGES, BLOCK_N, QUERY_STAGES)
+    grads = make_ring(grad, QUERY_STAGES, BLOCK_N, QUERY_STAGES)
+    # Of each place of `queries` what is subtracted from scores, and then of each what is from gradients of weights.
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * QUERY_STAGES, BLOCK_N], flat)
+    fence_async_shared()
+    loads = (
+        key, value, query, grad, statistics, key_offsets, offsets, counter, num_samples, key_total, total, num_heads,
+        fields, own, queries, grads, numbers, IS_CAUSAL, GROUP,
+    )  # fmt: skip
+    sums = grad_key, grad_value, num_heads, scale, fields, own, queries, grads, numbers
+    gl.warp_specialize(
+        [
+            (sum_dkv, (sums, 0, IS_CAUSAL, GROUP, HEAD_DIM)),
+            (sum_dkv, (sums, 1, IS_CAUSAL, GROUP, HEAD_DIM)),
+            (load_warp, loads),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def backward(
     grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor,
     q_offsets: Tensor, k_offsets: Tensor | None, causal: bool, scale: float,
-    groups: int = 2, block: int = 128, stages: int = 3, second_stages: int = 2, take_turns: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch; every row of every head has to begin at 16 bytes. Return the gradient of queries, and statistics `[H, Sq, 2]`."""
-    heads, num_samples = q.shape[1], q_offsets.shape[0] - 1
-    grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    statistics = torch.empty(*lse.shape, 2, device=q.device)
-    attention_backward_dq_hopper_kernel[_programs(q, num_samples, groups)](
-        ragged_descriptor(grad, 64), grad_lse, ragged_descriptor(q, 64), ragged_descriptor(k, block), ragged_descriptor(v, block),
-        output, lse, q_offsets, q_offsets if k_offsets is None else k_offsets, grad_q, statistics,
-        torch.zeros(1, dtype=torch.int32, device=q.device), num_samples, q.shape[0], k.shape[0], heads, scale,
-        grad.stride(1), q.stride(1), k.stride(1), v.stride(1), grad_q.stride(0),
-        IS_CAUSAL=causal, GROUP=heads // k.shape[1], HEAD_DIM=q.shape[2], GROUPS=groups, BLOCK=block, STAGES=stages,
-        SECOND_STAGES=second_stages, TAKE_TURNS=take_turns, num_warps=4,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch both kernels: as `kernels.backward`; every row of every head has to begin at 16 bytes."""
+    total, heads, head_dim = q.shape
+    num_samples = q_offsets.shape[0] - 1
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    statistics = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
+    counters = torch.zeros(2, dtype=torch.int32, device=q.device)
+    offsets = q_offsets, q_offsets if k_offsets is None else k_offsets
+    constants = {"IS_CAUSAL": causal, "GROUP": heads // k.shape[1], "HEAD_DIM": head_dim, "num_warps": 4}
+    # Tiles of queries and the rows that are streamed are cut alike.
+    rows = [ragged_descriptor(x, GROUP_M.value) for x in (q, k, v)]
+    upstream = ragged_descriptor(grad, GROUP_M.value)
+    attention_backward_dq_hopper_kernel[programs_for(q, num_samples)](
+        upstream, grad_lse, *rows, output, lse, *offsets, grad_q, statistics, counters[0], num_samples, total,
+        k.shape[0], heads, scale, **constants,
     )  # fmt: skip
-    return grad_q, statistics
-
-
-def backward_dkv(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, statistics: Tensor,
-    q_offsets: Tensor, k_offsets: Tensor | None, causal: bool, scale: float, stages: int = 4, take_turns: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch; every row of every head has to begin at 16 bytes. Return the gradients of keys and values."""
-    key_heads, num_samples = k.shape[1], q_offsets.shape[0] - 1
-    grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    attention_backward_dkv_hopper_kernel[_programs(k, num_samples, 2)](
-        *(ragged_descriptor(x, 64) for x in (grad, q, k, v)), statistics,
-        q_offsets, q_offsets if k_offsets is None else k_offsets, grad_k, grad_v,
-        torch.zeros(1, dtype=torch.int32, device=q.device), num_samples, q.shape[0], k.shape[0], key_heads, scale,
-        grad.stride(1), q.stride(1), k.stride(1), v.stride(1), grad_k.stride(0),
-        IS_CAUSAL=causal, GROUP=q.shape[1] // key_heads, HEAD_DIM=q.shape[2], STAGES=stages, TAKE_TURNS=take_turns, num_warps=4,
+    attention_backward_dkv_hopper_kernel[programs_for(k, num_samples)](
+        upstream, *rows, statistics, *offsets, grad_k, grad_v, counters[1], num_samples, total, k.shape[0], k.shape[1], scale,
+        **constants,
     )  # fmt: skip
-    return grad_k, grad_v
-
-
-def _programs(rows: Tensor, num_samples: int, groups: int) -> tuple[int]:
-    """As many programs as run at once, or fewer where there are fewer tiles."""
-    tiles = (rows.shape[0] // (64 * groups) + num_samples) * rows.shape[1]
-    return (min(tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count),)
+    return grad_q, grad_k, grad_v
