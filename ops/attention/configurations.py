@@ -74,8 +74,8 @@ TABLE = {
 }
 
 
-# Mean number of queries of a sample above which the kernels for Hopper take the place of the tiles for long samples: forward, from
-# the shortest that was measured on they are 1.1 to 1.5 times as fast, at widths 96 to 128, with and without `causal`.
+# Mean number of queries of a sample above which the kernels for Hopper take the place of the tiles for long samples: from the
+# shortest that was measured on the forward pass is 1.1 to 1.5 times as fast, at widths 96 to 128, with and without `causal`.
 SPECIALISED = 96
 
 
