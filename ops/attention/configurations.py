@@ -78,8 +78,8 @@ TABLE = {
 }
 
 
-# Mean number of queries of a sample above which the kernel of `hopper.py` takes the place of the tiles for long samples: from the
-# shortest that was measured on it is 1.1 to 1.5 times as fast, at widths 96 to 128, with and without `causal`.
+# Mean number of queries of a sample above which the kernels for Hopper take the place of the tiles for long samples: from the
+# shortest that was measured on the forward pass is 1.1 to 1.5 times as fast, at widths 96 to 128, with and without `causal`.
 SPECIALISED = 96
 
 
@@ -107,5 +107,5 @@ def configuration(
 
 
 def is_specialised(head_dim: int, dtype: torch.dtype, total: int, batch_size: int) -> bool:
-    """Whether a forward pass that `hopper.py` can compute is faster there; narrower heads have too little to multiply."""
+    """Whether what the kernels for Hopper can compute is faster there; narrower heads have too little to multiply."""
     return dtype.itemsize == 2 and padded_width(head_dim) == 128 and 0 < SPECIALISED * batch_size < total

@@ -8,9 +8,9 @@ A group begins the product of queries and one tile of keys together with that of
 still runs.
 
 A place has two barriers: `full` hears when the bytes have come (one arrival, and their number), `empty` when they have been read
-(an arrival of each group). Visit n of a ring is the `n // STAGES`-th to its place `n % STAGES`. A barrier completes once for each
-visit to its place. To wait for completion k, counted from 0, is to wait for parity `k & 1`, and a wait for completion -1 of a new
-barrier returns at once: a place not yet used is empty. The place for queries has both too, and visits are tiles.
+(an arrival of each group). Visit n of N places is the `n // N`-th to place `n % N`. A barrier completes once for each visit to
+its place. To wait for completion k, counted from 0, is to wait for parity `k & 1`, and a wait for completion -1 of a new barrier
+returns at once: a place not yet used is empty. The place for queries has both too, and visits are tiles.
 """
 
 from __future__ import annotations
@@ -86,10 +86,16 @@ def copy_rows(source, end, length, first, head, barrier, place):
 
 
 @gluon.jit
+def await_left(ring, visit):
+    """Wait until both groups have left the place that a visit is to use."""
+    mbarrier.wait(ring.empty.index(visit % ring.full.shape[0]), (visit // ring.full.shape[0] & 1) ^ 1)
+
+
+@gluon.jit
 def send_rows(source, end, length, first, head, ring, visit):
     """Copy rows into a ring's next place as soon as both groups have left it."""
-    place = visit % STAGES
-    mbarrier.wait(ring.empty.index(place), (visit // STAGES & 1) ^ 1)
+    place = visit % ring.full.shape[0]
+    await_left(ring, visit)
     mbarrier.expect(ring.full.index(place), source.block_type.nbytes)
     copy_rows(source, end, length, first, head, ring.full.index(place), ring.tiles.index(place))
 
@@ -97,19 +103,25 @@ def send_rows(source, end, length, first, head, ring, visit):
 @gluon.jit
 def await_rows(ring, visit):
     """Wait until what a visit brings is there."""
-    mbarrier.wait(ring.full.index(visit % STAGES), visit // STAGES & 1)
+    mbarrier.wait(ring.full.index(visit % ring.full.shape[0]), visit // ring.full.shape[0] & 1)
+
+
+@gluon.jit
+def tile_of(ring, index):
+    """Return one of a ring's tiles."""
+    return ring.tiles.index(index).reshape([ring.tiles.shape[4], WIDTH])
 
 
 @gluon.jit
 def rows_of(ring, visit):
-    """Return what a visit has brought, `[BLOCK_N, WIDTH]`."""
-    return ring.tiles.index(visit % STAGES).reshape([BLOCK_N, WIDTH])
+    """Return what a visit has brought, `[BLOCK, WIDTH]`."""
+    return tile_of(ring, visit % ring.full.shape[0])
 
 
 @gluon.jit
 def leave_rows(ring, visit):
     """Tell that this group has read what a visit brought."""
-    mbarrier.arrive(ring.empty.index(visit % STAGES), count=1)
+    mbarrier.arrive(ring.empty.index(visit % ring.full.shape[0]), count=1)
 
 
 @gluon.jit
@@ -137,7 +149,34 @@ def load_sample(offsets, sample, total):
 
 
 @gluon.jit
-def key_tiles(first_query, query_length, key_length, IS_CAUSAL: gl.constexpr):
+def find_tile(index, num_tiles, offsets, other_offsets, num_samples, total, other_total):
+    """Return what the loading warp has to know of a tile: its head, and of its sample first row, length, the same of the others
+    that the tile meets, and the tile's own first row in the sample, which lies past its end where the list has a gap."""
+    sample = find_sample(offsets, index % num_tiles, num_samples)
+    start, length = load_sample(offsets, sample, total)
+    other_start, other_length = load_sample(other_offsets, sample, other_total)
+    first = (index % num_tiles - start // BLOCK_M - sample) * BLOCK_M
+    return index // num_tiles, start, length, other_start, other_length, gl.where(first < 0, length, first)
+
+
+@gluon.jit
+def write_fields(fields, start, length, other_length, first, head):
+    """Tell the groups of a tile."""
+    for i in gl.static_range(FIELDS):
+        field = (start, length, other_length, first, head)[i]
+        fields.index(i).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + field)
+
+
+@gluon.jit
+def end_groups(fields, own, tile):
+    """Tell of a tile whose sample has no rows: there are no more."""
+    await_left(own, tile)
+    fields.index(1).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.arrive(own.full.index(0), count=1)
+
+
+@gluon.jit
+def key_tiles(first_query, query_length, key_length, IS_CAUSAL: gl.constexpr, BLOCK: gl.constexpr):
     """Return how many key tiles a tile of queries visits, at least one, and how many of them every query sees whole."""
     seen = key_length
     seen_by_all = key_length
@@ -145,7 +184,7 @@ def key_tiles(first_query, query_length, key_length, IS_CAUSAL: gl.constexpr):
         shift = key_length - query_length
         seen = gl.minimum(gl.minimum(first_query + BLOCK_M, query_length) + shift, key_length)
         seen_by_all = gl.maximum(gl.minimum(first_query + shift + 1, key_length), 0)
-    return gl.maximum((seen + BLOCK_N - 1) // BLOCK_N, 1), seen_by_all // BLOCK_N
+    return gl.maximum((seen + BLOCK - 1) // BLOCK, 1), seen_by_all // BLOCK
 
 
 @gluon.jit
@@ -154,26 +193,21 @@ def load_warp(
     IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """Of each tile send fields and queries, then keys and values; at last a tile of a sample that has no queries."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = total // BLOCK_M + num_samples
     index = gl.atomic_add(counter, 1, sem="relaxed")
     tile = index * 0
     visit = index * 0
     while index < num_tiles * num_heads:
-        head = index // num_tiles
-        sample = find_sample(offsets, index % num_tiles, num_samples)
-        start, length = load_sample(offsets, sample, total)
-        key_start, key_length = load_sample(key_offsets, sample, key_total)
+        head, start, length, key_start, key_length, first_query = find_tile(
+            index, num_tiles, offsets, key_offsets, num_samples, total, key_total
+        )
         key_end = key_start + key_length
-        first_query = (index % num_tiles - start // BLOCK_M - sample) * BLOCK_M
-        if (first_query >= 0) & (first_query < length):
-            tiles, _ = key_tiles(first_query, length, key_length, IS_CAUSAL)
+        if first_query < length:
+            tiles, _ = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_N)
             first_key = (tiles - 1) * BLOCK_N
             send_rows(key, key_end, key_length, first_key, head // GROUP, keys, visit)
-            mbarrier.wait(queries.empty.index(0), (tile & 1) ^ 1)
-            for i in gl.static_range(FIELDS):
-                field = (start, length, key_length, first_query, head)[i]
-                fields.index(i).store(gl.full([1], 0, gl.int32, lanes) + field)
+            await_left(queries, tile)
+            write_fields(fields, start, length, key_length, first_query, head)
             mbarrier.expect(queries.full.index(0), 2 * query.block_type.nbytes)
             for i in gl.static_range(2):
                 row = first_query + i * GROUP_M
@@ -188,15 +222,22 @@ def load_warp(
             visit += 1
             tile += 1
         index = gl.atomic_add(counter, 1, sem="relaxed")
-    mbarrier.wait(queries.empty.index(0), (tile & 1) ^ 1)
-    fields.index(1).store(gl.full([1], 0, gl.int32, lanes))
-    mbarrier.arrive(queries.full.index(0), count=1)
+    end_groups(fields, queries, tile)
 
 
 @gluon.jit
 def field_of(fields, INDEX: gl.constexpr):
     """Read a number that the loading warp has written."""
     return gl.sum(fields.index(INDEX).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def places_of(layout: gl.constexpr, start, first, length, num_heads, head, HEAD_DIM: gl.constexpr):
+    """Return where a group's rows and columns stand in `[S, H, D]`, and which of them are there."""
+    rows = first + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout))
+    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
+    places = ((start + rows).to(gl.int64) * num_heads + head)[:, None] * HEAD_DIM + columns[None, :]
+    return places, (rows < length)[:, None] & (columns < HEAD_DIM)[None, :]
 
 
 @gluon.jit
@@ -240,7 +281,7 @@ def weigh_group(
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
     zero = gl.zeros([GROUP_M, BLOCK_N], gl.float32, s_layout)
-    q = queries.tiles.index(WHICH).reshape([GROUP_M, WIDTH])
+    q = tile_of(queries, WHICH)
     tile = total * 0
     visit = total * 0
     mbarrier.wait(queries.full.index(0), 0)
@@ -250,7 +291,7 @@ def weigh_group(
         key_length = field_of(fields, 2)
         first_query = field_of(fields, 3)
         head = field_of(fields, 4)
-        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL)
+        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_N)
         first_query += GROUP_M * WHICH
         position = first_query + key_length - length
         # Finite, so that rows which see none of a tile's keys have weights of 0 there.
@@ -297,10 +338,8 @@ def weigh_group(
             # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
             divisor = gl.where(weight == 0.0, 1.0, weight)
             o = o * gl.convert_layout(1.0 / divisor, o_row)[:, None]
-        rows = first_query + gl.arange(0, GROUP_M, layout=o_row)
-        columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, o_layout))
-        places = ((start + rows).to(gl.int64) * num_heads + head)[:, None] * HEAD_DIM + columns[None, :]
-        gl.store(output + places, o.to(dtype), mask=(rows < length)[:, None] & (columns < HEAD_DIM)[None, :])
+        places, is_there = places_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
+        gl.store(output + places, o.to(dtype), mask=is_there)
         if not IS_POINTWISE:
             rows = first_query + gl.arange(0, GROUP_M, layout=s_row)
             natural = gl.where(weight == 0.0, float("-inf"), largest * LN_2 + gl.log(divisor))
@@ -361,11 +400,16 @@ def forward(
     num_samples = q_offsets.shape[0] - 1
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
-    tiles = (total // BLOCK_M.value + num_samples) * heads
-    attention_forward_hopper_kernel[(min(tiles, torch.cuda.get_device_properties(q.device).multi_processor_count),)](
+    attention_forward_hopper_kernel[programs_for(q, num_samples)](
         ragged_descriptor(q, GROUP_M.value), ragged_descriptor(k, BLOCK_N.value), ragged_descriptor(v, BLOCK_N.value),
         q_offsets, q_offsets if k_offsets is None else k_offsets, output, lse,
         torch.zeros(1, dtype=torch.int32, device=q.device), num_samples, total, k.shape[0], heads, scale, normalizer,
         IS_CAUSAL=causal, IS_POINTWISE=pointwise, GROUP=heads // k.shape[1], HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
     return output, lse
+
+
+def programs_for(rows: Tensor, num_samples: int) -> tuple[int]:
+    """Return as many programs as run at once, or fewer where there are fewer tiles."""
+    tiles = (rows.shape[0] // BLOCK_M.value + num_samples) * rows.shape[1]
+    return (min(tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count),)

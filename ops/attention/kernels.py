@@ -7,7 +7,7 @@ at the edges of what is seen come after them, with one.
 from __future__ import annotations
 
 import functools
-from types import ModuleType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -596,17 +596,16 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Launch `attention_forward_kernel`: output `[Sq, H, D]` and log-sum-exp `[H, Sq]`, natural logarithm, float32.
 
-    Pointwise weights have no log-sum-exp; then it is empty. Where no key is hidden but by `causal`, and there is neither bias nor
-    dropout, the kernel of `hopper.py` serves the samples that are long enough for it.
+    Pointwise weights have no log-sum-exp; then it is empty. Here and in `backward`, where no key is hidden but by `causal` and
+    nothing is added to scores or done to weights, the kernels for Hopper serve the samples that are long enough for them.
     """
     total, heads, head_dim = q.shape
     q, k, v = _readable(q), _readable(k), _readable(v)
-    is_plain = not (window or num_contextual) and all(
-        x is None for x in (num_targets, relative_bias, time_bias, bias, dropout_seed)
-    )
-    if is_plain and is_specialised(head_dim, q.dtype, total, q_offsets.shape[0] - 1) and (hopper := _hopper_for(q, k, v)):
-        launched = hopper.forward(q, k, v, q_offsets, k_offsets, causal, scale, pointwise, normalizer)
-        return launched  # type: ignore[no-any-return]
+    options = num_targets, relative_bias, time_bias, bias, dropout_seed, window, num_contextual
+    if _hopper_serves((q, k, v), q_offsets, options):
+        from jagged.ops.attention import hopper
+
+        return hopper.forward(q, k, v, q_offsets, k_offsets, causal, scale, pointwise, normalizer)
     output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
     kind = _kind(pointwise, relative_bias, time_bias, bias)
@@ -656,6 +655,13 @@ def backward(
     """Launch `attention_backward_dq_kernel`, then `attention_backward_dkv_kernel`: contiguous gradients of q, k, v and biases."""
     total, heads, head_dim = q.shape
     grad, q, k, v = _readable(grad), _readable(q), _readable(k), _readable(v)
+    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    options = num_targets, relative_bias, time_bias, bias, dropout_seed, window, num_contextual, pointwise
+    if _hopper_serves((q, k, v, grad), q_offsets, options):
+        from jagged.ops.attention import hopper_backward
+
+        of_rows = hopper_backward.backward(grad, grad_lse, q, k, v, output, lse, q_offsets, k_offsets, causal, scale)
+        return *of_rows, q.new_empty(0), q.new_empty(0), q.new_empty(0)
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     row_lse = None if pointwise else lse
     statistics = None if pointwise else torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
@@ -680,7 +686,7 @@ def backward(
         units = _units(grad, v, grad_lse, total * max(1.0, k.shape[0] / normalizer if normalizer else 1.0), dropout_p)
     if (grid := _grid(q, q_offsets, chosen.dq))[0]:
         attention_backward_dq_kernel[grid](
-            grad, None if grad_lse is None else grad_lse.contiguous(), q, k, v, output, row_lse, q_offsets, k_offsets,
+            grad, grad_lse, q, k, v, output, row_lse, q_offsets, k_offsets,
             num_targets, grad_q, statistics, *scalars, output.stride(0), **extras, grad_relative_bias=relative_sums,
             grad_time_bias=time_sums, grad_bias=grad_bias, units=units,
             BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=1 if time is None else triton.next_power_of_2(time.shape[1]),
@@ -830,21 +836,26 @@ def _allow_tma(*tensors: Tensor) -> bool:
     )
 
 
-def _hopper_for(q: Tensor, k: Tensor, v: Tensor) -> ModuleType | None:
-    """Return `hopper.py` if the GPU is one, for its matrix instructions are no other's, and descriptors can tell of the rows."""
-    if not _allow_tma(q, k, v) or torch.cuda.get_device_capability(q.device) != (9, 0) or not k.numel():
-        return None
-    return _hopper()
+def _hopper_serves(rows: Sequence[Tensor], q_offsets: Tensor, options: Iterable[Tensor | int | None]) -> bool:
+    """Whether the kernels for Hopper can and should take `rows`, of which queries and keys are the first, if `options` are none.
+
+    The GPU has to be one, for their matrix instructions are no other's, and descriptors have to be able to tell of the rows.
+    """
+    q, k, *_ = rows
+    if any(isinstance(x, Tensor) or x for x in options) or not k.numel() or not _allow_tma(*rows):
+        return False
+    is_long = is_specialised(q.shape[2], q.dtype, q.shape[0], q_offsets.shape[0] - 1)
+    return is_long and torch.cuda.get_device_capability(q.device) == (9, 0) and _has_gluon()
 
 
 @functools.cache
-def _hopper() -> ModuleType | None:
-    """Return `hopper.py`, or None where this Triton has not the experimental parts that it imports."""
+def _has_gluon() -> bool:
+    """Whether this Triton has the experimental parts that the kernels for Hopper are written in."""
     try:
-        from jagged.ops.attention import hopper
+        import jagged.ops.attention.hopper_backward  # noqa: F401
     except ImportError:
-        return None
-    return hopper
+        return False
+    return True
 
 
 @functools.cache

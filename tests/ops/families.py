@@ -177,7 +177,7 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width)))
 
 
-HOPPER = "jagged.ops.attention.hopper"
+HOPPER = {"jagged.ops.attention.hopper", "jagged.ops.attention.hopper_backward"}
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "attention_with_biases": attention_with_biases,
@@ -210,7 +210,7 @@ def small_steps() -> Iterator[Step]:
 def kernels() -> dict[str, ModuleType]:
     """Return the name of every Triton kernel that `jagged.ops` launches, and its module.
 
-    The one for long samples on Hopper, which is not written in Triton's own language, has `test_attention_hopper.py`.
+    Those for long samples on Hopper, which are not written in Triton's own language, have `test_attention_hopper.py`.
     """
     modules = [importlib.import_module(name) for _, name, _ in pkgutil.walk_packages(jagged.ops.__path__, "jagged.ops.")]
     return {
@@ -218,5 +218,5 @@ def kernels() -> dict[str, ModuleType]:
         for module in modules
         for name, kernel in vars(module).items()
         # An interpreted kernel has its module where the function that it wraps has it.
-        if name.endswith("_kernel") and getattr(kernel, "fn", kernel).__module__ == module.__name__ != HOPPER
+        if name.endswith("_kernel") and getattr(kernel, "fn", kernel).__module__ == module.__name__ not in HOPPER
     }

@@ -117,21 +117,28 @@ def test_common_tiles(name: str, arch: int) -> None:
     check(name, arch, (2, 128, "long"))
 
 
-@pytest.mark.parametrize("pointwise", [False, True])
+@pytest.mark.parametrize("name", ["pointwise", *KERNELS])
 @pytest.mark.parametrize(
     ("dtype", "causal", "head_dim", "group", "offsets"), [("bf16", True, 128, 1, "*i64"), ("fp16", False, 96, 2, "*i32")]
 )
-def test_warps_that_specialise(dtype: str, causal: bool, head_dim: int, group: int, offsets: str, pointwise: bool) -> None:
+def test_warps_that_specialise(name: str, dtype: str, causal: bool, head_dim: int, group: int, offsets: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
-    from jagged.ops.attention import hopper
+    from jagged.ops.attention import hopper, hopper_backward
 
-    kernel = hopper.attention_forward_hopper_kernel
-    constants = {"IS_CAUSAL": causal, "IS_POINTWISE": pointwise, "GROUP": group, "HEAD_DIM": head_dim}
-    signature = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("offsets", "key_offsets"), offsets)
+    is_pointwise, name = name == "pointwise", name.replace("pointwise", "forward")
+    kernel = getattr(hopper if name == "forward" else hopper_backward, f"attention_{name}_hopper_kernel")
+    constants = {"IS_CAUSAL": causal, "IS_POINTWISE": is_pointwise, "GROUP": group, "HEAD_DIM": head_dim}
+    signature = dict.fromkeys(kernel.arg_names, "i32") | {"offsets": offsets, "key_offsets": offsets}
     signature |= dict.fromkeys(("scale", "normalizer"), "fp32")
-    signature |= {"output": f"*{dtype}", "lse": "*fp32", "counter": "*i32"}
-    for name, block in (("query", hopper.GROUP_M), ("key", hopper.BLOCK_N), ("value", hopper.BLOCK_N)):
-        signature[name] = f"tensordesc<{dtype}{[1, 1, 1, block.value, hopper.WIDTH.value]},{hopper.LAYOUT!r}>"
+    signature |= dict.fromkeys(("output", "grad_query", "grad_key", "grad_value"), f"*{dtype}") | {"counter": "*i32"}
+    signature |= dict.fromkeys(("lse", "grad_lse", "statistics"), "*fp32")
+    for rows in ("query", "key", "value", "grad"):
+        block = hopper.BLOCK_N if name == "forward" and rows in ("key", "value") else hopper.GROUP_M
+        signature[rows] = f"tensordesc<{dtype}{[1, 1, 1, block.value, hopper.WIDTH.value]},{hopper.LAYOUT!r}>"
+    if causal:
+        constants["grad_lse"] = None
+    wanted = set(kernel.arg_names)
+    constants, signature = ({key: x for key, x in of.items() if key in wanted} for of in (constants, signature))
     used = compile_kernel(kernel, signature, constants, arch=90)
     assert used.spills == 0, used
     assert not used.is_serialised

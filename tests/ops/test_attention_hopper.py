@@ -1,8 +1,8 @@
-"""The kernel for long samples on Hopper: what every attention kernel must do, at lengths that are given to this one."""
+"""The kernels for long samples on Hopper: what every attention kernel must do, at lengths that are given to these."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,29 +38,36 @@ def long_enough(lengths: tuple[int, ...], dtype: torch.dtype = torch.int64) -> J
 
 @pytest.fixture(name="calls")
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Fail unless the kernel was launched, and launched instead of the other."""
-    from jagged.ops.attention import hopper
+    """Fail unless the forward kernel was launched, and unless no other was than those for Hopper."""
+    from jagged.ops.attention import hopper, hopper_backward
 
     calls: list[str] = []
 
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        calls.append("hopper")
-        return launch(*arguments)
+    def record(module: Any, name: str) -> None:
+        launch = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: (calls.append(name), launch(*arguments))[1])
 
-    launch = hopper.forward
-    monkeypatch.setattr(hopper, "forward", forward)
-    monkeypatch.setattr(kernels, "attention_forward_kernel", None)
+    record(hopper, "forward")
+    record(hopper_backward, "backward")
+    for name in ("forward", "backward_dq", "backward_dkv"):
+        monkeypatch.setattr(kernels, f"attention_{name}_kernel", None)
     yield calls
-    assert calls
+    assert "forward" in calls
+
+
+@pytest.fixture(name="backward_calls")
+def _backward_calls(calls: list[str]) -> Iterator[None]:
+    """Fail unless the backward kernels were launched as well."""
+    yield
+    assert "backward" in calls
 
 
 @pytest.mark.usefixtures("calls")
 class TestOnHopper:
-    """Forward alone, but in one test: the backward kernels take what any forward kernel leaves."""
-
     pytestmark = ON_HOPPER
 
     @pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (96, torch.float16)])
+    @pytest.mark.usefixtures("backward_calls")
     @settings(max_examples=-(-settings().max_examples // 4))
     @given(data=st.data())
     def test_three_way(self, place: Place, head_dim: int, dtype: torch.dtype, data: st.DataObject) -> None:
@@ -73,22 +80,18 @@ class TestOnHopper:
             "return_lse": data.draw(st.booleans()),
             "scale": data.draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
         }
-        check(place, batch, case.inputs(), keys, wanted=[False] * 3, **options)  # type: ignore[arg-type]
+        check(place, batch, case.inputs(), keys, **options)  # type: ignore[arg-type]
 
-    def test_gradients(self, place: Place) -> None:
-        batch = long_enough((130, 0, 1))
-        check(place, batch, inputs_of(batch, 2, 128, torch.bfloat16), return_lse=True, causal=True)
-
+    @pytest.mark.usefixtures("backward_calls")
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_every_tile_boundary(self, place: Place, dtype: torch.dtype, causal: bool) -> None:
         """In self-attention and across, where some samples have no keys, and each key head serves two."""
-        none = [False] * 3
         batch = long_enough(SHORT)
-        check(place, batch, inputs_of(batch, 2, 128, dtype), wanted=none, return_lse=True, causal=causal)
+        check(place, batch, inputs_of(batch, 2, 128, dtype), return_lse=True, causal=causal)
         keys = jagged_of((64, 0, 300, 127, 0, 5, 129, 1, 65, 512, 255, 384, 257))
         inputs = Case(batch, keys, 1, 2, 128, dtype, 0, {}).inputs()
-        check(place, batch, inputs, keys, wanted=none, return_lse=True, causal=causal)
+        check(place, batch, inputs, keys, return_lse=True, causal=causal)
 
     @pytest.mark.parametrize(("head_dim", "dtype"), [(128, torch.bfloat16), (96, torch.float16)])
     @settings(max_examples=-(-settings().max_examples // 4))
@@ -117,15 +120,16 @@ class TestOnHopper:
         q[..., 0], k[..., 0] = -128.0, 80.0
         assert not jagged_hstu_attention(q, k, v, batch.offsets, scale=1.0).any()
 
+    @pytest.mark.usefixtures("backward_calls")
     def test_strides(self, place: Place) -> None:
         """Slices of a fused projection, with fewer heads of keys; heads outside of rows; columns between; one head as four."""
         batch = long_enough((130, 0, 1))
         grouped = random_tensor((batch.total, 4 + 2 + 2, 128), torch.bfloat16, 0).split([4, 2, 2], 1)
         heads_first = [random_tensor((4, batch.total, 128), torch.bfloat16, seed).transpose(0, 1) for seed in range(3)]
         wide = [random_tensor((batch.total, 2, 136), torch.bfloat16, seed)[..., 8:] for seed in range(3)]
-        narrow = [x[..., :100] for x in wide]
+        narrow = [x[..., :104] for x in wide]
         for inputs in (list(grouped), heads_first, wide, narrow):
-            check(place, batch, inputs, wanted=[False] * 3, causal=True)
+            check(place, batch, inputs, causal=True)
         q, *others = heads_first
         shared = [x[:, :1].expand(-1, 4, -1) for x in others]
         outputs = [jagged_attention(q, *keys, batch.offsets) for keys in (shared, [x.contiguous() for x in shared])]
@@ -141,37 +145,50 @@ class TestOnHopper:
         q[..., 0], k[..., 0] = 128.0 * sign, 80.0
         check(place, batch, [q, k, v], wanted=[False] * 3, causal=True, scale=1.0)
 
+    @pytest.mark.usefixtures("backward_calls")
     def test_no_keys_seen(self, place: Place) -> None:
-        """Keys too few for a causal query, or none: output 0 and log-sum-exp minus infinity."""
+        """Keys too few for a causal query, or none: output 0, log-sum-exp minus infinity, and no gradient."""
         batch, keys = long_enough((300, 2)), jagged_of((140, 0, 1))
-        q, k, v = Case(batch, keys, 2, 1, 128, torch.bfloat16, 0, {}).inputs()
+        q, k, v = (x.requires_grad_() for x in Case(batch, keys, 2, 1, 128, torch.bfloat16, 0, {}).inputs())
         output, lse = jagged_attention(q, k, v, batch.offsets, keys.offsets, causal=True, return_lse=True)
         sees = torch.cat([torch.arange(n) + m - n >= 0 for n, m in zip(batch.lengths, keys.lengths, strict=True)])
         assert not output[~sees].any()
         assert bool((lse.t()[~sees] == -torch.inf).all())
         assert torch.isfinite(lse.t()[sees]).all()
         assert torch.isfinite(output).all()
+        gradients = torch.autograd.grad(output, (q, k, v), torch.ones_like(output))
+        assert not gradients[0][~sees].any()
+        assert all(torch.isfinite(x).all() for x in gradients)
 
-    @pytest.mark.parametrize("attention", [jagged_attention, jagged_hstu_attention])
-    def test_neighbours_are_not_seen(self, place: Place, attention: Callable[..., Tensor]) -> None:
-        """Not a number of another sample, another head or what lies around the tensors in memory reaches an output."""
+    @pytest.mark.usefixtures("backward_calls")
+    def test_neighbours_are_not_seen(self, place: Place) -> None:
+        """Not a number of another sample, another head or what lies around the tensors in memory reaches a result."""
         batch = long_enough((129, 200, 64))
-        poisoned = torch.full((3, batch.total + 200, 6, 128), torch.nan, dtype=torch.bfloat16, device=place.device)
-        inputs = [x[100:-100, 2:4].copy_(y) for x, y in zip(poisoned, inputs_of(batch, 2, 128, torch.bfloat16), strict=True)]
+        poisoned = torch.full((4, batch.total + 200, 6, 128), torch.nan, dtype=torch.bfloat16, device=place.device)
+        numbers = random_tensor((4, batch.total, 2, 128), torch.bfloat16, 0)
+        inputs = [x[100:-100, 2:4].copy_(y) for x, y in zip(poisoned, numbers, strict=True)]
+
+        def step(tensors: list[Tensor], causal: bool) -> list[Tensor]:
+            *leaves, upstream = (x.detach().requires_grad_() for x in tensors)
+            output = jagged_attention(*leaves, batch.offsets, causal=causal)
+            return [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
+
         for causal in (False, True):
-            expected = attention(*(x.contiguous() for x in inputs), batch.offsets, causal=causal)
-            assert torch.isfinite(expected).all()
-            assert torch.equal(attention(*inputs, batch.offsets, causal=causal), expected)
+            expected = step([x.contiguous() for x in inputs], causal)
+            for got, want in zip(step(inputs, causal), expected, strict=True):
+                assert torch.isfinite(want).all()
+                assert torch.equal(got, want)
         for x in inputs:
             x[129:329] = torch.nan
-        output = attention(*inputs, batch.offsets, causal=True)
-        assert torch.isnan(output[129:329]).all()
-        assert torch.equal(output[:129], expected[:129])
-        assert torch.equal(output[329:], expected[329:])
+        for got, want in zip(step(inputs, True), expected, strict=True):
+            assert torch.isnan(got[129:329]).all()
+            assert torch.equal(got[:129], want[:129])
+            assert torch.equal(got[329:], want[329:])
 
+    @pytest.mark.usefixtures("backward_calls")
     def test_wrong_offsets_reach_no_foreign_memory(self, place: Place) -> None:
         fence = torch.full((3, 2 * SPECIALISED + 2_200, 1, 128), 1e30, dtype=torch.bfloat16, device=place.device)
-        q, k, v = (x.fill_(value) for x, value in zip(fence[:, 100:-100], (0.5, 0.25, 1.0), strict=True))
+        q, k, v = (x.fill_(value).requires_grad_() for x, value in zip(fence[:, 100:-100], (0.5, 0.25, 1.0), strict=True))
         total = q.shape[0]
         for wrong in ([0, 700, 5, total], [-70, 10, 40], [0, 9_000, 20_000], [0, -(2**40), 2**40], [0, 2**30, 0, 2**31]):
             offsets = torch.tensor(wrong, device=place.device)
@@ -180,19 +197,27 @@ class TestOnHopper:
                 output = jagged_attention(q, k, v, *sides, causal=True)
                 # Rows that no sample covers may be left unwritten, which here means NaN.
                 assert not (output > 1.01).any()
+                # Values are all alike, so scores have no gradient; a value has one of at most 1 from each query.
+                for gradient in torch.autograd.grad(output, (q, k, v), torch.ones_like(output)):
+                    assert not (gradient.abs() > 2 * total).any()
         assert bool((fence[:, :100] == 1e30).all())
         assert bool((fence[:, -100:] == 1e30).all())
 
+    @pytest.mark.usefixtures("backward_calls")
     def test_same_bits_and_graph_capture(self, place: Place) -> None:
         """Programs take tiles in any order. Captured once, replayed with lengths going down, then up."""
         torch.use_deterministic_algorithms(False)
         total = 3 * SPECIALISED + 4_000
-        q, k, v = inputs_of(jagged_of((total,)), 8, 128, torch.bfloat16)
+        leaves = [x.requires_grad_() for x in inputs_of(jagged_of((total,)), 8, 128, torch.bfloat16)]
         offsets = jagged_of((1_000, 0, total - 1_000)).offsets
 
         def step() -> list[Tensor]:
-            outputs = [jagged_attention(q, k, v, offsets, causal=causal, return_lse=True) for causal in (False, True)]
-            return [x for pair in outputs for x in pair] + [jagged_hstu_attention(q, k, v, offsets)]
+            results = []
+            for causal in (False, True):
+                outputs = jagged_attention(*leaves, offsets, causal=causal, return_lse=True)
+                detached = [x.detach() for x in outputs]
+                results += [*detached, *torch.autograd.grad(outputs, leaves, detached)]
+            return [*results, jagged_hstu_attention(*leaves, offsets).detach()]
 
         first = step()
         torch.cuda.set_sync_debug_mode("error")
@@ -215,19 +240,25 @@ class TestOnHopper:
             for got, want in zip(captured, step(), strict=True):
                 assert torch.equal(got, want)
 
+    @pytest.mark.usefixtures("backward_calls")
     def test_addresses_past_2_to_the_31(self, place: Place) -> None:
-        """Fused inputs and an output of more than 2^31 elements; the last sample alone gives the same."""
+        """Fused inputs, outputs and gradients of more than 2^31 elements; the last sample alone gives the same."""
         heads, last = 8, 2_085
         lengths = (2_048,) * 1_023 + (last,)
         total = sum(lengths)
         fused = torch.empty(total, 3, heads, 128, dtype=torch.bfloat16, device=place.device).normal_()
-        output, lse = jagged_attention(*fused.unbind(1), jagged_of(lengths).offsets, causal=True, return_lse=True)
-        assert output.numel() > 2**31
-        tail, offsets = fused[-last:].clone(), jagged_of((last,)).offsets
-        alone, alone_lse = jagged_attention(*tail.unbind(1), offsets, causal=True, return_lse=True)
-        assert torch.equal(output[-last:], alone)
-        assert torch.equal(lse[:, -last:], alone_lse)
-        check(place, jagged_of((last,)), list(tail.unbind(1)), wanted=[False] * 3, causal=True)
+        tail = fused[-last:].clone()
+
+        def step(rows: Tensor, batch: Jagged) -> list[Tensor]:
+            leaves = [x.requires_grad_() for x in rows.unbind(1)]
+            output, lse = jagged_attention(*leaves, batch.offsets, causal=True, return_lse=True)
+            return [output.detach(), lse.detach().t(), *torch.autograd.grad(output, leaves, output.detach())]
+
+        results = step(fused, jagged_of(lengths))
+        assert results[0].numel() > 2**31
+        for whole, alone in zip(results, step(tail, jagged_of((last,))), strict=True):
+            assert torch.equal(whole[-last:], alone)
+        check(place, jagged_of((last,)), list(tail.unbind(1)), causal=True)
 
 
 PLAIN: dict[str, Any] = dict.fromkeys(
@@ -264,25 +295,38 @@ Q = torch.zeros(ROWS, 2, 128, dtype=torch.bfloat16)
         ("other", Q, {"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)}),
     ],
 )
-def test_which_kernel_is_launched(monkeypatch: pytest.MonkeyPatch, kernel: str, q: Tensor, options: dict[str, Any]) -> None:
-    """All but the launch is done on the CPU."""
-    from jagged.ops.attention import hopper
+def test_which_kernels_are_launched(monkeypatch: pytest.MonkeyPatch, kernel: str, q: Tensor, options: dict[str, Any]) -> None:
+    """All but the launch is done on the CPU. Gradients that begin elsewhere, or are of pointwise weights, have the others."""
+    from jagged.ops.attention import hopper, hopper_backward
 
-    launched = []
+    launched: list[str] = []
 
     class Recorded:
         def __getitem__(self, grid: object) -> Any:
             return lambda *arguments, **constants: launched.append("other")
 
-    monkeypatch.setattr(kernels, "attention_forward_kernel", Recorded())
+    def record(*arguments: object) -> tuple[Tensor, ...]:
+        launched.append("hopper")
+        return q, q, q
+
+    for name in ("attention_forward_kernel", "attention_backward_dq_kernel", "attention_backward_dkv_kernel"):
+        monkeypatch.setattr(kernels, name, Recorded())
     monkeypatch.setattr(kernels, "expand_tables_kernel", Recorded())
     monkeypatch.setattr(kernels, "_is_hopper_or_later", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: options.get("capability", (9, 0)))
-    monkeypatch.setattr(hopper, "forward", lambda *arguments: launched.append("hopper"))
+    monkeypatch.setattr(hopper, "forward", record)
+    monkeypatch.setattr(hopper_backward, "backward", record)
     keys = options.get("keys", q)
-    chosen = {name: option for name, option in options.items() if name not in ("capability", "keys")}
-    kernels.forward(q, keys, keys, torch.tensor([0, 5, q.shape[0]]), **PLAIN | chosen)
-    assert launched[-1] == kernel
+    chosen = PLAIN | {name: option for name, option in options.items() if name not in ("capability", "keys")}
+    offsets = torch.tensor([0, 5, q.shape[0]])
+    kernels.forward(q, keys, keys, offsets, **chosen)
+    assert launched.pop() == kernel
+    lse = torch.zeros(q.shape[1], q.shape[0])
+    odd = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    of_softmax = "other" if options.get("pointwise") else kernel
+    for grad, expected in ((torch.zeros_like(q), of_softmax), (odd, "other")):
+        kernels.backward(grad, None, q, keys, keys, q.contiguous(), lse, offsets, **chosen, wanted=[False] * 3)
+        assert launched.pop() == expected
 
 
 def test_other_kernels_serve_without_gluon() -> None:
@@ -290,7 +334,7 @@ def test_other_kernels_serve_without_gluon() -> None:
         "import sys\n"
         "sys.modules['triton.experimental.gluon'] = None\n"
         "from jagged.ops.attention import kernels\n"
-        "print(kernels._hopper())"
+        "print(kernels._has_gluon())"
     )
-    assert run(code).strip() == "None"
-    assert run(code.replace("sys.modules", "_ = {}; _")).strip().startswith("<module")
+    assert run(code).strip() == "False"
+    assert run(code.replace("sys.modules", "_ = {}; _")).strip() == "True"

@@ -1,0 +1,418 @@
+"""Gradients of attention of long samples on Hopper, in warps that specialise as those of `hopper`, by whose protocol they work.
+
+A tile has 128 rows of two kinds of its own, which stay in shared memory, and meets two kinds of others, 64 rows at a time, which
+are streamed through two rings: queries and the gradients of their outputs meet keys and values, for the gradients of queries; the
+latter meet the former, for the gradients of keys and values.
+
+Of rows j a group begins the scores and the gradients of the weights, `S_j` and `dP_j`, right after what it adds to its sums for
+rows j - 1; the latter are waited for first, so that a place is left, and registers are free, while `S_j` is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jagged.ops.attention.hopper import (
+    BLOCK_M,
+    FIELDS,
+    GROUP_M,
+    LOG2_E,
+    WIDTH,
+    await_left,
+    await_rows,
+    copy_rows,
+    end_groups,
+    field_of,
+    find_tile,
+    key_tiles,
+    leave_rows,
+    make_ring,
+    places_of,
+    programs_for,
+    ragged_descriptor,
+    rows_of,
+    send_rows,
+    tile_of,
+    write_fields,
+)
+
+# Rows that a tile meets at a time, and places of both rings, as many as fit: of keys and values; of queries, with statistics.
+BLOCK_N = gl.constexpr(64)
+KEY_STAGES = gl.constexpr(5)
+QUERY_STAGES = gl.constexpr(4)
+
+
+@gluon.jit
+def query_tiles(first_key, query_length, key_length, IS_CAUSAL: gl.constexpr):
+    """Return the first query that a tile of keys meets, and how many tiles from there, at least one."""
+    first = 0
+    if IS_CAUSAL:
+        first = gl.maximum(first_key + query_length - key_length, 0) // BLOCK_N * BLOCK_N
+    return first, gl.maximum((query_length - first + BLOCK_N - 1) // BLOCK_N, 1)
+
+
+@gluon.jit
+def next_row(row, first, length):
+    """Return the row after those at `row`, and whether it is the next head's first."""
+    is_next = row + BLOCK_N >= length
+    return gl.where(is_next, first, row + BLOCK_N), is_next.to(gl.int32)
+
+
+@gluon.jit
+def send_statistics(statistics, first, length, ring, numbers, visit):
+    """Bring what is subtracted in each row to the ring's next place, before the row itself. Rows past the end weigh nothing."""
+    rows = first + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    log_sum = gl.load(statistics + rows * 2, mask=rows < length, other=float("inf"))
+    delta = gl.load(statistics + rows * 2 + 1, mask=rows < length, other=0.0)
+    await_left(ring, visit)
+    numbers.index(visit % QUERY_STAGES).store(log_sum)
+    numbers.index(visit % QUERY_STAGES + QUERY_STAGES).store(delta)
+    # One lane announces what all have written.
+    tl.debug_barrier()
+
+
+@gluon.jit
+def load_warp(
+    first_own, second_own, first_other, second_other, statistics, offsets, other_offsets, counter,
+    num_samples, total, other_total, num_heads, fields, own, firsts, seconds, numbers,
+    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """Of each tile send fields and own rows, then the others: keys from the last to the first; queries, of each head that shares
+    the keys, from the first to the last, with their statistics. At last a tile of a sample that has no rows."""
+    num_tiles = total // BLOCK_M + num_samples
+    index = gl.atomic_add(counter, 1, sem="relaxed")
+    tile = index * 0
+    visit = index * 0
+    while index < num_tiles * num_heads:
+        head, start, length, other_start, other_length, first_row = find_tile(
+            index, num_tiles, offsets, other_offsets, num_samples, total, other_total
+        )
+        other_end = other_start + other_length
+        if first_row < length:
+            await_left(own, tile)
+            write_fields(fields, start, length, other_length, first_row, head)
+            mbarrier.expect(own.full.index(0), 4 * first_own.block_type.nbytes)
+            for i in gl.static_range(2):
+                row = first_row + i * GROUP_M
+                copy_rows(first_own, start + length, length, row, head, own.full.index(0), own.tiles.index(i))
+                copy_rows(second_own, start + length, length, row, head, own.full.index(0), own.tiles.index(2 + i))
+            if statistics is not None:
+                first, tiles = query_tiles(first_row, other_length, length, IS_CAUSAL)
+                row = first
+                steps = tiles * GROUP
+                other_head = head * GROUP
+            else:
+                steps, _ = key_tiles(first_row, length, other_length, IS_CAUSAL, BLOCK_N)
+                row = (steps - 1) * BLOCK_N
+                other_head = head // GROUP
+            for _ in range(steps):
+                if statistics is not None:
+                    source = statistics + (other_total.to(gl.int64) * other_head + other_start) * 2
+                    send_statistics(source, row, other_length, firsts, numbers, visit)
+                send_rows(first_other, other_end, other_length, row, other_head, firsts, visit)
+                send_rows(second_other, other_end, other_length, row, other_head, seconds, visit)
+                if statistics is not None:
+                    row, is_next = next_row(row, first, other_length)
+                    other_head += is_next
+                else:
+                    row -= BLOCK_N
+                visit += 1
+            tile += 1
+        index = gl.atomic_add(counter, 1, sem="relaxed")
+    end_groups(fields, own, tile)
+
+
+@gluon.jit
+def begin(own, others, layout: gl.constexpr):
+    """Begin the product of a group's rows with others."""
+    zero = gl.zeros([GROUP_M, BLOCK_N], gl.float32, layout)
+    return warpgroup_mma(own, others.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def weights_of_keys(s, numbers, place, factor, first_key, first_position, IS_CAUSAL: gl.constexpr):
+    """Weights of transposed scores, none for keys from queries that stand before them."""
+    layout: gl.constexpr = s.type.layout
+    log_sum = numbers.index(place).load(gl.SliceLayout(0, layout))
+    p = gl.exp2(s * factor - log_sum[None, :])
+    if IS_CAUSAL:  # noqa: SIM102
+        if first_position < first_key + GROUP_M - 1:
+            keys = (first_key + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None]
+            positions = (first_position + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+            p = gl.where(keys <= positions, p, 0.0)
+    return p
+
+
+@gluon.jit
+def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """One group of warps: rows `64 * WHICH ..` of each tile of keys, until one has none. Scores are held transposed."""
+    grad_key, grad_value, num_heads, scale, fields, own, queries, grads, numbers = arguments
+    dtype: gl.constexpr = grad_key.dtype.element_ty
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_column: gl.constexpr = gl.SliceLayout(0, s_layout)
+    factor = scale * LOG2_E
+    k = tile_of(own, WHICH)
+    v = tile_of(own, 2 + WHICH)
+    mbarrier.wait(own.full.index(0), 0)
+    length = field_of(fields, 1)
+    visit = length * 0
+    tile = length * 0
+    while length > 0:
+        start = field_of(fields, 0)
+        query_length = field_of(fields, 2)
+        first_key = field_of(fields, 3)
+        head = field_of(fields, 4)
+        first, tiles = query_tiles(first_key, query_length, length, IS_CAUSAL)
+        shift = length - query_length
+        first_key += GROUP_M * WHICH
+        row = first
+
+        await_rows(queries, visit)
+        await_rows(grads, visit)
+        s = begin(k, rows_of(queries, visit), s_layout)
+        dp = begin(v, rows_of(grads, visit), s_layout)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        place = visit % QUERY_STAGES
+        p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        ds = p * (dp - numbers.index(place + QUERY_STAGES).load(s_column)[None, :])
+        p = gl.convert_layout(p.to(dtype), p_layout)
+        ds = gl.convert_layout(ds.to(dtype), p_layout)
+        dk = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
+        dv = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
+        for _ in range(1, tiles * GROUP):
+            await_rows(queries, visit + 1)
+            await_rows(grads, visit + 1)
+            dv = warpgroup_mma(p, rows_of(grads, visit), dv, is_async=True)
+            dk = warpgroup_mma(ds, rows_of(queries, visit), dk, is_async=True)
+            s = begin(k, rows_of(queries, visit + 1), s_layout)
+            dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+            dp = begin(v, rows_of(grads, visit + 1), s_layout)
+            leave_rows(grads, visit)
+            leave_rows(queries, visit)
+            visit += 1
+            s = warpgroup_mma_wait(1, deps=(s,))
+            place = visit % QUERY_STAGES
+            row, _ = next_row(row, first, query_length)
+            p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
+            # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
+            await_rows(grads, visit)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            ds = p * (dp - numbers.index(place + QUERY_STAGES).load(s_column)[None, :])
+            p = gl.convert_layout(p.to(dtype), p_layout)
+            ds = gl.convert_layout(ds.to(dtype), p_layout)
+        mbarrier.arrive(own.empty.index(0), count=1)
+        dv = warpgroup_mma(p, rows_of(grads, visit), dv, is_async=True)
+        dk = warpgroup_mma(ds, rows_of(queries, visit), dk, is_async=True)
+        dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
+        leave_rows(grads, visit)
+        leave_rows(queries, visit)
+        visit += 1
+
+        places, is_there = places_of(o_layout, start, first_key, length, num_heads, head, HEAD_DIM)
+        gl.store(grad_value + places, dv.to(dtype), mask=is_there)
+        gl.store(grad_key + places, (dk * scale).to(dtype), mask=is_there)
+        tile += 1
+        mbarrier.wait(own.full.index(0), tile & 1)
+        length = field_of(fields, 1)
+
+
+@gluon.jit
+def row_statistics(output, lse, grad_lse, statistics, grad, total, start, first, length, num_heads, head, HEAD_DIM: gl.constexpr):
+    """Compute and store what is subtracted in each row: from scores the log-sum-exp, infinite where no key is seen, and delta."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
+    places, is_there = places_of(layout, start, first, length, num_heads, head, HEAD_DIM)
+    delta = gl.sum(gl.load(output + places, mask=is_there, other=0.0).to(gl.float32) * grad.load(layout).to(gl.float32), 1)
+    rows = first + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout))
+    place = head.to(gl.int64) * total + start + rows
+    log_sum = gl.load(lse + place, mask=rows < length, other=float("inf"))
+    log_sum = gl.where(log_sum == float("-inf"), float("inf"), log_sum) * LOG2_E
+    if grad_lse is not None:
+        delta -= gl.load(grad_lse + place, mask=rows < length, other=0.0)
+    gl.store(statistics + place * 2, log_sum, mask=rows < length)
+    gl.store(statistics + place * 2 + 1, delta, mask=rows < length)
+    return log_sum, delta
+
+
+@gluon.jit
+def seen_by_queries(ds, position, key_length, first_key, IS_CAUSAL: gl.constexpr):
+    """Clear the gradients of scores of keys past the end, or after a query's position."""
+    layout: gl.constexpr = ds.type.layout
+    keys = (first_key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, layout)))[None, :]
+    seen = keys < key_length
+    if IS_CAUSAL:
+        seen = seen & (keys <= (position + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout)))[:, None])
+    return gl.where(seen, ds, 0.0)
+
+
+@gluon.jit
+def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl.constexpr):
+    """One group of warps: rows `64 * WHICH ..` of each tile of queries, and their statistics, until one has none."""
+    output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, fields, own, keys, values = arguments
+    dtype: gl.constexpr = grad_query.dtype.element_ty
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
+    factor = scale * LOG2_E
+    q = tile_of(own, WHICH)
+    o = tile_of(own, 2 + WHICH)
+    mbarrier.wait(own.full.index(0), 0)
+    length = field_of(fields, 1)
+    visit = length * 0
+    tile = length * 0
+    while length > 0:
+        start = field_of(fields, 0)
+        key_length = field_of(fields, 2)
+        first_query = field_of(fields, 3)
+        head = field_of(fields, 4)
+        tiles, whole = key_tiles(first_query, length, key_length, IS_CAUSAL, BLOCK_N)
+        first_query += GROUP_M * WHICH
+        position = first_query + key_length - length
+        log_sum, delta = row_statistics(
+            output, lse, grad_lse, statistics, o, total, start, first_query, length, num_heads, head, HEAD_DIM
+        )
+        log_sum = gl.convert_layout(log_sum, s_row)[:, None]
+        delta = gl.convert_layout(delta, s_row)[:, None]
+
+        await_rows(keys, visit)
+        await_rows(values, visit)
+        s = begin(q, rows_of(keys, visit), s_layout)
+        dp = begin(o, rows_of(values, visit), s_layout)
+        s = warpgroup_mma_wait(1, deps=(s,))
+        p = gl.exp2(s * factor - log_sum)
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        leave_rows(values, visit)
+        ds = p * (dp - delta)
+        if tiles > whole:
+            ds = seen_by_queries(ds, position, key_length, (tiles - 1) * BLOCK_N, IS_CAUSAL)
+        ds = gl.convert_layout(ds.to(dtype), p_layout)
+        dq = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
+        for j in range(1, tiles):
+            left = tiles - 1 - j
+            await_rows(keys, visit + 1)
+            await_rows(values, visit + 1)
+            dq = warpgroup_mma(ds, rows_of(keys, visit), dq, is_async=True)
+            s = begin(q, rows_of(keys, visit + 1), s_layout)
+            dq = warpgroup_mma_wait(1, deps=(dq,))
+            dp = begin(o, rows_of(values, visit + 1), s_layout)
+            leave_rows(keys, visit)
+            visit += 1
+            s = warpgroup_mma_wait(1, deps=(s,))
+            p = gl.exp2(s * factor - log_sum)
+            # As above: the wait has to stand below the weights.
+            await_rows(values, visit)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            leave_rows(values, visit)
+            ds = p * (dp - delta)
+            if left >= whole:
+                ds = seen_by_queries(ds, position, key_length, left * BLOCK_N, IS_CAUSAL)
+            ds = gl.convert_layout(ds.to(dtype), p_layout)
+        mbarrier.arrive(own.empty.index(0), count=1)
+        dq = warpgroup_mma(ds, rows_of(keys, visit), dq, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        leave_rows(keys, visit)
+        visit += 1
+
+        places, is_there = places_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
+        gl.store(grad_query + places, (dq * scale).to(dtype), mask=is_there)
+        tile += 1
+        mbarrier.wait(own.full.index(0), tile & 1)
+        length = field_of(fields, 1)
+
+
+@gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
+def attention_backward_dq_hopper_kernel(
+    grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, grad_query, statistics, counter,
+    num_samples, total, key_total, num_heads, scale,
+    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Gradients of all tiles of queries, `dQ = scale * dS K` with `dS = P * (dO V^T - delta)`, and `statistics` of their rows.
+
+    Delta is a row's dot product of output and its gradient, less the gradient of its log-sum-exp.
+    """
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    own = make_ring(query, 4, GROUP_M, 1)
+    keys = make_ring(key, KEY_STAGES, BLOCK_N, KEY_STAGES)
+    values = make_ring(value, KEY_STAGES, BLOCK_N, KEY_STAGES)
+    fence_async_shared()
+    loads = (
+        query, grad, key, value, None, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
+        fields, own, keys, values, None, IS_CAUSAL, GROUP,
+    )  # fmt: skip
+    sums = output, lse, grad_lse, statistics, grad_query, total, num_heads, scale, fields, own, keys, values
+    gl.warp_specialize(
+        [(sum_dq, (sums, 0, IS_CAUSAL, HEAD_DIM)), (sum_dq, (sums, 1, IS_CAUSAL, HEAD_DIM)), (load_warp, loads)],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["num_samples", "total", "key_total", "num_heads"])
+def attention_backward_dkv_hopper_kernel(
+    grad, query, key, value, statistics, offsets, key_offsets, grad_key, grad_value, counter,
+    num_samples, total, key_total, num_heads, scale,
+    IS_CAUSAL: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Gradients of all tiles of keys and values: `dV = P^T dO`, `dK = scale * dS^T Q` with `dS = P * (dO V^T - delta)`.
+
+    `statistics` hold what is subtracted in each row: the log-sum-exp, times log2(e), from scores, and delta.
+    """
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], flat)
+    own = make_ring(key, 4, GROUP_M, 1)
+    queries = make_ring(query, QUERY_STAGES, BLOCK_N, QUERY_STAGES)
+    grads = make_ring(grad, QUERY_STAGES, BLOCK_N, QUERY_STAGES)
+    # Of each place of `queries` what is subtracted from scores, and then of each what is from gradients of weights.
+    numbers = gl.allocate_shared_memory(gl.float32, [2 * QUERY_STAGES, BLOCK_N], flat)
+    fence_async_shared()
+    loads = (
+        key, value, query, grad, statistics, key_offsets, offsets, counter, num_samples, key_total, total, num_heads,
+        fields, own, queries, grads, numbers, IS_CAUSAL, GROUP,
+    )  # fmt: skip
+    sums = grad_key, grad_value, num_heads, scale, fields, own, queries, grads, numbers
+    gl.warp_specialize(
+        [
+            (sum_dkv, (sums, 0, IS_CAUSAL, GROUP, HEAD_DIM)),
+            (sum_dkv, (sums, 1, IS_CAUSAL, GROUP, HEAD_DIM)),
+            (load_warp, loads),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+def backward(
+    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor,
+    q_offsets: Tensor, k_offsets: Tensor | None, causal: bool, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch both kernels: as `kernels.backward`; every row of every head has to begin at 16 bytes."""
+    total, heads, head_dim = q.shape
+    num_samples = q_offsets.shape[0] - 1
+    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    statistics = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
+    counters = torch.zeros(2, dtype=torch.int32, device=q.device)
+    offsets = q_offsets, q_offsets if k_offsets is None else k_offsets
+    constants = {"IS_CAUSAL": causal, "GROUP": heads // k.shape[1], "HEAD_DIM": head_dim, "num_warps": 4}
+    # Tiles of queries and the rows that are streamed are cut alike.
+    rows = [ragged_descriptor(x, GROUP_M.value) for x in (q, k, v)]
+    upstream = ragged_descriptor(grad, GROUP_M.value)
+    attention_backward_dq_hopper_kernel[programs_for(q, num_samples)](
+        upstream, grad_lse, *rows, output, lse, *offsets, grad_q, statistics, counters[0], num_samples, total,
+        k.shape[0], heads, scale, **constants,
+    )  # fmt: skip
+    attention_backward_dkv_hopper_kernel[programs_for(k, num_samples)](
+        upstream, *rows, statistics, *offsets, grad_k, grad_v, counters[1], num_samples, total, k.shape[0], k.shape[1], scale,
+        **constants,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
