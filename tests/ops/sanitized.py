@@ -6,6 +6,7 @@ harms: accesses out of bounds stay inside what the driver maps, and all threads 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -123,7 +124,7 @@ PLANTED: dict[str, dict[str, Callable[[], None]]] = {
 
 def main(tool: str) -> None:
     # Racecheck takes rows that TMA writes, and barriers in shared memory announce, for races.
-    for step in (*small_steps(), *([long_step()] if tool == "memcheck" else [])):
+    for step in itertools.chain(small_steps(), [long_step()] if tool == "memcheck" else []):
         with CopiedProducts():
             step.run()
         # An error is reported at the family that made it, and one step's memory is freed before the next one's.
