@@ -221,6 +221,39 @@ def attention_rates(part: str, result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def attention_biases(result: dict[str, Any], path: Path) -> None:
+    """Times of attention with biases, dropout and SiLU weights, of each shape in units of what they are compared with."""
+    rows = result["biases"]["rows"]
+    shapes = list(dict.fromkeys(name.split(": ")[0] for name in rows))
+    figure, axes = plt.subplots(
+        1, len(shapes), figsize=(5.2 * len(shapes), 4.2), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        of_shape = {name: row for name, row in rows.items() if name.startswith(f"{shape}: ") and "compared" in row}
+        for place, row in enumerate(of_shape.values()):
+            for way, side in (("forward", -0.2), ("backward", 0.2)):
+                ratio, y = row["compared"]["ratio"][way], place + side
+                axis.barh(y, ratio, 0.36, color=ATTENTION_COLOURS["jagged"], alpha=1.0 if way == "forward" else 0.55)
+                axis.annotate(f" {ratio:.2f}", (ratio, y), va="center", fontsize=7)
+                if bound := row["compared"]["asked"].get(way):
+                    axis.vlines(bound, y - 0.2, y + 0.2, color="black", linewidth=1.2, linestyle="--")
+        against = [row["compared"]["with"] for row in of_shape.values()]
+        labels = [f"{name.split(': ')[1]}\n/ {other}" for name, other in zip(of_shape, against, strict=True)]
+        axis.set_yticks(range(len(of_shape)), labels, fontsize=7)
+        axis.set_title(f"{shape} causal", fontsize=9)
+        axis.set_xlabel("times as long", fontsize=8)
+        axis.margins(x=0.12)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].invert_yaxis()
+    colour = ATTENTION_COLOURS["jagged"]
+    handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=colour), plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.55)]
+    handles.append(plt.Line2D([], [], color="black", linestyle="--", linewidth=1.2))
+    figure.legend(handles, ["forward", "backward", "asked at most"], loc="outside right upper", fontsize=8)
+    figure.suptitle(f"Attention with biases, bf16, {result['environment']['device']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def attention_paper(result: dict[str, Any], path: Path) -> None:
     """Time and memory against the maximum length: Figure 2 of the paper, with both directions."""
     rows = {int(length): row for length, row in result["paper"]["rows"].items()}
@@ -338,7 +371,7 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         "attention_paper": ("paper", attention_paper),
         "attention_skew": ("skew", partial(attention_rates, "skew")),
         "attention_options": ("options", partial(attention_rates, "options")),
-        "attention_biases": ("biases", partial(attention_rates, "biases")),
+        "attention_biases": ("biases", attention_biases),
         "attention_cpu": ("cpu", partial(attention_rates, "cpu")),
     },
 }
