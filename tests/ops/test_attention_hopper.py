@@ -185,6 +185,21 @@ class TestOnHopper:
             assert torch.equal(got[:129], want[:129])
             assert torch.equal(got[329:], want[329:])
 
+    def test_pointwise_neighbours_are_not_seen(self, place: Place) -> None:
+        batch = long_enough((129, 200, 64))
+        poisoned = torch.full((3, batch.total + 200, 6, 128), torch.nan, dtype=torch.bfloat16, device=place.device)
+        inputs = [x[100:-100, 2:4].copy_(y) for x, y in zip(poisoned, inputs_of(batch, 2, 128, torch.bfloat16), strict=True)]
+        for causal in (False, True):
+            expected = jagged_hstu_attention(*(x.contiguous() for x in inputs), batch.offsets, causal=causal)
+            assert torch.isfinite(expected).all()
+            assert torch.equal(jagged_hstu_attention(*inputs, batch.offsets, causal=causal), expected)
+        for x in inputs:
+            x[129:329] = torch.nan
+        output = jagged_hstu_attention(*inputs, batch.offsets, causal=True)
+        assert torch.isnan(output[129:329]).all()
+        assert torch.equal(output[:129], expected[:129])
+        assert torch.equal(output[329:], expected[329:])
+
     @pytest.mark.usefixtures("backward_calls")
     def test_wrong_offsets_reach_no_foreign_memory(self, place: Place) -> None:
         fence = torch.full((3, 2 * SPECIALISED + 2_200, 1, 128), 1e30, dtype=torch.bfloat16, device=place.device)
