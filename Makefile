@@ -14,7 +14,7 @@ PIP := $(PY) -m pip --quiet --quiet --no-input --disable-pip-version-check
 FBGEMM_PACKAGE := $(if $(wildcard /proc/driver/nvidia/version /dev/nvidiactl /dev/dxg),fbgemm-gpu,fbgemm-gpu-cpu)
 
 # Two processes of one thread each: small tensors gain nothing from more threads.
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal
 CODE := find jagged ops modules -name '*.py' -type f
 TESTS := find tests -name '*.py' -type f
 
