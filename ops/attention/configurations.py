@@ -15,7 +15,7 @@ class Tiles(NamedTuple):
     """Rows that a program owns, rows that it visits at a time, and how Triton runs it.
 
     `max_registers` of a thread, None for as many as the assembler likes; fewer may let one more program onto a multiprocessor.
-    They were measured on compute capability 9.0 and hold from there on.
+    They were measured on compute capability 9.0 and hold there.
     `tma` loads the visited rows, which a GPU of compute capability 9.0 and rows that begin at 16 bytes allow.
     """
 
@@ -39,14 +39,15 @@ class Configuration(NamedTuple):
     apart: bool = False
 
 
-# What decides beside shapes: "biased" attention needs registers for its biases, "pointwise" weights need none for a softmax.
-Kind = Literal["plain", "biased", "pointwise"]
+# What decides beside shapes: biases need registers, by distance alone or by time alone fewer than several or those of pairs
+# ("biased"), and "pointwise" weights need none for a softmax.
+Kind = Literal["plain", "distances", "times", "biased", "pointwise"]
 
 # Mean lengths up to which a batch is short, or medium; above it is long.
 BORDERS = {"short": 32, "medium": 96}
 
 # (bytes of an element, head width rounded up to a power of two, how long samples are). Medium ones have a row where it pays, and
-# long ones a second, "pointers", where the first needs TMA. "biased" and "pointwise" are rows of their `Kind`.
+# long ones a second, "pointers", where the first needs TMA. Others are rows of their `Kind`.
 TABLE = {
     (2, 16, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 4, 2), True),
     (2, 32, "short"): Configuration(Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), Tiles(32, 32, 2, 2), True),
@@ -60,6 +61,8 @@ TABLE = {
     (2, 64, "long"): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 128)),
     (2, 128, "long"): Configuration(Tiles(64, 64, 4, 3, tma=True), Tiles(64, 32, 4, 4, tma=True), Tiles(64, 64, 4, 2, tma=True)),
     (2, 128, "pointers"): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 32, 8, 3), Tiles(64, 32, 4, 3)),
+    (2, 64, "distances"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 128), Tiles(64, 32, 4, 3, 168)),
+    (2, 64, "times"): Configuration(Tiles(64, 64, 4, 3, 128), Tiles(64, 32, 4, 3, 168), Tiles(64, 32, 4, 2, 168)),
     (2, 64, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 168), Tiles(64, 32, 4, 2, 168)),
     (2, 64, "pointwise"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3, 128)),
     (2, 128, "biased"): Configuration(Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 2), Tiles(64, 32, 4, 2)),
@@ -98,8 +101,8 @@ def configuration(
     """
     size, width = dtype.itemsize, padded_width(head_dim)
     length = next((name for name, border in BORDERS.items() if total <= border * batch_size), "long")
-    if kind == "biased" and length != "short":
-        length = "biased" if (size, width, "biased") in TABLE else "short"
+    if kind in ("distances", "times", "biased") and length != "short":
+        length = next((row for row in (kind, "biased") if (size, width, row) in TABLE), "short")
     if kind == "pointwise" and length == "long":
         length = "pointwise"
     chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])

@@ -30,8 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-LOG2_E = gl.constexpr(1.4426950408889634)
-LN_2 = gl.constexpr(0.6931471805599453)
+from jagged.ops.attention.tiles import LN_2, LOG2_E
+
 # Rows of a sample end where this coordinate does; more than any tensor has.
 ROWS = gl.constexpr(2**30)
 # Queries of a group and of a tile, keys of a tile, columns of both, and places of a ring.

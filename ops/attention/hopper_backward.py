@@ -26,7 +26,6 @@ from jagged.ops.attention.hopper import (
     BLOCK_M,
     FIELDS,
     GROUP_M,
-    LOG2_E,
     WIDTH,
     await_left,
     await_rows,
@@ -45,6 +44,7 @@ from jagged.ops.attention.hopper import (
     tile_of,
     write_fields,
 )
+from jagged.ops.attention.tiles import LOG2_E
 
 # Rows that a tile meets at a time, and places of both rings, as many as fit: of keys and values; of queries, with statistics.
 BLOCK_N = gl.constexpr(64)

@@ -16,28 +16,36 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
+from jagged.ops.attention.bias_gradients import (
+    BINS,
+    COPIES,
+    BiasGradients,
+    add_bias_gradients,
+    add_exactly,
+    add_to_bucket,
+    no_sums,
+    sum_bins_kernel,
+)
 from jagged.ops.attention.configurations import Kind, Tiles, configuration, is_specialised, padded_width
 from jagged.ops.attention.scores import (
-    BAND,
-    COPIES,
     FLOAT_BUCKETS,
     HIDDEN,
     PADDING,
     SPAN,
     Biases,
-    BiasGradients,
     Dropout,
-    add_bias_gradients,
     biases_of,
     bounds_of,
-    expand_tables_kernel,
-    fixed_point,
+    common_bias,
     kept,
+    less_common,
     pairs_of,
+    prepare_biases_kernel,
     silu,
-    split_times_kernel,
 )
 from jagged.ops.attention.tiles import (
+    LN_2,
+    LOG2_E,
     Place,
     edge_tile,
     history_end,
@@ -49,9 +57,6 @@ from jagged.ops.attention.tiles import (
     store_tile,
     visible,
 )
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 # Numbers that change from batch to batch.
 UNSPECIALIZED = [
@@ -100,23 +105,24 @@ def attend(
     rows = (first_query + tl.arange(0, BLOCK_M))[:, None]
     keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    start = biases_of(rows, keys, first_query, first_key, place, biases)
-    products = dot(query, tl.trans(k), start, INPUT_PRECISION)
+    bias = biases_of(rows, keys, first_query, first_key, place, biases, not IS_EDGE)
+    common = common_bias(first_query, first_key, place, biases, BLOCK_M, BLOCK_N)
+    products = dot(query, tl.trans(k), bias, INPUT_PRECISION)
     if IS_POINTWISE:
-        products *= factor
+        products = less_common(products * factor, common, -factor)
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
         weights, _ = silu(products, ACCURATE)
     else:
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL)
-        now_largest = tl.maximum(largest, tl.max(products, 1) * factor)
+        now_largest = tl.maximum(largest, less_common(tl.max(products, 1) * factor, common, -factor))
         reference = now_largest
         if IS_EDGE:
             # A row that has seen no key yet.
             reference = tl.where(now_largest == float("-inf"), 0.0, now_largest)
         correction = softmax_weights(largest, reference, 1.0, ACCURATE)
-        weights = softmax_weights(products, reference[:, None], factor, ACCURATE)
+        weights = softmax_weights(products, less_common(reference, common, factor)[:, None], factor, ACCURATE)
         weight = weight * correction + tl.sum(weights, 1)
         largest = now_largest
         if dropout.seed is not None:
@@ -217,12 +223,15 @@ def pointwise_factor(normalizer, key_length):
 
 
 @triton.jit
-def weights_and_slopes(products, row_lse, factor, ACCURATE: tl.constexpr):
-    """Weights of a tile of scores, and what a weight changes by with its own score: of a softmax the weight itself."""
+def weights_and_slopes(products, row_lse, common, factor, ACCURATE: tl.constexpr):
+    """Weights of a tile of scores, and what a weight changes by with its own score: of a softmax the weight itself.
+
+    A softmax's scores are still without what all have in `common`.
+    """
     if row_lse is None:
         weights, slopes = silu(products, ACCURATE)
     else:
-        weights = softmax_weights(products, row_lse, factor, ACCURATE)
+        weights = softmax_weights(products, less_common(row_lse, common, factor), factor, ACCURATE)
         slopes = weights
     return weights, slopes
 
@@ -247,31 +256,31 @@ def accumulate_dq(
 ):  # fmt: skip
     """Add what one tile of keys gives to the gradients of a query tile and of the biases."""
     ACCURATE: tl.constexpr = query.dtype == tl.float32
-    grad_query, histogram, below, above = sums
+    grad_query, of_distance, of_time = sums
     rows = (first_query + tl.arange(0, BLOCK_M))[:, None]
     keys = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_tile(key, first_key, place.key_length, key_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_tile(value, first_key, place.key_length, value_stride, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    start = biases_of(rows, keys, first_query, first_key, place, biases)
-    products = dot(query, tl.trans(k), start, INPUT_PRECISION)
+    bias = biases_of(rows, keys, first_query, first_key, place, biases, not IS_EDGE)
+    common = common_bias(first_query, first_key, place, biases, BLOCK_M, BLOCK_N)
+    products = dot(query, tl.trans(k), bias, INPUT_PRECISION)
     if row_lse is None:
-        products *= factor
+        products = less_common(products * factor, common, -factor)
     if IS_EDGE:
         products = masked(
             products, rows, keys, place, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
         )  # fmt: skip
-    _, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
+    _, slopes = weights_and_slopes(products, row_lse, common, factor, ACCURATE)
     grad_weights = dot(upstream, tl.trans(v), None, INPUT_PRECISION)
     keep = None
     if dropout.seed is not None:
         keep = kept(rows, keys, place, dropout)
     grad_scores = score_gradients(slopes, grad_weights, row_delta, keep, dropout)
-    if bias_grads.units is not None:
-        histogram, below, above = add_bias_gradients(
-            histogram, below, above, grad_scores * gain, rows, keys, first_query, first_key, place, biases, bias_grads
-        )
+    of_distance, of_time = add_bias_gradients(
+        of_distance, of_time, grad_scores * gain, rows, keys, first_query, first_key, place, biases, bias_grads, not IS_EDGE
+    )
     grad_query = dot(grad_scores.to(k.dtype), k, grad_query, INPUT_PRECISION)
-    return grad_query, histogram, below, above
+    return grad_query, of_distance, of_time
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -283,7 +292,7 @@ def attention_backward_dq_kernel(
     relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, dropout_seed, dropout_threshold, kept_scale,
     normalizer,
-    grad_relative_bias, grad_time_bias, grad_bias, units,
+    grad_relative_bias, grad_time_bias, grad_bias,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -292,7 +301,7 @@ def attention_backward_dq_kernel(
 
     That is the log-sum-exp in the scores' units, from scores, and delta, from gradients of weights. Delta is the row's dot
     product of output and its gradient, less the gradient of its log-sum-exp: a score's gradient is its weight times (gradient of
-    the weight - delta). Gradients of bias tables are whole numbers of units, `units` of which are 1.
+    the weight - delta).
     """
     IS_POINTWISE: tl.constexpr = lse is None
     sample, start, query_length, first_query = find_tile(offsets, tl.program_id(0), num_samples, total, BLOCK_M, APART)
@@ -327,12 +336,14 @@ def attention_backward_dq_kernel(
         grad_bias, bias_offsets, sample, query_length, key_length, tl.num_programs(1) * pairs_of_head, all_keys, 1,
         all_rows, all_keys,
     )  # fmt: skip
-    if units is not None:
-        units = tl.load(units)
+    relative_stride, time_stride = tl.num_programs(1) * (2 * max_distance + 1), tl.num_programs(1) * num_buckets
     if grad_relative_bias is not None:
-        grad_relative_bias += (tl.program_id(0) % COPIES * tl.num_programs(1)).to(tl.int64) * (2 * max_distance + 1)
+        grad_relative_bias += (tl.program_id(0) % COPIES * BINS).to(tl.int64) * relative_stride
+    if grad_time_bias is not None:
+        grad_time_bias += (tl.program_id(0) % COPIES * BINS).to(tl.int64) * time_stride
     bias_grads = BiasGradients(
-        grad_relative_bias, grad_time_bias, grad_bias, grad_first_pair, pairs_of_head, pair_row_stride, units
+        grad_relative_bias, relative_stride, grad_time_bias, time_stride, grad_bias, grad_first_pair, pairs_of_head,
+        pair_row_stride,
     )  # fmt: skip
     grad += start * grad_row_stride + head * grad_head_stride
     query += start * query_row_stride + head * query_head_stride
@@ -367,37 +378,36 @@ def attention_backward_dq_kernel(
     keys = rows_of(key, key_length, key_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     values = rows_of(value, key_length, value_row_stride, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     total_grad = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    histogram = tl.zeros([BLOCK_M // BAND, BLOCK_T], tl.float32)
-    below = tl.zeros([BLOCK_M // BAND, 2 * BAND], tl.float32)
-    above = tl.zeros([BLOCK_M // BAND, 2 * BAND], tl.float32)
+    of_distance, of_time = no_sums(BLOCK_M, BLOCK_T)
     last_query = tl.minimum(first_query + BLOCK_M, query_length) - 1
     whole_begin, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, edge_tiles = key_ranges(
         first_query + shift, last_query + shift, history, window, num_contextual, num_targets, IS_CAUSAL, BLOCK_N
     )
     for first_key in range(whole_begin, whole_end, BLOCK_N):
-        total_grad, histogram, below, above = accumulate_dq(
-            (total_grad, histogram, below, above), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
+        total_grad, of_distance, of_time = accumulate_dq(
+            (total_grad, of_distance, of_time), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
             key_row_stride, value_row_stride, factor, place, biases, dropout, bias_grads, gain,
             False, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     for index in range(0, edge_tiles):
         first_key = edge_tile(index, whole_end, prefix_tiles, low, low_tiles, high_tiles, diagonal, BLOCK_N)
-        total_grad, histogram, below, above = accumulate_dq(
-            (total_grad, histogram, below, above), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
+        total_grad, of_distance, of_time = accumulate_dq(
+            (total_grad, of_distance, of_time), q, upstream, keys, values, row_lse, row_delta, first_query, first_key,
             key_row_stride, value_row_stride, factor, place, biases, dropout, bias_grads, gain,
             True, IS_CAUSAL, USE_TMA, HEAD_DIM, BLOCK_M, BLOCK_N, BLOCK_D, INPUT_PRECISION,
         )  # fmt: skip
     total_grad *= scale * gain
     store_tile(grad_query, total_grad, first_query, query_length, output_row_stride, BLOCK_M, HEAD_DIM, BLOCK_D)
     if grad_relative_bias is not None:
-        table = grad_relative_bias + head * (2 * max_distance + 1)
-        tl.atomic_add(table, fixed_point(tl.sum(tl.sum(below, 1), 0), bias_grads.units), sem="relaxed")
-        tl.atomic_add(table + 2 * max_distance, fixed_point(tl.sum(tl.sum(above, 1), 0), bias_grads.units), sem="relaxed")
+        below, above = of_distance
+        first_entry = head * (2 * max_distance + 1)
+        add_exactly(grad_relative_bias, relative_stride, first_entry, tl.sum(tl.sum(below, 1), 0), True)
+        add_exactly(grad_relative_bias, relative_stride, first_entry + 2 * max_distance, tl.sum(tl.sum(above, 1), 0), True)
     if grad_time_bias is not None:
         bucket = tl.arange(0, BLOCK_T)
-        table = grad_time_bias + head * num_buckets
-        sums = fixed_point(tl.sum(histogram, 0), bias_grads.units)
-        tl.atomic_add(table + bucket, sums, mask=bucket < num_buckets, sem="relaxed")
+        histogram, run, bucket_of_run = of_time
+        sums = tl.sum(add_to_bucket(histogram, tl.sum(run, 1), bucket_of_run), 0)
+        add_exactly(grad_time_bias, time_stride, head * num_buckets + bucket, sums, bucket < num_buckets)
 
 
 @triton.jit
@@ -464,15 +474,16 @@ def accumulate_dkv(
     q = load_tile(query, first_query, query_length, query_row_stride, not IS_EDGE, USE_TMA, BLOCK_M, HEAD_DIM, BLOCK_D)
     if statistics is not None:
         row_lse, row_delta = load_statistics(of_member(statistics, member, total * 2, GROUP), rows, query_length, not IS_EDGE)
-    start = biases_of(rows[None, :], keys, first_query, first_key, place, biases)
-    products = dot(k, tl.trans(q), start, INPUT_PRECISION)
+    bias = biases_of(rows[None, :], keys, first_query, first_key, place, biases, not IS_EDGE)
+    common = common_bias(first_query, first_key, place, biases, BLOCK_M, BLOCK_N)
+    products = dot(k, tl.trans(q), bias, INPUT_PRECISION)
     if statistics is None:
-        products *= factor
+        products = less_common(products * factor, common, -factor)
     if IS_EDGE:
         hidden: tl.constexpr = HIDDEN if statistics is None else float("-inf")
         products = masked(products, rows[None, :], keys, place, IS_CAUSAL, hidden)
         products = tl.where((rows < query_length)[None, :], products, hidden)
-    weights, slopes = weights_and_slopes(products, row_lse, factor, ACCURATE)
+    weights, slopes = weights_and_slopes(products, row_lse, common, factor, ACCURATE)
     keep = None
     if dropout.seed is not None:
         keep = kept(rows[None, :], keys, place, dropout)
@@ -677,18 +688,15 @@ def backward(
     )  # fmt: skip
     relative, time, pairs = (x if want else None for x, want in zip((relative_bias, time_bias, bias), wanted, strict=True))
     relative_sums, time_sums = (
-        None if x is None else torch.zeros((copies, *x.shape), dtype=torch.int64, device=x.device)
-        for x, copies in ((relative, COPIES.value), (time, 1))
+        None if x is None else torch.zeros((COPIES.value, BINS.value, *x.shape), dtype=torch.int64, device=x.device)
+        for x in (relative, time)
     )
     grad_bias = None if pairs is None else torch.zeros(pairs.shape, dtype=pairs.dtype, device=pairs.device)
-    units = None
-    if relative is not None or time is not None or pairs is not None:
-        units = _units(grad, v, grad_lse, total * max(1.0, k.shape[0] / normalizer if normalizer else 1.0), dropout_p)
     if (grid := _grid(q, q_offsets, chosen.dq))[0]:
         attention_backward_dq_kernel[grid](
             grad, grad_lse, q, k, v, output, row_lse, q_offsets, k_offsets,
             num_targets, grad_q, statistics, *scalars, output.stride(0), **extras, grad_relative_bias=relative_sums,
-            grad_time_bias=time_sums, grad_bias=grad_bias, units=units,
+            grad_time_bias=time_sums, grad_bias=grad_bias,
             BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=1 if time is None else triton.next_power_of_2(time.shape[1]),
             **_constants(q, k, causal, chosen.apart, chosen.dq),
         )  # fmt: skip
@@ -698,56 +706,62 @@ def backward(
             **extras, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own, **_constants(q, k, causal, chosen.apart, chosen.dkv),
         )  # fmt: skip
 
-    def of_table(sums: Tensor | None, table: Tensor | None) -> Tensor:
-        if sums is None or table is None or units is None:
-            return q.new_empty(0)
-        return (sums.sum(0).double() / units).to(table.dtype)
-
     of_pairs = q.new_empty(0) if grad_bias is None else grad_bias
-    return grad_q, grad_k, grad_v, of_table(relative_sums, relative_bias), of_table(time_sums, time_bias), of_pairs
+    of_distances, of_times = (
+        q.new_empty(0) if sums is None or table is None else _rounded(sums, table)
+        for sums, table in ((relative_sums, relative), (time_sums, time))
+    )
+    return grad_q, grad_k, grad_v, of_distances, of_times, of_pairs
 
 
-def _units(grad: Tensor, v: Tensor, grad_lse: Tensor | None, terms: float, dropout_p: float) -> Tensor:
-    """Return how many units a 1 has in sums of gradients of scores: a power of two by which 62 bits hold any sum of `terms` rows.
-
-    The gradients of a row's scores add up to at most twice its largest gradient of a weight, and its log-sum-exp's.
-    """
-    if not grad.numel() or not v.numel():
-        return torch.ones((), dtype=torch.float64, device=grad.device)
-    largest = [torch.linalg.vector_norm(x, torch.inf).double() for x in (grad, v)]
-    bound = largest[0] * largest[1] * (2.5 * v.shape[2] / (1 - dropout_p))
-    if grad_lse is not None:
-        bound = bound + torch.linalg.vector_norm(grad_lse, torch.inf)
-    return torch.exp2((62 - torch.log2(bound * terms)).floor().clamp(max=1000))
+def _rounded(sums: Tensor, table: Tensor) -> Tensor:
+    """Launch `sum_bins_kernel`: the gradient of a table."""
+    gradient = torch.empty(table.shape, dtype=table.dtype, device=table.device)
+    if gradient.numel():
+        sum_bins_kernel[(triton.cdiv(gradient.numel(), 16),)](sums, gradient, gradient.numel(), BLOCK=16)
+    return gradient
 
 
-def _split_times(times: Tensor, offsets: Tensor, key_times: Tensor, key_offsets: Tensor) -> Tensor:
-    """Launch `split_times_kernel`: what the other kernels take differences of."""
-    times, key_times = times.contiguous(), key_times.contiguous()
-    total, num_samples = times.shape[0], offsets.shape[0] - 1
-    tiles = total // SPAN.value + num_samples
-    split = times.new_empty(total + 2 * tiles)
-    if tiles:
-        split_times_kernel[(tiles,)](times, offsets, key_times, key_offsets, split, num_samples, total, key_times.shape[0])
-    return split
-
-
-def _expand_tables(relative_bias: Tensor | None, time_bias: Tensor | None, scale: float) -> tuple[Tensor | None, Tensor | None]:
-    """Launch `expand_tables_kernel`: what the other kernels read of the tables."""
+def _prepare_biases(
+    relative_bias: Tensor | None,
+    time_bias: Tensor | None,
+    q_times: Tensor | None,
+    k_times: Tensor | None,
+    q_offsets: Tensor,
+    k_offsets: Tensor | None,
+    scale: float,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Launch `prepare_biases_kernel`: what the other kernels read of tables and times."""
     table = time_bias if relative_bias is None else relative_bias
     if table is None:
-        return None, None
-    relative, time = (None if x is None else x.contiguous() for x in (relative_bias, time_bias))
-    heads = table.shape[0]
-    widths = 0 if relative is None else relative.shape[1] + 2 * PADDING.value, 0 if time is None else FLOAT_BUCKETS.value
-    wide_relative, wide_time = (
-        torch.empty(heads, width, dtype=torch.float32, device=table.device) if width else None for width in widths
+        return None, None, None, None
+    relative, time, q_times, k_times = (
+        None if x is None else x.contiguous() for x in (relative_bias, time_bias, q_times, k_times)
     )
-    expand_tables_kernel[(triton.cdiv(max(widths), 256), heads)](
+    heads, num_samples = table.shape[0], q_offsets.shape[0] - 1
+    wide_relative, wide_time, q_split, k_split = None, None, None, None
+    blocks, tiles, key_total = 1, 0, 0
+    if relative is not None:
+        width = relative.shape[1] + 2 * PADDING.value
+        wide_relative = torch.empty(heads, 2, width, dtype=torch.float32, device=table.device)
+        blocks = width // 256 + 1
+    if time is not None and q_times is not None and k_times is not None:
+        wide_time = torch.empty(heads, FLOAT_BUCKETS.value, dtype=torch.float32, device=table.device)
+        blocks = max(blocks, FLOAT_BUCKETS.value // 256)
+        is_same = k_offsets is None and q_times.data_ptr() == k_times.data_ptr()
+        key_total = k_times.shape[0]
+        k_split, q_split = (x.new_empty(x.shape[0] + x.shape[0] // SPAN.value + num_samples) for x in (k_times, q_times))
+        tiles = k_split.shape[0] - key_total
+        if is_same:
+            q_times, q_split = None, k_split
+        else:
+            tiles += q_split.shape[0] - q_times.shape[0]
+    prepare_biases_kernel[(blocks * heads + tiles,)](
         relative, time, wide_relative, wide_time, 0 if relative is None else relative.shape[1] // 2,
-        0 if time is None else time.shape[1], 1 / scale, BLOCK=256,
+        0 if time is None else time.shape[1], 1 / scale, heads, k_times, q_offsets if k_offsets is None else k_offsets, k_split,
+        key_total, q_times, q_offsets, q_split, 0 if q_times is None else q_times.shape[0], num_samples, BLOCK=256, num_warps=1,
     )  # fmt: skip
-    return wide_relative, wide_time
+    return wide_relative, wide_time, q_split, k_split
 
 
 def _extras(
@@ -765,10 +779,9 @@ def _extras(
     scale: float,
 ) -> dict[str, Any]:
     """Arguments of all three kernels; a jagged bias `[H, P]` is one row of `P` pairs for each head."""
-    wide_relative, wide_time = _expand_tables(relative_bias, time_bias, scale)
-    if q_times is not None and k_times is not None:
-        key_sides = k_times, q_offsets if k_offsets is None else k_offsets
-        q_times, k_times = _split_times(q_times, q_offsets, *key_sides), _split_times(*key_sides, *key_sides)
+    wide_relative, wide_time, q_times, k_times = _prepare_biases(
+        relative_bias, time_bias, q_times, k_times, q_offsets, k_offsets, scale
+    )
     dense = None if bias is None else bias if bias.dim() == 4 else bias[None, :, None]
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
     return {
@@ -790,8 +803,15 @@ def _extras(
     }
 
 
-def _kind(pointwise: bool, *biases: Tensor | None) -> Kind:
-    return "biased" if any(bias is not None for bias in biases) else "pointwise" if pointwise else "plain"
+def _kind(pointwise: bool, relative_bias: Tensor | None, time_bias: Tensor | None, bias: Tensor | None) -> Kind:
+    match relative_bias is not None, time_bias is not None, bias is not None:
+        case False, False, False:
+            return "pointwise" if pointwise else "plain"
+        case True, False, False:
+            return "distances"
+        case False, True, False:
+            return "times"
+    return "biased"
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -814,7 +834,7 @@ def _constants(q: Tensor, k: Tensor, causal: bool, apart: bool, tiles: Tiles) ->
     if tiles.tma:
         # Descriptors lie in memory that Triton asks for at each launch, from an allocator that belongs to the thread.
         triton.set_allocator(_allocate)
-    limited = tiles.max_registers is not None and _is_hopper_or_later(q.device)
+    limited = tiles.max_registers is not None and _capability(q.device) == (9, 0)
     return {
         "IS_CAUSAL": causal,
         "APART": apart,
@@ -831,7 +851,7 @@ def _constants(q: Tensor, k: Tensor, causal: bool, apart: bool, tiles: Tiles) ->
 
 def _allow_tma(*tensors: Tensor) -> bool:
     """Whether the GPU has TMA, and every row of every head begins at 16 bytes."""
-    return _is_hopper_or_later(tensors[0].device) and all(
+    return _capability(tensors[0].device) >= (9, 0) and all(
         x.data_ptr() % 16 == 0 and all(stride * x.itemsize % 16 == 0 for stride in x.stride()[:2]) for x in tensors
     )
 
@@ -845,7 +865,7 @@ def _hopper_serves(rows: Sequence[Tensor], q_offsets: Tensor, options: Iterable[
     if any(isinstance(x, Tensor) or x for x in options) or not k.numel() or not _allow_tma(*rows):
         return False
     is_long = is_specialised(q.shape[2], q.dtype, q.shape[0], q_offsets.shape[0] - 1)
-    return is_long and torch.cuda.get_device_capability(q.device) == (9, 0) and _has_gluon()
+    return is_long and _capability(q.device) == (9, 0) and _has_gluon()
 
 
 @functools.cache
@@ -859,8 +879,9 @@ def _has_gluon() -> bool:
 
 
 @functools.cache
-def _is_hopper_or_later(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of an NVIDIA GPU; 0.0 of anything else."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.version.hip is None else (0, 0)
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:

@@ -15,14 +15,12 @@ from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_tile
 HAS_PTX = tl.constexpr(torch.version.hip is None)
 # Half the score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
 HIDDEN = tl.constexpr(-1e30)
-# Entries that `expand_tables_kernel` adds at either end of a relative bias: at least the rows and the keys of a tile.
+# Entries that `expand_tables` adds at either end of a relative bias: at least the rows and the keys of a tile.
 PADDING = tl.constexpr(256)
-# Rows of which gradients of tables are summed together: with most layouts of scores one warp has all of them.
-BAND = tl.constexpr(16)
-# Rows that have one least and one largest time: `split_times_kernel`.
+# Rows that have one least and one largest time: `split_times`.
 SPAN = tl.constexpr(32)
-# Copies of a relative bias's gradient, which programs take in turn: atomic additions to one address come one after the other.
-COPIES = tl.constexpr(16)
+# More than what two roundings to float32 move a number by, relative to it.
+ROUNDING = tl.constexpr(2.0**-22)
 # A float's sign, exponent and first bit; and of those the exponent and bit from which buckets of 1 and more count.
 FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
 
@@ -30,8 +28,7 @@ FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
 class Biases(NamedTuple):
     """What is added to scores.
 
-    `relative` and `of_time` are what `expand_tables_kernel` makes of the tables, over the scores' scale; `pairs` of a sample
-    begin at `first_pair`.
+    `relative`, `of_time` and times are what `prepare_biases_kernel` makes of them; `pairs` of a sample begin at `first_pair`.
     """
 
     inverse_scale: Any
@@ -52,21 +49,6 @@ class Biases(NamedTuple):
     keys: Any
 
 
-class BiasGradients(NamedTuple):
-    """Where gradients of biases go: of tables as whole numbers of units, `units` of which are 1; of pairs as they are.
-
-    `units` is None where none is wanted.
-    """
-
-    relative: Any
-    of_time: Any
-    pairs: Any
-    first_pair: Any
-    head_stride: Any
-    row_stride: Any
-    units: Any
-
-
 class Dropout(NamedTuple):
     """A weight is left where its number reaches `threshold`, and then multiplied by `kept_scale`; none without a `seed`."""
 
@@ -75,52 +57,91 @@ class Dropout(NamedTuple):
     kept_scale: Any
 
 
-@triton.jit(do_not_specialize=["num_samples", "total", "key_total"])
-def split_times_kernel(times, offsets, key_times, key_offsets, split, num_samples, total, key_total):
-    """Times since the first key's of their sample, as two floats in one number: multiples of 2^24, and what is left.
-
-    Differences of either are exact, and their sum is the float nearest to the difference of times. Behind the rows' numbers lie
-    the least and the largest time of each tile of SPAN rows, in the order of `find_tile`.
-    """
-    tile = tl.program_id(0)
-    sample, start, length, first = find_tile(offsets, tile, num_samples, total, SPAN)
-    if first >= length:
-        return
-    first_key = tl.load(key_offsets + sample)
-    has_keys = (first_key >= 0) & (first_key < key_total)
-    row = start + tl.minimum(first + tl.arange(0, SPAN), length - 1)
-    time = tl.load(times + row) - tl.load(key_times + first_key, mask=has_keys, other=0)
-    high = time >> 24
-    low = (time - (high << 24)).to(tl.float32).to(tl.int32, bitcast=True)
-    high = (high.to(tl.float32) * 16777216.0).to(tl.int32, bitcast=True)
-    packed = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
-    tl.store(split + row, packed)
-    bounds = split + total + 2 * tile.to(tl.int64)
-    tl.store(bounds, tl.min(time, 0))
-    tl.store(bounds + 1, tl.max(time, 0))
-
-
-@triton.jit(do_not_specialize=["max_distance", "num_buckets"])
-def expand_tables_kernel(
-    relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, BLOCK: tl.constexpr
+@triton.jit(do_not_specialize=["max_distance", "num_buckets", "num_samples", "key_total", "query_total"])
+def prepare_biases_kernel(
+    relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, num_heads,
+    key_times, key_offsets, key_split, key_total, query_times, query_offsets, query_split, query_total, num_samples,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tables in float32 over the scale of scores, in which a tile's distances and every float have an entry without a comparison.
+    """Make what the other kernels read of tables and times; programs first share the tables, then tiles of keys, then of queries.
 
-    `wide_relative`, `[H, 2 * max_distance + 1 + 2 * PADDING]`, repeats the table's ends; `wide_time`, `[H, FLOAT_BUCKETS]`, has
-    the bias of any time apart at its float's leading bits.
+    Tables are in float32 over the scale of scores, and have an entry for every distance in a tile and every float, without a
+    comparison: `wide_relative`, `[H, 2, 2 * max_distance + 1 + 2 * PADDING]`, repeats the table's ends and has it a second time
+    from the last distance to the first; `wide_time`, `[H, FLOAT_BUCKETS]`, has the bias of any time apart at its float's leading
+    bits. Queries of None are the keys.
     """
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    head = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0)
+    blocks = (2 * max_distance + 1 + 2 * PADDING if relative is not None else 0) // BLOCK + 1
+    if of_time is not None:
+        blocks = tl.maximum(blocks, FLOAT_BUCKETS // BLOCK)
+    table_programs = blocks * num_heads
+    if index < table_programs:
+        entry = index % blocks * BLOCK + tl.arange(0, BLOCK)
+        expand_tables(
+            relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, index // blocks, entry
+        )
+    elif of_time is not None:
+        tile = index - table_programs
+        key_tiles = key_total // SPAN + num_samples
+        if tile < key_tiles:
+            split_times(key_times, key_offsets, key_times, key_offsets, key_split, tile, num_samples, key_total, key_total)
+        elif query_times is not None:
+            split_times(
+                query_times, query_offsets, key_times, key_offsets, query_split, tile - key_tiles, num_samples, query_total,
+                key_total,
+            )  # fmt: skip
+
+
+@triton.jit
+def expand_tables(relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, head, entry):
+    """Write some entries of a head's tables, of each table that has them."""
+    head = head.to(tl.int64)
     if relative is not None:
         width = 2 * max_distance + 1
         own = tl.minimum(tl.maximum(entry - PADDING, 0), width - 1)
         bias = tl.load(relative + head * width + own).to(tl.float32) * inverse_scale
         width += 2 * PADDING
-        tl.store(wide_relative + head * width + entry, bias, mask=entry < width)
+        wide_relative += 2 * head * width
+        tl.store(wide_relative + entry, bias, mask=entry < width)
+        tl.store(wide_relative + 2 * width - 1 - entry, bias, mask=entry < width)
     if of_time is not None:
         bucket = tl.minimum(tl.maximum(entry % (FLOAT_BUCKETS // 2) - FIRST_BUCKET, 0), num_buckets - 1)
         bias = tl.load(of_time + head * num_buckets + bucket).to(tl.float32) * inverse_scale
         tl.store(wide_time + head * FLOAT_BUCKETS + entry, bias, mask=entry < FLOAT_BUCKETS)
+
+
+@triton.jit
+def split_times(times, offsets, key_times, key_offsets, split, tile, num_samples, total, key_total):
+    """Write times since the first key's of their sample, as two floats in one number: multiples of 2^24, and what is left.
+
+    Differences of either are exact, and their sum is the float nearest to the difference of times. Behind the rows' numbers lie
+    two floats for each tile of SPAN rows, in the order of `find_tile`: no time of it is below the one or above the other.
+    """
+    sample, start, length, first = find_tile(offsets, tile, num_samples, total, SPAN)
+    if first < length:
+        first_key = tl.load(key_offsets + sample)
+        has_keys = (first_key >= 0) & (first_key < key_total)
+        row = start + tl.minimum(first + tl.arange(0, SPAN), length - 1)
+        time = tl.load(times + row) - tl.load(key_times + first_key, mask=has_keys, other=0)
+        high = time >> 24
+        low = (time - (high << 24)).to(tl.float32)
+        tl.store(split + row, packed_pair(high.to(tl.float32) * 16777216.0, low))
+        least, largest = tl.min(time, 0).to(tl.float32), tl.max(time, 0).to(tl.float32)
+        least -= tl.abs(least) * ROUNDING
+        largest += tl.abs(largest) * ROUNDING
+        tl.store(split + total + tile, packed_pair(least, largest))
+
+
+@triton.jit
+def packed_pair(high, low):
+    """Two floats in one number."""
+    return (high.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (low.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def pair_of_floats(packed):
+    """Undo `packed_pair`."""
+    return (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True), packed.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -159,11 +180,10 @@ def load_in_place(places):
 
 
 @triton.jit
-def load_times(times, rows, length):
-    """Load the two floats that `split_times_kernel` made of rows' times; a sample's last row stands in for missing ones."""
-    packed = load_in_place(times + tl.minimum(rows, length - 1))
-    high = (packed >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return high, packed.to(tl.int32).to(tl.float32, bitcast=True)
+def load_times(times, first, rows, length, IS_WHOLE: tl.constexpr):
+    """Load the two floats that `split_times` made of rows' times; unless `IS_WHOLE`, the last row stands in for missing ones."""
+    places = times + first + (rows - first).to(tl.int64) if IS_WHOLE else times + tl.minimum(rows, length - 1)
+    return pair_of_floats(load_in_place(places))
 
 
 @triton.jit
@@ -171,18 +191,17 @@ def bounds_of(times, total, start, sample):
     """Return where the bounds of a sample's times begin; None without times."""
     bounds = None
     if times is not None:
-        bounds = times + total + 2 * (start // SPAN + sample)
+        bounds = times + total + (start // SPAN + sample)
     return bounds
 
 
 @triton.jit
 def load_bounds(bounds, first, length, ROWS: tl.constexpr):
-    """Load the least and the largest time of a tile, or of rows that contain it."""
-    place = bounds + first // SPAN * 2
-    least, largest = load_in_place(place), load_in_place(place + 1)
+    """Load two numbers between which the times of a tile lie, and maybe those of rows beside it."""
+    least, largest = pair_of_floats(load_in_place(bounds + first // SPAN))
     for tile in tl.static_range(SPAN, ROWS, SPAN):
-        place = bounds + tl.minimum(first + tile, length - 1) // SPAN * 2
-        least, largest = tl.minimum(least, load_in_place(place)), tl.maximum(largest, load_in_place(place + 1))
+        other = pair_of_floats(load_in_place(bounds + tl.minimum(first + tile, length - 1) // SPAN))
+        least, largest = tl.minimum(least, other[0]), tl.maximum(largest, other[1])
     return least, largest
 
 
@@ -196,10 +215,12 @@ def distances(rows, keys, place):
 
 
 @triton.jit
-def bits_of_time(rows, keys, place, biases):
-    """The bits of the time from a key to a query as a float."""
-    q_high, q_low = load_times(biases.q_times + place.start, rows, place.query_length)
-    k_high, k_low = load_times(biases.k_times + place.key_start, keys, place.key_length)
+def bits_of_time(rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.constexpr):
+    """The bits of the time from a key to a query as a float. No row is missing of those visited, the columns, if `IS_WHOLE`."""
+    ARE_KEYS_VISITED: tl.constexpr = rows.shape[1] == 1
+    q_times, k_times = biases.q_times + place.start, biases.k_times + place.key_start
+    q_high, q_low = load_times(q_times, first_query, rows, place.query_length, IS_WHOLE and not ARE_KEYS_VISITED)
+    k_high, k_low = load_times(k_times, first_key, keys, place.key_length, IS_WHOLE and ARE_KEYS_VISITED)
     return ((q_high - k_high) + (q_low - k_low)).to(tl.uint32, bitcast=True)
 
 
@@ -212,178 +233,106 @@ def time_buckets(bits, num_buckets):
 
 @triton.jit
 def bucket_range(first_query, first_key, place, biases, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Return the least and the largest bucket that pairs of a tile may have."""
+    """Return the least and the largest bucket that pairs of a tile may have. Bounds may be too wide, by roundings."""
     q_least, q_largest = load_bounds(biases.q_bounds, first_query, place.query_length, ROWS)
     k_least, k_largest = load_bounds(biases.k_bounds, first_key, place.key_length, KEYS)
-    least = tl.maximum(tl.maximum(q_least - k_largest, k_least - q_largest), 0).to(tl.float32)
-    largest = tl.maximum(q_largest - k_least, k_largest - q_least).to(tl.float32)
+    least = tl.maximum(tl.maximum(q_least - k_largest, k_least - q_largest), 0.0) * (1.0 - ROUNDING)
+    largest = tl.maximum(q_largest - k_least, k_largest - q_least) * (1.0 + ROUNDING)
     least = time_buckets(least.to(tl.uint32, bitcast=True), biases.num_buckets)
     return least, time_buckets(largest.to(tl.uint32, bitcast=True), biases.num_buckets)
 
 
 @triton.jit
+def is_far(first_query, first_key, place, biases, KEYS: tl.constexpr):
+    """Whether all queries of a tile are so far behind all of its keys that they share the last bias of the table."""
+    return distances(first_query, first_key + KEYS - 1, place) >= biases.max_distance
+
+
+@triton.jit
 def relative_biases(rows, keys, first_query, first_key, place, biases):
-    """Load a tile's, or the one bias that all of it has. Of an address only what the tile shares is computed for each tile."""
+    """Load a tile's biases by distance. Of an address only what the tile shares is computed for each tile.
+
+    What is added along a tile's columns the compiler folds into the loads, what is subtracted it does not. With queries as rows
+    the distance falls along the columns, and it is the second, mirrored half of `table` that is read.
+    """
     ROWS: tl.constexpr = rows.shape[0] * rows.shape[1]
     KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
-    tl.static_assert(ROWS + KEYS <= PADDING)
     farthest = biases.max_distance
-    table = biases.relative + place.head * (2 * farthest + 1 + 2 * PADDING) + PADDING + farthest
-    if distances(first_query, first_key + KEYS - 1, place) >= farthest:
-        bias = (rows * 0 + keys * 0).to(tl.float32) + tl.load(table + farthest)
-    elif place.num_targets is not None:
+    table = relative_table(place, biases)
+    if place.num_targets is not None:
         bias = load_in_place(table + tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest))
     else:
         apart = tl.minimum(tl.maximum(first_query + place.shift - first_key, -farthest - ROWS), farthest + KEYS)
-        bias = load_in_place(table + apart + ((rows - first_query).to(tl.int64) - (keys - first_key).to(tl.int64)))
+        query, key = (rows - first_query).to(tl.int64), (keys - first_key).to(tl.int64)
+        if rows.shape[1] == 1:
+            bias = load_in_place((table + 2 * (farthest + PADDING) + 1 - apart - query) + key)
+        else:
+            bias = load_in_place((table + apart - key) + query)
     return bias
 
 
 @triton.jit
-def time_biases(rows, keys, first_query, first_key, place, biases):
-    """Load a tile's, or the one bias that all of it has."""
-    ROWS: tl.constexpr = rows.shape[0] * rows.shape[1]
-    KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
-    table = biases.of_time + place.head * FLOAT_BUCKETS
-    least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
-    if least == largest:
-        bias = (rows * 0 + keys * 0).to(tl.float32) + load_in_place(table + FIRST_BUCKET + least)
-    else:
-        bias = load_in_place(table + (bits_of_time(rows, keys, place, biases) >> 22))
-    return bias
+def relative_table(place, biases):
+    """Return where the bias of distance 0 stands."""
+    reach = biases.max_distance + PADDING
+    return biases.relative + 2 * place.head * (2 * reach + 1) + reach
 
 
 @triton.jit
-def biases_of(rows, keys, first_query, first_key, place, biases):
-    """Return a tile's biases over the scale of scores, where sums of products begin; None without any.
+def biases_of(rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.constexpr):
+    """Return a tile's biases over the scale of scores, where sums of products begin, less its `common_bias`; None without any.
 
     Loads under a condition are not begun ahead of their loop's turn, which would take each number through shared memory.
     """
+    ROWS: tl.constexpr = rows.shape[0] * rows.shape[1]
+    KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
+    tl.static_assert(ROWS + KEYS <= PADDING)
     bias = None
-    if biases.relative is not None:
-        bias = relative_biases(rows, keys, first_query, first_key, place, biases)
-    if biases.of_time is not None:
-        of_time = time_biases(rows, keys, first_query, first_key, place, biases)
-        bias = of_time if biases.relative is None else bias + of_time
+    if biases.relative is not None or biases.of_time is not None or biases.pairs is not None:
+        bias = tl.zeros([rows.shape[0] * keys.shape[0], rows.shape[1] * keys.shape[1]], tl.float32)
     if biases.pairs is not None:
         at = biases.first_pair + place.head * biases.head_stride
         at += rows.to(tl.int64) * biases.row_stride + keys.to(tl.int64) * biases.key_stride
         mask = (rows < biases.rows) & (keys < biases.keys)
-        of_pairs = tl.load(biases.pairs + at, mask=mask, other=0.0).to(tl.float32) * biases.inverse_scale
-        bias = of_pairs if biases.relative is None and biases.of_time is None else bias + of_pairs
+        bias += tl.load(biases.pairs + at, mask=mask, other=0.0).to(tl.float32) * biases.inverse_scale
+    if biases.relative is not None:  # noqa: SIM102
+        if not is_far(first_query, first_key, place, biases, KEYS):
+            near = relative_biases(rows, keys, first_query, first_key, place, biases)
+            bias = near if biases.pairs is None else bias + near
+    if biases.of_time is not None:
+        least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
+        if least != largest:
+            bits = bits_of_time(rows, keys, first_query, first_key, place, biases, IS_WHOLE)
+            of_time = load_in_place(biases.of_time + place.head * FLOAT_BUCKETS + (bits >> 22))
+            bias = of_time if biases.relative is None and biases.pairs is None else bias + of_time
     return bias
 
 
 @triton.jit
-def fixed_point(sums, per_unit):
-    """As a whole number of units, whose sum does not depend on the order of its terms."""
-    return (sums.to(tl.float64) * per_unit).to(tl.int64)
+def common_bias(first_query, first_key, place, biases, ROWS: tl.constexpr, KEYS: tl.constexpr):
+    """Return what all of a tile's biases have in common, over the scale of scores, which costs a score nothing; None without any.
 
-
-@triton.jit
-def add_relative_gradient(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads):
-    """Add a tile's sums along its diagonals, on each of which queries and keys are one distance apart.
-
-    Those nearer than `farthest` go to memory; the others are collected in `below` and `above`, which belong to the ends of the
-    table, as is all of a tile that has no nearer ones.
+    Most tiles are farther than a table of distances, or have one bucket of time.
     """
-    if distances(first_query, first_key + grad_scores.shape[1] - 1, place) >= farthest:
-        above += tl.where(tl.arange(0, 2 * BAND)[None, :] == 0, band_sums(grad_scores)[:, None], 0.0)
+    common = None
+    if biases.relative is not None:
+        farthest = load_in_place(relative_table(place, biases) + biases.max_distance)
+        common = tl.where(is_far(first_query, first_key, place, biases, KEYS), farthest, 0.0)
+    if biases.of_time is not None:
+        least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
+        of_time = load_in_place(biases.of_time + place.head * FLOAT_BUCKETS + FIRST_BUCKET + least)
+        of_time = tl.where(least == largest, of_time, 0.0)
+        common = of_time if common is None else common + of_time
+    return common
+
+
+@triton.jit
+def less_common(subtrahend, common, factor):
+    """What remains to be subtracted from scores for which a bias that all have in `common` was not added."""
+    if common is None:
+        return subtrahend
     else:
-        below, above = add_diagonals(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads)
-    return below, above
-
-
-@triton.jit
-def band_sums(tile):
-    """Sums of bands of rows."""
-    return tl.sum(tl.reshape(tile, [tile.shape[0] // BAND, BAND * tile.shape[1]]), 1)
-
-
-@triton.jit
-def add_diagonals(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads):
-    """`add_relative_gradient` of a tile with several distances.
-
-    Within each band of rows column c is turned up by c rows, which makes rows of diagonals: a number that came round `wraps`
-    times is `wraps * BAND` nearer. Two such distances of a row lie side by side when they go to memory.
-    """
-    BANDS: tl.constexpr = grad_scores.shape[0] // BAND
-    KEYS: tl.constexpr = grad_scores.shape[1]
-    column = tl.arange(0, KEYS)
-    of_targets = grad_scores
-    if place.num_targets is not None:
-        row = tl.arange(0, BANDS * BAND)
-        is_target = (first_query + place.shift + row > place.history)[:, None]
-        of_targets = tl.where(is_target, grad_scores, 0.0)
-        grad_scores = tl.where(is_target, 0.0, grad_scores)
-    turned = (tl.arange(0, BAND)[:, None] + column[None, :])[None, :, :]
-    bands = tl.reshape(grad_scores, [BANDS, BAND, KEYS])
-    diagonals = tl.gather(bands, tl.broadcast_to(turned % BAND, bands.shape), 1)
-    lane = tl.arange(0, 2 * BAND)[None, :]
-    place_in_tile = tl.arange(0, BANDS)[:, None] * BAND + lane % BAND - lane // BAND * BAND
-    table = bias_grads.relative + place.head * (2 * farthest + 1) + farthest
-    for wraps in tl.static_range(0, KEYS // BAND + 1, 2):
-        once = tl.sum(tl.where(turned // BAND == wraps, diagonals, 0.0), 2)
-        again = tl.sum(tl.where(turned // BAND == wraps + 1, diagonals, 0.0), 2)
-        sums = tl.reshape(tl.trans(tl.join(once, again), 0, 2, 1), [BANDS, 2 * BAND])
-        apart = first_query + place.shift - first_key + place_in_tile - wraps * BAND
-        is_above = apart >= farthest
-        is_below = (apart <= -farthest) & (apart < farthest)
-        above += tl.where(is_above, sums, 0.0)
-        below += tl.where(is_below, sums, 0.0)
-        is_between = (apart < farthest) & (apart > -farthest) & (lane // BAND + wraps <= KEYS // BAND)
-        tl.atomic_add(table + apart, fixed_point(sums, bias_grads.units), mask=is_between, sem="relaxed")
-    if place.num_targets is not None:
-        apart = place.history - tl.minimum(first_key + column, place.history)
-        sums = fixed_point(tl.sum(of_targets, 0), bias_grads.units)
-        mask = first_key + column < place.key_length
-        tl.atomic_add(table + tl.minimum(apart, farthest), sums, mask=mask, sem="relaxed")
-    return below, above
-
-
-@triton.jit
-def either(one, other):
-    """Bits of both, for a reduction."""
-    return one | other
-
-
-@triton.jit
-def add_time_gradient(histogram, grad_scores, rows, keys, first_query, first_key, place, biases):
-    """Add a tile's sums by bucket; most tiles have few, since buckets grow with the time."""
-    ROWS: tl.constexpr = grad_scores.shape[0]
-    KEYS: tl.constexpr = grad_scores.shape[1]
-    own = tl.arange(0, histogram.shape[1])[None, :]
-    least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
-    if least == largest:
-        histogram += tl.where(own == least, band_sums(grad_scores)[:, None], 0.0)
-    else:
-        buckets = time_buckets(bits_of_time(rows, keys, place, biases), biases.num_buckets)
-        # A bit for each bucket that occurs, the same one for those 64 apart.
-        bits = tl.where(grad_scores == 0.0, 0, tl.full([ROWS, KEYS], 1, tl.int64) << (buckets & 63))
-        left = tl.reduce(tl.reduce(bits, 1, either), 0, either)
-        while left != 0:
-            lowest = (left & -left).to(tl.uint64).to(tl.float32).to(tl.int32, bitcast=True) >> 23
-            for bucket in range(lowest - 127, biases.num_buckets, 64):
-                sums = band_sums(tl.where(buckets == bucket, grad_scores, 0.0))
-                histogram += tl.where(own == bucket, sums[:, None], 0.0)
-            left &= left - 1
-    return histogram
-
-
-@triton.jit
-def add_bias_gradients(histogram, below, above, grad_scores, rows, keys, first_query, first_key, place, biases, bias_grads):
-    """Take the gradients of a tile of scores into those of the biases: sums by distance and by bucket, and each by itself."""
-    if bias_grads.relative is not None:
-        below, above = add_relative_gradient(
-            below, above, grad_scores, first_query, first_key, place, biases.max_distance, bias_grads
-        )
-    if bias_grads.of_time is not None:
-        histogram = add_time_gradient(histogram, grad_scores, rows, keys, first_query, first_key, place, biases)
-    if bias_grads.pairs is not None:
-        at = bias_grads.first_pair + place.head * bias_grads.head_stride + rows.to(tl.int64) * bias_grads.row_stride + keys
-        mask = (rows < biases.rows) & (keys < biases.keys)
-        tl.store(bias_grads.pairs + at, grad_scores.to(bias_grads.pairs.dtype.element_ty), mask=mask)
-    return histogram, below, above
+        return subtrahend - common * factor
 
 
 @triton.jit

@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+# For exponentials to base 2, and back.
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
 
 class Place(NamedTuple):
     """Of a program: its query head, where its sample's rows begin and how many there are, and what its queries see."""

@@ -8,12 +8,25 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from jagged.ops import jagged_attention, pair_offsets
 from jagged.ops.attention import torch_impl
+from jagged.ops.attention.bias_gradients import (
+    BINS,
+    COPIES,
+    BiasGradients,
+    add_exactly,
+    add_relative_gradient,
+    no_sums,
+    sum_bins_kernel,
+)
+from jagged.ops.attention.scores import Biases
+from jagged.ops.attention.tiles import Place as Sight
 from tests.ops.test_attention import BATCHES, MASKS, Case, cases, inputs_of, output_and_lse
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -290,6 +303,89 @@ def test_distances_as_written_out(place: Place) -> None:
     bias = table[:, 9 + torch.tensor([4, 3, 2, 1, 0], device=place.device)][None, :, None]
     written = jagged_attention(q[:1], k, v, batch.offsets[:2].clamp(max=1), batch.offsets, bias=bias, backend=place.backend)
     torch.testing.assert_close(last, written)
+
+
+@triton.jit
+def sum_diagonals_kernel(
+    tile, unit, bins, ends, first_query, first_key, farthest, key_length, history, num_targets,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Sums of one tile by distance: into the table, and what belongs to its ends into `ends`."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, KEYS)
+    # A product has the layout of scores.
+    scores = tl.dot(
+        tl.load(tile + row[:, None] * KEYS + column[None, :]), tl.load(unit + column[:, None] * KEYS + column[None, :])
+    )  # fmt: skip
+    place = Sight(tl.program_id(0), 0, 0, key_length, key_length, 0, history, None, None, num_targets)
+    biases = Biases(
+        None, bins, farthest, None, None, None, None, None, None, None, None, None, None, None, None, None
+    )  # fmt: skip
+    grads = BiasGradients(bins, 2 * farthest + 1, None, None, None, None, None, None)
+    sums, _ = no_sums(ROWS, 1)
+    below, above = add_relative_gradient(sums, scores, first_query, first_key, place, biases, grads)
+    tl.store(ends, tl.sum(tl.sum(below, 1), 0))
+    tl.store(ends + 1, tl.sum(tl.sum(above, 1), 0))
+
+
+@pytest.mark.skipif(PLACE.name == "cpu", reason="Triton kernels")
+@pytest.mark.parametrize("num_warps", [2, 4, 8] if PLACE.name != "interpret" else [4])
+@pytest.mark.parametrize(("rows", "keys"), [(16, 16), (32, 16), (64, 16), (32, 32), (64, 32), (128, 32), (32, 64), (64, 64)])
+def test_sums_along_diagonals(place: Place, rows: int, keys: int, num_warps: int) -> None:
+    """Of tiles of every shape, whether within a table, across its ends or past them; whole numbers add up exactly."""
+    generator = torch.Generator().manual_seed(rows + keys)
+    unit = torch.eye(keys, dtype=torch.float16, device=place.device)
+    for farthest in (0, 1, 20, 40, 300):
+        for first_query, first_key, num_targets in ((64, 64, None), (64, 32, None), (96, 0, None), (0, 128, None), (64, 32, 5)):
+            queries, all_keys = first_query + torch.arange(rows)[:, None], first_key + torch.arange(keys)[None, :]
+            history = 192 if num_targets is None else first_query + rows // 2
+            length = history + (num_targets or 0)
+            tile = torch.randint(-99, 100, (rows, keys), generator=generator)
+            tile *= (queries < length) & (all_keys < length) & ((all_keys <= history) | (queries == all_keys))
+            apart = queries.clamp(max=history) - all_keys.clamp(max=history)
+            want = torch.zeros(2 * farthest + 1, dtype=torch.int64)
+            want.index_put_((farthest + apart.clamp(-farthest, farthest),), tile, accumulate=True)
+            bins = torch.zeros(COPIES.value, BINS.value, want.shape[0], dtype=torch.int64, device=place.device)
+            table, ends = torch.zeros(want.shape, device=place.device), torch.zeros(2, device=place.device)
+            sum_diagonals_kernel[(1,)](
+                tile.half().to(place.device), unit, bins, ends, first_query, first_key, farthest, length, history, num_targets,
+                ROWS=rows, KEYS=keys, num_warps=num_warps,
+            )  # fmt: skip
+            sum_bins_kernel[(triton.cdiv(want.shape[0], 16),)](bins, table, want.shape[0], BLOCK=16)
+            table[0] += ends[0]
+            table[-1] += ends[1]
+            assert torch.equal(table.cpu().long(), want), (farthest, first_query, first_key, num_targets)
+
+
+@triton.jit
+def add_exactly_kernel(numbers, bins, count, BLOCK: tl.constexpr):
+    """Add numbers to sums in turn."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    add_exactly(bins, 3, index % 3, tl.load(numbers + index, mask=index < count, other=0.0), index < count)
+
+
+@pytest.mark.skipif(PLACE.name == "cpu", reason="Triton kernels")
+@pytest.mark.parametrize("kind", ["all exponents", "cancelling", "infinite", "not a number", "none"])
+def test_sums_are_exact(place: Place, kind: str) -> None:
+    """Of numbers of any size: what is left where large ones cancel, in whatever order they come."""
+    generator = torch.Generator().manual_seed(0)
+    mantissas = torch.rand(3000, generator=generator, dtype=torch.float64) + 1
+    exponents = torch.randint(-126, 110, (3000,), generator=generator) if kind != "none" else torch.full((3000,), -140)
+    numbers = torch.ldexp(mantissas * (torch.randint(0, 2, (3000,), generator=generator) * 2 - 1), exponents).float()
+    if kind == "cancelling":
+        numbers = torch.cat([numbers, -numbers, torch.tensor([1e-30, -3e20, 5.0])])
+    elif kind in ("infinite", "not a number"):
+        numbers[4] = torch.inf if kind == "infinite" else torch.nan
+    want = [math.fsum(numbers[i::3].tolist()) if kind != "none" else 0.0 for i in range(3)]
+    for own in (numbers, torch.stack([numbers[i::3] for i in range(3)], 1).flip(0).flatten()):
+        bins = torch.zeros(COPIES.value, BINS.value, 3, dtype=torch.int64, device=place.device)
+        table = torch.zeros(3, device=place.device)
+        add_exactly_kernel[(triton.cdiv(own.shape[0], 1024),)](own.to(place.device), bins, own.shape[0], BLOCK=1024)
+        sum_bins_kernel[(1,)](bins, table, 3, BLOCK=16)
+        if kind in ("infinite", "not a number"):
+            assert table[1].isnan()
+            assert not table[[0, 2]].isnan().any()
+        else:
+            assert table.tolist() == pytest.approx(want, rel=1e-7, abs=0)
 
 
 @pytest.mark.parametrize(

@@ -326,9 +326,8 @@ def test_which_kernels_are_launched(monkeypatch: pytest.MonkeyPatch, kernel: str
 
     for name in ("attention_forward_kernel", "attention_backward_dq_kernel", "attention_backward_dkv_kernel"):
         monkeypatch.setattr(kernels, name, Recorded())
-    monkeypatch.setattr(kernels, "expand_tables_kernel", Recorded())
-    monkeypatch.setattr(kernels, "_is_hopper_or_later", lambda device: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: options.get("capability", (9, 0)))
+    monkeypatch.setattr(kernels, "prepare_biases_kernel", Recorded())
+    monkeypatch.setattr(kernels, "_capability", lambda device: options.get("capability", (9, 0)))
     monkeypatch.setattr(hopper, "forward", record)
     monkeypatch.setattr(hopper_backward, "backward", record)
     keys = options.get("keys", q)
