@@ -280,9 +280,7 @@ def is_equal(numbers, number):
 
 
 @triton.jit
-def add_time_gradient(
-    sums, grad_scores, rows, keys, first_query, first_key, place, biases, bias_grads, IS_WHOLE: tl.constexpr
-):  # fmt: skip
+def add_time_gradient(sums, grad_scores, rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.constexpr):
     """Add a tile's sums by bucket; most tiles have few, since buckets grow with the time.
 
     Tiles of one bucket are collected in `run` until there comes another one.
@@ -332,7 +330,7 @@ def add_bias_gradients(
     if bias_grads.relative is not None:
         of_distance = add_relative_gradient(of_distance, grad_scores, first_query, first_key, place, biases, bias_grads)
     if bias_grads.of_time is not None:
-        of_time = add_time_gradient(of_time, grad_scores, rows, keys, first_query, first_key, place, biases, bias_grads, IS_WHOLE)
+        of_time = add_time_gradient(of_time, grad_scores, rows, keys, first_query, first_key, place, biases, IS_WHOLE)
     if bias_grads.pairs is not None:
         at = bias_grads.first_pair + place.head * bias_grads.head_stride + rows.to(tl.int64) * bias_grads.row_stride + keys
         mask = (rows < biases.rows) & (keys < biases.keys)
