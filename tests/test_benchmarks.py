@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib
 import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import attention, attention_cases, figures, jagged_ops, tables
+from benchmarks import attention, attention_cases, attention_tiles, figures, jagged_ops, tables
 from benchmarks.attention_cases import Implementation, Mask, Terms
 from benchmarks.jagged_cases import CASES, Case, Workload
 from benchmarks.jagged_ops import (
@@ -28,6 +30,7 @@ from benchmarks.jagged_ops import (
     run,
     time_on_host,
 )
+from jagged.ops.attention import kernels
 
 
 @pytest.fixture(scope="module")
@@ -385,3 +388,53 @@ def test_tables_of_attention(attention_result: dict[str, Any]) -> None:
     assert "| 256 x 1024 x 4 x 64: relative bias | plain | 1.00 | 1.25 | 1.00 | 1.35 |" in page
     (skew,) = attention_result["skew"]["summary"].values()
     assert f"- median 256 full, forward: {skew['forward']:.2f} of the rate of equal lengths" in page
+
+
+def test_tiles_replace_those_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each candidate is timed in place of the shipped tiles, which are there again afterwards; what fails gets a reason."""
+    candidates = [attention_tiles.tiles_of(text) for text in ("64,16,4,3", "32,32,4,2,128", "128,128,8,4")]
+    timed = []
+
+    def kernel_us(call: object, name: str) -> dict[str, float]:
+        chosen = kernels.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False)
+        assert chosen._replace(dq=shipped.dq) == shipped
+        if chosen.dq.own == 128:
+            raise RuntimeError("out of shared memory\nsecond line")
+        timed.append(chosen.dq)
+        return {"median": 1.0, "min": 1.0, "max": 1.0}
+
+    monkeypatch.setattr(attention_tiles, "kernel_us", kernel_us)
+    monkeypatch.setattr(attention_tiles, "Workload", lambda size, device: attention_cases.Workload(size, "cpu"))
+    shipped = kernels.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False)
+    size = attention_cases.Size(2, 5, 1, 64)
+    measured = list(attention_tiles.measure(size, "dq", candidates))
+    assert [tiles for tiles, _ in measured] == [shipped.dq, *candidates]
+    assert timed == [shipped.dq, *candidates[:2]]
+    assert measured[-1][1] == "RuntimeError: out of shared memory"
+    assert kernels.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False) == shipped
+    beside = attention_tiles.neighbours(shipped.dq)
+    assert [tiles for tiles, _ in attention_tiles.measure(size, "dq", [])] == [shipped.dq, *beside]
+    assert shipped.dq not in beside
+    with pytest.raises(argparse.ArgumentTypeError, match="expected own,visit,warps,stages"):
+        attention_tiles.tiles_of("64,32")
+
+
+def test_time_of_a_kernel_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of each profile's launches of that kernel alone; a kernel that was not launched has no time."""
+    totals = iter([8.0, 2.0, 4.0, 6.0, 10.0])
+
+    class Profile:
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def key_averages(self) -> list[SimpleNamespace]:
+            of_kernel = SimpleNamespace(key="kernel", device_time_total=next(totals, 0.0), count=2)
+            return [SimpleNamespace(key="another", device_time_total=99.0, count=1), of_kernel]
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
+    assert attention_tiles.kernel_us(lambda: None, "kernel") == {"median": 3.0, "min": 1.0, "max": 5.0}
+    with pytest.raises(RuntimeError, match="attention_forward_kernel was not launched"):
+        attention_tiles.kernel_us(lambda: None, "attention_forward_kernel")
