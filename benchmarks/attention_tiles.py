@@ -5,8 +5,8 @@
     python -m benchmarks.attention_tiles "256 x 1024 x 4 x 64: both biases" dq --tiles 64,16,4,3,168 64,32,8,2
 
 Tiles are as in `jagged/ops/attention/configurations.py`: rows of its own, rows that it visits, warps, stages, and at most so many
-registers. Times are the kernel's alone, from a profile; the other kernels keep their tiles. Nothing is saved: what is faster goes
-into the table, and the benchmark then measures it.
+registers; TMA as the shipped have it. Times are the kernel's alone, from a profile; the other kernels keep their tiles. Nothing
+is saved: what is faster goes into the table, and the benchmark then measures it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def measure(size: Size, kernel: str, candidates: list[Tiles]) -> Iterator[tuple[
         shipped_us = kernel_us(call, KERNELS[kernel])
     shipped = chosen[-1]
     yield shipped, shipped_us
-    for tiles in candidates or neighbours(shipped):
+    for tiles in [x._replace(tma=shipped.tma) for x in candidates] or neighbours(shipped):
         try:
             with replaced(kernel, tiles):
                 yield tiles, kernel_us(call, KERNELS[kernel])

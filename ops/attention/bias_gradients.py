@@ -16,8 +16,8 @@ from jagged.ops.attention.scores import FIRST_BUCKET, FLOAT_BUCKETS, HAS_PTX, bi
 BAND = tl.constexpr(16)
 # Lanes of a warp: as many sums along diagonals as a band has in one tensor.
 LANES = tl.constexpr(32)
-# Copies of the tables' gradients, which programs take in turn: atomic additions to one address come one after the other.
-COPIES = tl.constexpr(8)
+# Most copies of a table's sums, which programs take in turn: atomic additions to one address come one after the other.
+MOST_COPIES = 8
 # Buckets of a tile from which their sums are no longer formed one after the other.
 FEW = tl.constexpr(4)
 # Exponents of a float32 in eights, and one more.
@@ -55,7 +55,7 @@ def add_exactly(bins, stride, entries, numbers, mask):
 
 
 @triton.jit(do_not_specialize=["entries"])
-def sum_bins_kernel(bins, table, entries, BLOCK: tl.constexpr):
+def sum_bins_kernel(bins, table, entries, COPIES: tl.constexpr, BLOCK: tl.constexpr):
     """Round the exact sums of `add_exactly`, `[COPIES, BINS, entries]`, to `table`."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     its_bin = tl.arange(0, 64)[:, None]

@@ -1,4 +1,5 @@
-"""Attention as Triton kernels: FlashAttention-2's tiling over a jagged batch, and a backward of two passes without atomics.
+"""Attention as Triton kernels: FlashAttention-2's tiling over a jagged batch, and a backward of two passes without
+floating-point atomics.
 
 A program owns a tile of rows of one sample and one head. Key tiles that every row sees whole are visited without a mask; the few
 at the edges of what is seen come after them, with one.
@@ -7,7 +8,7 @@ at the edges of what is seen come after them, with one.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
 from jagged.ops.attention.bias_gradients import (
     BINS,
-    COPIES,
+    MOST_COPIES,
     BiasGradients,
     add_bias_gradients,
     add_exactly,
@@ -30,6 +31,7 @@ from jagged.ops.attention.configurations import Kind, Tiles, configuration, is_s
 from jagged.ops.attention.scores import (
     FLOAT_BUCKETS,
     HIDDEN,
+    MOST_BUCKETS,
     PADDING,
     SPAN,
     Biases,
@@ -61,7 +63,7 @@ from jagged.ops.attention.tiles import (
 # Numbers that change from batch to batch.
 UNSPECIALIZED = [
     "num_samples", "total", "key_total", "window", "num_contextual", "max_distance", "num_buckets", "bias_rows", "bias_keys",
-    "bias_batch_stride", "bias_head_stride", "bias_row_stride", "dropout_threshold",
+    "bias_batch_stride", "bias_head_stride", "bias_row_stride", "dropout_threshold", "relative_copies", "time_copies",
 ]  # fmt: skip
 
 
@@ -110,6 +112,9 @@ def attend(
     products = dot(query, tl.trans(k), bias, INPUT_PRECISION)
     if IS_POINTWISE:
         products = less_common(products * factor, common, -factor)
+        if bias is not None:
+            # A bias that is minus infinity, or becomes it where it is divided by the scale.
+            products = tl.maximum(products, HIDDEN)
         if IS_EDGE:
             products = masked(products, rows, keys, place, IS_CAUSAL, HIDDEN)
         weights, _ = silu(products, ACCURATE)
@@ -118,8 +123,8 @@ def attend(
             products = masked(products, rows, keys, place, IS_CAUSAL)
         now_largest = tl.maximum(largest, less_common(tl.max(products, 1) * factor, common, -factor))
         reference = now_largest
-        if IS_EDGE:
-            # A row that has seen no key yet.
+        if IS_EDGE or bias is not None:
+            # A row that has seen no key yet, or none whose bias is a number.
             reference = tl.where(now_largest == float("-inf"), 0.0, now_largest)
         correction = softmax_weights(largest, reference, 1.0, ACCURATE)
         weights = softmax_weights(products, less_common(reference, common, factor)[:, None], factor, ACCURATE)
@@ -266,6 +271,9 @@ def accumulate_dq(
     products = dot(query, tl.trans(k), bias, INPUT_PRECISION)
     if row_lse is None:
         products = less_common(products * factor, common, -factor)
+        if bias is not None:
+            # A bias that is minus infinity, or becomes it where it is divided by the scale.
+            products = tl.maximum(products, HIDDEN)
     if IS_EDGE:
         products = masked(
             products, rows, keys, place, IS_CAUSAL, HIDDEN if row_lse is None else float("-inf")
@@ -292,7 +300,7 @@ def attention_backward_dq_kernel(
     relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
     bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, dropout_seed, dropout_threshold, kept_scale,
     normalizer,
-    grad_relative_bias, grad_time_bias, grad_bias,
+    grad_relative_bias, relative_copies, grad_time_bias, time_copies, grad_bias,
     IS_CAUSAL: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, USE_TMA: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, INPUT_PRECISION: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -338,9 +346,9 @@ def attention_backward_dq_kernel(
     )  # fmt: skip
     relative_stride, time_stride = tl.num_programs(1) * (2 * max_distance + 1), tl.num_programs(1) * num_buckets
     if grad_relative_bias is not None:
-        grad_relative_bias += (tl.program_id(0) % COPIES * BINS).to(tl.int64) * relative_stride
+        grad_relative_bias += (tl.program_id(0) % relative_copies * BINS).to(tl.int64) * relative_stride
     if grad_time_bias is not None:
-        grad_time_bias += (tl.program_id(0) % COPIES * BINS).to(tl.int64) * time_stride
+        grad_time_bias += (tl.program_id(0) % time_copies * BINS).to(tl.int64) * time_stride
     bias_grads = BiasGradients(
         grad_relative_bias, relative_stride, grad_time_bias, time_stride, grad_bias, grad_first_pair, pairs_of_head,
         pair_row_stride,
@@ -479,6 +487,9 @@ def accumulate_dkv(
     products = dot(k, tl.trans(q), bias, INPUT_PRECISION)
     if statistics is None:
         products = less_common(products * factor, common, -factor)
+        if bias is not None:
+            # A bias that is minus infinity, or becomes it where it is divided by the scale.
+            products = tl.maximum(products, HIDDEN)
     if IS_EDGE:
         hidden: tl.constexpr = HIDDEN if statistics is None else float("-inf")
         products = masked(products, rows[None, :], keys, place, IS_CAUSAL, hidden)
@@ -612,6 +623,7 @@ def forward(
     """
     total, heads, head_dim = q.shape
     q, k, v = _readable(q), _readable(k), _readable(v)
+    q_offsets, k_offsets, num_targets, bias_offsets = _contiguous(q_offsets, k_offsets, num_targets, bias_offsets)
     options = num_targets, relative_bias, time_bias, bias, dropout_seed, window, num_contextual
     if _hopper_serves((q, k, v), q_offsets, options):
         from jagged.ops.attention import hopper
@@ -666,7 +678,9 @@ def backward(
     """Launch `attention_backward_dq_kernel`, then `attention_backward_dkv_kernel`: contiguous gradients of q, k, v and biases."""
     total, heads, head_dim = q.shape
     grad, q, k, v = _readable(grad), _readable(q), _readable(k), _readable(v)
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
+    grad_lse, q_offsets, k_offsets, num_targets, bias_offsets = _contiguous(
+        grad_lse, q_offsets, k_offsets, num_targets, bias_offsets
+    )
     options = num_targets, relative_bias, time_bias, bias, dropout_seed, window, num_contextual, pointwise
     if _hopper_serves((q, k, v, grad), q_offsets, options):
         from jagged.ops.attention import hopper_backward
@@ -688,7 +702,7 @@ def backward(
     )  # fmt: skip
     relative, time, pairs = (x if want else None for x, want in zip((relative_bias, time_bias, bias), wanted, strict=True))
     relative_sums, time_sums = (
-        None if x is None else torch.zeros((COPIES.value, BINS.value, *x.shape), dtype=torch.int64, device=x.device)
+        None if x is None else torch.zeros((_copies(x), BINS.value, *x.shape), dtype=torch.int64, device=x.device)
         for x in (relative, time)
     )
     grad_bias = None if pairs is None else torch.zeros(pairs.shape, dtype=pairs.dtype, device=pairs.device)
@@ -696,8 +710,10 @@ def backward(
         attention_backward_dq_kernel[grid](
             grad, grad_lse, q, k, v, output, row_lse, q_offsets, k_offsets,
             num_targets, grad_q, statistics, *scalars, output.stride(0), **extras, grad_relative_bias=relative_sums,
-            grad_time_bias=time_sums, grad_bias=grad_bias,
-            BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=1 if time is None else triton.next_power_of_2(time.shape[1]),
+            relative_copies=0 if relative is None else _copies(relative), grad_time_bias=time_sums,
+            time_copies=0 if time is None else _copies(time), grad_bias=grad_bias,
+            BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit,
+            BLOCK_T=1 if time is None else triton.next_power_of_2(min(time.shape[1], MOST_BUCKETS)),
             **_constants(q, k, causal, chosen.apart, chosen.dq),
         )  # fmt: skip
     if (grid := _grid(k, q_offsets, chosen.dkv))[0]:
@@ -714,11 +730,17 @@ def backward(
     return grad_q, grad_k, grad_v, of_distances, of_times, of_pairs
 
 
+def _copies(table: Tensor) -> int:
+    """Return how many copies of a table's sums programs take in turn; large tables have few additions to one entry."""
+    copies = max(1, min(MOST_COPIES, 2**16 // max(1, table.numel())))
+    return 1 << (copies.bit_length() - 1)
+
+
 def _rounded(sums: Tensor, table: Tensor) -> Tensor:
     """Launch `sum_bins_kernel`: the gradient of a table."""
     gradient = torch.empty(table.shape, dtype=table.dtype, device=table.device)
     if gradient.numel():
-        sum_bins_kernel[(triton.cdiv(gradient.numel(), 16),)](sums, gradient, gradient.numel(), BLOCK=16)
+        sum_bins_kernel[(triton.cdiv(gradient.numel(), 16),)](sums, gradient, gradient.numel(), COPIES=sums.shape[0], BLOCK=16)
     return gradient
 
 
@@ -735,19 +757,16 @@ def _prepare_biases(
     table = time_bias if relative_bias is None else relative_bias
     if table is None:
         return None, None, None, None
-    relative, time, q_times, k_times = (
-        None if x is None else x.contiguous() for x in (relative_bias, time_bias, q_times, k_times)
-    )
+    relative, time, q_times, k_times = _contiguous(relative_bias, time_bias, q_times, k_times)
     heads, num_samples = table.shape[0], q_offsets.shape[0] - 1
     wide_relative, wide_time, q_split, k_split = None, None, None, None
-    blocks, tiles, key_total = 1, 0, 0
+    widths, tiles, key_total = [0], 0, 0
     if relative is not None:
-        width = relative.shape[1] + 2 * PADDING.value
-        wide_relative = torch.empty(heads, 2, width, dtype=torch.float32, device=table.device)
-        blocks = width // 256 + 1
+        widths.append(relative.shape[1] + 2 * PADDING.value)
+        wide_relative = torch.empty(heads, 2, widths[-1], dtype=torch.float32, device=table.device)
     if time is not None and q_times is not None and k_times is not None:
         wide_time = torch.empty(heads, FLOAT_BUCKETS.value, dtype=torch.float32, device=table.device)
-        blocks = max(blocks, FLOAT_BUCKETS.value // 256)
+        widths.append(FLOAT_BUCKETS.value)
         is_same = k_offsets is None and q_times.data_ptr() == k_times.data_ptr()
         key_total = k_times.shape[0]
         k_split, q_split = (x.new_empty(x.shape[0] + x.shape[0] // SPAN.value + num_samples) for x in (k_times, q_times))
@@ -756,10 +775,12 @@ def _prepare_biases(
             q_times, q_split = None, k_split
         else:
             tiles += q_split.shape[0] - q_times.shape[0]
+    blocks = triton.cdiv(max(widths), 256)
     prepare_biases_kernel[(blocks * heads + tiles,)](
         relative, time, wide_relative, wide_time, 0 if relative is None else relative.shape[1] // 2,
-        0 if time is None else time.shape[1], 1 / scale, heads, k_times, q_offsets if k_offsets is None else k_offsets, k_split,
-        key_total, q_times, q_offsets, q_split, 0 if q_times is None else q_times.shape[0], num_samples, BLOCK=256, num_warps=1,
+        0 if time is None else time.shape[1], 1 / scale, blocks, heads, k_times,
+        q_offsets if k_offsets is None else k_offsets, k_split, key_total, q_times, q_offsets, q_split,
+        0 if q_times is None else q_times.shape[0], num_samples, BLOCK=256, num_warps=1,
     )  # fmt: skip
     return wide_relative, wide_time, q_split, k_split
 
@@ -812,6 +833,11 @@ def _kind(pointwise: bool, relative_bias: Tensor | None, time_bias: Tensor | Non
         case False, True, False:
             return "times"
     return "biased"
+
+
+def _contiguous(*tensors: Any) -> Iterator[Any]:
+    """Tensors that the kernels read as if their elements lay side by side; None stays."""
+    return (None if x is None else x.contiguous() for x in tensors)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What attention kernels add to scores and do to weights: three kinds of bias, with their gradients, dropout and SiLU.
+"""What attention kernels add to scores and do to weights: three kinds of bias, dropout and SiLU.
 
 A tensor that is absent is None, so that nothing of it is compiled. Index tensors of rows and keys broadcast against each other,
 whichever of them lies along which dimension of a tile.
@@ -13,7 +13,8 @@ import triton.language as tl
 from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_tile
 
 HAS_PTX = tl.constexpr(torch.version.hip is None)
-# Half the score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN.
+# Half the score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN. Biases below it
+# hide their keys, too.
 HIDDEN = tl.constexpr(-1e30)
 # Entries that `expand_tables` adds at either end of a relative bias: at least the rows and the keys of a tile.
 PADDING = tl.constexpr(256)
@@ -23,6 +24,8 @@ SPAN = tl.constexpr(32)
 ROUNDING = tl.constexpr(2.0**-22)
 # A float's sign, exponent and first bit; and of those the exponent and bit from which buckets of 1 and more count.
 FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
+# Buckets that a float's exponent can tell apart.
+MOST_BUCKETS = 1024 // 2 - 253
 
 
 class Biases(NamedTuple):
@@ -57,9 +60,9 @@ class Dropout(NamedTuple):
     kept_scale: Any
 
 
-@triton.jit(do_not_specialize=["max_distance", "num_buckets", "num_samples", "key_total", "query_total"])
+@triton.jit(do_not_specialize=["max_distance", "num_buckets", "blocks", "num_samples", "key_total", "query_total"])
 def prepare_biases_kernel(
-    relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, num_heads,
+    relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, blocks, num_heads,
     key_times, key_offsets, key_split, key_total, query_times, query_offsets, query_split, query_total, num_samples,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -68,12 +71,9 @@ def prepare_biases_kernel(
     Tables are in float32 over the scale of scores, and have an entry for every distance in a tile and every float, without a
     comparison: `wide_relative`, `[H, 2, 2 * max_distance + 1 + 2 * PADDING]`, repeats the table's ends and has it a second time
     from the last distance to the first; `wide_time`, `[H, FLOAT_BUCKETS]`, has the bias of any time apart at its float's leading
-    bits. Queries of None are the keys.
+    bits. A head's tables are shared by `blocks` programs. Queries of None are the keys.
     """
     index = tl.program_id(0)
-    blocks = (2 * max_distance + 1 + 2 * PADDING if relative is not None else 0) // BLOCK + 1
-    if of_time is not None:
-        blocks = tl.maximum(blocks, FLOAT_BUCKETS // BLOCK)
     table_programs = blocks * num_heads
     if index < table_programs:
         entry = index % blocks * BLOCK + tl.arange(0, BLOCK)
@@ -93,20 +93,27 @@ def prepare_biases_kernel(
 
 
 @triton.jit
+def over_scale(bias, inverse_scale):
+    """Biases as sums of products begin at them; those below `HIDDEN` hide their keys, and would overflow."""
+    bias = bias.to(tl.float32)
+    return tl.where(bias < HIDDEN, float("-inf"), bias) * inverse_scale
+
+
+@triton.jit
 def expand_tables(relative, of_time, wide_relative, wide_time, max_distance, num_buckets, inverse_scale, head, entry):
     """Write some entries of a head's tables, of each table that has them."""
     head = head.to(tl.int64)
     if relative is not None:
         width = 2 * max_distance + 1
         own = tl.minimum(tl.maximum(entry - PADDING, 0), width - 1)
-        bias = tl.load(relative + head * width + own).to(tl.float32) * inverse_scale
+        bias = over_scale(tl.load(relative + head * width + own), inverse_scale)
         width += 2 * PADDING
         wide_relative += 2 * head * width
         tl.store(wide_relative + entry, bias, mask=entry < width)
         tl.store(wide_relative + 2 * width - 1 - entry, bias, mask=entry < width)
     if of_time is not None:
         bucket = tl.minimum(tl.maximum(entry % (FLOAT_BUCKETS // 2) - FIRST_BUCKET, 0), num_buckets - 1)
-        bias = tl.load(of_time + head * num_buckets + bucket).to(tl.float32) * inverse_scale
+        bias = over_scale(tl.load(of_time + head * num_buckets + bucket), inverse_scale)
         tl.store(wide_time + head * FLOAT_BUCKETS + entry, bias, mask=entry < FLOAT_BUCKETS)
 
 
@@ -294,7 +301,7 @@ def biases_of(rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.co
         at = biases.first_pair + place.head * biases.head_stride
         at += rows.to(tl.int64) * biases.row_stride + keys.to(tl.int64) * biases.key_stride
         mask = (rows < biases.rows) & (keys < biases.keys)
-        bias += tl.load(biases.pairs + at, mask=mask, other=0.0).to(tl.float32) * biases.inverse_scale
+        bias += over_scale(tl.load(biases.pairs + at, mask=mask, other=0.0), biases.inverse_scale)
     if biases.relative is not None:  # noqa: SIM102
         if not is_far(first_query, first_key, place, biases, KEYS):
             near = relative_biases(rows, keys, first_query, first_key, place, biases)
@@ -312,7 +319,8 @@ def biases_of(rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.co
 def common_bias(first_query, first_key, place, biases, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Return what all of a tile's biases have in common, over the scale of scores, which costs a score nothing; None without any.
 
-    Most tiles are farther than a table of distances, or have one bucket of time.
+    Most tiles are farther than a table of distances, or have one bucket of time. `biases_of` adds what this leaves out; they are
+    two functions because Triton 3.6 returns no tuple with None in it.
     """
     common = None
     if biases.relative is not None:

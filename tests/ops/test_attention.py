@@ -198,6 +198,23 @@ def test_slices_of_a_fused_projection_and_other_strides(place: Place, causal: bo
     check(place, batch, list(grouped.split([6, 2, 2], 1)), causal=causal, return_lse=True)
 
 
+def test_offsets_and_targets_with_strides(place: Place) -> None:
+    """A column of a table, and one number for all samples: views whose elements do not lie side by side."""
+    batch, keys = jagged_of((5, 0, 9, 2)), jagged_of((7, 3, 11, 0))
+    inputs = [x.requires_grad_() for x in Case(batch, keys, 1, 2, 16, torch.float32, 0, {}).inputs()]
+    upstream = random_tensor(inputs[0].shape, torch.float32, 9)
+
+    def results(*offsets: Tensor, num_targets: Tensor) -> list[Tensor]:
+        output = jagged_attention(*inputs, *offsets, causal=True, num_targets=num_targets, backend=place.backend)
+        return [output, *torch.autograd.grad(output, inputs, upstream)]
+
+    table = torch.stack([batch.offsets, keys.offsets, torch.full_like(batch.offsets, 7)], 1)
+    of_views = results(table[:, 0], table[:, 1], num_targets=torch.tensor([2], device=place.device).expand(4))
+    expected = results(batch.offsets, keys.offsets, num_targets=torch.full((4,), 2, device=place.device))
+    for got, want in zip(of_views, expected, strict=True):
+        assert torch.equal(got, want)
+
+
 def test_gradient_without_strides(place: Place) -> None:
     """The gradient of a sum is one number, expanded."""
     batch = jagged_of((3, 0, 20))
@@ -498,6 +515,7 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
     offsets = torch.tensor([0, 3], device=place.device)
     cases: list[tuple[tuple[object, ...], dict[str, object], type[Exception], str]] = [
         ((q[0], q, q, offsets), {}, ValueError, r"q: expected shape \[Sq, H, D\], got \[2, 4\]"),
+        ((q, q, q, offsets), {"scale": float("nan")}, ValueError, "scale: expected a finite number, got nan"),
         (("q", q, q, offsets), {}, TypeError, r"q: expected a tensor \[Sq, H, D\], got str"),
         ((q.long(), q, q, offsets), {}, TypeError, r"q: expected dtype .*, got int64"),
         ((q, q.half(), q, offsets), {}, TypeError, r"k: expected the dtype of q, float32, got float16"),

@@ -101,6 +101,7 @@ def compile_row(
     types = {"offsets": "*i64", "lse": "*fp32", "statistics": "*fp32", "dropout_threshold": "i64"}
     types |= dict.fromkeys(("scale", "kept_scale", "normalizer"), "fp32")
     types |= dict.fromkeys(("num_samples", "total", "key_total", "max_distance", "num_buckets", "bias_rows", "bias_keys"), "i32")
+    types |= dict.fromkeys(("relative_copies", "time_copies"), "i32")
     absent = {"lse", "statistics"} if kind == "pointwise" else set()
     for extra, its in [("options", OPTIONS), *EXTRAS.items()]:
         types |= its

@@ -18,7 +18,6 @@ from jagged.ops import jagged_attention, pair_offsets
 from jagged.ops.attention import torch_impl
 from jagged.ops.attention.bias_gradients import (
     BINS,
-    COPIES,
     BiasGradients,
     add_exactly,
     add_relative_gradient,
@@ -344,13 +343,13 @@ def test_sums_along_diagonals(place: Place, rows: int, keys: int, num_warps: int
             apart = queries.clamp(max=history) - all_keys.clamp(max=history)
             want = torch.zeros(2 * farthest + 1, dtype=torch.int64)
             want.index_put_((farthest + apart.clamp(-farthest, farthest),), tile, accumulate=True)
-            bins = torch.zeros(COPIES.value, BINS.value, want.shape[0], dtype=torch.int64, device=place.device)
+            bins = torch.zeros(4, BINS.value, want.shape[0], dtype=torch.int64, device=place.device)
             table, ends = torch.zeros(want.shape, device=place.device), torch.zeros(2, device=place.device)
             sum_diagonals_kernel[(1,)](
                 tile.half().to(place.device), unit, bins, ends, first_query, first_key, farthest, length, history, num_targets,
                 ROWS=rows, KEYS=keys, num_warps=num_warps,
             )  # fmt: skip
-            sum_bins_kernel[(triton.cdiv(want.shape[0], 16),)](bins, table, want.shape[0], BLOCK=16)
+            sum_bins_kernel[(triton.cdiv(want.shape[0], 16),)](bins, table, want.shape[0], COPIES=4, BLOCK=16)
             table[0] += ends[0]
             table[-1] += ends[1]
             assert torch.equal(table.cpu().long(), want), (farthest, first_query, first_key, num_targets)
@@ -377,10 +376,10 @@ def test_sums_are_exact(place: Place, kind: str) -> None:
         numbers[4] = torch.inf if kind == "infinite" else torch.nan
     want = [math.fsum(numbers[i::3].tolist()) if kind != "none" else 0.0 for i in range(3)]
     for own in (numbers, torch.stack([numbers[i::3] for i in range(3)], 1).flip(0).flatten()):
-        bins = torch.zeros(COPIES.value, BINS.value, 3, dtype=torch.int64, device=place.device)
+        bins = torch.zeros(4, BINS.value, 3, dtype=torch.int64, device=place.device)
         table = torch.zeros(3, device=place.device)
         add_exactly_kernel[(triton.cdiv(own.shape[0], 1024),)](own.to(place.device), bins, own.shape[0], BLOCK=1024)
-        sum_bins_kernel[(1,)](bins, table, 3, BLOCK=16)
+        sum_bins_kernel[(1,)](bins, table, 3, COPIES=4, BLOCK=16)
         if kind in ("infinite", "not a number"):
             assert table[1].isnan()
             assert not table[[0, 2]].isnan().any()
@@ -497,6 +496,36 @@ def test_gradients_are_deterministic(place: Place) -> None:
         assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("kind", ["of pairs", "by distance"])
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e38])
+def test_biases_that_hide(place: Place, lowest: float, kind: str) -> None:
+    """A bias of the least number hides whole tiles of keys, though over the scale it would overflow; gradients stay numbers."""
+    length, hidden = 70, 35
+    batch = jagged_of((length, 3))
+    inputs = [x.requires_grad_() for x in Case(batch, None, 1, 1, 16, torch.float32, 0, {}).inputs()]
+    if kind == "of pairs":
+        bias = torch.zeros(2, 1, length, length, device=place.device)
+        bias[0, :, hidden:, :hidden] = lowest
+        biases, window = {"bias": bias.requires_grad_()}, None
+    else:
+        bias = torch.zeros(1, 2 * hidden + 1, device=place.device)
+        bias[:, -1] = lowest
+        biases, window = {"relative_bias": bias.requires_grad_()}, hidden
+    output = jagged_attention(*inputs, batch.offsets, causal=True, backend=place.backend, **biases)
+    upstream = random_tensor(output.shape, torch.float32, 9)
+    grads = torch.autograd.grad(output, [*inputs, bias], upstream)
+    assert all(grad.isfinite().all() for grad in grads)
+    if window is not None:
+        expected = jagged_attention(*inputs, batch.offsets, causal=True, window=window, backend=place.backend)
+        torch.testing.assert_close(output, expected)
+        for grad, of_window in zip(grads, torch.autograd.grad(expected, inputs, upstream), strict=False):
+            torch.testing.assert_close(grad, of_window)
+    else:
+        rest = [x[hidden:length] for x in inputs]
+        expected = jagged_attention(*rest, batch.offsets[:2].clamp(max=length - hidden), causal=True, backend=place.backend)
+        torch.testing.assert_close(output[hidden:length], expected)
+
+
 @pytest.mark.parametrize("lengths", [(), (0,), (0, 0, 0)])
 @pytest.mark.parametrize("kind", ["dense", "jagged"])
 def test_batches_without_rows(place: Place, kind: str, lengths: tuple[int, ...]) -> None:
@@ -529,9 +558,10 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
         others = torch.arange(len(wrong), device=place.device) * 40 // (len(wrong) - 1)
         for sides in ((offsets, None), (others, offsets), (offsets, others))[place.name == "interpret" :]:
             for bias in (pairs, pairs[:, :700], pairs[:, :1], torch.ones(len(wrong) - 1, 1, 7, 50, device=place.device)):
-                leaves = [x.detach().requires_grad_() for x in (*rows, bias)]
+                leaves = [x.detach().requires_grad_() for x in (*rows, bias, *tables.values())]
                 output = jagged_attention(
-                    *leaves[:3], *sides, causal=True, num_targets=2, bias=leaves[3], **tables, q_times=times[50:90],
+                    *leaves[:3], *sides, causal=True, num_targets=2, bias=leaves[3],
+                    **dict(zip(tables, leaves[4:], strict=True)), q_times=times[50:90],
                     k_times=times[50:90], dropout_p=0.1, backend=place.backend,
                 )  # type: ignore[call-overload]  # fmt: skip
                 # Rows that no sample covers may be left unwritten, which here means NaN.

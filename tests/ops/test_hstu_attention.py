@@ -102,6 +102,30 @@ def test_tiles_of_longer_samples(place: Place, head_dim: int) -> None:
         check(place, batch, inputs_of(batch, 1, head_dim, dtype), **mask)
 
 
+@pytest.mark.parametrize("kind", ["relative_bias", "time_bias"])
+def test_biases_that_whole_tiles_have_alike(place: Place, kind: str) -> None:
+    """Beyond the table's last distance, and times of one bucket."""
+    batch = jagged_of((90, 0, 33))
+    bias = random_tensor((1, 5 if kind == "relative_bias" else 50), torch.float32, 1)
+    times = torch.arange(batch.total) // 32 * 5 * 2**18
+    options = {"times": times.to(place.device)} if kind == "time_bias" else {}
+    check(place, batch, Case(batch, None, 1, 1, 8, torch.float32, 0, {}).inputs(), {kind: bias}, **options)
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, -1e38])
+def test_biases_that_hide(place: Place, lowest: float) -> None:
+    """A bias of the least number hides a key, though over the scale it would overflow."""
+    batch = jagged_of((70, 3))
+    q, k, v = Case(batch, None, 1, 1, 16, torch.float32, 0, {}).inputs()
+    bias = torch.zeros(2, 1, 70, 70, device=place.device)
+    bias[0, :, :, :35] = lowest
+    output = jagged_hstu_attention(q, k, v, batch.offsets, bias=bias, normalizer=1, backend=place.backend)
+    of_seen = (x[35:70] for x in (q, k, v))
+    expected = jagged_hstu_attention(*of_seen, batch.offsets[:2].clamp(max=35), normalizer=1, backend=place.backend)
+    torch.testing.assert_close(output[35:70], expected)
+    assert not output[:35].any()
+
+
 def test_it_is_what_the_paper_says(place: Place) -> None:
     """One sample, no mask: SiLU of the scores, divided by the number of rows or by what is given."""
     batch = jagged_of((6, 0))
