@@ -445,7 +445,8 @@ def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     The kernels find the largest product before they scale it, and hide those of keys out of sight by minus infinity.
     """
     factor = 1 / math.sqrt(q.shape[2]) if scale is None else float(scale)
-    if not math.isfinite(factor):
+    # Dynamo, which may hold the factor as a symbol, does not trace math.isfinite.
+    if not -math.inf < factor < math.inf:
         raise ValueError(f"scale: expected a finite number, got {scale}; leave it out for 1 / sqrt(D)")
     if factor > 0:
         return q, factor
