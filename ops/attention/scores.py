@@ -25,7 +25,7 @@ ROUNDING = tl.constexpr(2.0**-22)
 # A float's sign, exponent and first bit; and of those the exponent and bit from which buckets of 1 and more count.
 FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
 # Buckets that a float's exponent can tell apart.
-MOST_BUCKETS = 1024 // 2 - 253
+MOST_BUCKETS = FLOAT_BUCKETS.value // 2 - FIRST_BUCKET.value
 
 
 class Biases(NamedTuple):
