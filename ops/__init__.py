@@ -16,7 +16,7 @@ from jagged.ops.bmm import (
     jagged_jagged_bmm_jagged_out,
 )
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
-from jagged.ops.cross_entropy import linear_cross_entropy
+from jagged.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.elementwise import (
     jagged_dense_add,
     jagged_dense_mul,
@@ -46,6 +46,7 @@ __all__ = [
     "jagged_to_dense",
     "jagged_truncate",
     "linear_cross_entropy",
+    "linear_cross_entropy_strategy",
     "pair_offsets",
     "row_positions",
     "trust_values",

@@ -1,359 +1,93 @@
-"""Linear cross-entropy as Triton kernels: tiles of logits live in registers and are computed again in backward.
-
-Each kernel owns a block of its output (rows, or items) and walks the other side; where the blocks are too few to fill the GPU
-the walk is split, and the parts' results are added afterwards in a fixed order.
-"""
+"""Linear cross-entropy on a GPU: which of its kernels run."""
 
 from __future__ import annotations
 
-import functools
-
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, rounded_product
-from jagged.ops.cross_entropy.tiles import Tile, tile_of
+from jagged.ops.cross_entropy.backward import backward_fused
+from jagged.ops.cross_entropy.chunked import backward_chunked
+from jagged.ops.cross_entropy.forward import linear_cross_entropy_forward
+from jagged.ops.cross_entropy.launch import Filter, Items, Rows, aligned
+from jagged.ops.cross_entropy.strategy import chunk_items_of
 
-JOIN_ROWS, JOIN_WIDTH = 16, 128
-# Programs a launch aims at, by multiprocessor: backward keeps fewer in flight, and each part of a gradient is written and read.
-FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 4, 2
-
-
-@triton.jit
-def load_tile(pointer, index, stride, exists, first_column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from a column on; zeros where a row or a column is not there."""
-    column = first_column + tl.arange(0, BLOCK_D)
-    address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
-    mask = exists[:, None]
-    if WIDTH % BLOCK_D:
-        mask &= (column < WIDTH)[None, :]
-    return tl.load(address, mask=mask, other=0.0)
-
-
-@triton.jit
-def logits_of_tiles(
-    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists,
-    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
-    logits = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        left_tile = load_tile(left, left_index, left_stride, left_exists, start, WIDTH, BLOCK_K)
-        right_tile = load_tile(right, right_index, right_stride, right_exists, start, WIDTH, BLOCK_K)
-        logits = dot(left_tile, tl.trans(right_tile), logits, PRECISION)
-    return logits
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
-def linear_cross_entropy_forward_kernel(
-    hidden, weight, target, part_maximum, part_sum, num_rows, num_items, hidden_stride, weight_stride, items_per_part,
-    ignore_index, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Maximum of the logits and sum of exponentials relative to it, for a block of rows over one part of the items."""
-    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(1)
-    exists = row < num_rows
-    valid = exists & (tl.load(target + row, mask=exists, other=0) != ignore_index)
-    if WIDTH <= BLOCK_K:
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, WIDTH, BLOCK_K)
-    maximum = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_N,), tl.float32)
-    first_item = part * items_per_part
-    for start in range(first_item, tl.minimum(first_item + items_per_part, num_items), BLOCK_V):
-        item = start + tl.arange(0, BLOCK_V)
-        item_exists = item < num_items
-        if WIDTH <= BLOCK_K:
-            weight_tile = load_tile(weight, item, weight_stride, item_exists, 0, WIDTH, BLOCK_K)
-            logits = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
-        else:
-            logits = logits_of_tiles(
-                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, WIDTH,
-                BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
-            )  # fmt: skip
-        logits = tl.where(item_exists[None, :], logits, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(logits, 1))
-        # A row of -inf alone has no maximum to subtract.
-        shift = tl.where(highest == float("-inf"), 0.0, highest)
-        total = total * exp_of_difference(maximum - shift, ACCURATE) + tl.sum(
-            exp_of_difference(logits - shift[:, None], ACCURATE), 1
-        )
-        maximum = highest
-    place = part.to(tl.int64) * num_rows + row
-    tl.store(part_maximum + place, maximum, mask=exists)
-    tl.store(part_sum + place, total, mask=exists)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_items", "num_parts", "ignore_index"])
-def linear_cross_entropy_join_kernel(
-    hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts, hidden_stride,
-    weight_stride, ignore_index, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Log-sum-exp of a block of rows from its parts, and the logits of the rows' targets."""
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    exists = row < num_rows
-    item = tl.load(target + row, mask=exists, other=0)
-    valid = exists & (item != ignore_index)
-    known = valid & (item >= 0) & (item < num_items)
-    maximum = tl.full((BLOCK_N,), float("-inf"), tl.float32)
-    for part in range(0, num_parts):
-        place = tl.cast(part, tl.int64) * num_rows + row
-        maximum = tl.maximum(maximum, tl.load(part_maximum + place, mask=exists, other=float("-inf")))
-    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
-    total = tl.where(exists, 0.0, 1.0)
-    for part in range(0, num_parts):
-        place = tl.cast(part, tl.int64) * num_rows + row
-        scale = exp_of_difference(tl.load(part_maximum + place, mask=exists, other=float("-inf")) - shift, True)
-        total += scale * tl.load(part_sum + place, mask=exists, other=0.0)
-    logit = tl.zeros((BLOCK_N,), tl.float32)
-    for start in range(0, WIDTH, BLOCK_D):
-        hidden_tile = load_tile(hidden, row, hidden_stride, known, start, WIDTH, BLOCK_D).to(tl.float32)
-        logit += tl.sum(rounded_product(hidden_tile, load_tile(weight, item, weight_stride, known, start, WIDTH, BLOCK_D)), 1)
-    tl.store(lse + row, tl.where(valid, shift + tl.log(total), 0.0), mask=exists)
-    # An item that does not exist has no logit; NaN says so in the loss.
-    tl.store(target_logit + row, tl.where(known, logit, tl.where(valid, float("nan"), 0.0)), mask=exists)
-
-
-@triton.jit
-def load_rows(
-    target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, scale, HAS_GRAD_LSE: tl.constexpr
-):  # fmt: skip
-    """What backward needs of rows: whether they count, target, log-sum-exp, gradients of softmax and target's logit.
-
-    Gradients are multiplied by `scale` and zero in ignored rows; the target is -1 where no such item exists.
-    """
-    exists = row < num_rows
-    item = tl.load(target + row, mask=exists, other=0)
-    valid = exists & (item != ignore_index)
-    item = tl.where((item >= 0) & (item < num_items), item, -1).to(tl.int32)
-    row_lse = tl.load(lse + row, mask=valid, other=0.0)
-    grad_target = tl.load(grad_loss + row, mask=valid, other=0.0) * scale
-    grad_softmax = grad_target
-    if HAS_GRAD_LSE:
-        grad_softmax += tl.load(grad_lse + row, mask=valid, other=0.0) * scale
-    return valid, item, row_lse, grad_softmax, grad_target
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
-def linear_cross_entropy_backward_hidden_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_hidden, num_rows, num_items, hidden_stride,
-    weight_stride, items_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
-    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
-    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    part = tl.program_id(1)
-    first_column = tl.program_id(2) * BLOCK_D
-    inverse = tl.load(inverse_scale) if HAS_SCALE else 1.0
-    valid, row_target, row_lse, grad_softmax, grad_target = load_rows(
-        target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, 1 / inverse, HAS_GRAD_LSE
-    )
-    if WIDTH <= BLOCK_K:
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, WIDTH, BLOCK_D)
-    gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    first_item = part * items_per_part
-    for start in range(first_item, tl.minimum(first_item + items_per_part, num_items), BLOCK_V):
-        item = start + tl.arange(0, BLOCK_V)
-        item_exists = item < num_items
-        weight_tile = load_tile(weight, item, weight_stride, item_exists, first_column, WIDTH, BLOCK_D)
-        if WIDTH <= BLOCK_K:
-            logits = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
-        else:
-            logits = logits_of_tiles(
-                hidden, row, hidden_stride, valid, weight, item, weight_stride, item_exists, WIDTH,
-                BLOCK_N, BLOCK_V, BLOCK_K, PRECISION,
-            )  # fmt: skip
-        # Past the last item the logit is 0 and its exponential may overflow, when all true logits are far below.
-        logits = tl.where(item_exists[None, :], logits, float("-inf"))
-        scores = exp_of_difference(logits - row_lse[:, None], ACCURATE) * grad_softmax[:, None]
-        # Before the rounding to the weights' dtype, where the difference is small for a target that is well predicted.
-        scores = tl.where(row_target[:, None] == item[None, :], scores - grad_target[:, None], scores)
-        gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
-    column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * WIDTH + column[None, :]
-    gradient = (gradient * inverse).to(grad_hidden.dtype.element_ty)
-    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :])
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_items", "rows_per_part", "ignore_index"])
-def linear_cross_entropy_backward_weight_kernel(
-    grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale, grad_weight, num_rows, num_items, hidden_stride,
-    weight_stride, rows_per_part, ignore_index, HAS_GRAD_LSE: tl.constexpr, HAS_SCALE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`."""
-    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
-    item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    part = tl.program_id(1)
-    first_column = tl.program_id(2) * BLOCK_D
-    item_exists = item < num_items
-    # Places past the last item repeat it and are not stored: zeros there could overflow, far above the log-sum-exp.
-    source = tl.minimum(item, num_items - 1)
-    inverse = tl.load(inverse_scale) if HAS_SCALE else 1.0
-    if WIDTH <= BLOCK_K:
-        weight_tile = load_tile(weight, source, weight_stride, source >= 0, 0, WIDTH, BLOCK_D)
-    gradient = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
-    first_row = part * rows_per_part
-    for start in range(first_row, tl.minimum(first_row + rows_per_part, num_rows), BLOCK_N):
-        row = start + tl.arange(0, BLOCK_N)
-        valid, row_target, row_lse, grad_softmax, grad_target = load_rows(
-            target, lse, grad_loss, grad_lse, row, num_rows, num_items, ignore_index, 1 / inverse, HAS_GRAD_LSE
-        )
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, first_column, WIDTH, BLOCK_D)
-        if WIDTH <= BLOCK_K:
-            logits = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
-        else:
-            logits = logits_of_tiles(
-                weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, WIDTH,
-                BLOCK_V, BLOCK_N, BLOCK_K, PRECISION,
-            )  # fmt: skip
-        scores = exp_of_difference(logits - row_lse[None, :], ACCURATE) * grad_softmax[None, :]
-        scores = tl.where(row_target[None, :] == item[:, None], scores - grad_target[None, :], scores)
-        gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
-    column = first_column + tl.arange(0, BLOCK_D)
-    address = grad_weight + (part.to(tl.int64) * num_items + item)[:, None] * WIDTH + column[None, :]
-    gradient = (gradient * inverse).to(grad_weight.dtype.element_ty)
-    tl.store(address, gradient, mask=item_exists[:, None] & (column < WIDTH)[None, :])
-
-
-def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp and the target's logit of each row, `[N]` float32 both, 0 in ignored rows."""
-    num_rows, num_items = hidden.shape[0], weight.shape[0]
-    lse = hidden.new_empty(num_rows, dtype=torch.float32)
-    target_logit = torch.empty_like(lse)
-    if num_rows == 0:
-        return lse, target_logit
-    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
-    tile = _tile("forward", hidden.shape[1], hidden)
-    row_blocks = triton.cdiv(num_rows, tile.rows)
-    num_parts, items_per_part = _split(num_items, tile.items, row_blocks, FORWARD_PROGRAMS, hidden.device)
-    part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
-    with torch.cuda.device_of(hidden):
-        linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
-            hidden, weight, target, part_maximum, part_sum, num_rows, num_items, hidden.stride(0), weight.stride(0),
-            items_per_part, ignore_index, **_constants(tile, hidden),
-        )  # fmt: skip
-        linear_cross_entropy_join_kernel[(triton.cdiv(num_rows, JOIN_ROWS),)](
-            hidden, weight, target, part_maximum, part_sum, lse, target_logit, num_rows, num_items, num_parts,
-            hidden.stride(0), weight.stride(0), ignore_index, BLOCK_N=JOIN_ROWS, BLOCK_D=JOIN_WIDTH, WIDTH=hidden.shape[1],
-        )  # fmt: skip
-    return lse, target_logit
+__all__ = ["linear_cross_entropy_backward", "linear_cross_entropy_forward"]
 
 
 def linear_cross_entropy_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
+    grad_lse: Tensor,
+    grad_target: Tensor,
+    grad_smoothed: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     lse: Tensor,
+    bias: Tensor | None,
+    item_scale: Tensor | None,
+    smoothing: Tensor | None,
+    temperature: float,
+    softcap: float | None,
     ignore_index: int,
-    hidden_grad_dtype: torch.dtype | None,
-    weight_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden and weight, empty where no dtype asks for one."""
-    num_rows, num_items, grad_width = hidden.shape[0], weight.shape[0], hidden.shape[1]
-    grad_loss = grad_loss.contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
-    needs_scale = hidden.dtype == torch.float16 and num_rows > 0
-    inverse_scale = _inverse_scale(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
-    width = hidden.shape[1]
-    inputs = (grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale)
-    sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
-    flags = {"HAS_GRAD_LSE": grad_lse is not None, "HAS_SCALE": inverse_scale is not None}
-    grad_hidden, grad_weight = hidden.new_empty(0), hidden.new_empty(0)
-    with torch.cuda.device_of(hidden):
-        if hidden_grad_dtype is not None:
-            tile = _tile("backward_hidden", width, hidden)
-            blocks, columns = triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.columns)
-            num_parts, items_per_part = _split(num_items, tile.items, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
-            parts = _empty_parts(num_parts, (num_rows, width), hidden, hidden_grad_dtype)
-            if parts.numel():
-                linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
-                    *inputs, parts, *sizes, items_per_part, ignore_index, **flags, **_constants(tile, hidden),
-                    BLOCK_D=tile.columns,
-                )  # fmt: skip
-            grad_hidden = _join(parts, grad_width, hidden_grad_dtype)
-        if weight_grad_dtype is not None:
-            tile = _tile("backward_weight", width, hidden)
-            blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
-            num_parts, rows_per_part = _split(num_rows, tile.rows, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
-            parts = _empty_parts(num_parts, (num_items, width), weight, weight_grad_dtype)
-            if num_rows == 0:
-                parts.zero_()
-            elif parts.numel():
-                linear_cross_entropy_backward_weight_kernel[(blocks, num_parts, columns)](
-                    *inputs, parts, *sizes, rows_per_part, ignore_index, **flags, **_constants(tile, hidden),
-                    BLOCK_D=tile.columns,
-                )  # fmt: skip
-            grad_weight = _join(parts, grad_width, weight_grad_dtype)
-    return grad_hidden, grad_weight
+    hidden_dtype: torch.dtype | None,
+    weight_dtype: torch.dtype | None,
+    has_grad_bias: bool,
+    hidden_eps: float | None,
+    weight_eps: float | None,
+    strategy: str,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of hidden and weight in their dtypes and of bias in float32, empty where none is wanted."""
+    width, is_filtered = hidden.shape[1], hidden_eps is not None or weight_eps is not None
+    chunk_items = chunk_items_of(
+        hidden.shape[0],
+        weight.shape[0],
+        width,
+        hidden.dtype,
+        strategy=strategy,
+        memory_budget=memory_budget,
+        is_filtered=is_filtered,
+    )
+    grad_lse, grad_target = grad_lse.contiguous(), grad_target.contiguous()
+    target = target.contiguous()
+    valid = target != ignore_index
+    inverse_scale = None
+    if hidden.dtype == torch.float16 and len(target):
+        inverse_scale = _inverse_scale(grad_lse, grad_target, grad_smoothed, valid)
+    rows = Rows(
+        aligned(hidden), target, lse, grad_lse, grad_target, None if grad_smoothed is None else grad_smoothed.contiguous(),
+        inverse_scale, ignore_index,
+    )  # fmt: skip
+    items = Items(aligned(weight), bias, item_scale, smoothing, temperature, softcap)
+    if chunk_items and len(target):
+        grads = backward_chunked(rows, items, chunk_items, hidden_dtype, weight_dtype, has_grad_bias)
+    else:
+        filter_ = None
+        if is_filtered and len(target):
+            largest = torch.where(valid, grad_lse, 0).abs().amax()
+            thresholds = torch.stack([largest * (hidden_eps or 0), largest * (weight_eps or 0)])
+            filter_ = Filter(thresholds, _order(rows, items, valid))
+        grads = backward_fused(rows, items, filter_, hidden_dtype, weight_dtype, has_grad_bias)
+    grad_hidden, grad_weight = (
+        grad[:, :width].contiguous() if dtype else hidden.new_empty(0)
+        for grad, dtype in zip(grads, (hidden_dtype, weight_dtype), strict=False)
+    )
+    return grad_hidden, grad_weight, grads[2]
 
 
-def _split(length: int, block: int, blocks: int, programs: int, device: torch.device) -> tuple[int, int]:
-    """Return how many parts of a walk over `length` give each multiprocessor `programs`, and the length of a part.
-
-    `blocks` programs make the walk together, in steps of `block`.
-    """
-    steps = max(1, triton.cdiv(length, block))
-    wanted = triton.cdiv(programs * _device(device)[0], max(1, blocks))
-    steps_per_part = triton.cdiv(steps, min(steps, wanted))
-    return triton.cdiv(steps, steps_per_part), steps_per_part * block
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors and the major compute capability."""
-    if device.type != "cuda":
-        # The interpreter has neither; two multiprocessors make it split what a GPU splits.
-        return 2, 9
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major
-
-
-def _tile(kernel: str, width: int, hidden: Tensor) -> Tile:
-    return tile_of(kernel, width, hidden.dtype, _device(hidden.device)[1])
-
-
-def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return like.new_empty(num_parts, *shape, dtype=dtype if num_parts == 1 else torch.float32)
-
-
-def _join(parts: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    if parts.shape[0] == 1:
-        return parts[0, :, :width].contiguous()
-    return parts[:, :, :width].sum(0).to(dtype)
-
-
-def _inverse_scale(grad_loss: Tensor, grad_lse: Tensor | None, valid: Tensor) -> Tensor:
+def _inverse_scale(grad_lse: Tensor, grad_target: Tensor, grad_smoothed: Tensor | None, valid: Tensor) -> Tensor:
     """Return what float16 gradients of logits are divided by to use that dtype's range: they underflow for any large batch."""
-    bound = grad_loss.abs() if grad_lse is None else grad_loss.abs() + grad_lse.abs()
+    bound = torch.maximum(grad_lse.abs(), grad_target.abs())
+    if grad_smoothed is not None:
+        bound = torch.maximum(bound, grad_smoothed.abs())
     return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
 
 
-def _aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix with adjacent columns, rows starting every multiple of 16 elements, zeros up to such a width.
-
-    Loads are wide then; with odd rows each element is fetched by itself, from addresses that no longer fit into the registers.
-    """
-    width = max(16, triton.cdiv(matrix.shape[1], 16) * 16)
-    if width != matrix.shape[1]:
-        return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
-    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
-
-
-def _constants(tile: Tile, hidden: Tensor) -> dict[str, int | bool | str]:
-    return {
-        "BLOCK_N": tile.rows,
-        "BLOCK_V": tile.items,
-        "BLOCK_K": tile.step,
-        "WIDTH": hidden.shape[1],
-        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-    }
+def _order(rows: Rows, items: Items, valid: Tensor) -> Tensor:
+    """Return the items by falling logit of the mean row, `[V]` int32: those that any row gives weight to come together."""
+    share = (valid / valid.sum().clamp(min=1)).to(rows.hidden.dtype)
+    logits = items.weight @ (share @ rows.hidden.masked_fill(~valid[:, None], 0))
+    if items.scale is not None:
+        logits = logits * items.scale
+    if items.bias is not None:
+        logits = logits + items.bias
+    return logits.argsort(descending=True, stable=True).to(torch.int32)

@@ -13,21 +13,37 @@ TILE_ROWS = 2048
 
 
 @torch.no_grad()
-def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp and the target's logit of each row, `[N]` both, 0 in ignored rows."""
+def linear_cross_entropy_forward(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    item_scale: Tensor | None,
+    smoothing: Tensor | None,
+    temperature: float,
+    softcap: float | None,
+    ignore_index: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-sum-exp, the target's logit and the smoothed sum of each row, `[N]`, 0 in ignored rows.
+
+    The smoothed sum is empty without `smoothing`.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         valid = target != ignore_index
         rows = _prepare(hidden, valid)
         maximum = rows.new_full(target.shape, -torch.inf)
         total = rows.new_zeros(target.shape)
+        smoothed = rows.new_zeros(target.shape if smoothing is not None else 0)
         target_logit = torch.full_like(total, torch.nan)
         for items, row_tiles, buffer in _tiles(rows, weight):
-            part = weight[items].to(rows.dtype)
+            part, part_bias = _items(weight, bias, item_scale, items, rows.dtype)
             for tile in row_tiles:
-                logits = _logits(rows[tile], part, buffer)
+                logits = _logits(rows[tile], part, part_bias, softcap, buffer).div_(temperature)
                 column, inside = _column_of_target(target[tile], items)
                 picked = logits.gather(1, column).squeeze(1)
                 target_logit[tile] = torch.where(inside, picked, target_logit[tile])
+                if smoothing is not None:
+                    smoothed[tile] += logits @ smoothing[items]
                 highest = torch.maximum(maximum[tile], logits.amax(1))
                 # A row of -inf alone has no maximum to subtract.
                 shift = highest.masked_fill(highest == -torch.inf, 0)
@@ -35,45 +51,82 @@ def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor,
                 total[tile] = total[tile] * (maximum[tile] - shift).exp_() + added
                 maximum[tile] = highest
         lse = total.log_().add_(maximum.masked_fill(maximum == -torch.inf, 0))
-        return lse.masked_fill_(~valid, 0), target_logit.masked_fill_(~valid, 0)
+        if smoothing is not None:
+            smoothed.masked_fill_(~valid, 0)
+        return lse.masked_fill_(~valid, 0), target_logit.masked_fill_(~valid, 0), smoothed
 
 
 @torch.no_grad()
 def linear_cross_entropy_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
+    grad_lse: Tensor,
+    grad_target: Tensor,
+    grad_smoothed: Tensor | None,
     hidden: Tensor,
     weight: Tensor,
     target: Tensor,
     lse: Tensor,
+    bias: Tensor | None,
+    item_scale: Tensor | None,
+    smoothing: Tensor | None,
+    temperature: float,
+    softcap: float | None,
     ignore_index: int,
-    hidden_grad_dtype: torch.dtype | None,
-    weight_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden and weight, empty where no dtype asks for one; the logits are computed again."""
+    hidden_dtype: torch.dtype | None,
+    weight_dtype: torch.dtype | None,
+    has_grad_bias: bool,
+    hidden_eps: float | None,
+    weight_eps: float | None,
+    strategy: str,
+    memory_budget: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of hidden, weight and bias, empty where none is wanted; the logits are computed again.
+
+    Exact whatever the filter: here nothing is saved by leaving tiles out. The buffer is of one size.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         valid = target != ignore_index
         rows = _prepare(hidden, valid)
-        grad_target = grad_loss.masked_fill(~valid, 0)
-        grad_softmax = grad_target if grad_lse is None else (grad_loss + grad_lse).masked_fill_(~valid, 0)
-        grad_hidden = torch.zeros_like(rows) if hidden_grad_dtype else hidden.new_empty(0)
-        grad_weight = hidden.new_empty(weight.shape if weight_grad_dtype else 0, dtype=weight_grad_dtype)
+        of_softmax, of_target = (grad.masked_fill(~valid, 0).div_(temperature) for grad in (grad_lse, grad_target))
+        of_smoothed = None if grad_smoothed is None else grad_smoothed.masked_fill(~valid, 0).div_(temperature)
+        grad_hidden = torch.zeros_like(rows) if hidden_dtype else hidden.new_empty(0)
+        grad_weight = hidden.new_empty(weight.shape if weight_dtype else 0, dtype=weight_dtype)
+        grad_bias = rows.new_zeros(weight.shape[0] if has_grad_bias else 0)
+        # In ignored rows the exponentials are then 0, whatever a bias makes of their logits.
+        shift = lse.masked_fill(~valid, torch.inf)
         for items, row_tiles, buffer in _tiles(rows, weight):
-            part = weight[items].to(rows.dtype)
-            grad_part = torch.zeros_like(part) if weight_grad_dtype else None
+            part, part_bias = _items(weight, bias, item_scale, items, rows.dtype)
+            grad_part = torch.zeros_like(part) if weight_dtype else None
             for tile in row_tiles:
-                scores = _logits(rows[tile], part, buffer).sub_(lse[tile, None]).exp_().mul_(grad_softmax[tile, None])
+                logits = _logits(rows[tile], part, part_bias, softcap, buffer)
+                slope = None if softcap is None else 1 - (logits / softcap).square_()
+                scores = logits.div_(temperature).sub_(shift[tile, None]).exp_().mul_(of_softmax[tile, None])
                 column, inside = _column_of_target(target[tile], items)
-                scores.scatter_(1, column, scores.gather(1, column).sub_((grad_target[tile] * inside)[:, None]))
-                if hidden_grad_dtype:
+                scores.scatter_add_(1, column, (of_target[tile] * inside)[:, None])
+                if of_smoothed is not None and smoothing is not None:
+                    scores.addr_(of_smoothed[tile], smoothing[items])
+                if slope is not None:
+                    scores.mul_(slope)
+                if has_grad_bias:
+                    grad_bias[items] += scores.sum(0)
+                if hidden_dtype:
                     grad_hidden[tile].addmm_(scores, part)
                 if grad_part is not None:
                     grad_part.addmm_(scores.t(), rows[tile])
             if grad_part is not None:
-                grad_weight[items] = grad_part
-        if hidden_grad_dtype:
-            grad_hidden = grad_hidden.to(hidden_grad_dtype)
-        return grad_hidden, grad_weight
+                grad_weight[items] = grad_part if item_scale is None else grad_part.mul_(item_scale[items, None])
+        if hidden_dtype:
+            grad_hidden = grad_hidden.to(hidden_dtype)
+        return grad_hidden, grad_weight, grad_bias
+
+
+def _items(
+    weight: Tensor, bias: Tensor | None, item_scale: Tensor | None, items: slice, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of a range of items at their scale, and their biases, in the dtype of the arithmetic."""
+    part = weight[items].to(dtype)
+    if item_scale is not None:
+        part = part * item_scale[items, None]
+    return part, None if bias is None else bias[items].to(dtype)
 
 
 def _prepare(hidden: Tensor, valid: Tensor) -> Tensor:
@@ -93,9 +146,13 @@ def _tiles(rows: Tensor, weight: Tensor) -> Iterator[tuple[slice, list[slice], T
         yield slice(start, min(start + tile_items, num_items)), row_tiles, buffer
 
 
-def _logits(rows: Tensor, part: Tensor, buffer: Tensor) -> Tensor:
+def _logits(rows: Tensor, part: Tensor, part_bias: Tensor | None, softcap: float | None, buffer: Tensor) -> Tensor:
+    """Logits before the temperature."""
     shape = (rows.shape[0], part.shape[0])
-    return torch.mm(rows, part.t(), out=buffer[: shape[0] * shape[1]].view(shape))
+    logits = torch.mm(rows, part.t(), out=buffer[: shape[0] * shape[1]].view(shape))
+    if part_bias is not None:
+        logits.add_(part_bias)
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _column_of_target(target: Tensor, items: slice) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,254 @@
+"""Backward pass of linear cross-entropy with nothing but the gradients in memory: logits are computed again for each side.
+
+A program owns a block of rows (gradient of hidden) or of items (gradient of weight) and walks the other side; where the blocks
+are too few to fill the GPU the walk is split, and the parts' gradients are added in a fixed order.
+
+With a filter, tiles whose gradients of logits are all small are left out. The kernel of hidden's gradient says which those are,
+so that of weight's need not compute their logits. Items are then visited in an order that has similar ones together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.device import dot
+from jagged.ops.cross_entropy.launch import Filter, Items, Rows, constants, split, tile_for
+from jagged.ops.cross_entropy.logits import load_rows, load_tile, logit_gradients, logits_of_products, products_of_tiles
+
+# Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
+PROGRAMS = 2
+
+
+@triton.jit
+def is_small(gradients, threshold):
+    """Whether all are below the threshold; where one is NaN they are not."""
+    return tl.max(tl.max(tl.abs(gradients), 1), 0) < threshold
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
+def linear_cross_entropy_backward_hidden_kernel(
+    grad_lse, grad_target, grad_smoothed, hidden, weight, target, lse, bias, item_scale, smoothing, inverse_scale, thresholds,
+    order, is_kept, grad_hidden, num_rows, num_items, hidden_stride, weight_stride, items_per_part, ignore_index,
+    inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    part = tl.program_id(1)
+    first_column = tl.program_id(2) * BLOCK_D
+    inverse = tl.load(inverse_scale) if inverse_scale is not None else 1.0
+    valid, row_target, shift, grad_softmax, grad_one = load_rows(
+        target, lse, grad_lse, grad_target, row, num_rows, num_items, ignore_index, inverse_temperature, 1 / inverse, ACCURATE
+    )
+    if WIDTH <= BLOCK_K:
+        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, WIDTH, BLOCK_D)
+    if thresholds is not None:
+        threshold = tl.load(thresholds) * inverse_temperature / inverse
+        threshold_of_weight = tl.load(thresholds + 1) * inverse_temperature / inverse
+    gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    first = part * items_per_part
+    for start in range(first, tl.minimum(first + items_per_part, num_items), BLOCK_V):
+        item = start + tl.arange(0, BLOCK_V)
+        exists = item < num_items
+        if order is not None:
+            item = tl.load(order + item, mask=exists, other=0)
+        weight_tile = load_tile(weight, item, weight_stride, exists, first_column, WIDTH, BLOCK_D)
+        if WIDTH <= BLOCK_K:
+            products = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
+        else:
+            products = products_of_tiles(
+                hidden,
+                row,
+                hidden_stride,
+                valid,
+                weight,
+                item,
+                weight_stride,
+                exists,
+                WIDTH,
+                BLOCK_N,
+                BLOCK_V,
+                BLOCK_K,
+                PRECISION,
+            )
+        logits = logits_of_products(products, item, exists, bias, item_scale, softcap, 1)
+        # Past the last item the exponential of 0 may overflow, where all true logits are far below.
+        logits = tl.where(exists[None, :], logits, float("-inf"))
+        scores = logit_gradients(
+            logits, item, exists, row, valid, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
+            inverse_temperature, 1 / inverse, 1, ACCURATE,
+        )  # fmt: skip
+        if softcap is not None:
+            # The slope of softcap at -inf comes out as -inf.
+            scores = tl.where(exists[None, :], scores, 0.0)
+        wanted = True
+        if thresholds is not None:
+            wanted = is_small(scores, threshold) == 0
+            if is_kept is not None:
+                place = is_kept + tl.program_id(0).to(tl.int64) * tl.cdiv(num_items, BLOCK_V) + start // BLOCK_V
+                # Programs of other columns find and write the same.
+                tl.store(place, (is_small(scores, threshold_of_weight) == 0).to(tl.int8))
+        if wanted:
+            if item_scale is not None:
+                scores *= tl.load(item_scale + item, mask=exists, other=0.0)[None, :]
+            gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
+    column = first_column + tl.arange(0, BLOCK_D)
+    address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * WIDTH + column[None, :]
+    gradient = (gradient * inverse).to(grad_hidden.dtype.element_ty)
+    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def add_rows(
+    gradient, of_bias, weight_tile, start, item, source, item_exists, grad_lse, grad_target, grad_smoothed, hidden, weight,
+    target, lse, bias, item_scale, smoothing, inverse, num_rows, num_items, hidden_stride, weight_stride, ignore_index,
+    inverse_temperature, softcap, threshold, first_column, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Take the rows from `start` on into the gradients of a block of items and of their biases."""
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
+    row = start + tl.arange(0, BLOCK_N)
+    valid, row_target, shift, grad_softmax, grad_one = load_rows(
+        target, lse, grad_lse, grad_target, row, num_rows, num_items, ignore_index, inverse_temperature, 1 / inverse, ACCURATE
+    )
+    hidden_tile = load_tile(hidden, row, hidden_stride, valid, first_column, WIDTH, BLOCK_D)
+    if WIDTH <= BLOCK_K:
+        products = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
+    else:
+        products = products_of_tiles(
+            weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, WIDTH, BLOCK_V, BLOCK_N, BLOCK_K,
+            PRECISION,
+        )  # fmt: skip
+    logits = logits_of_products(products, source, source >= 0, bias, item_scale, softcap, 0)
+    scores = logit_gradients(
+        logits, item, item_exists, row, valid, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
+        inverse_temperature, 1 / inverse, 0, ACCURATE,
+    )  # fmt: skip
+    wanted = True
+    if threshold is not None:
+        wanted = is_small(scores, threshold) == 0
+    if wanted:
+        if HAS_GRAD_BIAS:
+            of_bias += tl.sum(scores, 1)
+        gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
+    return gradient, of_bias
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "rows_per_part", "ignore_index"])
+def linear_cross_entropy_backward_weight_kernel(
+    grad_lse, grad_target, grad_smoothed, hidden, weight, target, lse, bias, item_scale, smoothing, inverse_scale, thresholds,
+    order, is_kept, grad_weight, grad_bias, num_rows, num_items, hidden_stride, weight_stride, rows_per_part, ignore_index,
+    inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
+    KEPT_N: tl.constexpr, KEPT_V: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`, and `grad_bias[part]`.
+
+    `is_kept` has a byte for each tile of `KEPT_N` rows and `KEPT_V` items.
+    """
+    place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    part = tl.program_id(1)
+    first_column = tl.program_id(2) * BLOCK_D
+    exists = place < num_items
+    # Places past the last item repeat it and are not stored: zeros there could overflow, far above the log-sum-exp.
+    source = tl.minimum(place, num_items - 1)
+    item = place
+    if order is not None:
+        source = tl.load(order + source)
+        item = tl.where(exists, source, num_items)
+    inverse = tl.load(inverse_scale) if inverse_scale is not None else 1.0
+    threshold = None
+    if thresholds is not None and is_kept is None:
+        threshold = tl.load(thresholds + 1) * inverse_temperature / inverse
+    weight_tile = None
+    if WIDTH <= BLOCK_K:
+        weight_tile = load_tile(weight, source, weight_stride, source >= 0, 0, WIDTH, BLOCK_D)
+    gradient = tl.zeros((BLOCK_V, BLOCK_D), tl.float32)
+    of_bias = tl.zeros((BLOCK_V,), tl.float32)
+    first = part * rows_per_part
+    for start in range(first, tl.minimum(first + rows_per_part, num_rows), BLOCK_N):
+        wanted = True
+        if is_kept is not None:
+            kept = is_kept + (start // KEPT_N).to(tl.int64) * tl.cdiv(num_items, KEPT_V) + place // KEPT_V
+            wanted = tl.max(tl.load(kept, mask=exists, other=0), 0) > 0
+        if wanted:
+            gradient, of_bias = add_rows(
+                gradient, of_bias, weight_tile, start, item, source, exists, grad_lse, grad_target, grad_smoothed, hidden,
+                weight, target, lse, bias, item_scale, smoothing, inverse, num_rows, num_items, hidden_stride, weight_stride,
+                ignore_index, inverse_temperature, softcap, threshold, first_column, BLOCK_N, BLOCK_V, BLOCK_D, BLOCK_K, WIDTH,
+                PRECISION, grad_bias is not None,
+            )  # fmt: skip
+    gradient *= inverse
+    if item_scale is not None:
+        gradient *= tl.load(item_scale + source)[:, None]
+    column = first_column + tl.arange(0, BLOCK_D)
+    stored = part.to(tl.int64) * num_items + item
+    tl.store(
+        grad_weight + stored[:, None] * WIDTH + column[None, :],
+        gradient.to(grad_weight.dtype.element_ty),
+        mask=exists[:, None] & (column < WIDTH)[None, :],
+    )
+    if grad_bias is not None and first_column == 0:
+        tl.store(grad_bias + stored, of_bias * inverse, mask=exists)
+
+
+def backward_fused(
+    rows: Rows,
+    items: Items,
+    filter: Filter | None,
+    hidden_dtype: torch.dtype | None,
+    weight_dtype: torch.dtype | None,
+    has_grad_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
+    hidden, weight = rows.hidden, items.weight
+    num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
+    gradients = (rows.grad_lse, rows.grad_target, rows.grad_smoothed)
+    inputs = (hidden, weight, rows.target, rows.lse, items.bias, items.scale, items.smoothing, rows.inverse_scale)
+    sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
+    last = (rows.ignore_index, 1 / items.temperature, items.softcap)
+    thresholds, order = (None, None) if filter is None else filter
+    tile, kept_tile = tile_for("backward_weight", hidden), tile_for("backward_hidden", hidden)
+    grad_hidden, grad_weight, grad_bias, is_kept = hidden.new_empty(0), hidden.new_empty(0), weight.new_empty(0), None
+    needs_items = weight_dtype is not None or has_grad_bias
+    if hidden_dtype is not None:
+        blocks, columns = triton.cdiv(num_rows, kept_tile.rows), triton.cdiv(width, kept_tile.columns)
+        num_parts, items_per_part = split(num_items, kept_tile.items, blocks * columns, PROGRAMS, hidden.device)
+        parts = _empty_parts(num_parts, (num_rows, width), hidden, hidden_dtype)
+        if filter is not None and needs_items:
+            is_kept = hidden.new_empty(blocks, triton.cdiv(num_items, kept_tile.items), dtype=torch.int8)
+        if parts.numel():
+            linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
+                *gradients, *inputs, thresholds, order, is_kept, parts, *sizes, items_per_part, *last, **constants(kept_tile, hidden),
+                BLOCK_D=kept_tile.columns,
+            )  # fmt: skip
+        grad_hidden = _join(parts, hidden_dtype)
+    if needs_items:
+        blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
+        num_parts, rows_per_part = split(num_rows, tile.rows, blocks * columns, PROGRAMS, hidden.device)
+        parts = _empty_parts(num_parts, (num_items, width), weight, weight_dtype or weight.dtype)
+        bias_parts = parts.new_empty(num_parts, num_items, dtype=torch.float32) if has_grad_bias else None
+        if num_rows == 0:
+            parts.zero_()
+            if bias_parts is not None:
+                bias_parts.zero_()
+        elif parts.numel():
+            linear_cross_entropy_backward_weight_kernel[(blocks, num_parts, columns)](
+                *gradients, *inputs, thresholds, order, is_kept, parts, bias_parts, *sizes, rows_per_part, *last, **constants(tile, hidden),
+                BLOCK_D=tile.columns, KEPT_N=kept_tile.rows, KEPT_V=kept_tile.items,
+            )  # fmt: skip
+        grad_weight = _join(parts, weight_dtype or weight.dtype)
+        if bias_parts is not None:
+            grad_bias = bias_parts.sum(0)
+    return grad_hidden, grad_weight, grad_bias
+
+
+def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(num_parts, *shape, dtype=dtype if num_parts == 1 else torch.float32)
+
+
+def _join(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)

@@ -1,0 +1,113 @@
+"""What the kernels of linear cross-entropy share: tiles of logits, and their gradients.
+
+A tile is rows by items, or items by rows; `ITEM_AXIS` says which of its axes has the items.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jagged.ops._shared.device import dot, exp_of_difference
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_tile(pointer, index, stride, exists, first_column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from a column on; zeros where a row or a column is not there."""
+    column = first_column + tl.arange(0, BLOCK_D)
+    address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
+    mask = exists[:, None]
+    if WIDTH % BLOCK_D:
+        mask &= (column < WIDTH)[None, :]
+    return tl.load(address, mask=mask, other=0.0)
+
+
+@triton.jit
+def products_of_tiles(
+    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists,
+    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
+    products = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        left_tile = load_tile(left, left_index, left_stride, left_exists, start, WIDTH, BLOCK_K)
+        right_tile = load_tile(right, right_index, right_stride, right_exists, start, WIDTH, BLOCK_K)
+        products = dot(left_tile, tl.trans(right_tile), products, PRECISION)
+    return products
+
+
+@triton.jit
+def capped(logits, softcap):
+    """softcap * tanh(logits / softcap), by an exponential that cannot overflow."""
+    size = tl.exp2(tl.abs(logits) * (-2 * LOG2_E / softcap))
+    tanh = (1 - size) / (1 + size)
+    return tl.where(logits < 0, -softcap * tanh, softcap * tanh)
+
+
+@triton.jit
+def logits_of_products(products, item, item_exists, bias, item_scale, softcap, ITEM_AXIS: tl.constexpr):
+    """softcap(product * item_scale + bias), each where it is given. The temperature is left to what follows."""
+    if item_scale is not None:
+        products *= tl.expand_dims(tl.load(item_scale + item, mask=item_exists, other=0.0), 1 - ITEM_AXIS)
+    if bias is not None:
+        products += tl.expand_dims(tl.load(bias + item, mask=item_exists, other=0.0).to(tl.float32), 1 - ITEM_AXIS)
+    if softcap is not None:
+        products = capped(products, softcap)
+    return products
+
+
+@triton.jit
+def exponentials(logits, shift, inverse_temperature, ACCURATE: tl.constexpr):
+    """e to the power of logits / temperature - shift; `shift` in powers of two unless `ACCURATE`.
+
+    Otherwise the factor log2(e) and the difference are one fma: its product is exact, and the rounding of the shift, which is
+    the same for a whole row, cancels against that in the row's log-sum-exp.
+    """
+    if ACCURATE:
+        return exp_of_difference(logits * inverse_temperature - shift, True)
+    return tl.exp2(tl.fma(logits, tl.zeros_like(logits) + inverse_temperature * LOG2_E, -shift))
+
+
+@triton.jit
+def load_rows(
+    target, lse, grad_lse, grad_target, row, num_rows, num_items, ignore_index, inverse_temperature, scale,
+    ACCURATE: tl.constexpr,
+):  # fmt: skip
+    """What backward needs of rows: whether they count, target, shift of `exponentials`, gradients.
+
+    Gradients are those of logits before the temperature, multiplied by `scale`, and zero in ignored rows; the target is -1 where
+    no such item exists.
+    """
+    exists = row < num_rows
+    item = tl.load(target + row, mask=exists, other=0)
+    valid = exists & (item != ignore_index)
+    item = tl.where((item >= 0) & (item < num_items), item, -1).to(tl.int32)
+    # Of rows that do not count exponentials are 0, whatever their logits.
+    shift = tl.load(lse + row, mask=valid, other=float("inf"))
+    scale *= inverse_temperature
+    grad_softmax = tl.load(grad_lse + row, mask=valid, other=0.0) * scale
+    grad_one = tl.load(grad_target + row, mask=valid, other=0.0) * scale
+    return valid, item, shift if ACCURATE else shift * LOG2_E, grad_softmax, grad_one
+
+
+@triton.jit
+def logit_gradients(
+    logits, item, item_exists, row, row_exists, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
+    inverse_temperature, scale, ITEM_AXIS: tl.constexpr, ACCURATE: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the loss by each logit, before softcap: softmax * grad_softmax + [item is target] * grad_one + smoothing."""
+    ROW_AXIS: tl.constexpr = 1 - ITEM_AXIS
+    gradients = exponentials(logits, tl.expand_dims(shift, ITEM_AXIS), inverse_temperature, ACCURATE)
+    gradients *= tl.expand_dims(grad_softmax, ITEM_AXIS)
+    # Before the rounding to the weights' dtype, where the sum is small for a target that is well predicted.
+    is_target = tl.expand_dims(row_target, ITEM_AXIS) == tl.expand_dims(item, ROW_AXIS)
+    gradients = tl.where(is_target, gradients + tl.expand_dims(grad_one, ITEM_AXIS), gradients)
+    if smoothing is not None:
+        share = tl.load(smoothing + item, mask=item_exists, other=0.0)
+        of_row = tl.load(grad_smoothed + row, mask=row_exists, other=0.0) * (scale * inverse_temperature)
+        gradients += tl.expand_dims(share, ROW_AXIS) * tl.expand_dims(of_row, ITEM_AXIS)
+    if softcap is not None:
+        gradients *= 1 - (logits / softcap) * (logits / softcap)
+    return gradients

@@ -1,0 +1,96 @@
+"""Which way backward takes: by bytes, and by what was measured faster."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+
+StrategyName = Literal["auto", "fused", "chunked"]
+STRATEGIES = ("auto", "fused", "chunked")
+MEMORY_BUDGET = 256 * 2**20
+# Width of the hidden states from which chunks were measured faster, by bytes of an element.
+CHUNKED_FROM = {2: 128, 4: 128}
+# The buffer stays in the cache of a data-centre GPU between the kernel that writes it and the products that read it.
+BUFFER_BYTES = 32 * 2**20
+# Chunks of fewer items have too little to multiply; the BLAS likes multiples.
+FEWEST_ITEMS, MULTIPLE = 256, 128
+
+
+def chunk_items_of(
+    num_rows: int,
+    num_items: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    strategy: str,
+    memory_budget: int,
+    is_filtered: bool,
+) -> int:
+    """Return how many items a chunk of the backward pass has, 0 for the fused kernels."""
+    if strategy == "fused" or (strategy == "auto" and (is_filtered or width < CHUNKED_FROM[dtype.itemsize])):
+        return 0
+    left = memory_budget - _bytes_of_rows(num_rows, width, dtype)
+    chunk = min(BUFFER_BYTES, left) // max(1, _bytes_of_item(num_rows, width, dtype)) // MULTIPLE * MULTIPLE
+    if strategy == "chunked":
+        chunk = max(chunk, MULTIPLE)
+    return min(chunk, num_items) if chunk >= min(FEWEST_ITEMS, num_items) or strategy == "chunked" else 0
+
+
+class Strategy(NamedTuple):
+    """What backward does: `name`, items of a chunk (0 without), and bytes that the chunks take beside the gradients."""
+
+    name: Literal["fused", "chunked"]
+    chunk_items: int
+    chunk_bytes: int
+
+
+def linear_cross_entropy_strategy(
+    num_rows: int,
+    num_items: int,
+    width: int,
+    dtype: torch.dtype,
+    *,
+    memory_budget: int = MEMORY_BUDGET,
+    filter_eps: float | tuple[float | None, float | None] | None = None,
+) -> Strategy:
+    """Return what `linear_cross_entropy` with `strategy="auto"` does on a GPU, from sizes alone.
+
+    Args:
+        num_rows: N.
+        num_items: V.
+        width: D.
+        dtype: of the products: that of hidden and weight, or autocast's.
+        memory_budget: bytes.
+        filter_eps: as there.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import linear_cross_entropy_strategy
+        >>> linear_cross_entropy_strategy(8192, 100_000, 64, torch.bfloat16).name
+        'fused'
+    """
+    chunk_items = chunk_items_of(
+        num_rows,
+        num_items,
+        width,
+        dtype,
+        strategy="auto",
+        memory_budget=memory_budget,
+        is_filtered=filter_eps not in (None, (None, None)),
+    )
+    if not chunk_items:
+        return Strategy("fused", 0, 0)
+    return Strategy(
+        "chunked", chunk_items, _bytes_of_rows(num_rows, width, dtype) + chunk_items * _bytes_of_item(num_rows, width, dtype)
+    )
+
+
+def _bytes_of_rows(num_rows: int, width: int, dtype: torch.dtype) -> int:
+    """Hidden's gradient in float32, and hidden states without what ignored rows hold."""
+    return num_rows * width * (4 + dtype.itemsize)
+
+
+def _bytes_of_item(num_rows: int, width: int, dtype: torch.dtype) -> int:
+    """A column of the buffer, and a row of weight's gradient in float32."""
+    return num_rows * dtype.itemsize + width * 4
