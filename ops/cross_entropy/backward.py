@@ -24,8 +24,9 @@ PROGRAMS = 2
 
 @triton.jit
 def is_small(gradients, threshold):
-    """Whether all are below the threshold; where one is NaN they are not."""
-    return tl.max(tl.max(tl.abs(gradients), 1), 0) < threshold
+    """Whether all are below the threshold in size; NaN is not."""
+    is_large = (tl.abs(gradients) < threshold) == 0
+    return tl.max(tl.max(is_large.to(tl.int32), 1), 0) == 0
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
@@ -77,14 +78,11 @@ def linear_cross_entropy_backward_hidden_kernel(
             )
         logits = logits_of_products(products, item, exists, bias, item_scale, softcap, 1)
         # Past the last item the exponential of 0 may overflow, where all true logits are far below.
-        logits = tl.where(exists[None, :], logits, float("-inf"))
+        logits = tl.where(exists[None, :], logits, float("-inf") if softcap is None else -softcap)
         scores = logit_gradients(
             logits, item, exists, row, valid, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
             inverse_temperature, 1 / inverse, 1, ACCURATE,
         )  # fmt: skip
-        if softcap is not None:
-            # The slope of softcap at -inf comes out as -inf.
-            scores = tl.where(exists[None, :], scores, 0.0)
         wanted = True
         if thresholds is not None:
             wanted = is_small(scores, threshold) == 0
@@ -172,7 +170,7 @@ def linear_cross_entropy_backward_weight_kernel(
     for start in range(first, tl.minimum(first + rows_per_part, num_rows), BLOCK_N):
         wanted = True
         if is_kept is not None:
-            kept = is_kept + (start // KEPT_N).to(tl.int64) * tl.cdiv(num_items, KEPT_V) + place // KEPT_V
+            kept = is_kept + tl.cast(start // KEPT_N, tl.int64) * tl.cdiv(num_items, KEPT_V) + place // KEPT_V
             wanted = tl.max(tl.load(kept, mask=exists, other=0), 0) > 0
         if wanted:
             gradient, of_bias = add_rows(
@@ -212,7 +210,12 @@ def backward_fused(
     last = (rows.ignore_index, 1 / items.temperature, items.softcap)
     thresholds, order = (None, None) if filter is None else filter
     tile, kept_tile = tile_for("backward_weight", hidden), tile_for("backward_hidden", hidden)
-    grad_hidden, grad_weight, grad_bias, is_kept = hidden.new_empty(0), hidden.new_empty(0), weight.new_empty(0), None
+    grad_hidden, grad_weight, grad_bias, is_kept = (
+        hidden.new_empty(0),
+        hidden.new_empty(0),
+        hidden.new_empty(0, dtype=torch.float32),
+        None,
+    )
     needs_items = weight_dtype is not None or has_grad_bias
     if hidden_dtype is not None:
         blocks, columns = triton.cdiv(num_rows, kept_tile.rows), triton.cdiv(width, kept_tile.columns)
@@ -222,8 +225,8 @@ def backward_fused(
             is_kept = hidden.new_empty(blocks, triton.cdiv(num_items, kept_tile.items), dtype=torch.int8)
         if parts.numel():
             linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
-                *gradients, *inputs, thresholds, order, is_kept, parts, *sizes, items_per_part, *last, **constants(kept_tile, hidden),
-                BLOCK_D=kept_tile.columns,
+                *gradients, *inputs, thresholds, order, is_kept, parts, *sizes, items_per_part, *last,
+                **constants(kept_tile, hidden), BLOCK_D=kept_tile.columns,
             )  # fmt: skip
         grad_hidden = _join(parts, hidden_dtype)
     if needs_items:
@@ -237,8 +240,8 @@ def backward_fused(
                 bias_parts.zero_()
         elif parts.numel():
             linear_cross_entropy_backward_weight_kernel[(blocks, num_parts, columns)](
-                *gradients, *inputs, thresholds, order, is_kept, parts, bias_parts, *sizes, rows_per_part, *last, **constants(tile, hidden),
-                BLOCK_D=tile.columns, KEPT_N=kept_tile.rows, KEPT_V=kept_tile.items,
+                *gradients, *inputs, thresholds, order, is_kept, parts, bias_parts, *sizes, rows_per_part, *last,
+                **constants(tile, hidden), BLOCK_D=tile.columns, KEPT_N=kept_tile.rows, KEPT_V=kept_tile.items,
             )  # fmt: skip
         grad_weight = _join(parts, weight_dtype or weight.dtype)
         if bias_parts is not None:

@@ -112,7 +112,7 @@ def backward_chunked(
 
 def _logit_gradients(rows: Rows, items: Items, gradients: Tensor, first: int, last: int) -> None:
     hidden, weight = rows.hidden, items.weight
-    tile = tile_for("forward", hidden)
+    tile = tile_for("logit_gradients", hidden)
     blocks = triton.cdiv(hidden.shape[0], tile.rows)
     num_parts, items_per_part = split(last - first, tile.items, blocks, PROGRAMS, hidden.device)
     linear_cross_entropy_logit_gradients_kernel[(blocks, num_parts)](

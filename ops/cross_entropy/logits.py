@@ -62,12 +62,12 @@ def logits_of_products(products, item, item_exists, bias, item_scale, softcap, I
 def exponentials(logits, shift, inverse_temperature, ACCURATE: tl.constexpr):
     """e to the power of logits / temperature - shift; `shift` in powers of two unless `ACCURATE`.
 
-    Otherwise the factor log2(e) and the difference are one fma: its product is exact, and the rounding of the shift, which is
-    the same for a whole row, cancels against that in the row's log-sum-exp.
+    Otherwise the product with log2(e) and the difference become one fma: its product is exact, and the rounding of the shift,
+    which is the same for a whole row, cancels against that in the row's log-sum-exp.
     """
     if ACCURATE:
         return exp_of_difference(logits * inverse_temperature - shift, True)
-    return tl.exp2(tl.fma(logits, tl.zeros_like(logits) + inverse_temperature * LOG2_E, -shift))
+    return tl.exp2(logits * (inverse_temperature * LOG2_E) - shift)
 
 
 @triton.jit

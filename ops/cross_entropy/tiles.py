@@ -33,6 +33,12 @@ TILES: dict[tuple[str, int], dict[int, Tile]] = {
         256: Tile(128, 64, 256, 256, 8, 2),
         512: Tile(128, 64, 128, 128, 8, 3),
     },
+    ("logit_gradients", 2): {
+        64: Tile(128, 64, 64, 64, 4, 3),
+        128: Tile(128, 64, 128, 128, 4, 3),
+        256: Tile(128, 64, 256, 256, 8, 2),
+        512: Tile(128, 64, 128, 128, 8, 3),
+    },
     ("backward_hidden", 2): {
         64: Tile(128, 32, 64, 64, 4, 3),
         128: Tile(128, 64, 128, 128, 8, 3),
@@ -47,6 +53,7 @@ TILES: dict[tuple[str, int], dict[int, Tile]] = {
     },
     # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
     ("forward", 4): {512: Tile(64, 64, 32, 32, 8, 2)},
+    ("logit_gradients", 4): {512: Tile(64, 64, 32, 32, 8, 2)},
     ("backward_hidden", 4): {
         64: Tile(64, 32, 64, 64, 8, 2),
         128: Tile(64, 16, 128, 128, 8, 2),

@@ -108,7 +108,11 @@ def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     def forward(hidden: Tensor, weight: Tensor) -> Sequence[Tensor]:
         # The last sample's rows are ignored, so that the number of valid rows follows the offsets.
         target = (rows % ITEMS).masked_fill(rows >= batch.offsets[-2:-1], -100)
-        return linear_cross_entropy(hidden, weight, target, return_lse=True, backend=PLACE.backend)
+        outputs = [*linear_cross_entropy(hidden, weight, target, return_lse=True, strategy="fused", backend=PLACE.backend)]
+        shaped = {"bias": weight[:, 0], "softcap": 5.0, "normalize": True, "label_smoothing": 0.1, "backend": PLACE.backend}
+        outputs.append(linear_cross_entropy(hidden, weight, target, strategy="chunked", memory_budget=0, **shaped))
+        outputs.append(linear_cross_entropy(hidden, weight, target, filter_eps=1e-3, **shaped))
+        return outputs
 
     return Step(forward, _leaves(dtype, (batch.total, width), (ITEMS, width)))
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from jagged.ops import linear_cross_entropy
+from jagged.ops import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.cross_entropy import torch_impl
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -22,6 +22,7 @@ from tests.reference.cross_entropy import linear_cross_entropy as reference
 from tests.strategies import LONGEST, float_dtypes, random_tensor, seeds
 
 ON_GPU = pytest.mark.gpu
+ON_TRITON = pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the kernels alone")
 ON_CPU = pytest.mark.skipif(PLACE.name != "cpu", reason="says something of the PyTorch implementation alone")
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 ROWS = st.one_of(st.integers(0, 9), st.integers(LONGEST // 2, LONGEST))
@@ -163,6 +164,112 @@ def test_loss_alone(place: Place, rows: int, items: int, width: int, dtype: torc
 @pytest.mark.parametrize(("rows", "items", "width"), [(129, 65, 64), (64, 129, 128), (33, 63, 257), (17, 31, 600)])
 def test_around_the_tiles(place: Place, rows: int, items: int, width: int, dtype: torch.dtype) -> None:
     check(place, inputs_of(rows, items, width, dtype), targets_of(rows, items), reduction="mean")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_several_chunks(place: Place, dtype: torch.dtype) -> None:
+    """Without a budget a chunk is of 128 items; the last is of fewer."""
+    (hidden, weight), bias = inputs_of(70, 300, 40, dtype), random_tensor((300,), dtype, 5)
+    target = targets_of(70, 300, ignored=0.2)
+
+    def ours(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        options = {"strategy": "chunked", "memory_budget": 0, "normalize": True, "label_smoothing": 0.2}
+        return all_outputs(*linear_cross_entropy(h, w, target, bias=b, return_lse=True, backend=place.backend, **options))  # type: ignore[call-overload]
+
+    check_three_way(
+        ours,
+        lambda h, w, b: all_outputs(*reference(h, w, target, bias=b, normalize=True, label_smoothing=0.2)),
+        [hidden, weight, bias],
+    )
+
+
+@ON_TRITON
+@pytest.mark.parametrize("wanted", [(True, True), (False, True), (True, False)])
+@pytest.mark.parametrize("filter_eps", [2**-8, (None, 2**-8), (2**-8, None), (None, None)])
+def test_filter(place: Place, wanted: tuple[bool, bool], filter_eps: float | tuple[float | None, float | None]) -> None:
+    """Items far below every row's best get nothing; what is left out stays within the bound; rows' weights count."""
+    rows, items, width = 150, 600, 16
+    hidden, weight = inputs_of(rows, items, width, torch.float32)
+    target, sample_weight = targets_of(rows, items // 2, ignored=0.1), random_tensor((rows,), torch.float32, 9).abs()
+    # Scattered items that no row scores highly; the order brings them together.
+    is_far = torch.arange(items, device=place.device) % 2 == 1
+    bias = torch.where(is_far, -30.0, 0.0)
+    target = torch.where(target >= 0, target * 2, target)
+
+    def gradients(eps: Any) -> list[Tensor]:
+        leaves = [x.clone().requires_grad_(want) for x, want in zip((hidden, weight, bias), (*wanted, wanted[1]), strict=True)]
+        loss = linear_cross_entropy(
+            leaves[0], leaves[1], target, bias=leaves[2], sample_weight=sample_weight, reduction="sum", filter_eps=eps,
+            backend=place.backend,
+        )  # fmt: skip
+        return list(torch.autograd.grad(loss, [leaf for leaf in leaves if leaf.requires_grad]))
+
+    exact, filtered = gradients(None), gradients(filter_eps)
+    of_hidden, of_weight = filter_eps if isinstance(filter_eps, tuple) else (filter_eps, filter_eps)
+    share = 2**-8 * sample_weight.max()
+    bounds = [share * weight.abs().sum(0)] * wanted[0] + [share * hidden.abs().sum(0), share * rows] * wanted[1]
+    eps_of_each = [of_hidden] * wanted[0] + [of_weight] * (2 * wanted[1])
+    for ours, wanted_grad, bound, eps in zip(filtered, exact, bounds, eps_of_each, strict=True):
+        if eps is None:
+            torch.testing.assert_close(ours, wanted_grad, rtol=1e-4, atol=1e-5)
+        else:
+            assert bool(((ours - wanted_grad).abs() <= bound + 1e-5).all())
+    if wanted[1]:
+        far = filtered[-1][is_far]
+        # The tile at the border has items of both kinds.
+        assert (far.count_nonzero() < 64) == (of_weight is not None)
+        assert exact[-1][is_far].count_nonzero() == len(far)
+
+
+@ON_TRITON
+def test_filter_lets_no_nan_pass_unseen(place: Place) -> None:
+    hidden, weight = inputs_of(20, 90, 8, torch.float32)
+    hidden[3] = math.nan
+    grads = loss_and_gradients(place, [hidden, weight], targets_of(20, 90), reduction="sum", filter_eps=0.5)[1:]
+    assert grads[0][3].isnan().all()
+    assert grads[1].isnan().any()
+
+
+def test_a_row_of_a_large_bias_may_be_ignored(place: Place) -> None:
+    """Its logits are then the biases alone, whose exponentials overflow."""
+    hidden, weight = inputs_of(6, 40, 8, torch.float32)
+    target = targets_of(6, 40).index_fill_(0, torch.tensor([2], device=place.device), -100)
+    for strategy in ("fused", "chunked"):
+        bias = torch.full((40,), 500.0, device=place.device)
+        grads = loss_and_gradients(place, [hidden, weight], target, bias=bias, strategy=strategy)[1:]
+        assert all(bool(grad.isfinite().all()) for grad in grads)
+
+
+def test_class_weights_and_smoothing_are_those_of_pytorch(place: Place) -> None:
+    hidden, weight = inputs_of(30, 20, 8, torch.float32)
+    target, class_weight = targets_of(30, 20, ignored=0.2), random_tensor((20,), torch.float32, 4).abs()
+    for reduction in ("mean", "sum", "none"):
+        options = {"label_smoothing": 0.3, "reduction": reduction}
+        ours = linear_cross_entropy(hidden, weight, target, class_weight=class_weight, backend=place.backend, **options)  # type: ignore[call-overload]
+        torch.testing.assert_close(
+            ours, F.cross_entropy(hidden @ weight.T, target, class_weight, **options), rtol=1e-5, atol=1e-5
+        )
+
+
+def test_weights_of_zero_are_no_step(place: Place) -> None:
+    inputs, target = inputs_of(5, 9, 4, torch.float32), targets_of(5, 9)
+    for name, length in (("class_weight", 9), ("sample_weight", 5)):
+        for part in loss_and_gradients(place, inputs, target, **{name: torch.zeros(length, device=place.device)}):
+            assert not part.any()
+
+
+def test_strategy_goes_by_bytes() -> None:
+    wide = (8192, 100_000, 512, torch.bfloat16)
+    assert linear_cross_entropy_strategy(8192, 100_000, 64, torch.bfloat16) == ("fused", 0, 0)
+    name, items, used = linear_cross_entropy_strategy(*wide)
+    assert name == "chunked"
+    assert items % 128 == 0
+    assert items > 0
+    assert used <= 256 * 2**20
+    assert linear_cross_entropy_strategy(*wide, memory_budget=2**20).name == "fused"
+    assert linear_cross_entropy_strategy(*wide, filter_eps=(None, 1e-3)).name == "fused"
+    assert linear_cross_entropy_strategy(*wide, filter_eps=(None, None)).name == "chunked"
+    assert linear_cross_entropy_strategy(0, 5, 512, torch.bfloat16).chunk_items <= 5
 
 
 @ON_CPU
@@ -351,6 +458,54 @@ HIDDEN, WEIGHT, TARGET = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dt
             lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET.float()),
             TypeError,
             "target: expected dtype int64, int32, got float32",
+        ),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, bias=TARGET), TypeError, "bias: expected dtype float32"),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, bias=WEIGHT[0]),
+            ValueError,
+            r"bias: expected shape \[5\].*got \[4\]",
+        ),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, class_weight=WEIGHT), ValueError, r"class_weight: expected.*\[V\]"),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, sample_weight=HIDDEN[0]),
+            ValueError,
+            r"sample_weight: expected shape \[3\], one number per row.*got \[4\]",
+        ),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, softcap=0.0), ValueError, "softcap: expected a number above 0"),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, temperature=-1.0),
+            ValueError,
+            "temperature: expected a number above",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, label_smoothing=1.5),
+            ValueError,
+            r"label_smoothing: .*\[0, 1\], got 1.5",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, z_loss=-1.0),
+            ValueError,
+            "z_loss: expected a number of at least 0",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, filter_eps=(0.1, -1.0)),
+            ValueError,
+            "filter_eps: expected .*got -1.0",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, strategy="chunked", filter_eps=0.1),
+            ValueError,
+            "strategy: 'chunked' has no filter",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, strategy="fast"),  # type: ignore[call-overload]
+            ValueError,
+            "strategy: got 'fast', expected one of 'auto', 'fused', 'chunked'",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, memory_budget=-1),
+            ValueError,
+            "memory_budget: expected a number of bytes",
         ),
         (
             lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, reduction="max"),  # type: ignore[call-overload]
