@@ -31,8 +31,8 @@ def is_small(gradients, threshold):
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
 def linear_cross_entropy_backward_hidden_kernel(
-    grad_lse, grad_target, grad_smoothed, hidden, weight, target, lse, bias, item_scale, smoothing, inverse_scale, thresholds,
-    order, is_kept, grad_hidden, num_rows, num_items, hidden_stride, weight_stride, items_per_part, ignore_index,
+    hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, inverse_scale, weight, bias, item_scale, smoothing,
+    thresholds, order, is_kept, grad_hidden, num_rows, num_items, hidden_stride, weight_stride, items_per_part,
     inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -41,15 +41,13 @@ def linear_cross_entropy_backward_hidden_kernel(
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
     first_column = tl.program_id(2) * BLOCK_D
-    inverse = tl.load(inverse_scale) if inverse_scale is not None else 1.0
-    valid, row_target, shift, grad_softmax, grad_one = load_rows(
-        target, lse, grad_lse, grad_target, row, num_rows, num_items, ignore_index, inverse_temperature, 1 / inverse, ACCURATE
-    )
+    row_exists = row < num_rows
+    row_target, shift, of_softmax, of_target = load_rows(target, row_shift, grad_softmax, grad_target, row, num_rows)
     if WIDTH <= BLOCK_K:
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, WIDTH, BLOCK_D)
+        hidden_tile = load_tile(hidden, row, hidden_stride, row_exists, 0, WIDTH, BLOCK_D)
     if thresholds is not None:
-        threshold = tl.load(thresholds) * inverse_temperature / inverse
-        threshold_of_weight = tl.load(thresholds + 1) * inverse_temperature / inverse
+        threshold = tl.load(thresholds)
+        threshold_of_weight = tl.load(thresholds + 1)
     gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     first = part * items_per_part
     for start in range(first, tl.minimum(first + items_per_part, num_items), BLOCK_V):
@@ -62,26 +60,15 @@ def linear_cross_entropy_backward_hidden_kernel(
             products = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
         else:
             products = products_of_tiles(
-                hidden,
-                row,
-                hidden_stride,
-                valid,
-                weight,
-                item,
-                weight_stride,
-                exists,
-                WIDTH,
-                BLOCK_N,
-                BLOCK_V,
-                BLOCK_K,
+                hidden, row, hidden_stride, row_exists, weight, item, weight_stride, exists, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K,
                 PRECISION,
-            )
+            )  # fmt: skip
         logits = logits_of_products(products, item, exists, bias, item_scale, softcap, 1)
         # Past the last item the exponential of 0 may overflow, where all true logits are far below.
         logits = tl.where(exists[None, :], logits, float("-inf") if softcap is None else -softcap)
         scores = logit_gradients(
-            logits, item, exists, row, valid, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
-            inverse_temperature, 1 / inverse, 1, ACCURATE,
+            logits, item, exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
+            inverse_temperature, 1, ACCURATE,
         )  # fmt: skip
         wanted = True
         if thresholds is not None:
@@ -96,35 +83,35 @@ def linear_cross_entropy_backward_hidden_kernel(
             gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
     address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * WIDTH + column[None, :]
-    gradient = (gradient * inverse).to(grad_hidden.dtype.element_ty)
-    tl.store(address, gradient, mask=(row < num_rows)[:, None] & (column < WIDTH)[None, :])
+    if inverse_scale is not None:
+        gradient *= tl.load(inverse_scale)
+    tl.store(address, gradient.to(grad_hidden.dtype.element_ty), mask=row_exists[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
 def add_rows(
-    gradient, of_bias, weight_tile, start, item, source, item_exists, grad_lse, grad_target, grad_smoothed, hidden, weight,
-    target, lse, bias, item_scale, smoothing, inverse, num_rows, num_items, hidden_stride, weight_stride, ignore_index,
-    inverse_temperature, softcap, threshold, first_column, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    gradient, of_bias, weight_tile, start, item, source, item_exists, hidden, target, row_shift, grad_softmax, grad_target,
+    grad_smoothed, weight, bias, item_scale, smoothing, num_rows, hidden_stride, weight_stride, inverse_temperature, softcap,
+    threshold, first_column, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, HAS_GRAD_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Take the rows from `start` on into the gradients of a block of items and of their biases."""
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     row = start + tl.arange(0, BLOCK_N)
-    valid, row_target, shift, grad_softmax, grad_one = load_rows(
-        target, lse, grad_lse, grad_target, row, num_rows, num_items, ignore_index, inverse_temperature, 1 / inverse, ACCURATE
-    )
-    hidden_tile = load_tile(hidden, row, hidden_stride, valid, first_column, WIDTH, BLOCK_D)
+    row_exists = row < num_rows
+    row_target, shift, of_softmax, of_target = load_rows(target, row_shift, grad_softmax, grad_target, row, num_rows)
+    hidden_tile = load_tile(hidden, row, hidden_stride, row_exists, first_column, WIDTH, BLOCK_D)
     if WIDTH <= BLOCK_K:
         products = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
     else:
         products = products_of_tiles(
-            weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, valid, WIDTH, BLOCK_V, BLOCK_N, BLOCK_K,
+            weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, row_exists, WIDTH, BLOCK_V, BLOCK_N, BLOCK_K,
             PRECISION,
         )  # fmt: skip
     logits = logits_of_products(products, source, source >= 0, bias, item_scale, softcap, 0)
     scores = logit_gradients(
-        logits, item, item_exists, row, valid, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
-        inverse_temperature, 1 / inverse, 0, ACCURATE,
+        logits, item, item_exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
+        inverse_temperature, 0, ACCURATE,
     )  # fmt: skip
     wanted = True
     if threshold is not None:
@@ -138,8 +125,8 @@ def add_rows(
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "rows_per_part", "ignore_index"])
 def linear_cross_entropy_backward_weight_kernel(
-    grad_lse, grad_target, grad_smoothed, hidden, weight, target, lse, bias, item_scale, smoothing, inverse_scale, thresholds,
-    order, is_kept, grad_weight, grad_bias, num_rows, num_items, hidden_stride, weight_stride, rows_per_part, ignore_index,
+    hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, inverse_scale, weight, bias, item_scale, smoothing,
+    thresholds, order, is_kept, grad_weight, grad_bias, num_rows, num_items, hidden_stride, weight_stride, rows_per_part,
     inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     KEPT_N: tl.constexpr, KEPT_V: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -157,10 +144,9 @@ def linear_cross_entropy_backward_weight_kernel(
     if order is not None:
         source = tl.load(order + source)
         item = tl.where(exists, source, num_items)
-    inverse = tl.load(inverse_scale) if inverse_scale is not None else 1.0
     threshold = None
     if thresholds is not None and is_kept is None:
-        threshold = tl.load(thresholds + 1) * inverse_temperature / inverse
+        threshold = tl.load(thresholds + 1)
     weight_tile = None
     if WIDTH <= BLOCK_K:
         weight_tile = load_tile(weight, source, weight_stride, source >= 0, 0, WIDTH, BLOCK_D)
@@ -174,12 +160,15 @@ def linear_cross_entropy_backward_weight_kernel(
             wanted = tl.max(tl.load(kept, mask=exists, other=0), 0) > 0
         if wanted:
             gradient, of_bias = add_rows(
-                gradient, of_bias, weight_tile, start, item, source, exists, grad_lse, grad_target, grad_smoothed, hidden,
-                weight, target, lse, bias, item_scale, smoothing, inverse, num_rows, num_items, hidden_stride, weight_stride,
-                ignore_index, inverse_temperature, softcap, threshold, first_column, BLOCK_N, BLOCK_V, BLOCK_D, BLOCK_K, WIDTH,
-                PRECISION, grad_bias is not None,
+                gradient, of_bias, weight_tile, start, item, source, exists, hidden, target, row_shift, grad_softmax,
+                grad_target, grad_smoothed, weight, bias, item_scale, smoothing, num_rows, hidden_stride, weight_stride,
+                inverse_temperature, softcap, threshold, first_column, BLOCK_N, BLOCK_V, BLOCK_D, BLOCK_K, WIDTH, PRECISION,
+                grad_bias is not None,
             )  # fmt: skip
-    gradient *= inverse
+    if inverse_scale is not None:
+        inverse = tl.load(inverse_scale)
+        gradient *= inverse
+        of_bias *= inverse
     if item_scale is not None:
         gradient *= tl.load(item_scale + source)[:, None]
     column = first_column + tl.arange(0, BLOCK_D)
@@ -190,7 +179,7 @@ def linear_cross_entropy_backward_weight_kernel(
         mask=exists[:, None] & (column < WIDTH)[None, :],
     )
     if grad_bias is not None and first_column == 0:
-        tl.store(grad_bias + stored, of_bias * inverse, mask=exists)
+        tl.store(grad_bias + stored, of_bias, mask=exists)
 
 
 def backward_fused(
@@ -204,10 +193,9 @@ def backward_fused(
     """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
     hidden, weight = rows.hidden, items.weight
     num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
-    gradients = (rows.grad_lse, rows.grad_target, rows.grad_smoothed)
-    inputs = (hidden, weight, rows.target, rows.lse, items.bias, items.scale, items.smoothing, rows.inverse_scale)
+    inputs = (*rows, *items[:4])
     sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
-    last = (rows.ignore_index, 1 / items.temperature, items.softcap)
+    shaping = (1 / items.temperature, items.softcap)
     thresholds, order = (None, None) if filter is None else filter
     tile, kept_tile = tile_for("backward_weight", hidden), tile_for("backward_hidden", hidden)
     grad_hidden, grad_weight, grad_bias, is_kept = (
@@ -225,7 +213,7 @@ def backward_fused(
             is_kept = hidden.new_empty(blocks, triton.cdiv(num_items, kept_tile.items), dtype=torch.int8)
         if parts.numel():
             linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
-                *gradients, *inputs, thresholds, order, is_kept, parts, *sizes, items_per_part, *last,
+                *inputs, thresholds, order, is_kept, parts, *sizes, items_per_part, *shaping,
                 **constants(kept_tile, hidden), BLOCK_D=kept_tile.columns,
             )  # fmt: skip
         grad_hidden = _join(parts, hidden_dtype)
@@ -240,7 +228,7 @@ def backward_fused(
                 bias_parts.zero_()
         elif parts.numel():
             linear_cross_entropy_backward_weight_kernel[(blocks, num_parts, columns)](
-                *gradients, *inputs, thresholds, order, is_kept, parts, bias_parts, *sizes, rows_per_part, *last,
+                *inputs, thresholds, order, is_kept, parts, bias_parts, *sizes, rows_per_part, *shaping,
                 **constants(tile, hidden), BLOCK_D=tile.columns, KEPT_N=kept_tile.rows, KEPT_V=kept_tile.items,
             )  # fmt: skip
         grad_weight = _join(parts, weight_dtype or weight.dtype)

@@ -18,22 +18,20 @@ from jagged.ops.cross_entropy.logits import load_rows, load_tile, logit_gradient
 PROGRAMS = 2
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_items", "first_item", "last_item", "items_per_part", "ignore_index"])
+@triton.jit(do_not_specialize=["num_rows", "first_item", "last_item", "items_per_part"])
 def linear_cross_entropy_logit_gradients_kernel(
-    grad_lse, grad_target, grad_smoothed, hidden, weight, target, lse, bias, item_scale, smoothing, inverse_scale, gradients,
-    num_rows, num_items, hidden_stride, weight_stride, gradients_stride, first_item, last_item, items_per_part, ignore_index,
+    hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, weight, bias, item_scale, smoothing, gradients,
+    num_rows, hidden_stride, weight_stride, gradients_stride, first_item, last_item, items_per_part,
     inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of the logits of a block of rows and one part of the items `first_item` to `last_item`, in their dtype."""
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    inverse = tl.load(inverse_scale) if inverse_scale is not None else 1.0
-    valid, row_target, shift, grad_softmax, grad_one = load_rows(
-        target, lse, grad_lse, grad_target, row, num_rows, num_items, ignore_index, inverse_temperature, 1 / inverse, ACCURATE
-    )
+    row_exists = row < num_rows
+    row_target, shift, of_softmax, of_target = load_rows(target, row_shift, grad_softmax, grad_target, row, num_rows)
     if WIDTH <= BLOCK_K:
-        hidden_tile = load_tile(hidden, row, hidden_stride, valid, 0, WIDTH, BLOCK_K)
+        hidden_tile = load_tile(hidden, row, hidden_stride, row_exists, 0, WIDTH, BLOCK_K)
     first = first_item + tl.program_id(1) * items_per_part
     for start in range(first, tl.minimum(first + items_per_part, last_item), BLOCK_V):
         item = start + tl.arange(0, BLOCK_V)
@@ -44,27 +42,16 @@ def linear_cross_entropy_logit_gradients_kernel(
             )
         else:
             products = products_of_tiles(
-                hidden,
-                row,
-                hidden_stride,
-                valid,
-                weight,
-                item,
-                weight_stride,
-                exists,
-                WIDTH,
-                BLOCK_N,
-                BLOCK_V,
-                BLOCK_K,
+                hidden, row, hidden_stride, row_exists, weight, item, weight_stride, exists, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K,
                 PRECISION,
-            )
+            )  # fmt: skip
         logits = logits_of_products(products, item, exists, bias, item_scale, softcap, 1)
         scores = logit_gradients(
-            logits, item, exists, row, valid, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
-            inverse_temperature, 1 / inverse, 1, ACCURATE,
+            logits, item, exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
+            inverse_temperature, 1, ACCURATE,
         )  # fmt: skip
         address = gradients + row.to(tl.int64)[:, None] * gradients_stride + (item - first_item)[None, :]
-        tl.store(address, scores.to(gradients.dtype.element_ty), mask=(row < num_rows)[:, None] & exists[None, :])
+        tl.store(address, scores.to(gradients.dtype.element_ty), mask=row_exists[:, None] & exists[None, :])
 
 
 def backward_chunked(
@@ -77,9 +64,7 @@ def backward_chunked(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
     weight, (num_items, width) = items.weight, items.weight.shape
-    # The BLAS multiplies what stands in ignored rows by their zeros.
-    hidden = rows.hidden.masked_fill((rows.target == rows.ignore_index)[:, None], 0)
-    num_rows = hidden.shape[0]
+    hidden, num_rows = rows.hidden, rows.hidden.shape[0]
     buffer = hidden.new_empty(num_rows, chunk_items)
     grad_hidden = hidden.new_zeros(num_rows if hidden_dtype else 0, width, dtype=torch.float32)
     grad_weight = hidden.new_empty(num_items if weight_dtype else 0, width, dtype=weight_dtype)
@@ -88,7 +73,7 @@ def backward_chunked(
     for first in range(0, num_items, chunk_items):
         last = min(first + chunk_items, num_items)
         gradients, part = buffer[:, : last - first], weight[first:last]
-        _logit_gradients(rows._replace(hidden=hidden), items, gradients, first, last)
+        _logit_gradients(rows, items, gradients, first, last)
         if has_grad_bias:
             torch.sum(gradients, 0, dtype=torch.float32, out=grad_bias[first:last])
         if items.scale is not None:
@@ -116,9 +101,8 @@ def _logit_gradients(rows: Rows, items: Items, gradients: Tensor, first: int, la
     blocks = triton.cdiv(hidden.shape[0], tile.rows)
     num_parts, items_per_part = split(last - first, tile.items, blocks, PROGRAMS, hidden.device)
     linear_cross_entropy_logit_gradients_kernel[(blocks, num_parts)](
-        rows.grad_lse, rows.grad_target, rows.grad_smoothed, hidden, weight, rows.target, rows.lse, items.bias, items.scale,
-        items.smoothing, rows.inverse_scale, gradients, hidden.shape[0], weight.shape[0], hidden.stride(0), weight.stride(0),
-        gradients.stride(0), first, last, items_per_part, rows.ignore_index, 1 / items.temperature, items.softcap,
+        *rows[:-1], *items[:4], gradients, hidden.shape[0], hidden.stride(0), weight.stride(0), gradients.stride(0), first, last,
+        items_per_part, 1 / items.temperature, items.softcap,
         **constants(tile, hidden),
     )  # fmt: skip
 

@@ -9,6 +9,7 @@ from jagged.ops.cross_entropy.backward import backward_fused
 from jagged.ops.cross_entropy.chunked import backward_chunked
 from jagged.ops.cross_entropy.forward import linear_cross_entropy_forward
 from jagged.ops.cross_entropy.launch import Filter, Items, Rows, aligned
+from jagged.ops.cross_entropy.rows import prepare_rows
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 
 __all__ = ["linear_cross_entropy_backward", "linear_cross_entropy_forward"]
@@ -47,25 +48,23 @@ def linear_cross_entropy_backward(
         memory_budget=memory_budget,
         is_filtered=is_filtered,
     )
-    grad_lse, grad_target = grad_lse.contiguous(), grad_target.contiguous()
-    target = target.contiguous()
     valid = target != ignore_index
     inverse_scale = None
     if hidden.dtype == torch.float16 and len(target):
         inverse_scale = _inverse_scale(grad_lse, grad_target, grad_smoothed, valid)
-    rows = Rows(
-        aligned(hidden), target, lse, grad_lse, grad_target, None if grad_smoothed is None else grad_smoothed.contiguous(),
-        inverse_scale, ignore_index,
-    )  # fmt: skip
+    rows = prepare_rows(
+        hidden, weight.shape[0], target, lse, grad_lse, grad_target, grad_smoothed, temperature, ignore_index, inverse_scale
+    )
     items = Items(aligned(weight), bias, item_scale, smoothing, temperature, softcap)
     if chunk_items and len(target):
         grads = backward_chunked(rows, items, chunk_items, hidden_dtype, weight_dtype, has_grad_bias)
     else:
         filter_ = None
         if is_filtered and len(target):
-            largest = torch.where(valid, grad_lse, 0).abs().amax()
+            # In the kernels' units: those of the gradients that they are given.
+            largest = rows.grad_softmax.abs().amax()
             thresholds = torch.stack([largest * (hidden_eps or 0), largest * (weight_eps or 0)])
-            filter_ = Filter(thresholds, _order(rows, items, valid))
+            filter_ = Filter(thresholds, _order(rows, items))
         grads = backward_fused(rows, items, filter_, hidden_dtype, weight_dtype, has_grad_bias)
     grad_hidden, grad_weight = (
         grad[:, :width].contiguous() if dtype else hidden.new_empty(0)
@@ -82,10 +81,10 @@ def _inverse_scale(grad_lse: Tensor, grad_target: Tensor, grad_smoothed: Tensor 
     return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
 
 
-def _order(rows: Rows, items: Items, valid: Tensor) -> Tensor:
-    """Return the items by falling logit of the mean row, `[V]` int32: those that any row gives weight to come together."""
-    share = (valid / valid.sum().clamp(min=1)).to(rows.hidden.dtype)
-    logits = items.weight @ (share @ rows.hidden.masked_fill(~valid[:, None], 0))
+def _order(rows: Rows, items: Items) -> Tensor:
+    """Return the items by falling logit of the sum of rows, `[V]` int32: those that any row gives weight to come together."""
+    share = torch.full_like(rows.hidden[:, 0], 1 / rows.hidden.shape[0])
+    logits = items.weight @ (share @ rows.hidden)
     if items.scale is not None:
         logits = logits * items.scale
     if items.bias is not None:

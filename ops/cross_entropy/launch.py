@@ -13,16 +13,20 @@ from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
 
 class Rows(NamedTuple):
-    """What backward is given of rows, `hidden` `[N, D]` as `aligned` makes it and vectors `[N]`; float16 has `inverse_scale`."""
+    """What backward's kernels are given of rows, by `prepare_rows`; nothing of it depends on another load.
+
+    `hidden` `[N, D]` has zeros in ignored rows; `target` is int32, -1 where there is no such item; `shift` is that of
+    `exponentials`, infinite in ignored rows; gradients are by logits before the temperature, and divided by `inverse_scale`
+    where there is one.
+    """
 
     hidden: Tensor
     target: Tensor
-    lse: Tensor
-    grad_lse: Tensor
+    shift: Tensor
+    grad_softmax: Tensor
     grad_target: Tensor
     grad_smoothed: Tensor | None
     inverse_scale: Tensor | None
-    ignore_index: int
 
 
 class Items(NamedTuple):

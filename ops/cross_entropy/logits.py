@@ -71,42 +71,32 @@ def exponentials(logits, shift, inverse_temperature, ACCURATE: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    target, lse, grad_lse, grad_target, row, num_rows, num_items, ignore_index, inverse_temperature, scale,
-    ACCURATE: tl.constexpr,
-):  # fmt: skip
-    """What backward needs of rows: whether they count, target, shift of `exponentials`, gradients.
-
-    Gradients are those of logits before the temperature, multiplied by `scale`, and zero in ignored rows; the target is -1 where
-    no such item exists.
-    """
+def load_rows(target, shift, grad_softmax, grad_target, row, num_rows):
+    """Target, shift of `exponentials` and gradients of a block of rows, as `prepare_rows` leaves them."""
     exists = row < num_rows
-    item = tl.load(target + row, mask=exists, other=0)
-    valid = exists & (item != ignore_index)
-    item = tl.where((item >= 0) & (item < num_items), item, -1).to(tl.int32)
-    # Of rows that do not count exponentials are 0, whatever their logits.
-    shift = tl.load(lse + row, mask=valid, other=float("inf"))
-    scale *= inverse_temperature
-    grad_softmax = tl.load(grad_lse + row, mask=valid, other=0.0) * scale
-    grad_one = tl.load(grad_target + row, mask=valid, other=0.0) * scale
-    return valid, item, shift if ACCURATE else shift * LOG2_E, grad_softmax, grad_one
+    return (
+        tl.load(target + row, mask=exists, other=-1),
+        tl.load(shift + row, mask=exists, other=float("inf")),
+        tl.load(grad_softmax + row, mask=exists, other=0.0),
+        tl.load(grad_target + row, mask=exists, other=0.0),
+    )
 
 
 @triton.jit
 def logit_gradients(
-    logits, item, item_exists, row, row_exists, row_target, shift, grad_softmax, grad_one, grad_smoothed, smoothing, softcap,
-    inverse_temperature, scale, ITEM_AXIS: tl.constexpr, ACCURATE: tl.constexpr,
+    logits, item, item_exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
+    inverse_temperature, ITEM_AXIS: tl.constexpr, ACCURATE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the loss by each logit, before softcap: softmax * grad_softmax + [item is target] * grad_one + smoothing."""
+    """Gradient of the loss by each product, before its scale: softmax * of_softmax + [item is target] * of_target + smoothing."""
     ROW_AXIS: tl.constexpr = 1 - ITEM_AXIS
     gradients = exponentials(logits, tl.expand_dims(shift, ITEM_AXIS), inverse_temperature, ACCURATE)
-    gradients *= tl.expand_dims(grad_softmax, ITEM_AXIS)
+    gradients *= tl.expand_dims(of_softmax, ITEM_AXIS)
     # Before the rounding to the weights' dtype, where the sum is small for a target that is well predicted.
     is_target = tl.expand_dims(row_target, ITEM_AXIS) == tl.expand_dims(item, ROW_AXIS)
-    gradients = tl.where(is_target, gradients + tl.expand_dims(grad_one, ITEM_AXIS), gradients)
+    gradients = tl.where(is_target, gradients + tl.expand_dims(of_target, ITEM_AXIS), gradients)
     if smoothing is not None:
         share = tl.load(smoothing + item, mask=item_exists, other=0.0)
-        of_row = tl.load(grad_smoothed + row, mask=row_exists, other=0.0) * (scale * inverse_temperature)
+        of_row = tl.load(grad_smoothed + row, mask=row_exists, other=0.0)
         gradients += tl.expand_dims(share, ROW_AXIS) * tl.expand_dims(of_row, ITEM_AXIS)
     if softcap is not None:
         gradients *= 1 - (logits / softcap) * (logits / softcap)

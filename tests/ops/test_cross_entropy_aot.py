@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 # Of the eighth generation the smaller GPUs, 8.6 and 8.9.
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 ROWS = [(kernel, size, width) for (kernel, size), table in TILES.items() for width in table]
-POINTERS = {"target": "*i64", "order": "*i32", "is_kept": "*i8"}
+POINTERS = {"target": "*i32", "order": "*i32", "is_kept": "*i8"}
 FLOATS = (
     "part_maximum",
     "part_sum",
@@ -61,7 +61,11 @@ def compile_tile(
         constants |= dict.fromkeys((*OPTIONS, "inverse_scale", "softcap"), None)
     if options != "filtered":
         constants |= dict.fromkeys(FILTER, None)
-    types = {**POINTERS, **dict.fromkeys(("hidden", "weight", "grad_hidden", "grad_weight", "gradients"), f"*{dtype}")}
+    types = {
+        **POINTERS,
+        "target": "*i64" if kernel_name == "forward" else "*i32",
+        **dict.fromkeys(("hidden", "weight", "grad_hidden", "grad_weight", "gradients"), f"*{dtype}"),
+    }
     types |= dict.fromkeys((*SIZES, *ALIGNED), "i32") | dict.fromkeys(("inverse_temperature", "softcap"), "fp32")
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature = {name: types[name] for name in kernel.arg_names if name not in constants}
@@ -112,7 +116,13 @@ def test_amd(kernel: str, size: int, width: int) -> None:
 def test_join(dtype: str, arch: int | str) -> None:
     from jagged.ops.cross_entropy import forward
 
-    types = {**POINTERS, "hidden": f"*{dtype}", "weight": f"*{dtype}", **dict.fromkeys((*SIZES, *ALIGNED), "i32")}
+    types = {
+        **POINTERS,
+        "target": "*i64",
+        "hidden": f"*{dtype}",
+        "weight": f"*{dtype}",
+        **dict.fromkeys((*SIZES, *ALIGNED), "i32"),
+    }
     types |= {"inverse_temperature": "fp32", "softcap": "fp32"}
     constants = {"BLOCK_N": forward.JOIN_ROWS, "BLOCK_D": forward.JOIN_WIDTH, "WIDTH": 64}
     kernel = forward.linear_cross_entropy_join_kernel

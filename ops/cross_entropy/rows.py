@@ -1,0 +1,72 @@
+"""What backward's kernels need of rows, brought into the form that they read fastest, once and not for each tile."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops.cross_entropy.launch import Rows, aligned
+from jagged.ops.cross_entropy.logits import LOG2_E, load_tile
+
+BLOCK_ROWS, BLOCK_WIDTH = 16, 256
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "ignore_index"])
+def linear_cross_entropy_rows_kernel(
+    hidden, target, lse, grad_lse, grad_target, grad_smoothed, inverse_scale, clean, items, vectors, num_rows, num_items,
+    hidden_stride, inverse_temperature, ignore_index, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Rows of `Rows`: hidden states, targets, and the vectors of shifts and gradients, one after the other."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = row < num_rows
+    item = tl.load(target + row, mask=exists, other=0)
+    valid = exists & (item != ignore_index)
+    scale = inverse_temperature / tl.load(inverse_scale) if inverse_scale is not None else inverse_temperature
+    tl.store(items + row, tl.where(valid & (item >= 0) & (item < num_items), item, -1).to(tl.int32), mask=exists)
+    # Of rows that do not count exponentials are 0, whatever their logits.
+    shift = tl.load(lse + row, mask=valid, other=float("inf"))
+    if hidden.dtype.element_ty != tl.float32:
+        shift *= LOG2_E
+    tl.store(vectors + row, shift, mask=exists)
+    place = vectors + tl.cast(num_rows, tl.int64)
+    tl.store(place + row, tl.load(grad_lse + row, mask=valid, other=0.0) * scale, mask=exists)
+    place += num_rows
+    tl.store(place + row, tl.load(grad_target + row, mask=valid, other=0.0) * scale, mask=exists)
+    if grad_smoothed is not None:
+        place += num_rows
+        tl.store(place + row, tl.load(grad_smoothed + row, mask=valid, other=0.0) * scale, mask=exists)
+    for start in range(0, WIDTH, BLOCK_D):
+        column = start + tl.arange(0, BLOCK_D)
+        address = clean + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tile = load_tile(hidden, row, hidden_stride, valid, start, WIDTH, BLOCK_D)
+        tl.store(address, tile, mask=exists[:, None] & (column < WIDTH)[None, :])
+
+
+def prepare_rows(
+    hidden: Tensor,
+    num_items: int,
+    target: Tensor,
+    lse: Tensor,
+    grad_lse: Tensor,
+    grad_target: Tensor,
+    grad_smoothed: Tensor | None,
+    temperature: float,
+    ignore_index: int,
+    inverse_scale: Tensor | None,
+) -> Rows:
+    """Return `Rows` of hidden states `[N, D]` of any strides, targets of any integers, and vectors `[N]` float32."""
+    hidden, num_rows = aligned(hidden), hidden.shape[0]
+    clean = hidden.new_empty(hidden.shape)
+    items = target.new_empty(num_rows, dtype=torch.int32)
+    vectors = lse.new_empty(3 if grad_smoothed is None else 4, num_rows)
+    if num_rows:
+        linear_cross_entropy_rows_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
+            hidden, target.contiguous(), lse, grad_lse.contiguous(), grad_target.contiguous(),
+            None if grad_smoothed is None else grad_smoothed.contiguous(), inverse_scale, clean, items, vectors, num_rows,
+            num_items, hidden.stride(0), 1 / temperature, ignore_index, BLOCK_N=BLOCK_ROWS, BLOCK_D=BLOCK_WIDTH,
+            WIDTH=hidden.shape[1],
+        )  # fmt: skip
+    of_smoothed = None if grad_smoothed is None else vectors[3]
+    return Rows(clean, items, vectors[0], vectors[1], vectors[2], of_smoothed, inverse_scale)
