@@ -17,17 +17,8 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 ROWS = [(kernel, size, width) for (kernel, size), table in TILES.items() for width in table]
 POINTERS = {"target": "*i32", "order": "*i32", "is_kept": "*i8"}
-FLOATS = (
-    "part_maximum",
-    "part_sum",
-    "part_smoothed",
-    "lse",
-    "target_logit",
-    "smoothed",
-    "grad_lse",
-    "grad_target",
-    "inverse_scale",
-)
+FLOATS = ("part_maximum", "part_sum", "part_smoothed", "lse", "target_logit", "smoothed", "inverse_scale")
+FLOATS += ("row_shift", "grad_softmax", "grad_target", "grad_lse", "clean", "vectors")
 OPTIONS = ("bias", "item_scale", "smoothing", "grad_smoothed", "grad_bias", "part_smoothed", "smoothed")
 FILTER = ("thresholds", "order", "is_kept")
 POINTERS |= dict.fromkeys((*FLOATS, "thresholds", *OPTIONS), "*fp32")
