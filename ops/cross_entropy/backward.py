@@ -68,7 +68,7 @@ def linear_cross_entropy_backward_hidden_kernel(
         logits = tl.where(exists[None, :], logits, float("-inf") if softcap is None else -softcap)
         scores = logit_gradients(
             logits, item, exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
-            inverse_temperature, 1, ACCURATE,
+            inverse_temperature, ACCURATE,
         )  # fmt: skip
         wanted = True
         if thresholds is not None:
@@ -102,24 +102,24 @@ def add_rows(
     row_target, shift, of_softmax, of_target = load_rows(target, row_shift, grad_softmax, grad_target, row, num_rows)
     hidden_tile = load_tile(hidden, row, hidden_stride, row_exists, first_column, WIDTH, BLOCK_D)
     if WIDTH <= BLOCK_K:
-        products = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
+        products = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
     else:
         products = products_of_tiles(
-            weight, source, weight_stride, source >= 0, hidden, row, hidden_stride, row_exists, WIDTH, BLOCK_V, BLOCK_N, BLOCK_K,
+            hidden, row, hidden_stride, row_exists, weight, source, weight_stride, source >= 0, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K,
             PRECISION,
         )  # fmt: skip
-    logits = logits_of_products(products, source, source >= 0, bias, item_scale, softcap, 0)
+    logits = logits_of_products(products, source, source >= 0, bias, item_scale, softcap, 1)
     scores = logit_gradients(
         logits, item, item_exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
-        inverse_temperature, 0, ACCURATE,
+        inverse_temperature, ACCURATE,
     )  # fmt: skip
     wanted = True
     if threshold is not None:
         wanted = is_small(scores, threshold) == 0
     if wanted:
         if HAS_GRAD_BIAS:
-            of_bias += tl.sum(scores, 1)
-        gradient = dot(scores.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
+            of_bias += tl.sum(scores, 0)
+        gradient = dot(tl.trans(scores.to(hidden_tile.dtype)), hidden_tile, gradient, PRECISION)
     return gradient, of_bias
 
 

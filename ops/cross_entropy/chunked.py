@@ -48,7 +48,7 @@ def linear_cross_entropy_logit_gradients_kernel(
         logits = logits_of_products(products, item, exists, bias, item_scale, softcap, 1)
         scores = logit_gradients(
             logits, item, exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
-            inverse_temperature, 1, ACCURATE,
+            inverse_temperature, ACCURATE,
         )  # fmt: skip
         address = gradients + row.to(tl.int64)[:, None] * gradients_stride + (item - first_item)[None, :]
         tl.store(address, scores.to(gradients.dtype.element_ty), mask=row_exists[:, None] & exists[None, :])

@@ -1,6 +1,7 @@
 """What the kernels of linear cross-entropy share: tiles of logits, and their gradients.
 
-A tile is rows by items, or items by rows; `ITEM_AXIS` says which of its axes has the items.
+A tile is rows by items also where a program owns the items and its product is transposed: numbers of rows then stand along the
+axis of which a thread has few places. The other way each thread loads those of sixteen rows, one by one.
 """
 
 from __future__ import annotations
@@ -85,19 +86,21 @@ def load_rows(target, shift, grad_softmax, grad_target, row, num_rows):
 @triton.jit
 def logit_gradients(
     logits, item, item_exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
-    inverse_temperature, ITEM_AXIS: tl.constexpr, ACCURATE: tl.constexpr,
+    inverse_temperature, ACCURATE: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of the loss by each product, before its scale: softmax * of_softmax + [item is target] * of_target + smoothing."""
-    ROW_AXIS: tl.constexpr = 1 - ITEM_AXIS
-    gradients = exponentials(logits, tl.expand_dims(shift, ITEM_AXIS), inverse_temperature, ACCURATE)
-    gradients *= tl.expand_dims(of_softmax, ITEM_AXIS)
+    """Gradient of the loss by each product of a row and an item, before its scale, `[rows, items]`.
+
+    softmax * of_softmax + [item is target] * of_target + smoothing * grad_smoothed, times the slope of softcap.
+    """
+    gradients = exponentials(logits, shift[:, None], inverse_temperature, ACCURATE)
+    gradients *= of_softmax[:, None]
     # Before the rounding to the weights' dtype, where the sum is small for a target that is well predicted.
-    is_target = tl.expand_dims(row_target, ITEM_AXIS) == tl.expand_dims(item, ROW_AXIS)
-    gradients = tl.where(is_target, gradients + tl.expand_dims(of_target, ITEM_AXIS), gradients)
+    is_target = row_target[:, None] == item[None, :]
+    gradients = tl.where(is_target, gradients + of_target[:, None], gradients)
     if smoothing is not None:
         share = tl.load(smoothing + item, mask=item_exists, other=0.0)
         of_row = tl.load(grad_smoothed + row, mask=row_exists, other=0.0)
-        gradients += tl.expand_dims(share, ROW_AXIS) * tl.expand_dims(of_row, ITEM_AXIS)
+        gradients += share[None, :] * of_row[:, None]
     if softcap is not None:
         gradients *= 1 - (logits / softcap) * (logits / softcap)
     return gradients
