@@ -6,44 +6,18 @@ the walk is split, and the parts' results are added afterwards in a fixed order.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, rounded_product
+from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
+from jagged.ops._shared.matrices import aligned, float32_products, gpu, split
 from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
 # Programs a launch aims at, by multiprocessor: backward keeps fewer in flight, and each part of a gradient is written and read.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 4, 2
-
-
-@triton.jit
-def load_tile(pointer, index, stride, exists, first_column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from a column on; zeros where a row or a column is not there."""
-    column = first_column + tl.arange(0, BLOCK_D)
-    address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
-    mask = exists[:, None]
-    if WIDTH % BLOCK_D:
-        mask &= (column < WIDTH)[None, :]
-    return tl.load(address, mask=mask, other=0.0)
-
-
-@triton.jit
-def logits_of_tiles(
-    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists,
-    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
-    logits = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        left_tile = load_tile(left, left_index, left_stride, left_exists, start, WIDTH, BLOCK_K)
-        right_tile = load_tile(right, right_index, right_stride, right_exists, start, WIDTH, BLOCK_K)
-        logits = dot(left_tile, tl.trans(right_tile), logits, PRECISION)
-    return logits
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
@@ -227,10 +201,10 @@ def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor,
     target_logit = torch.empty_like(lse)
     if num_rows == 0:
         return lse, target_logit
-    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
+    hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
     tile = _tile("forward", hidden.shape[1], hidden)
     row_blocks = triton.cdiv(num_rows, tile.rows)
-    num_parts, items_per_part = _split(num_items, tile.items, row_blocks, FORWARD_PROGRAMS, hidden.device)
+    num_parts, items_per_part = split(num_items, tile.items, row_blocks, FORWARD_PROGRAMS, hidden.device)
     part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
     with torch.cuda.device_of(hidden):
         linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
@@ -259,7 +233,7 @@ def linear_cross_entropy_backward(
     num_rows, num_items, grad_width = hidden.shape[0], weight.shape[0], hidden.shape[1]
     grad_loss = grad_loss.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
+    hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
     needs_scale = hidden.dtype == torch.float16 and num_rows > 0
     inverse_scale = _inverse_scale(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
     width = hidden.shape[1]
@@ -271,7 +245,7 @@ def linear_cross_entropy_backward(
         if hidden_grad_dtype is not None:
             tile = _tile("backward_hidden", width, hidden)
             blocks, columns = triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.columns)
-            num_parts, items_per_part = _split(num_items, tile.items, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
+            num_parts, items_per_part = split(num_items, tile.items, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
             parts = _empty_parts(num_parts, (num_rows, width), hidden, hidden_grad_dtype)
             if parts.numel():
                 linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
@@ -282,7 +256,7 @@ def linear_cross_entropy_backward(
         if weight_grad_dtype is not None:
             tile = _tile("backward_weight", width, hidden)
             blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
-            num_parts, rows_per_part = _split(num_rows, tile.rows, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
+            num_parts, rows_per_part = split(num_rows, tile.rows, blocks * columns, BACKWARD_PROGRAMS, hidden.device)
             parts = _empty_parts(num_parts, (num_items, width), weight, weight_grad_dtype)
             if num_rows == 0:
                 parts.zero_()
@@ -295,29 +269,8 @@ def linear_cross_entropy_backward(
     return grad_hidden, grad_weight
 
 
-def _split(length: int, block: int, blocks: int, programs: int, device: torch.device) -> tuple[int, int]:
-    """Return how many parts of a walk over `length` give each multiprocessor `programs`, and the length of a part.
-
-    `blocks` programs make the walk together, in steps of `block`.
-    """
-    steps = max(1, triton.cdiv(length, block))
-    wanted = triton.cdiv(programs * _device(device)[0], max(1, blocks))
-    steps_per_part = triton.cdiv(steps, min(steps, wanted))
-    return triton.cdiv(steps, steps_per_part), steps_per_part * block
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors and the major compute capability."""
-    if device.type != "cuda":
-        # The interpreter has neither; two multiprocessors make it split what a GPU splits.
-        return 2, 9
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major
-
-
 def _tile(kernel: str, width: int, hidden: Tensor) -> Tile:
-    return tile_of(kernel, width, hidden.dtype, _device(hidden.device)[1])
+    return tile_of(kernel, width, hidden.dtype, gpu(hidden.device).capability)
 
 
 def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -336,24 +289,13 @@ def _inverse_scale(grad_loss: Tensor, grad_lse: Tensor | None, valid: Tensor) ->
     return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
 
 
-def _aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix with adjacent columns, rows starting every multiple of 16 elements, zeros up to such a width.
-
-    Loads are wide then; with odd rows each element is fetched by itself, from addresses that no longer fit into the registers.
-    """
-    width = max(16, triton.cdiv(matrix.shape[1], 16) * 16)
-    if width != matrix.shape[1]:
-        return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
-    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
-
-
 def _constants(tile: Tile, hidden: Tensor) -> dict[str, int | bool | str]:
     return {
         "BLOCK_N": tile.rows,
         "BLOCK_V": tile.items,
         "BLOCK_K": tile.step,
         "WIDTH": hidden.shape[1],
-        "PRECISION": "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        "PRECISION": float32_products(),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
