@@ -48,6 +48,15 @@ def reordered(score):
 
 
 @triton.jit
+def has_bit(bits, place):
+    """Tell `[rows, items]` whether each row's int64 has a bit set, in halves: shifts of int64 take twice the registers."""
+    low = bits.to(tl.int32)
+    high = (bits >> 32).to(tl.int32)
+    half = tl.where((place < 32)[None, :], low[:, None], high[:, None])
+    return ((half >> (place & 31)[None, :]) & 1) != 0
+
+
+@triton.jit
 def find_hits(hit_offsets, hit_tiles, row, tile, exists):
     """Return for each row the place of its first hit in `tile` or a later one, and the end of its hits."""
     low = tl.load(hit_offsets + row, mask=exists, other=0)
@@ -100,10 +109,11 @@ def catalogue_topk_maximum_kernel(
                 gone = tl.load(hit_bits + hit, mask=is_hit, other=0)
                 hit += is_hit.to(tl.int64)
                 hit_tile = tl.load(hit_tiles + hit, mask=hit < end, other=num_tiles)
-                is_gone = (gone[:, None] >> tl.minimum(column, last).to(tl.int64)[None, :]) & 1
+                # Where the last item is gone its repetitions are too.
+                last_bit = last.to(tl.int64)
+                gone |= tl.where(((gone >> last_bit) & 1) != 0, -2 << last_bit, 0)
                 # A maximum passes over NaN, and is NaN where there is nothing else.
-                logits = tl.where(is_gone != 0, float("nan"), logits)
-            gone |= -2 << last.to(tl.int64)
+                logits = tl.where(has_bit(gone, column), float("nan"), logits)
         order = tl.where(gone == -1, -2147483648, reordered(tl.max(logits, 1)))
         key = (order.to(tl.int64) << 32) | (4294967295 - tl.cast(tile, tl.int64))
         tl.store(keys + row.to(tl.int64) * num_tiles + tile, key, mask=exists)
@@ -147,7 +157,7 @@ def catalogue_topk_items_kernel(
         is_hit = hit < end
         is_hit &= tl.load(hit_tiles + hit, mask=is_hit, other=0) == tile
         gone = tl.load(hit_bits + hit, mask=is_hit, other=0)
-        is_there = is_there & (((gone[:, None] >> column.to(tl.int64)[None, :]) & 1) == 0)
+        is_there = is_there & (has_bit(gone, column) == 0)
     key = tl.where(is_there, key, -9223372036854775808)
     tl.store(keys + pair[:, None] * BLOCK_V + column[None, :], key, mask=exists[:, None])
 
@@ -185,14 +195,17 @@ def catalogue_topk(
             rows = slice(first, min(first + step, num_rows))
             of_rows = (None, None, None) if hits is None else (hits[0][first:], *hits[1:])
             inputs = (hidden[rows], weight, bias, *of_rows)
-            chosen = _chosen_tiles(inputs, k) if chooses else None
+            chosen = None
+            if chooses:
+                best_tiles = torch.topk(_tile_keys(inputs), k, dim=1, sorted=False).values
+                chosen = (ID_MASK - best_tiles.bitwise_and_(ID_MASK)).to(torch.int32)
             best = torch.topk(_keys(inputs, chosen), min(k, tiles_per_row * TILE_ITEMS), dim=1).values
             scores[rows, : best.shape[1]], ids[rows, : best.shape[1]] = decode(best)
     return scores, ids
 
 
-def _chosen_tiles(inputs: tuple[Any, ...], k: int) -> Tensor:
-    """Return the k tiles `[n, k]` (int32) of each row that its k best items lie in."""
+def _tile_keys(inputs: tuple[Any, ...]) -> Tensor:
+    """Return the key of each tile `[n, tiles]`: its largest logit, reordered, above its index counted down."""
     hidden, weight = inputs[:2]
     num_rows, num_items = hidden.shape[0], weight.shape[0]
     tile = tile_of(hidden.shape[1], hidden.dtype)
@@ -202,8 +215,7 @@ def _chosen_tiles(inputs: tuple[Any, ...], k: int) -> Tensor:
     catalogue_topk_maximum_kernel[(row_blocks, num_parts)](
         *inputs, keys, num_rows, num_items, num_tiles, hidden.stride(0), weight.stride(0), tiles_per_part, **_constants(inputs),
     )  # fmt: skip
-    # The index, counted down, is the lower half.
-    return torch.topk(keys, k, dim=1, sorted=False).values.bitwise_and_(ID_MASK).neg_().add_(ID_MASK).to(torch.int32)
+    return keys
 
 
 def _keys(inputs: tuple[Any, ...], chosen: Tensor | None) -> Tensor:

@@ -34,7 +34,7 @@ TILES: dict[int, dict[int, Tile]] = {
         512: Tile(128, 128, 8, 3),
     },
     # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
-    4: {512: Tile(64, 32, 8, 2)},
+    4: {512: Tile(64, 16, 8, 2)},
 }
 
 
