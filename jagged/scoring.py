@@ -72,7 +72,7 @@ def rank_catalogue(
         targets: `[B]` int64 item ids whose ranks are wanted. A negative one is no item of the catalogue: rank `MISS`.
         viewed: values `[S]` int64 and offsets `[B + 1]` of items to take out, per user; negative values are passed over. A
             user's own target is never taken out.
-        filter_viewed: the protocols wanted: False leaves viewed items in, True takes them out. Scores are computed once.
+        filter_viewed: the protocols wanted: False leaves viewed items in, True takes them out.
         max_bytes: bound on everything that grows with users times items.
 
     Returns:
