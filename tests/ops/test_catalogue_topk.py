@@ -193,6 +193,27 @@ def test_order_of_scores_that_are_no_numbers(place: Place, k: int, dtype: torch.
             assert_same((got[0] + 0.0, got[1]), (want[0] + 0.0, want[1]), k=k)
 
 
+@pytest.mark.parametrize("k", [1, 2, 130])
+def test_zeros_of_either_sign_are_equal(place: Place, k: int) -> None:
+    """Sums of products that underflow, negative ones for the first of every three items."""
+    sign = torch.where(torch.arange(330) % 3 == 0, -1.0, 1.0).to(place.device)
+    hidden, weight = torch.full((2, 16), 1e-30, device=place.device), 1e-30 * sign[:, None].expand(330, 16)
+    scores, ids = catalogue_topk(hidden, weight, k, backend=place.backend)
+    assert not scores.any()
+    assert ids.tolist() == [list(range(k))] * 2
+
+
+@pytest.mark.parametrize("items", [129, 160, 191, 192, 193])
+def test_the_last_items_are_excluded(place: Place, items: int) -> None:
+    """The best ones, in a tile that the catalogue does not fill: it must not be chosen for their sake."""
+    hidden, weight = torch.ones(2, 1, device=place.device), torch.arange(items, device=place.device)[:, None].float()
+    weight[items // 64 * 64 : items - 1] = -1
+    weight[5] = 500.0
+    exclude = torch.tensor([items - 1, 5, items - 1], device=place.device), torch.tensor([0, 1, 3], device=place.device)
+    got = catalogue_topk(hidden, weight, 1, exclude=exclude, backend=place.backend)
+    assert_same(got, reference(hidden, weight, 1, exclude=exclude), k=1)
+
+
 def test_keys_keep_the_order_of_scores() -> None:
     numbers = [-math.inf, -3e38, -1.0, -1e-45, 0.0, 1e-45, 1.0, 3e38, math.inf]
     for dtype in (torch.float32, torch.float64):
