@@ -3,7 +3,7 @@
 1. For each row and each tile of 64 items the largest logit: one number of 64.
 2. Each row's k tiles with the largest of these, smaller tiles first among equals. The k best items lie in them: were one of
    them in another tile, each of the k chosen tiles would hold an item before it, its largest (of an equal score at least, and
-   then of a smaller id, because all ids of a smaller tile are smaller), and it were not among the k best.
+   then of a smaller id, because all ids of a smaller tile are smaller), and it would not be among the k best.
 3. All logits of the chosen tiles again, as keys, of which top-k takes the best. (Row, tile) pairs are sorted by tile, so that a
    program computes one tile of items for the rows that chose it, with the products of step 1 and so its bits.
 
@@ -44,6 +44,7 @@ def reordered(score):
     bits = score.to(tl.int32, bitcast=True)
     bits = tl.where(score == 0.0, 0, bits)
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    # What a negative NaN's bits become.
     return tl.where(score == score, bits, -2143289345)
 
 

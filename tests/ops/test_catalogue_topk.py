@@ -417,6 +417,18 @@ def test_both_kernels_compute_the_same_bits(place: Place, width: int, dtype: tor
 
 
 @ON_GPU
+@pytest.mark.parametrize("max_bytes", [2**20, 2**26, DEFAULT_MAX_BYTES])
+@pytest.mark.parametrize("k", [1, 100, 1024])
+def test_many_items(place: Place, k: int, max_bytes: int) -> None:
+    """Rows in chunks of one, of some and of whole blocks, against PyTorch's exact result."""
+    hidden, weight = integers((300, 64), torch.bfloat16, 0), integers((200_001, 64), torch.bfloat16, 1)
+    exclude = excluded(300, 1000, "many", torch.int64)
+    got = catalogue_topk(hidden, weight, k, exclude=exclude, max_bytes=max_bytes)
+    want = catalogue_topk(hidden, weight, k, exclude=exclude, backend="torch")
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@ON_GPU
 def test_memory_is_bounded(place: Place) -> None:
     rows, items, width, k = 4096, 1_000_000, 64, 100
     hidden, weight = random_tensor((rows, width), torch.bfloat16, 0), random_tensor((items, width), torch.bfloat16, 1)
