@@ -207,6 +207,21 @@ def _cross_entropy(device: torch.device, backend: str) -> None:
     _same(ours, torch.nn.functional.cross_entropy(hidden @ weight.T, target), (hidden, weight))
 
 
+def _catalogue_topk(device: torch.device, backend: str) -> None:
+    import torch
+
+    from jagged.ops import catalogue_topk
+
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).to(device) for n in (4, 300))
+    logits = hidden @ weight.T
+    # All tiles are chosen for three items, one tile for one.
+    for k in (3, 1):
+        scores, ids = catalogue_topk(hidden, weight, k, backend=backend)
+        torch.testing.assert_close(scores, logits.topk(k).values, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(scores, logits.gather(1, ids), rtol=1e-3, atol=1e-3)
+
+
 def _bmm(device: torch.device, backend: str) -> None:
     import torch
 
@@ -292,6 +307,7 @@ _FAMILIES = {
     "softmax": _softmax,
     "attention": _attention,
     "cross_entropy": _cross_entropy,
+    "catalogue_topk": _catalogue_topk,
 }
 
 _CHECKS: dict[str, Callable[[], str]] = {

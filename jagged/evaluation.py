@@ -148,7 +148,7 @@ def evaluate_protocols(
     progress: bool = True,
     all_processes: bool = True,
 ) -> dict[str, dict[str, float]]:
-    """Rank the whole catalogue for every user of `loader`, under several protocols from one computation of the scores.
+    """Rank the whole catalogue for every user of `loader`, under several protocols from one run of the model.
 
     An item's rank is the number of items with a higher score plus the number with an equal score and a smaller id. A user
     without events has a hidden state of zeros, so all scores are equal and items rank by id. Where seen items are taken out, a

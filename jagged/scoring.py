@@ -1,8 +1,7 @@
-"""Score a whole catalogue for many users in bounded memory, and rank it by one rule on every device.
+"""Rank a whole catalogue for many users in bounded memory, by one rule on every device: `jagged.ops.catalogue_topk`'s.
 
-A score and its item make one int64 key: the score's bits, reordered so that integers compare as the floats do, above the item
-id counted down. Keys are unique, so "higher score first, smaller item id first among equal scores" is plain integer order: ranks
-and best items come out the same on a CPU and a GPU, and however users and items are cut into tiles.
+Higher scores come first, smaller item ids first among equal scores. The best items come from that operator; the ranks of targets
+are counted here, from scores in tiles of users and items, for all protocols at once.
 """
 
 from __future__ import annotations
@@ -15,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.metrics import MISS
+from jagged.ops import catalogue_topk
+
 DEFAULT_MAX_BYTES = 256 * 2**20
 
-# fp32 score, int64 key, one temporary of up to four bytes, and what top-k works in on a GPU.
-_BYTES_PER_SCORE = 18
+# A score and three comparisons.
+_BYTES_PER_SCORE = 8
 # Fewer users than this share each pass over the item table only where memory forces it.
 _MIN_USERS = 16
 # On a CPU the scores should stay in the cache between the passes over them.
-_CPU_TILE_BYTES = 4 * 2**20
+_CPU_TILE_BYTES = 2 * 2**20
 _MIN_BYTES = 2**16
-
-_EXCLUDED = torch.iinfo(torch.int64).min
-_ID_MASK = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ def rank_catalogue(
     """Rank all items for each user by the inner product of hidden state and item weight.
 
     The rank of a target is the number of items with a strictly higher score plus the number of items with an equal score and a
-    smaller id. Scores are fp32 whatever the dtype of the inputs and whatever autocast or TF32 setting is active.
+    smaller id. Scores are fp32 whatever the dtype of the inputs and whatever autocast or TF32 setting is active. Best items and
+    ranks come from two computations of the scores, which may differ in the last bits.
 
     Args:
         hidden: `[B, D]` users' hidden states.
@@ -72,7 +72,7 @@ def rank_catalogue(
         targets: `[B]` int64 item ids whose ranks are wanted. A negative one is no item of the catalogue: rank `MISS`.
         viewed: values `[S]` int64 and offsets `[B + 1]` of items to take out, per user; negative values are passed over. A
             user's own target is never taken out.
-        filter_viewed: the protocols wanted: False leaves viewed items in, True takes them out. Scores are computed once.
+        filter_viewed: the protocols wanted: False leaves viewed items in, True takes them out.
         max_bytes: bound on everything that grows with users times items.
 
     Returns:
@@ -82,94 +82,102 @@ def rank_catalogue(
         ValueError: shapes that do not fit, `filter_viewed` without `viewed`, or `max_bytes` below 64 KiB.
     """
     _check(hidden, item_weight, targets, viewed, filter_viewed, max_bytes)
-    num_users, (num_items, dim) = len(hidden), item_weight.shape
-    device = hidden.device
-    width = min(k, num_items)
-    protocols = sorted(set(filter_viewed))
-    best = {out: hidden.new_full((num_users, k), _EXCLUDED, dtype=torch.int64) for out in protocols}
-    ranks = {out: torch.zeros(num_users, dtype=torch.int64, device=device) for out in protocols}
-    # A table in another dtype is converted tile by tile.
-    item_bytes = 16 + (0 if item_weight.dtype == torch.float32 else 4 * dim)
-    step, tile = _plan(num_users, num_items, max_bytes, item_bytes, device)
-    cells = torch.empty(step * tile + 1, dtype=torch.int64, device=device)
-    viewed_rows = None
-    if viewed is not None and True in protocols:
-        values, offsets = viewed
-        viewed_rows = torch.repeat_interleave(torch.arange(num_users, device=device), offsets.diff(), output_size=values.numel())
-    with torch.autocast(device.type, enabled=False), _ieee_matmul():
-        for first in range(0, num_users, step):
-            rows = slice(first, min(first + step, num_users))
-            queries = hidden[rows].float()
-            wanted = None if targets is None else targets[rows]
-            tiles = [(low, min(low + tile, num_items)) for low in range(0, num_items, tile)]
-            target_keys = torch.full((len(queries),), _EXCLUDED, dtype=torch.int64, device=device)
-            if wanted is not None and len(tiles) > 1:
-                for low, high in tiles:
-                    target_keys = _pick(_keys(queries, item_weight, low, high, cells), wanted, low, target_keys)
+    queries = hidden.float()
+    # Halves are converted tile by tile.
+    table = item_weight if item_weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else item_weight.float()
+    excluded = None if viewed is None else _without_targets(viewed, targets)
+    with torch.autocast(hidden.device.type, enabled=False), _ieee_matmul():
+        best = {
+            out: catalogue_topk(queries, table, k, exclude=excluded if out else None, max_bytes=max_bytes)
+            for out in set(filter_viewed)
+        }
+        ranks = None if targets is None else _ranks(queries, table, targets, excluded, set(filter_viewed), max_bytes)
+    return [Ranked(best[out][1], best[out][0], None if ranks is None else ranks[out]) for out in filter_viewed]
+
+
+def _without_targets(viewed: tuple[Tensor, Tensor], targets: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Viewed items with -1, which is no item, in the place of users' own targets."""
+    values, offsets = viewed
+    return (values if targets is None else values.masked_fill(values == targets[_users_of(viewed)], -1)), offsets
+
+
+def _users_of(viewed: tuple[Tensor, Tensor]) -> Tensor:
+    values, offsets = viewed
+    return torch.repeat_interleave(torch.arange(len(offsets) - 1, device=values.device), offsets.diff(), output_size=len(values))
+
+
+def _ranks(
+    queries: Tensor,
+    item_weight: Tensor,
+    targets: Tensor,
+    excluded: tuple[Tensor, Tensor] | None,
+    protocols: set[bool],
+    max_bytes: int,
+) -> dict[bool, Tensor]:
+    """`[B]` ranks of the targets for each protocol; `MISS` where a target is no item or its score is NaN."""
+    num_users, (num_items, dim) = len(queries), item_weight.shape
+    ranks = {out: torch.zeros(num_users, dtype=torch.int64, device=queries.device) for out in protocols}
+    item_bytes = 4 * dim if item_weight.dtype != torch.float32 else 0
+    step, tile = _plan(num_users, num_items, max_bytes, item_bytes, queries.device)
+    # The last cell takes what is written nowhere.
+    cells = torch.empty(step * tile + 1, device=queries.device)
+    users = None if excluded is None or True not in protocols else _users_of(excluded)
+    tiles = [(low, min(low + tile, num_items)) for low in range(0, num_items, tile)]
+    for first in range(0, num_users, step):
+        rows = slice(first, min(first + step, num_users))
+        target = targets[rows]
+        of_target = torch.full(target.shape, torch.nan, device=queries.device)
+        if len(tiles) > 1:
             for low, high in tiles:
-                keys = _keys(queries, item_weight, low, high, cells)
-                if wanted is not None and len(tiles) == 1:
-                    target_keys = _pick(keys, wanted, low, target_keys)
-                for out in protocols:
-                    if out and viewed is not None and viewed_rows is not None:
-                        _exclude(cells, keys, viewed[0], viewed_rows - first, wanted, low)
-                    if wanted is not None:
-                        ranks[out][rows] += (keys > target_keys[:, None]).sum(1)
-                    top = torch.topk(keys, min(width, high - low), dim=1).values
-                    if len(tiles) > 1:
-                        top = torch.topk(torch.cat([best[out][rows], top], 1), k, dim=1).values
-                    best[out][rows, : top.shape[1]] = top
-    missing = None if targets is None else targets < 0
-    result = []
-    for out in filter_viewed:
-        items, scores = _decode(best[out])
-        rank = None if missing is None else ranks[out].masked_fill(missing, torch.iinfo(torch.int64).max)
-        result.append(Ranked(items, scores, rank))
-    return result
+                of_target = _pick(_scores(queries[rows], item_weight, low, high, cells), target, low, of_target)
+        for low, high in tiles:
+            scores = _scores(queries[rows], item_weight, low, high, cells)
+            if len(tiles) == 1:
+                of_target = _pick(scores, target, low, of_target)
+            for out in sorted(protocols):
+                if out and excluded is not None and users is not None:
+                    _exclude(cells, scores, excluded[0], users - first, low)
+                ranks[out][rows] += _before(scores, of_target, target, low)
+        for rank in ranks.values():
+            rank[rows] = rank[rows].masked_fill(of_target.isnan(), MISS)
+    return ranks
 
 
-def _keys(queries: Tensor, item_weight: Tensor, low: int, high: int, cells: Tensor) -> Tensor:
-    """Keys of items `low` to `high`, `[u, high - low]`, in the memory of `cells`, whose last element stays free."""
-    scores = queries @ item_weight[low:high].float().T
-    # -0.0 and 0.0 are equal scores and must have equal bits.
-    bits = scores.add_(0.0).view(torch.int32)
-    flip = bits >> 31
-    bits.bitwise_xor_(flip.bitwise_and_(0x7FFFFFFF))
-    del flip
-    keys = cells[: scores.numel()].view(scores.shape)
-    keys.copy_(bits).bitwise_left_shift_(32)
-    return keys.add_(torch.arange(_ID_MASK - low, _ID_MASK - high, -1, device=keys.device))
+def _scores(queries: Tensor, item_weight: Tensor, low: int, high: int, cells: Tensor) -> Tensor:
+    """Scores of items `low` to `high`, `[u, high - low]`, in the memory of `cells`."""
+    scores = cells[: len(queries) * (high - low)].view(len(queries), high - low)
+    return torch.mm(queries, item_weight[low:high].float().T, out=scores)
 
 
-def _decode(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Items and scores of keys; an excluded one is item -1 with score -inf."""
-    excluded = keys == _EXCLUDED
-    bits = (keys >> 32).to(torch.int32)
-    scores = bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF)).view(torch.float32)
-    return (_ID_MASK - (keys & _ID_MASK)).masked_fill(excluded, -1), scores.masked_fill(excluded, -torch.inf)
-
-
-def _pick(keys: Tensor, targets: Tensor, low: int, found: Tensor) -> Tensor:
-    """The targets' keys where they lie in this tile, `found` elsewhere."""
+def _pick(scores: Tensor, targets: Tensor, low: int, found: Tensor) -> Tensor:
+    """The targets' scores where they lie in this tile, `found` elsewhere."""
     column = targets - low
-    inside = (column >= 0) & (column < keys.shape[1])
-    here = keys.gather(1, column.clamp(0, keys.shape[1] - 1)[:, None]).squeeze(1)
+    inside = (column >= 0) & (column < scores.shape[1])
+    here = scores.gather(1, column.clamp(0, scores.shape[1] - 1)[:, None]).squeeze(1)
     return torch.where(inside, here, found)
 
 
-def _exclude(cells: Tensor, keys: Tensor, values: Tensor, rows: Tensor, targets: Tensor | None, low: int) -> None:
-    """Overwrite the keys of viewed items that lie in this tile; all others are written to the spare cell behind the keys."""
-    users, width = keys.shape
+def _exclude(cells: Tensor, scores: Tensor, values: Tensor, rows: Tensor, low: int) -> None:
+    """Overwrite the scores of viewed items that lie in this tile with NaN, which is before nothing."""
+    users, width = scores.shape
     column = values - low
     inside = (rows >= 0) & (rows < users) & (column >= 0) & (column < width)
-    if targets is not None:
-        inside &= values != targets[rows.clamp(0, users - 1)]
-    cells.index_fill_(0, torch.where(inside, rows * width + column, keys.numel()), _EXCLUDED)
+    cells.index_fill_(0, torch.where(inside, rows * width + column, scores.numel()), torch.nan)
+
+
+def _before(scores: Tensor, of_target: Tensor, targets: Tensor, low: int) -> Tensor:
+    """How many items of a tile come before each user's target."""
+    smaller = torch.arange(low, low + scores.shape[1], device=scores.device) < targets[:, None]
+    tied = (scores == of_target[:, None]).logical_and_(smaller)
+    del smaller
+    return tied.logical_or_(scores > of_target[:, None]).sum(1)
 
 
 def _plan(num_users: int, num_items: int, max_bytes: int, item_bytes: int, device: torch.device) -> tuple[int, int]:
     """Users and items of a tile: whole catalogues as long as `_MIN_USERS` users of them fit, and tiles of items beyond."""
     row = num_items * _BYTES_PER_SCORE
+    # A result of comparisons and the ids they compare with.
+    item_bytes += 8
     budget = max_bytes - num_items * item_bytes
     users = budget // max(row, 1)
     if users >= min(num_users, _MIN_USERS):

@@ -15,6 +15,7 @@ from jagged.ops.bmm import (
     jagged_jagged_bmm,
     jagged_jagged_bmm_jagged_out,
 )
+from jagged.ops.catalogue_topk import catalogue_topk
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
 from jagged.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.elementwise import (
@@ -28,6 +29,7 @@ from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
     "array_jagged_bmm_jagged_out",
+    "catalogue_topk",
     "dense_to_jagged",
     "jagged2_softmax",
     "jagged_attention",

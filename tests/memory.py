@@ -6,10 +6,14 @@ import ctypes
 import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.places import Place
 
@@ -17,6 +21,23 @@ from tests.places import Place
 NOISE_BYTES = 2 * 2**20
 # Tenths of a second.
 PATIENCE = 20
+
+
+class PeakMemory(TorchDispatchMode):
+    """Follows the storages that operators put out: the most bytes of them alive at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: list[weakref.ref[torch.Tensor]] = []
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.alive += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.alive = [reference for reference in self.alive if reference() is not None]
+        storages = [tensor.untyped_storage() for reference in self.alive if (tensor := reference()) is not None]
+        self.peak = max(self.peak, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        return result
 
 
 def peak_resident_bytes() -> int:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from jagged.metrics import MISS
 from jagged.scoring import rank_catalogue
+from tests.memory import PeakMemory
 
 
 def reference(hidden, weight, k, targets=None, viewed=None, take_out=False):
@@ -65,22 +62,6 @@ def test_ranks_and_best_items_with_ties(problem):
     untargeted = rank_catalogue(hidden, weight, k, viewed=viewed, filter_viewed=(True,))[0]
     assert untargeted.ranks is None
     assert untargeted.items.tolist() == reference(hidden, weight, k, None, viewed, True)[0]
-
-
-class PeakMemory(TorchDispatchMode):
-    """Follows the storages that operators put out: the most bytes of them alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.alive, self.peak = [], 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        self.alive += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.alive = [reference for reference in self.alive if reference() is not None]
-        storages = [reference().untyped_storage() for reference in self.alive]
-        self.peak = max(self.peak, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
-        return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

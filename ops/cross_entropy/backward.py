@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot
-from jagged.ops.cross_entropy.launch import Filter, Items, Rows, constants, split, tile_for
-from jagged.ops.cross_entropy.logits import load_rows, load_tile, logit_gradients, logits_of_products, products_of_tiles
+from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
+from jagged.ops._shared.matrices import split
+from jagged.ops.cross_entropy.launch import Filter, Items, Rows, constants, tile_for
+from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
 PROGRAMS = 2
@@ -59,7 +60,7 @@ def linear_cross_entropy_backward_hidden_kernel(
         if WIDTH <= BLOCK_K:
             products = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
         else:
-            products = products_of_tiles(
+            products = logits_of_tiles(
                 hidden, row, hidden_stride, row_exists, weight, item, weight_stride, exists, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K,
                 PRECISION,
             )  # fmt: skip
@@ -104,7 +105,7 @@ def add_rows(
     if WIDTH <= BLOCK_K:
         products = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
     else:
-        products = products_of_tiles(
+        products = logits_of_tiles(
             hidden, row, hidden_stride, row_exists, weight, source, weight_stride, source >= 0, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K,
             PRECISION,
         )  # fmt: skip

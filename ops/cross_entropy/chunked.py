@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot
-from jagged.ops.cross_entropy.launch import Items, Rows, constants, split, tile_for
-from jagged.ops.cross_entropy.logits import load_rows, load_tile, logit_gradients, logits_of_products, products_of_tiles
+from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
+from jagged.ops._shared.matrices import split
+from jagged.ops.cross_entropy.launch import Items, Rows, constants, tile_for
+from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 
 PROGRAMS = 2
 
@@ -41,7 +42,7 @@ def linear_cross_entropy_logit_gradients_kernel(
                 hidden_tile, tl.trans(load_tile(weight, item, weight_stride, exists, 0, WIDTH, BLOCK_K)), None, PRECISION
             )
         else:
-            products = products_of_tiles(
+            products = logits_of_tiles(
                 hidden, row, hidden_stride, row_exists, weight, item, weight_stride, exists, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K,
                 PRECISION,
             )  # fmt: skip

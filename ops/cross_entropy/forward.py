@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, rounded_product
-from jagged.ops.cross_entropy.launch import aligned, constants, split, tile_for
-from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, load_tile, logits_of_products, products_of_tiles
+from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
+from jagged.ops._shared.matrices import aligned, split
+from jagged.ops.cross_entropy.launch import constants, tile_for
+from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, logits_of_products
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
 # Programs a launch aims at, by multiprocessor.
@@ -34,7 +35,7 @@ def add_tile(
         weight_tile = load_tile(weight, item, weight_stride, exists, 0, WIDTH, BLOCK_K)
         products = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
     else:
-        products = products_of_tiles(
+        products = logits_of_tiles(
             hidden, row, hidden_stride, valid, weight, item, weight_stride, exists, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K, PRECISION
         )
     logits = logits_of_products(products, item, exists, bias, item_scale, softcap, 1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.matrices import aligned
 from jagged.ops.cross_entropy.backward import backward_fused
 from jagged.ops.cross_entropy.chunked import backward_chunked
 from jagged.ops.cross_entropy.forward import linear_cross_entropy_forward
-from jagged.ops.cross_entropy.launch import Filter, Items, Rows, aligned
+from jagged.ops.cross_entropy.launch import Filter, Items, Rows
 from jagged.ops.cross_entropy.rows import prepare_rows
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 

@@ -9,34 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.device import dot, exp_of_difference
+from jagged.ops._shared.device import exp_of_difference
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def load_tile(pointer, index, stride, exists, first_column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from a column on; zeros where a row or a column is not there."""
-    column = first_column + tl.arange(0, BLOCK_D)
-    address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
-    mask = exists[:, None]
-    if WIDTH % BLOCK_D:
-        mask &= (column < WIDTH)[None, :]
-    return tl.load(address, mask=mask, other=0.0)
-
-
-@triton.jit
-def products_of_tiles(
-    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists,
-    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
-    products = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        left_tile = load_tile(left, left_index, left_stride, left_exists, start, WIDTH, BLOCK_K)
-        right_tile = load_tile(right, right_index, right_stride, right_exists, start, WIDTH, BLOCK_K)
-        products = dot(left_tile, tl.trans(right_tile), products, PRECISION)
-    return products
 
 
 @triton.jit

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops.cross_entropy.launch import Rows, aligned
-from jagged.ops.cross_entropy.logits import LOG2_E, load_tile
+from jagged.ops._shared.device import load_tile
+from jagged.ops._shared.matrices import aligned
+from jagged.ops.cross_entropy.launch import Rows
+from jagged.ops.cross_entropy.logits import LOG2_E
 
 BLOCK_ROWS, BLOCK_WIDTH = 16, 256
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import jagged.ops
 from jagged.ops import (
     array_jagged_bmm_jagged_out,
+    catalogue_topk,
     dense_to_jagged,
     jagged2_softmax,
     jagged_attention,
@@ -45,11 +46,14 @@ class Step:
 
     forward: Callable[..., Sequence[Tensor]]
     leaves: tuple[Tensor, ...]
+    is_differentiable: bool = True
 
     def run(self) -> list[Tensor]:
         """Return outputs, then gradients; what comes into the backward are the outputs themselves."""
         outputs = self.forward(*self.leaves)
         detached = [output.detach() for output in outputs]
+        if not self.is_differentiable:
+            return detached
         return [*detached, *torch.autograd.grad(outputs, self.leaves, detached)]
 
 
@@ -100,6 +104,21 @@ def attention_with_biases(batch: Jagged, dtype: torch.dtype, width: int) -> Step
 
     rows = [(batch.total, 2, width)] * 3
     return Step(forward, _leaves(dtype, *rows, (2, 7), (2, 20), (2, pairs)))
+
+
+def topk(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    # Each sample is a row that must not get the items of its jagged list.
+    ids = torch.arange(batch.total, device=PLACE.device) * 7 % ITEMS
+
+    def forward(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        outputs = []
+        for k in (1, 40):
+            for exclude in (None, (ids, batch.offsets)):
+                scores, best = catalogue_topk(hidden, weight, k, exclude=exclude, bias=weight[:, 0], backend=PLACE.backend)
+                outputs += [scores, best.int()]
+        return outputs
+
+    return Step(forward, _leaves(dtype, (batch.batch_size, width), (ITEMS, width)), is_differentiable=False)
 
 
 def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
@@ -186,6 +205,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "attention_with_biases": attention_with_biases,
     "bmm": bmm,
+    "catalogue_topk": topk,
     "conversion": conversion,
     "cross_entropy": cross_entropy,
     "elementwise": elementwise,

@@ -1,0 +1,58 @@
+"""Launches of kernels that multiply matrices: their layout, how a walk over one is split, and the precision of products."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.sizes import cdiv
+
+
+class Gpu(NamedTuple):
+    """What launches ask of a device."""
+
+    multiprocessors: int
+    capability: int
+
+
+@functools.cache
+def gpu(device: torch.device) -> Gpu:
+    """Return the number of multiprocessors and the major compute capability."""
+    if device.type != "cuda":
+        # The interpreter has neither; two multiprocessors make it split what a GPU splits.
+        return Gpu(2, 9)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.multi_processor_count, properties.major)
+
+
+def split(length: int, block: int, blocks: int, programs: int, device: torch.device) -> tuple[int, int]:
+    """Return how many parts of a walk over `length` give each multiprocessor `programs`, and the length of a part.
+
+    `blocks` programs make the walk together, in steps of `block`.
+    """
+    steps = max(1, cdiv(length, block))
+    wanted = cdiv(programs * gpu(device).multiprocessors, max(1, blocks))
+    steps_per_part = cdiv(steps, min(steps, wanted))
+    return cdiv(steps, steps_per_part), steps_per_part * block
+
+
+def aligned(matrix: Tensor) -> Tensor:
+    """Return the matrix with adjacent columns, rows starting every multiple of 16 elements, zeros up to such a width.
+
+    Loads are wide then; with odd rows each element is fetched by itself, from addresses that no longer fit into the registers.
+    """
+    width = max(16, cdiv(matrix.shape[1], 16) * 16)
+    if width != matrix.shape[1]:
+        return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
+    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
+
+
+def float32_products() -> str:
+    """Return how Triton multiplies float32 matrices: as PyTorch's own products on a GPU do.
+
+    `torch.set_float32_matmul_precision` sets what is read here, and so does `torch.backends.cuda.matmul.fp32_precision`.
+    """
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"  # type: ignore[attr-defined]
