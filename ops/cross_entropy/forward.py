@@ -18,7 +18,7 @@ from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, logits_of_prod
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
 # Programs a launch aims at, by multiprocessor.
-PROGRAMS = 4
+PROGRAMS = 8
 
 
 @triton.jit

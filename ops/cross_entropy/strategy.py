@@ -10,9 +10,9 @@ StrategyName = Literal["auto", "fused", "chunked"]
 STRATEGIES = ("auto", "fused", "chunked")
 MEMORY_BUDGET = 256 * 2**20
 # Width of the hidden states from which chunks were measured faster, by bytes of an element.
-CHUNKED_FROM = {2: 128, 4: 128}
-# The buffer stays in the cache of a data-centre GPU between the kernel that writes it and the products that read it.
-BUFFER_BYTES = 32 * 2**20
+CHUNKED_FROM = {2: 257, 4: 257}
+# More is hardly faster.
+BUFFER_BYTES = 64 * 2**20
 # Chunks of fewer items have too little to multiply; the BLAS likes multiples.
 FEWEST_ITEMS, MULTIPLE = 256, 128
 

@@ -30,17 +30,17 @@ TILES: dict[tuple[str, int], dict[int, Tile]] = {
     ("forward", 2): {
         64: Tile(128, 64, 64, 64, 4, 3),
         128: Tile(128, 64, 128, 128, 4, 3),
-        256: Tile(128, 64, 256, 256, 8, 2),
-        512: Tile(128, 64, 128, 128, 8, 3),
+        256: Tile(128, 256, 256, 64, 8, 3),
+        512: Tile(128, 256, 128, 64, 8, 3),
     },
     ("logit_gradients", 2): {
         64: Tile(128, 64, 64, 64, 4, 3),
         128: Tile(128, 64, 128, 128, 4, 3),
-        256: Tile(128, 64, 256, 256, 8, 2),
-        512: Tile(128, 64, 128, 128, 8, 3),
+        256: Tile(128, 128, 256, 64, 8, 4),
+        512: Tile(256, 128, 128, 64, 8, 3),
     },
     ("backward_hidden", 2): {
-        64: Tile(128, 32, 64, 64, 4, 3),
+        64: Tile(64, 64, 64, 64, 4, 3),
         128: Tile(128, 64, 128, 128, 8, 3),
         256: Tile(128, 64, 256, 256, 8, 3),
         512: Tile(64, 64, 256, 128, 8, 2),
@@ -69,7 +69,13 @@ TILES: dict[tuple[str, int], dict[int, Tile]] = {
 
 # Major compute capability: rows that differ there, by kernel, bytes of an element and width.
 EXCEPTIONS: dict[int, dict[tuple[str, int, int], Tile]] = {
-    8: {("backward_hidden", 2, 256): Tile(64, 64, 256, 256, 8, 2)},
+    8: {
+        ("forward", 2, 256): Tile(128, 64, 256, 256, 8, 2),
+        ("forward", 2, 512): Tile(128, 64, 128, 128, 8, 3),
+        ("logit_gradients", 2, 256): Tile(128, 64, 256, 256, 8, 2),
+        ("logit_gradients", 2, 512): Tile(128, 64, 128, 128, 8, 3),
+        ("backward_hidden", 2, 256): Tile(64, 64, 256, 256, 8, 2),
+    },
 }
 
 
