@@ -124,6 +124,31 @@ def dot(left, right, accumulator, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def load_tile(pointer, index, stride, exists, first_column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from a column on; zeros where a row or a column is not there."""
+    column = first_column + tl.arange(0, BLOCK_D)
+    address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
+    mask = exists[:, None]
+    if WIDTH % BLOCK_D:
+        mask &= (column < WIDTH)[None, :]
+    return tl.load(address, mask=mask, other=0.0)
+
+
+@triton.jit
+def logits_of_tiles(
+    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists,
+    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
+    logits = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
+    for start in range(0, WIDTH, BLOCK_K):
+        left_tile = load_tile(left, left_index, left_stride, left_exists, start, WIDTH, BLOCK_K)
+        right_tile = load_tile(right, right_index, right_stride, right_exists, start, WIDTH, BLOCK_K)
+        logits = dot(left_tile, tl.trans(right_tile), logits, PRECISION)
+    return logits
+
+
+@triton.jit
 def rounded_product(left, right):
     """Return `left * right` in float32, rounded before anything is added to it; for sums over a dimension.
 

@@ -6,44 +6,18 @@ the walk is split, and the parts' results are added afterwards in a fixed order.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, rounded_product
+from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
+from jagged.ops._shared.matrices import aligned, device_properties, inverse_scale_of
 from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
 # Programs a launch aims at, by multiprocessor: backward keeps fewer in flight, and each part of a gradient is written and read.
 FORWARD_PROGRAMS, BACKWARD_PROGRAMS = 4, 2
-
-
-@triton.jit
-def load_tile(pointer, index, stride, exists, first_column, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Rows `index` of a matrix, `[BLOCK, BLOCK_D]` from a column on; zeros where a row or a column is not there."""
-    column = first_column + tl.arange(0, BLOCK_D)
-    address = pointer + index.to(tl.int64)[:, None] * stride + column[None, :]
-    mask = exists[:, None]
-    if WIDTH % BLOCK_D:
-        mask &= (column < WIDTH)[None, :]
-    return tl.load(address, mask=mask, other=0.0)
-
-
-@triton.jit
-def logits_of_tiles(
-    left, left_index, left_stride, left_exists, right, right_index, right_stride, right_exists,
-    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """left @ right.T, `[BLOCK_L, BLOCK_R]`, in steps of `BLOCK_K` columns."""
-    logits = tl.zeros((BLOCK_L, BLOCK_R), tl.float32)
-    for start in range(0, WIDTH, BLOCK_K):
-        left_tile = load_tile(left, left_index, left_stride, left_exists, start, WIDTH, BLOCK_K)
-        right_tile = load_tile(right, right_index, right_stride, right_exists, start, WIDTH, BLOCK_K)
-        logits = dot(left_tile, tl.trans(right_tile), logits, PRECISION)
-    return logits
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])
@@ -227,7 +201,7 @@ def linear_cross_entropy_forward(hidden: Tensor, weight: Tensor, target: Tensor,
     target_logit = torch.empty_like(lse)
     if num_rows == 0:
         return lse, target_logit
-    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
+    hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
     tile = _tile("forward", hidden.shape[1], hidden)
     row_blocks = triton.cdiv(num_rows, tile.rows)
     num_parts, items_per_part = _split(num_items, tile.items, row_blocks, FORWARD_PROGRAMS, hidden.device)
@@ -259,9 +233,9 @@ def linear_cross_entropy_backward(
     num_rows, num_items, grad_width = hidden.shape[0], weight.shape[0], hidden.shape[1]
     grad_loss = grad_loss.contiguous()
     grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    hidden, weight, target = _aligned(hidden), _aligned(weight), target.contiguous()
+    hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
     needs_scale = hidden.dtype == torch.float16 and num_rows > 0
-    inverse_scale = _inverse_scale(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
+    inverse_scale = inverse_scale_of(grad_loss, grad_lse, target != ignore_index) if needs_scale else None
     width = hidden.shape[1]
     inputs = (grad_loss, grad_lse, hidden, weight, target, lse, inverse_scale)
     sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
@@ -301,23 +275,13 @@ def _split(length: int, block: int, blocks: int, programs: int, device: torch.de
     `blocks` programs make the walk together, in steps of `block`.
     """
     steps = max(1, triton.cdiv(length, block))
-    wanted = triton.cdiv(programs * _device(device)[0], max(1, blocks))
+    wanted = triton.cdiv(programs * device_properties(device)[0], max(1, blocks))
     steps_per_part = triton.cdiv(steps, min(steps, wanted))
     return triton.cdiv(steps, steps_per_part), steps_per_part * block
 
 
-@functools.cache
-def _device(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors and the major compute capability."""
-    if device.type != "cuda":
-        # The interpreter has neither; two multiprocessors make it split what a GPU splits.
-        return 2, 9
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major
-
-
 def _tile(kernel: str, width: int, hidden: Tensor) -> Tile:
-    return tile_of(kernel, width, hidden.dtype, _device(hidden.device)[1])
+    return tile_of(kernel, width, hidden.dtype, device_properties(hidden.device)[1])
 
 
 def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -328,23 +292,6 @@ def _join(parts: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     if parts.shape[0] == 1:
         return parts[0, :, :width].contiguous()
     return parts[:, :, :width].sum(0).to(dtype)
-
-
-def _inverse_scale(grad_loss: Tensor, grad_lse: Tensor | None, valid: Tensor) -> Tensor:
-    """Return what float16 gradients of logits are divided by to use that dtype's range: they underflow for any large batch."""
-    bound = grad_loss.abs() if grad_lse is None else grad_loss.abs() + grad_lse.abs()
-    return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
-
-
-def _aligned(matrix: Tensor) -> Tensor:
-    """Return the matrix with adjacent columns, rows starting every multiple of 16 elements, zeros up to such a width.
-
-    Loads are wide then; with odd rows each element is fetched by itself, from addresses that no longer fit into the registers.
-    """
-    width = max(16, triton.cdiv(matrix.shape[1], 16) * 16)
-    if width != matrix.shape[1]:
-        return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
-    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
 
 
 def _constants(tile: Tile, hidden: Tensor) -> dict[str, int | bool | str]:

@@ -76,8 +76,8 @@ class Draw:
 class Source(NamedTuple):
     """Negatives as operators take them.
 
-    `ids` are the negatives themselves, `[draws, num_negatives]`, or the alias table; `log_q` belongs to `ids`, place by place or item by
-    item. Row n belongs to draw `n // rows_per_draw`.
+    `ids` are the negatives themselves, `[draws, num_negatives]`, or the alias table; `log_q` belongs to `ids`, place by place or
+    item by item. Row n belongs to draw `n // rows_per_draw`.
     """
 
     ids: Tensor | None

@@ -11,7 +11,14 @@ from torch import Tensor
 from jagged.ops._shared.autograd import first_order
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor, validate_ids, validation_is_on
+from jagged.ops._shared.validation import (
+    FLOATS,
+    check_offsets,
+    check_tensor,
+    compute_dtype_of,
+    validate_ids,
+    validation_is_on,
+)
 from jagged.ops.sampled_cross_entropy import torch_impl
 from jagged.ops.sampled_cross_entropy.draws import Draw, Source, item_log_probability, source_of
 
@@ -62,7 +69,7 @@ _forward = define_operator(
     "bool with_direction, str backend) "
     "-> (Tensor loss, Tensor lse, Tensor statistic, Tensor share, Tensor pull, Tensor direction)",
     torch_impl=torch_impl.sampled_linear_cross_entropy_forward,
-    triton_impl="jagged.ops.sampled_cross_entropy.kernels:sampled_linear_cross_entropy_forward",
+    triton_impl="jagged.ops.sampled_cross_entropy.forward:sampled_linear_cross_entropy_forward",
     fake=_forward_fake,
 )
 
@@ -73,7 +80,7 @@ _backward = define_operator(
     f"{_DRAWS}, float scale, int ignore_index, float? filter_eps, ScalarType? hidden_grad_dtype, "
     "ScalarType? weight_grad_dtype, str backend) -> (Tensor, Tensor)",
     torch_impl=torch_impl.sampled_linear_cross_entropy_backward,
-    triton_impl="jagged.ops.sampled_cross_entropy.kernels:sampled_linear_cross_entropy_backward",
+    triton_impl="jagged.ops.sampled_cross_entropy.backward:sampled_linear_cross_entropy_backward",
     fake=_backward_fake,
 )
 
@@ -300,7 +307,7 @@ def sampled_linear_cross_entropy(
     """
     _check_tensors(hidden, weight, target)
     _check_options(loss, correction, positive, renormalise, reduction, filter_eps, return_lse)
-    compute_dtype = _compute_dtype(hidden, weight)
+    compute_dtype = compute_dtype_of(hidden, weight)
     (num_rows, _), num_items = hidden.shape, weight.shape[0]
     if isinstance(negatives, Draw):
         for name, given in (("negative_log_q", negative_log_q), ("target_log_q", target_log_q)):
@@ -469,17 +476,3 @@ def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
 def _check_constant(name: str, tensor: Tensor) -> None:
     if tensor.requires_grad:
         raise ValueError(f"{name}: has no gradient here, got a tensor that requires one; pass it with .detach()")
-
-
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    # Autocast knows no meta device, and leaves float64 as it is in PyTorch's own operators too.
-    may_cast = device in ("cpu", "cuda") and torch.float64 not in (hidden.dtype, weight.dtype)
-    if may_cast and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    if weight.dtype != hidden.dtype:
-        raise TypeError(
-            f"weight: expected the dtype of hidden, {hidden.dtype}, got {weight.dtype}; cast one with .to(...), or call under "
-            "torch.autocast, which keeps float32 master weights and returns their gradient in float32"
-        )
-    return hidden.dtype

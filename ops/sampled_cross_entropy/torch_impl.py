@@ -192,7 +192,7 @@ def sampled_linear_cross_entropy_backward(
             through = share if is_inside else (statistic < torch.inf).to(share.dtype)
             grad_logit, grad_statistic = grad_logit + grad_lse * (1 - through), grad_statistic + grad_lse * through
         grad_logit, grad_statistic = (torch.where(known, x * scale, 0) for x in (grad_logit, grad_statistic))
-        part = share if sample_weight is None else share * sample_weight
+        part = share if sample_weight is None else share * sample_weight.abs()
         grad_weight = torch.zeros_like(weight, dtype=rows.dtype) if weight_grad_dtype else None
         if filter_eps is not None:
             direction = torch.zeros_like(rows)
