@@ -23,8 +23,8 @@ from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source
 from jagged.ops.sampled_cross_entropy.forward import VARYING, block_constants, call_of, launch, launch_rows, shares_gathers
 from jagged.ops.sampled_cross_entropy.negatives import (
+    draw_for_row,
     draw_items,
-    is_in_list,
     is_in_lists,
     load_target,
     log_expected,
@@ -92,20 +92,18 @@ def sampled_keys_kernel(
     group, first, last = rows_of_unit(first_unit + unit, rows_per_draw, rows_per_unit, num_rows)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     in_draw = place < num_negatives
-    is_live = first < last
     if UNITS_ARE_ROWS:
         row = tl.minimum(first, num_rows - 1)
         row_target, _ = load_target(target, row, row >= 0, num_items, ignore_index)
         # A row without a gradient of its negatives gathers nothing.
-        is_live &= (row_target >= 0) & (tl.load(statistic + row) < float("inf"))
-    item, exists = draw_items(
-        ids, probability, seed, group, place, in_draw & is_live, num_negatives, num_items, parameter, KIND
-    )  # fmt: skip
-    if UNITS_ARE_ROWS:
-        if MASK_HITS:
-            exists &= item != row_target
-        if excluded is not None:
-            exists &= ~is_in_list(item, excluded, exclude_offsets, row, num_excluded)
+        is_live = (first < last) & (tl.load(statistic + row) < float("inf"))
+        item, exists = draw_for_row(
+            ids, probability, seed, excluded, exclude_offsets, group, place, row, tl.where(is_live, row_target, -1),
+            num_negatives, num_items, num_excluded, parameter, KIND, MASK_HITS,
+        )  # fmt: skip
+    else:
+        exists = in_draw & (first < last)
+        item, exists = draw_items(ids, probability, seed, group, place, exists, num_negatives, num_items, parameter, KIND)
     tl.store(keys + unit.to(tl.int64) * num_negatives + place, tl.where(exists, item, num_items), mask=in_draw)
     if tl.program_id(1) == 0:
         for start in range(first, last, BLOCK):
@@ -391,7 +389,7 @@ def _add_entries(call: dict[str, Any], num_entries: int, is_whole: bool) -> None
     arguments = call | {"num_entries": num_entries, "first_sums": first_sums, "other_sums": other_sums, "ADDS": not is_whole}
     launch(
         sampled_items_kernel, (others + call["num_items"], columns), arguments, CHUNK=CHUNK, BLOCK_E=tile.negatives,
-        BLOCK_D=tile.columns, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_D=tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
     if others:
         launch(sampled_join_kernel, (others, columns), arguments, CHUNK=CHUNK, BLOCK_C=JOIN_BLOCK, BLOCK_D=tile.columns)

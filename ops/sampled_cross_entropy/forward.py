@@ -19,8 +19,8 @@ from jagged.ops._shared.matrices import aligned, device_properties
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source, feistel_bits, log_uniform_scale
 from jagged.ops.sampled_cross_entropy.negatives import (
+    draw_for_row,
     draw_items,
-    is_in_list,
     is_in_lists,
     load_target,
     log_expected,
@@ -44,7 +44,7 @@ def sampled_forward_rows_kernel(
     loss, lse, statistic, share, pull, direction, num_rows, num_items, num_negatives, num_excluded, hidden_stride,
     weight_stride, rows_per_draw, parameter, offset, scale, positive_weight, ignore_index, filter_eps,
     KIND: tl.constexpr, LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_INSIDE: tl.constexpr, MASK_HITS: tl.constexpr,
-    RENORMALISE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, NUM_STAGES: tl.constexpr,
+    RENORMALISE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One row: its loss and one tile of columns of its direction. With `filter_eps` the filtered direction alone.
 
@@ -71,27 +71,33 @@ def sampled_forward_rows_kernel(
     total = tl.zeros((BLOCK_J,), tl.float32)
     kept = tl.zeros((BLOCK_J,), tl.int32)
     gradient = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
+    place = tl.arange(0, BLOCK_J)
+    item, exists = draw_for_row(
+        ids, probability, seed, excluded, exclude_offsets, group, place, row, row_target, num_negatives, num_items, num_excluded,
+        parameter, KIND, MASK_HITS,
+    )  # fmt: skip
+    if WIDTH <= BLOCK_D:
+        weight_tile = load_tile(weight, item, weight_stride, exists, 0, WIDTH, BLOCK_D)
     # A row without a loss gathers nothing.
-    for start in tl.range(0, tl.where(known, num_negatives, 0), BLOCK_J, num_stages=NUM_STAGES):
-        place = start + tl.arange(0, BLOCK_J)
-        item, exists = draw_items(
-            ids, probability, seed, group, place, place < num_negatives, num_negatives, num_items, parameter, KIND
-        )
-        if MASK_HITS:
-            exists &= item != row_target
-        if excluded is not None:
-            exists &= ~is_in_list(item, excluded, exclude_offsets, row, num_excluded)
+    for start in range(0, tl.where(known, num_negatives, 0), BLOCK_J):
+        # The next tile is drawn and on its way while this one is used; loops that draw are not pipelined by the compiler.
+        next_place = start + BLOCK_J + tl.arange(0, BLOCK_J)
+        next_item, next_exists = draw_for_row(
+            ids, probability, seed, excluded, exclude_offsets, group, next_place, row, row_target, num_negatives, num_items,
+            num_excluded, parameter, KIND, MASK_HITS,
+        )  # fmt: skip
         if WIDTH <= BLOCK_D:
-            weight_tile = load_tile(weight, item, weight_stride, exists, 0, WIDTH, BLOCK_D).to(tl.float32)
-            logits = tl.sum(rounded_product(weight_tile, hidden_tile[None, :]), 1)
+            next_tile = load_tile(weight, next_item, weight_stride, next_exists, 0, WIDTH, BLOCK_D)
+            values = weight_tile.to(tl.float32)
+            logits = tl.sum(rounded_product(values, hidden_tile[None, :]), 1)
         else:
             logits = tl.zeros((BLOCK_J,), tl.float32)
             for step in range(0, WIDTH, BLOCK_D):
                 hidden_tile = tl.load(row_hidden + step + column, mask=step + column < WIDTH, other=0.0).to(tl.float32)
-                weight_tile = load_tile(weight, item, weight_stride, exists, step, WIDTH, BLOCK_D)
-                logits += tl.sum(rounded_product(weight_tile, hidden_tile[None, :]), 1)
+                tile = load_tile(weight, item, weight_stride, exists, step, WIDTH, BLOCK_D)
+                logits += tl.sum(rounded_product(tile, hidden_tile[None, :]), 1)
             if direction is not None:
-                weight_tile = load_tile(weight, item, weight_stride, exists, first_column, WIDTH, BLOCK_D).to(tl.float32)
+                values = load_tile(weight, item, weight_stride, exists, first_column, WIDTH, BLOCK_D).to(tl.float32)
         logits *= scale
         if IS_CORRECTED:
             logits -= log_expected(log_q, item, group, place, exists, num_negatives, offset, KIND)
@@ -114,7 +120,10 @@ def sampled_forward_rows_kernel(
             if direction is not None:
                 gradient *= rescale[:, None]
         if direction is not None:
-            gradient += weights[:, None] * weight_tile
+            gradient += weights[:, None] * values
+        place, item, exists = next_place, next_item, next_exists
+        if WIDTH <= BLOCK_D:
+            weight_tile = next_tile
     if LOSS == "bce" or FILTERS:
         lanes = tl.full((BLOCK_J,), 1.0, tl.float32)
         row_total = tl.sum(total, 0)
@@ -298,8 +307,6 @@ def call_of(
     """Return the arguments that all kernels have in common, by name."""
     hidden, weight = aligned(hidden), aligned(weight)
     num_items, count = weight.shape[0], source.num_negatives
-    parameters = {"log_uniform": log_uniform_scale, "permuted": feistel_bits}
-    parameter = parameters[source.kind](num_items) if source.kind in parameters else 0
     # What the logarithms of all negatives' expected counts have in common.
     offset = math.log(count)
     if source.kind == "log_uniform":
@@ -314,10 +321,16 @@ def call_of(
         **{name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()},
         "hidden": hidden, "weight": weight, "num_rows": hidden.shape[0], "num_items": num_items, "num_negatives": count,
         "num_excluded": 0 if excluded is None else excluded.shape[0], "hidden_stride": hidden.stride(0),
-        "weight_stride": weight.stride(0), "rows_per_draw": source.rows_per_draw, "parameter": parameter, "offset": offset,
+        "weight_stride": weight.stride(0), "rows_per_draw": source.rows_per_draw, "parameter": parameter_of(source.kind, num_items), "offset": offset,
         "scale": scale, "ignore_index": ignore_index, "KIND": source.kind, "LOSS": loss, "IS_CORRECTED": is_corrected,
         "MASK_HITS": mask_hits, "WIDTH": hidden.shape[1],
     }  # fmt: skip
+
+
+def parameter_of(kind: str, num_items: int) -> int:
+    """Return the number of the catalogue that a kind of draws needs in kernels."""
+    parameters = {"log_uniform": log_uniform_scale, "permuted": feistel_bits}
+    return parameters[kind](num_items) if kind in parameters else 0
 
 
 def launch_rows(call: dict[str, Any], *, outputs: list[Tensor], direction: Tensor | None, **others: Any) -> None:
@@ -336,7 +349,7 @@ def launch_rows(call: dict[str, Any], *, outputs: list[Tensor], direction: Tenso
         columns = 1 if direction is None else cdiv(width, tile.columns)
         launch(
             sampled_forward_rows_kernel, (call["num_rows"], columns), arguments, BLOCK_J=tile.negatives, BLOCK_D=tile.columns,
-            NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+            num_warps=tile.num_warps,
         )  # fmt: skip
 
 

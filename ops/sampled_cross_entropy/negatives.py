@@ -12,7 +12,10 @@ from jagged.ops._shared.device import exp_of_difference, load_segment
 from jagged.ops.sampled_cross_entropy import draws
 
 DRAWS, KEYS = tl.constexpr(draws.DRAWS), tl.constexpr(draws.KEYS)
-FEISTEL_ROUNDS, KEY_STEP = tl.constexpr(draws.FEISTEL_ROUNDS), tl.constexpr(draws.PHILOX_KEY_A)
+FEISTEL_ROUNDS = tl.constexpr(draws.FEISTEL_ROUNDS)
+PHILOX_A, PHILOX_B = tl.constexpr(draws.PHILOX_A), tl.constexpr(draws.PHILOX_B)
+PHILOX_KEY_A, PHILOX_KEY_B = tl.constexpr(draws.PHILOX_KEY_A), tl.constexpr(draws.PHILOX_KEY_B)
+PHILOX_ROUNDS = tl.constexpr(draws.PHILOX_ROUNDS)
 HASH_A, HASH_B = tl.constexpr(draws.HASH_A), tl.constexpr(draws.HASH_B)
 LOG_BITS = tl.constexpr(draws.LOG_BITS)
 EXP2 = tl.constexpr(draws.EXP2)
@@ -36,7 +39,7 @@ def draw_items(
         if KIND == "permuted":
             item = permuted(key, group, tl.where(exists, place, 0), num_items, parameter)
         else:
-            first, second, _, _ = tl.philox(key, place, group, DRAWS, 0)
+            first, second, _, _ = philox(key, place, group, DRAWS)
             if KIND == "log_uniform":
                 item = log_uniform(first, parameter, num_items)
             else:
@@ -48,6 +51,43 @@ def draw_items(
                 item = tl.where(is_kept, item, tl.load(ids + item, mask=exists, other=0))
     exists = exists & (item >= 0) & (item < num_items)
     return tl.where(exists, item, 0).to(tl.int32), exists
+
+
+@triton.jit
+def draw_for_row(
+    ids, probability, seed, excluded, exclude_offsets, group, place, row, row_target, num_negatives, num_items, num_excluded,
+    parameter, KIND: tl.constexpr, MASK_HITS: tl.constexpr,
+):  # fmt: skip
+    """`draw_items` for one row, without its target and its list; nothing where the row has no target."""
+    exists = (place < num_negatives) & (row_target >= 0)
+    item, exists = draw_items(ids, probability, seed, group, place, exists, num_negatives, num_items, parameter, KIND)
+    if MASK_HITS:
+        exists &= item != row_target
+    if excluded is not None:
+        exists &= ~is_in_list(item, excluded, exclude_offsets, row, num_excluded)
+    return item, exists
+
+
+@triton.jit
+def philox(seed, place, group, PURPOSE: tl.constexpr):
+    """Four random numbers of 32 bits for each counter (place, group, purpose, 0).
+
+    The rounds are a loop that ends on a condition, which the compiler does not repeat in every thread that wants the numbers:
+    as one expression a warp would compute each of them 32 times.
+    """
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0 = place.to(tl.uint32)
+    c1 = tl.zeros_like(c0) + group.to(tl.uint32)
+    c2, c3 = tl.full(c0.shape, PURPOSE, tl.uint32), tl.zeros_like(c0)
+    step = tl.full((), 0, tl.int32)
+    while step < PHILOX_ROUNDS:
+        high, low = tl.umulhi(c0, tl.full(c0.shape, PHILOX_A, tl.uint32)), c0 * PHILOX_A
+        c0, c1 = tl.umulhi(c2, tl.full(c0.shape, PHILOX_B, tl.uint32)) ^ c1 ^ k0, c2 * PHILOX_B
+        c2, c3 = high ^ c3 ^ k1, low
+        k0 += PHILOX_KEY_A
+        k1 += PHILOX_KEY_B
+        step += 1
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -67,7 +107,7 @@ def log_uniform(number, log_items, num_items):
 @triton.jit
 def permuted(key, group, place, num_items, bits):
     """Places below V moved by a permutation of the items that belongs to the draw."""
-    k0, k1, k2, k3 = tl.philox(key, tl.zeros_like(group), group, KEYS, 0)
+    k0, k1, k2, k3 = philox(key, tl.zeros_like(group), group, KEYS)
     limit = tl.cast(num_items, tl.uint32)
     item = feistel(place.to(tl.uint32), k0, k1, k2, k3, bits)
     # A place that is inside comes back inside, at the latest as itself.
@@ -91,7 +131,7 @@ def feistel(number, k0, k1, k2, k3, bits):
             key = k2
         else:
             key = k3
-        mixed = right ^ (key + (step * KEY_STEP) % 4294967296)
+        mixed = right ^ (key + (step * PHILOX_KEY_A) % 4294967296)
         mixed = (mixed ^ (mixed >> 16)) * HASH_A
         mixed = (mixed ^ (mixed >> 15)) * HASH_B
         left, right = right, left ^ ((mixed ^ (mixed >> 15)) & low)

@@ -22,7 +22,6 @@ class RowTile(NamedTuple):
     negatives: int
     columns: int
     num_warps: int
-    num_stages: int
 
 
 class BlockTile(NamedTuple):
@@ -38,30 +37,30 @@ class BlockTile(NamedTuple):
 
 # {width at most: tile}; forward, one row a program.
 ROW_TILES: dict[int, RowTile] = {
-    32: RowTile(64, 32, 2, 2),
-    64: RowTile(64, 64, 4, 2),
-    128: RowTile(32, 128, 4, 2),
-    256: RowTile(32, 256, 4, 2),
+    32: RowTile(64, 32, 2),
+    64: RowTile(64, 64, 4),
+    128: RowTile(32, 128, 4),
+    256: RowTile(16, 256, 4),
 }
 # Gradient of the weights, one item a program: few entries an item, so few at a time.
 ITEM_TILES: dict[int, RowTile] = {
-    32: RowTile(32, 32, 1, 1),
-    64: RowTile(16, 64, 1, 1),
-    128: RowTile(16, 128, 2, 1),
-    256: RowTile(16, 256, 4, 1),
+    32: RowTile(32, 32, 1),
+    64: RowTile(16, 64, 1),
+    128: RowTile(16, 128, 2),
+    256: RowTile(16, 256, 4),
 }
 # Bytes of an element: {width at most: tile}, for rows that share a draw.
 BLOCK_TILES: dict[int, dict[int, BlockTile]] = {
     2: {
         64: BlockTile(64, 64, 64, 64, 4, 3),
-        128: BlockTile(64, 64, 128, 128, 4, 2),
-        256: BlockTile(64, 64, 256, 256, 8, 2),
-        512: BlockTile(64, 64, 256, 128, 8, 2),
+        128: BlockTile(64, 64, 128, 128, 8, 2),
+        256: BlockTile(64, 32, 256, 256, 8, 2),
+        512: BlockTile(64, 32, 256, 128, 8, 2),
     },
     # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
     4: {
-        64: BlockTile(32, 32, 64, 64, 4, 2),
-        128: BlockTile(16, 32, 128, 16, 4, 2),
+        64: BlockTile(32, 32, 64, 64, 8, 2),
+        128: BlockTile(16, 32, 128, 16, 8, 2),
         256: BlockTile(16, 16, 256, 16, 8, 2),
     },
 }
