@@ -321,7 +321,8 @@ def call_of(
         **{name: None if tensor is None else tensor.contiguous() for name, tensor in tensors.items()},
         "hidden": hidden, "weight": weight, "num_rows": hidden.shape[0], "num_items": num_items, "num_negatives": count,
         "num_excluded": 0 if excluded is None else excluded.shape[0], "hidden_stride": hidden.stride(0),
-        "weight_stride": weight.stride(0), "rows_per_draw": source.rows_per_draw, "parameter": parameter_of(source.kind, num_items), "offset": offset,
+        "weight_stride": weight.stride(0), "rows_per_draw": source.rows_per_draw, "offset": offset,
+        "parameter": parameter_of(source.kind, num_items),
         "scale": scale, "ignore_index": ignore_index, "KIND": source.kind, "LOSS": loss, "IS_CORRECTED": is_corrected,
         "MASK_HITS": mask_hits, "WIDTH": hidden.shape[1],
     }  # fmt: skip

@@ -57,7 +57,7 @@ def sampled_linear_cross_entropy(
     if correction != "none":
         negative = negative - math.log(count) - (-math.log(num_items) if log_q is None else log_q.to(negative.dtype))
     if renormalise:
-        negative = negative + (count / kept.sum(1, keepdim=True).clamp(min=1)).log()
+        negative = negative + (count / kept.sum(1, keepdim=True).clamp(min=1).to(negative.dtype)).log()
     if correction == "both":
         of_target = -math.log(num_items) if target_log_q is None else target_log_q.to(negative.dtype)
         positive_logit = positive_logit - math.log(count) - of_target
