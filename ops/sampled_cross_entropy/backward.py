@@ -42,7 +42,7 @@ ENTRY_BYTES = 28
 CHUNK = 1024
 # Rows of a shared draw that one program adds up.
 PART_ROWS = 512
-KEY_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 512, 16, 128, 16
+KEY_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 16, 128, 16
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -94,7 +94,7 @@ def sampled_keys_kernel(
     in_draw = place < num_negatives
     if UNITS_ARE_ROWS:
         row = tl.minimum(first, num_rows - 1)
-        row_target, _ = load_target(target, row, row >= 0, num_items, ignore_index)
+        row_target, _valid = load_target(target, row, row >= 0, num_items, ignore_index)
         # A row without a gradient of its negatives gathers nothing.
         is_live = (first < last) & (tl.load(statistic + row) < float("inf"))
         item, exists = draw_for_row(
@@ -108,7 +108,7 @@ def sampled_keys_kernel(
     if tl.program_id(1) == 0:
         for start in range(first, last, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            targets, _ = load_target(target, rows, rows < last, num_items, ignore_index)
+            targets, valid = load_target(target, rows, rows < last, num_items, ignore_index)
             place_of_row = keys + num_pairs + (rows - first_row).to(tl.int64)
             tl.store(place_of_row, tl.where(targets >= 0, targets, num_items), mask=rows < last)
 
@@ -138,7 +138,7 @@ def sampled_sums_kernel(
     for start in range(first, last, BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)
         in_unit = row < last
-        row_target, _ = load_target(target, row, in_unit, num_items, ignore_index)
+        row_target, _valid = load_target(target, row, in_unit, num_items, ignore_index)
         row_statistic = tl.load(statistic + row, mask=in_unit, other=float("inf"))
         live = (row_target >= 0) & (row_statistic < float("inf"))
         row_grad = tl.load(grad_statistic + row, mask=live, other=0.0) / inverse

@@ -52,8 +52,8 @@ ITEM_TILES: dict[int, RowTile] = {
 # Bytes of an element: {width at most: tile}, for rows that share a draw.
 BLOCK_TILES: dict[int, dict[int, BlockTile]] = {
     2: {
-        64: BlockTile(64, 64, 64, 64, 4, 3),
-        128: BlockTile(64, 64, 128, 128, 8, 2),
+        64: BlockTile(64, 32, 64, 64, 4, 3),
+        128: BlockTile(64, 32, 128, 128, 8, 2),
         256: BlockTile(64, 32, 256, 256, 8, 2),
         512: BlockTile(64, 32, 256, 128, 8, 2),
     },
