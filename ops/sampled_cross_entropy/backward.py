@@ -108,7 +108,7 @@ def sampled_keys_kernel(
     if tl.program_id(1) == 0:
         for start in range(first, last, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            targets, valid = load_target(target, rows, rows < last, num_items, ignore_index)
+            targets, _counted = load_target(target, rows, rows < last, num_items, ignore_index)
             place_of_row = keys + num_pairs + (rows - first_row).to(tl.int64)
             tl.store(place_of_row, tl.where(targets >= 0, targets, num_items), mask=rows < last)
 
