@@ -25,12 +25,15 @@ from jagged.ops.elementwise import (
     jagged_mlp,
     jagged_pairwise_difference,
 )
+from jagged.ops.sampled_cross_entropy import Draw, drawn_negatives, sampled_linear_cross_entropy
 from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
+    "Draw",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
     "dense_to_jagged",
+    "drawn_negatives",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
@@ -51,6 +54,7 @@ __all__ = [
     "linear_cross_entropy_strategy",
     "pair_offsets",
     "row_positions",
+    "sampled_linear_cross_entropy",
     "trust_values",
     "validate_ids",
     "validate_offsets",

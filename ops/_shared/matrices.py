@@ -50,6 +50,15 @@ def aligned(matrix: Tensor) -> Tensor:
     return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
 
 
+def inverse_scale_of(valid: Tensor, *grads: Tensor | None) -> Tensor:
+    """Return what float16 gradients of logits are divided by to use that dtype's range: they underflow for any large batch.
+
+    `grads` are by numbers of rows; those of rows that are not `valid` do not count.
+    """
+    bound = sum(grad.abs() for grad in grads if grad is not None)
+    return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
+
+
 def float32_products() -> str:
     """Return how Triton multiplies float32 matrices: as PyTorch's own products on a GPU do.
 

@@ -40,6 +40,21 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
         raise ValueError(f"{name}: expected the device of {other_name}, {other.device}, got {tensor.device}; move one of them")
 
 
+def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype that hidden states and item weights are multiplied in: autocast's, or the one that both have."""
+    device = hidden.device.type
+    # Autocast knows no meta device, and leaves float64 as it is in PyTorch's own operators too.
+    may_cast = device in ("cpu", "cuda") and torch.float64 not in (hidden.dtype, weight.dtype)
+    if may_cast and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    if weight.dtype != hidden.dtype:
+        raise TypeError(
+            f"weight: expected the dtype of hidden, {hidden.dtype}, got {weight.dtype}; cast one with .to(...), or call under "
+            "torch.autocast, which keeps float32 master weights and returns their gradient in float32"
+        )
+    return hidden.dtype
+
+
 def check_offsets(offsets: Tensor, like: Tensor, name: str = "offsets", total: int | None = None) -> None:
     """Check what metadata shows of offsets `[B + 1]`; with `JAGGED_VALIDATE=1` their values too, against `total` rows."""
     check_tensor(name, offsets, "[B + 1]", (torch.int32, torch.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.matrices import aligned
+from jagged.ops._shared.matrices import aligned, inverse_scale_of
 from jagged.ops.cross_entropy.backward import backward_fused
 from jagged.ops.cross_entropy.chunked import backward_chunked
 from jagged.ops.cross_entropy.forward import linear_cross_entropy_forward
@@ -49,10 +49,9 @@ def linear_cross_entropy_backward(
         memory_budget=memory_budget,
         is_filtered=is_filtered,
     )
-    valid = target != ignore_index
     inverse_scale = None
     if hidden.dtype == torch.float16 and len(target):
-        inverse_scale = _inverse_scale(grad_lse, grad_target, grad_smoothed, valid)
+        inverse_scale = inverse_scale_of(target != ignore_index, grad_lse, grad_target, grad_smoothed)
     rows = prepare_rows(
         hidden, weight.shape[0], target, lse, grad_lse, grad_target, grad_smoothed, temperature, ignore_index, inverse_scale
     )
@@ -72,14 +71,6 @@ def linear_cross_entropy_backward(
         for grad, dtype in zip(grads, (hidden_dtype, weight_dtype), strict=False)
     )
     return grad_hidden, grad_weight, grads[2]
-
-
-def _inverse_scale(grad_lse: Tensor, grad_target: Tensor, grad_smoothed: Tensor | None, valid: Tensor) -> Tensor:
-    """Return what float16 gradients of logits are divided by to use that dtype's range: they underflow for any large batch."""
-    bound = torch.maximum(grad_lse.abs(), grad_target.abs())
-    if grad_smoothed is not None:
-        bound = torch.maximum(bound, grad_smoothed.abs())
-    return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
 
 
 def _order(rows: Rows, items: Items) -> Tensor:

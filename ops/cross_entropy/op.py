@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jagged.ops._shared.autograd import first_order
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import FLOATS, check_tensor, validate_ids, validation_is_on
+from jagged.ops._shared.validation import FLOATS, check_tensor, compute_dtype_of, validate_ids, validation_is_on
 from jagged.ops.cross_entropy import torch_impl
 from jagged.ops.cross_entropy.strategy import MEMORY_BUDGET, STRATEGIES, StrategyName
 
@@ -342,7 +342,7 @@ def linear_cross_entropy(
         raise ValueError("strategy: 'chunked' has no filter; use 'fused' or 'auto' with filter_eps")
     if memory_budget < 0:
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget}")
-    compute_dtype = _compute_dtype(hidden, weight)
+    compute_dtype = compute_dtype_of(hidden, weight)
     if validation_is_on():
         validate_ids(target, weight.shape[0], name="target", ignore_index=ignore_index)
     if normalize:
@@ -390,17 +390,3 @@ def _check_vector(name: str, vector: Tensor | None, shape: str, length: int, of:
 def _check_number(name: str, number: float | None, is_right: bool, expected: str) -> None:
     if not is_right:
         raise ValueError(f"{name}: expected {expected}, got {number}")
-
-
-def _compute_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    device = hidden.device.type
-    # Autocast knows no meta device, and leaves float64 as it is in PyTorch's own operators too.
-    may_cast = device in ("cpu", "cuda") and torch.float64 not in (hidden.dtype, weight.dtype)
-    if may_cast and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    if weight.dtype != hidden.dtype:
-        raise TypeError(
-            f"weight: expected the dtype of hidden, {hidden.dtype}, got {weight.dtype}; cast one with .to(...), or call under "
-            "torch.autocast, which keeps float32 master weights and returns their gradient in float32"
-        )
-    return hidden.dtype

@@ -14,6 +14,7 @@ from torch import Tensor
 
 import jagged.ops
 from jagged.ops import (
+    Draw,
     array_jagged_bmm_jagged_out,
     catalogue_topk,
     dense_to_jagged,
@@ -33,6 +34,7 @@ from jagged.ops import (
     jagged_to_dense,
     jagged_truncate,
     linear_cross_entropy,
+    sampled_linear_cross_entropy,
 )
 from tests.places import PLACE
 from tests.strategies import Jagged, jagged_of, random_tensor
@@ -136,6 +138,27 @@ def cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width), (ITEMS, width)))
 
 
+def sampled_cross_entropy(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    rows, items = torch.arange(batch.total, device=PLACE.device), 30
+    seed = torch.tensor([5], device=PLACE.device)
+    lists = rows % items, torch.arange(batch.total + 1, device=PLACE.device)
+
+    def forward(hidden: Tensor, weight: Tensor) -> list[Tensor]:
+        # The last sample's rows are ignored, so that the number of valid rows follows the offsets.
+        target = (rows % items).masked_fill(rows >= batch.offsets[-2:-1], -100)
+        # Each row's own negatives, so many that items are added up in chunks; and some that rows share.
+        own, shared = Draw("log_uniform", 12, seed), Draw("uniform", 9, seed, rows_per_draw=20, replacement=False)
+        first, lse = sampled_linear_cross_entropy(
+            hidden, weight, target, own, correction="both", return_lse=True, backend=PLACE.backend
+        )
+        second = sampled_linear_cross_entropy(
+            hidden, weight, target, shared, loss="bce", exclude=lists, reduction="none", backend=PLACE.backend
+        )
+        return [first, lse, second]
+
+    return Step(forward, _leaves(dtype, (batch.total, width), (items, width)))
+
+
 def bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     offsets, backend = batch.offsets, PLACE.backend
 
@@ -210,6 +233,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "cross_entropy": cross_entropy,
     "elementwise": elementwise,
     "pair_bmm": pair_bmm,
+    "sampled_cross_entropy": sampled_cross_entropy,
     "softmax": softmax,
 }
 

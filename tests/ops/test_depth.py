@@ -124,6 +124,9 @@ def test_small_steps_launch_every_kernel(place: Place, monkeypatch: pytest.Monke
             launched.add(self.name)
             return self.kernel[grid]
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.kernel, name)
+
     found = kernels()
     assert found
     # A kernel may be launched by another module than its own.

@@ -1,0 +1,395 @@
+"""Backward of sampled cross-entropy, deterministic and without atomics: entries sorted by item, one program an item.
+
+An entry is what one item gets from one place: a negative of a row, of a part of the rows that share a draw, or a row's target.
+The entries' items are drawn again and sorted, so that those of an item lie side by side; a program walks them in their order, and
+items with many are cut into chunks of fixed length whose sums are added in their order. The list has a fixed size, whatever the
+draws: what does not count has an item past the last. Where it would pass `ENTRY_BYTES_AT_MOST`, rows are taken in ranges, one
+after the other, whose sums are added in float32. Ranges of rows have sizes that shapes alone give; ranges of items would not, and
+each of them would draw everything again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.device import dot, find_tile, load_tile, logits_of_tiles, rounded_product
+from jagged.ops._shared.matrices import gpu, inverse_scale_of
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.sampled_cross_entropy.draws import Source
+from jagged.ops.sampled_cross_entropy.forward import VARYING, block_constants, call_of, launch, launch_rows, shares_gathers
+from jagged.ops.sampled_cross_entropy.negatives import (
+    draw_for_row,
+    draw_items,
+    is_in_lists,
+    load_target,
+    log_expected,
+    rows_of_unit,
+    slope,
+)
+from jagged.ops.sampled_cross_entropy.tiles import block_tile_of, item_tile_of
+
+# Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
+# it meets, so few ranges are worth memory.
+ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
+# Of one entry while it is sorted: the item before and after, its place, and the sort's own copies.
+ENTRY_BYTES = 28
+# Entries of an item that one program adds up.
+CHUNK = 1024
+# Rows of a shared draw that one program adds up.
+PART_ROWS = 512
+KEY_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 16, 128, 16
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sampled_backward_rows_kernel(
+    grad_loss, grad_lse, weight, target, statistic, share, pull, direction, grad_logit, grad_statistic, grad_hidden, num_rows,
+    num_items, weight_stride, scale, ignore_index, IS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of rows' target logits and statistics, times the scale; with them the gradient of hidden states."""
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    exists = row < num_rows
+    row_target, _ = load_target(target, row, exists, num_items, ignore_index)
+    known = row_target >= 0
+    row_share = tl.load(share + row, mask=known, other=0.0)
+    row_grad = tl.load(grad_loss + row, mask=known, other=0.0)
+    to_logit = row_grad * tl.load(pull + row, mask=known, other=0.0)
+    to_statistic = row_grad * row_share
+    if grad_lse is not None:
+        through = row_share
+        if not IS_INSIDE:
+            through = tl.where(tl.load(statistic + row, mask=known, other=0.0) == float("inf"), 0.0, 1.0)
+        row_grad = tl.load(grad_lse + row, mask=known, other=0.0)
+        to_logit += row_grad * (1.0 - through)
+        to_statistic += row_grad * through
+    to_logit *= scale
+    to_statistic *= scale
+    tl.store(grad_logit + row, to_logit, mask=exists)
+    tl.store(grad_statistic + row, to_statistic, mask=exists)
+    if grad_hidden is not None:
+        for start in range(0, WIDTH, BLOCK_D):
+            item_tile = load_tile(weight, row_target, weight_stride, known, start, WIDTH, BLOCK_D).to(tl.float32)
+            direction_tile = load_tile(direction, row, WIDTH, known, start, WIDTH, BLOCK_D)
+            column = start + tl.arange(0, BLOCK_D)
+            gradient = to_logit[:, None] * item_tile + to_statistic[:, None] * direction_tile
+            address = grad_hidden + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            tl.store(address, gradient.to(grad_hidden.dtype.element_ty), mask=exists[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sampled_keys_kernel(
+    target, ids, probability, seed, excluded, exclude_offsets, statistic, keys, num_rows, num_items, num_negatives,
+    num_excluded, rows_per_draw, rows_per_unit, parameter, ignore_index, first_unit, first_row, num_pairs, KIND: tl.constexpr,
+    MASK_HITS: tl.constexpr, UNITS_ARE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The items of a unit's negatives and of its rows' targets; `num_items` where an entry does not count."""
+    unit = tl.program_id(0)
+    group, first, last = rows_of_unit(first_unit + unit, rows_per_draw, rows_per_unit, num_rows)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    in_draw = place < num_negatives
+    if UNITS_ARE_ROWS:
+        row = tl.minimum(first, num_rows - 1)
+        row_target, _valid = load_target(target, row, row >= 0, num_items, ignore_index)
+        # A row without a gradient of its negatives gathers nothing.
+        is_live = (first < last) & (tl.load(statistic + row) < float("inf"))
+        item, exists = draw_for_row(
+            ids, probability, seed, excluded, exclude_offsets, group, place, row, tl.where(is_live, row_target, -1),
+            num_negatives, num_items, num_excluded, parameter, KIND, MASK_HITS,
+        )  # fmt: skip
+    else:
+        exists = in_draw & (first < last)
+        item, exists = draw_items(ids, probability, seed, group, place, exists, num_negatives, num_items, parameter, KIND)
+    tl.store(keys + unit.to(tl.int64) * num_negatives + place, tl.where(exists, item, num_items), mask=in_draw)
+    if tl.program_id(1) == 0:
+        for start in range(first, last, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            targets, _counted = load_target(target, rows, rows < last, num_items, ignore_index)
+            place_of_row = keys + num_pairs + (rows - first_row).to(tl.int64)
+            tl.store(place_of_row, tl.where(targets >= 0, targets, num_items), mask=rows < last)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sampled_sums_kernel(
+    hidden, weight, target, ids, log_q, probability, seed, excluded, exclude_offsets, sample_weight, statistic, share,
+    grad_statistic, inverse_scale, sums, num_rows, num_items, num_negatives, num_excluded, hidden_stride, weight_stride,
+    rows_per_draw, rows_per_unit, parameter, offset, scale, ignore_index, filter_eps, first_unit, KIND: tl.constexpr,
+    LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr, MASK_HITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What a tile of a draw's negatives gets from one part of the rows that share it: one tile of columns of `sums`."""
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
+    unit = tl.program_id(0)
+    group, first, last = rows_of_unit(first_unit + unit, rows_per_draw, rows_per_unit, num_rows)
+    place = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
+    first_column = tl.program_id(2) * BLOCK_D
+    in_draw = place < num_negatives
+    item, item_exists = draw_items(ids, probability, seed, group, place, in_draw, num_negatives, num_items, parameter, KIND)
+    inverse = 1.0 if inverse_scale is None else tl.load(inverse_scale)
+    if IS_CORRECTED:
+        correction = log_expected(log_q, item, group, place, item_exists, num_negatives, offset, KIND)
+    if WIDTH <= BLOCK_K:
+        weight_tile = load_tile(weight, item, weight_stride, item_exists, 0, WIDTH, BLOCK_K)
+    gradient = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
+    for start in range(first, last, BLOCK_N):
+        row = start + tl.arange(0, BLOCK_N)
+        in_unit = row < last
+        row_target, _valid = load_target(target, row, in_unit, num_items, ignore_index)
+        row_statistic = tl.load(statistic + row, mask=in_unit, other=float("inf"))
+        live = (row_target >= 0) & (row_statistic < float("inf"))
+        row_grad = tl.load(grad_statistic + row, mask=live, other=0.0) / inverse
+        hidden_tile = load_tile(hidden, row, hidden_stride, live, first_column, WIDTH, BLOCK_D)
+        if WIDTH <= BLOCK_K:
+            logits = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
+        else:
+            logits = logits_of_tiles(
+                weight, item, weight_stride, item_exists, hidden, row, hidden_stride, live, WIDTH, BLOCK_J, BLOCK_N, BLOCK_K,
+                PRECISION,
+            )  # fmt: skip
+        logits *= scale
+        if IS_CORRECTED:
+            logits -= correction[:, None]
+        exists = item_exists[:, None] & live[None, :]
+        if MASK_HITS:
+            exists &= item[:, None] != row_target[None, :]
+        if excluded is not None:
+            exists &= ~is_in_lists(item[:, None], excluded, exclude_offsets, row[None, :], in_unit[None, :], num_excluded)
+        weights = slope(tl.where(exists, logits, float("-inf")), row_statistic[None, :], LOSS == "bce", ACCURATE)
+        if filter_eps is not None:
+            part = tl.load(share + row, mask=live, other=0.0)
+            if sample_weight is not None:
+                part *= tl.abs(tl.load(sample_weight + row, mask=live, other=0.0))
+            weights = tl.where(weights * part[None, :] < filter_eps, 0.0, weights)
+        weights *= row_grad[None, :]
+        gradient = dot(weights.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
+    column = first_column + tl.arange(0, BLOCK_D)
+    address = sums + (unit.to(tl.int64) * num_negatives + place)[:, None] * WIDTH + column[None, :]
+    tl.store(address, gradient * inverse, mask=in_draw[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sampled_items_kernel(
+    hidden, weight, log_q, sample_weight, statistic, share, grad_logit, grad_statistic, sums, entries, entry_offsets,
+    first_sums, other_sums, grad_weight, num_items, num_negatives, hidden_stride, weight_stride, rows_per_draw, offset, scale,
+    filter_eps, first_row, num_entries, num_pairs, KIND: tl.constexpr, LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr,
+    ADDS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """One tile of columns of an item's gradient from a chunk of its entries; of items with several chunks a sum for each.
+
+    Without `sums` an entry is a row, whose logit is computed again; with them a negative's part is a row of `sums`.
+    """
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
+    index = tl.program_id(0)
+    first_column = tl.program_id(1) * BLOCK_D
+    item, begin, length, start = find_tile(entry_offsets, index, num_items, num_entries, CHUNK, True)
+    if start < length:
+        column = tl.arange(0, BLOCK_D)
+        item_row = weight + item * weight_stride
+        if sums is None and WIDTH <= BLOCK_D:
+            item_tile = tl.load(item_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+        end = tl.minimum(start + CHUNK, length)
+        gradient = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
+        for step in range(0, (end - start).to(tl.int32), BLOCK_E):
+            place = start + step + tl.arange(0, BLOCK_E)
+            exists = place < end
+            entry = tl.load(entries + begin + place, mask=exists, other=0).to(tl.int32)
+            is_pair = exists & (entry < num_pairs)
+            is_target = exists & (entry >= num_pairs)
+            row = first_row + tl.where(entry < num_pairs, entry // num_negatives, entry - num_pairs)
+            factor = tl.load(grad_logit + row, mask=is_target, other=0.0)
+            if sums is None:
+                group = row // rows_per_draw
+                hidden_tile = load_tile(hidden, row, hidden_stride, exists, first_column, WIDTH, BLOCK_D).to(tl.float32)
+                if WIDTH <= BLOCK_D:
+                    logits = tl.sum(rounded_product(hidden_tile, item_tile[None, :]), 1)
+                else:
+                    logits = tl.zeros((BLOCK_E,), tl.float32)
+                    for other_column in range(0, WIDTH, BLOCK_D):
+                        in_row = other_column + column < WIDTH
+                        item_tile = tl.load(item_row + other_column + column, mask=in_row, other=0.0)
+                        tile = load_tile(hidden, row, hidden_stride, exists, other_column, WIDTH, BLOCK_D)
+                        logits += tl.sum(rounded_product(tile, item_tile[None, :]), 1)
+                logits *= scale
+                if IS_CORRECTED:
+                    items = tl.zeros((BLOCK_E,), tl.int32) + item.to(tl.int32)
+                    in_draw = entry % num_negatives
+                    logits -= log_expected(log_q, items, group, in_draw, is_pair, num_negatives, offset, KIND)
+                row_statistic = tl.load(statistic + row, mask=is_pair, other=float("inf"))
+                weights = slope(tl.where(is_pair, logits, float("-inf")), row_statistic, LOSS == "bce", ACCURATE)
+                if filter_eps is not None:
+                    part = tl.load(share + row, mask=is_pair, other=0.0)
+                    if sample_weight is not None:
+                        part *= tl.abs(tl.load(sample_weight + row, mask=is_pair, other=0.0))
+                    weights = tl.where(weights * part < filter_eps, 0.0, weights)
+                factor += weights * tl.load(grad_statistic + row, mask=is_pair, other=0.0)
+            else:
+                hidden_tile = load_tile(hidden, row, hidden_stride, is_target, first_column, WIDTH, BLOCK_D).to(tl.float32)
+                gradient += load_tile(sums, entry, WIDTH, is_pair, first_column, WIDTH, BLOCK_D)
+            gradient += factor[:, None] * hidden_tile
+        total = tl.sum(gradient, 0)
+        column += first_column
+        in_row = column < WIDTH
+        if length > CHUNK:
+            first = begin // CHUNK
+            place_of_sum = other_sums + index.to(tl.int64) * WIDTH
+            if start == 0:
+                place_of_sum = first_sums + first * WIDTH
+            tl.store(place_of_sum + column, total, mask=in_row)
+        else:
+            store_item(grad_weight + item * WIDTH + column, total, in_row, ADDS)
+
+
+@triton.jit
+def store_item(address, total, mask, ADDS: tl.constexpr):
+    """Write an item's gradient, or add to what earlier ranges of rows gave it."""
+    if ADDS:
+        total += tl.load(address, mask=mask, other=0.0)
+    tl.store(address, total.to(address.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sampled_join_kernel(
+    entry_offsets, first_sums, other_sums, grad_weight, num_items, num_entries, ADDS: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The gradient of an item with several chunks, by the program of its second chunk: their sums in their order."""
+    index = tl.program_id(0)
+    item, begin, length, start = find_tile(entry_offsets, index, num_items, num_entries, CHUNK, True)
+    if (start == CHUNK) & (length > CHUNK):
+        column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        in_row = column < WIDTH
+        others = ((length - 1) // CHUNK).to(tl.int32)
+        total = tl.zeros((BLOCK_C, BLOCK_D), tl.float32)
+        for step in range(0, others, BLOCK_C):
+            chunk = step + tl.arange(0, BLOCK_C)
+            total += load_tile(other_sums, index + chunk, WIDTH, chunk < others, tl.program_id(1) * BLOCK_D, WIDTH, BLOCK_D)
+        first = tl.load(first_sums + begin // CHUNK * WIDTH + column, mask=in_row, other=0.0)
+        store_item(grad_weight + item * WIDTH + column, first + tl.sum(total, 0), in_row, ADDS)
+
+
+def sampled_linear_cross_entropy_backward(
+    grad_loss: Tensor,
+    grad_lse: Tensor | None,
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    ids: Tensor | None,
+    log_q: Tensor | None,
+    probability: Tensor | None,
+    seed: Tensor | None,
+    excluded: Tensor | None,
+    exclude_offsets: Tensor | None,
+    statistic: Tensor,
+    share: Tensor,
+    pull: Tensor,
+    direction: Tensor,
+    sample_weight: Tensor | None,
+    kind: str,
+    count: int,
+    rows_per_draw: int,
+    loss: str,
+    is_corrected: bool,
+    is_inside: bool,
+    mask_hits: bool,
+    scale: float,
+    ignore_index: int,
+    filter_eps: float | None,
+    hidden_grad_dtype: torch.dtype | None,
+    weight_grad_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of hidden and weight, empty where no dtype asks for one."""
+    (num_rows, width), num_items = hidden.shape, weight.shape[0]
+    grad_hidden = hidden.new_empty(hidden.shape if hidden_grad_dtype else 0, dtype=hidden_grad_dtype)
+    if num_rows == 0:
+        return grad_hidden, weight.new_zeros(weight.shape if weight_grad_dtype else 0, dtype=weight_grad_dtype)
+    source = Source(ids, log_q, probability, seed, kind, count, rows_per_draw)
+    call = call_of(hidden, weight, target, source, excluded, exclude_offsets, scale, ignore_index, is_corrected, mask_hits, loss)
+    grad_logit, grad_statistic = statistic.new_empty(2, num_rows).unbind()
+    if filter_eps is not None and hidden_grad_dtype:
+        direction = statistic.new_empty(num_rows, call["WIDTH"])
+        launch_rows(
+            call, target_correction=None, sample_weight=sample_weight, outputs=[share, share, statistic, share, pull],
+            direction=direction, positive_weight=1.0, filter_eps=filter_eps, IS_INSIDE=is_inside, RENORMALISE=False,
+        )  # fmt: skip
+        direction = direction[:, :width].contiguous()
+    call |= {
+        "grad_loss": grad_loss.contiguous(), "grad_lse": None if grad_lse is None else grad_lse.contiguous(),
+        "statistic": statistic, "share": share, "pull": pull, "sample_weight": sample_weight, "filter_eps": filter_eps,
+        "grad_logit": grad_logit, "grad_statistic": grad_statistic,
+    }  # fmt: skip
+    rows = {"direction": direction, "grad_hidden": grad_hidden if hidden_grad_dtype else None, "WIDTH": width}
+    launch(
+        sampled_backward_rows_kernel, (cdiv(num_rows, ROW_BLOCK),), call | rows, IS_INSIDE=is_inside, BLOCK_N=ROW_BLOCK,
+        BLOCK_D=ROW_WIDTH,
+    )  # fmt: skip
+    if weight_grad_dtype is None:
+        return grad_hidden, hidden.new_empty(0)
+    return grad_hidden, _weight_gradient(call, weight_grad_dtype)[:num_items, :width].contiguous()
+
+
+def _weight_gradient(call: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the weights as wide as the kernels have them, from one range of rows after the other."""
+    hidden, num_rows, num_items, count = call["hidden"], call["num_rows"], call["num_items"], call["num_negatives"]
+    width, per_draw = call["WIDTH"], call["rows_per_draw"]
+    # Without shared gathers every row is a unit of its own.
+    shares = shares_gathers(per_draw)
+    per_unit = min(per_draw, PART_ROWS) if shares else 1
+    parts = cdiv(per_draw, per_unit)
+    num_units = cdiv(num_rows, per_draw) * parts if shares else num_rows
+    unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * width * count if shares else 0)
+    units = min(num_units, max(1, ENTRY_BYTES_AT_MOST // unit_bytes))
+    is_whole = units == num_units
+    grad_weight = torch.zeros(num_items, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)
+    call = {**call, "rows_per_unit": per_unit, "grad_weight": grad_weight}
+    items = torch.arange(num_items + 1, dtype=torch.int32, device=hidden.device)
+    if shares:
+        needs_scale = hidden.dtype == torch.float16
+        valid = call["target"] != call["ignore_index"]
+        call["inverse_scale"] = inverse_scale_of(valid, call["grad_statistic"]) if needs_scale else None
+    for first_unit in range(0, num_units, units):
+        last_unit = min(first_unit + units, num_units)
+        first_row, last_row = (
+            min(num_rows, unit // parts * per_draw + unit % parts * per_unit) for unit in (first_unit, last_unit)
+        )
+        num_pairs = (last_unit - first_unit) * count
+        num_entries = num_pairs + last_row - first_row
+        keys = torch.empty(num_entries, dtype=torch.int32, device=hidden.device)
+        call |= {"keys": keys, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs}
+        launch(
+            sampled_keys_kernel, (last_unit - first_unit, cdiv(count, KEY_BLOCK)), call, UNITS_ARE_ROWS=not shares,
+            BLOCK=KEY_BLOCK,
+        )  # fmt: skip
+        call["sums"] = _sums(call, last_unit - first_unit) if shares else None
+        keys, entries = torch.sort(keys, stable=True)
+        call |= {"entries": entries, "entry_offsets": torch.searchsorted(keys, items, out_int32=True)}
+        _add_entries(call, num_entries, is_whole)
+    return grad_weight.to(dtype)
+
+
+def _sums(call: dict[str, Any], num_units: int) -> Tensor:
+    """Return what the negatives of each unit get from its rows, `[units * ns, WIDTH]`, float32."""
+    hidden, width, count = call["hidden"], call["WIDTH"], call["num_negatives"]
+    tile = block_tile_of(width, hidden.dtype, gpu(hidden.device).capability, call["rows_per_unit"])
+    sums = torch.empty(num_units * count, width, dtype=torch.float32, device=hidden.device)
+    grid = num_units, cdiv(count, tile.negatives), cdiv(width, tile.columns)
+    launch(sampled_sums_kernel, grid, {**call, "sums": sums}, **block_constants(tile))
+    return sums
+
+
+def _add_entries(call: dict[str, Any], num_entries: int, is_whole: bool) -> None:
+    """Add sorted entries to the gradients of their items."""
+    width, tile = call["WIDTH"], item_tile_of(call["WIDTH"])
+    # Chunks that are not the first of their item, counted as if every item had all its entries in common.
+    others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
+    first_sums, other_sums = call["statistic"].new_empty(2, others, width).unbind()
+    arguments = call | {"num_entries": num_entries, "first_sums": first_sums, "other_sums": other_sums, "ADDS": not is_whole}
+    launch(
+        sampled_items_kernel, (others + call["num_items"], columns), arguments, CHUNK=CHUNK, BLOCK_E=tile.negatives,
+        BLOCK_D=tile.columns, num_warps=tile.num_warps,
+    )  # fmt: skip
+    if others:
+        launch(sampled_join_kernel, (others, columns), arguments, CHUNK=CHUNK, BLOCK_C=JOIN_BLOCK, BLOCK_D=tile.columns)

@@ -1,0 +1,88 @@
+"""Tile sizes of the kernels. Nothing else decides how they are launched.
+
+Every row compiles for compute capabilities 8.0, 9.0 and 10.0 without a spill; widths above the last row's go in steps of its
+columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from jagged.ops._shared.sizes import next_power_of_2
+
+# From this number of rows that share a draw on, logits are products of matrices.
+SHARED_ROWS = 16
+
+
+class RowTile(NamedTuple):
+    """Negatives (or entries) of one row (or item) at a time, columns of its gradient, and how Triton runs it."""
+
+    negatives: int
+    columns: int
+    num_warps: int
+
+
+class BlockTile(NamedTuple):
+    """Rows and negatives of a tile of logits, columns of its gradient, columns of a step of its logits, how Triton runs it."""
+
+    rows: int
+    negatives: int
+    columns: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+
+# {width at most: tile}; forward, one row a program.
+ROW_TILES: dict[int, RowTile] = {
+    32: RowTile(64, 32, 2),
+    64: RowTile(64, 64, 4),
+    128: RowTile(32, 128, 4),
+    256: RowTile(16, 256, 4),
+}
+# Gradient of the weights, one item a program: few entries an item, so few at a time.
+ITEM_TILES: dict[int, RowTile] = {
+    32: RowTile(32, 32, 1),
+    64: RowTile(16, 64, 1),
+    128: RowTile(16, 128, 2),
+    256: RowTile(16, 256, 4),
+}
+# Bytes of an element: {width at most: tile}, for rows that share a draw.
+BLOCK_TILES: dict[int, dict[int, BlockTile]] = {
+    2: {
+        64: BlockTile(64, 32, 64, 64, 4, 3),
+        128: BlockTile(64, 32, 128, 128, 8, 2),
+        256: BlockTile(64, 32, 256, 256, 8, 2),
+        512: BlockTile(64, 32, 256, 128, 8, 2),
+    },
+    # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
+    4: {
+        64: BlockTile(32, 32, 64, 64, 8, 2),
+        128: BlockTile(16, 32, 128, 16, 8, 2),
+        256: BlockTile(16, 16, 256, 16, 8, 2),
+    },
+}
+
+
+def _at_most(width: int, table: dict[int, RowTile]) -> RowTile:
+    return table[min((limit for limit in table if width <= limit), default=max(table))]
+
+
+def row_tile_of(width: int, dtype: torch.dtype) -> RowTile:
+    """Return the tile of the forward of one row; float32 takes half the negatives in the same registers."""
+    tile = _at_most(width, ROW_TILES)
+    return tile._replace(negatives=tile.negatives // 2) if dtype.itemsize == 4 else tile
+
+
+def item_tile_of(width: int) -> RowTile:
+    """Return the tile of the gradient of one item."""
+    return _at_most(width, ITEM_TILES)
+
+
+def block_tile_of(width: int, dtype: torch.dtype, capability: int, rows_per_draw: int) -> BlockTile:
+    """Return the tile for rows that share a draw; draws of fewer rows have lower tiles."""
+    table = BLOCK_TILES[dtype.itemsize]
+    tile = table[min((limit for limit in table if width <= limit), default=max(table))]
+    return tile._replace(rows=max(SHARED_ROWS, min(tile.rows, next_power_of_2(rows_per_draw))))
