@@ -27,7 +27,7 @@ PROGRAMS = 2
 def is_small(gradients, threshold):
     """Whether all are below the threshold in size; NaN is not."""
     is_large = (tl.abs(gradients) < threshold) == 0
-    return tl.max(tl.max(is_large.to(tl.int32), 1), 0) == 0
+    return tl.max(is_large.to(tl.int32), None) == 0
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part", "ignore_index"])

@@ -11,8 +11,8 @@ STRATEGIES = ("auto", "fused", "chunked")
 MEMORY_BUDGET = 256 * 2**20
 # Width of the hidden states from which chunks were measured faster, by bytes of an element.
 CHUNKED_FROM = {2: 257, 4: 257}
-# More is hardly faster.
-BUFFER_BYTES = 64 * 2**20
+# What is more is hardly faster.
+BUFFER_BYTES = 128 * 2**20
 # Chunks of fewer items have too little to multiply; the BLAS likes multiples.
 FEWEST_ITEMS, MULTIPLE = 256, 128
 
@@ -92,5 +92,5 @@ def _bytes_of_rows(num_rows: int, width: int, dtype: torch.dtype) -> int:
 
 
 def _bytes_of_item(num_rows: int, width: int, dtype: torch.dtype) -> int:
-    """A column of the buffer, and a row of weight's gradient in float32."""
-    return num_rows * dtype.itemsize + width * 4
+    """A column of the products and of the gradients that are made of them, and a row of weight's gradient in float32."""
+    return num_rows * (4 if dtype.itemsize == 4 else 4 + dtype.itemsize) + width * 4

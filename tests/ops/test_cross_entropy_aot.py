@@ -23,10 +23,16 @@ OPTIONS = ("bias", "item_scale", "smoothing", "grad_smoothed", "grad_bias", "par
 FILTER = ("thresholds", "order", "is_kept")
 POINTERS |= dict.fromkeys((*FLOATS, "thresholds", *OPTIONS), "*fp32")
 SIZES = ("num_rows", "num_items", "num_parts", "items_per_part", "rows_per_part", "first_item", "last_item", "ignore_index")
-SIZES += ("gradients_stride",)
-# What a kernel saves of its registers with every option at once, on any GPU: named as it is, so that it does not grow unseen.
-ALLOWED_SPILLS: dict[str, int] = {}
-TOO_LARGE_FOR_AMD = {("forward", 2, 512), ("backward_hidden", 2, 256)}
+SIZES += ("products_stride", "gradients_stride")
+# The most bytes that a kernel spills on any GPU, plain and with every option at once (which need registers). Tiles are the
+# fastest that were measured on compute capability 9.0, plain; they are named as they are, so that they do not grow unseen.
+ALLOWED_SPILLS = {
+    ("forward", 2, 256): (8, 1240),
+    ("forward", 2, 512): (24, 1340),
+    ("backward_hidden", 2, 256): (8, 96),
+    ("backward_weight", 2, 256): (0, 420),
+}
+TOO_LARGE_FOR_AMD = {("forward", 2, 128), ("forward", 2, 256), ("forward", 2, 512), ("backward_hidden", 2, 256)}
 # Matrices reach the kernels with strides that are multiples of 16.
 ALIGNED = ("hidden_stride", "weight_stride")
 
@@ -35,14 +41,13 @@ def compile_tile(
     kernel_name: str, dtype: str, width: int, arch: int | str, *, precision: str = "ieee", options: str = ""
 ) -> Resources:
     """Compile one row of the table, plain or with `options` "shaped" (float16's scale too) or "filtered"."""
-    from jagged.ops.cross_entropy import backward, chunked, forward
+    from jagged.ops.cross_entropy import backward, forward
 
     # PyTorch says of gfx942 that its capability is 9.4.
     capability = 9 if isinstance(arch, str) else arch // 10
     dtypes = torch.float32 if dtype == "fp32" else torch.bfloat16
     tile = tile_of(kernel_name, width, dtypes, capability)
-    module = {"forward": forward, "logit_gradients": chunked}.get(kernel_name, backward)
-    kernel = getattr(module, f"linear_cross_entropy_{kernel_name}_kernel")
+    kernel = getattr(forward if kernel_name == "forward" else backward, f"linear_cross_entropy_{kernel_name}_kernel")
     kept = tile_of("backward_hidden", width, dtypes, capability)
     constants: dict[str, Any] = {
         "BLOCK_N": tile.rows, "BLOCK_V": tile.items, "BLOCK_D": tile.columns, "BLOCK_K": tile.step,
@@ -68,7 +73,8 @@ def compile_tile(
 def check(kernel_name: str, dtype: str, width: int, arch: int, **options: Any) -> None:
     used = compile_tile(kernel_name, dtype, width, arch, **options)
     where = f"{kernel_name} {dtype} {width} for sm_{arch}, {options}: {used}"
-    assert used.spills <= (ALLOWED_SPILLS.get(f"{kernel_name} {dtype} {width}", 0) if options.get("options") else 0), where
+    plain, with_options = ALLOWED_SPILLS.get((kernel_name, 4 if dtype == "fp32" else 2, width), (0, 0))
+    assert used.spills <= (with_options if options.get("options") else plain), where
     assert used.shared_bytes <= SHARED_BYTES[arch], where
 
 
@@ -104,20 +110,22 @@ def test_amd(kernel: str, size: int, width: int) -> None:
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_join(dtype: str, arch: int | str) -> None:
-    from jagged.ops.cross_entropy import forward
+@pytest.mark.parametrize("name", ["join", "rows", "logit_gradients"])
+def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
+    from jagged.ops.cross_entropy import chunked, forward, rows
 
-    types = {
-        **POINTERS,
-        "target": "*i64",
-        "hidden": f"*{dtype}",
-        "weight": f"*{dtype}",
-        **dict.fromkeys((*SIZES, *ALIGNED), "i32"),
-    }
-    types |= {"inverse_temperature": "fp32", "softcap": "fp32"}
-    constants = {"BLOCK_N": forward.JOIN_ROWS, "BLOCK_D": forward.JOIN_WIDTH, "WIDTH": 64}
-    kernel = forward.linear_cross_entropy_join_kernel
-    signature = {name: types[name] for name in kernel.arg_names if name not in constants}
+    module, constants = {
+        "join": (forward, {"BLOCK_N": forward.JOIN_ROWS, "BLOCK_D": forward.JOIN_WIDTH, "WIDTH": 64}),
+        "rows": (rows, {"BLOCK_N": rows.BLOCK_ROWS, "BLOCK_D": rows.BLOCK_WIDTH, "WIDTH": 320}),
+        "logit_gradients": (
+            chunked, {"BLOCK_N": chunked.BLOCK_ROWS, "BLOCK_V": chunked.BLOCK_ITEMS, "ACCURATE": dtype == "fp32"},
+        ),
+    }[name]  # fmt: skip
+    kernel = getattr(module, f"linear_cross_entropy_{name}_kernel")
+    types = {**POINTERS, **dict.fromkeys(("hidden", "weight", "clean", "gradients"), f"*{dtype}"), "products": "*fp32"}
+    types |= {"target": "*i32" if name == "logit_gradients" else "*i64", "items": "*i32"}
+    types |= dict.fromkeys((*SIZES, *ALIGNED), "i32") | dict.fromkeys(("inverse_temperature", "softcap"), "fp32")
+    signature = {argument: types[argument] for argument in kernel.arg_names if argument not in constants}
     used = compile_kernel(kernel, signature, constants, arch=arch, divisible=ALIGNED)
     assert used.spills == 0, str(used)
 
