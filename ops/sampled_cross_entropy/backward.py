@@ -36,8 +36,8 @@ from jagged.ops.sampled_cross_entropy.tiles import block_tile_of, item_tile_of
 # Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
 # it meets, so few ranges are worth memory.
 ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
-# Of one entry while it is sorted: the item before and after, its place, and the sort's own copies.
-ENTRY_BYTES = 28
+# Of one entry while it is sorted: the item before and after, its place, and the sort's own copies of both.
+ENTRY_BYTES = 36
 # Entries of an item that one program adds up.
 CHUNK = 1024
 # Rows of a shared draw that one program adds up.

@@ -572,6 +572,8 @@ def call(negatives: Any = NEGATIVES, hidden: Tensor = HIDDEN, weight: Tensor = W
         (call(NEGATIVES.float()), TypeError, "negatives: expected dtype int64, int32"),
         (call(NEGATIVES.to("meta")), ValueError, "negatives: expected the device of hidden"),
         (call(negative_log_q=ROW), ValueError, r"negative_log_q: expected the shape of negatives, \[3, 2\], got \[3\]"),
+        (call(negative_log_q=NEGATIVES.float()), ValueError, "negative_log_q: is not used with correction='none'"),
+        (call(weight=WEIGHT[:1].expand(2**31, 4)), ValueError, "weight: expected fewer than 2\\^31 items"),
         (call(target_log_q=ROW), ValueError, "target_log_q: is used with correction='both' alone"),
         (call(target_log_q=ROW[:2], correction="both"), ValueError, r"target_log_q: expected shape \[3\]"),
         (call(sample_weight=ROW[:2]), ValueError, r"sample_weight: expected shape \[3\]"),
