@@ -230,11 +230,11 @@ def test_around_the_tiles(place: Place, rows_per_draw: int, dtype: torch.dtype, 
 
 def test_logits_far_from_zero(place: Place) -> None:
     """Every logit of a row near the same far value: sums neither overflow nor vanish, and nothing masked leaks in."""
-    for level, rows_per_draw in ((-3e4, 1), (3e4, 1), (3e4, None)):
-        hidden, weight = inputs_of(17, 20, 3, torch.float32)
-        hidden = torch.cat([hidden, torch.full((17, 1), level, device=place.device)], 1)
+    for level, rows, rows_per_draw in ((-3e4, 4, 1), (3e4, 4, 1), (3e4, 17, None)):
+        hidden, weight = inputs_of(rows, 20, 3, torch.float32)
+        hidden = torch.cat([hidden, torch.full((rows, 1), level, device=place.device)], 1)
         weight = torch.cat([weight, torch.ones(20, 1, device=place.device)], 1)
-        target = targets_of(17, 20)
+        target = targets_of(rows, 20)
         check(place, [hidden, weight], target, negatives_of("uniform", target, 5, 20, 1, rows_per_draw), reduction="sum")
 
 
@@ -261,9 +261,10 @@ def test_memory_is_walked_in_pieces(place: Place, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("options", [{}, {"positive": "outside"}, {"loss": "refined", "correction": "negatives"}])
 def test_rows_without_a_negative(place: Place, rows_per_draw: int | None, options: dict[str, Any]) -> None:
     """The positive alone: no loss and no gradient, with renormalising too."""
-    inputs = inputs_of(16, 9, 4, torch.float32)
-    target = torch.full((16,), 3, device=place.device)
-    ids = torch.full((5,) if rows_per_draw is None else (16, 5), 3, device=place.device)
+    rows = 16 if rows_per_draw is None else 3
+    inputs = inputs_of(rows, 9, 4, torch.float32)
+    target = torch.full((rows,), 3, device=place.device)
+    ids = torch.full((5,) if rows_per_draw is None else (rows, 5), 3, device=place.device)
     for renormalise in (False, True):
         for part in run(place, inputs, target, ids, renormalise=renormalise, **options):
             assert not part.any()
@@ -275,9 +276,11 @@ def test_rows_without_a_negative(place: Place, rows_per_draw: int | None, option
 
 @pytest.mark.parametrize("rows_per_draw", [1, None])
 def test_ignored_rows_may_hold_anything(place: Place, rows_per_draw: int | None) -> None:
-    (hidden, weight), target = inputs_of(20, 9, 4, torch.float32), targets_of(20, 9, ignored=0.3)
+    rows = 20 if rows_per_draw is None else 7
+    (hidden, weight), target = inputs_of(rows, 9, 4, torch.float32), targets_of(rows, 9)
+    target[2:5] = -100
     ignored = target == -100
-    sample_weight = torch.ones(20, device=place.device)
+    sample_weight = torch.ones(rows, device=place.device)
     negatives = negatives_of("uniform", target, 5, 9, 2, rows_per_draw).given
     for loss in ("softmax", "bce"):
         results = []
@@ -340,7 +343,7 @@ def test_unknown_items_reach_no_foreign_memory(place: Place, rows_per_draw: int,
 @pytest.mark.parametrize("options", [{}, {"loss": "refined", "correction": "negatives"}])
 def test_filter(place: Place, rows_per_draw: int | None, options: dict[str, Any]) -> None:
     """Nothing is left out at 0, everything above 1; between them the gradient stays within its bound."""
-    rows, items, count, scale = 17, 30, 12, 4.0
+    rows, items, count, scale = 17 if rows_per_draw is None else 6, 20, 12, 4.0
     inputs, target = inputs_of(rows, items, 8, torch.float32), targets_of(rows, items)
     negatives = negatives_of("uniform", target, count, items, 5, rows_per_draw).given
     weights = torch.linspace(0.1, 2, rows, device=place.device)
@@ -371,7 +374,7 @@ def test_filter(place: Place, rows_per_draw: int | None, options: dict[str, Any]
 @pytest.mark.parametrize("rows_per_draw", [1, None])
 def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, dtype: torch.dtype) -> None:
     """Products in the low dtype, gradients in float32 without its rounding, small ones of float16 included."""
-    rows, items = 40, 20
+    rows, items = 40 if rows_per_draw is None else 9, 20
     hidden, weight = inputs_of(rows, items, 16, torch.float32)
     target = targets_of(rows, items)
     negatives = negatives_of("uniform", target, 9, items, 3, rows_per_draw)
