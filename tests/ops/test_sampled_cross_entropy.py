@@ -82,6 +82,8 @@ def negatives_of(kind: str, target: Tensor, count: int, items: int, seed: int, r
         )
         shared = (ids[0], log_q[0]) if rows_per_draw is None else (ids, log_q)
         arguments = {"negative_log_q": shared[1], "target_log_q": target_log_q}
+        # As many blocks as there are lists, of equal length but for the last.
+        per_draw = -(-rows // max(1, draws))
         expanded = (x.repeat_interleave(per_draw, 0)[:rows] for x in (ids, log_q))
         return Negatives(shared[0], *expanded, target_log_q, arguments)
     draw = draw_of(kind, count, items, seed, rows_per_draw)
@@ -92,7 +94,8 @@ def negatives_of(kind: str, target: Tensor, count: int, items: int, seed: int, r
             assert draw.log_q is not None
             return draw.log_q[ids]
         if kind == "log_uniform":
-            return (((ids.double() + 2) / (ids.double() + 1)).log() / math.log(items + 1)).log()
+            # log((k + 2) / (k + 1)), without the quotient's rounding.
+            return ((1 / (ids.double() + 1)).log1p() / math.log(items + 1)).log()
         return torch.full(ids.shape, -math.log(items), dtype=torch.float64, device=ids.device)
 
     return Negatives(draw, ids, log_q_of(ids), log_q_of(targets), {})
