@@ -205,7 +205,7 @@ def log_uniform_scale(num_items: int) -> int:
 
 
 def feistel_bits(num_items: int) -> int:
-    """Return the bits of half an id, so that two halves reach every item, and fewer than four times as many numbers."""
+    """Return the bits of half an id, so that two halves reach every item, and at most 64 or four times as many numbers."""
     return max(FEISTEL_BITS, cdiv((num_items - 1).bit_length(), 2))
 
 
