@@ -36,8 +36,8 @@ from jagged.ops.sampled_cross_entropy.tiles import block_tile_of, item_tile_of
 # Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
 # it meets, so few ranges are worth memory.
 ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
-# Of one entry while it is sorted: the item before and after, its place, and the sort's own copies.
-ENTRY_BYTES = 28
+# Of one entry while it is sorted: the item before and after, its place, and the sort's own copies of both.
+ENTRY_BYTES = 36
 # Entries of an item that one program adds up.
 CHUNK = 1024
 # Rows of a shared draw that one program adds up.
@@ -344,30 +344,29 @@ def _weight_gradient(call: dict[str, Any], dtype: torch.dtype) -> Tensor:
     units = min(num_units, max(1, ENTRY_BYTES_AT_MOST // unit_bytes))
     is_whole = units == num_units
     grad_weight = torch.zeros(num_items, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)
-    call = {**call, "rows_per_unit": per_unit, "grad_weight": grad_weight}
-    items = torch.arange(num_items + 1, dtype=torch.int32, device=hidden.device)
-    if shares:
-        needs_scale = hidden.dtype == torch.float16
-        valid = call["target"] != call["ignore_index"]
-        call["inverse_scale"] = inverse_scale_of(valid, call["grad_statistic"]) if needs_scale else None
+    call = {**call, "rows_per_unit": per_unit, "grad_weight": grad_weight, "ADDS": not is_whole, "inverse_scale": None}
+    if shares and hidden.dtype == torch.float16:
+        call["inverse_scale"] = inverse_scale_of(call["target"] != call["ignore_index"], call["grad_statistic"])
     for first_unit in range(0, num_units, units):
         last_unit = min(first_unit + units, num_units)
-        first_row, last_row = (
-            min(num_rows, unit // parts * per_draw + unit % parts * per_unit) for unit in (first_unit, last_unit)
-        )
-        num_pairs = (last_unit - first_unit) * count
-        num_entries = num_pairs + last_row - first_row
-        keys = torch.empty(num_entries, dtype=torch.int32, device=hidden.device)
-        call |= {"keys": keys, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs}
-        launch(
-            sampled_keys_kernel, (last_unit - first_unit, cdiv(count, KEY_BLOCK)), call, UNITS_ARE_ROWS=not shares,
-            BLOCK=KEY_BLOCK,
-        )  # fmt: skip
-        call["sums"] = _sums(call, last_unit - first_unit) if shares else None
-        keys, entries = torch.sort(keys, stable=True)
-        call |= {"entries": entries, "entry_offsets": torch.searchsorted(keys, items, out_int32=True)}
-        _add_entries(call, num_entries, is_whole)
+        rows = [min(num_rows, unit // parts * per_draw + unit % parts * per_unit) for unit in (first_unit, last_unit)]
+        _add_range(call, first_unit, last_unit - first_unit, *rows)
     return grad_weight.to(dtype)
+
+
+def _add_range(call: dict[str, Any], first_unit: int, num_units: int, first_row: int, last_row: int) -> None:
+    """Draw the entries of a range of units, sort them by item, and add each item's to its gradient."""
+    hidden, count, shares = call["hidden"], call["num_negatives"], shares_gathers(call["rows_per_draw"])
+    num_pairs = num_units * count
+    call = {**call, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs}
+    keys = torch.empty(num_pairs + last_row - first_row, dtype=torch.int32, device=hidden.device)
+    grid = num_units, cdiv(count, KEY_BLOCK)
+    launch(sampled_keys_kernel, grid, {**call, "keys": keys}, UNITS_ARE_ROWS=not shares, BLOCK=KEY_BLOCK)
+    keys, call["entries"] = torch.sort(keys, stable=True)
+    items = torch.arange(call["num_items"] + 1, dtype=torch.int32, device=hidden.device)
+    call["entry_offsets"] = torch.searchsorted(keys, items, out_int32=True)
+    call["sums"] = _sums(call, num_units) if shares else None
+    _add_entries(call, keys.shape[0])
 
 
 def _sums(call: dict[str, Any], num_units: int) -> Tensor:
@@ -380,13 +379,13 @@ def _sums(call: dict[str, Any], num_units: int) -> Tensor:
     return sums
 
 
-def _add_entries(call: dict[str, Any], num_entries: int, is_whole: bool) -> None:
+def _add_entries(call: dict[str, Any], num_entries: int) -> None:
     """Add sorted entries to the gradients of their items."""
     width, tile = call["WIDTH"], item_tile_of(call["WIDTH"])
     # Chunks that are not the first of their item, counted as if every item had all its entries in common.
     others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
     first_sums, other_sums = call["statistic"].new_empty(2, others, width).unbind()
-    arguments = call | {"num_entries": num_entries, "first_sums": first_sums, "other_sums": other_sums, "ADDS": not is_whole}
+    arguments = call | {"num_entries": num_entries, "first_sums": first_sums, "other_sums": other_sums}
     launch(
         sampled_items_kernel, (others + call["num_items"], columns), arguments, CHUNK=CHUNK, BLOCK_E=tile.negatives,
         BLOCK_D=tile.columns, num_warps=tile.num_warps,

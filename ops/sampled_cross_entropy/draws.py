@@ -32,7 +32,7 @@ EXP2 = tuple(int(math.log(2) ** power / math.factorial(power) * 2**32) for power
 KINDS = ("given", "uniform", "permuted", "log_uniform", "popularity")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Draw:
     """How negatives are drawn; `sampled_linear_cross_entropy` draws them where it needs them and keeps none.
 
@@ -108,7 +108,7 @@ def source_of(draw: Draw, num_rows: int, num_items: int, device: torch.device) -
                 "draw fewer, or with replacement=True"
             )
     if num_items >= 2**31:
-        raise ValueError(f"weight: draws reach fewer than 2^31 items, got {num_items}; pass the ids of the negatives")
+        raise ValueError(f"num_items: draws reach fewer than 2^31 items, got {num_items}")
     check_tensor("Draw.seed", draw.seed, "[1]", (torch.int64,))
     tables = {"alias_probability": torch.float32, "alias": torch.int32, "log_q": torch.float32}
     for name, dtype in tables.items():
@@ -205,7 +205,7 @@ def log_uniform_scale(num_items: int) -> int:
 
 
 def feistel_bits(num_items: int) -> int:
-    """Return the bits of half an id, so that two halves reach every item, and fewer than four times as many numbers."""
+    """Return the bits of half an id, so that two halves reach every item, and at most 64 or four times as many numbers."""
     return max(FEISTEL_BITS, cdiv((num_items - 1).bit_length(), 2))
 
 

@@ -252,8 +252,8 @@ def sampled_linear_cross_entropy(
         negatives: a `Draw`, or ids, int32 or int64: `[N, ns]` for each row, `[G, ns]` for each of G blocks of `ceil(N / G)`
             consecutive rows, `[ns]` for the batch. An id that is no item is masked; `JAGGED_VALIDATE=1` refuses it. An item
             that stands there twice counts twice.
-        negative_log_q: in the shape of the ids, float32: logarithms of the probabilities that one draw gives them. None means
-            uniform, `-log V`. A `Draw` knows its own.
+        negative_log_q: in the shape of the ids, float32: logarithms of the probabilities that one draw gives them, for a
+            correction. None means uniform, `-log V`. A `Draw` knows its own.
         target_log_q: `[N]`, float32: the same of the targets, for `correction="both"`; None as for the negatives.
         exclude: ids `[M]` and offsets `[N + 1]`: a list for each row of items that are no negatives of it, such as further
             positives or its history. Each negative is compared with the row's whole list.
@@ -273,7 +273,7 @@ def sampled_linear_cross_entropy(
         filter_eps: leave negatives out of both gradients where the derivative of the row's loss by their logit (the softmax
             probability, for refined times `1 - p`), times the row's weight, is below this. A row's gradient then errs by at
             most `scale * ns * filter_eps * max |weight_j|` times the factor between the row's weighted loss and what is
-            differentiated. None keeps all. For softmax and refined.
+            differentiated. The gradient of the log-sum-exp leaves out the same. None keeps all. For softmax and refined.
         return_lse: also return the logarithm of each row's denominator; it is differentiable. For softmax and refined.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
@@ -316,10 +316,11 @@ def sampled_linear_cross_entropy(
         source = source_of(negatives, num_rows, num_items, hidden.device)
     else:
         source = _given_source(negatives, negative_log_q, num_rows, hidden)
-    floats = {"target_log_q": target_log_q, "sample_weight": sample_weight}
-    for name, tensor in floats.items():
+    for name, tensor in (("target_log_q", target_log_q), ("sample_weight", sample_weight)):
         if tensor is not None:
             _check_rows(name, tensor, num_rows, hidden)
+    if negative_log_q is not None and correction == "none":
+        raise ValueError("negative_log_q: is not used with correction='none'; leave it out, or correct with it")
     if target_log_q is not None and correction != "both":
         raise ValueError(f"target_log_q: is used with correction='both' alone, got correction={correction!r}; leave it out")
     excluded, exclude_offsets = _check_exclude(exclude, num_rows, hidden)
@@ -402,6 +403,8 @@ def _check_tensors(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
         )
     if weight.shape[0] == 0:
         raise ValueError("weight: expected at least one item, got shape " + str(list(weight.shape)))
+    if weight.shape[0] >= 2**31:
+        raise ValueError(f"weight: expected fewer than 2^31 items, got {weight.shape[0]}; split the catalogue")
     if target.shape[0] != hidden.shape[0]:
         raise ValueError(
             f"target: expected shape [{hidden.shape[0]}], one item per row of hidden {list(hidden.shape)}, "

@@ -42,12 +42,13 @@ ROW_TILES: dict[int, RowTile] = {
     128: RowTile(32, 128, 4),
     256: RowTile(16, 256, 4),
 }
-# Gradient of the weights, one item a program: few entries an item, so few at a time.
+# Gradient of the weights, one item a program: few entries an item, so few at a time, and one warp, which waits for no other.
 ITEM_TILES: dict[int, RowTile] = {
     32: RowTile(32, 32, 1),
     64: RowTile(16, 64, 1),
-    128: RowTile(16, 128, 2),
-    256: RowTile(16, 256, 4),
+    128: RowTile(8, 128, 1),
+    256: RowTile(4, 256, 1),
+    512: RowTile(8, 256, 2),
 }
 # Bytes of an element: {width at most: tile}, for rows that share a draw.
 BLOCK_TILES: dict[int, dict[int, BlockTile]] = {

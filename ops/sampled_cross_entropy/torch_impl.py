@@ -89,7 +89,7 @@ def sampled_linear_cross_entropy_forward(
             span = chunk.rows
             kept[span] += _flat((chunk.logits > -torch.inf).sum(2), span)
             if is_bce:
-                total[span] += _flat(F.softplus(chunk.logits).sum(2), span)
+                total[span] += _flat(_softplus(chunk.logits).sum(2), span)
                 if with_direction:
                     direction[span] += _flat(chunk.logits.sigmoid() @ chunk.items, span)
                 continue
@@ -117,7 +117,7 @@ def _row_results(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     has_negatives = known & (kept > 0)
     if rules.loss == "bce":
-        loss = total + rules.positive_weight * F.softplus(-logit)
+        loss = total + rules.positive_weight * _softplus(-logit)
         lse = torch.zeros_like(loss)
         share, pull = torch.ones_like(loss), -rules.positive_weight * torch.sigmoid(-logit)
     else:
@@ -133,7 +133,7 @@ def _row_results(
         if rules.loss == "refined":
             loss = torch.where(has_negatives, share * difference, 0)
         elif rules.is_inside:
-            loss = F.softplus(difference)
+            loss = _softplus(difference)
         else:
             loss, share = torch.where(has_negatives, difference, 0), has_negatives.to(loss_dtype(logit.dtype))
         pull = -share
@@ -142,6 +142,11 @@ def _row_results(
     loss, lse = (torch.where(known, x, missing) for x in (loss, lse))
     statistic = torch.where(has_negatives, total, torch.inf)
     return loss, lse, statistic, share * known, torch.where(known, pull, 0)
+
+
+def _softplus(x: Tensor) -> Tensor:
+    # PyTorch's own threshold, 20, is for float32.
+    return F.softplus(x, threshold=40.0)
 
 
 def loss_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -193,7 +198,8 @@ def sampled_linear_cross_entropy_backward(
             grad_logit, grad_statistic = grad_logit + grad_lse * (1 - through), grad_statistic + grad_lse * through
         grad_logit, grad_statistic = (torch.where(known, x * scale, 0) for x in (grad_logit, grad_statistic))
         part = share if sample_weight is None else share * sample_weight.abs()
-        grad_weight = torch.zeros_like(weight, dtype=rows.dtype) if weight_grad_dtype else None
+        # An item that is drawn often is a long sum, one entry after the other: too long for float32.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float64) if weight_grad_dtype else None
         if filter_eps is not None:
             direction = torch.zeros_like(rows)
         if grad_weight is not None or filter_eps is not None:
@@ -223,6 +229,7 @@ def sampled_linear_cross_entropy_backward(
 
 
 def _add_rows(matrix: Tensor, index: Tensor, rows: Tensor) -> None:
+    rows = rows.to(matrix.dtype)
     # On a GPU index_add_ adds in any order, and index_put_ sorts first.
     if matrix.is_cuda:
         matrix.index_put_((index,), rows, accumulate=True)

@@ -82,6 +82,8 @@ def negatives_of(kind: str, target: Tensor, count: int, items: int, seed: int, r
         )
         shared = (ids[0], log_q[0]) if rows_per_draw is None else (ids, log_q)
         arguments = {"negative_log_q": shared[1], "target_log_q": target_log_q}
+        # As many blocks as there are lists, of equal length but for the last.
+        per_draw = -(-rows // max(1, draws))
         expanded = (x.repeat_interleave(per_draw, 0)[:rows] for x in (ids, log_q))
         return Negatives(shared[0], *expanded, target_log_q, arguments)
     draw = draw_of(kind, count, items, seed, rows_per_draw)
@@ -92,7 +94,8 @@ def negatives_of(kind: str, target: Tensor, count: int, items: int, seed: int, r
             assert draw.log_q is not None
             return draw.log_q[ids]
         if kind == "log_uniform":
-            return (((ids.double() + 2) / (ids.double() + 1)).log() / math.log(items + 1)).log()
+            # log((k + 2) / (k + 1)), without the quotient's rounding.
+            return ((1 / (ids.double() + 1)).log1p() / math.log(items + 1)).log()
         return torch.full(ids.shape, -math.log(items), dtype=torch.float64, device=ids.device)
 
     return Negatives(draw, ids, log_q_of(ids), log_q_of(targets), {})
@@ -230,11 +233,11 @@ def test_around_the_tiles(place: Place, rows_per_draw: int, dtype: torch.dtype, 
 
 def test_logits_far_from_zero(place: Place) -> None:
     """Every logit of a row near the same far value: sums neither overflow nor vanish, and nothing masked leaks in."""
-    for level, rows_per_draw in ((-3e4, 1), (3e4, 1), (3e4, None)):
-        hidden, weight = inputs_of(17, 20, 3, torch.float32)
-        hidden = torch.cat([hidden, torch.full((17, 1), level, device=place.device)], 1)
+    for level, rows, rows_per_draw in ((-3e4, 4, 1), (3e4, 4, 1), (3e4, 17, None)):
+        hidden, weight = inputs_of(rows, 20, 3, torch.float32)
+        hidden = torch.cat([hidden, torch.full((rows, 1), level, device=place.device)], 1)
         weight = torch.cat([weight, torch.ones(20, 1, device=place.device)], 1)
-        target = targets_of(17, 20)
+        target = targets_of(rows, 20)
         check(place, [hidden, weight], target, negatives_of("uniform", target, 5, 20, 1, rows_per_draw), reduction="sum")
 
 
@@ -261,9 +264,10 @@ def test_memory_is_walked_in_pieces(place: Place, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("options", [{}, {"positive": "outside"}, {"loss": "refined", "correction": "negatives"}])
 def test_rows_without_a_negative(place: Place, rows_per_draw: int | None, options: dict[str, Any]) -> None:
     """The positive alone: no loss and no gradient, with renormalising too."""
-    inputs = inputs_of(16, 9, 4, torch.float32)
-    target = torch.full((16,), 3, device=place.device)
-    ids = torch.full((5,) if rows_per_draw is None else (16, 5), 3, device=place.device)
+    rows = 16 if rows_per_draw is None else 3
+    inputs = inputs_of(rows, 9, 4, torch.float32)
+    target = torch.full((rows,), 3, device=place.device)
+    ids = torch.full((5,) if rows_per_draw is None else (rows, 5), 3, device=place.device)
     for renormalise in (False, True):
         for part in run(place, inputs, target, ids, renormalise=renormalise, **options):
             assert not part.any()
@@ -275,9 +279,11 @@ def test_rows_without_a_negative(place: Place, rows_per_draw: int | None, option
 
 @pytest.mark.parametrize("rows_per_draw", [1, None])
 def test_ignored_rows_may_hold_anything(place: Place, rows_per_draw: int | None) -> None:
-    (hidden, weight), target = inputs_of(20, 9, 4, torch.float32), targets_of(20, 9, ignored=0.3)
+    rows = 20 if rows_per_draw is None else 7
+    (hidden, weight), target = inputs_of(rows, 9, 4, torch.float32), targets_of(rows, 9)
+    target[2:5] = -100
     ignored = target == -100
-    sample_weight = torch.ones(20, device=place.device)
+    sample_weight = torch.ones(rows, device=place.device)
     negatives = negatives_of("uniform", target, 5, 9, 2, rows_per_draw).given
     for loss in ("softmax", "bce"):
         results = []
@@ -340,7 +346,7 @@ def test_unknown_items_reach_no_foreign_memory(place: Place, rows_per_draw: int,
 @pytest.mark.parametrize("options", [{}, {"loss": "refined", "correction": "negatives"}])
 def test_filter(place: Place, rows_per_draw: int | None, options: dict[str, Any]) -> None:
     """Nothing is left out at 0, everything above 1; between them the gradient stays within its bound."""
-    rows, items, count, scale = 17, 30, 12, 4.0
+    rows, items, count, scale = 17 if rows_per_draw is None else 6, 20, 12, 4.0
     inputs, target = inputs_of(rows, items, 8, torch.float32), targets_of(rows, items)
     negatives = negatives_of("uniform", target, count, items, 5, rows_per_draw).given
     weights = torch.linspace(0.1, 2, rows, device=place.device)
@@ -371,7 +377,7 @@ def test_filter(place: Place, rows_per_draw: int | None, options: dict[str, Any]
 @pytest.mark.parametrize("rows_per_draw", [1, None])
 def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, dtype: torch.dtype) -> None:
     """Products in the low dtype, gradients in float32 without its rounding, small ones of float16 included."""
-    rows, items = 40, 20
+    rows, items = 40 if rows_per_draw is None else 9, 20
     hidden, weight = inputs_of(rows, items, 16, torch.float32)
     target = targets_of(rows, items)
     negatives = negatives_of("uniform", target, 9, items, 3, rows_per_draw)
@@ -572,6 +578,8 @@ def call(negatives: Any = NEGATIVES, hidden: Tensor = HIDDEN, weight: Tensor = W
         (call(NEGATIVES.float()), TypeError, "negatives: expected dtype int64, int32"),
         (call(NEGATIVES.to("meta")), ValueError, "negatives: expected the device of hidden"),
         (call(negative_log_q=ROW), ValueError, r"negative_log_q: expected the shape of negatives, \[3, 2\], got \[3\]"),
+        (call(negative_log_q=NEGATIVES.float()), ValueError, "negative_log_q: is not used with correction='none'"),
+        (call(weight=WEIGHT[:1].expand(2**31, 4)), ValueError, "weight: expected fewer than 2\\^31 items"),
         (call(target_log_q=ROW), ValueError, "target_log_q: is used with correction='both' alone"),
         (call(target_log_q=ROW[:2], correction="both"), ValueError, r"target_log_q: expected shape \[3\]"),
         (call(sample_weight=ROW[:2]), ValueError, r"sample_weight: expected shape \[3\]"),

@@ -64,7 +64,7 @@ def sampled_linear_cross_entropy(
     if loss in ("bce", "gbce"):
         alpha = count / (num_items - 1) if num_items > 1 else 1.0
         beta = alpha * (gbce_t * (1 - 1 / alpha) + 1 / alpha) if loss == "gbce" else 1.0
-        rows = beta * F.softplus(-positive_logit) + torch.where(kept, F.softplus(negative), 0).sum(1)
+        rows = beta * -F.logsigmoid(positive_logit) - torch.where(kept, F.logsigmoid(-negative), 0).sum(1)
         lse = torch.zeros_like(rows)
     else:
         masked = negative.masked_fill(~kept, -1e30)
