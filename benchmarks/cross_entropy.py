@@ -30,7 +30,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,7 +87,8 @@ FULL = {
     (8192, 100_000, 64): {"forward": 0.34, "both": 1.45, "memory": 16.0},
     (8192, 256_000, 2304): {"forward": 17.0, "both": 62.0, "memory": 350.0},
 }
-FULL_METHODS = ("jagged", "jagged_fused", "jagged_chunked", "cut", "liger", "compiled", "eager")
+# cut-cross-entropy last: its locks may wait for ever, and what was measured before is saved.
+FULL_METHODS = ("jagged", "jagged_fused", "jagged_chunked", "liger", "compiled", "eager", "cut")
 FILTER_METHODS = ("jagged", "jagged_filtered", "cut", "cut_filtered")
 # How many times as fast a backward pass is asked to be with a filter.
 FILTER_ASKED = 1.8
@@ -207,8 +208,8 @@ def flops(size: Size, family: str) -> dict[str, int]:
     return {"forward": 2 * products, "backward": 4 * products, "both": 6 * products}
 
 
-def measure(case: Case, device: str, time_it: Timer) -> dict[str, Any]:
-    """Check each method, and time those that are right."""
+def measure(case: Case, device: str, time_it: Timer, keep: Callable[[dict[str, Any]], Any] = lambda row: None) -> dict[str, Any]:
+    """Check each method, and time those that are right; `keep` what there is after each."""
     w = Workload(case.size, device)
     itemsize = DTYPES[case.size.dtype].itemsize
     row: dict[str, Any] = {
@@ -223,13 +224,15 @@ def measure(case: Case, device: str, time_it: Timer) -> dict[str, Any]:
     if "jagged" in case.methods and not case.size.k:
         size, dtype = case.size, DTYPES[case.size.dtype]
         row["strategy"] = linear_cross_entropy_strategy(size.rows, size.items, size.width, dtype)._asdict()
-    if case.size.k:
-        return row | {name: measure_topk(name, w, time_it) for name in case.methods}
     expected: dict[str, tuple[Tensor, ...]] = {}
     known: dict[str, Any] = {}
     for name in case.methods:
-        row[name] = measure_method(METHODS[name], w, expected, known, case.ways, time_it)
+        if case.size.k:
+            row[name] = measure_topk(name, w, time_it)
+        else:
+            row[name] = measure_method(METHODS[name], w, expected, known, case.ways, time_it)
         release(w)
+        keep(row)
     return row
 
 
@@ -359,8 +362,6 @@ def measure_topk(name: str, w: Workload, time_it: Timer) -> dict[str, Any]:
         return figures | {"forward": {**microseconds, "tflop_per_s": rate}}
     except Exception as error:
         return {**figures, "failed": _reason(error)}
-    finally:
-        release(w)
 
 
 def topk_accuracy(w: Workload, scores: Tensor, ids: Tensor, *, exact: bool) -> dict[str, float]:
@@ -452,12 +453,16 @@ def run(
     """Measure every case of a part after the `former` rows; print, and hand on for saving, as it goes."""
     rows: dict[str, Any] = dict(former or {})
     result: dict[str, Any] = {"rows": rows, "summary": summary(title, rows)}
-    for name, case in part.items():
-        begun = time.perf_counter()
-        rows[name] = row = measure(case, device, time_it)
-        print(f"{title}, {name} ({time.perf_counter() - begun:.1f} s): {_line(row)}", flush=True)
+
+    def keep(row: dict[str, Any]) -> None:
+        rows[name] = row
         result["summary"] = summary(title, rows)
         saved(result)
+
+    for name, case in part.items():
+        begun = time.perf_counter()
+        row = measure(case, device, time_it, keep)
+        print(f"{title}, {name} ({time.perf_counter() - begun:.1f} s): {_line(row)}", flush=True)
     # In the order of the parts, whichever cases were measured last.
     order = [name for name in {**parts(), **cpu_parts()}.get(title, {}) if name in rows]
     result["rows"] = {**{name: rows[name] for name in order}, **rows}
@@ -507,6 +512,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
     parser.add_argument("--cases", nargs="+", help="cases whose name has one of these; others that the result file has stay")
+    parser.add_argument("--without", nargs="+", default=[], choices=[*METHODS, "plain"], help="methods to leave out")
     parser.add_argument("--seconds", type=float, default=0.5, help="a direction of a method on a CPU")
     options = parser.parse_args()
     device = options.device
@@ -525,6 +531,9 @@ def main() -> None:
         found = {title: part for title, part in chosen.items() if part}
         if not found:
             parser.error(f"--cases: no case has {' or '.join(map(repr, options.cases))} in its name")
+    for part in found.values():
+        for name, case in part.items():
+            part[name] = replace(case, methods=tuple(method for method in case.methods if method not in options.without))
     if device == "cpu":
         torch.set_num_threads(2)
     time_it: Timer = functools.partial(time_on_cpu, seconds=options.seconds) if device == "cpu" else time_on_gpu

@@ -341,7 +341,8 @@ def cross_entropy_methods(result: dict[str, Any], path: Path) -> None:
                     axis.annotate("no", (x, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=6, color="#777777")
                     continue
                 axis.bar(x, number, 0.72 / len(present), color=CROSS_ENTROPY_COLOURS[who])
-                axis.annotate(f"{number:.3g}", (x, number), ha="center", va="bottom", fontsize=6, rotation=90)
+                text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+                axis.annotate(text, (x, number), ha="center", va="bottom", fontsize=6, rotation=90)
             if bound := row["asked"].get(key):
                 axis.hlines(bound, place - 0.45, place + 0.45, color="black", linewidth=0.9, linestyle="--")
         axis.set_yscale("log")
@@ -381,11 +382,18 @@ def cross_entropy_scaling(result: dict[str, Any], path: Path) -> None:
             if copy:
                 axes[0][column].plot(x, [size / copy / 1e6 for size in sizes], "--", color="black", linewidth=0.9)
         axes[1][column].set_xlabel(label, fontsize=8)
+        ticks = sorted({row["along"][1] for row in along})
+        for axis in axes[:, column]:
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=7)
+            axis.set_xticks([], minor=True)
+            # Less than a decade of numbers would have no labels.
+            low, high = axis.get_ylim()
+            axis.set_ylim(low / 2, max(high * 2, low * 30))
     for row_of_axes, label in zip(axes, ("both passes, milliseconds", "peak memory of both passes, MB"), strict=True):
         row_of_axes[0].set_ylabel(label, fontsize=8)
         for axis in row_of_axes:
-            axis.set_xscale("log")
-            axis.set_yscale("log")
             axis.tick_params(labelsize=7)
             axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Line2D([], [], color=colour, marker="o", markersize=3) for colour, _ in colours.values()]

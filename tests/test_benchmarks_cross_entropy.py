@@ -289,12 +289,34 @@ def test_cases_that_are_chosen_join_the_others(monkeypatch: pytest.MonkeyPatch, 
     plain, _, best = tiny
     assert second["cpu"]["rows"][plain] == first["cpu"]["rows"][plain]
     assert second["cpu"]["rows"][best] != first["cpu"]["rows"][best]
+    third = saved("--without", "eager", "plain")
+    assert ["eager" in third["cpu"]["rows"][plain], "plain" in third["cpu"]["rows"][best]] == [False, False]
+    assert all("failed" not in row["jagged"] for name, row in third["cpu"]["rows"].items() if name in (plain, best))
     with pytest.raises(SystemExit):
         saved("--cases", "no such case")
     with pytest.raises(SystemExit):
         saved("--only", "full")
     for name in tables.CROSS_ENTROPY_PAGES:
         assert "512 x 20,000 x 64" in tables.cross_entropy_page(first, name)
+
+
+def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def cut_off(w: Workload) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(METHODS, "eager", METHODS["eager"]._replace(make=cut_off))
+    left: list[dict[str, Any]] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            "full",
+            {"small": Case(Size(24, 200, 8, "fp32"), ("jagged", "liger", "eager"))},
+            "cpu",
+            at_once,
+            {"former": {}},
+            lambda result: left.append(json.loads(json.dumps(result))),
+        )
+    assert left[-1]["rows"].keys() == {"former", "small"}
+    assert "both" in left[-1]["rows"]["small"]["liger"]
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +361,7 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "2. needs more than 110 GB" in page
     assert f"| {name} | 64 | 32 | 32 | 32 | 32 | 32 | - |" in page
     assert "6 of 9 bounds kept; missed: 25,600 x 1,000,000 x 256, forward (2.00 times); " in page
-    assert f"- {name}, jagged: 1.00 times as fast with a filter; gradients of hidden states and weights off by 0 and 0 " in page
+    assert f"- {name}, jagged, filtered: 1.00 times as fast; gradients of hidden states and weights off by 0 and 0 " in page
     # A byte of the gradients in a nanosecond over a thousand: 8 numbers of 2 bytes for 224 rows.
     assert "| all items, width 32 | forward and backward | 3.58e-06 |" in page
     assert "negatives, width" not in page
