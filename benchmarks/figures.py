@@ -16,6 +16,7 @@ import torch
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.attention_cases import Mask
 from benchmarks.common import ROOT
@@ -394,6 +395,7 @@ def cross_entropy_scaling(result: dict[str, Any], path: Path) -> None:
     for row_of_axes, label in zip(axes, ("both passes, milliseconds", "peak memory of both passes, MB"), strict=True):
         row_of_axes[0].set_ylabel(label, fontsize=8)
         for axis in row_of_axes:
+            axis.yaxis.set_minor_formatter(NullFormatter())
             axis.tick_params(labelsize=7)
             axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Line2D([], [], color=colour, marker="o", markersize=3) for colour, _ in colours.values()]

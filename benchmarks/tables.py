@@ -481,8 +481,8 @@ def _cross_entropy_filter(part: dict[str, Any]) -> list[str]:
         for who, ratio in ratios.items():
             apart = part["rows"][name][f"{who}_filtered"]["difference"]
             lines.append(
-                f"- {name}, {CROSS_ENTROPY[f'{who}_filtered']}: {ratio:.2f} times as fast; gradients of hidden states and weights "
-                f"off by {apart['hidden']:.2g} and {apart['weight']:.2g} of the norm of our exact ones"
+                f"- {name}, {CROSS_ENTROPY[f'{who}_filtered']}: {ratio:.2f} times as fast; gradients of hidden states and "
+                f"weights off by {apart['hidden']:.2g} and {apart['weight']:.2g} of the norm of our exact ones"
             )
     return ["\n".join(lines)] if lines else []
 
