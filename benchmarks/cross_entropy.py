@@ -2,6 +2,7 @@
 
     python -m benchmarks.cross_entropy                                    # every part
     python -m benchmarks.cross_entropy --only full --cases 256000         # cases whose name has this; others in the file stay
+    python -m benchmarks.cross_entropy --only full --without cut liger    # what these gave before stays
     python -m benchmarks.cross_entropy --device cpu                       # two threads, small sizes
 
 `full`: three sizes, our ways of a backward pass beside cut-cross-entropy, Liger, `torch.compile` and plain PyTorch. `filter`: the
@@ -462,7 +463,9 @@ def run(
     result: dict[str, Any] = {"rows": rows, "summary": summary(title, rows)}
 
     def keep(row: dict[str, Any]) -> None:
-        rows[name] = row
+        # What other methods gave before stays.
+        others = {who: of for who, of in rows.get(name, {}).items() if who in {**METHODS, **TOPK} and who not in case.methods}
+        rows[name] = {**row, **others}
         result["summary"] = summary(title, rows)
         saved(result)
 
@@ -474,7 +477,8 @@ def run(
     order = [name for name in {**parts(), **cpu_parts()}.get(title, {}) if name in rows]
     result["rows"] = {**{name: rows[name] for name in order}, **rows}
     for name, ratios in result["summary"].items():
-        print(f"{title}, {name}: {', '.join(f'{who} {ratio:.2f} times as fast' for who, ratio in ratios.items())}", flush=True)
+        said = ", ".join(f"{who} {ratio:.2f} times as fast" for who, ratio in ratios.items())
+        print(f"{title}, {name}: {said}; asked {FILTER_ASKED}", flush=True)
     return result
 
 
@@ -518,7 +522,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
-    parser.add_argument("--cases", nargs="+", help="cases whose name has one of these; others that the result file has stay")
+    parser.add_argument(
+        "--cases", nargs="+", help="cases whose name has one of these, commas aside; others that the result file has stay"
+    )
     parser.add_argument("--without", nargs="+", default=[], choices=[*METHODS, "plain"], help="methods to leave out")
     parser.add_argument("--seconds", type=float, default=0.5, help="a direction of a method on a CPU")
     options = parser.parse_args()
@@ -532,7 +538,7 @@ def main() -> None:
         found = {title: part for title, part in found.items() if title in options.only}
     if options.cases:
         chosen = {
-            title: {name: case for name, case in part.items() if any(words in name for words in options.cases)}
+            title: {name: case for name, case in part.items() if any(_plain(words) in _plain(name) for words in options.cases)}
             for title, part in found.items()
         }
         found = {title: part for title, part in chosen.items() if part}
@@ -550,16 +556,21 @@ def main() -> None:
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, MOST_BYTES / total))
-    others = other_parts("cross_entropy", facts) if options.only or options.cases else {}
+    others = other_parts("cross_entropy", facts) if options.only or options.cases or options.without else {}
     result = {"environment": facts, **others}
     begun = time.perf_counter()
     for title, part in found.items():
-        former = others.get(title, {}).get("rows", {}) if options.cases else {}
+        former = others.get(title, {}).get("rows", {}) if options.cases or options.without else {}
         result[title] = run(title, part, device, time_it, former, functools.partial(save_part, result, title))
         path = save("cross_entropy", result)
         print(f"--- {title}: {time.perf_counter() - begun:.0f} s since the start, saved in {path.relative_to(ROOT)}", flush=True)
     if failed := ours_failed({title: part for title, part in result.items() if title in found}):
         sys.exit("\n".join(["jagged failed:", *failed]))
+
+
+def _plain(name: str) -> str:
+    """A name without the commas of its numbers."""
+    return name.replace(",", "")
 
 
 def _installed(package: str) -> str | None:

@@ -82,6 +82,8 @@ class Workload:
         else:
             self.target = torch.randint(size.items, (size.rows,), generator=self.generator, device=device)
         self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
+        # With its index, which the operators compare.
+        self.device = hidden.device
         self.seed = torch.tensor([7], device=device)
 
     def _normal(self, rows: int) -> Tensor:
