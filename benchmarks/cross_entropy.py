@@ -250,9 +250,10 @@ def measure_method(
 
     `known` holds what float64 gave for the family. Peers fail in any way, which must not end the run.
     """
-    family, figures = method.family, {}
+    family = method.family
+    figures: dict[str, Any] = {}
     try:
-        if method.options is None and family not in expected:
+        if family not in expected and (method.options is None or method.approximates):
             return {"failed": "ours failed: nothing to compare with"}
         passes = Pass(w, method.make(w))
         found = passes.both()
@@ -278,7 +279,7 @@ def accuracy(w: Workload, method: Method, found: tuple[Tensor, ...], known: dict
     """Largest errors of our results against float64, beside those of plain products in the tested dtype.
 
     Raises:
-        ArithmeticError: an error of more than three times the latter and two roundings.
+        ArithmeticError: an error of more than three times the latter and two roundings, or 1e-5 of the largest number.
     """
     assert method.options is not None
     with torch.no_grad():
@@ -295,7 +296,9 @@ def accuracy(w: Workload, method: Method, found: tuple[Tensor, ...], known: dict
     for name in Checked._fields:
         right = getattr(exact, name).double()
         error, of_plain = (float((getattr(of, name).double() - right).abs().max()) for of in (ours, plain))
-        allowed = 3 * of_plain + 2 * torch.finfo(w.hidden.dtype).eps * float(right.abs().max())
+        # Of float32 numbers: an exponential of a large logit has an error of several roundings.
+        rounding = max(1e-5, 2 * torch.finfo(w.hidden.dtype).eps)
+        allowed = 3 * of_plain + rounding * float(right.abs().max())
         if not error <= allowed:
             raise ArithmeticError(f"wrong: {name} is off by {error:.3g}, allowed {allowed:.3g}")
         errors[name] = {"largest": error, f"plain_{w.size.dtype}": of_plain}

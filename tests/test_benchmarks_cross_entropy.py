@@ -386,3 +386,12 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     written = (tmp_path / "pages" / "cross_entropy.md").read_text()
     assert "(../../benchmarks/figures/cross_entropy-made-up.png)" in written
     assert "cross_entropy_scaling-made-up" not in written
+
+
+def test_nothing_is_compared_with_what_is_approximate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(w: Workload) -> Any:
+        raise RuntimeError("no")
+
+    monkeypatch.setitem(METHODS, "jagged", METHODS["jagged"]._replace(make=fails))
+    row = measure(Case(Size(24, 200, 8, "fp32"), ("jagged", "jagged_filtered", "eager")), "cpu", at_once)
+    assert row["jagged_filtered"] == row["eager"] == {"failed": "ours failed: nothing to compare with"}
