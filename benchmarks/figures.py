@@ -16,6 +16,7 @@ import torch
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 
 from benchmarks.attention_cases import Mask
 from benchmarks.common import ROOT
@@ -299,6 +300,120 @@ def _present(rows: dict[Any, dict[str, Any]]) -> list[str]:
     return [who for who in ATTENTION_COLOURS if any(who in row for row in rows.values())]
 
 
+CROSS_ENTROPY_COLOURS = {
+    "jagged": "#1f6f8b",
+    "jagged_fused": "#4a94ad",
+    "jagged_chunked": "#86bccd",
+    "cut": "#d1495b",
+    "liger": "#d9a066",
+    "compiled": "#8d99ae",
+    "eager": "#b9c4c9",
+}
+CROSS_ENTROPY_NAMES = {
+    "jagged_fused": "jagged, fused",
+    "jagged_chunked": "jagged, chunked",
+    "cut": "cut-cross-entropy",
+    "liger": "Liger",
+    "compiled": "torch.compile",
+    "eager": "PyTorch",
+}
+
+
+def cross_entropy_methods(result: dict[str, Any], path: Path) -> None:
+    """Time forward and of both passes, and memory, of each size by method, with what was asked."""
+    rows = result["full"]["rows"]
+    present = [who for who in CROSS_ENTROPY_COLOURS if any(who in row for row in rows.values())]
+    panels: dict[str, tuple[str, Callable[[dict[str, Any]], float | None]]] = {
+        "forward": ("forward, milliseconds", partial(_milliseconds, way="forward")),
+        "both": ("forward and backward, milliseconds", partial(_milliseconds, way="both")),
+        "memory": (
+            "both passes, MB beyond inputs and results",
+            lambda of: max(1.0, of["beyond_bytes_both"] / 1e6) if "beyond_bytes_both" in of else None,
+        ),
+    }
+    figure, axes = plt.subplots(len(panels), 1, figsize=(8.5, 9), layout="constrained", sharex=True)
+    for axis, (key, (title, value)) in zip(axes, panels.items(), strict=True):
+        for place, row in enumerate(rows.values()):
+            for k, who in enumerate(present):
+                x = place + (k - (len(present) - 1) / 2) * 0.8 / len(present)
+                number = value(row.get(who, {}))
+                if number is None:
+                    # A stump below the axis' numbers would look like a short time.
+                    axis.annotate("no", (x, 0.02), xycoords=("data", "axes fraction"), ha="center", fontsize=6, color="#777777")
+                    continue
+                axis.bar(x, number, 0.72 / len(present), color=CROSS_ENTROPY_COLOURS[who])
+                text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+                axis.annotate(text, (x, number), ha="center", va="bottom", fontsize=6, rotation=90)
+            if bound := row["asked"].get(key):
+                axis.hlines(bound, place - 0.45, place + 0.45, color="black", linewidth=0.9, linestyle="--")
+        axis.set_yscale("log")
+        axis.set_title(title, fontsize=9)
+        axis.margins(y=0.2)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xticks(range(len(rows)), list(rows), fontsize=8)
+    handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=CROSS_ENTROPY_COLOURS[who]) for who in present]
+    handles.append(plt.Line2D([], [], color="black", linestyle="--", linewidth=0.9))
+    names = [*(CROSS_ENTROPY_NAMES.get(who, who) for who in present), "asked"]
+    figure.legend(handles, names, loc="outside right upper", fontsize=8)
+    figure.suptitle(f"Cross-entropy over all items, N x V x D, bf16, {result['environment']['device']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def cross_entropy_scaling(result: dict[str, Any], path: Path) -> None:
+    """Time and memory of both passes along items, width and negatives, beside what the gradients alone take."""
+    rows = result["scaling"]["rows"].values()
+    axes_of = {"items": "items", "width": "width", "negatives": "negatives of a row"}
+    copy = result["environment"].get("copy_gb_per_s")
+    figure, axes = plt.subplots(2, len(axes_of), figsize=(11, 6.4), layout="constrained", squeeze=False)
+    colours = {"jagged": ("#1f6f8b", "all items"), "jagged_sampled": ("#d9a066", "sampled")}
+    for column, (axis_name, label) in enumerate(axes_of.items()):
+        along = [row for row in rows if row["along"][0] == axis_name]
+        for who, (colour, _) in colours.items():
+            points = sorted((row["along"][1], row) for row in along if "both" in row.get(who, {}))
+            times = [(x, row[who]["both"]["median"] / 1e3) for x, row in points]
+            peaks = [(x, row[who]["peak_bytes_both"] / 1e6) for x, row in points if "peak_bytes_both" in row[who]]
+            for axis, known in ((axes[0][column], times), (axes[1][column], peaks)):
+                if known:
+                    axis.plot(*zip(*known, strict=True), marker="o", markersize=3, linewidth=1.2, color=colour)
+        least = sorted({(row["along"][1], row["gradient_bytes"]) for row in along})
+        if least:
+            x, sizes = zip(*least, strict=True)
+            axes[1][column].plot(x, [size / 1e6 for size in sizes], "--", color="black", linewidth=0.9)
+            if copy:
+                axes[0][column].plot(x, [size / copy / 1e6 for size in sizes], "--", color="black", linewidth=0.9)
+        axes[1][column].set_xlabel(label, fontsize=8)
+        ticks = sorted({row["along"][1] for row in along})
+        for axis in axes[:, column]:
+            axis.set_xscale("log")
+            axis.set_yscale("log")
+            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=7)
+            axis.set_xticks([], minor=True)
+            # Less than a decade of numbers would have no labels.
+            low, high = axis.get_ylim()
+            axis.set_ylim(low / 2, max(high * 2, low * 30))
+    for row_of_axes, label in zip(axes, ("both passes, milliseconds", "peak memory of both passes, MB"), strict=True):
+        row_of_axes[0].set_ylabel(label, fontsize=8)
+        for axis in row_of_axes:
+            axis.yaxis.set_minor_formatter(NullFormatter())
+            axis.tick_params(labelsize=7)
+            axis.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Line2D([], [], color=colour, marker="o", markersize=3) for colour, _ in colours.values()]
+    handles.append(plt.Line2D([], [], color="black", linestyle="--", linewidth=0.9))
+    names = [*(name for _, name in colours.values()), "the gradients' bytes, and a copy of them"]
+    figure.legend(handles, names, loc="outside upper right", fontsize=8, ncols=3)
+    size = next(iter(rows))["size"]
+    machine = result["environment"]["device"]
+    figure.suptitle(f"Cross-entropy, {size['rows']:,} rows, {size['dtype']}, {machine}", fontsize=10, x=0.02, ha="left")
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _milliseconds(of: dict[str, Any], way: str) -> float | None:
+    median = of.get(way, {}).get("median")
+    return None if median is None else float(median) / 1e3
+
+
 # Of a sample of ten keys: what is drawn, the number of queries and what they see.
 MASKS = {
     "no mask": (10, Mask()),
@@ -373,6 +488,10 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         "attention_options": ("options", partial(attention_rates, "options")),
         "attention_biases": ("biases", attention_biases),
         "attention_cpu": ("cpu", partial(attention_rates, "cpu")),
+    },
+    "cross_entropy": {
+        "cross_entropy": ("full", cross_entropy_methods),
+        "cross_entropy_scaling": ("scaling", cross_entropy_scaling),
     },
 }
 

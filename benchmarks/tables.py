@@ -346,8 +346,180 @@ def _attention_memory(rows: dict[str, Any], *, inputs: bool) -> list[str]:
     return blocks
 
 
+CROSS_ENTROPY = {
+    "jagged": "jagged",
+    "jagged_fused": "jagged, fused",
+    "jagged_chunked": "jagged, chunked",
+    "jagged_filtered": "jagged, filtered",
+    "cut": "cut-cross-entropy, no filter",
+    "cut_filtered": "cut-cross-entropy, filtered",
+    "liger": "Liger",
+    "compiled": "`torch.compile`",
+    "eager": "PyTorch",
+    "jagged_sampled": "jagged, sampled",
+    "gathered": "PyTorch, gathered rows",
+    "plain": "products and `torch.topk`",
+}
+# Of each page: its parts, what is said of them, and the family whose rows it has (None for all of them).
+CROSS_ENTROPY_PAGES: dict[str, tuple[str | None, dict[str, str]]] = {
+    "cross_entropy": (
+        "all",
+        {
+            "full": "bfloat16, normal logits; rows are N x V x D:",
+            "filter": (
+                "The backward pass alone where gradients below 2^-12 are left out, on logits as after training (bfloat16, "
+                "N x V x D), asked to be 1.8 times as fast:"
+            ),
+            "scaling": "One size at a time, from 8,192 rows, 1,000,000 items and width 128 (bfloat16):",
+            "cpu": "float32, N x V x D:",
+        },
+    ),
+    "sampled_cross_entropy": (
+        "sampled",
+        {
+            "sampled": "float16, uniform negatives; rows are N x V x D and the negatives:",
+            "scaling": "One size at a time, from 8,192 rows, 1,000,000 items, width 128 and 511 negatives a row (bfloat16):",
+            "cpu": "float32, N x V x D:",
+        },
+    ),
+    "catalogue_topk": ("topk", {"topk": "bfloat16, 2,048 rows, 1,000,000 items, width 256:", "cpu": "float32, N x V x D:"}),
+}
+PAPERS = (
+    "The loss of one step, both passes, at the sizes of the CCE- paper (batch x length and negatives of each row; float16, "
+    "width 256, no padding): CE is PyTorch, CE- gathered rows, CCE and CCE- ours over all items and sampled:"
+)
+UNMEASURED = "No results yet: `python -m benchmarks.cross_entropy` measures them.\n"
+
+
+def cross_entropy_page(result: dict[str, Any], name: str, machine: str = "") -> str:
+    """Markdown of the parts of a result file that a page has: times, rates, memory, and how they stand to what is asked."""
+    facts = result["environment"]
+    limit = f" Products of bfloat16 matrices of 8192^3: {facts['bf16_matmul_tflops']:,.0f} TFLOP/s." if _on_gpu(facts) else ""
+    peers = [f"{title} {facts.get(key)}" for key, title in (("cut_cross_entropy", "cut-cross-entropy"), ("liger", "Liger"))]
+    blocks = [_machine(facts) + (f" {', '.join(peers)}." if _on_gpu(facts) else "") + limit]
+    if name == "cross_entropy":
+        for figure, words in (("cross_entropy", "Time and memory by method"), ("cross_entropy_scaling", "Time over sizes")):
+            if (ROOT / "figures" / f"{figure}-{machine}.png").exists():
+                blocks.append(f"![{words}](../../benchmarks/figures/{figure}-{machine}.png)")
+    family, titles = CROSS_ENTROPY_PAGES[name]
+    if name == "cross_entropy":
+        titles = {**titles, "papers": PAPERS}
+    for title, words in titles.items():
+        rows = {
+            key: row for key, row in result.get(title, {}).get("rows", {}).items() if title == "papers" or _is_of(row, family)
+        }
+        if rows:
+            blocks += [words, *_cross_entropy_times(rows, facts), *_cross_entropy_memory(rows)]
+            blocks += _cross_entropy_filter(result[title]) if title == "filter" else []
+            blocks += _cross_entropy_bounds(rows)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _is_of(row: dict[str, Any], family: str | None) -> bool:
+    found = "topk" if row["size"]["k"] else "sampled" if "jagged_sampled" in row else "all"
+    return found == family
+
+
+def _cross_entropy_times(rows: dict[str, Any], facts: dict[str, Any]) -> list[str]:
+    """A line for each direction of each case: milliseconds and TFLOP/s of useful work."""
+    notes: list[str] = []
+    present = [who for who in CROSS_ENTROPY if any(who in row for row in rows.values())]
+    asked = any(way in row["asked"] for row in rows.values() for way in BOTH)
+    bounds = any("along" in row for row in rows.values()) and "copy_gb_per_s" in facts
+    extra = [*(["asked"] if asked else []), *(["copy of the gradients"] if bounds else [])]
+    columns = ["", "", *extra, *(CROSS_ENTROPY[who] for who in present)]
+    lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
+    for name, row in rows.items():
+        ways = [way for way in BOTH if any(way in row.get(who, {}) for who in present)] or ["both"]
+        for way in ways:
+            bound = row["asked"].get(way)
+            cells = [name, BOTH[way], *([f"{bound:.3g}" if bound else ""] if asked else [])]
+            if bounds:
+                cells.append(f"{row['gradient_bytes'] / facts['copy_gb_per_s'] / 1e6:.3g}" if way == "both" else "")
+            cells += [_cross_entropy_cell(row.get(who), way, notes) for who in present]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines.append("\nMilliseconds, medians, and in parentheses TFLOP/s of useful work.")
+    return ["\n".join(lines), *(["\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])]
+
+
+BOTH = {"forward": "forward", "both": "forward and backward", "backward": "backward"}
+
+
+def _cross_entropy_cell(of: dict[str, Any] | None, way: str, notes: list[str]) -> str:
+    if of is None:
+        return ""
+    # A method that fails in one direction has the time of the other.
+    if way in of:
+        return _attention_cell({way: of[way]}, way, notes)
+    return _attention_cell(of, way, notes) if "failed" in of else ""
+
+
+def _cross_entropy_memory(rows: dict[str, Any]) -> list[str]:
+    """MB that both passes take beyond inputs and results; of the best items, beyond inputs."""
+    keys = ("beyond_bytes_both", "peak_bytes_forward")
+    key = next(
+        (key for key in keys if any(key in of for row in rows.values() for of in row.values() if isinstance(of, dict))), None
+    )
+    if key is None:
+        return []
+    present = [who for who in CROSS_ENTROPY if any(key in row.get(who, {}) for row in rows.values())]
+    asked = any("memory" in row["asked"] for row in rows.values())
+    columns = ["", *(["asked"] if asked else []), *(CROSS_ENTROPY[who] for who in present)]
+    lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
+    for name, row in rows.items():
+        cells = [name, *([f"{row['asked'].get('memory', 0):,.0f}"] if asked else [])]
+        cells += [f"{row[who][key] / 1e6:,.0f}" if key in row.get(who, {}) else "-" for who in present]
+        lines.append(f"| {' | '.join(cells)} |")
+    beyond = "beyond inputs and results, both passes" if key == keys[0] else "beyond inputs"
+    return [f"Peak memory {beyond}, MB:", "\n".join(lines)]
+
+
+def _cross_entropy_filter(part: dict[str, Any]) -> list[str]:
+    """How many times as fast, and how far off."""
+    lines = []
+    for name, ratios in part["summary"].items():
+        for who, ratio in ratios.items():
+            apart = part["rows"][name][f"{who}_filtered"]["difference"]
+            lines.append(
+                f"- {name}, {CROSS_ENTROPY[f'{who}_filtered']}: {ratio:.2f} times as fast; gradients of hidden states and "
+                f"weights off by {apart['hidden']:.2g} and {apart['weight']:.2g} of the norm of our exact ones"
+            )
+    return ["\n".join(lines)] if lines else []
+
+
+def _cross_entropy_bounds(rows: dict[str, Any]) -> list[str]:
+    """Which of the bounds our operators keep, and by what factor they miss the others."""
+    missed, kept = [], 0
+    for name, row in rows.items():
+        of = row.get("jagged", row.get("jagged_sampled", {}))
+        for way, bound in row["asked"].items():
+            if way == "memory":
+                took = of["beyond_bytes_both"] / 1e6 if "beyond_bytes_both" in of else None
+            else:
+                took = of[way]["median"] / 1e3 if way in of else None
+            if took is None or took > bound:
+                missed.append(f"{name}, {BOTH.get(way, way)} " + ("(failed)" if took is None else f"({took / bound:.2f} times)"))
+            else:
+                kept += 1
+    if not kept + len(missed):
+        return []
+    return [f"{kept} of {kept + len(missed)} bounds kept" + (f"; missed: {'; '.join(missed)}." if missed else ".")]
+
+
+def write_cross_entropy() -> None:
+    """Write the pages of cross-entropy, and what stands in for them before anything is measured."""
+    results = {path.parent.name: json.loads(path.read_text()) for path in sorted(ROOT.glob("results/*/cross_entropy.json"))}
+    for name in CROSS_ENTROPY_PAGES:
+        text = "\n".join(cross_entropy_page(result, name, machine) for machine, result in results.items())
+        path = FOLDER / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text or UNMEASURED)
+        print(path)
+
+
 def main() -> None:
     """Write every page's tables, of each machine in turn."""
+    write_cross_entropy()
     pages: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         name: ("jagged_ops", partial(page, operators=operators)) for name, operators in PAGES.items()
     }
