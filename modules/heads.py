@@ -249,7 +249,7 @@ class SampledCrossEntropyHead(nn.Module):
     ) -> HeadOutput:
         """Return the mean loss over the rows that count (0 where none does) and the targets' scores."""
         values, targets = hidden.values(), targets_of(targets, self.ignore_index)
-        if self.sampler.num_items not in (None, len(weight)):
+        if self.sampler.num_items is not None and self.sampler.num_items != len(weight):
             raise ValueError(f"weight: expected {self.sampler.num_items} items, as the sampler has, got {len(weight)}")
         negatives = self.sampler(targets, ignore_index=self.ignore_index)
         loss = sampled_linear_cross_entropy(
