@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -288,7 +287,7 @@ class InBatchSampler(Sampler):
         if self.log_q is None:
             return Negatives(ids)
         # The correction counts places; an ignored row's place is none.
-        share = _log_count(counted) - math.log(len(ids))
+        share = _log_share(counted.sum(), ids)
         return Negatives(ids, _at(self.log_q, ids) + share, _at(self.log_q, targets) + share)
 
     def extra_repr(self) -> str:
@@ -339,7 +338,7 @@ class MixedSampler(Sampler):
         ids = torch.where(counted, targets.to(torch.int64), NO_ITEM)
         ids = torch.cat([ids, drawn_negatives(draw, 1, self.drawn.num_items)[0]])
         source = source_of(draw, 1, self.drawn.num_items, ids.device)
-        of_batch, of_drawn = _log_count(counted) - math.log(len(ids)), math.log(draw.count / len(ids))
+        of_batch, of_drawn = _log_share(counted.sum(), ids), _log_share(ids.new_full((), draw.count), ids)
         assert self.in_batch.log_q is not None
         log_q = self.in_batch.log_q
 
@@ -400,9 +399,9 @@ def _alias_table(q: Tensor) -> tuple[Tensor, Tensor]:
     return probability.clamp(0, 1), alias
 
 
-def _log_count(counted: Tensor) -> Tensor:
-    """Return the logarithm of how many rows count, at least one, without a look at it."""
-    return counted.sum().clamp(min=1).log()
+def _log_share(count: Tensor, ids: Tensor) -> Tensor:
+    """Return the logarithm of the share that a count, of at least 1, has of all places; on the device, whatever their number."""
+    return (count.clamp(min=1) / ids.new_full((), len(ids))).log()
 
 
 def _at(log_q: Tensor, items: Tensor) -> Tensor:
