@@ -22,6 +22,7 @@ from jagged.modules.sampling import (
     Sampler,
     UniformSampler,
 )
+from jagged.modules.scalable import ScalableCrossEntropyHead
 from jagged.modules.split import RowSplit, SplitEmbeddingCollection
 from jagged.modules.target_attention import TargetAttention
 from jagged.modules.targets import ItemMasking, MaskedItems, next_item_targets
@@ -48,6 +49,7 @@ __all__ = [
     "RowSplit",
     "SampledCrossEntropyHead",
     "Sampler",
+    "ScalableCrossEntropyHead",
     "SplitEmbeddingCollection",
     "TargetAttention",
     "UniformSampler",
