@@ -10,7 +10,7 @@ them: all batches padded once and kept on the device, torch's fused attention, n
 
     python -m benchmarks.train_sasrec --data beauty.txt --head ce,cce,cce-uniform,gbce --set num_negatives=512
 
-trains with other heads instead: `ce` is `padded`, `cce` is `jagged`, the others are `jagged` with sampled items.
+trains with other heads instead: `ce` is `padded`, `cce` is `jagged`, the others are `jagged` with some of the items.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "refined": {"head": "sampled", "sampler": "in-batch", "correction": "negatives", "sampled_loss": "refined"},
     "bce": {"head": "sampled", "sampled_loss": "bce"},
     "gbce": {"head": "sampled", "sampled_loss": "gbce"},
+    "sce": {"head": "scalable"},
 }
 
 

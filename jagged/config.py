@@ -61,7 +61,9 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
     gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
-    head: Literal["cross-entropy", "sampled"] = Field("cross-entropy", description="loss over all items, or over sampled ones")
+    head: Literal["cross-entropy", "sampled", "scalable"] = Field(
+        "cross-entropy", description="loss over all items, sampled ones, or buckets of high scores"
+    )
     label_smoothing: float = Field(
         0.2, ge=0, lt=1, description="cross-entropy: share of the target's probability spread over all items"
     )
@@ -75,6 +77,9 @@ class TrainConfig(BaseModel):
         "none", description="sampled: whose logits are corrected by how probable they were drawn"
     )
     gbce_t: float = Field(0.75, ge=0, le=1, description="sampled, gbce: 0 for bce, 1 for scores as over all items")
+    num_buckets: int = Field(128, ge=1, description="scalable: number of buckets")
+    rows_per_bucket: int = Field(128, ge=1, description="scalable: events in a bucket")
+    items_per_bucket: int = Field(256, ge=1, description="scalable: items in a bucket")
     max_epochs: int = Field(60, ge=1, description="most passes over the training data")
     patience: int = Field(6, ge=1, description="validations without a better metric before training stops")
     monitor: str = Field(

@@ -450,10 +450,10 @@ def test_sasrec_is_trained_with_the_heads_that_are_named(
     monkeypatch.setattr(train_sasrec, "save", lambda name, result: saved.update({name: result}))
     settings = ["embedding_dim=8", "num_layers=1", "max_epochs=1", "batch_size=8", "num_negatives=4", "device=cpu"]
     words = ["--data", str(tmp_path / "events.txt"), "--seeds", "1", *(word for one in settings for word in ("--set", one))]
-    monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,cce,refined,gbce"])
+    monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,cce,refined,gbce,sce"])
     train_sasrec.main()
     assert list(saved) == ["train_sasrec_heads"]
-    assert list(saved["train_sasrec_heads"]["summary"]) == ["ce", "cce", "refined", "gbce"]
+    assert list(saved["train_sasrec_heads"]["summary"]) == ["ce", "cce", "refined", "gbce", "sce"]
     assert "test_ndcg@10_left_in" in capsys.readouterr().out
     monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,softmax"])
     with pytest.raises(SystemExit):

@@ -66,7 +66,7 @@ def test_choices_are_those_of_the_field() -> None:
         ("sampled_loss = 'bce'\ncorrection = 'both'", "correction (both) must be none"),
         ("sampled_loss = 'gbce'\nsampler = 'in-batch'", "sampler (in-batch) must draw them all"),
         ("sampled_loss = 'gbce'\nsampler = 'mixed'", "sampler (mixed) must draw them all"),
-        ("head = 'softmax'", "head: Input should be 'cross-entropy' or 'sampled'; got 'softmax'"),
+        ("head = 'softmax'", "head: Input should be 'cross-entropy', 'sampled' or 'scalable'; got 'softmax'"),
         ("valid_fraction = 0.6\ntest_fraction = 0.5", "valid_fraction + test_fraction must stay below 1"),
         ("data = ['a', 'b']", "data: Input should be a valid string; got ['a', 'b']"),
         ("[model]\nname = 'sasrec'", "model: Input should be 'sasrec'; got {'name': 'sasrec'}"),

@@ -12,19 +12,24 @@ from jagged.modules import (
     PopularitySampler,
     SampledCrossEntropyHead,
     Sampler,
+    ScalableCrossEntropyHead,
     UniformSampler,
 )
 
+Head = CutCrossEntropyHead | SampledCrossEntropyHead | ScalableCrossEntropyHead
 
-def build_head(config: TrainConfig, item_counts: Tensor) -> CutCrossEntropyHead | SampledCrossEntropyHead:
+
+def build_head(config: TrainConfig, item_counts: Tensor) -> Head:
     """Build a head.
 
     Args:
-        config: `head` and the options of either.
+        config: `head` and the options of each.
         item_counts: `[num_items]`, how often each item occurs in the training data.
     """
     if config.head == "cross-entropy":
         return CutCrossEntropyHead(label_smoothing=config.label_smoothing)
+    if config.head == "scalable":
+        return ScalableCrossEntropyHead(config.num_buckets, config.rows_per_bucket, config.items_per_bucket)
     return SampledCrossEntropyHead(
         _sampler(config, item_counts), loss=config.sampled_loss, correction=config.correction, gbce_t=config.gbce_t
     )

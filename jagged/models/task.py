@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from jagged.modules import CutCrossEntropyHead, SampledCrossEntropyHead, SplitEmbeddingCollection
+from jagged.models.heads import Head
+from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ class TrainTask(nn.Module):
         model: SASRec,
         *,
         label_smoothing: float = 0.0,
-        head: CutCrossEntropyHead | SampledCrossEntropyHead | None = None,
+        head: Head | None = None,
     ) -> None:
         super().__init__()
         if head is not None and label_smoothing:
             raise ValueError(f"label_smoothing: got {label_smoothing} and a head; build the head with it, or leave the head out")
         self.model = model
-        self.head = CutCrossEntropyHead(label_smoothing=label_smoothing) if head is None else head
+        self.head: Head = CutCrossEntropyHead(label_smoothing=label_smoothing) if head is None else head
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the mean loss of the batch's rows and what metrics need."""
@@ -64,10 +65,13 @@ class TrainTask(nn.Module):
             group, host_group: as for `jagged.modules.RowSplit`.
 
         Raises:
-            ValueError: a head of sampled items, whose rows any process may hold.
+            ValueError: a head of some items only, whose rows any process may hold.
         """
-        if isinstance(self.head, SampledCrossEntropyHead):
-            raise ValueError("head: sampled items are scored by one process alone; take head='cross-entropy', or one process")
+        if not isinstance(self.head, CutCrossEntropyHead):
+            raise ValueError(
+                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {type(self.head).__name__}; "
+                "take one process, or that head"
+            )
         table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)
         self.model.item_embeddings = table
         self.head.split = table.split

@@ -107,8 +107,8 @@ def train(
         split = _split(config, dataset)
         torch.manual_seed(config.seed)
         model = build(config.model, **_model_arguments(config, dataset.num_items)).to(device)
-        if config.head == "sampled" and processes.world_size > 1:
-            raise TrainingError("head: sampled trains in one process; start one, or take head=cross-entropy")
+        if config.head != "cross-entropy" and processes.world_size > 1:
+            raise TrainingError(f"head: {config.head} trains in one process; start one, or take head=cross-entropy")
         train_counts = TrainCounts.from_part(split.train)
         task = TrainTask(model, head=build_head(config, train_counts.users_per_item).to(device))
         loaders = _loaders(config, split, processes)

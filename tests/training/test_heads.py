@@ -21,6 +21,7 @@ from jagged.modules import (
     MixedSampler,
     PopularitySampler,
     SampledCrossEntropyHead,
+    ScalableCrossEntropyHead,
     UniformSampler,
 )
 from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, runner
@@ -33,6 +34,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "popularity": {"sampler": "popularity", "correction": "both", "negatives_per": "batch"},
     "in-batch": {"sampler": "in-batch", "correction": "negatives", "sampled_loss": "refined"},
     "mixed": {"sampler": "mixed", "correction": "negatives"},
+    "scalable": {"head": "scalable", "num_buckets": 8, "rows_per_bucket": 16, "items_per_bucket": 16},
 }
 
 
@@ -58,6 +60,9 @@ def test_heads_are_built_as_configured() -> None:
             shared = build_head(TrainConfig(sampler=name, negatives_per="batch", **options), counts)
             assert isinstance(shared, SampledCrossEntropyHead)
             assert shared.sampler.rows_per_draw is None
+    buckets = build_head(TrainConfig(head="scalable", num_buckets=2, rows_per_bucket=3, items_per_bucket=4), counts)
+    assert isinstance(buckets, ScalableCrossEntropyHead)
+    assert (buckets.num_buckets, buckets.rows_per_bucket, buckets.items_per_bucket) == (2, 3, 4)
     gbce = build_head(TrainConfig(sampled_loss="gbce", gbce_t=0.1, **options), counts)
     assert isinstance(gbce, SampledCrossEntropyHead)
     assert (gbce.loss, gbce.gbce_t) == ("gbce", 0.1)
@@ -101,7 +106,7 @@ def test_sampled_heads_train_in_one_process(dataset: SequenceDataset, tmp_path: 
         run(tmp_path, dataset, head="sampled")
     model = build("sasrec", num_items=5, embedding_dim=8)
     task = TrainTask(model, head=SampledCrossEntropyHead(UniformSampler(5, 2)))
-    with pytest.raises(ValueError, match="head: sampled items are scored by one process alone"):
+    with pytest.raises(ValueError, match=r"head: expected a CutCrossEntropyHead, .* got SampledCrossEntropyHead"):
         task.split(None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"label_smoothing: got 0\.1 and a head"):
         TrainTask(model, label_smoothing=0.1, head=task.head)
