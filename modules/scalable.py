@@ -88,8 +88,8 @@ class ScalableCrossEntropyHead(nn.Module):
         mixture = torch.randn(self.num_buckets, len(values), device=values.device, dtype=values.dtype)
         centres = nn.functional.normalize(mixture @ values, dim=1)
         unwanted = torch.where(counted, 0.0, -torch.inf)
-        _, rows = catalogue_topk(centres, values, min(self.rows_per_bucket, len(values)), bias=unwanted)
-        _, items = catalogue_topk(centres, weight.detach(), min(self.items_per_bucket, len(weight)))
+        _, rows = catalogue_topk(centres, values, self.rows_per_bucket, bias=unwanted)
+        _, items = catalogue_topk(centres, weight.detach(), self.items_per_bucket)
         return rows, items
 
     def _losses(self, values: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, items: Tensor) -> Tensor:

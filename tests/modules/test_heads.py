@@ -21,6 +21,7 @@ from jagged.modules import (
     RowSplit,
     SampledCrossEntropyHead,
     Sampler,
+    ScalableCrossEntropyHead,
     UniformSampler,
     next_item_targets,
 )
@@ -290,11 +291,15 @@ def test_shown_with_their_options() -> None:
     assert repr(ItemMasking(9)) == "ItemMasking(mask_id=9, probability=0.2, ignore_index=-100)"
 
 
-@pytest.mark.parametrize("name", list(samplers()))
+@pytest.mark.parametrize("name", ["cut", "scalable", *samplers()])
 def test_compiles_whole_without_recompiling(place: Place, name: str) -> None:
     if name == "distinct" and place.name == "cpu":
         pytest.skip("draws without replacement look at their values in PyTorch")
-    head = SampledCrossEntropyHead(samplers()[name]).to(place.device)
+    heads = {
+        "cut": lambda: CutCrossEntropyHead(softcap=3.0, label_smoothing=0.1),
+        "scalable": lambda: ScalableCrossEntropyHead(2, 100, ITEMS),
+    }
+    head = heads.get(name, lambda: SampledCrossEntropyHead(samplers()[name]))().to(place.device)
     weight = random_tensor((ITEMS, DIM), torch.float32, 1)
 
     def loss(hidden: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
@@ -309,7 +314,7 @@ def test_compiles_whole_without_recompiling(place: Place, name: str) -> None:
             found = compiled(hidden, batch.offsets, targets)
             # The compiled call moved the seed on; this one may not.
             head.eval()
-            assert torch.equal(found, loss(hidden, batch.offsets, targets))
+            torch.testing.assert_close(found, loss(hidden, batch.offsets, targets), rtol=1e-6, atol=0)
             head.train()
 
 
