@@ -7,6 +7,10 @@ after each epoch and early stopping, in bfloat16 mixed precision on a GPU and fl
 logits of every position, the padding ignored by the loss. `padded_lean` takes the logits of real rows alone, a jagged loss on a
 padded body. Both get what favours
 them: all batches padded once and kept on the device, torch's fused attention, no checkpoints, no progress, one metric.
+
+    python -m benchmarks.train_sasrec --data beauty.txt --head ce,cce,cce-uniform,gbce --set num_negatives=512
+
+trains with other heads instead: `ce` is `padded`, `cce` is `jagged`, the others are `jagged` with some of the items.
 """
 
 from __future__ import annotations
@@ -29,6 +33,32 @@ from jagged.data import SequenceDataset, read_events, split_leave_one_out
 from jagged.data.splits import SequencePart
 from jagged.training import train
 from tests.reference.sasrec import PaddedSASRec
+
+HEADS: dict[str, dict[str, Any]] = {
+    "ce": {},
+    "cce": {},
+    "cce-uniform": {"head": "sampled"},
+    "cce-popularity": {"head": "sampled", "sampler": "popularity"},
+    "in-batch": {"head": "sampled", "sampler": "in-batch", "correction": "negatives"},
+    "mixed": {"head": "sampled", "sampler": "mixed", "correction": "negatives"},
+    "refined": {"head": "sampled", "sampler": "in-batch", "correction": "negatives", "sampled_loss": "refined"},
+    "bce": {"head": "sampled", "sampled_loss": "bce"},
+    "gbce": {"head": "sampled", "sampled_loss": "gbce"},
+    "sce": {"head": "scalable"},
+}
+
+
+def heads(text: str) -> list[str]:
+    """The heads that `--head` names.
+
+    Raises:
+        argparse.ArgumentTypeError: an unknown name, or none.
+    """
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in HEADS:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(HEADS)}")
+    return names
 
 
 def run_jagged(dataset: SequenceDataset, config: TrainConfig) -> dict[str, Any]:
@@ -159,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="events file")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--head", type=heads, metavar="NAMES", help=f"train with these heads: {', '.join(HEADS)}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, e.g. embedding_dim=64")
     arguments = parser.parse_args()
     settings = parse_assignments(arguments.set)
@@ -174,14 +205,16 @@ def main() -> None:
         "settings": TrainConfig(**settings).model_dump(exclude={"data", "output", "seed"}),
     }
     models = {"jagged": run_jagged, "padded": run_padded, "padded_lean": partial(run_padded, lean=True)}
+    if arguments.head:
+        models = {name: run_padded if name == "ce" else run_jagged for name in arguments.head}
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(-1, arguments.seeds):
             # The first round of each compiles kernels and warms caches; it is short and not counted.
             changes = {"max_epochs": 1} if seed < 0 else {}
             fixed = {"seed": max(seed, 0), "output": f"{folder}/run", "tensorboard": False}
-            config = TrainConfig(**{**settings, **changes, **fixed})
             for name, run in models.items():
+                config = TrainConfig(**{**settings, **HEADS.get(name, {}), **changes, **fixed})
                 if torch.cuda.is_available():
                     gc.collect()
                     torch.cuda.empty_cache()
@@ -197,8 +230,11 @@ def main() -> None:
         name: {key: spread([run[key] for run in of]) | {"mean": sum(run[key] for run in of) / len(of)} for key in of[0]}
         for name, of in runs.items()
     }
-    path = save("train_sasrec", {"environment": environment(), "workload": workload, "summary": summary, "runs": runs})
-    for key in summary["jagged"]:
+    path = save(
+        "train_sasrec_heads" if arguments.head else "train_sasrec",
+        {"environment": environment(), "workload": workload, "summary": summary, "runs": runs},
+    )
+    for key in next(iter(summary.values())):
         print(f"{key:28} " + "  ".join(f"{name} {of[key]['mean']:.4f}" for name, of in summary.items()))
     print(path)
 

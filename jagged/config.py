@@ -61,7 +61,25 @@ class TrainConfig(BaseModel):
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
     warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
     gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
-    label_smoothing: float = Field(0.2, ge=0, lt=1, description="share of the target's probability spread over all items")
+    head: Literal["cross-entropy", "sampled", "scalable"] = Field(
+        "cross-entropy", description="loss over all items, sampled ones, or buckets of high scores"
+    )
+    label_smoothing: float = Field(
+        0.2, ge=0, lt=1, description="cross-entropy: share of the target's probability spread over all items"
+    )
+    sampler: Literal["uniform", "popularity", "in-batch", "mixed"] = Field(
+        "uniform", description="sampled: where negatives come from; mixed is in-batch and uniform"
+    )
+    num_negatives: int = Field(256, ge=1, description="sampled: negatives drawn; in-batch draws none")
+    negatives_per: Literal["row", "batch"] = Field("row", description="sampled: who has a draw of its own; mixed has one a batch")
+    sampled_loss: Literal["softmax", "refined", "bce", "gbce"] = Field("softmax", description="sampled: the loss")
+    correction: Literal["none", "negatives", "both"] = Field(
+        "none", description="sampled: whose logits are corrected by how probable they were drawn"
+    )
+    gbce_t: float = Field(0.75, ge=0, le=1, description="sampled, gbce: 0 for bce, 1 for scores as over all items")
+    num_buckets: int = Field(128, ge=1, description="scalable: number of buckets")
+    rows_per_bucket: int = Field(128, ge=1, description="scalable: events in a bucket")
+    items_per_bucket: int = Field(256, ge=1, description="scalable: items in a bucket")
     max_epochs: int = Field(60, ge=1, description="most passes over the training data")
     patience: int = Field(6, ge=1, description="validations without a better metric before training stops")
     monitor: str = Field(
@@ -103,6 +121,14 @@ class TrainConfig(BaseModel):
             raise ValueError("valid_fraction + test_fraction must stay below 1, or nothing is left to train on")
         if self.max_tokens is not None and self.max_tokens < self.max_seq_len:
             raise ValueError(f"max_tokens ({self.max_tokens}) must be at least max_seq_len ({self.max_seq_len})")
+        if self.sampled_loss == "refined" and self.correction != "negatives":
+            raise ValueError(
+                f"sampled_loss refined corrects the negatives alone: correction ({self.correction}) must be negatives"
+            )
+        if self.sampled_loss in ("bce", "gbce") and self.correction != "none":
+            raise ValueError(f"sampled_loss {self.sampled_loss} has no correction: correction ({self.correction}) must be none")
+        if self.sampled_loss == "gbce" and self.sampler in ("in-batch", "mixed"):
+            raise ValueError(f"sampled_loss gbce needs a fixed number of negatives: sampler ({self.sampler}) must draw them all")
         return self
 
     @classmethod

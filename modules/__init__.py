@@ -6,30 +6,53 @@ if __name__ != "jagged.modules":
     )
 
 from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
-from jagged.modules.heads import CutCrossEntropyHead, HeadOutput
+from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import JaggedFeatureInteraction
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
 from jagged.modules.positions import PositionalEncoding
+from jagged.modules.sampling import (
+    InBatchSampler,
+    LogUniformSampler,
+    MixedSampler,
+    Negatives,
+    PopularitySampler,
+    Sampler,
+    UniformSampler,
+)
+from jagged.modules.scalable import ScalableCrossEntropyHead
 from jagged.modules.split import RowSplit, SplitEmbeddingCollection
 from jagged.modules.target_attention import TargetAttention
+from jagged.modules.targets import ItemMasking, MaskedItems, next_item_targets
 from jagged.modules.transformer import JaggedTransformerBlock
 
 __all__ = [
     "CutCrossEntropyHead",
     "HSTUBlock",
     "HeadOutput",
+    "InBatchSampler",
+    "ItemMasking",
     "JaggedCrossAttention",
     "JaggedFeatureInteraction",
     "JaggedMLP",
     "JaggedPooling",
     "JaggedSelfAttention",
     "JaggedTransformerBlock",
+    "LogUniformSampler",
+    "MaskedItems",
+    "MixedSampler",
+    "Negatives",
+    "PopularitySampler",
     "PositionalEncoding",
     "RowSplit",
+    "SampledCrossEntropyHead",
+    "Sampler",
+    "ScalableCrossEntropyHead",
     "SplitEmbeddingCollection",
     "TargetAttention",
+    "UniformSampler",
+    "next_item_targets",
     "with_values",
 ]

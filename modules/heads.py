@@ -8,8 +8,12 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.sampling import Sampler
 from jagged.modules.split import RowSplit
-from jagged.ops import linear_cross_entropy
+from jagged.modules.targets import next_item_targets
+from jagged.ops import linear_cross_entropy, sampled_linear_cross_entropy
+from jagged.ops.cross_entropy.strategy import MEMORY_BUDGET, StrategyName
+from jagged.ops.sampled_cross_entropy.op import Correction, Loss, Positive
 
 
 class HeadOutput(NamedTuple):
@@ -25,38 +29,107 @@ class CutCrossEntropyHead(nn.Module):
     Args:
         ignore_index: rows with this target have no loss.
         label_smoothing: share of the target's probability that is spread evenly over all items, in [0, 1).
+        softcap, temperature, normalize, z_loss, filter_eps, strategy, memory_budget: as for
+            `jagged.ops.linear_cross_entropy`.
+        class_weight: `[num_items]`, weight of each item's loss, in the mean's divisor too; part of the state.
         split: where given, `weight` is this process's block of the item table's rows. Each process scores the hidden states of
             all against its block, and gets the log-sum-exps over the others' blocks for its own rows. Every process of the
-            group must call, and call backward, with however few rows; gradients are those of the sum of their losses.
+            group must call, and call backward, with however few rows; gradients are those of the sum of their losses. Of the
+            other options such a head knows `ignore_index` and `label_smoothing` alone.
 
     Raises:
-        ValueError: `label_smoothing` outside [0, 1).
+        ValueError: `label_smoothing` outside [0, 1), or an option that a split head does not know.
 
     Shape:
-        hidden: JaggedTensor with values `[sum L, D]`; weight: `[num_items, D]`; targets: `[sum L]`, int32 or int64.
+        hidden: JaggedTensor with values `[sum L, D]`; weight: `[num_items, D]`; bias: `[num_items]`; targets: `[sum L]`, int32 or
+        int64, or a JaggedTensor of the rows' own items, whose targets are then the items of the next rows.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import CutCrossEntropyHead
+        >>> items = JaggedTensor(values=torch.tensor([5, 6, 7, 8]), offsets=torch.tensor([0, 3, 4]))
+        >>> hidden = JaggedTensor(values=torch.zeros(4, 16), offsets=items.offsets())
+        >>> CutCrossEntropyHead()(hidden, torch.zeros(100, 16), items).loss.exp()
+        tensor(100.0000)
     """
 
-    def __init__(self, *, ignore_index: int = -100, label_smoothing: float = 0.0, split: RowSplit | None = None) -> None:
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        temperature: float = 1.0,
+        normalize: bool = False,
+        z_loss: float = 0.0,
+        class_weight: Tensor | None = None,
+        filter_eps: float | tuple[float | None, float | None] | None = None,
+        strategy: StrategyName = "auto",
+        memory_budget: int = MEMORY_BUDGET,
+        split: RowSplit | None = None,
+    ) -> None:
         super().__init__()
         if not 0 <= label_smoothing < 1:
             raise ValueError(f"label_smoothing: expected a number in [0, 1), got {label_smoothing}")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
+        self.softcap, self.temperature, self.normalize = softcap, temperature, normalize
+        self.z_loss, self.filter_eps = z_loss, filter_eps
+        self.strategy: StrategyName = strategy
+        self.memory_budget = memory_budget
+        self.register_buffer("class_weight", class_weight)
         self.split = split
 
-    def forward(self, hidden: JaggedTensor, weight: Tensor, targets: Tensor) -> HeadOutput:
-        """Return the mean loss over the rows that count (0 where none does) and the targets' scores."""
-        values, counted = hidden.values(), targets != self.ignore_index
-        if self.split is None:
-            losses, lse = linear_cross_entropy(
-                values, weight, targets, ignore_index=self.ignore_index, reduction="none", return_lse=True
+    @property
+    def split(self) -> RowSplit | None:
+        """Which rows of the item table this process scores against; None for all."""
+        return self._split
+
+    @split.setter
+    def split(self, split: RowSplit | None) -> None:
+        if split is not None and (unknown := list(self._beyond_a_split())):
+            raise ValueError(
+                f"{unknown[0]}: a head whose items are split over processes does not know it; leave it out, or keep all items"
             )
-            logits = lse - losses
-            # The mean logit over all items is one product with the mean item: no logits are needed for it.
-            mean_logits = (values * weight.mean(0)).sum(1) if self.label_smoothing else None
-        else:
-            lse, logits, mean_logits = self._score_together(self.split, values, weight, targets)
-            losses = torch.where(counted, lse - logits, 0.0)
+        self._split = split
+
+    def forward(
+        self, hidden: JaggedTensor, weight: Tensor, targets: Tensor | JaggedTensor, *, bias: Tensor | None = None
+    ) -> HeadOutput:
+        """Return the mean loss over the rows that count (0 where none does) and the targets' scores."""
+        values, targets = hidden.values(), targets_of(targets, self.ignore_index)
+        if self._split is not None:
+            if bias is not None:
+                raise ValueError("bias: a head whose items are split over processes knows none; leave it out")
+            return self._forward_split(self._split, values, weight, targets)
+        loss = linear_cross_entropy(
+            values,
+            weight,
+            targets,
+            bias=bias,
+            ignore_index=self.ignore_index,
+            softcap=self.softcap,
+            temperature=self.temperature,
+            normalize=self.normalize,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            class_weight=self.class_weight,
+            filter_eps=self.filter_eps,
+            strategy=self.strategy,
+            memory_budget=self.memory_budget,
+        )
+        logits = target_logits(values, weight, targets, self.ignore_index, bias=bias, normalize=self.normalize)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return HeadOutput(loss, logits / self.temperature)
+
+    def _forward_split(self, split: RowSplit, values: Tensor, weight: Tensor, targets: Tensor) -> HeadOutput:
+        counted = targets != self.ignore_index
+        lse, logits, mean_logits = self._score_together(split, values, weight, targets)
+        losses = torch.where(counted, lse - logits, 0.0)
         if mean_logits is not None:
             losses = losses + self.label_smoothing * torch.where(counted, logits - mean_logits, 0.0)
         return HeadOutput(losses.sum() / counted.sum().clamp(min=1), logits.detach())
@@ -84,7 +157,163 @@ class CutCrossEntropyHead(nn.Module):
         nowhere = (targets != self.ignore_index) & ((targets < 0) | (targets >= split.num_rows))
         return lse.logsumexp(0), logits.sum(0).masked_fill(nowhere, torch.nan), means[0].sum(0) if means else None
 
+    def _options(self) -> dict[str, tuple[object, object]]:
+        """The options beside those that are always shown, each with its default."""
+        return {
+            "softcap": (self.softcap, None),
+            "temperature": (self.temperature, 1.0),
+            "normalize": (self.normalize, False),
+            "z_loss": (self.z_loss, 0.0),
+            "class_weight": (None if self.class_weight is None else list(self.class_weight.shape), None),
+            "filter_eps": (self.filter_eps, None),
+            "strategy": (self.strategy, "auto"),
+            "memory_budget": (self.memory_budget, MEMORY_BUDGET),
+        }
+
+    def _beyond_a_split(self) -> list[str]:
+        return [name for name, (value, default) in self._options().items() if value != default]
+
     def extra_repr(self) -> str:
         """Show the options."""
-        shown = f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}"
-        return shown if self.split is None else f"{shown}, {self.split}"
+        shown: dict[str, object] = {"ignore_index": self.ignore_index, "label_smoothing": self.label_smoothing}
+        shown |= {name: value for name, (value, default) in self._options().items() if value != default}
+        parts = [f"{name}={value}" for name, value in shown.items()]
+        return ", ".join(parts if self._split is None else [*parts, repr(self._split)])
+
+
+class SampledCrossEntropyHead(nn.Module):
+    """Loss of every row's target against sampled items. Has no parameters: the item table is passed.
+
+    Args:
+        sampler: of `jagged.modules`: `UniformSampler`, `LogUniformSampler`, `PopularitySampler`, `InBatchSampler` or
+            `MixedSampler`.
+        loss: `"softmax"`, `"refined"`, `"bce"` or `"gbce"`.
+        correction: whose logits are corrected by how probable they were drawn: `"none"`, `"negatives"` or `"both"`.
+        positive, mask_hits, renormalise, gbce_t, filter_eps: as for `jagged.ops.sampled_linear_cross_entropy`.
+        temperature: what logits are divided by, > 0.
+        ignore_index: rows with this target have no loss, and are nobody's negatives.
+
+    Raises:
+        ValueError: options that do not go together: see the operator. Where the batch decides how many negatives there are,
+            gbce and `renormalise`, which need their number, are refused, and so is a correction by a sampler that knows no
+            probabilities.
+
+    Shape:
+        hidden: JaggedTensor with values `[sum L, D]`; weight: `[num_items, D]`; targets: `[sum L]`, int32 or int64, or a
+        JaggedTensor of the rows' own items, whose targets are then the items of the next rows; exclude: ids `[M]` and offsets
+        `[sum L + 1]` of items that are no negatives of a row.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import SampledCrossEntropyHead, UniformSampler
+        >>> items = JaggedTensor(values=torch.tensor([5, 6, 7, 8]), offsets=torch.tensor([0, 3, 4]))
+        >>> hidden = JaggedTensor(values=torch.zeros(4, 16), offsets=items.offsets())
+        >>> head = SampledCrossEntropyHead(UniformSampler(100, 10), mask_hits=False)
+        >>> head(hidden, torch.zeros(100, 16), items).loss.exp()
+        tensor(11.0000)
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        *,
+        loss: Loss = "softmax",
+        correction: Correction = "none",
+        positive: Positive = "inside",
+        mask_hits: bool = True,
+        renormalise: bool = False,
+        gbce_t: float = 0.75,
+        temperature: float = 1.0,
+        filter_eps: float | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__()
+        check_sampled_options(loss, correction, sampler.count is not None, sampler.knows_probabilities, renormalise)
+        if not temperature > 0:
+            raise ValueError(f"temperature: expected a number above 0, got {temperature}")
+        self.sampler = sampler
+        self.loss: Loss = loss
+        self.correction: Correction = correction
+        self.positive: Positive = positive
+        self.mask_hits, self.renormalise, self.gbce_t = mask_hits, renormalise, gbce_t
+        self.temperature, self.filter_eps, self.ignore_index = temperature, filter_eps, ignore_index
+
+    def forward(
+        self,
+        hidden: JaggedTensor,
+        weight: Tensor,
+        targets: Tensor | JaggedTensor,
+        *,
+        exclude: tuple[Tensor, Tensor] | None = None,
+    ) -> HeadOutput:
+        """Return the mean loss over the rows that count (0 where none does) and the targets' scores."""
+        values, targets = hidden.values(), targets_of(targets, self.ignore_index)
+        if self.sampler.num_items is not None and self.sampler.num_items != len(weight):
+            raise ValueError(f"weight: expected {self.sampler.num_items} items, as the sampler has, got {len(weight)}")
+        negatives = self.sampler(targets, ignore_index=self.ignore_index)
+        loss = sampled_linear_cross_entropy(
+            values,
+            weight,
+            targets,
+            negatives.negatives,
+            negative_log_q=None if self.correction == "none" else negatives.negative_log_q,
+            target_log_q=negatives.target_log_q if self.correction == "both" else None,
+            exclude=exclude,
+            loss=self.loss,
+            correction=self.correction,
+            positive=self.positive,
+            mask_hits=self.mask_hits,
+            renormalise=self.renormalise,
+            gbce_t=self.gbce_t,
+            scale=1 / self.temperature,
+            ignore_index=self.ignore_index,
+            filter_eps=self.filter_eps,
+        )
+        return HeadOutput(loss, target_logits(values, weight, targets, self.ignore_index) / self.temperature)
+
+    def extra_repr(self) -> str:
+        """Show the options."""
+        names = ["loss", "correction", "positive", "mask_hits", "renormalise", "temperature", "filter_eps", "ignore_index"]
+        if self.loss == "gbce":
+            names.insert(1, "gbce_t")
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+
+
+def check_sampled_options(
+    loss: str, correction: str, count_is_known: bool, probabilities_are_known: bool, renormalise: bool
+) -> None:
+    """Check what a sampler allows; the operator checks its options among themselves."""
+    if correction != "none" and not probabilities_are_known:
+        raise ValueError(
+            f"correction: got {correction!r}, but the sampler knows no probabilities; build it with counts, or take 'none'"
+        )
+    for name, is_wanted in (("loss='gbce'", loss == "gbce"), ("renormalise", renormalise)):
+        if is_wanted and not count_is_known:
+            raise ValueError(f"{name}: needs a fixed number of negatives, but the sampler's depends on the batch; take another")
+
+
+def targets_of(targets: Tensor | JaggedTensor, ignore_index: int) -> Tensor:
+    """Return a head's targets `[sum L]`: those given, or of a JaggedTensor of items those of the next rows."""
+    return next_item_targets(targets, ignore_index=ignore_index) if isinstance(targets, JaggedTensor) else targets
+
+
+@torch.no_grad()
+def target_logits(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    *,
+    bias: Tensor | None = None,
+    normalize: bool = False,
+) -> Tensor:
+    """Return each row's product with its target `[N]`, at least in float32: 0 in ignored rows, NaN for what is no item."""
+    inside = targets.clamp(0, len(weight) - 1)
+    rows, dtype = weight[inside], torch.promote_types(hidden.dtype, torch.float32)
+    if normalize:
+        hidden, rows = (nn.functional.normalize(x.to(dtype), dim=1) for x in (hidden, rows))
+    logits = (hidden.to(dtype) * rows).sum(1)
+    if bias is not None:
+        logits = logits + bias[inside]
+    return logits.masked_fill(inside != targets, torch.nan).masked_fill(targets == ignore_index, 0)

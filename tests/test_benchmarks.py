@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, attention_cases, attention_tiles, figures, jagged_ops, tables
+from benchmarks import attention, attention_cases, attention_tiles, figures, jagged_ops, tables, train_sasrec
 from benchmarks.attention_cases import Implementation, Mask, Terms
 from benchmarks.jagged_cases import CASES, Case, Workload
 from benchmarks.jagged_ops import (
@@ -30,6 +30,7 @@ from benchmarks.jagged_ops import (
     run,
     time_on_host,
 )
+from jagged.config import TrainConfig
 from jagged.ops.attention import kernels
 
 
@@ -438,3 +439,25 @@ def test_time_of_a_kernel_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert attention_tiles.kernel_us(lambda: None, "kernel") == {"median": 3.0, "min": 1.0, "max": 5.0}
     with pytest.raises(RuntimeError, match="attention_forward_kernel was not launched"):
         attention_tiles.kernel_us(lambda: None, "attention_forward_kernel")
+
+
+def test_sasrec_is_trained_with_the_heads_that_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [" ".join([f"u{user}", *(f"i{(user + step) % 12}" for step in range(6))]) for user in range(20)]
+    (tmp_path / "events.txt").write_text("\n".join(lines) + "\n")
+    saved: dict[str, Any] = {}
+    monkeypatch.setattr(train_sasrec, "save", lambda name, result: saved.update({name: result}))
+    settings = ["embedding_dim=8", "num_layers=1", "max_epochs=1", "batch_size=8", "num_negatives=4", "device=cpu"]
+    words = ["--data", str(tmp_path / "events.txt"), "--seeds", "1", *(word for one in settings for word in ("--set", one))]
+    monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,cce,refined,gbce,sce"])
+    train_sasrec.main()
+    assert list(saved) == ["train_sasrec_heads"]
+    assert list(saved["train_sasrec_heads"]["summary"]) == ["ce", "cce", "refined", "gbce", "sce"]
+    assert "test_ndcg@10_left_in" in capsys.readouterr().out
+    monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,softmax"])
+    with pytest.raises(SystemExit):
+        train_sasrec.main()
+    assert "got 'softmax', expected some of ce, cce" in capsys.readouterr().err
+    for options in train_sasrec.HEADS.values():
+        TrainConfig(**options)

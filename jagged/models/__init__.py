@@ -9,12 +9,13 @@ from jagged.versions import warn_of_problems
 # Before torchrec is imported: versions that do not fit fail there, and not by saying why.
 warn_of_problems()
 
+from jagged.models.heads import build_head  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.task import TrainTask  # noqa: E402
 
 _MODELS = {"sasrec": SASRec}
 
-__all__ = ["SASRec", "TrainTask", "build"]
+__all__ = ["SASRec", "TrainTask", "build", "build_head"]
 
 
 def build(name: str, **config: Any) -> SASRec:

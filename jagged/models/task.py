@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from jagged.models.heads import Head
 from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
 
@@ -16,21 +17,33 @@ if TYPE_CHECKING:
 
 
 class TrainTask(nn.Module):
-    """Next-item prediction over the whole catalogue.
+    """Next-item prediction.
 
     Args:
         model: gives hidden states for features and owns the item table.
-        label_smoothing: share of the target's probability that is spread evenly over all items.
+        label_smoothing: share of the target's probability that is spread evenly over all items, where no head is given.
+        head: gives the loss; None for cross-entropy over the whole catalogue.
+
+    Raises:
+        ValueError: both `label_smoothing` and `head`.
 
     Shape:
         A `SequenceBatch` in; `(loss, (loss, logits, labels))` out, as TorchRec's pipelines expect, the inner ones detached:
         `logits` `[sum L]` are the scores of the targets, `labels` `[sum L]` the targets.
     """
 
-    def __init__(self, model: SASRec, *, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: SASRec,
+        *,
+        label_smoothing: float = 0.0,
+        head: Head | None = None,
+    ) -> None:
         super().__init__()
+        if head is not None and label_smoothing:
+            raise ValueError(f"label_smoothing: got {label_smoothing} and a head; build the head with it, or leave the head out")
         self.model = model
-        self.head = CutCrossEntropyHead(label_smoothing=label_smoothing)
+        self.head: Head = CutCrossEntropyHead(label_smoothing=label_smoothing) if head is None else head
 
     def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Return the mean loss of the batch's rows and what metrics need."""
@@ -50,7 +63,15 @@ class TrainTask(nn.Module):
 
         Args:
             group, host_group: as for `jagged.modules.RowSplit`.
+
+        Raises:
+            ValueError: a head of some items only, whose rows any process may hold.
         """
+        if not isinstance(self.head, CutCrossEntropyHead):
+            raise ValueError(
+                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {type(self.head).__name__}; "
+                "take one process, or that head"
+            )
         table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)
         self.model.item_embeddings = table
         self.head.split = table.split

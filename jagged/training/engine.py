@@ -23,6 +23,7 @@ from jagged.training.optimizer import Optimizer
 from jagged.training.processes import Processes
 
 _MODEL = "model."
+_HEAD = "head."
 _RANDOM = "random."
 
 
@@ -45,6 +46,8 @@ class Engine:
 
     def __init__(self, model: nn.Module, task: nn.Module, config: TrainConfig, precision: str, processes: Processes) -> None:
         self.model = model
+        # A head's samplers have a seed that steps move on.
+        self._head = task.head if isinstance(task, TrainTask) else nn.Module()
         self.processes = processes
         device = processes.device
         if processes.world_size > 1 and isinstance(task, TrainTask):
@@ -119,6 +122,7 @@ class Engine:
         Where each process holds rows of its own, the first one gets all, on the CPU, and the others nothing.
         """
         tensors = {f"{_MODEL}{name}": value.detach() for name, value in self.model.state_dict().items()}
+        tensors.update({f"{_HEAD}{name}": value.detach() for name, value in self._head.state_dict().items()})
         tensors.update(self.optimizer.state_tensors())
         tensors = self.collect(tensors)
         for kind, state in _random_state(self.processes.device).items():
@@ -180,6 +184,11 @@ class Engine:
             CheckpointError: names or shapes do not fit.
         """
         self.load_weights(tensors)
+        head = {name.removeprefix(_HEAD): value for name, value in tensors.items() if name.startswith(_HEAD)}
+        try:
+            self._head.load_state_dict(head)
+        except RuntimeError as error:
+            raise CheckpointError(f"the checkpoint's state of the head does not fit: {' '.join(str(error).split())}") from None
         try:
             self.optimizer.load_state_tensors(self.own_rows(tensors), steps)
         except (KeyError, ValueError) as error:
@@ -210,7 +219,7 @@ class _Step(nn.Module):
         self._graphs: GraphedSteps | None = None
         if graphs:
             assert isinstance(task, TrainTask)
-            self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device)
+            self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device, task.head.buffers())
             self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

@@ -141,7 +141,7 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
         seed=config.seed,
     )
     batch = next(iter(probe)).to(device)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in task.parameters()}
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*task.parameters(), *task.buffers())}
     kept: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:

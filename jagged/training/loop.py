@@ -45,6 +45,7 @@ class Loop:
         state: where the run stands; changed as it goes.
         wish: whether the run was asked to stop.
         display: progress bar and curves.
+        train_counts: training users of each item.
         best: the model's weights at the best validation so far, by name, this process's rows where they are split; empty where
             there was none.
     """
@@ -58,6 +59,7 @@ class Loop:
         state: TrainState,
         wish: StopWish,
         display: Display,
+        train_counts: TrainCounts,
         best: dict[str, Tensor],
     ) -> None:
         self.config, self.engine, self.state = config, engine, state
@@ -67,7 +69,7 @@ class Loop:
         self._directory = Path(config.output)
         self._root = self._directory / CHECKPOINTS
         self._interval = _INTERVAL[self._processes.device.type]
-        self.train_counts = TrainCounts.from_part(split.train)
+        self.train_counts = train_counts
         self._best = best
         self._losses: list[tuple[Tensor, int]] = []
         self._clock = self._saved_at = time.perf_counter()

@@ -24,7 +24,8 @@ from jagged.data import (
     split_leave_one_out,
     synthetic_sessions,
 )
-from jagged.models import TrainTask, build
+from jagged.metrics import TrainCounts
+from jagged.models import TrainTask, build, build_head
 from jagged.models.pretrained import save_pretrained
 from jagged.training import manifest
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
@@ -106,7 +107,10 @@ def train(
         split = _split(config, dataset)
         torch.manual_seed(config.seed)
         model = build(config.model, **_model_arguments(config, dataset.num_items)).to(device)
-        task = TrainTask(model, label_smoothing=config.label_smoothing)
+        if config.head != "cross-entropy" and processes.world_size > 1:
+            raise TrainingError(f"head: {config.head} trains in one process; start one, or take head=cross-entropy")
+        train_counts = TrainCounts.from_part(split.train)
+        task = TrainTask(model, head=build_head(config, train_counts.users_per_item).to(device))
         loaders = _loaders(config, split, processes)
         expected = forecast(config, split, loaders[0], task, precision, processes)
         if progress and processes.is_first:
@@ -130,7 +134,7 @@ def train(
             with Display(device, curves, state.step, progress and processes.is_first) as display:
                 if state.step:
                     display.say(f"resumed after step {state.step:,} from {directory / CHECKPOINTS}")
-                loop = Loop(config, split, engine, loaders, state, wish, display, best)
+                loop = Loop(config, split, engine, loaders, state, wish, display, train_counts, best)
                 loop.fit()
                 metrics = loop.test()
             with engine.whole_model() as whole:

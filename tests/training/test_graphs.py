@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
 from jagged.data.batches import keyed
-from jagged.models import TrainTask, build
+from jagged.models import TrainTask, build, build_head
 from jagged.training.engine import Engine
 from jagged.training.graphs import Filled, GraphedSteps, capacity
 from jagged.training.processes import process_group
@@ -64,15 +64,17 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
-def engine_losses(cuda_graphs: bool, **options: Any) -> tuple[list[float], list[torch.Tensor], Engine]:
+def engine_losses(cuda_graphs: bool, sampler: str | None, **options: Any) -> tuple[list[float], list[torch.Tensor], Engine]:
     torch.manual_seed(0)
     dataset = synthetic_sessions(0, num_users=300)[0]
     device = torch.device("cuda", torch.cuda.current_device())
     loader = BatchLoader(split_leave_one_out(dataset).train, max_seq_len=50, shuffle=True, seed=0, **options)
     with process_group(device) as processes:
         model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.0).to(device)
-        config = TrainConfig(embedding_dim=32, cuda_graphs=cuda_graphs)
-        engine = Engine(model, TrainTask(model, label_smoothing=0.1), config, "32-true", processes)
+        chosen = {"label_smoothing": 0.1} if sampler is None else {"head": "sampled", "sampler": sampler}
+        config = TrainConfig(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen)
+        head = build_head(config, torch.ones(dataset.num_items)).to(device)
+        engine = Engine(model, TrainTask(model, head=head), config, "32-true", processes)
         # The losses are kept while later steps run, as the loop does.
         losses = [loss for epoch in range(2) for loss, _ in engine.steps(_positioned(loader, epoch))]
         return torch.stack(losses).tolist(), [parameter.detach().cpu() for parameter in model.parameters()], engine
@@ -85,9 +87,10 @@ def _positioned(loader: BatchLoader, epoch: int) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"batch_size": 16}, {"max_tokens": 256}], ids=str)
-def test_graphs_train_as_single_launches_do(options: dict[str, int]) -> None:
-    losses, weights, engine = engine_losses(True, **options)
-    expected, expected_weights, other = engine_losses(False, **options)
+@pytest.mark.parametrize("sampler", [None, "uniform", "popularity", "in-batch", "mixed"])
+def test_graphs_train_as_single_launches_do(options: dict[str, int], sampler: str | None) -> None:
+    losses, weights, engine = engine_losses(True, sampler, **options)
+    expected, expected_weights, other = engine_losses(False, sampler, **options)
     assert losses == pytest.approx(expected, rel=2e-3)
     for found, wanted in zip(weights, expected_weights, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=2e-3)

@@ -1,0 +1,112 @@
+"""Runs with every head: they are built as configured, learn, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jagged.config import TrainConfig
+from jagged.data import SequenceDataset
+from jagged.models import TrainTask, build, build_head
+from jagged.modules import (
+    CutCrossEntropyHead,
+    InBatchSampler,
+    MixedSampler,
+    PopularitySampler,
+    SampledCrossEntropyHead,
+    ScalableCrossEntropyHead,
+    UniformSampler,
+)
+from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, runner
+from jagged.training.engine import Engine
+from jagged.training.processes import process_group
+from tests.training.support import at_step, kill_self, outcome, run, tiny_dataset
+
+HEADS: dict[str, dict[str, Any]] = {
+    "uniform": {"sampled_loss": "gbce"},
+    "popularity": {"sampler": "popularity", "correction": "both", "negatives_per": "batch"},
+    "in-batch": {"sampler": "in-batch", "correction": "negatives", "sampled_loss": "refined"},
+    "mixed": {"sampler": "mixed", "correction": "negatives"},
+    "scalable": {"head": "scalable", "num_buckets": 8, "rows_per_bucket": 16, "items_per_bucket": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def dataset() -> SequenceDataset:
+    return tiny_dataset()
+
+
+def test_heads_are_built_as_configured() -> None:
+    counts = torch.tensor([3, 0, 1])
+    smoothed = build_head(TrainConfig(label_smoothing=0.3), counts)
+    assert isinstance(smoothed, CutCrossEntropyHead)
+    assert smoothed.label_smoothing == 0.3
+    options: dict[str, Any] = {"head": "sampled", "num_negatives": 7, "seed": 4}
+    kinds = {"uniform": UniformSampler, "popularity": PopularitySampler, "in-batch": InBatchSampler, "mixed": MixedSampler}
+    for name, kind in kinds.items():
+        head = build_head(TrainConfig(sampler=name, **options), counts)
+        assert isinstance(head, SampledCrossEntropyHead)
+        assert type(head.sampler) is kind
+        assert (head.loss, head.correction) == ("softmax", "none")
+        if name in ("uniform", "popularity"):
+            assert (head.sampler.count, head.sampler.rows_per_draw, head.sampler.seed.item()) == (7, 1, 4)
+            shared = build_head(TrainConfig(sampler=name, negatives_per="batch", **options), counts)
+            assert isinstance(shared, SampledCrossEntropyHead)
+            assert shared.sampler.rows_per_draw is None
+    buckets = build_head(TrainConfig(head="scalable", num_buckets=2, rows_per_bucket=3, items_per_bucket=4), counts)
+    assert isinstance(buckets, ScalableCrossEntropyHead)
+    assert (buckets.num_buckets, buckets.rows_per_bucket, buckets.items_per_bucket) == (2, 3, 4)
+    gbce = build_head(TrainConfig(sampled_loss="gbce", gbce_t=0.1, **options), counts)
+    assert isinstance(gbce, SampledCrossEntropyHead)
+    assert (gbce.loss, gbce.gbce_t) == ("gbce", 0.1)
+
+
+@pytest.mark.parametrize("name", list(HEADS))
+def test_a_resumed_run_draws_what_it_would_have_drawn(
+    dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options = {"head": "sampled", "num_negatives": 16, "max_epochs": 2, "learning_rate": 1e-2, **HEADS[name]}
+    result = run(tmp_path / "whole", dataset, **options)
+    assert result.history[-1]["loss"] < result.history[0]["loss"]
+    with monkeypatch.context() as patch:
+        at_step(patch, 7, kill_self(signal.SIGTERM))
+        with pytest.raises(TrainingInterrupted):
+            run(tmp_path / "stopped", dataset, **options)
+    run(tmp_path / "stopped", dataset, resume=True, **options)
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
+
+
+def test_a_checkpoint_without_the_seed_is_refused() -> None:
+    model = build("sasrec", num_items=5, embedding_dim=8)
+    config = TrainConfig(embedding_dim=8, head="sampled")
+    with process_group(torch.device("cpu")) as processes:
+        engine = Engine(model, TrainTask(model, head=build_head(config, torch.ones(5))), config, "32-true", processes)
+        state = engine.state_tensors()
+        engine.load_state_tensors(state, 0)
+        del state["head.sampler.seed"]
+        with pytest.raises(CheckpointError, match=r"state of the head does not fit: .*sampler\.seed"):
+            engine.load_state_tensors(state, 0)
+
+
+def test_sampled_heads_train_in_one_process(dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def two(device: torch.device) -> Iterator[Any]:
+        with process_group(device) as processes:
+            yield dataclasses.replace(processes, world_size=2)
+
+    monkeypatch.setattr(runner, "process_group", two)
+    with pytest.raises(TrainingError, match="head: sampled trains in one process; start one, or take head=cross-entropy"):
+        run(tmp_path, dataset, head="sampled")
+    model = build("sasrec", num_items=5, embedding_dim=8)
+    task = TrainTask(model, head=SampledCrossEntropyHead(UniformSampler(5, 2)))
+    with pytest.raises(ValueError, match=r"head: expected a CutCrossEntropyHead, .* got SampledCrossEntropyHead"):
+        task.split(None, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"label_smoothing: got 0\.1 and a head"):
+        TrainTask(model, label_smoothing=0.1, head=task.head)
