@@ -250,7 +250,7 @@ def sampled_linear_cross_entropy(
         target: `[N]`, int32 or int64: item of each row, 0 <= item < V, or `ignore_index`. A row with any other value has
             the loss NaN and no gradient; `JAGGED_VALIDATE=1` refuses it.
         negatives: a `Draw`, or ids, int32 or int64: `[N, ns]` for each row, `[G, ns]` for each of G blocks of `ceil(N / G)`
-            consecutive rows, `[ns]` for the batch. An id that is no item is masked; `JAGGED_VALIDATE=1` refuses it. An item
+            consecutive rows, `[ns]` for the batch. An id that is no item is masked; `JAGGED_VALIDATE=1` refuses all but -1. An item
             that stands there twice counts twice.
         negative_log_q: in the shape of the ids, float32: logarithms of the probabilities that one draw gives them, for a
             correction. None means uniform, `-log V`. A `Draw` knows its own.
@@ -327,7 +327,7 @@ def sampled_linear_cross_entropy(
     if validation_is_on():
         validate_ids(target, num_items, name="target", ignore_index=ignore_index)
         if isinstance(negatives, Tensor):
-            validate_ids(negatives, num_items, name="negatives")
+            validate_ids(negatives, num_items, name="negatives", ignore_index=-1)
         if excluded is not None:
             validate_ids(excluded, num_items, name="exclude[0]")
     target_correction = None
@@ -361,11 +361,16 @@ def _gbce_beta(count: int, num_items: int, t: float) -> float:
 
 def _target_correction(source: Source, target: Tensor, target_log_q: Tensor | None, num_items: int, dtype: torch.dtype) -> Tensor:
     if source.kind == "given" and target_log_q is not None:
-        return target_log_q.to(dtype) + math.log(source.num_negatives)
+        return target_log_q.to(dtype) + _log_count(source, target, dtype)
     if source.kind == "given":
-        return torch.full(target.shape, math.log(source.num_negatives / num_items), dtype=dtype, device=target.device)
+        return (_log_count(source, target, dtype) - math.log(num_items)).expand(target.shape).contiguous()
     inside = target.to(torch.int64).clamp(0, num_items - 1)
     return item_log_probability(source, inside, num_items, dtype) + math.log(source.num_negatives)
+
+
+def _log_count(source: Source, target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return log(ns): by PyTorch, since of given negatives ns may be a variable of a compiled model."""
+    return target.new_full((1,), source.num_negatives, dtype=dtype).log_()
 
 
 def _given_source(negatives: Tensor, log_q: Tensor | None, num_rows: int, hidden: Tensor) -> Source:

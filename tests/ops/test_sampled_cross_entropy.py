@@ -340,6 +340,8 @@ def test_unknown_items_reach_no_foreign_memory(place: Place, rows_per_draw: int,
         run(place, inputs, target.clamp(0, 8), ids)
     with pytest.raises(ValueError, match=r"exclude\[1\]"):
         run(place, two, known, both, exclude=lists)
+    # The place of a negative that is none, as a batch's ignored rows have it.
+    run(place, inputs, target.clamp(0, 8), torch.where(ids == 9, -1, ids).clamp(-1, 8))
 
 
 @pytest.mark.parametrize("rows_per_draw", [1, None])
@@ -624,12 +626,13 @@ def test_messages_name_argument_and_cure(function: Callable[[], object], error: 
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
-@pytest.mark.parametrize("rows_per_draw", [1, None])
-def test_one_graph_for_all_numbers_of_rows(place: Place, rows_per_draw: int | None) -> None:
+@pytest.mark.parametrize("rows_per_draw", [1, None, "in-batch"])
+def test_one_graph_for_all_numbers_of_rows(place: Place, rows_per_draw: int | str | None) -> None:
     counter = CompileCounterWithBackend("inductor" if place.name == "gpu" else "aot_eager")
 
     def function(hidden: Tensor, weight: Tensor, target: Tensor, seed: Tensor) -> Tensor:
-        draw = Draw("log_uniform", 7, seed, rows_per_draw)
+        # Of the batch's own targets there are as many negatives as rows.
+        draw = target if isinstance(rows_per_draw, str) else Draw("log_uniform", 7, seed, rows_per_draw)
         loss, lse = sampled_linear_cross_entropy(
             hidden, weight, target, draw, correction="both", return_lse=True, backend=place.backend
         )
