@@ -250,8 +250,8 @@ def sampled_linear_cross_entropy(
         target: `[N]`, int32 or int64: item of each row, 0 <= item < V, or `ignore_index`. A row with any other value has
             the loss NaN and no gradient; `JAGGED_VALIDATE=1` refuses it.
         negatives: a `Draw`, or ids, int32 or int64: `[N, ns]` for each row, `[G, ns]` for each of G blocks of `ceil(N / G)`
-            consecutive rows, `[ns]` for the batch. An id that is no item is masked; `JAGGED_VALIDATE=1` refuses all but -1. An item
-            that stands there twice counts twice.
+            consecutive rows, `[ns]` for the batch. An id that is no item is masked; `JAGGED_VALIDATE=1` refuses all but -1.
+            An item that stands there twice counts twice.
         negative_log_q: in the shape of the ids, float32: logarithms of the probabilities that one draw gives them, for a
             correction. None means uniform, `-log V`. A `Draw` knows its own.
         target_log_q: `[N]`, float32: the same of the targets, for `correction="both"`; None as for the negatives.
