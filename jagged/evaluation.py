@@ -196,6 +196,12 @@ def evaluate_protocols(
     return {PROTOCOLS[out]: metric.compute() for out, metric in zip(filter_viewed, metrics, strict=True)}
 
 
+def is_finite(item_weight: Tensor) -> bool:
+    """Whether an item table holds neither NaN nor infinity; items whose scores are NaN rank last and would not be seen."""
+    # The extremes of a tensor with a NaN are NaN, and finding them takes no copy of the table.
+    return not item_weight.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(item_weight))
+
+
 def rank_batches(
     model: Any,
     loader: Iterable[Any],
@@ -215,8 +221,7 @@ def rank_batches(
     """
     weight = model.item_weight.detach()
     device = torch.device(device) if device is not None else weight.device
-    # The extremes of a tensor with a NaN are NaN, and finding them takes no copy of the table.
-    if weight.numel() and not all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(weight)):
+    if not is_finite(weight):
         raise EvaluationError(NOT_FINITE)
     with _eval_mode(model):
         for batch in _progress(loader, progress):

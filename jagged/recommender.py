@@ -20,7 +20,7 @@ from torch import Tensor
 
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import DataError
-from jagged.evaluation import NOT_FINITE, Evaluation, EvaluationError, Popularity, evaluate, known_items
+from jagged.evaluation import NOT_FINITE, Evaluation, EvaluationError, Popularity, evaluate, is_finite, known_items
 from jagged.metrics import TrainCounts
 from jagged.runs import Run
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
@@ -263,6 +263,8 @@ def _rank(run: Run, values: Tensor, lengths: Tensor, k: int, filter_viewed: bool
     recent = lengths.clamp(max=run.model.config["max_seq_len"])
     window = values[ranges(offsets[1:] - recent, recent)]
     features = KeyedJaggedTensor(keys=["item_id"], values=window, lengths=recent).to(run.device)
+    if not is_finite(run.model.item_weight.detach()):
+        raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
         ranked = rank_catalogue(
             run.model.final_hidden(features),

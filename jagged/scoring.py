@@ -44,7 +44,10 @@ class Ranked:
 
     @property
     def strange(self) -> Tensor:
-        """How many items have a score that is NaN or infinite: a scalar int64 tensor, 0 for a sound model."""
+        """How many of the best items have a score that is NaN or infinite: a scalar int64 tensor, 0 for sound hidden states.
+
+        Items of NaN come last, so those of a table that has some need not be among the best.
+        """
         return ((self.items >= 0) & ~torch.isfinite(self.scores)).sum()
 
 

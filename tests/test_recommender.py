@@ -234,6 +234,16 @@ def test_a_model_that_is_not_finite_recommends_nothing(tmp_path):
         Recommender.from_pretrained(tmp_path).recommend({"a": [1]}, k=1)
 
 
+def test_an_item_table_that_is_not_finite_recommends_nothing(tmp_path):
+    """Items of NaN rank last, so that their scores alone would not show them."""
+    model = write_run(tmp_path, [1, 2, 3])
+    with torch.no_grad():
+        model.item_weight[1] = torch.nan
+    save_pretrained(model, tmp_path, items=Vocabulary([1, 2, 3]))
+    with pytest.raises(EvaluationError, match="NaN or infinite"):
+        Recommender.from_pretrained(tmp_path).recommend({"a": [3]}, k=1)
+
+
 def test_no_users_give_an_empty_table(recommender):
     table = recommender.recommend({})
     assert table.num_rows == 0

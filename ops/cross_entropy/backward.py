@@ -80,7 +80,9 @@ def linear_cross_entropy_backward_hidden_kernel(
                 tl.store(place, (is_small(scores, threshold_of_weight) == 0).to(tl.int8))
         if wanted:
             if item_scale is not None:
-                scores *= tl.load(item_scale + item, mask=exists, other=0.0)[None, :]
+                # Of the weights, which are at most 1 then: scores times the scale of a short row would be too large for float16.
+                scale = tl.load(item_scale + item, mask=exists, other=0.0)
+                weight_tile = (weight_tile.to(tl.float32) * scale[:, None]).to(weight_tile.dtype)
             gradient = dot(scores.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
     column = first_column + tl.arange(0, BLOCK_D)
     address = grad_hidden + (part.to(tl.int64) * num_rows + row)[:, None] * WIDTH + column[None, :]

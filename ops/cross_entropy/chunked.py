@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jagged.ops.cross_entropy.launch import Items, Rows
 from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
+from jagged.ops.cross_entropy.strategy import MULTIPLE
 
 BLOCK_ROWS, BLOCK_ITEMS = 16, 256
 
@@ -24,8 +25,8 @@ def linear_cross_entropy_logit_gradients_kernel(
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Gradients of a tile of logits of the items from `first_item` on, from products in float32; they may take their place."""
-    row = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     item = first_item + column
     row_exists, exists = row < num_rows, item < last_item
     mask = row_exists[:, None] & exists[None, :]
@@ -53,8 +54,10 @@ def backward_chunked(
     """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
     weight, (num_items, width) = items.weight, items.weight.shape
     hidden, num_rows = rows.hidden, rows.hidden.shape[0]
-    products = hidden.new_empty(num_rows, chunk_items, dtype=torch.float32)
-    buffer = products if hidden.dtype == torch.float32 else hidden.new_empty(num_rows, chunk_items)
+    # Of rows that begin at odd elements the BLAS has slow products alone.
+    columns = triton.cdiv(chunk_items, MULTIPLE) * MULTIPLE
+    products = hidden.new_empty(num_rows, columns, dtype=torch.float32)
+    buffer = products if hidden.dtype == torch.float32 else hidden.new_empty(num_rows, columns)
     grad_hidden = hidden.new_zeros(num_rows if hidden_dtype else 0, width, dtype=torch.float32)
     grad_weight = hidden.new_empty(num_items if weight_dtype else 0, width, dtype=weight_dtype)
     grad_bias = hidden.new_empty(num_items if has_grad_bias else 0, dtype=torch.float32)
@@ -66,14 +69,17 @@ def backward_chunked(
         _logit_gradients(rows, items, products[:, : last - first], gradients, first, last)
         if has_grad_bias:
             torch.sum(gradients, 0, dtype=torch.float32, out=grad_bias[first:last])
-        if items.scale is not None:
-            # Products are with hidden states and with weights at their scale.
-            gradients.mul_(items.scale[first:last])
+        scale = None if items.scale is None else items.scale[first:last, None]
+        if scale is not None:
+            # Not the gradients: those times the scale of a short row would be too large for float16.
+            part = (part * scale).to(part.dtype)
         if hidden_dtype:
             _add_product(gradients, part, grad_hidden, beta=1)
         if weight_dtype:
             out = sums[: last - first] if rounded else grad_weight[first:last]
             _add_product(gradients.t(), hidden, out, beta=0)
+            if scale is not None:
+                out.mul_(scale)
             if rows.inverse_scale is not None:
                 out.mul_(rows.inverse_scale)
             if rounded:
@@ -87,7 +93,7 @@ def backward_chunked(
 
 def _logit_gradients(rows: Rows, items: Items, products: Tensor, gradients: Tensor, first: int, last: int) -> None:
     _add_product(rows.hidden, items.weight[first:last].t(), products, beta=0)
-    grid = (triton.cdiv(last - first, BLOCK_ITEMS), triton.cdiv(products.shape[0], BLOCK_ROWS))
+    grid = (triton.cdiv(products.shape[0], BLOCK_ROWS), triton.cdiv(last - first, BLOCK_ITEMS))
     linear_cross_entropy_logit_gradients_kernel[grid](
         products, *rows[1:-1], *items[1:4], gradients, products.shape[0], first, last, products.stride(0), gradients.stride(0),
         1 / items.temperature, items.softcap, ACCURATE=rows.hidden.dtype == torch.float32, BLOCK_N=BLOCK_ROWS,

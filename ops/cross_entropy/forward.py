@@ -154,6 +154,7 @@ def linear_cross_entropy_forward(
     if num_rows == 0:
         return lse, target_logit, smoothed
     hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
+    bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
     tile = tile_for("forward", hidden)
     row_blocks = triton.cdiv(num_rows, tile.rows)
     num_parts, items_per_part = split(num_items, tile.items, row_blocks, PROGRAMS, hidden.device)

@@ -51,10 +51,12 @@ def linear_cross_entropy_backward(
     )
     inverse_scale = None
     if hidden.dtype == torch.float16 and len(target):
-        inverse_scale = inverse_scale_of(target != ignore_index, grad_lse, grad_target, grad_smoothed)
+        # Of gradients before the temperature, which divides them once more.
+        inverse_scale = inverse_scale_of(target != ignore_index, grad_lse, grad_target, grad_smoothed) / temperature
     rows = prepare_rows(
         hidden, weight.shape[0], target, lse, grad_lse, grad_target, grad_smoothed, temperature, ignore_index, inverse_scale
     )
+    bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
     items = Items(aligned(weight), bias, item_scale, smoothing, temperature, softcap)
     if chunk_items and len(target):
         grads = backward_chunked(rows, items, chunk_items, hidden_dtype, weight_dtype, has_grad_bias)

@@ -151,8 +151,8 @@ def _less_radial(grad: Tensor, weight: Tensor, item_scale: Tensor) -> Tensor:
     for of_grad, of_weight, scale in zip(grad.split(rows), weight.split(rows), item_scale.split(rows), strict=True):
         direction = of_weight.to(scale.dtype) * scale[:, None]
         # A row shorter than the least norm is divided by a constant.
-        along = ((of_grad * direction).sum(1) * (scale < 1 / NORM_AT_LEAST))[:, None]
-        of_grad.sub_(along * direction)
+        along = torch.where(scale < 1 / NORM_AT_LEAST, (of_grad * direction).sum(1), 0)[:, None]
+        of_grad.sub_(torch.where(along == 0, 0, along * direction))
     return grad
 
 
@@ -315,8 +315,8 @@ def linear_cross_entropy(
         raise ValueError(
             f"weight: expected shape [V, {hidden.shape[1]}], as wide as hidden {list(hidden.shape)}, got {list(weight.shape)}"
         )
-    if weight.shape[0] == 0:
-        raise ValueError("weight: expected at least one item, got shape " + str(list(weight.shape)))
+    if not 0 < weight.shape[0] < 2**31:
+        raise ValueError(f"weight: expected from 1 to 2^31 - 1 items, got shape {list(weight.shape)}")
     if target.shape[0] != hidden.shape[0]:
         raise ValueError(
             f"target: expected shape [{hidden.shape[0]}], one item per row of hidden {list(hidden.shape)}, "
@@ -333,9 +333,12 @@ def linear_cross_entropy(
     _check_number("softcap", softcap, softcap is None or softcap > 0, "a number above 0, or None")
     _check_number("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "a number in [0, 1]")
     _check_number("z_loss", z_loss, z_loss >= 0, "a number of at least 0")
-    hidden_eps, weight_eps = filter_eps if isinstance(filter_eps, tuple) else (filter_eps, filter_eps)
-    for eps in (hidden_eps, weight_eps):
-        _check_number("filter_eps", eps, eps is None or eps >= 0, "a number of at least 0, None, or a pair of those")
+    pair = filter_eps if isinstance(filter_eps, tuple) else (filter_eps, filter_eps)
+    if len(pair) != 2 or not all(eps is None or (isinstance(eps, (int, float)) and eps >= 0) for eps in pair):
+        raise ValueError(f"filter_eps: expected a number of at least 0, None, or a tuple of two of those, got {filter_eps!r}")
+    hidden_eps, weight_eps = pair
+    if class_weight is not None and class_weight.requires_grad:
+        raise ValueError("class_weight: has no gradient, got one that requires it; pass class_weight.detach()")
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: got {strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
     if strategy == "chunked" and (hidden_eps is not None or weight_eps is not None):
@@ -346,6 +349,8 @@ def linear_cross_entropy(
     if validation_is_on():
         validate_ids(target, weight.shape[0], name="target", ignore_index=ignore_index)
     if normalize:
+        # What ignored rows hold would come back through the norms as NaN.
+        hidden = torch.where((target != ignore_index)[:, None], hidden, 0)
         hidden = torch.nn.functional.normalize(hidden.to(compute_dtype), dim=1, eps=NORM_AT_LEAST)
     of_target, smoothing = _weights_of_classes(class_weight, target, ignore_index, label_smoothing, weight, compute_dtype)
     lse, logit, smoothed = LinearCrossEntropyFunction.apply(  # type: ignore[no-untyped-call]

@@ -70,6 +70,8 @@ def linear_cross_entropy_strategy(
         >>> linear_cross_entropy_strategy(8192, 100_000, 64, torch.bfloat16).name
         'fused'
     """
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise TypeError(f"dtype: expected float32, bfloat16 or float16, which the kernels take, got {dtype}")
     chunk_items = chunk_items_of(
         num_rows,
         num_items,

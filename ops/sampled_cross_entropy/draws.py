@@ -125,7 +125,8 @@ def source_of(draw: Draw, num_rows: int, num_items: int, device: torch.device) -
         if tensor is not None and tensor.device != device:
             raise ValueError(f"Draw.{name}: expected the device of hidden, {device}, got {tensor.device}; move it with .to(...)")
     kind = draw.kind if draw.replacement else "permuted"
-    rows_per_draw = max(1, num_rows) if draw.rows_per_draw is None else draw.rows_per_draw
+    # Draws begin at the same rows whatever comes after the last row.
+    rows_per_draw = min(draw.rows_per_draw or num_rows, max(1, num_rows)) or 1
     return Source(draw.alias, draw.log_q, draw.alias_probability, draw.seed, kind, draw.count, rows_per_draw)
 
 

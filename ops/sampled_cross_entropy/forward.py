@@ -134,7 +134,7 @@ def sampled_forward_rows_kernel(
         lanes = exp_of_difference(maximum - shift, ACCURATE)
         row_total = tl.sum(rounded_product(total, lanes), 0)
         # Without a negative the gradient is zero as it stands.
-        row_total = tl.where(row_total > 0, row_total, 1.0)
+        row_total = tl.where(row_total == 0, 1.0, row_total)
         inverse = 1.0 / row_total
         row_total = shift + tl.log(row_total)
     if direction is not None:
@@ -228,7 +228,7 @@ def sampled_forward_blocks_kernel(
             gradient = dot(weights.to(weight_tile.dtype), weight_tile, gradient, PRECISION)
     if not IS_BCE and not FILTERS:
         # Without a negative the gradient is zero as it stands.
-        total = tl.where(total > 0, total, 1.0)
+        total = tl.where(total == 0, 1.0, total)
         if direction is not None:
             gradient *= (1.0 / total)[:, None]
         total = tl.where(maximum == float("-inf"), 0.0, maximum) + tl.log(total)

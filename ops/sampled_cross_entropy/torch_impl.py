@@ -87,7 +87,7 @@ def sampled_linear_cross_entropy_forward(
         direction = torch.zeros_like(rows) if with_direction else rows.new_empty(0)
         for chunk in _chunks(rows, weight, target, source, rules, excluded, exclude_offsets):
             span = chunk.rows
-            kept[span] += _flat((chunk.logits > -torch.inf).sum(2), span)
+            kept[span] += _flat((chunk.logits != -torch.inf).sum(2), span)
             if is_bce:
                 total[span] += _flat(_softplus(chunk.logits).sum(2), span)
                 if with_direction:
@@ -282,7 +282,7 @@ def _chunks(
             ids = draw_ids(source, groups, places, num_items)
             outside = (ids < 0) | (ids >= num_items)
             ids = ids.masked_fill(outside, 0)
-            items = weight[ids].to(rows.dtype)
+            items = weight[ids].to(rows.dtype).masked_fill_(outside[..., None], 0)
             logits = torch.bmm(hidden, items.transpose(1, 2)).mul_(rules.scale)
             if rules.is_corrected:
                 log_q = log_probability(source, ids, groups, places, num_items, rows.dtype)

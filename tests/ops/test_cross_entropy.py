@@ -273,6 +273,8 @@ def test_strategy_goes_by_bytes() -> None:
     assert linear_cross_entropy_strategy(*wide, memory_budget=2**20).name == "fused"
     assert linear_cross_entropy_strategy(*wide, filter_eps=(None, 1e-3)).name == "fused"
     assert linear_cross_entropy_strategy(*wide, filter_eps=(None, None)).name == "chunked"
+    with pytest.raises(TypeError, match="dtype: expected float32, bfloat16 or float16"):
+        linear_cross_entropy_strategy(1, 5, 512, torch.float64)
     assert linear_cross_entropy_strategy(0, 5, 512, torch.bfloat16).chunk_items <= 5
 
 
@@ -302,6 +304,40 @@ def test_ignored_rows_may_hold_anything(place: Place, poison: float) -> None:
         torch.testing.assert_close(ours, wanted, rtol=0, atol=0)
     assert not got[0][ignored].any()
     assert not got[1][ignored].any()
+
+
+def test_ignored_rows_may_hold_anything_beside_norms(place: Place) -> None:
+    (hidden, weight), target = inputs_of(20, 30, 8, torch.float32), targets_of(20, 30, ignored=0.3)
+    hidden = hidden.masked_fill((target == -100)[:, None], math.nan)
+    for grad in loss_and_gradients(place, [hidden, weight], target, normalize=True)[1:]:
+        assert bool(grad.isfinite().all())
+
+
+@pytest.mark.parametrize("strategy", ["fused", "chunked"])
+def test_vectors_of_any_stride(place: Place, strategy: str) -> None:
+    (hidden, weight), target = inputs_of(20, 50, 8, torch.float32), targets_of(20, 50)
+    columns = random_tensor((50, 2), torch.float32, 3)
+    for bias in (columns[:, 0], torch.full((1,), 0.5, device=place.device).expand(50)):
+        got, wanted = (
+            loss_and_gradients(place, [hidden, weight], target, bias=vector, class_weight=vector.abs(), strategy=strategy)
+            for vector in (bias, bias.contiguous())
+        )
+        for ours, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["fused", "chunked"])
+@pytest.mark.parametrize(("normalize", "temperature", "size"), [(False, 0.05, 1.0), (True, 0.05, 1e-2), (True, 1.0, 1e-2)])
+def test_half_gradients_stay_in_range(place: Place, strategy: str, normalize: bool, temperature: float, size: float) -> None:
+    """Low temperatures and short rows make gradients of products that float16 does not hold as they are."""
+    hidden, weight = inputs_of(40, 60, 16, torch.float32)
+    inputs, target = [hidden.half(), (weight * size).half()], targets_of(40, 60)
+    options = {"normalize": normalize, "temperature": temperature}
+    grads = loss_and_gradients(place, inputs, target, strategy=strategy, **options)
+    leaves = [x.double().requires_grad_() for x in inputs]
+    exact = torch.autograd.grad(reference(*leaves, target, **options)[0], leaves)  # type: ignore[arg-type]
+    for ours, wanted in zip(grads[1:], exact, strict=True):
+        assert (ours - wanted).norm() <= 0.01 * wanted.norm()
 
 
 @pytest.mark.parametrize("rows", [0, 3])
@@ -449,7 +485,7 @@ HIDDEN, WEIGHT, TARGET = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dt
             ValueError,
             r"weight: expected shape \[V, 4\].*got \[5, 3\]",
         ),
-        (lambda: linear_cross_entropy(HIDDEN, WEIGHT[:0], TARGET), ValueError, "weight: expected at least one item"),
+        (lambda: linear_cross_entropy(HIDDEN, WEIGHT[:0], TARGET), ValueError, r"weight: expected from 1 to 2\^31 - 1 items"),
         (
             lambda: linear_cross_entropy(HIDDEN, WEIGHT.bfloat16(), TARGET),
             TypeError,
@@ -498,7 +534,17 @@ HIDDEN, WEIGHT, TARGET = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dt
         (
             lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, filter_eps=(0.1, -1.0)),
             ValueError,
-            "filter_eps: expected .*got -1.0",
+            r"filter_eps: expected .*got \(0.1, -1.0\)",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, filter_eps=[0.1, None]),  # type: ignore[call-overload]
+            ValueError,
+            "filter_eps: expected a number .*a tuple of two",
+        ),
+        (
+            lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, class_weight=torch.ones(5, requires_grad=True)),
+            ValueError,
+            "class_weight: has no gradient",
         ),
         (
             lambda: linear_cross_entropy(HIDDEN, WEIGHT, TARGET, strategy="chunked", filter_eps=0.1),

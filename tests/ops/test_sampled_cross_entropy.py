@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -342,6 +343,35 @@ def test_unknown_items_reach_no_foreign_memory(place: Place, rows_per_draw: int,
         run(place, two, known, both, exclude=lists)
     # The place of a negative that is none, as a batch's ignored rows have it.
     run(place, inputs, target.clamp(0, 8), torch.where(ids == 9, -1, ids).clamp(-1, 8))
+
+
+@pytest.mark.parametrize("rows_per_draw", [1, 16])
+@pytest.mark.parametrize("options", [{}, {"loss": "refined", "correction": "negatives"}, {"loss": "bce"}])
+def test_nan_shows_in_the_loss(place: Place, rows_per_draw: int, options: dict[str, Any]) -> None:
+    (hidden, weight), target = inputs_of(20, 30, 8, torch.float32), torch.zeros(20, dtype=torch.int64, device=place.device)
+    ids = torch.arange(1, 7, device=place.device).expand(-(-20 // rows_per_draw), 6).contiguous()
+    for poisoned in ("hidden", "weight"):
+        inputs = {"hidden": hidden.clone(), "weight": weight.clone()}
+        inputs[poisoned][3] = math.nan
+        with warnings.catch_warnings():
+            # The interpreter's, of a maximum of NaN alone.
+            warnings.simplefilter("ignore")
+            loss = sampled_linear_cross_entropy(
+                *inputs.values(), target, ids, reduction="none", backend=place.backend, **options
+            )  # fmt: skip
+        assert bool(loss[3].isnan())
+        assert bool(loss.isnan().all()) == (poisoned == "weight")
+
+
+def test_blocks_longer_than_the_batch(place: Place) -> None:
+    """They cost what the batch costs, and are the batch's."""
+    inputs, target = inputs_of(5, 30, 8, torch.float32), targets_of(5, 30)
+    losses = [
+        run(place, inputs, target, Draw("uniform", 7, seed_of(3), rows_per_draw), reduction="none")[0]
+        for rows_per_draw in (5, 2**26, None)
+    ]
+    for loss in losses[1:]:
+        torch.testing.assert_close(loss, losses[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows_per_draw", [1, None])
