@@ -200,7 +200,9 @@ def backward_fused(
     sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
     shaping = (1 / items.temperature, items.softcap)
     thresholds, order = (None, None) if filter is None else filter
-    tile, kept_tile = tile_for("backward_weight", hidden), tile_for("backward_hidden", hidden)
+    tile, kept_tile = (
+        tile_for(kernel, hidden, is_scaled=items.scale is not None) for kernel in ("backward_weight", "backward_hidden")
+    )
     grad_hidden, grad_weight, grad_bias, is_kept = (
         hidden.new_empty(0),
         hidden.new_empty(0),

@@ -45,9 +45,9 @@ class Filter(NamedTuple):
     order: Tensor
 
 
-def tile_for(kernel: str, hidden: Tensor) -> Tile:
-    """Return the tile of a kernel for hidden states."""
-    return tile_of(kernel, hidden.shape[1], hidden.dtype, gpu(hidden.device).capability)
+def tile_for(kernel: str, hidden: Tensor, *, is_scaled: bool = False) -> Tile:
+    """Return the tile of a kernel for hidden states, and for weights that are scaled or not."""
+    return tile_of(kernel, hidden.shape[1], hidden.dtype, gpu(hidden.device).capability, is_scaled=is_scaled)
 
 
 def constants(tile: Tile, hidden: Tensor) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 
 StrategyName = Literal["auto", "fused", "chunked"]
-STRATEGIES = ("auto", "fused", "chunked")
+STRATEGIES = get_args(StrategyName)
 MEMORY_BUDGET = 256 * 2**20
 # Width of the hidden states from which chunks were measured faster, by bytes of an element.
 CHUNKED_FROM = {2: 257, 4: 257}

@@ -69,13 +69,26 @@ EXCEPTIONS: dict[int, dict[tuple[str, int, int], Tile]] = {
         ("backward_hidden", 2, 256): Tile(64, 64, 256, 256, 8, 2),
         ("backward_weight", 2, 256): Tile(64, 64, 256, 256, 8, 2),
     },
+    # There the large tiles of forward spill.
+    10: {
+        ("forward", 2, 256): Tile(128, 64, 256, 256, 8, 2),
+        ("forward", 2, 512): Tile(128, 64, 128, 128, 8, 3),
+    },
+}
+
+# Rows that differ where weights are multiplied by the inverse of their norms, which takes registers.
+SCALED: dict[tuple[str, int, int], Tile] = {
+    ("backward_hidden", 2, 128): Tile(64, 64, 128, 128, 8, 3),
+    ("backward_hidden", 2, 256): Tile(64, 32, 256, 256, 8, 2),
+    ("backward_weight", 2, 256): Tile(64, 64, 256, 256, 8, 2),
 }
 
 
-def tile_of(kernel: str, width: int, dtype: torch.dtype, capability: int) -> Tile:
+def tile_of(kernel: str, width: int, dtype: torch.dtype, capability: int, *, is_scaled: bool = False) -> Tile:
     """Return the tile for a kernel, a width of the hidden states, their dtype and a major compute capability."""
     table = TILES[kernel, dtype.itemsize]
     row = min((limit for limit in table if width <= limit), default=max(table))
     # GPUs of capability 12 have the matrix instructions and the shared memory of the eighth generation.
     exceptions = EXCEPTIONS.get(8 if capability > 10 else capability, {})
-    return exceptions.get((kernel, dtype.itemsize, row), table[row])
+    key = (kernel, dtype.itemsize, row)
+    return SCALED[key] if is_scaled and key in SCALED else exceptions.get(key, table[row])
