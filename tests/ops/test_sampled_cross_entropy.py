@@ -515,7 +515,7 @@ def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) ->
         pytest.skip("tables of 2^31 entries")
     rows, count, per_draw = 3, 7 if items == 7 else 700, 2
     draw = draw_of(kind, count, items, 2**35 + 1, per_draw)
-    source = draws.source_of(draw, rows, items, place.device)
+    source = draws.source_of(draw, rows, items, draw.seed.device)
     target = torch.full((rows,), -100, device=place.device)
     keys = torch.empty(2 * count + rows, dtype=torch.int32, device=place.device)
     hidden = torch.zeros(rows, 16, device=place.device)
