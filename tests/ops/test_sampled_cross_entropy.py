@@ -751,3 +751,33 @@ def test_addresses_past_2_to_the_31(place: Place) -> None:
         torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
         for got, end in zip((grads[0], grads[1][first:]), ends, strict=True):
             torch.testing.assert_close(got.double(), end.grad, rtol=0.02, atol=0.02)
+
+
+@ON_GPU
+@pytest.mark.parametrize("is_given", [True, False])
+def test_more_than_2_to_the_31_negatives(place: Place, is_given: bool) -> None:
+    """The last rows of many, of which every other one is ignored."""
+    width, items, count, short = 16, 500, 1024, 70
+    rows = 2**31 // count + short
+    hidden, weight = inputs_of(short, items, width, torch.bfloat16)
+    every_row = torch.zeros(rows, width, dtype=torch.bfloat16, device=place.device)
+    every_row[-short:] = hidden
+    target = torch.full((rows,), -100, device=place.device)
+    target[-short:] = targets_of(short, items)
+    draw = draw_of("uniform", count, items, 3, 1)
+    source = draws.source_of(draw, rows, items, draw.seed.device)
+    last = torch.arange(rows - short, rows, device=place.device)
+    ids = draws.draw_ids(source, last, torch.arange(count, device=place.device), items)
+    negatives: Tensor | Draw = draw
+    if is_given:
+        negatives = torch.zeros(rows, count, dtype=torch.int32, device=place.device)
+        negatives[-short:] = ids
+    leaves = [every_row.requires_grad_(), weight.requires_grad_()]
+    loss = sampled_linear_cross_entropy(*leaves, target, negatives, reduction="sum")
+    loss.backward()
+    ends = [hidden.double().requires_grad_(), weight.detach().double().requires_grad_()]
+    expected, _, _ = reference(*ends, target[-short:], ids, reduction="sum")
+    expected.backward()
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=1e-5, atol=0)
+    for got, end in zip((leaves[0].grad[-short:], leaves[1].grad), ends, strict=True):
+        torch.testing.assert_close(got.double(), end.grad, rtol=0.02, atol=0.02)
