@@ -1,7 +1,7 @@
 """Tile sizes of the kernels. Nothing else decides how they are launched.
 
 Both kernels take the same row, because a logit must have the same bits in both. Loops over a wide row have two stages: with
-three, the assembler inside Triton 3.6 gives wrong logits on 9.0 where such a loop has two to four steps, and CUDA 13's right ones.
+three, the assembler inside Triton 3.6 gives wrong logits on 9.0 where such a loop has two to four steps, CUDA 13's right ones.
 """
 
 from __future__ import annotations
