@@ -334,7 +334,7 @@ def parts_of(num_items: int, block: int, row_blocks: int, multiprocessors: int) 
 
 def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the maximum of the logits, in powers of two, and the sum of exponentials relative to it: `[parts, N]` float32."""
-    num_rows, num_items, width = *hidden.shape, weight.shape[0]
+    (num_rows, width), num_items = hidden.shape, weight.shape[0]
     walk = next((walk for columns, walk in WALKS.items() if width <= columns), None)
     groups, block = (WIDE_GROUPS, WIDE_ITEMS) if walk is None else (walk.groups, 2 * walk.items)
     row_blocks = cdiv(num_rows, GROUP_N.value * groups)
