@@ -63,5 +63,5 @@ def await_tile(ring, visit):
 
 @gluon.jit
 def leave_tile(ring, visit):
-    """Tell that this group has read what a visit brought."""
+    """Tell that this group has read what a visit brought. Of ordinary loads the values have to have been used before."""
     mbarrier.arrive(ring.empty.index(visit % ring.full.shape[0]), count=1)

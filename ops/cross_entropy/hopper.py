@@ -128,9 +128,10 @@ def walk_group(what, sizes, WHICH: gl.constexpr, GROUPS: gl.constexpr):
         maximum = gl.full([GROUP_N], float("-inf"), gl.float32, row_layout)
         total = gl.zeros([GROUP_N], gl.float32, row_layout)
         h = await_tile(hiddens, count * GROUPS + WHICH).load(gl.DotOperandLayout(0, layout, 2))
-        leave_tile(hiddens, count * GROUPS + WHICH)
         even = warpgroup_mma(h, await_tile(weights, visit).permute((1, 0)), zero, use_acc=False, is_async=True)
         even = warpgroup_mma_wait(0, deps=(even,))
+        # Not before the first product: barriers do not wait for loads under way, and TMA could overtake them.
+        leave_tile(hiddens, count * GROUPS + WHICH)
         leave_tile(weights, visit)
         tile = await_tile(weights, visit + 1)
         for _ in range(first + 2 * BLOCK_V, last, 2 * BLOCK_V):
@@ -292,7 +293,7 @@ def linear_cross_entropy_steps_hopper_kernel(
     hidden, weight, part_maximum, part_sum, target, row_shift, grad_softmax, grad_target, gradients, num_rows, row_blocks,
     num_parts, first_item, last_item, items_per_part, gradients_stride, rate, STEPS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """The same of wide hidden states; or gradients of the logits of items `first_item .. last_item`, where there is room."""
+    """The same of wide hidden states; or gradients of the logits of items `first_item .. last_item`, if there is a buffer."""
     GROUPS: gl.constexpr = 2
     IS_BACKWARD: gl.constexpr = gradients is not None
     weights = make_ring(weight, PLACES, GROUPS)
