@@ -41,7 +41,8 @@ def make_ring(source, PLACES: gl.constexpr, READERS: gl.constexpr):
     for i in gl.static_range(PLACES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    return Ring(gl.allocate_shared_memory(source.dtype, [PLACES] + source.block_type.shape, source.layout), full, empty)
+    shape: gl.constexpr = [PLACES] + source.block_type.shape  # noqa: RUF005
+    return Ring(gl.allocate_shared_memory(source.dtype, shape, source.layout), full, empty)
 
 
 @gluon.jit
@@ -63,5 +64,5 @@ def await_tile(ring, visit):
 
 @gluon.jit
 def leave_tile(ring, visit):
-    """Tell that this group has read what a visit brought."""
+    """Tell that this group has read what a visit brought. Of ordinary loads the values have to have been used before."""
     mbarrier.arrive(ring.empty.index(visit % ring.full.shape[0]), count=1)

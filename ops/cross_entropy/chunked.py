@@ -13,9 +13,9 @@ from torch import Tensor
 
 from jagged.ops.cross_entropy.launch import Items, Rows
 from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
-from jagged.ops.cross_entropy.strategy import MULTIPLE
+from jagged.ops.cross_entropy.strategy import DIRECT_MULTIPLE, MULTIPLE
 
-BLOCK_ROWS, BLOCK_ITEMS = 16, 256
+BLOCK_ROWS, BLOCK_ITEMS = 4, 512
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_item", "last_item"])
@@ -50,14 +50,20 @@ def backward_chunked(
     hidden_dtype: torch.dtype | None,
     weight_dtype: torch.dtype | None,
     has_grad_bias: bool,
+    *,
+    is_direct: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
+    """Return the gradients of hidden, weight and bias, empty where they are not wanted.
+
+    If `is_direct` the kernel for Hopper computes logits and their gradients, and nothing keeps the logits.
+    """
     weight, (num_items, width) = items.weight, items.weight.shape
     hidden, num_rows = rows.hidden, rows.hidden.shape[0]
     # Of rows that begin at odd elements the BLAS has slow products alone.
-    columns = triton.cdiv(chunk_items, MULTIPLE) * MULTIPLE
-    products = hidden.new_empty(num_rows, columns, dtype=torch.float32)
-    buffer = products if hidden.dtype == torch.float32 else hidden.new_empty(num_rows, columns)
+    multiple = DIRECT_MULTIPLE if is_direct else MULTIPLE
+    columns = triton.cdiv(chunk_items, multiple) * multiple
+    products = None if is_direct else hidden.new_empty(num_rows, columns, dtype=torch.float32)
+    buffer = products if products is not None and hidden.dtype == torch.float32 else hidden.new_empty(num_rows, columns)
     grad_hidden = hidden.new_zeros(num_rows if hidden_dtype else 0, width, dtype=torch.float32)
     grad_weight = hidden.new_empty(num_items if weight_dtype else 0, width, dtype=weight_dtype)
     grad_bias = hidden.new_empty(num_items if has_grad_bias else 0, dtype=torch.float32)
@@ -66,7 +72,12 @@ def backward_chunked(
     for first in range(0, num_items, chunk_items):
         last = min(first + chunk_items, num_items)
         gradients, part = buffer[:, : last - first], weight[first:last]
-        _logit_gradients(rows, items, products[:, : last - first], gradients, first, last)
+        if products is None:
+            from jagged.ops.cross_entropy.hopper import logit_gradients as logit_gradients_on_hopper
+
+            logit_gradients_on_hopper(rows, weight, first, last, items.temperature, buffer)
+        else:
+            _logit_gradients(rows, items, products[:, : last - first], gradients, first, last)
         if has_grad_bias:
             torch.sum(gradients, 0, dtype=torch.float32, out=grad_bias[first:last])
         scale = None if items.scale is None else items.scale[first:last, None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
 from jagged.ops._shared.matrices import aligned, split
-from jagged.ops.cross_entropy.launch import constants, tile_for
+from jagged.ops.cross_entropy.launch import constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, logits_of_products
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
@@ -155,18 +155,25 @@ def linear_cross_entropy_forward(
         return lse, target_logit, smoothed
     hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
     bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
-    tile = tile_for("forward", hidden)
-    row_blocks = triton.cdiv(num_rows, tile.rows)
-    num_parts, items_per_part = split(num_items, tile.items, row_blocks, PROGRAMS, hidden.device)
-    part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
-    part_smoothed = None if smoothing is None else torch.empty_like(part_sum)
-    linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
-        hidden, weight, target, bias, item_scale, smoothing, part_maximum, part_sum, part_smoothed, num_rows, num_items,
-        hidden.stride(0), weight.stride(0), items_per_part, ignore_index, 1 / temperature, softcap, **constants(tile, hidden),
-    )  # fmt: skip
+    part_smoothed = None
+    if hopper_serves((hidden, weight), (bias, item_scale, smoothing, softcap)):
+        from jagged.ops.cross_entropy.hopper import logits_in_parts
+
+        part_maximum, part_sum = logits_in_parts(hidden, weight, temperature)
+    else:
+        tile = tile_for("forward", hidden)
+        row_blocks = triton.cdiv(num_rows, tile.rows)
+        num_parts, items_per_part = split(num_items, tile.items, row_blocks, PROGRAMS, hidden.device)
+        part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
+        if smoothing is not None:
+            part_smoothed = torch.empty_like(part_sum)
+        linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
+            hidden, weight, target, bias, item_scale, smoothing, part_maximum, part_sum, part_smoothed, num_rows, num_items,
+            hidden.stride(0), weight.stride(0), items_per_part, ignore_index, 1 / temperature, softcap, **constants(tile, hidden),
+        )  # fmt: skip
     linear_cross_entropy_join_kernel[(triton.cdiv(num_rows, JOIN_ROWS),)](
         hidden, weight, target, bias, item_scale, part_maximum, part_sum, part_smoothed, lse, target_logit, smoothed, num_rows,
-        num_items, num_parts, hidden.stride(0), weight.stride(0), ignore_index, 1 / temperature, softcap, BLOCK_N=JOIN_ROWS,
-        BLOCK_D=JOIN_WIDTH, WIDTH=hidden.shape[1],
+        num_items, part_sum.shape[0], hidden.stride(0), weight.stride(0), ignore_index, 1 / temperature, softcap,
+        BLOCK_N=JOIN_ROWS, BLOCK_D=JOIN_WIDTH, WIDTH=hidden.shape[1],
     )  # fmt: skip
     return lse, target_logit, smoothed

@@ -9,7 +9,7 @@ from jagged.ops._shared.matrices import aligned, inverse_scale_of
 from jagged.ops.cross_entropy.backward import backward_fused
 from jagged.ops.cross_entropy.chunked import backward_chunked
 from jagged.ops.cross_entropy.forward import linear_cross_entropy_forward
-from jagged.ops.cross_entropy.launch import Filter, Items, Rows
+from jagged.ops.cross_entropy.launch import Filter, Items, Rows, hopper_serves
 from jagged.ops.cross_entropy.rows import prepare_rows
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 
@@ -40,6 +40,8 @@ def linear_cross_entropy_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of hidden and weight in their dtypes and of bias in float32, empty where none is wanted."""
     width, is_filtered = hidden.shape[1], hidden_eps is not None or weight_eps is not None
+    weight = aligned(weight)
+    is_direct = hidden.dtype == weight.dtype and hopper_serves((weight,), (bias, item_scale, smoothing, softcap))
     chunk_items = chunk_items_of(
         hidden.shape[0],
         weight.shape[0],
@@ -48,6 +50,7 @@ def linear_cross_entropy_backward(
         strategy=strategy,
         memory_budget=memory_budget,
         is_filtered=is_filtered,
+        is_direct=is_direct,
     )
     inverse_scale = None
     if hidden.dtype == torch.float16 and len(target):
@@ -57,9 +60,9 @@ def linear_cross_entropy_backward(
         hidden, weight.shape[0], target, lse, grad_lse, grad_target, grad_smoothed, temperature, ignore_index, inverse_scale
     )
     bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
-    items = Items(aligned(weight), bias, item_scale, smoothing, temperature, softcap)
+    items = Items(weight, bias, item_scale, smoothing, temperature, softcap)
     if chunk_items and len(target):
-        grads = backward_chunked(rows, items, chunk_items, hidden_dtype, weight_dtype, has_grad_bias)
+        grads = backward_chunked(rows, items, chunk_items, hidden_dtype, weight_dtype, has_grad_bias, is_direct=is_direct)
     else:
         filter_ = None
         if is_filtered and len(target):

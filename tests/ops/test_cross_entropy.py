@@ -18,6 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from jagged.ops import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.cross_entropy import torch_impl
+from jagged.ops.cross_entropy.strategy import chunk_items_of
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.cross_entropy import linear_cross_entropy as reference
@@ -278,6 +279,26 @@ def test_strategy_goes_by_bytes() -> None:
     with pytest.raises(TypeError, match="dtype: expected float32, bfloat16 or float16"):
         linear_cross_entropy_strategy(1, 5, 512, torch.float64)
     assert linear_cross_entropy_strategy(0, 5, 512, torch.bfloat16).chunk_items <= 5
+    # Without room for logits of 4 bytes beside their gradients of 2.
+    options: Any = {"strategy": "auto", "memory_budget": 2**28, "is_filtered": False}
+    direct = chunk_items_of(*wide, **options, is_direct=True)
+    assert direct % 256 == 0
+    assert 2.5 * items < direct < 3 * items + 256
+    assert chunk_items_of(*wide, **{**options, "strategy": "chunked", "memory_budget": 0}, is_direct=True) == 256
+
+
+@ON_CPU
+def test_parts_of_the_walk_on_hopper() -> None:
+    from jagged.ops.cross_entropy.hopper import parts_of
+
+    for items, block, row_blocks in ((1, 256, 1), (257, 256, 300), (1_000_000, 256, 200), (100_000, 128, 32), (2**30, 256, 1)):
+        parts, length = parts_of(items, block, row_blocks, 132)
+        assert length % block == 0
+        assert (parts - 1) * length < items <= parts * length
+    # Units are as many as a multiple of the multiprocessors, or little less.
+    assert parts_of(100_000, 128, 32, 132)[0] == 4
+    assert parts_of(1_000_000, 256, 1, 132)[0] >= 128
+    assert -parts_of(1_000_000, 256, 200, 132)[0] * 200 % 132 < 132 * 0.3
 
 
 @ON_CPU

@@ -131,6 +131,35 @@ def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
     assert used.spills == 0, str(used)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("width", [64, 128, 256, "wide", "gradients"])
+def test_warps_that_specialise(width: int | str, dtype: str) -> None:
+    """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
+    from jagged.ops._shared.ring import LAYOUT
+    from jagged.ops.cross_entropy import hopper
+
+    constants: dict[str, Any]
+    if isinstance(width, int):
+        walk, kernel = hopper.WALKS[width], hopper.linear_cross_entropy_walk_hopper_kernel
+        items, columns, constants = walk.items, width, {"GROUPS": walk.groups, "PLACES": walk.places}
+    else:
+        kernel = hopper.linear_cross_entropy_steps_hopper_kernel
+        items, columns = hopper.WIDE_ITEMS, hopper.WIDE_STEP
+        constants = {"STEPS": 36, "PLACES": hopper.WIDE_PLACES}
+        of_gradients = ("target", "row_shift", "grad_softmax", "grad_target", "gradients")
+        constants |= dict.fromkeys(of_gradients if width == "wide" else ("part_maximum", "part_sum"))
+    signature = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | {"rate": "fp32", "gradients": f"*{dtype}"}
+    signature |= {
+        name: f"tensordesc<{dtype}{[rows, columns]},{LAYOUT!r}>"
+        for name, rows in (("hidden", hopper.GROUP_N.value), ("weight", items))
+    }
+    signature = {name: signature[name] for name in kernel.arg_names if name not in constants}
+    used = compile_kernel(kernel, signature, constants, arch=90, divisible=("gradients_stride",))
+    assert used.spills == 0, used
+    assert not used.is_serialised
+    assert used.shared_bytes <= SHARED_BYTES[90], used
+
+
 def test_every_width_has_a_tile() -> None:
     for capability in (8, 9, 10, 12):
         for kernel, size in TILES:

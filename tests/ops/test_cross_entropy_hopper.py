@@ -1,0 +1,153 @@
+"""The kernels for Hopper: what every cross-entropy must do, at sizes around their tiles, and that they are what runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jagged.ops import linear_cross_entropy
+from jagged.ops.cross_entropy import launch
+from tests.ops.test_cross_entropy import all_outputs, check, inputs_of, targets_of
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference.cross_entropy import linear_cross_entropy as reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        PLACE.name == "gpu" and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+    ),
+]
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(name="calls")
+def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Fail unless forward was one of these kernels."""
+    from jagged.ops.cross_entropy import hopper
+
+    calls: list[str] = []
+
+    def record(name: str) -> None:
+        launched = getattr(hopper, name)
+        monkeypatch.setattr(hopper, name, lambda *arguments: (calls.append(name), launched(*arguments))[1])
+
+    record("logits_in_parts")
+    record("logit_gradients")
+    yield calls
+    assert "logits_in_parts" in calls
+
+
+def split_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every tile a part of its own."""
+    from jagged.ops.cross_entropy import hopper
+
+    monkeypatch.setattr(hopper, "parts_of", lambda items, block, *_: (-(-items // block), block))
+
+
+def check_by(place: Place, strategy: str, inputs: list[torch.Tensor], target: torch.Tensor) -> None:
+    """Compare, with chunks as short as they can be."""
+    options: dict[str, Any] = {"strategy": strategy, "memory_budget": 0, "backend": place.backend}
+    check_three_way(
+        lambda h, w: all_outputs(*linear_cross_entropy(h, w, target, return_lse=True, **options)),
+        lambda h, w: all_outputs(*reference(h, w, target)),
+        inputs,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "items", "width", "dtype"),
+    [
+        (1, 40, 16, HALVES[0]), (63, 127, 64, HALVES[0]), (129, 257, 64, HALVES[1]), (127, 255, 50, HALVES[0]),
+        (300, 1000, 65, HALVES[1]), (65, 128, 128, HALVES[0]), (129, 513, 130, HALVES[1]), (127, 256, 256, HALVES[0]),
+        (257, 1000, 256, HALVES[1]), (1, 257, 257, HALVES[1]), (128, 255, 320, HALVES[0]), (129, 1000, 2304, HALVES[0]),
+    ],
+)  # fmt: skip
+def test_around_the_tiles(place: Place, calls: list[str], rows: int, items: int, width: int, dtype: torch.dtype) -> None:
+    inputs, target = inputs_of(rows, items, width, dtype), targets_of(rows, items, ignored=0.1 if rows > 1 else 0.0)
+    check(place, inputs, target, temperature=0.7)
+    del calls[:]
+    check_by(place, "chunked", inputs, target)
+    assert "logit_gradients" in calls
+
+
+@pytest.mark.parametrize("width", [16, 128, 256, 384])
+@pytest.mark.parametrize(("rows", "items"), [(129, 1), (40_000, 300), (70, 70_000)])
+def test_log_sum_exp_against_float64(
+    place: Place, calls: list[str], monkeypatch: pytest.MonkeyPatch, rows: int, items: int, width: int
+) -> None:
+    """One item; more blocks of rows than multiprocessors; many parts. In parts or not it is the same, and repeats to the bit."""
+    hidden, weight = inputs_of(rows, items, width, torch.bfloat16)
+    target = targets_of(rows, items)
+
+    def log_sum_exp() -> torch.Tensor:
+        return linear_cross_entropy(hidden, weight, target, temperature=0.5, return_lse=True)[1]
+
+    got = log_sum_exp()
+    expected = (F.linear(hidden.double(), weight.double()) / 0.5).logsumexp(1)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(log_sum_exp(), got, rtol=0, atol=0)
+    split_everywhere(monkeypatch)
+    torch.testing.assert_close(log_sum_exp().double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [64, 256, 320])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_ignored_rows_may_hold_anything(place: Place, calls: list[str], width: int, poison: float) -> None:
+    (hidden, weight), target = inputs_of(150, 700, width, torch.bfloat16), targets_of(150, 700, ignored=0.3)
+
+    def step(hidden: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [hidden.requires_grad_(), weight.clone().requires_grad_()]
+        loss = linear_cross_entropy(*leaves, target)
+        return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+    expected = step(hidden.clone())
+    poisoned = step(hidden.masked_fill((target == -100)[:, None], poison))
+    torch.testing.assert_close(poisoned, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("width", [64, 256, 320])
+def test_nan_shows(place: Place, calls: list[str], width: int) -> None:
+    (hidden, weight), target = inputs_of(150, 700, width, torch.bfloat16), targets_of(150, 700)
+    weight[333, 3] = math.nan
+    assert linear_cross_entropy(hidden, weight, target, reduction="none").isnan().all()
+    weight[333, 3] = 1
+    hidden[77] = math.nan
+    assert linear_cross_entropy(hidden, weight, target, reduction="none").isnan().nonzero().flatten().tolist() == [77]
+
+
+@pytest.mark.parametrize("level", [-3e4, 3e4])
+@pytest.mark.parametrize("strategy", ["fused", "chunked"])
+def test_logits_far_from_zero(place: Place, calls: list[str], level: float, strategy: str) -> None:
+    """Tiles that end past the last item hold products of 0 there, far above or below all logits."""
+    hidden, weight = inputs_of(70, 300, 384, torch.bfloat16)
+    hidden[:, 0], weight[:, 0] = 128, level / 128
+    check_by(place, strategy, [hidden, weight], targets_of(70, 300))
+
+
+def test_who_is_served() -> None:
+    halves = torch.zeros(8, 32, dtype=torch.bfloat16, device=PLACE.device)
+    assert launch.hopper_serves((halves, halves), (None, None))
+    others: list[tuple[Any, Any]] = [
+        ((halves, halves.half()), (None,)),
+        ((halves.float(),), (None,)),
+        ((halves,), (None, 30.0)),
+        ((halves[:1].expand(8, 32),), (None,)),
+        ((torch.zeros(257, dtype=torch.bfloat16, device=PLACE.device)[1:].view(8, 32),), (None,)),
+    ]
+    for matrices, options in others:
+        assert not launch.hopper_serves(matrices, options)
+
+
+def test_rows_that_begin_anywhere(place: Place) -> None:
+    """Descriptors cannot tell of them; the other kernels can."""
+    hidden, weight = inputs_of(40, 50, 64, torch.bfloat16)
+    shifted = torch.cat([hidden.new_zeros(1), hidden.flatten()])[1:].view(40, 64)
+    assert not launch.hopper_serves((shifted, weight), ())
+    got, expected = (linear_cross_entropy(rows, weight, targets_of(40, 50), reduction="none") for rows in (shifted, hidden))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
