@@ -430,6 +430,71 @@ def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, 
         assert error < torch.finfo(dtype).eps, f"error {error:.2e}"
 
 
+@pytest.mark.parametrize("rows_per_draw", [1, 20, None])
+@pytest.mark.parametrize("kind", ["given", "uniform"])
+@pytest.mark.parametrize(("rows", "items", "ignored"), [(45, 4000, 0.2), (45, 30, 0.2), (45, 30, 1.0), (0, 30, 0.0)])
+def test_sparse_gradient_is_the_dense_one(
+    place: Place, rows_per_draw: int | None, kind: str, rows: int, items: int, ignored: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets_of(rows, items, 1, ignored)
+    hidden, weight = (x.requires_grad_() for x in inputs_of(rows, items, 16, torch.float32))
+    negatives = negatives_of(kind, target, 9, items, 2, rows_per_draw)
+    for is_small in (False, True):
+        if is_small and place.backend == "triton":
+            from jagged.ops.sampled_cross_entropy import backward
+
+            # Rows are taken in ranges.
+            monkeypatch.setattr(backward, "ENTRY_BYTES_AT_MOST", 1)
+        grads = []
+        for sparse in (False, True):
+            loss = sampled_linear_cross_entropy(hidden, weight, target, negatives.given, sparse=sparse, backend=place.backend)
+            grads.append(torch.autograd.grad(loss, [hidden, weight]))
+        (of_hidden, dense), (of_hidden_again, got) = grads
+        assert got.is_sparse
+        assert got._nnz() == min(items, negatives.ids[:: rows_per_draw or max(1, rows)].numel() + rows)
+        torch.testing.assert_close(of_hidden_again, of_hidden, rtol=0, atol=0)
+        torch.testing.assert_close(got.to_dense(), dense, rtol=0, atol=0)
+        known = target[target >= 0]
+        drawn = {*negatives.ids.flatten().tolist(), *known.tolist()} if len(known) else {0}
+        assert set(got._indices()[0].tolist()) <= drawn
+
+
+# Of the optimizer's own making of sparse tensors.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradient_trains(place: Place, optimizer: type[torch.optim.Optimizer]) -> None:
+    rows, items = 20, 200
+    (hidden, weight), target = inputs_of(rows, items, 16, torch.float32), targets_of(rows, items)
+    tables = []
+    for sparse in (False, True):
+        table = weight.clone().requires_grad_()
+        optimizing = optimizer([table], lr=0.1)
+        draw = draw_of("uniform", 8, items, 3, 1)
+        for _ in range(2):
+            optimizing.zero_grad()
+            sampled_linear_cross_entropy(hidden, table, target, draw, sparse=sparse, backend=place.backend).backward()
+            optimizing.step()
+        tables.append(table.detach())
+    assert not torch.equal(tables[0], weight)
+    torch.testing.assert_close(tables[1], tables[0])
+
+
+def test_sparse_gradient_of_master_weights(place: Place) -> None:
+    """The table is not converted as a whole: rows are, as they are gathered."""
+    rows, items = 20, 200
+    (hidden, weight), target = inputs_of(rows, items, 16, torch.float32), targets_of(rows, items)
+    weight.requires_grad_()
+    for rows_per_draw in (1, None):
+        draw = draw_of("uniform", 8, items, 3, rows_per_draw)
+        grads = []
+        for sparse in (False, True):
+            with torch.autocast(place.device.type, dtype=torch.bfloat16):
+                loss = sampled_linear_cross_entropy(hidden, weight, target, draw, sparse=sparse, backend=place.backend)
+            grads.append(torch.autograd.grad(loss, weight)[0])
+        assert grads[1].dtype == torch.float32
+        torch.testing.assert_close(grads[1].to_dense(), grads[0], rtol=0.05, atol=0.002)
+
+
 def test_second_derivatives_are_refused(place: Place) -> None:
     hidden, weight = (x.requires_grad_() for x in inputs_of(3, 5, 4, torch.float32))
     draw = Draw("uniform", 2, seed_of(1))
