@@ -643,7 +643,8 @@ def test_opcheck(place: Place) -> None:
                 (hidden, weight, target, *source, None, None, None, kind, 3, 1, *rules, False, 1.0, 1.0, -100, with_direction,
                  place.backend),
             )  # fmt: skip
-        for grad_lse, wanted in ((None, (dtype, dtype)), (rows, (None, torch.float32)), (rows, (dtype, None))):
+        cases = (None, dtype, dtype, None), (None, dtype, dtype, 9), (rows, None, torch.float32, None), (rows, dtype, None, None)
+        for grad_lse, *wanted in cases:
             torch.library.opcheck(
                 torch.ops.jagged.sampled_linear_cross_entropy_backward.default,
                 (rows, grad_lse, hidden, weight, target, *source, None, None, rows, rows, rows, hidden.float(), None, kind, 3, 1,
