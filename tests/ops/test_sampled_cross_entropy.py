@@ -249,12 +249,12 @@ def test_memory_is_walked_in_pieces(place: Place, monkeypatch: pytest.MonkeyPatc
     if place.name != "cpu":
         from jagged.ops.sampled_cross_entropy import backward as module
 
-        sizes = [{"CHUNK": 16}, {"CHUNK": 32, "PART_ROWS": 16, "ENTRY_BYTES_AT_MOST": 1}]
+        sizes = [{"CHUNK": 16}, {"CHUNK": 32, "ENTRY_BYTES_AT_MOST": 1}]
     for size in sizes:
         for name, value in size.items():
             monkeypatch.setattr(module, name, value)
-        for rows_per_draw, kind in ((1, "log_uniform"), (18, "popularity")):
-            rows = 20 if rows_per_draw == 18 else 9
+        # A draw of 160 rows is walked in parts on any GPU.
+        for rows, rows_per_draw, kind in ((9, 1, "log_uniform"), (20, 18, "popularity"), (180, 160, "uniform")):
             target = targets_of(rows, 8, ignored=0.2)
             negatives = negatives_of(kind, target, 9, 8, 3, rows_per_draw)
             inputs = inputs_of(rows, 8, 5, torch.float32)
@@ -509,26 +509,49 @@ def test_draws_reach_the_whole_catalogue(kind: str, items: int) -> None:
 @pytest.mark.parametrize("items", [7, 2**20 + 7, 2**31 - 1])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) -> None:
-    from jagged.ops.sampled_cross_entropy import backward, forward
+    from jagged.ops.sampled_cross_entropy import backward, blocks, launch
 
     if kind == "popularity" and items > 2**21:
         pytest.skip("tables of 2^31 entries")
     rows, count, per_draw = 3, 7 if items == 7 else 700, 2
     draw = draw_of(kind, count, items, 2**35 + 1, per_draw)
     source = draws.source_of(draw, rows, items, draw.seed.device)
-    target = torch.full((rows,), -100, device=place.device)
-    keys = torch.empty(2 * count + rows, dtype=torch.int32, device=place.device)
+    target = torch.zeros(rows, dtype=torch.int64, device=place.device)
     hidden = torch.zeros(rows, 16, device=place.device)
     # Items that only their number makes known: draws read none.
     weight = hidden[:1].expand(items, 16)
-    call = {"target": target, "statistic": hidden[:, 0], "keys": keys, "num_rows": rows, "num_items": items}
-    call |= {"num_negatives": count, "num_excluded": 0, "rows_per_draw": per_draw, "rows_per_unit": per_draw}
-    call |= {"ids": source.ids, "probability": source.probability, "seed": source.seed, "excluded": None}
-    call |= {"exclude_offsets": None, "ignore_index": -100, "first_unit": 0, "first_row": 0, "num_pairs": 2 * count}
-    call |= {"parameter": forward.parameter_of(source.kind, weight.shape[0]), "KIND": source.kind, "MASK_HITS": True}
-    forward.launch(backward.sampled_keys_kernel, (2, -(-count // 512)), call, UNITS_ARE_ROWS=False, BLOCK=512)
-    assert torch.equal(keys[: 2 * count].view(2, count).long(), drawn_negatives(draw, rows, items))
-    assert (keys[2 * count :] == items).all()
+    call: dict[str, Any] = {"target": target, "weight": weight, "statistic": hidden[:, 0], "num_rows": rows, "num_items": items}
+    call |= {"num_negatives": count, "num_excluded": 0, "rows_per_draw": per_draw, "weight_stride": 0, "WIDTH": 16}
+    call |= {"ids": source.ids, "log_q": source.log_q, "probability": source.probability, "seed": source.seed, "offset": 0.0}
+    call |= {"excluded": None, "exclude_offsets": None, "ignore_index": -100, "first_unit": 0, "first_row": 0}
+    call |= {"parameter": launch.parameter_of(source.kind, items), "KIND": source.kind, "MASK_HITS": False}
+    call |= {"LOSS": "softmax", "IS_CORRECTED": False}
+    drawn = drawn_negatives(draw, rows, items)
+    call |= blocks.draw_shared(call)
+    assert torch.equal(call["items"].long(), drawn)
+    # What is sorted: the lists of shared draws, and for rows that draw for themselves what they draw again.
+    for is_shared, expected in ((True, drawn), (False, drawn.repeat_interleave(per_draw, 0)[:rows])):
+        units = len(expected)
+        keys = torch.empty(units * count + rows, dtype=torch.int32, device=place.device)
+        call |= {"keys": keys, "num_pairs": units * count, "rows_per_unit": per_draw if is_shared else 1}
+        launch.launch(backward.sampled_keys_kernel, (units, -(-count // 512)), call, UNITS_ARE_ROWS=not is_shared, BLOCK=512)
+        assert torch.equal(keys[: units * count].view(units, count).long(), expected)
+        assert not keys[units * count :].any()
+
+
+@ON_TRITON
+def test_parts_end_together(place: Place) -> None:
+    """Walks are cut so that rounds of programs are full, and cover every step."""
+    from jagged.ops.sampled_cross_entropy import launch
+
+    for length in (1, 63, 64, 1000, 25_600):
+        for num_blocks in (0, 1, 100, 10_000):
+            parts, rows = launch.parts_of(length, 64, num_blocks, 4, 4, place.device)
+            assert rows % 64 == 0
+            assert (parts - 1) * rows < length <= parts * rows
+    # 128 programs of 400 steps, 264 at once: halves in one round; 200 of 128 steps, 132 at once: thirds in five.
+    assert launch._best_parts(400, 128, 4, 264) == 2
+    assert launch._best_parts(128, 200, 4, 132) == 3
 
 
 def test_same_ids_given_or_drawn(place: Place) -> None:
