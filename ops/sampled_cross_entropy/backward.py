@@ -134,6 +134,8 @@ def sampled_items_kernel(
         begin, end = load_segment(entry_offsets, item, num_entries)
         length, start = end - begin, index - begin
         start = tl.where(counts & (start % CHUNK == 0), start, length)
+        # Where `find_tile` puts this chunk, if it is not its item's first.
+        index = (begin // CHUNK + start // CHUNK - 1).to(tl.int32)
     else:
         item, begin, length, start = find_tile(entry_offsets, index, num_items, num_entries, CHUNK, True)
     if start < length:
@@ -185,8 +187,7 @@ def sampled_items_kernel(
         in_row = column < WIDTH
         if length > CHUNK:
             first = begin // CHUNK
-            # Where `find_tile` puts this chunk among those that are not their item's first.
-            place_of_sum = other_sums + (first + start // CHUNK - 1) * WIDTH
+            place_of_sum = other_sums + index.to(tl.int64) * WIDTH
             if start == 0:
                 place_of_sum = first_sums + first * WIDTH
             tl.store(place_of_sum + column, total, mask=in_row)

@@ -409,5 +409,6 @@ def block_sums(call: dict[str, Any], num_units: int) -> Tensor:
 
 
 def _tile(kernel: str, call: dict[str, Any]) -> BlockTile:
-    hidden = call["hidden"]
-    return block_tile_of(kernel, call["WIDTH"], hidden.dtype, gpu(hidden.device).capability, call["rows_per_draw"])
+    hidden, capability = call["hidden"], gpu(call["hidden"].device).capability
+    is_plain = call["LOSS"] != "bce" and call["excluded"] is None and call["filter_eps"] is None
+    return block_tile_of(kernel, call["WIDTH"], hidden.dtype, capability, call["rows_per_draw"], is_plain=is_plain)

@@ -55,7 +55,7 @@ def call_of(
         "num_excluded": 0 if excluded is None else excluded.shape[0], "hidden_stride": hidden.stride(0),
         "weight_stride": weight.stride(0), "rows_per_draw": source.rows_per_draw, "offset": offset,
         "parameter": parameter_of(source.kind, num_items),
-        "scale": scale, "ignore_index": ignore_index, "KIND": source.kind, "LOSS": loss, "IS_CORRECTED": is_corrected,
+        "scale": scale, "filter_eps": None, "ignore_index": ignore_index, "KIND": source.kind, "LOSS": loss, "IS_CORRECTED": is_corrected,
         "MASK_HITS": mask_hits, "WIDTH": hidden.shape[1],
     }  # fmt: skip
 

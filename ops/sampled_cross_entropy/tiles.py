@@ -84,6 +84,21 @@ BLOCK_TILES: dict[tuple[str, int], dict[int, BlockTile]] = {
     },
 }
 
+# The same for all kernels where lists, a filter or softplus take registers.
+SMALL_BLOCK_TILES: dict[int, dict[int, BlockTile]] = {
+    2: {
+        64: BlockTile(64, 32, 64, 64, 4, 3),
+        128: BlockTile(64, 32, 128, 128, 8, 2),
+        256: BlockTile(64, 32, 256, 256, 8, 2),
+        512: BlockTile(64, 32, 256, 128, 8, 2),
+    },
+    4: {
+        64: BlockTile(32, 32, 64, 64, 8, 2),
+        128: BlockTile(16, 32, 128, 16, 8, 2),
+        256: BlockTile(16, 16, 256, 16, 8, 2),
+    },
+}
+
 # Major compute capability: rows that differ there, by kernel, bytes of an element and width.
 EXCEPTIONS: dict[int, dict[tuple[str, int, int], BlockTile]] = {
     8: {
@@ -112,11 +127,16 @@ def item_tile_of(width: int) -> RowTile:
     return _at_most(width, ITEM_TILES)
 
 
-def block_tile_of(kernel: str, width: int, dtype: torch.dtype, capability: int, rows_per_draw: int) -> BlockTile:
-    """Return the tile of a kernel for rows that share a draw; draws of fewer rows have lower tiles."""
-    table = BLOCK_TILES[kernel, dtype.itemsize]
+def block_tile_of(
+    kernel: str, width: int, dtype: torch.dtype, capability: int, rows_per_draw: int, *, is_plain: bool = True
+) -> BlockTile:
+    """Return the tile of a kernel for rows that share a draw; draws of fewer rows have lower tiles.
+
+    `is_plain` says that the loss is a softmax, without lists and a filter.
+    """
+    table = BLOCK_TILES[kernel, dtype.itemsize] if is_plain else SMALL_BLOCK_TILES[dtype.itemsize]
     limit = min((limit for limit in table if width <= limit), default=max(table))
     # GPUs of capability 12 have the matrix instructions and the shared memory of the eighth generation.
-    exceptions = EXCEPTIONS.get(8 if capability > 10 else capability, {})
+    exceptions = EXCEPTIONS.get(8 if capability > 10 else capability, {}) if is_plain else {}
     tile = exceptions.get((kernel, dtype.itemsize, limit), table[limit])
     return tile._replace(rows=max(SHARED_ROWS, min(tile.rows, next_power_of_2(rows_per_draw))))

@@ -41,13 +41,13 @@ NUMBERS = dict.fromkeys(("offset", "scale", "positive_weight", "filter_eps"), "f
 ALIGNED = ("hidden_stride", "weight_stride", "table_stride", "direction_stride")
 
 
-def tile_constants(kernel: str, width: int, dtype: torch.dtype, arch: int | str) -> dict[str, Any]:
+def tile_constants(kernel: str, width: int, dtype: torch.dtype, arch: int | str, *, is_plain: bool) -> dict[str, Any]:
     from jagged.ops.sampled_cross_entropy import backward, blocks, launch
 
     if kernel in BLOCKS:
         # PyTorch says of gfx942 that its capability is 9.4.
         capability = 9 if isinstance(arch, str) else arch // 10
-        return launch.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, 512))
+        return launch.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, 512, is_plain=is_plain))
     row, item = row_tile_of(width, dtype), item_tile_of(width)
     constants = {
         "forward_rows": {"BLOCK_J": row.negatives, "BLOCK_D": row.columns, "num_warps": row.num_warps},
@@ -79,7 +79,7 @@ def compile_one(
 
     name = f"sampled_{kernel_name.removesuffix('_of_sums')}_kernel"
     kernel = next(getattr(module, name) for module in (forward, blocks, backward) if hasattr(module, name))
-    constants = tile_constants(kernel_name, width, DTYPES[dtype], arch)
+    constants = tile_constants(kernel_name, width, DTYPES[dtype], arch, is_plain=loss != "bce" and not everything)
     launch = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
     constants |= {"KIND": kind, "LOSS": loss, "IS_CORRECTED": loss == "softmax", "IS_INSIDE": True, "MASK_HITS": True}
     constants |= {"RENORMALISE": everything, "ADDS": everything, "WIDTH": width, "IS_GATHERED": is_gathered}
