@@ -34,7 +34,7 @@ ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
 ENTRY_BYTES = 36
 # Entries of an item that one program adds up.
 CHUNK = 1024
-KEY_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 16, 128, 16
+KEY_BLOCK, OFFSETS_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 256, 16, 128, 16
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -103,19 +103,51 @@ def sampled_keys_kernel(
         item = tl.load(items + group.to(tl.int64) * num_negatives + place, mask=in_draw & (first < last), other=-1)
         exists = item >= 0
     tl.store(keys + unit.to(tl.int64) * num_negatives + place, tl.where(exists, item, num_items), mask=in_draw)
-    if tl.program_id(1) == 0:
-        for start in range(first, last, BLOCK):
-            rows = start + tl.arange(0, BLOCK)
-            targets, _counted = load_target(target, rows, rows < last, num_items, ignore_index)
-            place_of_row = keys + num_pairs + (rows - first_row).to(tl.int64)
-            tl.store(place_of_row, tl.where(targets >= 0, targets, num_items), mask=rows < last)
+    # The programs of a unit share its rows' targets.
+    for start in range(first + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        targets, _counted = load_target(target, rows, rows < last, num_items, ignore_index)
+        place_of_row = keys + num_pairs + (rows - first_row).to(tl.int64)
+        tl.store(place_of_row, tl.where(targets >= 0, targets, num_items), mask=rows < last)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def sampled_offsets_kernel(keys, entry_offsets, num_items, num_entries, BLOCK: tl.constexpr):
+    """Where each item's entries begin among sorted keys, `[V + 1]`; past the last item, where those that count end.
+
+    First where the items of a program begin and end, then each item between them: most steps of a search are the same for all.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    item = first + tl.arange(0, BLOCK)
+    low = tl.zeros((2,), tl.int32)
+    high = low + num_entries
+    bound = first + tl.arange(0, 2) * BLOCK
+    low = first_not_below(keys, bound, low, high, num_entries)
+    begin, end = tl.min(low, 0), tl.max(low, 0)
+    low = tl.zeros((BLOCK,), tl.int32)
+    place = first_not_below(keys, item, low + begin, low + end, end - begin)
+    tl.store(entry_offsets + item, place, mask=item <= num_items)
+
+
+@triton.jit
+def first_not_below(keys, bound, low, high, length):
+    """The first places from `low` on whose keys are not below a bound, `high` where none is; `length` is the longest way."""
+    while length > 0:
+        middle = low + (high - low) // 2
+        is_open = low < high
+        is_below = is_open & (tl.load(keys + middle, mask=is_open, other=0) < bound)
+        low = tl.where(is_below, middle + 1, low)
+        high = tl.where(is_below, high, middle)
+        length = length // 2
+    return low
 
 
 @triton.jit(do_not_specialize=VARYING)
 def sampled_items_kernel(
     hidden, weight, log_q, sample_weight, statistic, share, grad_logit, grad_statistic, sums, keys, entries, entry_offsets,
     first_sums, other_sums, grad_weight, num_items, num_negatives, hidden_stride, weight_stride, rows_per_draw, offset, scale,
-    filter_eps, first_row, num_entries, num_pairs, KIND: tl.constexpr, LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr,
+    filter_eps, first_row, num_entries, num_pairs, division, shift_of_division, KIND: tl.constexpr, LOSS: tl.constexpr,
+    IS_CORRECTED: tl.constexpr,
     ADDS: tl.constexpr, BY_ENTRY: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -127,8 +159,11 @@ def sampled_items_kernel(
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     index = tl.program_id(0)
     first_column = tl.program_id(1) * BLOCK_D
+    place = tl.arange(0, BLOCK_E)
     if BY_ENTRY:
         item = tl.load(keys + index).to(tl.int64)
+        # Before it is known whether this program works.
+        entry = tl.load(entries + index + place, mask=index + place < num_entries, other=0).to(tl.int32)
         counts = item < num_items
         item = tl.where(counts, item, 0)
         begin, end = load_segment(entry_offsets, item, num_entries)
@@ -143,21 +178,33 @@ def sampled_items_kernel(
         item_row = weight + item * weight_stride
         if sums is None and WIDTH <= BLOCK_D:
             item_tile = tl.load(item_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        end = tl.minimum(start + CHUNK, length)
+        count = (tl.minimum(start + CHUNK, length) - start).to(tl.int32)
+        run = entries + begin + start
+        if not BY_ENTRY:
+            entry = tl.load(run + place, mask=place < count, other=0).to(tl.int32)
+        row, is_pair = row_of_entry(entry, num_pairs, first_row, division, shift_of_division)
+        next_entry = tl.load(run + BLOCK_E + place, mask=BLOCK_E + place < count, other=0).to(tl.int32)
+        if sums is None:
+            hidden_tile = load_tile(hidden, row, hidden_stride, place < count, first_column, WIDTH, BLOCK_D)
         gradient = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
-        for step in range(0, (end - start).to(tl.int32), BLOCK_E):
-            place = start + step + tl.arange(0, BLOCK_E)
-            exists = place < end
-            entry = tl.load(entries + begin + place, mask=exists, other=0).to(tl.int32)
-            is_pair = exists & (entry < num_pairs)
-            is_target = exists & (entry >= num_pairs)
-            row = first_row + tl.where(entry < num_pairs, entry // num_negatives, entry - num_pairs)
+        for step in range(0, count, BLOCK_E):
+            exists = step + place < count
+            # The next rows are on their way while these are used, and the entries after them.
+            next_row, next_is_pair = row_of_entry(next_entry, num_pairs, first_row, division, shift_of_division)
+            after = step + 2 * BLOCK_E + place
+            after_entry = tl.load(run + after, mask=after < count, other=0).to(tl.int32)
+            is_target = exists & (is_pair == 0)
+            is_pair &= exists
             factor = tl.load(grad_logit + row, mask=is_target, other=0.0)
             if sums is None:
-                group = row // rows_per_draw
-                hidden_tile = load_tile(hidden, row, hidden_stride, exists, first_column, WIDTH, BLOCK_D).to(tl.float32)
+                next_exists = step + BLOCK_E + place < count
+                next_tile = load_tile(hidden, next_row, hidden_stride, next_exists, first_column, WIDTH, BLOCK_D)
+                values = hidden_tile.to(tl.float32)
+                hidden_tile = next_tile
+                row_statistic = tl.load(statistic + row, mask=is_pair, other=float("inf"))
+                to_statistic = tl.load(grad_statistic + row, mask=is_pair, other=0.0)
                 if WIDTH <= BLOCK_D:
-                    logits = tl.sum(rounded_product(hidden_tile, item_tile[None, :]), 1)
+                    logits = tl.sum(rounded_product(values, item_tile[None, :]), 1)
                 else:
                     logits = tl.zeros((BLOCK_E,), tl.float32)
                     for other_column in range(0, WIDTH, BLOCK_D):
@@ -168,20 +215,22 @@ def sampled_items_kernel(
                 logits *= scale
                 if IS_CORRECTED:
                     items = tl.zeros((BLOCK_E,), tl.int32) + item.to(tl.int32)
-                    in_draw = entry % num_negatives
+                    in_draw = entry - (row - first_row) * num_negatives
+                    group = row // rows_per_draw
                     logits -= log_expected(log_q, items, group, in_draw, is_pair, num_negatives, offset, KIND)
-                row_statistic = tl.load(statistic + row, mask=is_pair, other=float("inf"))
                 weights = slope(tl.where(is_pair, logits, float("-inf")), row_statistic, LOSS == "bce", ACCURATE)
                 if filter_eps is not None:
                     part = tl.load(share + row, mask=is_pair, other=0.0)
                     if sample_weight is not None:
                         part *= tl.abs(tl.load(sample_weight + row, mask=is_pair, other=0.0))
                     weights = tl.where(weights * part < filter_eps, 0.0, weights)
-                factor += weights * tl.load(grad_statistic + row, mask=is_pair, other=0.0)
+                factor += weights * to_statistic
             else:
-                hidden_tile = load_tile(hidden, row, hidden_stride, is_target, first_column, WIDTH, BLOCK_D).to(tl.float32)
+                values = load_tile(hidden, row, hidden_stride, is_target, first_column, WIDTH, BLOCK_D).to(tl.float32)
                 gradient += load_tile(sums, entry, WIDTH, is_pair, first_column, WIDTH, BLOCK_D)
-            gradient += factor[:, None] * hidden_tile
+            gradient += factor[:, None] * values
+            entry, row, is_pair = next_entry, next_row, next_is_pair
+            next_entry = after_entry
         total = tl.sum(gradient, 0)
         column += first_column
         in_row = column < WIDTH
@@ -193,6 +242,28 @@ def sampled_items_kernel(
             tl.store(place_of_sum + column, total, mask=in_row)
         else:
             store_item(grad_weight + item * WIDTH + column, total, in_row, ADDS)
+
+
+@triton.jit
+def row_of_entry(entry, num_pairs, first_row, division, shift_of_division):
+    """The rows of entries, int32, and which of them are negatives. Of units that are no rows the negatives' are not used.
+
+    The quotient of an entry by the number of negatives is exact, see `division_by`, and takes a sixth of a division.
+    """
+    is_pair = entry < num_pairs
+    factor = division.to(tl.uint32) + 2147483648
+    twice = (entry * 2).to(tl.uint32)
+    quotient = (tl.umulhi(twice, tl.zeros_like(twice) + factor) >> shift_of_division.to(tl.uint32)).to(tl.int32)
+    return first_row + tl.where(is_pair, quotient, entry - num_pairs), is_pair
+
+
+def division_by(divisor: int) -> tuple[int, int]:
+    """Return a factor, less 2^31, and a shift: `(2 n (factor + 2^31) >> 32) >> shift` is `n // divisor` for n below 2^31.
+
+    The factor is `2^(31 + shift) / divisor` rounded up, whose error times n stays below `2^(31 + shift) / divisor`.
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(2 ** (31 + shift)) // divisor) - 2**31, shift
 
 
 @triton.jit
@@ -328,8 +399,9 @@ def _add_range(call: dict[str, Any], first_unit: int, num_units: int, first_row:
     arguments = {"items": None, **call, "keys": keys}
     launch(sampled_keys_kernel, grid, arguments, UNITS_ARE_ROWS=not shares, BLOCK=KEY_BLOCK)
     keys, call["entries"] = torch.sort(keys, stable=True)
-    items = torch.arange(call["num_items"] + 1, dtype=torch.int32, device=hidden.device)
-    call["entry_offsets"] = torch.searchsorted(keys, items, out_int32=True)
+    call["entry_offsets"] = torch.empty(call["num_items"] + 1, dtype=torch.int32, device=hidden.device)
+    arguments = call | {"keys": keys, "num_entries": keys.shape[0]}
+    launch(sampled_offsets_kernel, (cdiv(call["num_items"] + 1, OFFSETS_BLOCK),), arguments, BLOCK=OFFSETS_BLOCK)
     call["sums"] = block_sums(call, num_units) if shares else None
     _add_entries(call, keys)
 
@@ -340,6 +412,8 @@ def _add_entries(call: dict[str, Any], keys: Tensor) -> None:
     # Chunks that are not the first of their item, counted as if every item had all its entries in common.
     others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
     first_sums, other_sums = call["statistic"].new_empty(2, others, width).unbind()
+    division, shift = division_by(call["num_negatives"])
+    call = call | {"division": division, "shift_of_division": shift}
     arguments = call | {"keys": keys, "num_entries": num_entries, "first_sums": first_sums, "other_sums": other_sums}
     by_entry = num_entries < others + call["num_items"]
     launch(

@@ -18,6 +18,7 @@ from jagged.ops.sampled_cross_entropy.tiles import SHARED_ROWS, BlockTile
 VARYING = [
     "num_rows", "num_items", "num_negatives", "num_excluded", "num_parts", "rows_per_draw", "rows_per_unit", "places_per_part",
     "parameter", "ignore_index", "first_unit", "first_row", "num_entries", "num_pairs",
+    "division", "shift_of_division",
 ]  # fmt: skip
 # Rounds of programs that a walk is cut into at most.
 ROUNDS = 4
@@ -55,8 +56,8 @@ def call_of(
         "num_excluded": 0 if excluded is None else excluded.shape[0], "hidden_stride": hidden.stride(0),
         "weight_stride": weight.stride(0), "rows_per_draw": source.rows_per_draw, "offset": offset,
         "parameter": parameter_of(source.kind, num_items),
-        "scale": scale, "filter_eps": None, "ignore_index": ignore_index, "KIND": source.kind, "LOSS": loss, "IS_CORRECTED": is_corrected,
-        "MASK_HITS": mask_hits, "WIDTH": hidden.shape[1],
+        "scale": scale, "filter_eps": None, "ignore_index": ignore_index, "KIND": source.kind, "LOSS": loss,
+        "IS_CORRECTED": is_corrected, "MASK_HITS": mask_hits, "WIDTH": hidden.shape[1],
     }  # fmt: skip
 
 

@@ -55,8 +55,8 @@ BLOCK_TILES: dict[tuple[str, int], dict[int, BlockTile]] = {
     ("forward", 2): {
         64: BlockTile(128, 64, 64, 64, 4, 3),
         128: BlockTile(128, 64, 128, 128, 4, 3),
-        256: BlockTile(128, 128, 256, 64, 8, 3),
-        512: BlockTile(128, 128, 128, 64, 8, 3),
+        256: BlockTile(256, 64, 256, 256, 8, 2),
+        512: BlockTile(128, 64, 64, 64, 4, 4),
     },
     ("directions", 2): {
         64: BlockTile(64, 64, 64, 64, 4, 3),

@@ -222,14 +222,63 @@ def test_three_way(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows_per_draw", [1, 17])
+@pytest.mark.parametrize("rows_per_draw", [1, 17] if PLACE.name == "interpret" else [1, 17, 150])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [16, 257] if PLACE.name == "interpret" else [16, 129, 257, 600])
+@pytest.mark.parametrize("width", [16, 257] if PLACE.name == "interpret" else [16, 64, 129, 257, 384, 512, 600])
 def test_around_the_tiles(place: Place, rows_per_draw: int, dtype: torch.dtype, width: int) -> None:
-    rows, count = (18, 35) if rows_per_draw == 17 else (2, 66)
+    rows, count = {1: (2, 66), 17: (18, 35), 150: (290, 140)}[rows_per_draw]
     target = targets_of(rows, 30)
     negatives = negatives_of("uniform", target, count, 30, 3, rows_per_draw)
     check(place, inputs_of(rows, 30, width, dtype), target, negatives, correction="negatives")
+
+
+@ON_TRITON
+@pytest.mark.parametrize("options", [{"correction": "negatives"}, {"loss": "bce"}, {"renormalise": True}])
+def test_copied_rows_are_the_rows(place: Place, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many rows share a draw the draw's items are copied side by side; ids that are no items are zeros there."""
+    from jagged.ops.sampled_cross_entropy import blocks
+
+    inputs, target = inputs_of(40, 30, 16, torch.bfloat16), targets_of(40, 30, ignored=0.1)
+    negatives = negatives_of("given", target, 21, 30, 3, 20)
+    results = []
+    for rows in (1, 2**31):
+        monkeypatch.setattr(blocks, "GATHERED_ROWS", rows)
+        results.append(run(place, inputs, target, negatives.given, **options))
+    for copied, expected in zip(*results, strict=True):
+        torch.testing.assert_close(copied, expected, rtol=0, atol=0)
+
+
+@ON_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows_per_draw", [1, 20])
+@pytest.mark.parametrize("options", [{}, {"loss": "bce"}])
+def test_direction_of_forward_or_of_backward(
+    place: Place, options: dict[str, Any], rows_per_draw: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled graph keeps what eager backward computes of rows that share a draw: the same to the bit there."""
+    from jagged.ops.sampled_cross_entropy import op
+
+    inputs, target = inputs_of(40, 30, 16, dtype), targets_of(40, 30, ignored=0.1)
+    negatives = negatives_of("uniform", target, 9, 30, 3, rows_per_draw)
+    results = []
+    for limit in (16, 2**31) if rows_per_draw == 20 else (2**31, 1):
+        monkeypatch.setattr(op, "SHARED_ROWS", limit)
+        results.append(run(place, inputs, target, negatives.given, **options))
+    for other, expected in zip(*results, strict=True):
+        tolerance = {"rtol": 0, "atol": 0} if rows_per_draw == 20 else {"rtol": 0.01, "atol": 1e-5}
+        torch.testing.assert_close(other, expected, **tolerance)
+
+
+@ON_TRITON
+def test_division_by_multiplication() -> None:
+    from jagged.ops.sampled_cross_entropy.backward import division_by
+
+    for divisor in (1, 2, 3, 5, 7, 511, 1023, 1024, 25_600, 2**30 + 1, 2**31 - 1):
+        factor, shift = division_by(divisor)
+        assert 0 <= factor < 2**31
+        for number in {0, 1, divisor - 1, divisor, 2 * divisor - 1, (2**31 - 1) // divisor * divisor - 1, 2**31 - 1}:
+            if 0 <= number < 2**31:
+                assert (2 * number * (factor + 2**31) >> 32) >> shift == number // divisor
 
 
 def test_logits_far_from_zero(place: Place) -> None:

@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 64, 128, 256, 512)
 BLOCKS = {"forward_blocks": "forward", "directions": "directions", "sums": "sums"}
 KERNELS = (
-    "forward_rows", "draw", *BLOCKS, "results", "prepare", "backward_rows", "keys", "items", "items_of_sums", "join",
+    "forward_rows", "draw", *BLOCKS, "results", "prepare", "backward_rows", "keys", "offsets", "items", "items_of_sums", "join",
 )  # fmt: skip
 POINTERS = {
     **dict.fromkeys(("target", "seed", "excluded", "exclude_offsets", "entries"), "*i64"),
@@ -55,6 +55,7 @@ def tile_constants(kernel: str, width: int, dtype: torch.dtype, arch: int | str,
         "results": {"BLOCK_N": blocks.RESULT_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
         "prepare": {"BLOCK_N": blocks.ROW_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
         "backward_rows": {"BLOCK_N": backward.ROW_BLOCK, "BLOCK_D": backward.ROW_WIDTH},
+        "offsets": {"BLOCK": backward.OFFSETS_BLOCK},
         "keys": {"BLOCK": backward.KEY_BLOCK, "UNITS_ARE_ROWS": True},
         "items": {"BLOCK_E": item.negatives, "BLOCK_D": item.columns, "num_warps": item.num_warps, "CHUNK": backward.CHUNK,
                   "BY_ENTRY": kernel == "items_of_sums"},
