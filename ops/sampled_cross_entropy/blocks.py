@@ -33,7 +33,7 @@ from jagged.ops.sampled_cross_entropy.tiles import BlockTile, block_tile_of
 
 # From this number of rows that share a draw on, its items' weights are copied side by side before they are multiplied.
 GATHERED_ROWS = 1024
-DRAW_BLOCK, RESULT_BLOCK, ROW_BLOCK, ROW_WIDTH = 32, 16, 16, 256
+DRAW_BLOCK, RESULT_BLOCK, ROW_BLOCK, ROW_WIDTH = 32, 16, 16, 128
 # What a part of a walk costs beside its steps, in steps: forward starts a loop, the others write sums too.
 FORWARD_OVERHEAD, GRADIENT_OVERHEAD = 1, 4
 # Slopes are at most 1, and small ones would lose digits in float16.

@@ -39,14 +39,15 @@ class BlockTile(NamedTuple):
 ROW_TILES: dict[int, RowTile] = {
     32: RowTile(64, 32, 2),
     64: RowTile(32, 64, 2),
-    128: RowTile(32, 128, 4),
+    128: RowTile(16, 128, 2),
     256: RowTile(16, 256, 2),
+    512: RowTile(16, 256, 4),
 }
 # Gradient of the weights, one item a program: few entries an item, so few at a time, and one warp, which waits for no other.
 ITEM_TILES: dict[int, RowTile] = {
-    32: RowTile(32, 32, 1),
+    32: RowTile(8, 32, 1),
     64: RowTile(4, 64, 1),
-    128: RowTile(8, 128, 1),
+    128: RowTile(4, 128, 1),
     256: RowTile(2, 256, 1),
     512: RowTile(8, 256, 2),
 }
@@ -104,11 +105,15 @@ EXCEPTIONS: dict[int, dict[tuple[str, int, int], BlockTile]] = {
     8: {
         ("forward", 2, 128): BlockTile(128, 64, 128, 128, 8, 3),
         ("forward", 2, 256): BlockTile(128, 64, 256, 256, 8, 2),
-        ("forward", 2, 512): BlockTile(128, 64, 128, 128, 8, 3),
+        ("forward", 2, 512): BlockTile(64, 64, 128, 128, 8, 3),
+        ("forward", 4, 512): BlockTile(64, 32, 32, 32, 8, 2),
         ("directions", 2, 256): BlockTile(64, 64, 256, 256, 8, 2),
         ("sums", 2, 256): BlockTile(64, 64, 256, 256, 8, 2),
     },
-    10: {},
+    10: {
+        ("forward", 2, 512): BlockTile(128, 64, 128, 128, 8, 3),
+        ("forward", 4, 512): BlockTile(64, 32, 32, 32, 8, 2),
+    },
 }
 
 
