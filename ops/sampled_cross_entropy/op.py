@@ -21,6 +21,7 @@ from jagged.ops._shared.validation import (
 )
 from jagged.ops.sampled_cross_entropy import torch_impl
 from jagged.ops.sampled_cross_entropy.draws import Draw, Source, item_log_probability, source_of
+from jagged.ops.sampled_cross_entropy.tiles import SHARED_ROWS
 
 Loss = Literal["softmax", "refined", "bce", "gbce"]
 Correction = Literal["none", "negatives", "both"]
@@ -122,8 +123,11 @@ class SampledLinearCrossEntropyFunction(torch.autograd.Function):
             # A copy of the whole table; without it kernels convert the rows that they gather.
             weight = weight.to(compute_dtype)
         source = ids, log_q, probability, seed
-        # With a filter the direction depends on the finished statistic; backward computes it then.
-        with_direction = ctx.needs_input_grad[0] and settings.filter_eps is None
+        # With a filter the direction depends on the finished statistic; backward computes it then. So it does where rows share a
+        # draw, for which the kernels' way through the finished statistic is the shorter one. A compiled graph, which serves
+        # every number of rows, keeps the direction.
+        shares = backend == "triton" and not torch.compiler.is_compiling() and draws[2] >= SHARED_ROWS
+        with_direction = ctx.needs_input_grad[0] and settings.filter_eps is None and not shares
         loss, lse, *saved = _forward(
             hidden, weight, target, *source, target_correction, excluded, exclude_offsets, *draws, *settings[:-1],
             with_direction, backend,
