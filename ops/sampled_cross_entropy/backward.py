@@ -26,6 +26,7 @@ from jagged.ops.sampled_cross_entropy.forward import launch_rows
 from jagged.ops.sampled_cross_entropy.launch import VARYING, call_of, launch, shares_gathers
 from jagged.ops.sampled_cross_entropy.negatives import draw_for_row, load_target, log_expected, rows_of_unit, slope
 from jagged.ops.sampled_cross_entropy.tiles import item_tile_of
+from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
 
 # Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
 # it meets, so few ranges are worth memory.
@@ -144,16 +145,16 @@ def first_not_below(keys, bound, low, high, length):
 
 @triton.jit(do_not_specialize=VARYING)
 def sampled_items_kernel(
-    hidden, weight, log_q, sample_weight, statistic, share, grad_logit, grad_statistic, sums, keys, entries, entry_offsets,
-    first_sums, other_sums, grad_weight, num_items, num_negatives, hidden_stride, weight_stride, rows_per_draw, offset, scale,
-    filter_eps, first_row, num_entries, num_pairs, division, shift_of_division, KIND: tl.constexpr, LOSS: tl.constexpr,
-    IS_CORRECTED: tl.constexpr,
-    ADDS: tl.constexpr, BY_ENTRY: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    hidden, weight, log_q, sample_weight, statistic, share, grad_logit, grad_statistic, sums, keys, touched, entries,
+    entry_offsets, first_sums, other_sums, grad_weight, num_items, num_negatives, hidden_stride, weight_stride, rows_per_draw,
+    offset, scale, filter_eps, first_row, num_entries, num_pairs, division, shift_of_division, KIND: tl.constexpr,
+    LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr, ADDS: tl.constexpr, BY_ENTRY: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns of an item's gradient from a chunk of its entries; of items with several chunks a sum for each.
 
     Without `sums` an entry is a row, whose logit is computed again; with them a negative's part is a row of `sums`.
+    With `touched`, the items that have a gradient, items are places in it.
     `BY_ENTRY` has a program for each entry, of which those at the beginning of a chunk work, in place of one for each item.
     """
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
@@ -175,7 +176,10 @@ def sampled_items_kernel(
         item, begin, length, start = find_tile(entry_offsets, index, num_items, num_entries, CHUNK, True)
     if start < length:
         column = tl.arange(0, BLOCK_D)
-        item_row = weight + item * weight_stride
+        source = item
+        if touched is not None:
+            source = tl.load(touched + item)
+        item_row = weight + source * weight_stride
         if sums is None and WIDTH <= BLOCK_D:
             item_tile = tl.load(item_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
         count = (tl.minimum(start + CHUNK, length) - start).to(tl.int32)
@@ -214,7 +218,7 @@ def sampled_items_kernel(
                         logits += tl.sum(rounded_product(tile, item_tile[None, :]), 1)
                 logits *= scale
                 if IS_CORRECTED:
-                    items = tl.zeros((BLOCK_E,), tl.int32) + item.to(tl.int32)
+                    items = tl.zeros((BLOCK_E,), tl.int32) + source.to(tl.int32)
                     in_draw = entry - (row - first_row) * num_negatives
                     group = row // rows_per_draw
                     logits -= log_expected(log_q, items, group, in_draw, is_pair, num_negatives, offset, KIND)
@@ -323,12 +327,15 @@ def sampled_linear_cross_entropy_backward(
     filter_eps: float | None,
     hidden_grad_dtype: torch.dtype | None,
     weight_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden and weight, empty where no dtype asks for one."""
-    (num_rows, width), num_items = hidden.shape, weight.shape[0]
+    num_touched: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the PyTorch implementation returns."""
+    num_rows, width = hidden.shape
     grad_hidden = hidden.new_empty(hidden.shape if hidden_grad_dtype else 0, dtype=hidden_grad_dtype)
     if num_rows == 0:
-        return grad_hidden, weight.new_zeros(weight.shape if weight_grad_dtype else 0, dtype=weight_grad_dtype)
+        shape = weight.shape if num_touched is None else (0, width)
+        empty = weight.new_empty(0, dtype=torch.int64)
+        return grad_hidden, weight.new_zeros(shape if weight_grad_dtype else 0, dtype=weight_grad_dtype), empty
     source = Source(ids, log_q, probability, seed, kind, count, rows_per_draw)
     call = call_of(hidden, weight, target, source, excluded, exclude_offsets, scale, ignore_index, is_corrected, mask_hits, loss)
     grad_logit, grad_statistic = statistic.new_empty(2, num_rows).unbind()
@@ -362,12 +369,16 @@ def sampled_linear_cross_entropy_backward(
         BLOCK_D=ROW_WIDTH,
     )  # fmt: skip
     if weight_grad_dtype is None:
-        return grad_hidden, hidden.new_empty(0)
-    return grad_hidden, _weight_gradient(call, weight_grad_dtype)[:num_items, :width].contiguous()
+        return grad_hidden, hidden.new_empty(0), target.new_empty(0, dtype=torch.int64)
+    grad_weight, touched = _weight_gradient(call, weight_grad_dtype, num_touched)
+    return grad_hidden, grad_weight[:, :width].contiguous(), touched
 
 
-def _weight_gradient(call: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the weights as wide as the kernels have them, from one range of rows after the other."""
+def _weight_gradient(call: dict[str, Any], dtype: torch.dtype, num_touched: int | None) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the weights as wide as the kernels have them, from one range of rows after the other.
+
+    With `num_touched` it is one of so many items, and they come with it.
+    """
     hidden, num_rows, num_items, count = call["hidden"], call["num_rows"], call["num_items"], call["num_negatives"]
     width, per_draw = call["WIDTH"], call["rows_per_draw"]
     # Without shared gathers every row is a unit of its own.
@@ -378,43 +389,61 @@ def _weight_gradient(call: dict[str, Any], dtype: torch.dtype) -> Tensor:
     unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * width * count if shares else 0)
     units = min(num_units, max(1, ENTRY_BYTES_AT_MOST // unit_bytes))
     is_whole = units == num_units
-    grad_weight = torch.zeros(num_items, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)
+    num_grads = num_touched if num_touched is not None and is_whole else num_items
+    grad_weight = torch.zeros(num_grads, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)
     call = {**call, "rows_per_unit": per_unit, "grad_weight": grad_weight, "ADDS": not is_whole, "inverse_scale": None}
     if shares and hidden.dtype == torch.float16:
         call["inverse_scale"] = inverse_scale_of(call["target"] != call["ignore_index"], call["grad_statistic"])
+    touched = torch.empty(0, dtype=torch.int64, device=hidden.device)
+    # Of several ranges the items are not known before the last: these share a gradient of the whole table.
+    is_touched = touched.new_zeros(0 if num_touched is None or is_whole else num_items + 1, dtype=torch.bool)
     for first_unit in range(0, num_units, units):
         last_unit = min(first_unit + units, num_units)
         rows = [min(num_rows, unit // parts * per_draw + unit % parts * per_unit) for unit in (first_unit, last_unit)]
-        _add_range(call, first_unit, last_unit - first_unit, *rows)
-    return grad_weight.to(dtype)
+        entries, keys = _sorted_entries(call, first_unit, last_unit - first_unit, *rows)
+        if num_touched is not None and is_whole:
+            touched, place = compacted(keys, is_first_of_item(keys, num_items), num_touched)
+            keys = torch.where(keys < num_items, place, num_touched).to(torch.int32)
+            entries |= {"touched": touched, "num_items": num_touched}
+        elif num_touched is not None:
+            is_touched.index_fill_(0, keys.to(torch.int64), True)
+        _add_entries(entries, keys)
+    if num_touched is not None and not is_whole:
+        items = torch.arange(num_items, device=hidden.device)
+        touched, place = compacted(items, is_touched[:-1], num_touched)
+        grad_weight = grad_weight[touched].masked_fill_((items[:num_touched] > place[-1])[:, None], 0)
+    return grad_weight.to(dtype), touched
 
 
-def _add_range(call: dict[str, Any], first_unit: int, num_units: int, first_row: int, last_row: int) -> None:
-    """Draw the entries of a range of units, sort them by item, and add each item's to its gradient."""
+def _sorted_entries(
+    call: dict[str, Any], first_unit: int, num_units: int, first_row: int, last_row: int
+) -> tuple[dict[str, Any], Tensor]:
+    """Draw the entries of a range of units and sort them; return the launches' arguments, and their items in ascending order."""
     hidden, count, shares = call["hidden"], call["num_negatives"], shares_gathers(call["rows_per_draw"])
     num_pairs = num_units * count
-    call = {**call, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs}
+    call = {**call, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs, "touched": None}
     keys = torch.empty(num_pairs + last_row - first_row, dtype=torch.int32, device=hidden.device)
     grid = num_units, cdiv(count, KEY_BLOCK)
     arguments = {"items": None, **call, "keys": keys}
     launch(sampled_keys_kernel, grid, arguments, UNITS_ARE_ROWS=not shares, BLOCK=KEY_BLOCK)
     keys, call["entries"] = torch.sort(keys, stable=True)
-    call["entry_offsets"] = torch.empty(call["num_items"] + 1, dtype=torch.int32, device=hidden.device)
-    arguments = call | {"keys": keys, "num_entries": keys.shape[0]}
-    launch(sampled_offsets_kernel, (cdiv(call["num_items"] + 1, OFFSETS_BLOCK),), arguments, BLOCK=OFFSETS_BLOCK)
     call["sums"] = block_sums(call, num_units) if shares else None
-    _add_entries(call, keys)
+    return call, keys
 
 
 def _add_entries(call: dict[str, Any], keys: Tensor) -> None:
-    """Add entries to the gradients of their items, `keys`, in ascending order."""
+    """Add entries to the gradients of their items, `keys`, in ascending order; of places in `touched` if that is given."""
+    call = {**call, "keys": keys, "num_entries": keys.shape[0]}
+    call["entry_offsets"] = torch.empty(call["num_items"] + 1, dtype=torch.int32, device=keys.device)
+    launch(sampled_offsets_kernel, (cdiv(call["num_items"] + 1, OFFSETS_BLOCK),), call, BLOCK=OFFSETS_BLOCK)
     width, tile, num_entries = call["WIDTH"], item_tile_of(call["WIDTH"]), keys.shape[0]
     # Chunks that are not the first of their item, counted as if every item had all its entries in common.
     others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
     first_sums, other_sums = call["statistic"].new_empty(2, others, width).unbind()
     division, shift = division_by(call["num_negatives"])
-    call = call | {"division": division, "shift_of_division": shift}
-    arguments = call | {"keys": keys, "num_entries": num_entries, "first_sums": first_sums, "other_sums": other_sums}
+    arguments = call | {
+        "division": division, "shift_of_division": shift, "first_sums": first_sums, "other_sums": other_sums,
+    }  # fmt: skip
     by_entry = num_entries < others + call["num_items"]
     launch(
         sampled_items_kernel, (num_entries if by_entry else others + call["num_items"], columns), arguments, BY_ENTRY=by_entry,

@@ -62,7 +62,7 @@ def sampled_draw_kernel(
             column = start + tl.arange(0, BLOCK_D)
             tile = load_tile(weight, item, weight_stride, exists, start, WIDTH, BLOCK_D)
             target = gathered + address[:, None] * WIDTH + column[None, :]
-            tl.store(target, tile, mask=in_draw[:, None] & (column < WIDTH)[None, :])
+            tl.store(target, tile.to(gathered.dtype.element_ty), mask=in_draw[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -324,10 +324,12 @@ def draw_shared(call: dict[str, Any]) -> dict[str, Any]:
     weight, width, count, per_draw = call["weight"], call["WIDTH"], call["num_negatives"], call["rows_per_draw"]
     draws = cdiv(call["num_rows"], per_draw)
     items = torch.empty(draws, count, dtype=torch.int32, device=weight.device)
-    is_gathered, in_powers = per_draw >= GATHERED_ROWS, weight.dtype != torch.float32 and call["LOSS"] != "bce"
+    dtype = call["hidden"].dtype
+    # Weights of another dtype than hidden states are converted on the way.
+    is_gathered, in_powers = per_draw >= GATHERED_ROWS or weight.dtype != dtype, dtype != torch.float32 and call["LOSS"] != "bce"
     lists: dict[str, Any] = {
         "items": items, "corrections": torch.empty_like(items, dtype=torch.float32) if call["IS_CORRECTED"] else None,
-        "table": weight.new_empty(draws * count, width) if is_gathered else weight,
+        "table": weight.new_empty(draws * count, width, dtype=dtype) if is_gathered else weight,
         "table_stride": width if is_gathered else call["weight_stride"], "IS_GATHERED": is_gathered, "IN_POWERS": in_powers,
     }  # fmt: skip
     launch(

@@ -13,6 +13,7 @@ from torch import Tensor
 from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source, draw_ids, log_probability
+from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
 
 # Of the gathered rows and of the logits of one step, each: they stay in the processor's cache.
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -249,21 +250,7 @@ def _touched(source: Source, known: Tensor, item: Tensor, num_items: int, count:
     is_live = _blocks(known, (draws, per_draw)).any(1)
     counts = is_live[:, None] & (ids >= 0) & (ids < num_items)
     keys = torch.cat([torch.where(counts, ids, num_items).flatten(), torch.where(known, item, num_items)]).sort().values
-    return first_of_each(keys, num_items, count)[0]
-
-
-def first_of_each(keys: Tensor, num_items: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the different items of sorted keys, `[count]` int64, and the place of each key's item in them.
-
-    Keys from `num_items` on count for nothing; what is left of the items repeats the last.
-    """
-    is_first = (keys.diff(prepend=keys.new_full((1,), -1)) != 0) & (keys < num_items)
-    place = is_first.cumsum(0) - 1
-    items = keys.new_zeros(count + 1, dtype=torch.int64)
-    if keys.shape[0]:
-        items += torch.where(keys < num_items, keys, 0).amax()
-    # Keys that are not the first of their item, or count for nothing, go to a place that is cut off.
-    return items.scatter_(0, torch.where(is_first, place, count), keys.to(torch.int64))[:count], place
+    return compacted(keys, is_first_of_item(keys, num_items), count)[0]
 
 
 def _places(ids: Tensor, items: Tensor) -> Tensor:

@@ -163,7 +163,9 @@ def test_loss_alone(place: Place, rows: int, items: int, width: int, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "items", "width"), [(129, 65, 64), (64, 129, 128), (33, 63, 257), (65, 130, 384), (65, 130, 512), (17, 31, 600)])
+@pytest.mark.parametrize(
+    ("rows", "items", "width"), [(129, 65, 64), (64, 129, 128), (33, 63, 257), (65, 130, 384), (65, 130, 512), (17, 31, 600)]
+)
 def test_around_the_tiles(place: Place, rows: int, items: int, width: int, dtype: torch.dtype) -> None:
     check(place, inputs_of(rows, items, width, dtype), targets_of(rows, items), reduction="mean")
 

@@ -484,13 +484,13 @@ def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, 
 
 @pytest.mark.parametrize("rows_per_draw", [1, 20, None])
 @pytest.mark.parametrize("kind", ["given", "uniform"])
-@pytest.mark.parametrize(("rows", "items", "ignored"), [(45, 4000, 0.2), (45, 30, 0.2), (45, 30, 1.0), (0, 30, 0.0)])
+@pytest.mark.parametrize(("rows", "items", "ignored"), [(33, 400, 0.2), (33, 20, 0.2), (20, 20, 1.0), (0, 20, 0.0)])
 def test_sparse_gradient_is_the_dense_one(
     place: Place, rows_per_draw: int | None, kind: str, rows: int, items: int, ignored: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = targets_of(rows, items, 1, ignored)
     hidden, weight = (x.requires_grad_() for x in inputs_of(rows, items, 16, torch.float32))
-    negatives = negatives_of(kind, target, 9, items, 2, rows_per_draw)
+    negatives = negatives_of(kind, target, 5, items, 2, rows_per_draw)
     for is_small in (False, True):
         if is_small and place.backend == "triton":
             from jagged.ops.sampled_cross_entropy import backward
@@ -506,9 +506,7 @@ def test_sparse_gradient_is_the_dense_one(
         assert got._nnz() == min(items, negatives.ids[:: rows_per_draw or max(1, rows)].numel() + rows)
         torch.testing.assert_close(of_hidden_again, of_hidden, rtol=0, atol=0)
         torch.testing.assert_close(got.to_dense(), dense, rtol=0, atol=0)
-        known = target[target >= 0]
-        drawn = {*negatives.ids.flatten().tolist(), *known.tolist()} if len(known) else {0}
-        assert set(got._indices()[0].tolist()) <= drawn
+        assert set(got._indices()[0].tolist()) <= {0, *negatives.ids.flatten().tolist(), *target.tolist()}
 
 
 # Of the optimizer's own making of sparse tensors.
