@@ -274,6 +274,21 @@ def test_direction_of_forward_or_of_backward(
 
 
 @ON_TRITON
+@pytest.mark.parametrize(("items", "count"), [(1, 1), (5, 100), (1000, 50), (300, 1025), (50, 1024), (7, 33)])
+def test_offsets_of_sorted_keys(place: Place, items: int, count: int) -> None:
+    from jagged.ops.sampled_cross_entropy import backward
+
+    bounds = torch.arange(items + 1, dtype=torch.int32, device=place.device)
+    # Some items have no entry, and `items` stands for entries that do not count.
+    for highest in (items + 1, max(1, items // 3), 1):
+        keys = torch.randint(highest, (count,), generator=torch.Generator().manual_seed(items)).int().to(place.device)
+        keys = keys.sort().values
+        offsets = torch.full_like(bounds, -1)
+        backward.sampled_offsets_kernel[(items // 64 + 1,)](keys, offsets, items, count, BLOCK=64)
+        assert torch.equal(offsets, torch.searchsorted(keys, bounds, out_int32=True))
+
+
+@ON_TRITON
 def test_division_by_multiplication() -> None:
     from jagged.ops.sampled_cross_entropy.backward import division_by
 
