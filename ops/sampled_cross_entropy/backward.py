@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import find_tile, load_segment, load_tile, rounded_product
+from jagged.ops._shared.device import WAYS, find_tile, load_segment, load_tile, rounded_product
 from jagged.ops._shared.matrices import inverse_scale_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.blocks import block_directions, block_sums, draw_shared, prepare_rows, rows_of_parts
@@ -116,15 +116,23 @@ def sampled_keys_kernel(
 def sampled_offsets_kernel(keys, entry_offsets, num_items, num_entries, BLOCK: tl.constexpr):
     """Where each item's entries begin among sorted keys, `[V + 1]`; past the last item, where those that count end.
 
-    First where the items of a program begin and end, then each item between them: most steps of a search are the same for all.
+    First where the items of a program begin and end, 32 places a step, then each item between them: loads that wait for one
+    another are what a search costs.
     """
     first = tl.program_id(0).to(tl.int64) * BLOCK
-    item = first + tl.arange(0, BLOCK)
-    low = tl.zeros((2,), tl.int32)
-    high = low + num_entries
     bound = first + tl.arange(0, 2) * BLOCK
-    low = first_not_below(keys, bound, low, high, num_entries)
+    low = tl.zeros((2,), tl.int32)
+    width = num_entries
+    while width > 0:
+        step = tl.cdiv(width, WAYS)
+        # Of each of 32 parts the last place: parts that end below the bound are passed.
+        place = low[:, None] + ((tl.arange(0, WAYS) + 1) * step - 1)[None, :]
+        exists = place < num_entries
+        is_below = exists & (tl.load(keys + place, mask=exists, other=0) < bound[:, None])
+        low += tl.sum(is_below.to(tl.int32), 1) * step
+        width = step - 1
     begin, end = tl.min(low, 0), tl.max(low, 0)
+    item = first + tl.arange(0, BLOCK)
     low = tl.zeros((BLOCK,), tl.int32)
     place = first_not_below(keys, item, low + begin, low + end, end - begin)
     tl.store(entry_offsets + item, place, mask=item <= num_items)

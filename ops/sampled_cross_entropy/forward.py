@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import exp_of_difference, load_tile, rounded_product
+from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.blocks import block_directions, block_results, draw_shared, prepare_rows
 from jagged.ops.sampled_cross_entropy.draws import Source
@@ -190,7 +191,8 @@ def launch_rows(call: dict[str, Any], *, outputs: list[Tensor], direction: Tenso
     """Launch the kernel for rows that draw for themselves."""
     names = ("loss", "lse", "statistic", "share", "pull")
     arguments = {**call, **dict(zip(names, outputs, strict=True)), "direction": direction, **others}
-    tile = row_tile_of(call["WIDTH"], call["hidden"].dtype)
+    hidden = call["hidden"]
+    tile = row_tile_of(call["WIDTH"], hidden.dtype, gpu(hidden.device).capability)
     columns = 1 if direction is None else cdiv(call["WIDTH"], tile.columns)
     launch(
         sampled_forward_rows_kernel, (call["num_rows"], columns), arguments, BLOCK_J=tile.negatives, BLOCK_D=tile.columns,

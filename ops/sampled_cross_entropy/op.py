@@ -249,7 +249,7 @@ def sampled_linear_cross_entropy(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Loss of target items against sampled negatives; neither logits nor gathered rows nor drawn ids are kept in memory.
+    """Loss of target items against sampled negatives; neither logits nor a row's gathered items nor its ids are kept in memory.
 
     Of a row with the logits `x_t = scale * hidden . weight_t` of its target and `x_j` of its ns negatives, drawn with the
     probabilities `q_j`, the loss is, over the negatives that are not masked,

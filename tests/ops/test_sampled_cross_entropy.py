@@ -261,7 +261,8 @@ def test_direction_of_forward_or_of_backward(
     """A compiled graph keeps what eager backward computes of rows that share a draw: the same to the bit there."""
     from jagged.ops.sampled_cross_entropy import op
 
-    inputs, target = inputs_of(40, 30, 16, dtype), targets_of(40, 30, ignored=0.1)
+    rows = 40 if rows_per_draw == 20 else 5
+    inputs, target = inputs_of(rows, 30, 16, dtype), targets_of(rows, 30, ignored=0.1)
     negatives = negatives_of("uniform", target, 9, 30, 3, rows_per_draw)
     results = []
     for limit in (16, 2**31) if rows_per_draw == 20 else (2**31, 1):
@@ -270,6 +271,21 @@ def test_direction_of_forward_or_of_backward(
     for other, expected in zip(*results, strict=True):
         tolerance = {"rtol": 0, "atol": 0} if rows_per_draw == 20 else {"rtol": 0.01, "atol": 1e-5}
         torch.testing.assert_close(other, expected, **tolerance)
+
+
+@ON_TRITON
+@pytest.mark.parametrize(("items", "count"), [(1, 1), (5, 100), (1000, 50), (300, 1025), (50, 1024), (7, 33)])
+def test_offsets_of_sorted_keys(place: Place, items: int, count: int) -> None:
+    from jagged.ops.sampled_cross_entropy import backward
+
+    bounds = torch.arange(items + 1, dtype=torch.int32, device=place.device)
+    # Some items have no entry, and `items` stands for entries that do not count.
+    for highest in (items + 1, max(1, items // 3), 1):
+        keys = torch.randint(highest, (count,), generator=torch.Generator().manual_seed(items)).int().to(place.device)
+        keys = keys.sort().values
+        offsets = torch.full_like(bounds, -1)
+        backward.sampled_offsets_kernel[(items // 64 + 1,)](keys, offsets, items, count, BLOCK=64)
+        assert torch.equal(offsets, torch.searchsorted(keys, bounds, out_int32=True))
 
 
 @ON_TRITON
@@ -628,7 +644,7 @@ def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) ->
 
     if kind == "popularity" and items > 2**21:
         pytest.skip("tables of 2^31 entries")
-    rows, count, per_draw = 3, 7 if items == 7 else 700, 2
+    rows, count, per_draw = 3, 7 if items == 7 else 300, 2
     draw = draw_of(kind, count, items, 2**35 + 1, per_draw)
     source = draws.source_of(draw, rows, items, draw.seed.device)
     target = torch.zeros(rows, dtype=torch.int64, device=place.device)
@@ -649,7 +665,7 @@ def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) ->
         units = len(expected)
         keys = torch.empty(units * count + rows, dtype=torch.int32, device=place.device)
         call |= {"keys": keys, "num_pairs": units * count, "rows_per_unit": per_draw if is_shared else 1}
-        launch.launch(backward.sampled_keys_kernel, (units, -(-count // 512)), call, UNITS_ARE_ROWS=not is_shared, BLOCK=512)
+        launch.launch(backward.sampled_keys_kernel, (units, -(-count // 256)), call, UNITS_ARE_ROWS=not is_shared, BLOCK=256)
         assert torch.equal(keys[: units * count].view(units, count).long(), expected)
         assert not keys[units * count :].any()
 

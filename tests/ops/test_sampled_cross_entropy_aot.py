@@ -41,14 +41,16 @@ NUMBERS = dict.fromkeys(("offset", "scale", "positive_weight", "filter_eps"), "f
 ALIGNED = ("hidden_stride", "weight_stride", "table_stride", "direction_stride")
 
 
-def tile_constants(kernel: str, width: int, dtype: torch.dtype, arch: int | str, *, is_plain: bool) -> dict[str, Any]:
+def tile_constants(
+    kernel: str, width: int, dtype: torch.dtype, arch: int | str, rows_per_draw: int, *, is_plain: bool
+) -> dict[str, Any]:
     from jagged.ops.sampled_cross_entropy import backward, blocks, launch
 
+    # PyTorch says of gfx942 that its capability is 9.4.
+    capability = 9 if isinstance(arch, str) else arch // 10
     if kernel in BLOCKS:
-        # PyTorch says of gfx942 that its capability is 9.4.
-        capability = 9 if isinstance(arch, str) else arch // 10
-        return launch.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, 512, is_plain=is_plain))
-    row, item = row_tile_of(width, dtype), item_tile_of(width)
+        return launch.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, rows_per_draw, is_plain=is_plain))
+    row, item = row_tile_of(width, dtype, capability), item_tile_of(width)
     constants = {
         "forward_rows": {"BLOCK_J": row.negatives, "BLOCK_D": row.columns, "num_warps": row.num_warps},
         "draw": {"BLOCK": blocks.DRAW_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
@@ -74,13 +76,14 @@ def compile_one(
     loss: str = "softmax",
     everything: bool = False,
     is_gathered: bool = True,
+    rows_per_draw: int = 512,
 ) -> Resources:
     """Compile a kernel with its tile; `everything` with lists, weights, a filter where one is, and all gradients."""
     from jagged.ops.sampled_cross_entropy import backward, blocks, forward
 
     name = f"sampled_{kernel_name.removesuffix('_of_sums')}_kernel"
     kernel = next(getattr(module, name) for module in (forward, blocks, backward) if hasattr(module, name))
-    constants = tile_constants(kernel_name, width, DTYPES[dtype], arch, is_plain=loss != "bce" and not everything)
+    constants = tile_constants(kernel_name, width, DTYPES[dtype], arch, rows_per_draw, is_plain=loss != "bce" and not everything)
     launch = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
     constants |= {"KIND": kind, "LOSS": loss, "IS_CORRECTED": loss == "softmax", "IS_INSIDE": True, "MASK_HITS": True}
     constants |= {"RENORMALISE": everything, "ADDS": everything, "WIDTH": width, "IS_GATHERED": is_gathered}
@@ -134,6 +137,12 @@ def test_rows_that_are_not_copied(kernel: str, width: int) -> None:
 
 
 @pytest.mark.parametrize("kernel", BLOCKS)
+def test_draws_of_few_rows(kernel: str) -> None:
+    for dtype in ("bf16", "fp16"):
+        check(kernel, dtype, 256, 90, rows_per_draw=128)
+
+
+@pytest.mark.parametrize("kernel", BLOCKS)
 def test_products_do_not_wait_for_one_another(kernel: str) -> None:
     for dtype in ("bf16", "fp16"):
         assert not compile_one(kernel, dtype, 256, 90).is_serialised
@@ -170,6 +179,6 @@ def test_every_width_has_a_tile() -> None:
                         assert tile.rows >= SHARED_ROWS
                         if width <= tile.step:
                             assert tile.step == tile.columns, "items that stay on chip are read as one tile"
-            for row in (row_tile_of(width, dtype), item_tile_of(width)):
+            for row in (row_tile_of(width, dtype, 9), item_tile_of(width)):
                 assert row.columns >= min(width, 256), "widths up to 256 are read once"
     assert set(BLOCK_TILES) == {(kernel, size) for kernel in BLOCKS.values() for size in (2, 4)}
