@@ -499,8 +499,8 @@ def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, 
 
 
 @pytest.mark.parametrize("rows_per_draw", [1, 20, None])
-@pytest.mark.parametrize("kind", ["given", "uniform"])
-@pytest.mark.parametrize(("rows", "items", "ignored"), [(33, 400, 0.2), (33, 20, 0.2), (20, 20, 1.0), (0, 20, 0.0)])
+@pytest.mark.parametrize("kind", ["given", "uniform"] if PLACE.name != "interpret" else ["uniform"])
+@pytest.mark.parametrize(("rows", "items", "ignored"), [(22, 150, 0.2), (22, 15, 0.2), (20, 15, 1.0), (0, 15, 0.0)])
 def test_sparse_gradient_is_the_dense_one(
     place: Place, rows_per_draw: int | None, kind: str, rows: int, items: int, ignored: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -529,7 +529,7 @@ def test_sparse_gradient_is_the_dense_one(
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_gradient_trains(place: Place, optimizer: type[torch.optim.Optimizer]) -> None:
-    rows, items = 20, 200
+    rows, items = 18, 60
     (hidden, weight), target = inputs_of(rows, items, 16, torch.float32), targets_of(rows, items)
     tables = []
     for sparse in (False, True):
@@ -547,7 +547,7 @@ def test_sparse_gradient_trains(place: Place, optimizer: type[torch.optim.Optimi
 
 def test_sparse_gradient_of_master_weights(place: Place) -> None:
     """The table is not converted as a whole: rows are, as they are gathered."""
-    rows, items = 20, 200
+    rows, items = 18, 60
     (hidden, weight), target = inputs_of(rows, items, 16, torch.float32), targets_of(rows, items)
     weight.requires_grad_()
     for rows_per_draw in (1, None):
@@ -651,7 +651,14 @@ def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) ->
     hidden = torch.zeros(rows, 16, device=place.device)
     # Items that only their number makes known: draws read none.
     weight = hidden[:1].expand(items, 16)
-    call: dict[str, Any] = {"target": target, "weight": weight, "statistic": hidden[:, 0], "num_rows": rows, "num_items": items}
+    call: dict[str, Any] = {
+        "hidden": hidden,
+        "target": target,
+        "weight": weight,
+        "statistic": hidden[:, 0],
+        "num_rows": rows,
+        "num_items": items,
+    }
     call |= {"num_negatives": count, "num_excluded": 0, "rows_per_draw": per_draw, "weight_stride": 0, "WIDTH": 16}
     call |= {"ids": source.ids, "log_q": source.log_q, "probability": source.probability, "seed": source.seed, "offset": 0.0}
     call |= {"excluded": None, "exclude_offsets": None, "ignore_index": -100, "first_unit": 0, "first_row": 0}
