@@ -189,7 +189,7 @@ class SampledCrossEntropyHead(nn.Module):
             `MixedSampler`.
         loss: `"softmax"`, `"refined"`, `"bce"` or `"gbce"`.
         correction: whose logits are corrected by how probable they were drawn: `"none"`, `"negatives"` or `"both"`.
-        positive, mask_hits, renormalise, gbce_t, filter_eps: as for `jagged.ops.sampled_linear_cross_entropy`.
+        positive, mask_hits, renormalise, gbce_t, filter_eps, sparse: as for `jagged.ops.sampled_linear_cross_entropy`.
         temperature: what logits are divided by, > 0.
         ignore_index: rows with this target have no loss, and are nobody's negatives.
 
@@ -226,6 +226,7 @@ class SampledCrossEntropyHead(nn.Module):
         gbce_t: float = 0.75,
         temperature: float = 1.0,
         filter_eps: float | None = None,
+        sparse: bool = False,
         ignore_index: int = -100,
     ) -> None:
         super().__init__()
@@ -237,7 +238,7 @@ class SampledCrossEntropyHead(nn.Module):
         self.correction: Correction = correction
         self.positive: Positive = positive
         self.mask_hits, self.renormalise, self.gbce_t = mask_hits, renormalise, gbce_t
-        self.temperature, self.filter_eps, self.ignore_index = temperature, filter_eps, ignore_index
+        self.temperature, self.filter_eps, self.sparse, self.ignore_index = temperature, filter_eps, sparse, ignore_index
 
     def forward(
         self,
@@ -269,12 +270,15 @@ class SampledCrossEntropyHead(nn.Module):
             scale=1 / self.temperature,
             ignore_index=self.ignore_index,
             filter_eps=self.filter_eps,
+            sparse=self.sparse,
         )
         return HeadOutput(loss, target_logits(values, weight, targets, self.ignore_index) / self.temperature)
 
     def extra_repr(self) -> str:
         """Show the options."""
         names = ["loss", "correction", "positive", "mask_hits", "renormalise", "temperature", "filter_eps", "ignore_index"]
+        if self.sparse:
+            names.append("sparse")
         if self.loss == "gbce":
             names.insert(1, "gbce_t")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)

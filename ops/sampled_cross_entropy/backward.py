@@ -17,21 +17,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, find_tile, load_tile, logits_of_tiles, rounded_product
-from jagged.ops._shared.matrices import gpu, inverse_scale_of
+from jagged.ops._shared.device import WAYS, find_tile, load_segment, load_tile, rounded_product
+from jagged.ops._shared.matrices import inverse_scale_of
 from jagged.ops._shared.sizes import cdiv
+from jagged.ops.sampled_cross_entropy.blocks import block_directions, block_sums, draw_shared, prepare_rows, rows_of_parts
 from jagged.ops.sampled_cross_entropy.draws import Source
-from jagged.ops.sampled_cross_entropy.forward import VARYING, block_constants, call_of, launch, launch_rows, shares_gathers
-from jagged.ops.sampled_cross_entropy.negatives import (
-    draw_for_row,
-    draw_items,
-    is_in_lists,
-    load_target,
-    log_expected,
-    rows_of_unit,
-    slope,
-)
-from jagged.ops.sampled_cross_entropy.tiles import block_tile_of, item_tile_of
+from jagged.ops.sampled_cross_entropy.forward import launch_rows
+from jagged.ops.sampled_cross_entropy.launch import VARYING, call_of, launch, shares_gathers
+from jagged.ops.sampled_cross_entropy.negatives import draw_for_row, load_target, log_expected, rows_of_unit, slope
+from jagged.ops.sampled_cross_entropy.tiles import item_tile_of
+from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
 
 # Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
 # it meets, so few ranges are worth memory.
@@ -40,18 +35,19 @@ ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
 ENTRY_BYTES = 36
 # Entries of an item that one program adds up.
 CHUNK = 1024
-# Rows of a shared draw that one program adds up.
-PART_ROWS = 512
-KEY_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 16, 128, 16
+KEY_BLOCK, OFFSETS_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 256, 8, 256, 16
 
 
 @triton.jit(do_not_specialize=VARYING)
 def sampled_backward_rows_kernel(
     grad_loss, grad_lse, weight, target, statistic, share, pull, direction, grad_logit, grad_statistic, grad_hidden, num_rows,
-    num_items, weight_stride, scale, ignore_index, IS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    num_items, num_parts, weight_stride, direction_stride, scale, ignore_index, IS_INSIDE: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of rows' target logits and statistics, times the scale; with them the gradient of hidden states."""
+    """Gradients of rows' target logits and statistics, times the scale; with them the gradient of hidden states.
+
+    `direction` is a sum of parts `[num_parts, N, direction_stride]`.
+    """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = row < num_rows
     row_target, _ = load_target(target, row, exists, num_items, ignore_index)
@@ -74,7 +70,10 @@ def sampled_backward_rows_kernel(
     if grad_hidden is not None:
         for start in range(0, WIDTH, BLOCK_D):
             item_tile = load_tile(weight, row_target, weight_stride, known, start, WIDTH, BLOCK_D).to(tl.float32)
-            direction_tile = load_tile(direction, row, WIDTH, known, start, WIDTH, BLOCK_D)
+            direction_tile = load_tile(direction, row, direction_stride, known, start, WIDTH, BLOCK_D)
+            for part in range(1, num_parts):
+                place = tl.cast(part, tl.int64) * num_rows + row
+                direction_tile += load_tile(direction, place, direction_stride, known, start, WIDTH, BLOCK_D)
             column = start + tl.arange(0, BLOCK_D)
             gradient = to_logit[:, None] * item_tile + to_statistic[:, None] * direction_tile
             address = grad_hidden + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -83,7 +82,7 @@ def sampled_backward_rows_kernel(
 
 @triton.jit(do_not_specialize=VARYING)
 def sampled_keys_kernel(
-    target, ids, probability, seed, excluded, exclude_offsets, statistic, keys, num_rows, num_items, num_negatives,
+    target, ids, probability, seed, excluded, exclude_offsets, items, statistic, keys, num_rows, num_items, num_negatives,
     num_excluded, rows_per_draw, rows_per_unit, parameter, ignore_index, first_unit, first_row, num_pairs, KIND: tl.constexpr,
     MASK_HITS: tl.constexpr, UNITS_ARE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -102,110 +101,122 @@ def sampled_keys_kernel(
             num_negatives, num_items, num_excluded, parameter, KIND, MASK_HITS,
         )  # fmt: skip
     else:
-        exists = in_draw & (first < last)
-        item, exists = draw_items(ids, probability, seed, group, place, exists, num_negatives, num_items, parameter, KIND)
+        item = tl.load(items + group.to(tl.int64) * num_negatives + place, mask=in_draw & (first < last), other=-1)
+        exists = item >= 0
     tl.store(keys + unit.to(tl.int64) * num_negatives + place, tl.where(exists, item, num_items), mask=in_draw)
-    if tl.program_id(1) == 0:
-        for start in range(first, last, BLOCK):
-            rows = start + tl.arange(0, BLOCK)
-            targets, _counted = load_target(target, rows, rows < last, num_items, ignore_index)
-            place_of_row = keys + num_pairs + (rows - first_row).to(tl.int64)
-            tl.store(place_of_row, tl.where(targets >= 0, targets, num_items), mask=rows < last)
+    # The programs of a unit share its rows' targets.
+    for start in range(first + tl.program_id(1) * BLOCK, last, tl.num_programs(1) * BLOCK):
+        rows = start + tl.arange(0, BLOCK)
+        targets, _counted = load_target(target, rows, rows < last, num_items, ignore_index)
+        place_of_row = keys + num_pairs + (rows - first_row).to(tl.int64)
+        tl.store(place_of_row, tl.where(targets >= 0, targets, num_items), mask=rows < last)
 
 
 @triton.jit(do_not_specialize=VARYING)
-def sampled_sums_kernel(
-    hidden, weight, target, ids, log_q, probability, seed, excluded, exclude_offsets, sample_weight, statistic, share,
-    grad_statistic, inverse_scale, sums, num_rows, num_items, num_negatives, num_excluded, hidden_stride, weight_stride,
-    rows_per_draw, rows_per_unit, parameter, offset, scale, ignore_index, filter_eps, first_unit, KIND: tl.constexpr,
-    LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr, MASK_HITS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_J: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """What a tile of a draw's negatives gets from one part of the rows that share it: one tile of columns of `sums`."""
-    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
-    unit = tl.program_id(0)
-    group, first, last = rows_of_unit(first_unit + unit, rows_per_draw, rows_per_unit, num_rows)
-    place = tl.program_id(1) * BLOCK_J + tl.arange(0, BLOCK_J)
-    first_column = tl.program_id(2) * BLOCK_D
-    in_draw = place < num_negatives
-    item, item_exists = draw_items(ids, probability, seed, group, place, in_draw, num_negatives, num_items, parameter, KIND)
-    inverse = 1.0 if inverse_scale is None else tl.load(inverse_scale)
-    if IS_CORRECTED:
-        correction = log_expected(log_q, item, group, place, item_exists, num_negatives, offset, KIND)
-    if WIDTH <= BLOCK_K:
-        weight_tile = load_tile(weight, item, weight_stride, item_exists, 0, WIDTH, BLOCK_K)
-    gradient = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
-    for start in range(first, last, BLOCK_N):
-        row = start + tl.arange(0, BLOCK_N)
-        in_unit = row < last
-        row_target, _valid = load_target(target, row, in_unit, num_items, ignore_index)
-        row_statistic = tl.load(statistic + row, mask=in_unit, other=float("inf"))
-        live = (row_target >= 0) & (row_statistic < float("inf"))
-        row_grad = tl.load(grad_statistic + row, mask=live, other=0.0) / inverse
-        hidden_tile = load_tile(hidden, row, hidden_stride, live, first_column, WIDTH, BLOCK_D)
-        if WIDTH <= BLOCK_K:
-            logits = dot(weight_tile, tl.trans(hidden_tile), None, PRECISION)
-        else:
-            logits = logits_of_tiles(
-                weight, item, weight_stride, item_exists, hidden, row, hidden_stride, live, WIDTH, BLOCK_J, BLOCK_N, BLOCK_K,
-                PRECISION,
-            )  # fmt: skip
-        logits *= scale
-        if IS_CORRECTED:
-            logits -= correction[:, None]
-        exists = item_exists[:, None] & live[None, :]
-        if MASK_HITS:
-            exists &= item[:, None] != row_target[None, :]
-        if excluded is not None:
-            exists &= ~is_in_lists(item[:, None], excluded, exclude_offsets, row[None, :], in_unit[None, :], num_excluded)
-        weights = slope(tl.where(exists, logits, float("-inf")), row_statistic[None, :], LOSS == "bce", ACCURATE)
-        if filter_eps is not None:
-            part = tl.load(share + row, mask=live, other=0.0)
-            if sample_weight is not None:
-                part *= tl.abs(tl.load(sample_weight + row, mask=live, other=0.0))
-            weights = tl.where(weights * part[None, :] < filter_eps, 0.0, weights)
-        weights *= row_grad[None, :]
-        gradient = dot(weights.to(hidden_tile.dtype), hidden_tile, gradient, PRECISION)
-    column = first_column + tl.arange(0, BLOCK_D)
-    address = sums + (unit.to(tl.int64) * num_negatives + place)[:, None] * WIDTH + column[None, :]
-    tl.store(address, gradient * inverse, mask=in_draw[:, None] & (column < WIDTH)[None, :])
+def sampled_offsets_kernel(keys, entry_offsets, num_items, num_entries, BLOCK: tl.constexpr):
+    """Where each item's entries begin among sorted keys, `[V + 1]`; past the last item, where those that count end.
+
+    First where the items of a program begin and end, 32 places a step, then each item between them: loads that wait for one
+    another are what a search costs.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    bound = first + tl.arange(0, 2) * BLOCK
+    low = tl.zeros((2,), tl.int32)
+    width = num_entries
+    while width > 0:
+        step = tl.cdiv(width, WAYS)
+        # Of each of 32 parts the last place: parts that end below the bound are passed.
+        place = low[:, None] + ((tl.arange(0, WAYS) + 1) * step - 1)[None, :]
+        exists = place < num_entries
+        is_below = exists & (tl.load(keys + place, mask=exists, other=0) < bound[:, None])
+        low += tl.sum(is_below.to(tl.int32), 1) * step
+        width = step - 1
+    begin, end = tl.min(low, 0), tl.max(low, 0)
+    item = first + tl.arange(0, BLOCK)
+    low = tl.zeros((BLOCK,), tl.int32)
+    place = first_not_below(keys, item, low + begin, low + end, end - begin)
+    tl.store(entry_offsets + item, place, mask=item <= num_items)
+
+
+@triton.jit
+def first_not_below(keys, bound, low, high, length):
+    """The first places from `low` on whose keys are not below a bound, `high` where none is; `length` is the longest way."""
+    while length > 0:
+        middle = low + (high - low) // 2
+        is_open = low < high
+        is_below = is_open & (tl.load(keys + middle, mask=is_open, other=0) < bound)
+        low = tl.where(is_below, middle + 1, low)
+        high = tl.where(is_below, high, middle)
+        length = length // 2
+    return low
 
 
 @triton.jit(do_not_specialize=VARYING)
 def sampled_items_kernel(
-    hidden, weight, log_q, sample_weight, statistic, share, grad_logit, grad_statistic, sums, entries, entry_offsets,
-    first_sums, other_sums, grad_weight, num_items, num_negatives, hidden_stride, weight_stride, rows_per_draw, offset, scale,
-    filter_eps, first_row, num_entries, num_pairs, KIND: tl.constexpr, LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr,
-    ADDS: tl.constexpr, WIDTH: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+    hidden, weight, log_q, sample_weight, statistic, share, grad_logit, grad_statistic, sums, keys, touched, entries,
+    entry_offsets, first_sums, other_sums, grad_weight, num_items, num_negatives, hidden_stride, weight_stride, rows_per_draw,
+    offset, scale, filter_eps, first_row, num_entries, num_pairs, division, shift_of_division, KIND: tl.constexpr,
+    LOSS: tl.constexpr, IS_CORRECTED: tl.constexpr, ADDS: tl.constexpr, BY_ENTRY: tl.constexpr, WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns of an item's gradient from a chunk of its entries; of items with several chunks a sum for each.
 
     Without `sums` an entry is a row, whose logit is computed again; with them a negative's part is a row of `sums`.
+    With `touched`, the items that have a gradient, items are places in it.
+    `BY_ENTRY` has a program for each entry, of which those at the beginning of a chunk work, in place of one for each item.
     """
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     index = tl.program_id(0)
     first_column = tl.program_id(1) * BLOCK_D
-    item, begin, length, start = find_tile(entry_offsets, index, num_items, num_entries, CHUNK, True)
+    place = tl.arange(0, BLOCK_E)
+    if BY_ENTRY:
+        item = tl.load(keys + index).to(tl.int64)
+        # Before it is known whether this program works.
+        entry = tl.load(entries + index + place, mask=index + place < num_entries, other=0).to(tl.int32)
+        counts = item < num_items
+        item = tl.where(counts, item, 0)
+        begin, end = load_segment(entry_offsets, item, num_entries)
+        length, start = end - begin, index - begin
+        start = tl.where(counts & (start % CHUNK == 0), start, length)
+        # Where `find_tile` puts this chunk, if it is not its item's first.
+        index = (begin // CHUNK + start // CHUNK - 1).to(tl.int32)
+    else:
+        item, begin, length, start = find_tile(entry_offsets, index, num_items, num_entries, CHUNK, True)
     if start < length:
         column = tl.arange(0, BLOCK_D)
-        item_row = weight + item * weight_stride
+        source = item
+        if touched is not None:
+            source = tl.load(touched + item)
+        item_row = weight + source * weight_stride
         if sums is None and WIDTH <= BLOCK_D:
             item_tile = tl.load(item_row + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        end = tl.minimum(start + CHUNK, length)
+        count = (tl.minimum(start + CHUNK, length) - start).to(tl.int32)
+        run = entries + begin + start
+        if not BY_ENTRY:
+            entry = tl.load(run + place, mask=place < count, other=0).to(tl.int32)
+        row, is_pair = row_of_entry(entry, num_pairs, first_row, division, shift_of_division)
+        next_entry = tl.load(run + BLOCK_E + place, mask=BLOCK_E + place < count, other=0).to(tl.int32)
+        if sums is None:
+            hidden_tile = load_tile(hidden, row, hidden_stride, place < count, first_column, WIDTH, BLOCK_D)
         gradient = tl.zeros((BLOCK_E, BLOCK_D), tl.float32)
-        for step in range(0, (end - start).to(tl.int32), BLOCK_E):
-            place = start + step + tl.arange(0, BLOCK_E)
-            exists = place < end
-            entry = tl.load(entries + begin + place, mask=exists, other=0).to(tl.int32)
-            is_pair = exists & (entry < num_pairs)
-            is_target = exists & (entry >= num_pairs)
-            row = first_row + tl.where(entry < num_pairs, entry // num_negatives, entry - num_pairs)
+        for step in range(0, count, BLOCK_E):
+            exists = step + place < count
+            # The next rows are on their way while these are used, and the entries after them.
+            next_row, next_is_pair = row_of_entry(next_entry, num_pairs, first_row, division, shift_of_division)
+            after = step + 2 * BLOCK_E + place
+            after_entry = tl.load(run + after, mask=after < count, other=0).to(tl.int32)
+            is_target = exists & (is_pair == 0)
+            is_pair &= exists
             factor = tl.load(grad_logit + row, mask=is_target, other=0.0)
             if sums is None:
-                group = row // rows_per_draw
-                hidden_tile = load_tile(hidden, row, hidden_stride, exists, first_column, WIDTH, BLOCK_D).to(tl.float32)
+                next_exists = step + BLOCK_E + place < count
+                next_tile = load_tile(hidden, next_row, hidden_stride, next_exists, first_column, WIDTH, BLOCK_D)
+                values = hidden_tile.to(tl.float32)
+                hidden_tile = next_tile
+                row_statistic = tl.load(statistic + row, mask=is_pair, other=float("inf"))
+                to_statistic = tl.load(grad_statistic + row, mask=is_pair, other=0.0)
                 if WIDTH <= BLOCK_D:
-                    logits = tl.sum(rounded_product(hidden_tile, item_tile[None, :]), 1)
+                    logits = tl.sum(rounded_product(values, item_tile[None, :]), 1)
                 else:
                     logits = tl.zeros((BLOCK_E,), tl.float32)
                     for other_column in range(0, WIDTH, BLOCK_D):
@@ -215,21 +226,23 @@ def sampled_items_kernel(
                         logits += tl.sum(rounded_product(tile, item_tile[None, :]), 1)
                 logits *= scale
                 if IS_CORRECTED:
-                    items = tl.zeros((BLOCK_E,), tl.int32) + item.to(tl.int32)
-                    in_draw = entry % num_negatives
+                    items = tl.zeros((BLOCK_E,), tl.int32) + source.to(tl.int32)
+                    in_draw = entry - (row - first_row) * num_negatives
+                    group = row // rows_per_draw
                     logits -= log_expected(log_q, items, group, in_draw, is_pair, num_negatives, offset, KIND)
-                row_statistic = tl.load(statistic + row, mask=is_pair, other=float("inf"))
                 weights = slope(tl.where(is_pair, logits, float("-inf")), row_statistic, LOSS == "bce", ACCURATE)
                 if filter_eps is not None:
                     part = tl.load(share + row, mask=is_pair, other=0.0)
                     if sample_weight is not None:
                         part *= tl.abs(tl.load(sample_weight + row, mask=is_pair, other=0.0))
                     weights = tl.where(weights * part < filter_eps, 0.0, weights)
-                factor += weights * tl.load(grad_statistic + row, mask=is_pair, other=0.0)
+                factor += weights * to_statistic
             else:
-                hidden_tile = load_tile(hidden, row, hidden_stride, is_target, first_column, WIDTH, BLOCK_D).to(tl.float32)
+                values = load_tile(hidden, row, hidden_stride, is_target, first_column, WIDTH, BLOCK_D).to(tl.float32)
                 gradient += load_tile(sums, entry, WIDTH, is_pair, first_column, WIDTH, BLOCK_D)
-            gradient += factor[:, None] * hidden_tile
+            gradient += factor[:, None] * values
+            entry, row, is_pair = next_entry, next_row, next_is_pair
+            next_entry = after_entry
         total = tl.sum(gradient, 0)
         column += first_column
         in_row = column < WIDTH
@@ -241,6 +254,28 @@ def sampled_items_kernel(
             tl.store(place_of_sum + column, total, mask=in_row)
         else:
             store_item(grad_weight + item * WIDTH + column, total, in_row, ADDS)
+
+
+@triton.jit
+def row_of_entry(entry, num_pairs, first_row, division, shift_of_division):
+    """The rows of entries, int32, and which of them are negatives. Of units that are no rows the negatives' are not used.
+
+    The quotient of an entry by the number of negatives is exact, see `division_by`, and takes a sixth of a division.
+    """
+    is_pair = entry < num_pairs
+    factor = division.to(tl.uint32) + 2147483648
+    twice = (entry * 2).to(tl.uint32)
+    quotient = (tl.umulhi(twice, tl.zeros_like(twice) + factor) >> shift_of_division.to(tl.uint32)).to(tl.int32)
+    return first_row + tl.where(is_pair, quotient, entry - num_pairs), is_pair
+
+
+def division_by(divisor: int) -> tuple[int, int]:
+    """Return a factor, less 2^31, and a shift: `(2 n (factor + 2^31) >> 32) >> shift` is `n // divisor` for n below 2^31.
+
+    The factor is `2^(31 + shift) / divisor` rounded up, whose error times n stays below `2^(31 + shift) / divisor`.
+    """
+    shift = (divisor - 1).bit_length()
+    return -(-(2 ** (31 + shift)) // divisor) - 2**31, shift
 
 
 @triton.jit
@@ -300,95 +335,127 @@ def sampled_linear_cross_entropy_backward(
     filter_eps: float | None,
     hidden_grad_dtype: torch.dtype | None,
     weight_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden and weight, empty where no dtype asks for one."""
-    (num_rows, width), num_items = hidden.shape, weight.shape[0]
+    num_touched: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what the PyTorch implementation returns."""
+    num_rows, width = hidden.shape
     grad_hidden = hidden.new_empty(hidden.shape if hidden_grad_dtype else 0, dtype=hidden_grad_dtype)
     if num_rows == 0:
-        return grad_hidden, weight.new_zeros(weight.shape if weight_grad_dtype else 0, dtype=weight_grad_dtype)
+        shape = weight.shape if num_touched is None else (0, width)
+        empty = weight.new_empty(0, dtype=torch.int64)
+        return grad_hidden, weight.new_zeros(shape if weight_grad_dtype else 0, dtype=weight_grad_dtype), empty
     source = Source(ids, log_q, probability, seed, kind, count, rows_per_draw)
     call = call_of(hidden, weight, target, source, excluded, exclude_offsets, scale, ignore_index, is_corrected, mask_hits, loss)
     grad_logit, grad_statistic = statistic.new_empty(2, num_rows).unbind()
-    if filter_eps is not None and hidden_grad_dtype:
-        direction = statistic.new_empty(num_rows, call["WIDTH"])
-        launch_rows(
-            call, target_correction=None, sample_weight=sample_weight, outputs=[share, share, statistic, share, pull],
-            direction=direction, positive_weight=1.0, filter_eps=filter_eps, IS_INSIDE=is_inside, RENORMALISE=False,
-        )  # fmt: skip
-        direction = direction[:, :width].contiguous()
+    shares = shares_gathers(rows_per_draw)
+    if shares:
+        call |= draw_shared(call)
+        call |= prepare_rows(call, statistic, share, sample_weight, filter_eps)
+    parts, stride = 1, width
+    if hidden_grad_dtype and not direction.numel():
+        stride = call["WIDTH"]
+        if shares:
+            direction = block_directions(call)
+            parts = direction.shape[0]
+        else:
+            direction = statistic.new_empty(num_rows, stride)
+            # The kernel's way with a finished statistic; a filter of 0 leaves out nothing.
+            launch_rows(
+                call | {"target_correction": None, "positive_weight": 1.0}, sample_weight=sample_weight,
+                outputs=[share, share, statistic, share, pull], direction=direction, filter_eps=filter_eps or 0.0,
+                IS_INSIDE=is_inside, RENORMALISE=False,
+            )  # fmt: skip
     call |= {
         "grad_loss": grad_loss.contiguous(), "grad_lse": None if grad_lse is None else grad_lse.contiguous(),
         "statistic": statistic, "share": share, "pull": pull, "sample_weight": sample_weight, "filter_eps": filter_eps,
         "grad_logit": grad_logit, "grad_statistic": grad_statistic,
     }  # fmt: skip
     rows = {"direction": direction, "grad_hidden": grad_hidden if hidden_grad_dtype else None, "WIDTH": width}
+    rows |= {"num_parts": parts, "direction_stride": stride}
     launch(
         sampled_backward_rows_kernel, (cdiv(num_rows, ROW_BLOCK),), call | rows, IS_INSIDE=is_inside, BLOCK_N=ROW_BLOCK,
         BLOCK_D=ROW_WIDTH,
     )  # fmt: skip
     if weight_grad_dtype is None:
-        return grad_hidden, hidden.new_empty(0)
-    return grad_hidden, _weight_gradient(call, weight_grad_dtype)[:num_items, :width].contiguous()
+        return grad_hidden, hidden.new_empty(0), target.new_empty(0, dtype=torch.int64)
+    grad_weight, touched = _weight_gradient(call, weight_grad_dtype, num_touched)
+    return grad_hidden, grad_weight[:, :width].contiguous(), touched
 
 
-def _weight_gradient(call: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """Return the gradient of the weights as wide as the kernels have them, from one range of rows after the other."""
+def _weight_gradient(call: dict[str, Any], dtype: torch.dtype, num_touched: int | None) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the weights as wide as the kernels have them, from one range of rows after the other.
+
+    With `num_touched` it is one of so many items, and they come with it.
+    """
     hidden, num_rows, num_items, count = call["hidden"], call["num_rows"], call["num_items"], call["num_negatives"]
     width, per_draw = call["WIDTH"], call["rows_per_draw"]
     # Without shared gathers every row is a unit of its own.
     shares = shares_gathers(per_draw)
-    per_unit = min(per_draw, PART_ROWS) if shares else 1
+    per_unit = rows_of_parts(call) if shares else 1
     parts = cdiv(per_draw, per_unit)
     num_units = cdiv(num_rows, per_draw) * parts if shares else num_rows
     unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * width * count if shares else 0)
     units = min(num_units, max(1, ENTRY_BYTES_AT_MOST // unit_bytes))
     is_whole = units == num_units
-    grad_weight = torch.zeros(num_items, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)
+    num_grads = num_touched if num_touched is not None and is_whole else num_items
+    grad_weight = torch.zeros(num_grads, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)
     call = {**call, "rows_per_unit": per_unit, "grad_weight": grad_weight, "ADDS": not is_whole, "inverse_scale": None}
     if shares and hidden.dtype == torch.float16:
         call["inverse_scale"] = inverse_scale_of(call["target"] != call["ignore_index"], call["grad_statistic"])
+    touched = torch.empty(0, dtype=torch.int64, device=hidden.device)
+    # Of several ranges the items are not known before the last: these share a gradient of the whole table.
+    is_touched = touched.new_zeros(0 if num_touched is None or is_whole else num_items + 1, dtype=torch.bool)
     for first_unit in range(0, num_units, units):
         last_unit = min(first_unit + units, num_units)
         rows = [min(num_rows, unit // parts * per_draw + unit % parts * per_unit) for unit in (first_unit, last_unit)]
-        _add_range(call, first_unit, last_unit - first_unit, *rows)
-    return grad_weight.to(dtype)
+        entries, keys = _sorted_entries(call, first_unit, last_unit - first_unit, *rows)
+        if num_touched is not None and is_whole:
+            touched, place = compacted(keys, is_first_of_item(keys, num_items), num_touched)
+            keys = torch.where(keys < num_items, place, num_touched).to(torch.int32)
+            entries |= {"touched": touched, "num_items": num_touched}
+        elif num_touched is not None:
+            is_touched.index_fill_(0, keys.to(torch.int64), True)
+        _add_entries(entries, keys)
+    if num_touched is not None and not is_whole:
+        items = torch.arange(num_items, device=hidden.device)
+        touched, place = compacted(items, is_touched[:-1], num_touched)
+        grad_weight = grad_weight[touched].masked_fill_((items[:num_touched] > place[-1])[:, None], 0)
+    return grad_weight.to(dtype), touched
 
 
-def _add_range(call: dict[str, Any], first_unit: int, num_units: int, first_row: int, last_row: int) -> None:
-    """Draw the entries of a range of units, sort them by item, and add each item's to its gradient."""
+def _sorted_entries(
+    call: dict[str, Any], first_unit: int, num_units: int, first_row: int, last_row: int
+) -> tuple[dict[str, Any], Tensor]:
+    """Draw the entries of a range of units and sort them; return the launches' arguments, and their items in ascending order."""
     hidden, count, shares = call["hidden"], call["num_negatives"], shares_gathers(call["rows_per_draw"])
     num_pairs = num_units * count
-    call = {**call, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs}
+    call = {**call, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs, "touched": None}
     keys = torch.empty(num_pairs + last_row - first_row, dtype=torch.int32, device=hidden.device)
     grid = num_units, cdiv(count, KEY_BLOCK)
-    launch(sampled_keys_kernel, grid, {**call, "keys": keys}, UNITS_ARE_ROWS=not shares, BLOCK=KEY_BLOCK)
+    arguments = {"items": None, **call, "keys": keys}
+    launch(sampled_keys_kernel, grid, arguments, UNITS_ARE_ROWS=not shares, BLOCK=KEY_BLOCK)
     keys, call["entries"] = torch.sort(keys, stable=True)
-    items = torch.arange(call["num_items"] + 1, dtype=torch.int32, device=hidden.device)
-    call["entry_offsets"] = torch.searchsorted(keys, items, out_int32=True)
-    call["sums"] = _sums(call, num_units) if shares else None
-    _add_entries(call, keys.shape[0])
+    call["sums"] = block_sums(call, num_units) if shares else None
+    return call, keys
 
 
-def _sums(call: dict[str, Any], num_units: int) -> Tensor:
-    """Return what the negatives of each unit get from its rows, `[units * ns, WIDTH]`, float32."""
-    hidden, width, count = call["hidden"], call["WIDTH"], call["num_negatives"]
-    tile = block_tile_of(width, hidden.dtype, gpu(hidden.device).capability, call["rows_per_unit"])
-    sums = torch.empty(num_units * count, width, dtype=torch.float32, device=hidden.device)
-    grid = num_units, cdiv(count, tile.negatives), cdiv(width, tile.columns)
-    launch(sampled_sums_kernel, grid, {**call, "sums": sums}, **block_constants(tile))
-    return sums
-
-
-def _add_entries(call: dict[str, Any], num_entries: int) -> None:
-    """Add sorted entries to the gradients of their items."""
-    width, tile = call["WIDTH"], item_tile_of(call["WIDTH"])
+def _add_entries(call: dict[str, Any], keys: Tensor) -> None:
+    """Add entries to the gradients of their items, `keys`, in ascending order; of places in `touched` if that is given."""
+    call = {**call, "keys": keys, "num_entries": keys.shape[0]}
+    call["entry_offsets"] = torch.empty(call["num_items"] + 1, dtype=torch.int32, device=keys.device)
+    launch(sampled_offsets_kernel, (cdiv(call["num_items"] + 1, OFFSETS_BLOCK),), call, BLOCK=OFFSETS_BLOCK)
+    width, tile, num_entries = call["WIDTH"], item_tile_of(call["WIDTH"]), keys.shape[0]
     # Chunks that are not the first of their item, counted as if every item had all its entries in common.
     others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
     first_sums, other_sums = call["statistic"].new_empty(2, others, width).unbind()
-    arguments = call | {"num_entries": num_entries, "first_sums": first_sums, "other_sums": other_sums}
+    division, shift = division_by(call["num_negatives"])
+    arguments = call | {
+        "division": division, "shift_of_division": shift, "first_sums": first_sums, "other_sums": other_sums,
+    }  # fmt: skip
+    by_entry = num_entries < others + call["num_items"]
     launch(
-        sampled_items_kernel, (others + call["num_items"], columns), arguments, CHUNK=CHUNK, BLOCK_E=tile.negatives,
-        BLOCK_D=tile.columns, num_warps=tile.num_warps,
+        sampled_items_kernel, (num_entries if by_entry else others + call["num_items"], columns), arguments, BY_ENTRY=by_entry,
+        CHUNK=CHUNK, BLOCK_E=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
     if others:
         launch(sampled_join_kernel, (others, columns), arguments, CHUNK=CHUNK, BLOCK_C=JOIN_BLOCK, BLOCK_D=tile.columns)

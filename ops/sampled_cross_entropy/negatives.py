@@ -20,6 +20,7 @@ HASH_A, HASH_B = tl.constexpr(draws.HASH_A), tl.constexpr(draws.HASH_B)
 LOG_BITS = tl.constexpr(draws.LOG_BITS)
 EXP2 = tl.constexpr(draws.EXP2)
 EXP2_TERMS = tl.constexpr(len(draws.EXP2))
+LOG2_E = tl.constexpr(1.4426950408889634)
 # Entries of a row's list that are compared at once.
 LIST_BLOCK = tl.constexpr(32)
 
@@ -211,6 +212,40 @@ def softplus(x):
 def slope(logits, statistic, IS_BCE: tl.constexpr, ACCURATE: tl.constexpr):
     """Derivative of rows' statistics by the logits of their negatives; 0 where the logit is -inf or the statistic infinite."""
     return sigmoid(logits, ACCURATE) if IS_BCE else exp_of_difference(logits - statistic, ACCURATE)
+
+
+@triton.jit
+def counted(item, row, row_exists, row_target, excluded, exclude_offsets, num_excluded, MASK_HITS: tl.constexpr):
+    """Which of the items `[BLOCK_J]` of a shared draw, -1 where there is none, are negatives of rows: `[BLOCK_N, BLOCK_J]`."""
+    counts = tl.broadcast_to((item >= 0)[None, :], (row.shape[0], item.shape[0]))
+    if MASK_HITS:
+        counts &= item[None, :] != row_target[:, None]
+    if excluded is not None:
+        counts &= ~is_in_lists(item[None, :], excluded, exclude_offsets, row[:, None], row_exists[:, None], num_excluded)
+    return counts
+
+
+@triton.jit
+def slopes_of_products(
+    products, counts, correction, shift, part, scale, filter_eps, IS_BCE: tl.constexpr, ACCURATE: tl.constexpr
+):  # fmt: skip
+    """`slope` of a tile of a shared draw, 0 where `counts` is False; `shift` and `correction` are as `blocks` prepares them.
+
+    Unless `ACCURATE` both are powers of two, so that a logit takes one fma and one instruction for the exponential. The
+    rounding of the shift is the same for a whole row.
+    """
+    if IS_BCE:
+        weights = sigmoid(products * scale, ACCURATE)
+    else:
+        rate = scale if ACCURATE else scale * LOG2_E
+        logits = products * rate - shift[:, None]
+        if correction is not None:
+            logits -= correction[None, :]
+        weights = exp_of_difference(logits, True) if ACCURATE else tl.exp2(logits)
+    weights = tl.where(counts, weights, 0.0)
+    if filter_eps is not None:
+        weights = tl.where(weights * part[:, None] < filter_eps, 0.0, weights)
+    return weights
 
 
 @triton.jit

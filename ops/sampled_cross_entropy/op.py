@@ -21,6 +21,7 @@ from jagged.ops._shared.validation import (
 )
 from jagged.ops.sampled_cross_entropy import torch_impl
 from jagged.ops.sampled_cross_entropy.draws import Draw, Source, item_log_probability, source_of
+from jagged.ops.sampled_cross_entropy.tiles import SHARED_ROWS
 
 Loss = Literal["softmax", "refined", "bce", "gbce"]
 Correction = Literal["none", "negatives", "both"]
@@ -53,10 +54,12 @@ def _forward_fake(hidden: Tensor, weight: Tensor, target: Tensor, *others: Any) 
 
 def _backward_fake(
     grad_loss: Tensor, grad_lse: Tensor | None, hidden: Tensor, weight: Tensor, *others: Any
-) -> tuple[Tensor, Tensor]:
-    *_, hidden_grad_dtype, weight_grad_dtype, _ = others
+) -> tuple[Tensor, Tensor, Tensor]:
+    *_, hidden_grad_dtype, weight_grad_dtype, num_touched, _ = others
     grad_hidden = hidden.new_empty(hidden.shape if hidden_grad_dtype else 0, dtype=hidden_grad_dtype)
-    return grad_hidden, hidden.new_empty(weight.shape if weight_grad_dtype else 0, dtype=weight_grad_dtype)
+    num_grads = weight.shape[0] if num_touched is None else num_touched
+    grad_weight = hidden.new_empty((num_grads, weight.shape[1]) if weight_grad_dtype else 0, dtype=weight_grad_dtype)
+    return grad_hidden, grad_weight, hidden.new_empty(num_touched if weight_grad_dtype and num_touched else 0, dtype=torch.int64)
 
 
 _SOURCE = "Tensor? ids, Tensor? log_q, Tensor? probability, Tensor? seed"
@@ -78,7 +81,7 @@ _backward = define_operator(
     f"(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor weight, Tensor target, {_SOURCE}, Tensor? excluded, "
     "Tensor? exclude_offsets, Tensor statistic, Tensor share, Tensor pull, Tensor direction, Tensor? sample_weight, "
     f"{_DRAWS}, float scale, int ignore_index, float? filter_eps, ScalarType? hidden_grad_dtype, "
-    "ScalarType? weight_grad_dtype, str backend) -> (Tensor, Tensor)",
+    "ScalarType? weight_grad_dtype, SymInt? num_touched, str backend) -> (Tensor, Tensor, Tensor)",
     torch_impl=torch_impl.sampled_linear_cross_entropy_backward,
     triton_impl="jagged.ops.sampled_cross_entropy.backward:sampled_linear_cross_entropy_backward",
     fake=_backward_fake,
@@ -106,15 +109,25 @@ class SampledLinearCrossEntropyFunction(torch.autograd.Function):
         settings: Settings,
         reduction: Reduction,
         return_lse: bool,
+        sparse: bool,
         compute_dtype: torch.dtype,
         backend: str,
     ) -> Tensor | tuple[Tensor, Tensor]:
         ctx.grad_dtypes = hidden.dtype, weight.dtype
         ctx.draws, ctx.settings, ctx.backend = draws, settings, backend
-        hidden, weight = hidden.to(compute_dtype), weight.to(compute_dtype)
+        num_draws = cdiv(hidden.shape[0], draws[2])
+        # No more items than negatives and targets.
+        ctx.num_touched = min(weight.shape[0], num_draws * draws[1] + hidden.shape[0]) if sparse else None
+        hidden = hidden.to(compute_dtype)
+        if not sparse:
+            # A copy of the whole table; without it kernels convert the rows that they gather.
+            weight = weight.to(compute_dtype)
         source = ids, log_q, probability, seed
-        # With a filter the direction depends on the finished statistic; backward computes it then.
-        with_direction = ctx.needs_input_grad[0] and settings.filter_eps is None
+        # With a filter the direction depends on the finished statistic; backward computes it then. So it does where rows share a
+        # draw, for which the kernels' way through the finished statistic is the shorter one. A compiled graph, which serves
+        # every number of rows, keeps the direction.
+        shares = backend == "triton" and not torch.compiler.is_compiling() and draws[2] >= SHARED_ROWS
+        with_direction = ctx.needs_input_grad[0] and settings.filter_eps is None and not shares
         loss, lse, *saved = _forward(
             hidden, weight, target, *source, target_correction, excluded, exclude_offsets, *draws, *settings[:-1],
             with_direction, backend,
@@ -148,10 +161,14 @@ class SampledLinearCrossEntropyFunction(torch.autograd.Function):
         is_inside = settings.is_inside and settings.loss == "softmax"
         grads = _backward(
             grad_loss, grad_lse, *tensors, sample_weight, *ctx.draws, settings.loss, settings.is_corrected, is_inside,
-            settings.mask_hits, settings.scale, settings.ignore_index, settings.filter_eps, *wanted, ctx.backend,
+            settings.mask_hits, settings.scale, settings.ignore_index, settings.filter_eps, *wanted, ctx.num_touched,
+            ctx.backend,
         )  # fmt: skip
-        grads = first_order("sampled_linear_cross_entropy", grads)
-        return *(grad if dtype else None for grad, dtype in zip(grads, wanted, strict=True)), *(None,) * 15
+        grad_hidden, grad_weight = first_order("sampled_linear_cross_entropy", grads[:2])
+        if wanted[1] and ctx.num_touched is not None:
+            # Not coalesced: places that no item needs repeat one, with zeros.
+            grad_weight = torch.sparse_coo_tensor(grads[2][None], grad_weight, tensors[1].shape, check_invariants=False)
+        return grad_hidden if wanted[0] else None, grad_weight if wanted[1] else None, *(None,) * 16
 
 
 @overload
@@ -175,6 +192,7 @@ def sampled_linear_cross_entropy(
     sample_weight: Tensor | None = ...,
     reduction: Reduction = ...,
     filter_eps: float | None = ...,
+    sparse: bool = ...,
     return_lse: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -201,6 +219,7 @@ def sampled_linear_cross_entropy(
     sample_weight: Tensor | None = ...,
     reduction: Reduction = ...,
     filter_eps: float | None = ...,
+    sparse: bool = ...,
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -226,10 +245,11 @@ def sampled_linear_cross_entropy(
     sample_weight: Tensor | None = None,
     reduction: Reduction = "mean",
     filter_eps: float | None = None,
+    sparse: bool = False,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Loss of target items against sampled negatives; neither logits nor gathered rows nor drawn ids are kept in memory.
+    """Loss of target items against sampled negatives; neither logits nor a row's gathered items nor its ids are kept in memory.
 
     Of a row with the logits `x_t = scale * hidden . weight_t` of its target and `x_j` of its ns negatives, drawn with the
     probabilities `q_j`, the loss is, over the negatives that are not masked,
@@ -274,6 +294,11 @@ def sampled_linear_cross_entropy(
             probability, for refined times `1 - p`), times the row's weight, is below this. A row's gradient then errs by at
             most `scale * ns * filter_eps * max |weight_j|` times the factor between the row's weighted loss and what is
             differentiated. The gradient of the log-sum-exp leaves out the same. None keeps all. For softmax and refined.
+        sparse: weight's gradient is a sparse COO tensor of the drawn items and targets, as `torch.nn.Embedding(sparse=True)`
+            gives: memory and time of a step do not grow with V. It has as many rows as there are negatives and targets, V at
+            most; those not needed repeat an item, with zeros, and `coalesce`, which optimizers for sparse gradients call,
+            takes them away. Weights of another dtype than hidden are converted as they are gathered. D should be a multiple
+            of 16: other tables are copied. Not under `torch.compile`.
         return_lse: also return the logarithm of each row's denominator; it is differentiable. For softmax and refined.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
@@ -346,7 +371,7 @@ def sampled_linear_cross_entropy(
     )
     return SampledLinearCrossEntropyFunction.apply(  # type: ignore[no-any-return,no-untyped-call]
         hidden, weight, target, *source[:4], target_correction, excluded, exclude_offsets, sample_weight, source[4:], settings,
-        reduction, return_lse, compute_dtype, resolve_backend(backend, hidden),
+        reduction, return_lse, sparse, compute_dtype, resolve_backend(backend, hidden),
     )  # fmt: skip
 
 

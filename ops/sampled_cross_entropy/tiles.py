@@ -6,6 +6,7 @@ columns.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -38,27 +39,63 @@ class BlockTile(NamedTuple):
 # {width at most: tile}; forward, one row a program.
 ROW_TILES: dict[int, RowTile] = {
     32: RowTile(64, 32, 2),
-    64: RowTile(64, 64, 4),
-    128: RowTile(32, 128, 4),
-    256: RowTile(16, 256, 4),
+    64: RowTile(64, 64, 2),
+    128: RowTile(32, 128, 2),
+    256: RowTile(8, 256, 1),
+    512: RowTile(16, 256, 4),
 }
+# The rows that differ on a major compute capability.
+ROW_EXCEPTIONS: dict[int, dict[int, RowTile]] = {10: {256: RowTile(16, 256, 2)}}
 # Gradient of the weights, one item a program: few entries an item, so few at a time, and one warp, which waits for no other.
 ITEM_TILES: dict[int, RowTile] = {
-    32: RowTile(32, 32, 1),
-    64: RowTile(16, 64, 1),
-    128: RowTile(8, 128, 1),
-    256: RowTile(4, 256, 1),
+    32: RowTile(16, 32, 1),
+    64: RowTile(8, 64, 1),
+    128: RowTile(2, 128, 1),
+    256: RowTile(2, 256, 1),
     512: RowTile(8, 256, 2),
 }
-# Bytes of an element: {width at most: tile}, for rows that share a draw.
-BLOCK_TILES: dict[int, dict[int, BlockTile]] = {
+# Kernel and bytes of an element: {width at most: tile}, for rows that share a draw.
+BLOCK_TILES: dict[tuple[str, int], dict[int, BlockTile]] = {
+    ("forward", 2): {
+        64: BlockTile(128, 64, 64, 64, 4, 3),
+        128: BlockTile(128, 64, 128, 128, 4, 3),
+        256: BlockTile(256, 64, 256, 256, 8, 2),
+        512: BlockTile(128, 64, 64, 64, 4, 4),
+    },
+    ("directions", 2): {
+        64: BlockTile(128, 64, 64, 64, 4, 3),
+        128: BlockTile(128, 64, 128, 128, 8, 3),
+        256: BlockTile(128, 64, 256, 256, 8, 3),
+        512: BlockTile(64, 64, 256, 128, 8, 2),
+    },
+    ("sums", 2): {
+        64: BlockTile(64, 64, 64, 64, 4, 3),
+        128: BlockTile(64, 64, 128, 128, 4, 2),
+        256: BlockTile(64, 64, 256, 256, 4, 2),
+        512: BlockTile(64, 64, 256, 128, 8, 2),
+    },
+    # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
+    ("forward", 4): {512: BlockTile(64, 64, 32, 32, 8, 2)},
+    ("directions", 4): {
+        64: BlockTile(64, 32, 64, 64, 8, 2),
+        128: BlockTile(64, 16, 128, 128, 8, 2),
+        256: BlockTile(32, 16, 256, 16, 8, 2),
+    },
+    ("sums", 4): {
+        64: BlockTile(64, 32, 64, 64, 8, 2),
+        128: BlockTile(16, 64, 128, 128, 8, 2),
+        256: BlockTile(16, 32, 256, 16, 8, 2),
+    },
+}
+
+# The same for all kernels where lists, a filter or softplus take registers.
+SMALL_BLOCK_TILES: dict[int, dict[int, BlockTile]] = {
     2: {
         64: BlockTile(64, 32, 64, 64, 4, 3),
         128: BlockTile(64, 32, 128, 128, 8, 2),
         256: BlockTile(64, 32, 256, 256, 8, 2),
         512: BlockTile(64, 32, 256, 128, 8, 2),
     },
-    # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
     4: {
         64: BlockTile(32, 32, 64, 64, 8, 2),
         128: BlockTile(16, 32, 128, 16, 8, 2),
@@ -66,24 +103,59 @@ BLOCK_TILES: dict[int, dict[int, BlockTile]] = {
     },
 }
 
+# From this number of rows of a draw on, the tiles above; below it those that differ, by kernel, bytes of an element and width.
+MANY_ROWS = 256
+FEW_ROWS_TILES: dict[tuple[str, int, int], BlockTile] = {
+    ("forward", 2, 256): BlockTile(128, 128, 256, 256, 8, 2),
+    ("directions", 2, 256): BlockTile(64, 64, 256, 256, 4, 2),
+}
 
-def _at_most(width: int, table: dict[int, RowTile]) -> RowTile:
-    return table[min((limit for limit in table if width <= limit), default=max(table))]
+# Major compute capability: rows that differ there, by kernel, bytes of an element and width.
+EXCEPTIONS: dict[int, dict[tuple[str, int, int], BlockTile]] = {
+    8: {
+        ("forward", 2, 128): BlockTile(128, 64, 128, 128, 8, 3),
+        ("forward", 2, 256): BlockTile(128, 64, 256, 256, 8, 2),
+        ("forward", 2, 512): BlockTile(64, 64, 128, 128, 8, 3),
+        ("forward", 4, 512): BlockTile(64, 32, 32, 32, 8, 2),
+        ("directions", 2, 256): BlockTile(64, 64, 256, 256, 8, 2),
+        ("sums", 2, 256): BlockTile(64, 64, 256, 256, 8, 2),
+    },
+    10: {
+        ("directions", 2, 64): BlockTile(64, 64, 64, 64, 4, 3),
+        ("forward", 2, 512): BlockTile(128, 64, 128, 128, 8, 3),
+        ("forward", 4, 512): BlockTile(64, 32, 32, 32, 8, 2),
+    },
+}
 
 
-def row_tile_of(width: int, dtype: torch.dtype) -> RowTile:
+def _limit(width: int, table: Mapping[int, object]) -> int:
+    return min((limit for limit in table if width <= limit), default=max(table))
+
+
+def row_tile_of(width: int, dtype: torch.dtype, capability: int) -> RowTile:
     """Return the tile of the forward of one row; float32 takes half the negatives in the same registers."""
-    tile = _at_most(width, ROW_TILES)
+    limit = _limit(width, ROW_TILES)
+    tile = ROW_EXCEPTIONS.get(capability, {}).get(limit, ROW_TILES[limit])
     return tile._replace(negatives=tile.negatives // 2) if dtype.itemsize == 4 else tile
 
 
 def item_tile_of(width: int) -> RowTile:
     """Return the tile of the gradient of one item."""
-    return _at_most(width, ITEM_TILES)
+    return ITEM_TILES[_limit(width, ITEM_TILES)]
 
 
-def block_tile_of(width: int, dtype: torch.dtype, capability: int, rows_per_draw: int) -> BlockTile:
-    """Return the tile for rows that share a draw; draws of fewer rows have lower tiles."""
-    table = BLOCK_TILES[dtype.itemsize]
-    tile = table[min((limit for limit in table if width <= limit), default=max(table))]
+def block_tile_of(
+    kernel: str, width: int, dtype: torch.dtype, capability: int, rows_per_draw: int, *, is_plain: bool = True
+) -> BlockTile:
+    """Return the tile of a kernel for rows that share a draw; draws of fewer rows have lower tiles.
+
+    `is_plain` says that the loss is a softmax, without lists and a filter.
+    """
+    table = BLOCK_TILES[kernel, dtype.itemsize] if is_plain else SMALL_BLOCK_TILES[dtype.itemsize]
+    limit = _limit(width, table)
+    # GPUs of capability 12 have the matrix instructions and the shared memory of the eighth generation.
+    exceptions = EXCEPTIONS.get(8 if capability > 10 else capability, {}) if is_plain else {}
+    if is_plain and capability == 9 and rows_per_draw < MANY_ROWS:
+        exceptions = FEW_ROWS_TILES
+    tile = exceptions.get((kernel, dtype.itemsize, limit), table[limit])
     return tile._replace(rows=max(SHARED_ROWS, min(tile.rows, next_power_of_2(rows_per_draw))))

@@ -13,6 +13,7 @@ from torch import Tensor
 from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source, draw_ids, log_probability
+from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
 
 # Of the gathered rows and of the logits of one step, each: they stay in the processor's cache.
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -184,8 +185,13 @@ def sampled_linear_cross_entropy_backward(
     filter_eps: float | None,
     hidden_grad_dtype: torch.dtype | None,
     weight_grad_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of hidden and weight, empty where no dtype asks for one; negatives are drawn again."""
+    num_touched: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of hidden and weight, empty where no dtype asks for one; negatives are drawn again.
+
+    With `num_touched` weight's has that many rows, and the last result says of which items: the drawn ones and the targets,
+    in ascending order, and what is left repeats the last of them with zeros.
+    """
     source = Source(ids, log_q, probability, seed, kind, count, rows_per_draw)
     rules = Rules(loss, is_corrected, is_inside, mask_hits, False, scale, 1.0, ignore_index)
     with torch.autocast(hidden.device.type, enabled=False):
@@ -199,7 +205,12 @@ def sampled_linear_cross_entropy_backward(
         grad_logit, grad_statistic = (torch.where(known, x * scale, 0) for x in (grad_logit, grad_statistic))
         part = share if sample_weight is None else share * sample_weight.abs()
         # An item that is drawn often is a long sum, one entry after the other: too long for float32.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float64) if weight_grad_dtype else None
+        grad_weight, items = None, item.new_empty(0, dtype=torch.int64)
+        if weight_grad_dtype and num_touched is not None:
+            items = _touched(source, known, item, weight.shape[0], num_touched)
+        if weight_grad_dtype:
+            shape = weight.shape if num_touched is None else (num_touched, weight.shape[1])
+            grad_weight = torch.zeros(shape, dtype=torch.float64, device=weight.device)
         if filter_eps is not None:
             direction = torch.zeros_like(rows)
         if grad_weight is not None or filter_eps is not None:
@@ -214,9 +225,11 @@ def sampled_linear_cross_entropy_backward(
                     direction[chunk.rows] += _flat(weights @ chunk.items, chunk.rows)
                 if grad_weight is not None:
                     weights.mul_(_blocks(grad_statistic[chunk.rows], shape)[:, :, None])
-                    _add_rows(grad_weight, chunk.ids.flatten(), (weights.transpose(1, 2) @ chunk.hidden).flatten(0, 1))
+                    _add_rows(
+                        grad_weight, _places(chunk.ids.flatten(), items), (weights.transpose(1, 2) @ chunk.hidden).flatten(0, 1)
+                    )
         if grad_weight is not None:
-            _add_rows(grad_weight, item, grad_logit[:, None] * rows)
+            _add_rows(grad_weight, _places(item, items), grad_logit[:, None] * rows)
         grad_hidden = rows.new_empty(0)
         if hidden_grad_dtype:
             grad_hidden = grad_statistic[:, None] * direction
@@ -225,7 +238,25 @@ def sampled_linear_cross_entropy_backward(
         return (
             grad_hidden.to(hidden_grad_dtype) if hidden_grad_dtype else empty,
             empty if grad_weight is None else grad_weight.to(weight_grad_dtype),
+            items,
         )
+
+
+def _touched(source: Source, known: Tensor, item: Tensor, num_items: int, count: int) -> Tensor:
+    """Return `count` items in ascending order: those that rows draw and their targets, and the last of these again."""
+    per_draw, device = source.rows_per_draw, item.device
+    draws = cdiv(item.shape[0], per_draw)
+    ids = draw_ids(source, torch.arange(draws, device=device), torch.arange(source.num_negatives, device=device), num_items)
+    is_live = _blocks(known, (draws, per_draw)).any(1)
+    counts = is_live[:, None] & (ids >= 0) & (ids < num_items)
+    keys = torch.cat([torch.where(counts, ids, num_items).flatten(), torch.where(known, item, num_items)]).sort().values
+    return compacted(keys, is_first_of_item(keys, num_items), count)[0]
+
+
+def _places(ids: Tensor, items: Tensor) -> Tensor:
+    """Return where ids stand among the items of a sparse gradient, and themselves if there are none."""
+    # Ids that are not there count for nothing and add zeros.
+    return torch.searchsorted(items, ids).clamp_(max=items.shape[0] - 1) if items.shape[0] else ids
 
 
 def _add_rows(matrix: Tensor, index: Tensor, rows: Tensor) -> None:

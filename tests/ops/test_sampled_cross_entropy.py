@@ -222,14 +222,82 @@ def test_three_way(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("rows_per_draw", [1, 17])
+@pytest.mark.parametrize(
+    ("rows_per_draw", "width"),
+    [(rows, width) for rows in (1, 17) for width in ((16, 257) if PLACE.name == "interpret" else (16, 129, 257, 600))]
+    + [(150, width) for width in (64, 129, 257, 384, 600) if PLACE.name != "interpret"],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [16, 257] if PLACE.name == "interpret" else [16, 129, 257, 600])
 def test_around_the_tiles(place: Place, rows_per_draw: int, dtype: torch.dtype, width: int) -> None:
-    rows, count = (18, 35) if rows_per_draw == 17 else (2, 66)
+    rows, count = {1: (2, 66), 17: (18, 35), 150: (290, 140)}[rows_per_draw]
     target = targets_of(rows, 30)
     negatives = negatives_of("uniform", target, count, 30, 3, rows_per_draw)
     check(place, inputs_of(rows, 30, width, dtype), target, negatives, correction="negatives")
+
+
+@ON_TRITON
+@pytest.mark.parametrize("options", [{"correction": "negatives"}, {"loss": "bce"}, {"renormalise": True}])
+def test_copied_rows_are_the_rows(place: Place, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where many rows share a draw the draw's items are copied side by side; ids that are no items are zeros there."""
+    from jagged.ops.sampled_cross_entropy import blocks
+
+    inputs, target = inputs_of(40, 30, 16, torch.bfloat16), targets_of(40, 30, ignored=0.1)
+    negatives = negatives_of("given", target, 21, 30, 3, 20)
+    results = []
+    for rows in (1, 2**31):
+        monkeypatch.setattr(blocks, "GATHERED_ROWS", rows)
+        results.append(run(place, inputs, target, negatives.given, **options))
+    for copied, expected in zip(*results, strict=True):
+        torch.testing.assert_close(copied, expected, rtol=0, atol=0)
+
+
+@ON_TRITON
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows_per_draw", [1, 20])
+@pytest.mark.parametrize("options", [{}, {"loss": "bce"}])
+def test_direction_of_forward_or_of_backward(
+    place: Place, options: dict[str, Any], rows_per_draw: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled graph keeps what eager backward computes of rows that share a draw: the same to the bit there."""
+    from jagged.ops.sampled_cross_entropy import op
+
+    rows = 40 if rows_per_draw == 20 else 5
+    inputs, target = inputs_of(rows, 30, 16, dtype), targets_of(rows, 30, ignored=0.1)
+    negatives = negatives_of("uniform", target, 9, 30, 3, rows_per_draw)
+    results = []
+    for limit in (16, 2**31) if rows_per_draw == 20 else (2**31, 1):
+        monkeypatch.setattr(op, "SHARED_ROWS", limit)
+        results.append(run(place, inputs, target, negatives.given, **options))
+    for other, expected in zip(*results, strict=True):
+        tolerance = {"rtol": 0, "atol": 0} if rows_per_draw == 20 else {"rtol": 0.01, "atol": 1e-5}
+        torch.testing.assert_close(other, expected, **tolerance)
+
+
+@ON_TRITON
+@pytest.mark.parametrize(("items", "count"), [(1, 1), (5, 100), (1000, 50), (300, 1025), (50, 1024), (7, 33)])
+def test_offsets_of_sorted_keys(place: Place, items: int, count: int) -> None:
+    from jagged.ops.sampled_cross_entropy import backward
+
+    bounds = torch.arange(items + 1, dtype=torch.int32, device=place.device)
+    # Some items have no entry, and `items` stands for entries that do not count.
+    for highest in (items + 1, max(1, items // 3), 1):
+        keys = torch.randint(highest, (count,), generator=torch.Generator().manual_seed(items)).int().to(place.device)
+        keys = keys.sort().values
+        offsets = torch.full_like(bounds, -1)
+        backward.sampled_offsets_kernel[(items // 64 + 1,)](keys, offsets, items, count, BLOCK=64)
+        assert torch.equal(offsets, torch.searchsorted(keys, bounds, out_int32=True))
+
+
+@ON_TRITON
+def test_division_by_multiplication() -> None:
+    from jagged.ops.sampled_cross_entropy.backward import division_by
+
+    for divisor in (1, 2, 3, 5, 7, 511, 1023, 1024, 25_600, 2**30 + 1, 2**31 - 1):
+        factor, shift = division_by(divisor)
+        assert 0 <= factor < 2**31
+        for number in {0, 1, divisor - 1, divisor, 2 * divisor - 1, (2**31 - 1) // divisor * divisor - 1, 2**31 - 1}:
+            if 0 <= number < 2**31:
+                assert (2 * number * (factor + 2**31) >> 32) >> shift == number // divisor
 
 
 def test_logits_far_from_zero(place: Place) -> None:
@@ -249,12 +317,12 @@ def test_memory_is_walked_in_pieces(place: Place, monkeypatch: pytest.MonkeyPatc
     if place.name != "cpu":
         from jagged.ops.sampled_cross_entropy import backward as module
 
-        sizes = [{"CHUNK": 16}, {"CHUNK": 32, "PART_ROWS": 16, "ENTRY_BYTES_AT_MOST": 1}]
+        sizes = [{"CHUNK": 16}, {"CHUNK": 32, "ENTRY_BYTES_AT_MOST": 1}]
     for size in sizes:
         for name, value in size.items():
             monkeypatch.setattr(module, name, value)
-        for rows_per_draw, kind in ((1, "log_uniform"), (18, "popularity")):
-            rows = 20 if rows_per_draw == 18 else 9
+        # A draw of 160 rows is walked in parts on any GPU.
+        for rows, rows_per_draw, kind in ((9, 1, "log_uniform"), (20, 18, "popularity"), (180, 160, "uniform")):
             target = targets_of(rows, 8, ignored=0.2)
             negatives = negatives_of(kind, target, 9, 8, 3, rows_per_draw)
             inputs = inputs_of(rows, 8, 5, torch.float32)
@@ -430,6 +498,69 @@ def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, 
         assert error < torch.finfo(dtype).eps, f"error {error:.2e}"
 
 
+@pytest.mark.parametrize("rows_per_draw", [1, 20, None])
+@pytest.mark.parametrize("kind", ["given", "uniform"] if PLACE.name != "interpret" else ["uniform"])
+@pytest.mark.parametrize(("rows", "items", "ignored"), [(22, 150, 0.2), (22, 15, 0.2), (20, 15, 1.0), (0, 15, 0.0)])
+def test_sparse_gradient_is_the_dense_one(
+    place: Place, rows_per_draw: int | None, kind: str, rows: int, items: int, ignored: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets_of(rows, items, 1, ignored)
+    hidden, weight = (x.requires_grad_() for x in inputs_of(rows, items, 16, torch.float32))
+    negatives = negatives_of(kind, target, 5, items, 2, rows_per_draw)
+    for is_small in (False, True):
+        if is_small and place.backend == "triton":
+            from jagged.ops.sampled_cross_entropy import backward
+
+            # Rows are taken in ranges.
+            monkeypatch.setattr(backward, "ENTRY_BYTES_AT_MOST", 1)
+        grads = []
+        for sparse in (False, True):
+            loss = sampled_linear_cross_entropy(hidden, weight, target, negatives.given, sparse=sparse, backend=place.backend)
+            grads.append(torch.autograd.grad(loss, [hidden, weight]))
+        (of_hidden, dense), (of_hidden_again, got) = grads
+        assert got.is_sparse
+        assert got._nnz() == min(items, negatives.ids[:: rows_per_draw or max(1, rows)].numel() + rows)
+        torch.testing.assert_close(of_hidden_again, of_hidden, rtol=0, atol=0)
+        torch.testing.assert_close(got.to_dense(), dense, rtol=0, atol=0)
+        assert set(got._indices()[0].tolist()) <= {0, *negatives.ids.flatten().tolist(), *target.tolist()}
+
+
+# Of the optimizer's own making of sparse tensors.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
+def test_sparse_gradient_trains(place: Place, optimizer: type[torch.optim.Optimizer]) -> None:
+    rows, items = 18, 60
+    (hidden, weight), target = inputs_of(rows, items, 16, torch.float32), targets_of(rows, items)
+    tables = []
+    for sparse in (False, True):
+        table = weight.clone().requires_grad_()
+        optimizing = optimizer([table], lr=0.1)
+        draw = draw_of("uniform", 8, items, 3, 1)
+        for _ in range(2):
+            optimizing.zero_grad()
+            sampled_linear_cross_entropy(hidden, table, target, draw, sparse=sparse, backend=place.backend).backward()
+            optimizing.step()
+        tables.append(table.detach())
+    assert not torch.equal(tables[0], weight)
+    torch.testing.assert_close(tables[1], tables[0])
+
+
+def test_sparse_gradient_of_master_weights(place: Place) -> None:
+    """The table is not converted as a whole: rows are, as they are gathered."""
+    rows, items = 18, 60
+    (hidden, weight), target = inputs_of(rows, items, 16, torch.float32), targets_of(rows, items)
+    weight.requires_grad_()
+    for rows_per_draw in (1, None):
+        draw = draw_of("uniform", 8, items, 3, rows_per_draw)
+        grads = []
+        for sparse in (False, True):
+            with torch.autocast(place.device.type, dtype=torch.bfloat16):
+                loss = sampled_linear_cross_entropy(hidden, weight, target, draw, sparse=sparse, backend=place.backend)
+            grads.append(torch.autograd.grad(loss, weight)[0])
+        assert grads[1].dtype == torch.float32
+        torch.testing.assert_close(grads[1].to_dense(), grads[0], rtol=0.05, atol=0.002)
+
+
 def test_second_derivatives_are_refused(place: Place) -> None:
     hidden, weight = (x.requires_grad_() for x in inputs_of(3, 5, 4, torch.float32))
     draw = Draw("uniform", 2, seed_of(1))
@@ -509,26 +640,56 @@ def test_draws_reach_the_whole_catalogue(kind: str, items: int) -> None:
 @pytest.mark.parametrize("items", [7, 2**20 + 7, 2**31 - 1])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) -> None:
-    from jagged.ops.sampled_cross_entropy import backward, forward
+    from jagged.ops.sampled_cross_entropy import backward, blocks, launch
 
     if kind == "popularity" and items > 2**21:
         pytest.skip("tables of 2^31 entries")
-    rows, count, per_draw = 3, 7 if items == 7 else 700, 2
+    rows, count, per_draw = 3, 7 if items == 7 else 300, 2
     draw = draw_of(kind, count, items, 2**35 + 1, per_draw)
     source = draws.source_of(draw, rows, items, draw.seed.device)
-    target = torch.full((rows,), -100, device=place.device)
-    keys = torch.empty(2 * count + rows, dtype=torch.int32, device=place.device)
+    target = torch.zeros(rows, dtype=torch.int64, device=place.device)
     hidden = torch.zeros(rows, 16, device=place.device)
     # Items that only their number makes known: draws read none.
     weight = hidden[:1].expand(items, 16)
-    call = {"target": target, "statistic": hidden[:, 0], "keys": keys, "num_rows": rows, "num_items": items}
-    call |= {"num_negatives": count, "num_excluded": 0, "rows_per_draw": per_draw, "rows_per_unit": per_draw}
-    call |= {"ids": source.ids, "probability": source.probability, "seed": source.seed, "excluded": None}
-    call |= {"exclude_offsets": None, "ignore_index": -100, "first_unit": 0, "first_row": 0, "num_pairs": 2 * count}
-    call |= {"parameter": forward.parameter_of(source.kind, weight.shape[0]), "KIND": source.kind, "MASK_HITS": True}
-    forward.launch(backward.sampled_keys_kernel, (2, -(-count // 512)), call, UNITS_ARE_ROWS=False, BLOCK=512)
-    assert torch.equal(keys[: 2 * count].view(2, count).long(), drawn_negatives(draw, rows, items))
-    assert (keys[2 * count :] == items).all()
+    call: dict[str, Any] = {
+        "hidden": hidden,
+        "target": target,
+        "weight": weight,
+        "statistic": hidden[:, 0],
+        "num_rows": rows,
+        "num_items": items,
+    }
+    call |= {"num_negatives": count, "num_excluded": 0, "rows_per_draw": per_draw, "weight_stride": 0, "WIDTH": 16}
+    call |= {"ids": source.ids, "log_q": source.log_q, "probability": source.probability, "seed": source.seed, "offset": 0.0}
+    call |= {"excluded": None, "exclude_offsets": None, "ignore_index": -100, "first_unit": 0, "first_row": 0}
+    call |= {"parameter": launch.parameter_of(source.kind, items), "KIND": source.kind, "MASK_HITS": False}
+    call |= {"LOSS": "softmax", "IS_CORRECTED": False}
+    drawn = drawn_negatives(draw, rows, items)
+    call |= blocks.draw_shared(call)
+    assert torch.equal(call["items"].long(), drawn)
+    # What is sorted: the lists of shared draws, and for rows that draw for themselves what they draw again.
+    for is_shared, expected in ((True, drawn), (False, drawn.repeat_interleave(per_draw, 0)[:rows])):
+        units = len(expected)
+        keys = torch.empty(units * count + rows, dtype=torch.int32, device=place.device)
+        call |= {"keys": keys, "num_pairs": units * count, "rows_per_unit": per_draw if is_shared else 1}
+        launch.launch(backward.sampled_keys_kernel, (units, -(-count // 256)), call, UNITS_ARE_ROWS=not is_shared, BLOCK=256)
+        assert torch.equal(keys[: units * count].view(units, count).long(), expected)
+        assert not keys[units * count :].any()
+
+
+@ON_TRITON
+def test_parts_end_together(place: Place) -> None:
+    """Walks are cut so that rounds of programs are full, and cover every step."""
+    from jagged.ops.sampled_cross_entropy import launch
+
+    for length in (1, 63, 64, 1000, 25_600):
+        for num_blocks in (0, 1, 100, 10_000):
+            parts, rows = launch.parts_of(length, 64, num_blocks, 4, 4, place.device)
+            assert rows % 64 == 0
+            assert (parts - 1) * rows < length <= parts * rows
+    # 128 programs of 400 steps, 264 at once: halves in one round; 200 of 128 steps, 132 at once: thirds in five.
+    assert launch._best_parts(400, 128, 4, 264) == 2
+    assert launch._best_parts(128, 200, 4, 132) == 3
 
 
 def test_same_ids_given_or_drawn(place: Place) -> None:
@@ -578,7 +739,8 @@ def test_opcheck(place: Place) -> None:
                 (hidden, weight, target, *source, None, None, None, kind, 3, 1, *rules, False, 1.0, 1.0, -100, with_direction,
                  place.backend),
             )  # fmt: skip
-        for grad_lse, wanted in ((None, (dtype, dtype)), (rows, (None, torch.float32)), (rows, (dtype, None))):
+        cases = (None, dtype, dtype, None), (None, dtype, dtype, 9), (rows, None, torch.float32, None), (rows, dtype, None, None)
+        for grad_lse, *wanted in cases:
             torch.library.opcheck(
                 torch.ops.jagged.sampled_linear_cross_entropy_backward.default,
                 (rows, grad_lse, hidden, weight, target, *source, None, None, rows, rows, rows, hidden.float(), None, kind, 3, 1,

@@ -24,33 +24,46 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WIDTHS = (16, 64, 128, 256, 512)
-KERNELS = ("forward_rows", "forward_blocks", "backward_rows", "keys", "sums", "items", "items_of_sums", "join")
+BLOCKS = {"forward_blocks": "forward", "directions": "directions", "sums": "sums"}
+KERNELS = (
+    "forward_rows", "draw", *BLOCKS, "results", "prepare", "backward_rows", "keys", "offsets", "items", "items_of_sums", "join",
+)  # fmt: skip
 POINTERS = {
     **dict.fromkeys(("target", "seed", "excluded", "exclude_offsets", "entries"), "*i64"),
-    **dict.fromkeys(("ids", "keys", "entry_offsets"), "*i32"),
+    **dict.fromkeys(("ids", "keys", "entry_offsets", "items", "row_target", "part_kept"), "*i32"),
     **dict.fromkeys(("log_q", "probability", "target_correction", "sample_weight", "inverse_scale", "sums"), "*fp32"),
+    **dict.fromkeys(("corrections", "part_maximum", "part_sum", "shift", "part", "directions"), "*fp32"),
     **dict.fromkeys(("loss", "lse", "statistic", "share", "pull", "direction", "first_sums", "other_sums"), "*fp32"),
     **dict.fromkeys(("grad_loss", "grad_lse", "grad_logit", "grad_statistic"), "*fp32"),
 }
 NUMBERS = dict.fromkeys(("offset", "scale", "positive_weight", "filter_eps"), "fp32")
 # Matrices reach the kernels with strides that are multiples of 16.
-ALIGNED = ("hidden_stride", "weight_stride")
+ALIGNED = ("hidden_stride", "weight_stride", "table_stride", "direction_stride")
 
 
-def tile_constants(kernel: str, width: int, dtype: torch.dtype, arch: int | str) -> dict[str, Any]:
-    from jagged.ops.sampled_cross_entropy import backward, forward
+def tile_constants(
+    kernel: str, width: int, dtype: torch.dtype, arch: int | str, rows_per_draw: int, *, is_plain: bool
+) -> dict[str, Any]:
+    from jagged.ops.sampled_cross_entropy import backward, blocks, launch
 
-    if kernel in ("forward_blocks", "sums"):
-        # PyTorch says of gfx942 that its capability is 9.4.
-        return forward.block_constants(block_tile_of(width, dtype, 9 if isinstance(arch, str) else arch // 10, 512))
-    row, item = row_tile_of(width, dtype), item_tile_of(width)
-    return {
+    # PyTorch says of gfx942 that its capability is 9.4.
+    capability = 9 if isinstance(arch, str) else arch // 10
+    if kernel in BLOCKS:
+        return launch.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, rows_per_draw, is_plain=is_plain))
+    row, item = row_tile_of(width, dtype, capability), item_tile_of(width)
+    constants = {
         "forward_rows": {"BLOCK_J": row.negatives, "BLOCK_D": row.columns, "num_warps": row.num_warps},
+        "draw": {"BLOCK": blocks.DRAW_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
+        "results": {"BLOCK_N": blocks.RESULT_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
+        "prepare": {"BLOCK_N": blocks.ROW_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
         "backward_rows": {"BLOCK_N": backward.ROW_BLOCK, "BLOCK_D": backward.ROW_WIDTH},
+        "offsets": {"BLOCK": backward.OFFSETS_BLOCK},
         "keys": {"BLOCK": backward.KEY_BLOCK, "UNITS_ARE_ROWS": True},
-        "items": {"BLOCK_E": item.negatives, "BLOCK_D": item.columns, "num_warps": item.num_warps, "CHUNK": backward.CHUNK},
+        "items": {"BLOCK_E": item.negatives, "BLOCK_D": item.columns, "num_warps": item.num_warps, "CHUNK": backward.CHUNK,
+                  "BY_ENTRY": kernel == "items_of_sums"},
         "join": {"BLOCK_C": backward.JOIN_BLOCK, "BLOCK_D": item.columns, "CHUNK": backward.CHUNK},
-    }[kernel.removesuffix("_of_sums")]
+    }  # fmt: skip
+    return constants[kernel.removesuffix("_of_sums")]
 
 
 def compile_one(
@@ -62,27 +75,35 @@ def compile_one(
     kind: str = "uniform",
     loss: str = "softmax",
     everything: bool = False,
+    is_gathered: bool = True,
+    rows_per_draw: int = 512,
 ) -> Resources:
     """Compile a kernel with its tile; `everything` with lists, weights, a filter where one is, and all gradients."""
-    from jagged.ops.sampled_cross_entropy import backward, forward
+    from jagged.ops.sampled_cross_entropy import backward, blocks, forward
 
     name = f"sampled_{kernel_name.removesuffix('_of_sums')}_kernel"
-    kernel = getattr(forward, name, None) or getattr(backward, name)
-    constants = tile_constants(kernel_name, width, DTYPES[dtype], arch)
+    kernel = next(getattr(module, name) for module in (forward, blocks, backward) if hasattr(module, name))
+    constants = tile_constants(kernel_name, width, DTYPES[dtype], arch, rows_per_draw, is_plain=loss != "bce" and not everything)
     launch = {option: constants.pop(option) for option in ("num_warps", "num_stages") if option in constants}
     constants |= {"KIND": kind, "LOSS": loss, "IS_CORRECTED": loss == "softmax", "IS_INSIDE": True, "MASK_HITS": True}
-    constants |= {"RENORMALISE": everything, "ADDS": everything, "WIDTH": width}
+    constants |= {"RENORMALISE": everything, "ADDS": everything, "WIDTH": width, "IS_GATHERED": is_gathered}
+    constants["IN_POWERS"] = dtype != "fp32" and loss != "bce"
     used = {"given": ("ids", "log_q"), "popularity": ("seed", "probability", "ids", "log_q")}.get(kind, ("seed",))
     absent = {"ids", "log_q", "seed", "probability"} - set(used)
     if kernel_name == "items":
         absent |= {"sums"}
+    if not is_gathered:
+        absent |= {"gathered"}
+    if loss != "softmax":
+        absent |= {"corrections"}
     if not everything:
+        absent |= {"part", "part_kept"} if loss != "bce" else {"part"}
         absent |= {"target_correction", "excluded", "exclude_offsets", "sample_weight", "filter_eps", "grad_lse", "inverse_scale"}
     elif kernel_name.startswith("forward"):
         # A filtered direction comes without a loss.
         absent |= {"filter_eps"}
     constants = {name: value for name, value in (constants | dict.fromkeys(absent)).items() if name in kernel.arg_names}
-    matrices = dict.fromkeys(("hidden", "weight", "grad_hidden", "grad_weight"), f"*{dtype}")
+    matrices = dict.fromkeys(("hidden", "weight", "grad_hidden", "grad_weight", "clean", "table", "gathered"), f"*{dtype}")
     types = {**dict.fromkeys(kernel.arg_names, "i32"), **POINTERS, **NUMBERS, **matrices}
     signature = {name: types[name] for name in kernel.arg_names if name not in constants}
     return compile_kernel(kernel, signature, constants, arch=arch, divisible=ALIGNED, **launch)
@@ -104,13 +125,31 @@ def test_tiles(kernel: str, width: int, dtype: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("kernel", ["forward_rows", "forward_blocks", "keys", "sums", "items"])
+@pytest.mark.parametrize("kernel", ["forward_rows", "draw", "keys", "items"])
 def test_kinds_of_negatives(kernel: str, kind: str) -> None:
     check(kernel, "bf16", 256, 90, kind=kind)
 
 
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("kernel", ["draw", "forward_blocks", "directions"])
+def test_rows_that_are_not_copied(kernel: str, width: int) -> None:
+    check(kernel, "bf16", width, 90, is_gathered=False)
+
+
+@pytest.mark.parametrize("kernel", BLOCKS)
+def test_draws_of_few_rows(kernel: str) -> None:
+    for dtype in ("bf16", "fp16"):
+        check(kernel, dtype, 256, 90, rows_per_draw=128)
+
+
+@pytest.mark.parametrize("kernel", BLOCKS)
+def test_products_do_not_wait_for_one_another(kernel: str) -> None:
+    for dtype in ("bf16", "fp16"):
+        assert not compile_one(kernel, dtype, 256, 90).is_serialised
+
+
 @pytest.mark.parametrize("loss", ["bce", "refined"])
-@pytest.mark.parametrize("kernel", ["forward_rows", "forward_blocks", "sums", "items"])
+@pytest.mark.parametrize("kernel", ["forward_rows", *BLOCKS, "results", "items"])
 def test_losses(kernel: str, loss: str) -> None:
     check(kernel, "bf16", 64, 90, loss=loss)
 
@@ -134,10 +173,12 @@ def test_every_width_has_a_tile() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for width in (0, 1, 64, 65, 256, 257, 2304):
             for rows in (SHARED_ROWS, 100, 1000):
-                tile = block_tile_of(width, dtype, 9, rows)
-                assert tile.rows >= SHARED_ROWS
-                if width <= tile.step:
-                    assert tile.step == tile.columns, "items that stay on chip are read as one tile"
-            for row in (row_tile_of(width, dtype), item_tile_of(width)):
+                for kernel in BLOCKS.values():
+                    for capability in (8, 9, 10, 12):
+                        tile = block_tile_of(kernel, width, dtype, capability, rows)
+                        assert tile.rows >= SHARED_ROWS
+                        if width <= tile.step:
+                            assert tile.step == tile.columns, "items that stay on chip are read as one tile"
+            for row in (row_tile_of(width, dtype, 9), item_tile_of(width)):
                 assert row.columns >= min(width, 256), "widths up to 256 are read once"
-    assert set(BLOCK_TILES) == {2, 4}
+    assert set(BLOCK_TILES) == {(kernel, size) for kernel in BLOCKS.values() for size in (2, 4)}
