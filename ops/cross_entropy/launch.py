@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from jagged.ops._shared.matrices import float32_products, gpu
@@ -61,3 +64,31 @@ def constants(tile: Tile, hidden: Tensor) -> dict[str, Any]:
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
+
+
+def hopper_serves(matrices: Sequence[Tensor], options: Sequence[object]) -> bool:
+    """Whether the kernels for Hopper take matrices, as `aligned` leaves them, if all options that shape logits are None.
+
+    The GPU has to be one, for their matrix instructions are no other's, and descriptors have to be able to tell of the rows.
+    """
+    if any(option is not None for option in options) or len({matrix.dtype for matrix in matrices}) > 1:
+        return False
+    return all(
+        matrix.dtype in (torch.bfloat16, torch.float16)
+        and matrix.data_ptr() % 16 == 0
+        and matrix.stride(0) >= matrix.shape[1]
+        and _is_hopper(matrix.device)
+        for matrix in matrices
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """Whether the device has compute capability 9.0, and this Triton the experimental parts that its kernels are written in."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        import jagged.ops.cross_entropy.hopper_backward  # noqa: F401
+    except ImportError:
+        return False
+    return True
