@@ -23,6 +23,8 @@ from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_o
 PROGRAMS = 2
 # Of hidden states; a thread has no registers for a wider gradient.
 WIDEST_ON_HOPPER = 256
+# Of rows and of items: 32 bits count them, with the rest of the last tile.
+MOST_ON_HOPPER = 2**31 - 256
 
 
 @triton.jit
@@ -197,8 +199,10 @@ def backward_fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
     hidden, weight = rows.hidden, items.weight
+    num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
     options = (filter, *items[1:4], items.softcap)
-    if hidden.shape[1] <= WIDEST_ON_HOPPER and len(hidden) and hopper_serves((hidden, weight), options):
+    fits = hidden.shape[1] <= WIDEST_ON_HOPPER and 0 < num_rows < MOST_ON_HOPPER and num_items < MOST_ON_HOPPER
+    if fits and hopper_serves((hidden, weight), options):
         from jagged.ops.cross_entropy.hopper_backward import gradient
 
         grad_hidden, grad_weight = (
@@ -206,7 +210,6 @@ def backward_fused(
             for dtype, owns_items in ((hidden_dtype, False), (weight_dtype, True))
         )
         return grad_hidden, grad_weight, hidden.new_empty(0, dtype=torch.float32)
-    num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
     inputs = (*rows, *items[:4])
     sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
     shaping = (1 / items.temperature, items.softcap)
