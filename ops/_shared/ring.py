@@ -46,12 +46,24 @@ def make_ring(source, PLACES: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def send_tile(source, row, column, ring, visit):
-    """Copy the tile that begins there into the ring's next place as soon as all groups have left it."""
+def await_left(ring, visit):
+    """Wait until all groups have left the place that a visit is to use."""
+    mbarrier.wait(ring.empty.index(visit % ring.full.shape[0]), (visit // ring.full.shape[0] & 1) ^ 1)
+
+
+@gluon.jit
+def begin_tile(source, row, column, ring, visit):
+    """Begin to copy the tile that begins there into a visit's place, which all groups have left."""
     place = visit % ring.full.shape[0]
-    mbarrier.wait(ring.empty.index(place), (visit // ring.full.shape[0] & 1) ^ 1)
     mbarrier.expect(ring.full.index(place), source.block_type.nbytes)
     tma.async_copy_global_to_shared(source, [row, column], ring.full.index(place), ring.tiles.index(place))
+
+
+@gluon.jit
+def send_tile(source, row, column, ring, visit):
+    """Copy the tile that begins there into the ring's next place as soon as all groups have left it."""
+    await_left(ring, visit)
+    begin_tile(source, row, column, ring, visit)
 
 
 @gluon.jit

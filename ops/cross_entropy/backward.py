@@ -16,11 +16,15 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.matrices import split
-from jagged.ops.cross_entropy.launch import Filter, Items, Rows, constants, tile_for
+from jagged.ops.cross_entropy.launch import Filter, Items, Rows, constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
 PROGRAMS = 2
+# Of hidden states; a thread has no registers for a wider gradient.
+WIDEST_ON_HOPPER = 256
+# Of rows and of items: 32 bits count them, with the rest of the last tile.
+MOST_ON_HOPPER = 2**31 - 256
 
 
 @triton.jit
@@ -196,6 +200,16 @@ def backward_fused(
     """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
     hidden, weight = rows.hidden, items.weight
     num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
+    options = (filter, *items[1:4], items.softcap)
+    fits = hidden.shape[1] <= WIDEST_ON_HOPPER and 0 < num_rows < MOST_ON_HOPPER and num_items < MOST_ON_HOPPER
+    if fits and hopper_serves((hidden, weight), options):
+        from jagged.ops.cross_entropy.hopper_backward import gradient
+
+        grad_hidden, grad_weight = (
+            gradient(rows, items, dtype, owns_items=owns_items) if dtype else hidden.new_empty(0)
+            for dtype, owns_items in ((hidden_dtype, False), (weight_dtype, True))
+        )
+        return grad_hidden, grad_weight, hidden.new_empty(0, dtype=torch.float32)
     inputs = (*rows, *items[:4])
     sizes = (num_rows, num_items, hidden.stride(0), weight.stride(0))
     shaping = (1 / items.temperature, items.softcap)

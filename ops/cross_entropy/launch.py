@@ -71,7 +71,8 @@ def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        import jagged.ops.cross_entropy.hopper  # noqa: F401
+        import jagged.ops.cross_entropy.hopper
+        import jagged.ops.cross_entropy.hopper_backward  # noqa: F401
     except ImportError:
         return False
     return True

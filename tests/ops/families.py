@@ -223,7 +223,7 @@ def softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width)))
 
 
-HOPPER = {"jagged.ops.attention.hopper", "jagged.ops.attention.hopper_backward"}
+HOPPER = {f"jagged.ops.{name}" for name in ("attention.hopper", "attention.hopper_backward", "cross_entropy.hopper_backward")}
 FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "attention": attention,
     "attention_with_biases": attention_with_biases,

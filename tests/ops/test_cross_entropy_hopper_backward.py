@@ -1,0 +1,131 @@
+"""The gradients' kernel for Hopper: what every cross-entropy must do, at sizes around its tiles, and that it is what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from jagged.ops import linear_cross_entropy
+from jagged.ops.cross_entropy import backward
+from tests.ops.test_cross_entropy import check, inputs_of, loss_and_gradients, targets_of
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference.cross_entropy import linear_cross_entropy as reference
+
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        PLACE.name == "gpu" and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
+    ),
+]
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(name="calls")
+def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Fail unless this kernel computed the gradients of both sides, and no other kernel one."""
+    from jagged.ops.cross_entropy import hopper_backward
+
+    calls: list[bool] = []
+    launched = hopper_backward.gradient
+
+    def gradient(*arguments: Any, owns_items: bool) -> Tensor:
+        calls.append(owns_items)
+        return launched(*arguments, owns_items=owns_items)
+
+    monkeypatch.setattr(hopper_backward, "gradient", gradient)
+    for name in ("hidden", "weight"):
+        monkeypatch.setattr(backward, f"linear_cross_entropy_backward_{name}_kernel", None)
+    yield calls
+    assert {False, True} <= set(calls)
+
+
+@pytest.mark.usefixtures("calls")
+class TestOnHopper:
+    pytestmark = ON_HOPPER
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    @pytest.mark.parametrize("sign", [1, -1])
+    @pytest.mark.parametrize(
+        ("rows", "items", "width"),
+        [
+            (1, 40, 16), (63, 129, 64), (65, 63, 50), (129, 257, 64), (193, 1000, 64), (63, 65, 100), (129, 129, 128),
+            (300, 129, 200), (63, 1000, 256), (129, 65, 256), (700, 513, 256),
+        ],
+    )  # fmt: skip
+    def test_around_the_tiles(self, place: Place, rows: int, items: int, width: int, sign: int, dtype: torch.dtype) -> None:
+        """All gradients of log-sum-exps have one sign; in tiles of the other nothing is as it is in most."""
+        target = targets_of(rows, items, ignored=0.1 if rows > 1 else 0.0)
+        options: dict[str, Any] = {"temperature": 0.7}
+        check_three_way(
+            lambda h, w: sign * linear_cross_entropy(h, w, target, backend=place.backend, **options).float(),
+            lambda h, w: sign * reference(h, w, target, **options)[0],
+            inputs_of(rows, items, width, dtype),
+        )
+
+    @pytest.mark.parametrize("width", [64, 128, 256])
+    @pytest.mark.parametrize(("rows", "items"), [(129, 9), (9000, 70), (70, 9000)])
+    def test_both_signs_and_parts(self, place: Place, rows: int, items: int, width: int) -> None:
+        """Gradients of losses and log-sum-exps that are random, and walks of many parts, of many tiles and of few."""
+        check(place, inputs_of(rows, items, width, torch.bfloat16), targets_of(rows, items, ignored=0.2), reduction="none")
+
+    @pytest.mark.parametrize("width", [64, 128, 256])
+    def test_many_walks_of_a_program(self, place: Place, width: int) -> None:
+        """More blocks of items than multiprocessors."""
+        check(place, inputs_of(70, 60_000, width, torch.bfloat16), targets_of(70, 60_000), reduction="sum")
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_ignored_rows(self, place: Place, dtype: torch.dtype) -> None:
+        hidden, weight = inputs_of(129, 300, 64, dtype)
+        target = targets_of(129, 300, ignored=0.4)
+        want = loss_and_gradients(place, [hidden, weight], target)
+        dirty = hidden.masked_fill((target < 0)[:, None], float("nan"))
+        for got, expected in zip(loss_and_gradients(place, [dirty, weight], target), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+    @pytest.mark.parametrize("dtype", HALVES)
+    def test_float32_gradients(self, place: Place, dtype: torch.dtype) -> None:
+        """Master weights get what was accumulated, without a rounding."""
+        inputs, target = inputs_of(200, 500, 128, torch.float32), targets_of(200, 500)
+        with torch.autocast("cuda", dtype):
+            grads = loss_and_gradients(place, inputs, target)[1:]
+        leaves = [x.to(dtype).double().requires_grad_() for x in inputs]
+        for got, want in zip(grads, torch.autograd.grad(reference(*leaves, target)[0], leaves), strict=True):
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got.double(), want, rtol=0, atol=2e-3 * want.abs().max().item())
+            assert not torch.equal(got, got.to(dtype).float())
+
+    @pytest.mark.parametrize("width", [64, 128, 256])
+    def test_small_logits_past_the_end(self, place: Place, width: int) -> None:
+        """Log-sum-exps far below 0: the exponential of what TMA fills in, 0, is too large for float32."""
+        hidden = torch.ones(129, width, dtype=torch.bfloat16, device=place.device)
+        weight = torch.full((129, width), -256 / width, dtype=torch.bfloat16, device=place.device)
+        loss, of_hidden, of_weight = loss_and_gradients(place, [hidden, weight], targets_of(129, 129))
+        assert loss.isfinite()
+        assert of_hidden.isfinite().all()
+        assert of_weight.isfinite().all()
+
+    def test_repeats(self, place: Place) -> None:
+        inputs, target = inputs_of(3000, 5000, 64, torch.bfloat16), targets_of(3000, 5000)
+        first = loss_and_gradients(place, inputs, target)
+        for _ in range(3):
+            for got, want in zip(loss_and_gradients(place, inputs, target), first, strict=True):
+                assert torch.equal(got, want)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="Gluon has no interpreter")
+@pytest.mark.parametrize("blocks", [1, 2, 64, 131, 132, 133, 200, 782, 7813])
+@pytest.mark.parametrize("steps", [1, 3, 64, 15_625])
+def test_parts_make_up_the_walk(blocks: int, steps: int) -> None:
+    from jagged.ops.cross_entropy.hopper_backward import parts_of
+
+    parts, length = parts_of(blocks, steps, 132)
+    assert (parts - 1) * length < steps <= parts * length
+    assert blocks < 8 * 132 or parts == 1
+    if steps > 1000 and blocks < 8 * 132:
+        turns = -(-blocks * parts // 132)
+        assert blocks * parts / (turns * 132) > 0.85
