@@ -29,7 +29,7 @@ KERNELS = (
     "forward_rows", "draw", *BLOCKS, "results", "prepare", "backward_rows", "keys", "offsets", "items", "items_of_sums", "join",
 )  # fmt: skip
 POINTERS = {
-    **dict.fromkeys(("target", "seed", "excluded", "exclude_offsets", "entries"), "*i64"),
+    **dict.fromkeys(("target", "seed", "excluded", "exclude_offsets", "entries", "touched"), "*i64"),
     **dict.fromkeys(("ids", "keys", "entry_offsets", "items", "row_target", "part_kept"), "*i32"),
     **dict.fromkeys(("log_q", "probability", "target_correction", "sample_weight", "inverse_scale", "sums"), "*fp32"),
     **dict.fromkeys(("corrections", "part_maximum", "part_sum", "shift", "part", "directions"), "*fp32"),
@@ -98,7 +98,16 @@ def compile_one(
         absent |= {"corrections"}
     if not everything:
         absent |= {"part", "part_kept"} if loss != "bce" else {"part"}
-        absent |= {"target_correction", "excluded", "exclude_offsets", "sample_weight", "filter_eps", "grad_lse", "inverse_scale"}
+        absent |= {
+            "touched",
+            "target_correction",
+            "excluded",
+            "exclude_offsets",
+            "sample_weight",
+            "filter_eps",
+            "grad_lse",
+            "inverse_scale",
+        }
     elif kernel_name.startswith("forward"):
         # A filtered direction comes without a loss.
         absent |= {"filter_eps"}
