@@ -200,8 +200,8 @@ def backward_fused(
     """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
     hidden, weight = rows.hidden, items.weight
     num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
-    options = (filter, *items[1:4], items.softcap)
-    fits = hidden.shape[1] <= WIDEST_ON_HOPPER and 0 < num_rows < MOST_ON_HOPPER and num_items < MOST_ON_HOPPER
+    fits = width <= WIDEST_ON_HOPPER and 0 < num_rows < MOST_ON_HOPPER and num_items < MOST_ON_HOPPER
+    options = (filter, *items[1:4], items.softcap, has_grad_bias or None)
     if fits and hopper_serves((hidden, weight), options):
         from jagged.ops.cross_entropy.hopper_backward import gradient
 

@@ -16,6 +16,8 @@ from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_o
 from jagged.ops.cross_entropy.strategy import DIRECT_MULTIPLE, MULTIPLE
 
 BLOCK_ROWS, BLOCK_ITEMS = 4, 512
+# Numbers of a product from which on the BLAS has work for a whole GPU. Smaller ones it may split, and join the sums in 16 bits.
+WHOLE_PRODUCT = 2**22
 
 
 @triton.jit(do_not_specialize=["num_rows", "first_item", "last_item"])
@@ -67,8 +69,11 @@ def backward_chunked(
     grad_hidden = hidden.new_zeros(num_rows if hidden_dtype else 0, width, dtype=torch.float32)
     grad_weight = hidden.new_empty(num_items if weight_dtype else 0, width, dtype=weight_dtype)
     grad_bias = hidden.new_empty(num_items if has_grad_bias else 0, dtype=torch.float32)
+    # Products that the BLAS itself may round: of which nothing is to be scaled.
+    is_plain = is_direct and rows.inverse_scale is None and weight_dtype == hidden.dtype
     rounded = weight_dtype not in (None, torch.float32)
-    sums = hidden.new_empty(chunk_items if rounded else 0, width, dtype=torch.float32)
+    most_rounded = min(chunk_items, triton.cdiv(WHOLE_PRODUCT, width)) if is_plain else chunk_items
+    sums = hidden.new_empty(most_rounded if rounded else 0, width, dtype=torch.float32)
     for first in range(0, num_items, chunk_items):
         last = min(first + chunk_items, num_items)
         gradients, part = buffer[:, : last - first], weight[first:last]
@@ -87,13 +92,14 @@ def backward_chunked(
         if hidden_dtype:
             _add_product(gradients, part, grad_hidden, beta=1)
         if weight_dtype:
-            out = sums[: last - first] if rounded else grad_weight[first:last]
+            is_rounded = rounded and not (is_plain and (last - first) * width >= WHOLE_PRODUCT)
+            out = sums[: last - first] if is_rounded else grad_weight[first:last]
             _add_product(gradients.t(), hidden, out, beta=0)
             if scale is not None:
                 out.mul_(scale)
             if rows.inverse_scale is not None:
                 out.mul_(rows.inverse_scale)
-            if rounded:
+            if is_rounded:
                 grad_weight[first:last] = out
     del products, buffer, sums, gradients
     if rows.inverse_scale is not None:

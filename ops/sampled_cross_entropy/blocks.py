@@ -286,7 +286,7 @@ def sampled_sums_kernel(
         correction = tl.load(corrections + place_in_list, mask=in_draw, other=0.0)
     inverse = 1.0 if inverse_scale is None else tl.load(inverse_scale)
     if WIDTH <= BLOCK_K:
-        weight_tile = load_tile(weight, item, weight_stride, item >= 0, 0, WIDTH, BLOCK_K)
+        weight_tile = load_tile(weight, item, weight_stride, item >= 0, 0, WIDTH, BLOCK_K).to(clean.dtype.element_ty)
     gradient = tl.zeros((BLOCK_J, BLOCK_D), tl.float32)
     for start in range(first, last, BLOCK_N):
         row = start + tl.arange(0, BLOCK_N)

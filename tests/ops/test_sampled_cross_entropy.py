@@ -498,6 +498,8 @@ def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, 
         assert error < torch.finfo(dtype).eps, f"error {error:.2e}"
 
 
+# PyTorch 2.11 warns of it even where the caller has said so.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("rows_per_draw", [1, 20, None])
 @pytest.mark.parametrize("kind", ["given", "uniform"] if PLACE.name != "interpret" else ["uniform"])
 @pytest.mark.parametrize(("rows", "items", "ignored"), [(22, 150, 0.2), (22, 15, 0.2), (20, 15, 1.0), (0, 15, 0.0)])
@@ -525,7 +527,7 @@ def test_sparse_gradient_is_the_dense_one(
         assert set(got._indices()[0].tolist()) <= {0, *negatives.ids.flatten().tolist(), *target.tolist()}
 
 
-# Of the optimizer's own making of sparse tensors.
+# PyTorch 2.11 warns of it even where the caller has said so.
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adagrad])
 def test_sparse_gradient_trains(place: Place, optimizer: type[torch.optim.Optimizer]) -> None:
@@ -545,6 +547,7 @@ def test_sparse_gradient_trains(place: Place, optimizer: type[torch.optim.Optimi
     torch.testing.assert_close(tables[1], tables[0])
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradient_of_master_weights(place: Place) -> None:
     """The table is not converted as a whole: rows are, as they are gathered."""
     rows, items = 18, 60
