@@ -16,7 +16,6 @@ Rows and columns past the end are zeros by TMA. Ignored rows are multiplied too;
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jagged.ops._shared.matrices import gpu
+from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_tile, leave_tile, make_ring, rows_descriptor, send_tile
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.cross_entropy.launch import Rows
@@ -316,23 +315,6 @@ def linear_cross_entropy_steps_hopper_kernel(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024)
-def parts_of(num_items: int, block: int, row_blocks: int, multiprocessors: int) -> tuple[int, int]:
-    """Return how many parts of the items take the least time, and the items of a part, a multiple of `block`.
-
-    A multiprocessor runs one program, which takes unit after unit: what counts is how many each has to take.
-    """
-    steps = cdiv(num_items, block)
-    wanted = min(steps, max(MOST_PARTS, cdiv(multiprocessors, row_blocks)))
-    lengths = dict.fromkeys(cdiv(steps, parts) for parts in range(1, wanted + 1))
-
-    def time(length: int) -> int:
-        return cdiv(row_blocks * cdiv(steps, length), multiprocessors) * (length + TILES_OF_A_START)
-
-    length = min(lengths, key=time)
-    return cdiv(steps, length), length * block
-
-
 def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the maximum of the logits, in powers of two, and the sum of exponentials relative to it: `[parts, N]` float32."""
     (num_rows, width), num_items = hidden.shape, weight.shape[0]
@@ -340,7 +322,9 @@ def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple
     groups, block = (WIDE_GROUPS, WIDE_ITEMS) if walk is None else (walk.groups, 2 * walk.items)
     row_blocks = cdiv(num_rows, GROUP_N.value * groups)
     multiprocessors = gpu(hidden.device).multiprocessors
-    num_parts, items_per_part = parts_of(num_items, block, row_blocks, multiprocessors)
+    most = max(MOST_PARTS, cdiv(multiprocessors, row_blocks))
+    num_parts, tiles = balanced_parts(cdiv(num_items, block), row_blocks, multiprocessors, TILES_OF_A_START, most)
+    items_per_part = tiles * block
     part_maximum, part_sum = hidden.new_empty(2, num_parts, num_rows, dtype=torch.float32).unbind()
     grid = (min(row_blocks * num_parts, multiprocessors),)
     rate = LOG2_E.value / temperature

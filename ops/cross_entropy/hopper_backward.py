@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from jagged.ops._shared.matrices import gpu
+from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_left, await_tile, begin_tile, leave_tile, make_ring, rows_descriptor, send_tile
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.cross_entropy.launch import Items, Rows
@@ -267,7 +267,8 @@ def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool) 
     columns = min(columns for columns in PLANS if width <= columns)
     plan, programs = PLANS[columns], gpu(own.device).multiprocessors
     blocks = cdiv(num_own, plan.groups * BLOCK.value)
-    num_parts, tiles_per_part = parts_of(blocks, cdiv(len(other), BLOCK.value), programs)
+    tiles = cdiv(len(other), BLOCK.value)
+    num_parts, tiles_per_part = balanced_parts(tiles, blocks, programs, 0, TURNS * programs // blocks)
     parts = own.new_empty(num_parts, num_own, width, dtype=dtype if num_parts == 1 else torch.float32)
     linear_cross_entropy_backward_hopper_kernel[(min(blocks * num_parts, programs),)](
         rows_descriptor(own, BLOCK.value, columns), rows_descriptor(other, BLOCK.value, columns), rows.target, rows.shift,
@@ -276,11 +277,3 @@ def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool) 
         num_warps=4,
     )  # fmt: skip
     return parts[0] if num_parts == 1 else parts.sum(0).to(dtype)
-
-
-def parts_of(blocks: int, tiles: int, programs: int) -> tuple[int, int]:
-    """Return in how many parts the tiles leave the fewest of the programs idle in their last turn, and the tiles of a part."""
-    most = max(1, TURNS * programs // blocks)
-    wanted = min(range(1, most + 1), key=lambda parts: cdiv(blocks * parts, programs) / parts)
-    tiles_per_part = cdiv(tiles, min(tiles, wanted))
-    return cdiv(tiles, tiles_per_part), tiles_per_part

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.matrices import aligned, float32_products, gpu
+from jagged.ops._shared.matrices import aligned, balanced_parts, float32_products, gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source, feistel_bits, log_uniform_scale
 from jagged.ops.sampled_cross_entropy.tiles import SHARED_ROWS, BlockTile
@@ -85,19 +84,9 @@ def parts_of(length: int, block: int, blocks: int, overhead: int, num_warps: int
     """
     # As registers and shared memory have it with the tiles of the largest widths.
     at_once = gpu(device).multiprocessors * max(1, 8 // num_warps)
-    steps = max(1, cdiv(length, block))
-    steps_per_part = cdiv(steps, _best_parts(steps, max(1, blocks), overhead, at_once))
-    return cdiv(steps, steps_per_part), steps_per_part * block
-
-
-@functools.lru_cache(maxsize=1024)
-def _best_parts(steps: int, blocks: int, overhead: int, at_once: int) -> int:
-    """The number of parts with which the last program ends first: programs run in rounds, `at_once` together."""
-
-    def steps_until_the_end(parts: int) -> int:
-        return cdiv(blocks * parts, at_once) * (cdiv(steps, parts) + overhead)
-
-    return min(range(1, min(steps, cdiv(ROUNDS * at_once, blocks)) + 1), key=steps_until_the_end)
+    most = cdiv(ROUNDS * at_once, max(1, blocks))
+    num_parts, steps = balanced_parts(cdiv(length, block), blocks, at_once, overhead, most)
+    return num_parts, steps * block
 
 
 def block_constants(tile: BlockTile) -> dict[str, Any]:

@@ -288,20 +288,6 @@ def test_strategy_goes_by_bytes() -> None:
 
 
 @ON_CPU
-def test_parts_of_the_walk_on_hopper() -> None:
-    from jagged.ops.cross_entropy.hopper import parts_of
-
-    for items, block, row_blocks in ((1, 256, 1), (257, 256, 300), (1_000_000, 256, 200), (100_000, 128, 32), (2**30, 256, 1)):
-        parts, length = parts_of(items, block, row_blocks, 132)
-        assert length % block == 0
-        assert (parts - 1) * length < items <= parts * length
-    # Units are as many as a multiple of the multiprocessors, or little less.
-    assert parts_of(100_000, 128, 32, 132)[0] == 4
-    assert parts_of(1_000_000, 256, 1, 132)[0] >= 128
-    assert -parts_of(1_000_000, 256, 200, 132)[0] * 200 % 132 < 132 * 0.3
-
-
-@ON_CPU
 @pytest.mark.parametrize(("tile_bytes", "tile_rows"), [(1, 1), (100, 3), (1000, 1024), (4000, 7)])
 def test_tiles_of_any_size(place: Place, monkeypatch: pytest.MonkeyPatch, tile_bytes: int, tile_rows: int) -> None:
     monkeypatch.setattr(torch_impl, "TILE_BYTES", tile_bytes)

@@ -115,17 +115,3 @@ class TestOnHopper:
         for _ in range(3):
             for got, want in zip(loss_and_gradients(place, inputs, target), first, strict=True):
                 assert torch.equal(got, want)
-
-
-@pytest.mark.skipif(PLACE.name == "interpret", reason="Gluon has no interpreter")
-@pytest.mark.parametrize("blocks", [1, 2, 64, 131, 132, 133, 200, 782, 7813])
-@pytest.mark.parametrize("steps", [1, 3, 64, 15_625])
-def test_parts_make_up_the_walk(blocks: int, steps: int) -> None:
-    from jagged.ops.cross_entropy.hopper_backward import parts_of
-
-    parts, length = parts_of(blocks, steps, 132)
-    assert (parts - 1) * length < steps <= parts * length
-    assert blocks < 8 * 132 or parts == 1
-    if steps > 1000 and blocks < 8 * 132:
-        turns = -(-blocks * parts // 132)
-        assert blocks * parts / (turns * 132) > 0.85

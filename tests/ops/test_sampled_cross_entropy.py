@@ -680,21 +680,6 @@ def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) ->
         assert not keys[units * count :].any()
 
 
-@ON_TRITON
-def test_parts_end_together(place: Place) -> None:
-    """Walks are cut so that rounds of programs are full, and cover every step."""
-    from jagged.ops.sampled_cross_entropy import launch
-
-    for length in (1, 63, 64, 1000, 25_600):
-        for num_blocks in (0, 1, 100, 10_000):
-            parts, rows = launch.parts_of(length, 64, num_blocks, 4, 4, place.device)
-            assert rows % 64 == 0
-            assert (parts - 1) * rows < length <= parts * rows
-    # 128 programs of 400 steps, 264 at once: halves in one round; 200 of 128 steps, 132 at once: thirds in five.
-    assert launch._best_parts(400, 128, 4, 264) == 2
-    assert launch._best_parts(128, 200, 4, 132) == 3
-
-
 def test_same_ids_given_or_drawn(place: Place) -> None:
     """A seed changed in place draws others, and the same seed the same to the bit."""
     inputs, target = inputs_of(6, 30, 8, torch.float32), targets_of(6, 30)
