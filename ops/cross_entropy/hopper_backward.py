@@ -13,6 +13,7 @@ with rows whose factor is negative.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -278,6 +279,7 @@ def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool) 
     return parts[0] if num_parts == 1 else parts.sum(0).to(dtype)
 
 
+@functools.lru_cache(maxsize=1024)
 def parts_of(blocks: int, tiles: int, programs: int) -> tuple[int, int]:
     """Return in how many parts the tiles leave the fewest of the programs idle in their last turn, and the tiles of a part."""
     most = max(1, TURNS * programs // blocks)
