@@ -884,15 +884,18 @@ def test_one_graph_for_all_numbers_of_rows(place: Place, rows_per_draw: int | st
 
 
 @ON_GPU
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("rows_per_draw", [1, 64, None])
-def test_no_synchronisation_and_graph_capture(place: Place, rows_per_draw: int | None) -> None:
+def test_no_synchronisation_and_graph_capture(place: Place, rows_per_draw: int | None, sparse: bool) -> None:
     hidden, weight = (x.requires_grad_() for x in inputs_of(300, 1000, 64, torch.bfloat16))
     target = targets_of(300, 1000, ignored=0.3)
     draw = draw_of("permuted", 100, 1000, 3, rows_per_draw)
 
     def step() -> list[Tensor]:
-        loss, lse = sampled_linear_cross_entropy(hidden, weight, target, draw, correction="both", return_lse=True)
-        return [loss.detach(), *torch.autograd.grad(loss + lse.sum(), [hidden, weight])]
+        loss, lse = sampled_linear_cross_entropy(hidden, weight, target, draw, correction="both", return_lse=True, sparse=sparse)
+        of_hidden, of_weight = torch.autograd.grad(loss + lse.sum(), [hidden, weight])
+        return [loss.detach(), of_hidden, *((of_weight._indices(), of_weight._values()) if sparse else (of_weight,))]
 
     expected = step()
     torch.cuda.set_sync_debug_mode("error")
