@@ -16,15 +16,13 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.matrices import split
-from jagged.ops.cross_entropy.launch import Filter, Items, Rows, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.launch import MOST_ON_HOPPER, Filter, Items, Rows, constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
 PROGRAMS = 2
 # Of hidden states; a thread has no registers for a wider gradient.
 WIDEST_ON_HOPPER = 256
-# Of rows and of items: 32 bits count them, with the rest of the last tile.
-MOST_ON_HOPPER = 2**31 - 256
 
 
 @triton.jit
@@ -55,7 +53,8 @@ def linear_cross_entropy_backward_hidden_kernel(
         threshold_of_weight = tl.load(thresholds + 1)
     gradient = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     first = part * items_per_part
-    for start in range(first, tl.minimum(first + items_per_part, num_items), BLOCK_V):
+    # The sum of the first and the length may pass 2^31.
+    for start in range(first, first + tl.minimum(items_per_part, num_items - first), BLOCK_V):
         item = start + tl.arange(0, BLOCK_V)
         exists = item < num_items
         if order is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
 from jagged.ops._shared.matrices import aligned, split
-from jagged.ops.cross_entropy.launch import constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.launch import MOST_ON_HOPPER, constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, logits_of_products
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
@@ -72,7 +72,8 @@ def linear_cross_entropy_forward_kernel(
     total = tl.zeros((BLOCK_N,), tl.float32)
     smoothed = tl.zeros((BLOCK_N,), tl.float32)
     first = part * items_per_part
-    last = tl.minimum(first + items_per_part, num_items)
+    # The sum of the first and the length may pass 2^31.
+    last = first + tl.minimum(items_per_part, num_items - first)
     whole = first + (last - first) // BLOCK_V * BLOCK_V
     for start in range(first, whole, BLOCK_V):
         maximum, total, smoothed = add_tile(
@@ -156,7 +157,8 @@ def linear_cross_entropy_forward(
     hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
     bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
     part_smoothed = None
-    if hopper_serves((hidden, weight), (bias, item_scale, smoothing, softcap)):
+    fits = max(num_rows, num_items) < MOST_ON_HOPPER
+    if fits and hopper_serves((hidden, weight), (bias, item_scale, smoothing, softcap)):
         from jagged.ops.cross_entropy.hopper import logits_in_parts
 
         part_maximum, part_sum = logits_in_parts(hidden, weight, temperature)

@@ -89,6 +89,12 @@ def store_part(part_maximum, part_sum, part, row, num_rows, maximum, total):
 
 
 @gluon.jit
+def end_of_part(first, items_per_part, end):
+    """Return where a part that begins before `end` ends; the last one's length may lead past 2^31."""
+    return first + gl.minimum(items_per_part, end - first)
+
+
+@gluon.jit
 def load_walks(what, sizes, GROUPS: gl.constexpr):
     """The loading warp: of each unit hidden states, then its tiles of weights, two and two."""
     hidden, weight, _, _, hiddens, weights = what
@@ -101,7 +107,7 @@ def load_walks(what, sizes, GROUPS: gl.constexpr):
             row = (unit % row_blocks * GROUPS + group) * GROUP_N
             send_tile(hidden, row, 0, hiddens, count * GROUPS + group)
         first = unit // row_blocks * items_per_part
-        for item in range(first, gl.minimum(first + items_per_part, num_items), 2 * BLOCK_V):
+        for item in range(first, end_of_part(first, items_per_part, num_items), 2 * BLOCK_V):
             send_tile(weight, item, 0, weights, visit)
             send_tile(weight, item + BLOCK_V, 0, weights, visit + 1)
             visit += 2
@@ -123,7 +129,7 @@ def walk_group(what, sizes, WHICH: gl.constexpr, GROUPS: gl.constexpr):
     for unit in range(gl.program_id(0), row_blocks * num_parts, gl.num_programs(0)):
         part = unit // row_blocks
         first = part * items_per_part
-        last = gl.minimum(first + items_per_part, num_items)
+        last = end_of_part(first, items_per_part, num_items)
         maximum = gl.full([GROUP_N], float("-inf"), gl.float32, row_layout)
         total = gl.zeros([GROUP_N], gl.float32, row_layout)
         h = await_tile(hiddens, count * GROUPS + WHICH).load(gl.DotOperandLayout(0, layout, 2))
@@ -216,7 +222,7 @@ def load_steps(what, sizes, STEPS: gl.constexpr, GROUPS: gl.constexpr):
     for unit in range(gl.program_id(0), row_blocks * num_parts, gl.num_programs(0)):
         row = unit // num_parts * (GROUPS * GROUP_N)
         first = first_item + unit % num_parts * items_per_part
-        for item in range(first, gl.minimum(first + items_per_part, last_item), BLOCK_V):
+        for item in range(first, end_of_part(first, items_per_part, last_item), BLOCK_V):
             for step in range(STEPS):
                 send_step(hidden, weight, row, item, step * STEP, hiddens, weights, visit, GROUPS)
                 visit += 1
@@ -260,7 +266,7 @@ def step_group(
         row = (unit // num_parts * GROUPS + WHICH) * GROUP_N + gl.arange(0, GROUP_N, layout=row_layout)
         exists = row < num_rows
         first = first_item + part * items_per_part
-        last = gl.minimum(first + items_per_part, last_item)
+        last = end_of_part(first, items_per_part, last_item)
         if IS_BACKWARD:
             target, row_shift, grad_softmax, grad_target = rows
             own = gl.load(target + row, mask=exists, other=-1)

@@ -12,6 +12,9 @@ from torch import Tensor
 from jagged.ops._shared.matrices import float32_products, gpu
 from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
+# Of rows and of items: 32 bits count them, with the rest of the last tile.
+MOST_ON_HOPPER = 2**31 - 256
+
 
 class Rows(NamedTuple):
     """What backward's kernels are given of rows, by `prepare_rows`; nothing of it depends on another load.
@@ -60,6 +63,8 @@ def hopper_serves(matrices: Sequence[Tensor], options: Sequence[object]) -> bool
         matrix.dtype in (torch.bfloat16, torch.float16)
         and matrix.data_ptr() % 16 == 0
         and matrix.stride(0) >= matrix.shape[1]
+        # One row alone is contiguous to PyTorch, however far the next one would be.
+        and matrix.stride(0) * matrix.element_size() % 16 == 0
         and _is_hopper(matrix.device)
         for matrix in matrices
     )

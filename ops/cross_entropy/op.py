@@ -279,7 +279,7 @@ def linear_cross_entropy(
             but such gradients: use it to fine-tune, not to train from scratch.
         strategy: `"fused"` backward kernels keep nothing but gradients, `"chunked"` ones a buffer for a chunk of items;
             `"auto"` picks the faster that fits `memory_budget`; `linear_cross_entropy_strategy` says which.
-        memory_budget: bytes that backward may use beside its gradients.
+        memory_budget: bytes that chunks may take beside the gradients; with less `"auto"` takes fused kernels.
         return_lse: also return the log-sum-exp of each row's logits; it is differentiable.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 

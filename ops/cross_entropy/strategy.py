@@ -64,8 +64,8 @@ def linear_cross_entropy_strategy(
 ) -> Strategy:
     """Return what `linear_cross_entropy` with `strategy="auto"` does on a GPU, from sizes alone.
 
-    On compute capability 9.0 a 16-bit loss without bias, softcap, normalisation and smoothing has longer chunks in as many bytes:
-    nothing keeps its logits.
+    On compute capability 9.0 a 16-bit loss without bias, softcap, normalisation and smoothing keeps no logits: within the same
+    `memory_budget` it has longer chunks, and takes chunks for more rows than this tells.
 
     Args:
         num_rows: N.

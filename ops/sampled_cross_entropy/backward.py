@@ -33,6 +33,8 @@ from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
 ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
 # Of one entry while it is sorted: the item before and after, its place, and the sort's own copies of both.
 ENTRY_BYTES = 36
+# Of a number in the gradient of the whole table that ranges share where a sparse one is wanted.
+TABLE_BYTES = 4
 # Entries of an item that one program adds up.
 CHUNK = 1024
 KEY_BLOCK, OFFSETS_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 256, 8, 256, 16
@@ -395,7 +397,11 @@ def _weight_gradient(call: dict[str, Any], dtype: torch.dtype, num_touched: int 
     parts = cdiv(per_draw, per_unit)
     num_units = cdiv(num_rows, per_draw) * parts if shares else num_rows
     unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * width * count if shares else 0)
-    units = min(num_units, max(1, ENTRY_BYTES_AT_MOST // unit_bytes))
+    most_bytes = ENTRY_BYTES_AT_MOST
+    if num_touched is not None:
+        # Ranges share a gradient of the whole table: not worth it for less than that takes, while 32 bits count the entries.
+        most_bytes = max(most_bytes, min(TABLE_BYTES * width * num_items, (2**31 - 1) // (count + per_unit) * unit_bytes))
+    units = min(num_units, max(1, most_bytes // unit_bytes))
     is_whole = units == num_units
     num_grads = num_touched if num_touched is not None and is_whole else num_items
     grad_weight = torch.zeros(num_grads, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)

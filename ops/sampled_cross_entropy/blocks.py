@@ -33,6 +33,8 @@ from jagged.ops.sampled_cross_entropy.tiles import BlockTile, block_tile_of
 
 # From this number of rows that share a draw on, its items' weights are copied side by side before they are multiplied.
 GATHERED_ROWS = 1024
+# Of those copies, where they only save time.
+GATHERED_BYTES_AT_MOST = 1024 * 1024 * 1024
 DRAW_BLOCK, RESULT_BLOCK, ROW_BLOCK, ROW_WIDTH = 32, 16, 16, 128
 # What a part of a walk costs beside its steps, in steps: forward starts a loop, the others write sums too.
 FORWARD_OVERHEAD, GRADIENT_OVERHEAD = 1, 4
@@ -325,8 +327,9 @@ def draw_shared(call: dict[str, Any]) -> dict[str, Any]:
     draws = cdiv(call["num_rows"], per_draw)
     items = torch.empty(draws, count, dtype=torch.int32, device=weight.device)
     dtype = call["hidden"].dtype
+    saves_time = per_draw >= GATHERED_ROWS and draws * count * width * dtype.itemsize <= GATHERED_BYTES_AT_MOST
     # Weights of another dtype than hidden states are converted on the way.
-    is_gathered, in_powers = per_draw >= GATHERED_ROWS or weight.dtype != dtype, dtype != torch.float32 and call["LOSS"] != "bce"
+    is_gathered, in_powers = saves_time or weight.dtype != dtype, dtype != torch.float32 and call["LOSS"] != "bce"
     lists: dict[str, Any] = {
         "items": items, "corrections": torch.empty_like(items, dtype=torch.float32) if call["IS_CORRECTED"] else None,
         "table": weight.new_empty(draws * count, width, dtype=dtype) if is_gathered else weight,

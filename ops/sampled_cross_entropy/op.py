@@ -296,9 +296,10 @@ def sampled_linear_cross_entropy(
             differentiated. The gradient of the log-sum-exp leaves out the same. None keeps all. For softmax and refined.
         sparse: weight's gradient is a sparse COO tensor of the drawn items and targets, as `torch.nn.Embedding(sparse=True)`
             gives: memory and time of a step do not grow with V. It has as many rows as there are negatives and targets, V at
-            most; those not needed repeat an item, with zeros, and `coalesce`, which optimizers for sparse gradients call,
-            takes them away. Weights of another dtype than hidden are converted as they are gathered. D should be a multiple
-            of 16: other tables are copied. Not under `torch.compile`.
+            most; those not needed repeat an item (item 0 where no row counts), with zeros, and `coalesce`, which optimizers
+            for sparse gradients call, takes them away. Weights of another dtype than hidden are converted as they are
+            gathered. `weight` has to be a parameter itself, not a part of one. D should be a multiple of 16: other tables are
+            copied. `torch.compile` breaks its graph there.
         return_lse: also return the logarithm of each row's denominator; it is differentiable. For softmax and refined.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 

@@ -151,3 +151,26 @@ def test_rows_that_begin_anywhere(place: Place) -> None:
     assert not launch.hopper_serves((shifted, weight), ())
     got, expected = (linear_cross_entropy(rows, weight, targets_of(40, 50), reduction="none") for rows in (shifted, hidden))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_served", [True, False])
+def test_parts_that_end_near_2_to_the_31(place: Place, is_served: bool) -> None:
+    """The last part's first item and the length of a part add up to more than 32 bits hold, here and in the other kernels."""
+    items, width = 2**31 - 300, 16
+    if is_served and torch.cuda.mem_get_info()[0] < 3 * items * width:
+        pytest.skip("needs 96 GiB of memory")
+    hidden, row = torch.ones(2, 4, width, dtype=torch.bfloat16, device=place.device).unbind()
+    # Rows that are all the same one take no memory, and no descriptor.
+    weight = row[:1].expand(items, width).contiguous() if is_served else row[:1].expand(items, width)
+    assert launch.hopper_serves((hidden, weight), ()) == is_served
+    target = torch.tensor([0, 1, items // 2, items - 1], device=place.device)
+    loss = linear_cross_entropy(hidden, weight, target, reduction="none")
+    torch.testing.assert_close(loss, torch.full_like(loss, math.log(items)), rtol=1e-3, atol=0)
+
+
+def test_one_row_of_any_stride(place: Place) -> None:
+    """It counts as contiguous, and nothing copies it; descriptors cannot tell of it."""
+    (hidden, weight), target = inputs_of(1, 1, 100, torch.bfloat16), targets_of(1, 1)
+    got = linear_cross_entropy(hidden[:, :64], weight[:, :64], target, reduction="none", return_lse=True)[1]
+    expected = (hidden[:, :64].double() @ weight[:, :64].double().T)[:, 0]
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)

@@ -115,3 +115,14 @@ class TestOnHopper:
         for _ in range(3):
             for got, want in zip(loss_and_gradients(place, inputs, target), first, strict=True):
                 assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_one_row_of_any_stride(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row is contiguous whatever its stride, so nothing copies it; a descriptor takes multiples of 16 bytes alone."""
+    from jagged.ops._shared.matrices import aligned
+    from jagged.ops.cross_entropy import launch
+
+    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
+    matrix = aligned(torch.zeros(rows, 100, dtype=torch.bfloat16)[:, :64])
+    assert launch.hopper_serves((matrix,), ()) == (rows > 1)

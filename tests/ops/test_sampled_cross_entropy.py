@@ -243,12 +243,23 @@ def test_copied_rows_are_the_rows(place: Place, options: dict[str, Any], monkeyp
 
     inputs, target = inputs_of(40, 30, 16, torch.bfloat16), targets_of(40, 30, ignored=0.1)
     negatives = negatives_of("given", target, 21, 30, 3, 20)
-    results = []
-    for rows in (1, 2**31):
+    results, are_copied, launched = [], [], blocks.launch
+
+    def record(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **constants: Any) -> None:
+        are_copied.append(arguments["IS_GATHERED"])
+        launched(kernel, grid, arguments, **constants)
+
+    monkeypatch.setattr(blocks, "launch", record)
+    # Two draws of 21 rows of 16 numbers of 2 bytes.
+    for rows, most_bytes, expects_copies in ((1, 1344, True), (1, 1343, False), (2**31, 1344, False)):
         monkeypatch.setattr(blocks, "GATHERED_ROWS", rows)
+        monkeypatch.setattr(blocks, "GATHERED_BYTES_AT_MOST", most_bytes)
+        del are_copied[:]
         results.append(run(place, inputs, target, negatives.given, **options))
-    for copied, expected in zip(*results, strict=True):
+        assert set(are_copied) == {expects_copies}
+    for copied, without_room, expected in zip(*results, strict=True):
         torch.testing.assert_close(copied, expected, rtol=0, atol=0)
+        torch.testing.assert_close(without_room, expected, rtol=0, atol=0)
 
 
 @ON_TRITON
@@ -515,6 +526,7 @@ def test_sparse_gradient_is_the_dense_one(
 
             # Rows are taken in ranges.
             monkeypatch.setattr(backward, "ENTRY_BYTES_AT_MOST", 1)
+            monkeypatch.setattr(backward, "TABLE_BYTES", 0)
         grads = []
         for sparse in (False, True):
             loss = sampled_linear_cross_entropy(hidden, weight, target, negatives.given, sparse=sparse, backend=place.backend)
@@ -525,6 +537,28 @@ def test_sparse_gradient_is_the_dense_one(
         torch.testing.assert_close(of_hidden_again, of_hidden, rtol=0, atol=0)
         torch.testing.assert_close(got.to_dense(), dense, rtol=0, atol=0)
         assert set(got._indices()[0].tolist()) <= {0, *negatives.ids.flatten().tolist(), *target.tolist()}
+
+
+@ON_TRITON
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("items", [7, 500])
+def test_sparse_gradient_needs_no_table(place: Place, items: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranges of rows share a gradient of all items, so there are none while the list of entries is smaller than that."""
+    from jagged.ops.sampled_cross_entropy import backward
+
+    ranges, sort = [], backward._sorted_entries
+    monkeypatch.setattr(backward, "_sorted_entries", lambda *arguments: (ranges.append(1), sort(*arguments))[1])
+    monkeypatch.setattr(backward, "ENTRY_BYTES_AT_MOST", 1)
+    target = targets_of(9, items)
+    hidden, weight = (x.requires_grad_() for x in inputs_of(9, items, 16, torch.float32))
+    draw = draw_of("uniform", 5, items, 2, 1)
+    grads = []
+    for sparse, count in ((False, 9), (True, 5 if items == 7 else 1)):
+        del ranges[:]
+        loss = sampled_linear_cross_entropy(hidden, weight, target, draw, sparse=sparse, backend=place.backend)
+        grads.append(torch.autograd.grad(loss, weight)[0])
+        assert len(ranges) == count
+    torch.testing.assert_close(grads[1].to_dense(), grads[0])
 
 
 # PyTorch 2.11 warns of it even where the caller has said so.
@@ -835,15 +869,18 @@ def test_one_graph_for_all_numbers_of_rows(place: Place, rows_per_draw: int | st
 
 
 @ON_GPU
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("rows_per_draw", [1, 64, None])
-def test_no_synchronisation_and_graph_capture(place: Place, rows_per_draw: int | None) -> None:
+def test_no_synchronisation_and_graph_capture(place: Place, rows_per_draw: int | None, sparse: bool) -> None:
     hidden, weight = (x.requires_grad_() for x in inputs_of(300, 1000, 64, torch.bfloat16))
     target = targets_of(300, 1000, ignored=0.3)
     draw = draw_of("permuted", 100, 1000, 3, rows_per_draw)
 
     def step() -> list[Tensor]:
-        loss, lse = sampled_linear_cross_entropy(hidden, weight, target, draw, correction="both", return_lse=True)
-        return [loss.detach(), *torch.autograd.grad(loss + lse.sum(), [hidden, weight])]
+        loss, lse = sampled_linear_cross_entropy(hidden, weight, target, draw, correction="both", return_lse=True, sparse=sparse)
+        of_hidden, of_weight = torch.autograd.grad(loss + lse.sum(), [hidden, weight])
+        return [loss.detach(), of_hidden, *((of_weight._indices(), of_weight._values()) if sparse else (of_weight,))]
 
     expected = step()
     torch.cuda.set_sync_debug_mode("error")
