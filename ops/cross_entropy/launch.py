@@ -65,13 +65,13 @@ def hopper_serves(matrices: Sequence[Tensor], options: Sequence[object]) -> bool
         and matrix.stride(0) >= matrix.shape[1]
         # One row alone is contiguous to PyTorch, however far the next one would be.
         and matrix.stride(0) * matrix.element_size() % 16 == 0
-        and _is_hopper(matrix.device)
+        and is_hopper(matrix.device)
         for matrix in matrices
     )
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
+def is_hopper(device: torch.device) -> bool:
     """Whether the device has compute capability 9.0, and this Triton the experimental parts that its kernels are written in."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return False

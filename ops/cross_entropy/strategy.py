@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
+from jagged.ops.cross_entropy.launch import is_hopper
+
 StrategyName = Literal["auto", "fused", "chunked"]
 STRATEGIES = get_args(StrategyName)
 MEMORY_BUDGET = 256 * 2**20
@@ -61,11 +63,10 @@ def linear_cross_entropy_strategy(
     *,
     memory_budget: int = MEMORY_BUDGET,
     filter_eps: float | tuple[float | None, float | None] | None = None,
+    device: torch.device | str | None = None,
+    is_plain: bool = True,
 ) -> Strategy:
     """Return what `linear_cross_entropy` with `strategy="auto"` does on a GPU, from sizes alone.
-
-    On compute capability 9.0 a 16-bit loss without bias, softcap, normalisation and smoothing keeps no logits: within the same
-    `memory_budget` it has longer chunks, and takes chunks for more rows than this tells.
 
     Args:
         num_rows: N.
@@ -74,6 +75,9 @@ def linear_cross_entropy_strategy(
         dtype: of the products: that of hidden and weight, or autocast's.
         memory_budget: bytes.
         filter_eps: as there.
+        device: of the hidden states. None leaves out kernels that only some GPUs have: those for compute capability 9.0 keep no
+            logits of plain 16-bit losses, so that more items fit into a chunk.
+        is_plain: whether the loss has no bias, softcap, normalisation and label smoothing.
 
     Example:
         >>> import torch
@@ -83,6 +87,7 @@ def linear_cross_entropy_strategy(
     """
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise TypeError(f"dtype: expected float32, bfloat16 or float16, which the kernels take, got {dtype}")
+    is_direct = is_plain and dtype.itemsize == 2 and device is not None and is_hopper(torch.device(device))
     chunk_items = chunk_items_of(
         num_rows,
         num_items,
@@ -91,12 +96,12 @@ def linear_cross_entropy_strategy(
         strategy="auto",
         memory_budget=memory_budget,
         is_filtered=filter_eps not in (None, (None, None)),
+        is_direct=is_direct,
     )
     if not chunk_items:
         return Strategy("fused", 0, 0)
-    return Strategy(
-        "chunked", chunk_items, _bytes_of_rows(num_rows, width, dtype) + chunk_items * _bytes_of_item(num_rows, width, dtype)
-    )
+    bytes_of_item = _bytes_of_item(num_rows, width, dtype, is_direct=is_direct)
+    return Strategy("chunked", chunk_items, _bytes_of_rows(num_rows, width, dtype) + chunk_items * bytes_of_item)
 
 
 def _bytes_of_rows(num_rows: int, width: int, dtype: torch.dtype) -> int:

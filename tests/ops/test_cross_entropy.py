@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jagged.ops import linear_cross_entropy, linear_cross_entropy_strategy
+from jagged.ops.cross_entropy import strategy as strategies
 from jagged.ops.cross_entropy import torch_impl
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 from tests.oracle import check_three_way
@@ -265,7 +266,7 @@ def test_weights_of_zero_are_no_step(place: Place) -> None:
             assert not part.any()
 
 
-def test_strategy_goes_by_bytes() -> None:
+def test_strategy_goes_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     wide = (8192, 100_000, 512, torch.bfloat16)
     assert linear_cross_entropy_strategy(8192, 100_000, 64, torch.bfloat16) == ("fused", 0, 0)
     name, items, used = linear_cross_entropy_strategy(*wide)
@@ -284,6 +285,16 @@ def test_strategy_goes_by_bytes() -> None:
     direct = chunk_items_of(*wide, **options, is_direct=True)
     assert direct % 256 == 0
     assert 2.5 * items < direct < 3 * items + 256
+    monkeypatch.setattr(strategies, "is_hopper", lambda device: device.type == "cuda")
+    calls: list[tuple[dict[str, Any], int]] = [
+        ({"device": "cuda"}, direct),
+        ({"device": "cuda", "is_plain": False}, items),
+        ({}, items),
+    ]
+    for options_of_call, chunk in calls:
+        told = linear_cross_entropy_strategy(*wide, **options_of_call)
+        assert told.chunk_items == chunk
+        assert told.chunk_bytes <= 256 * 2**20
     assert chunk_items_of(*wide, **{**options, "strategy": "chunked", "memory_budget": 0}, is_direct=True) == 256
 
 

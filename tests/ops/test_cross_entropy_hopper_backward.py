@@ -123,6 +123,6 @@ def test_one_row_of_any_stride(rows: int, monkeypatch: pytest.MonkeyPatch) -> No
     from jagged.ops._shared.matrices import aligned
     from jagged.ops.cross_entropy import launch
 
-    monkeypatch.setattr(launch, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     matrix = aligned(torch.zeros(rows, 100, dtype=torch.bfloat16)[:, :64])
     assert launch.hopper_serves((matrix,), ()) == (rows > 1)
