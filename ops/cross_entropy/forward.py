@@ -73,7 +73,7 @@ def linear_cross_entropy_forward_kernel(
     smoothed = tl.zeros((BLOCK_N,), tl.float32)
     first = part * items_per_part
     # The sum of the first and the length may pass 2^31.
-    last = first + tl.minimum(items_per_part, num_items - first)
+    last = tl.minimum(first.to(tl.int64) + items_per_part, num_items).to(tl.int32)
     whole = first + (last - first) // BLOCK_V * BLOCK_V
     for start in range(first, whole, BLOCK_V):
         maximum, total, smoothed = add_tile(

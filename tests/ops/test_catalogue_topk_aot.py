@@ -15,7 +15,6 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 
 # Of the eighth generation the smaller GPUs, 8.6 and 8.9.
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-TOO_LARGE_FOR_AMD = {("maximum", 2, 512), ("items", 2, 512)}
 KERNELS = ("maximum", "items")
 ROWS = [(kernel, size, width) for kernel in KERNELS for size, table in TILES.items() for width in table]
 TYPES = {"hit_offsets": "*i64", "hit_tiles": "*i32", "hit_bits": "*i64", "tile_offsets": "*i64", "pairs": "*i64", "keys": "*i64"}
@@ -73,10 +72,8 @@ def test_float32_tiles(kernel: str, size: int, width: int, everything: bool, arc
     ("kernel", "size", "width"), [row if row[2] == 64 else pytest.param(*row, marks=pytest.mark.long) for row in ROWS]
 )
 def test_amd(kernel: str, size: int, width: int) -> None:
-    """Every kernel compiles; the named tiles would be refused at their launch."""
     used = compile_tile(kernel, "bf16" if size == 2 else "fp32", width, AMD)
-    too_large = (kernel, size, width) in TOO_LARGE_FOR_AMD
-    assert (used.shared_bytes > AMD_SHARED_BYTES) == too_large, f"{kernel} {size} {width}: {used}"
+    assert used.shared_bytes <= AMD_SHARED_BYTES, f"{kernel} {size} {width}: {used}"
 
 
 def test_every_width_has_a_tile() -> None:
