@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.matrices import split
-from jagged.ops.cross_entropy.launch import MOST_ON_HOPPER, Filter, Items, Rows, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.launch import Filter, Items, Rows, constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
@@ -199,9 +199,8 @@ def backward_fused(
     """Return the gradients of hidden, weight and bias, empty where they are not wanted."""
     hidden, weight = rows.hidden, items.weight
     num_rows, num_items, width = hidden.shape[0], weight.shape[0], hidden.shape[1]
-    fits = width <= WIDEST_ON_HOPPER and 0 < num_rows < MOST_ON_HOPPER and num_items < MOST_ON_HOPPER
     options = (filter, *items[1:4], items.softcap, has_grad_bias or None)
-    if fits and hopper_serves((hidden, weight), options):
+    if num_rows and width <= WIDEST_ON_HOPPER and hopper_serves((hidden, weight), options):
         from jagged.ops.cross_entropy.hopper_backward import gradient
 
         grad_hidden, grad_weight = (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
 from jagged.ops._shared.matrices import aligned, split
-from jagged.ops.cross_entropy.launch import MOST_ON_HOPPER, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.launch import constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, logits_of_products
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
@@ -157,8 +157,7 @@ def linear_cross_entropy_forward(
     hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
     bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
     part_smoothed = None
-    fits = max(num_rows, num_items) < MOST_ON_HOPPER
-    if fits and hopper_serves((hidden, weight), (bias, item_scale, smoothing, softcap)):
+    if hopper_serves((hidden, weight), (bias, item_scale, smoothing, softcap)):
         from jagged.ops.cross_entropy.hopper import logits_in_parts
 
         part_maximum, part_sum = logits_in_parts(hidden, weight, temperature)

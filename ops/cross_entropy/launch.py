@@ -61,6 +61,7 @@ def hopper_serves(matrices: Sequence[Tensor], options: Sequence[object]) -> bool
         return False
     return all(
         matrix.dtype in (torch.bfloat16, torch.float16)
+        and matrix.shape[0] < MOST_ON_HOPPER
         and matrix.data_ptr() % 16 == 0
         and matrix.stride(0) >= matrix.shape[1]
         # One row alone is contiguous to PyTorch, however far the next one would be.

@@ -589,13 +589,17 @@ def test_sparse_gradient_of_master_weights(place: Place) -> None:
     weight.requires_grad_()
     for rows_per_draw in (1, None):
         draw = draw_of("uniform", 8, items, 3, rows_per_draw)
+        loss = sampled_linear_cross_entropy(hidden.bfloat16().double(), weight.double(), target, draw)
+        exact = torch.autograd.grad(loss, weight)[0]
         grads = []
         for sparse in (False, True):
             with torch.autocast(place.device.type, dtype=torch.bfloat16):
                 loss = sampled_linear_cross_entropy(hidden, weight, target, draw, sparse=sparse, backend=place.backend)
-            grads.append(torch.autograd.grad(loss, weight)[0])
+            grads.append(torch.autograd.grad(loss, weight)[0].to_dense())
         assert grads[1].dtype == torch.float32
-        torch.testing.assert_close(grads[1].to_dense(), grads[0], rtol=0.05, atol=0.002)
+        # No further from the rows themselves than the table that is rounded as a whole.
+        dense, sparse_error = ((grad - exact).abs().max() for grad in grads)
+        assert sparse_error <= 1.1 * dense, f"{rows_per_draw}: {sparse_error} for {dense}"
 
 
 def test_second_derivatives_are_refused(place: Place) -> None:
