@@ -31,22 +31,24 @@ PANELS = {
 
 
 def train_sasrec(result: dict[str, Any], path: Path) -> None:
-    """Bars of the mean over seeds, with whiskers from the smallest to the largest."""
+    """Bars of the mean over seeds, with whiskers from the smallest to the largest: a line for each model or head."""
     summary = result["summary"]
-    panels = {key: title for key, title in PANELS.items() if key in summary["jagged"]}
-    figure, axes = plt.subplots(1, len(panels), figsize=(3.1 * len(panels), 3.2), layout="constrained")
+    panels = {key: title for key, title in PANELS.items() if key in next(iter(summary.values()))}
+    size = (3.1 * len(panels), 1.1 + 0.3 * len(summary))
+    figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, layout="constrained")
     for axis, (key, title) in zip(axes, panels.items(), strict=True):
         for place, (name, of) in enumerate(summary.items()):
             mean, low, high = (of[key][kind] for kind in ("mean", "min", "max"))
-            axis.bar(place, mean, color="#1f6f8b" if name == "jagged" else "#b9c4c9")
-            axis.errorbar(place, mean, yerr=[[mean - low], [high - mean]], color="black", capsize=3, linewidth=1)
-            axis.annotate(f"{mean:.4g}", (place, high), ha="center", va="bottom", fontsize=8)
-        axis.set_xticks(range(len(summary)), [name.replace("_", "\n") for name in summary], fontsize=8)
+            axis.barh(place, mean, color="#1f6f8b" if name in ("jagged", "cce") else "#b9c4c9")
+            axis.errorbar(mean, place, xerr=[[mean - low], [high - mean]], color="black", capsize=3, linewidth=1)
+            axis.annotate(f" {mean:.4g}", (high, place), va="center", fontsize=8)
+        axis.set_yticks(range(len(summary)), [name.replace("_", " ") for name in summary], fontsize=8)
         axis.set_title(title, fontsize=9)
-        axis.margins(y=0.15)
+        axis.margins(x=0.25)
         axis.spines[["top", "right"]].set_visible(False)
+    axes[0].invert_yaxis()
     workload = result["workload"]
-    seeds = len(result["runs"]["jagged"])
+    seeds = len(next(iter(result["runs"].values())))
     figure.suptitle(f"SASRec on {workload['file']}, {result['environment']['device']}, mean of {seeds} seeds", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -467,6 +469,7 @@ Draw = Callable[[dict[str, Any], Path], None]
 # Of each benchmark: the key of a result file without which a figure is not drawn, and what draws it.
 DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
     "train_sasrec": {"train_sasrec": ("summary", train_sasrec)},
+    "train_sasrec_heads": {"train_sasrec_heads": ("summary", train_sasrec)},
     "jagged_ops": {
         "jagged_ops": ("table", partial(jagged_ops_times, "table")),
         "jagged_ops_cpu": ("cpu", partial(jagged_ops_times, "cpu")),

@@ -8,9 +8,10 @@ logits of every position, the padding ignored by the loss. `padded_lean` takes t
 padded body. Both get what favours
 them: all batches padded once and kept on the device, torch's fused attention, no checkpoints, no progress, one metric.
 
-    python -m benchmarks.train_sasrec --data beauty.txt --head ce,cce,cce-uniform,gbce --set num_negatives=512
+    python -m benchmarks.train_sasrec --data beauty.txt --head ce,cce,cce-uniform:64,cce-uniform:1023,gbce
 
-trains with other heads instead: `ce` is `padded`, `cce` is `jagged`, the others are `jagged` with some of the items.
+trains with other heads instead: `ce` is `padded`, `cce` is `jagged`, the others are `jagged` with some of the items, as many
+a row as stands after the colon or as the settings say.
 """
 
 from __future__ import annotations
@@ -46,19 +47,27 @@ HEADS: dict[str, dict[str, Any]] = {
     "gbce": {"head": "sampled", "sampled_loss": "gbce"},
     "sce": {"head": "scalable"},
 }
+# Those that draw as many negatives as they are told.
+DRAWING = [name for name, of in HEADS.items() if of.get("head") == "sampled" and of.get("sampler") != "in-batch"]
 
 
-def heads(text: str) -> list[str]:
-    """The heads that `--head` names.
+def heads(text: str) -> dict[str, dict[str, Any]]:
+    """The settings of the heads that `--head` names, by the name with its number of negatives.
 
     Raises:
-        argparse.ArgumentTypeError: an unknown name, or none.
+        argparse.ArgumentTypeError: an unknown name or none, or a number of negatives that is none or of a head that draws none.
     """
-    names = [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in HEADS:
+    named: dict[str, dict[str, Any]] = {}
+    for name in (name.strip() for name in text.split(",")):
+        head, colon, count = name.partition(":")
+        if head not in HEADS:
             raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(HEADS)}")
-    return names
+        named[name] = dict(HEADS[head])
+        if colon:
+            if head not in DRAWING or not count.isdecimal() or int(count) < 1:
+                raise argparse.ArgumentTypeError(f"got {name!r}, expected a number of negatives, of {', '.join(DRAWING)} alone")
+            named[name]["num_negatives"] = int(count)
+    return named
 
 
 def run_jagged(dataset: SequenceDataset, config: TrainConfig) -> dict[str, Any]:
@@ -189,7 +198,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", required=True, help="events file")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--head", type=heads, metavar="NAMES", help=f"train with these heads: {', '.join(HEADS)}")
+    parser.add_argument("--head", type=heads, metavar="NAMES", help=f"train with these: {', '.join(HEADS)}")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, e.g. embedding_dim=64")
     arguments = parser.parse_args()
     settings = parse_assignments(arguments.set)
@@ -214,7 +223,7 @@ def main() -> None:
             changes = {"max_epochs": 1} if seed < 0 else {}
             fixed = {"seed": max(seed, 0), "output": f"{folder}/run", "tensorboard": False}
             for name, run in models.items():
-                config = TrainConfig(**{**settings, **HEADS.get(name, {}), **changes, **fixed})
+                config = TrainConfig(**{**settings, **(arguments.head or {}).get(name, {}), **changes, **fixed})
                 if torch.cuda.is_available():
                     gc.collect()
                     torch.cuda.empty_cache()

@@ -30,6 +30,7 @@ from benchmarks.jagged_ops import (
     run,
     time_on_host,
 )
+from benchmarks.train_sasrec import HEADS
 from jagged.config import TrainConfig
 from jagged.ops.attention import kernels
 
@@ -450,14 +451,25 @@ def test_sasrec_is_trained_with_the_heads_that_are_named(
     monkeypatch.setattr(train_sasrec, "save", lambda name, result: saved.update({name: result}))
     settings = ["embedding_dim=8", "num_layers=1", "max_epochs=1", "batch_size=8", "num_negatives=4", "device=cpu"]
     words = ["--data", str(tmp_path / "events.txt"), "--seeds", "1", *(word for one in settings for word in ("--set", one))]
-    monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,cce,refined,gbce,sce"])
+    monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,cce,refined,gbce,gbce:2,sce"])
     train_sasrec.main()
     assert list(saved) == ["train_sasrec_heads"]
-    assert list(saved["train_sasrec_heads"]["summary"]) == ["ce", "cce", "refined", "gbce", "sce"]
+    assert list(saved["train_sasrec_heads"]["summary"]) == ["ce", "cce", "refined", "gbce", "gbce:2", "sce"]
     assert "test_ndcg@10_left_in" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,softmax"])
-    with pytest.raises(SystemExit):
-        train_sasrec.main()
-    assert "got 'softmax', expected some of ce, cce" in capsys.readouterr().err
-    for options in train_sasrec.HEADS.values():
+    figures.train_sasrec(saved["train_sasrec_heads"] | {"environment": {"device": "cpu"}}, tmp_path / "heads.png")
+    assert (tmp_path / "heads.png").stat().st_size > 0
+    assert train_sasrec.heads("bce, cce-uniform:64") == {
+        "bce": HEADS["bce"],
+        "cce-uniform:64": {"head": "sampled", "num_negatives": 64},
+    }
+    for names, message in (
+        ("ce,softmax", "got 'softmax', expected some of ce, cce"),
+        ("gbce:few", "got 'gbce:few', expected a number of negatives, of cce-uniform"),
+        ("in-batch:64", "got 'in-batch:64', expected a number of negatives, of cce-uniform"),
+    ):
+        monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", names])
+        with pytest.raises(SystemExit):
+            train_sasrec.main()
+        assert message in capsys.readouterr().err
+    for options in HEADS.values():
         TrainConfig(**options)
