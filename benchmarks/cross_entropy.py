@@ -412,7 +412,7 @@ def release(w: Workload) -> None:
 
 
 def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
-    """Microseconds a call: up to a few milliseconds by replays of a CUDA graph, else by events; what is slow is called seldom."""
+    """Microseconds a call: up to some milliseconds by replays of a CUDA graph, else by events; what is slow is called seldom."""
     timed = prepare()
     first = seconds_of(timed)[0]
     if first > SLOW:
@@ -420,7 +420,7 @@ def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
         return {**spread([seconds * 1e6 for seconds in times]), "captured": False}
     # The first calls of all load kernels and start threads.
     rough = min(seconds_of(timed)[0] for _ in range(3))
-    if rough < 3e-3:
+    if rough < 10e-3:
         return replay_us(prepare=prepare)
     calls, repeats = max(1, round(10e-3 / rough)), 3 if rough > 50e-3 else 7
 

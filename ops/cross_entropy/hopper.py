@@ -6,7 +6,7 @@ that an item crosses the L2 once for all rows of a program.
 
 * *Up to 256 columns* (`walk_group`) a group keeps its hidden states in registers for a whole part, as an operand of the products,
   which halves what these read from shared memory. It has two accumulators: while it takes the exponentials of one tile, the
-  product of the next runs.
+  product of the next runs. What it does with a tile is forward's maximum and sum, or a filter's mark.
 * *Wider ones* (`step_group`) come in steps of 64 columns together with the weights'. Tiles are 64 x 256 for each group, whose
   accumulator is half of its registers, and one group's exponentials run beside the products of the other. What it does with a
   tile is either forward's maximum and sum or backward's gradients of the logits, which go to a buffer.
@@ -74,6 +74,19 @@ def add_logits(products, maximum, total, rate):
 
 
 @gluon.jit
+def take_tile(products, maximum, total, rate, mark):
+    """Take products into the rows' maximum and sum; or mark a tile, of rows whose shift is in place of the maximum."""
+    if mark is None:
+        maximum, total = add_logits(products, maximum, total, rate)
+    else:
+        largest = gl.max(products * rate - maximum[:, None], 1)
+        # Of NaN, which a row that has one is full of, the maximum over rows would lose sight.
+        largest = gl.max(gl.where(largest == largest, largest, float("inf")), 0)
+        gl.store(mark, gl.exp2(largest))
+    return maximum, total
+
+
+@gluon.jit
 def without_missing(products, first, last):
     """Return products of the items from `first` on with -inf from `last` on."""
     item = first + gl.arange(0, products.type.shape[1], layout=gl.SliceLayout(0, products.type.layout))
@@ -97,7 +110,7 @@ def end_of_part(first, items_per_part, end):
 @gluon.jit
 def load_walks(what, sizes, GROUPS: gl.constexpr):
     """The loading warp: of each unit hidden states, then its tiles of weights, two and two."""
-    hidden, weight, _, _, hiddens, weights = what
+    hidden, weight, hiddens, weights = what
     _, row_blocks, num_parts, num_items, items_per_part, _ = sizes
     BLOCK_V: gl.constexpr = weight.block_type.shape[0]
     visit = num_items * 0
@@ -115,14 +128,16 @@ def load_walks(what, sizes, GROUPS: gl.constexpr):
 
 
 @gluon.jit
-def walk_group(what, sizes, WHICH: gl.constexpr, GROUPS: gl.constexpr):
-    """One group of warps: maximum of the logits and sum of exponentials of rows `64 * WHICH ..` of each unit."""
-    _hidden, weight, part_maximum, part_sum, hiddens, weights = what
+def walk_group(what, sizes, outputs, filtering, WHICH: gl.constexpr, GROUPS: gl.constexpr):
+    """One group of warps: of rows `64 * WHICH ..` of each unit the logits' maximum and sum of exponentials, or marks of tiles."""
+    _hidden, weight, hiddens, weights = what
     num_rows, row_blocks, num_parts, num_items, items_per_part, rate = sizes
+    part_maximum, part_sum, marks = outputs
     BLOCK_V: gl.constexpr = weight.block_type.shape[0]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_V, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     zero = gl.zeros([GROUP_N, BLOCK_V], gl.float32, layout)
+    row_shift, grad_softmax, marks_stride = filtering
     visit = num_items * 0
     count = num_items * 0
     # Units that run together are of one part: all read the same weights.
@@ -130,56 +145,70 @@ def walk_group(what, sizes, WHICH: gl.constexpr, GROUPS: gl.constexpr):
         part = unit // row_blocks
         first = part * items_per_part
         last = end_of_part(first, items_per_part, num_items)
-        maximum = gl.full([GROUP_N], float("-inf"), gl.float32, row_layout)
+        block = unit % row_blocks * GROUPS + WHICH
+        row = block * GROUP_N + gl.arange(0, GROUP_N, layout=row_layout)
         total = gl.zeros([GROUP_N], gl.float32, row_layout)
+        if marks is None:
+            maximum = gl.full([GROUP_N], float("-inf"), gl.float32, row_layout)
+            mark, next_mark = None, None
+        else:
+            maximum = gl.load(row_shift + row, mask=row < num_rows, other=float("inf"))
+            maximum -= gl.log2(gl.abs(gl.load(grad_softmax + row, mask=row < num_rows, other=0.0)))
+            mark = marks + block.to(gl.int64) * marks_stride + first // BLOCK_V
+            next_mark = mark + 1
         h = await_tile(hiddens, count * GROUPS + WHICH).load(gl.DotOperandLayout(0, layout, 2))
         even = warpgroup_mma(h, await_tile(weights, visit).permute((1, 0)), zero, use_acc=False, is_async=True)
         even = warpgroup_mma_wait(0, deps=(even,))
         # Not before the first product: barriers do not wait for loads under way, and TMA could overtake them.
         leave_tile(hiddens, count * GROUPS + WHICH)
         leave_tile(weights, visit)
-        tile = await_tile(weights, visit + 1)
+        weight_tile = await_tile(weights, visit + 1)
         for _ in range(first + 2 * BLOCK_V, last, 2 * BLOCK_V):
-            odd = warpgroup_mma(h, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            maximum, total = add_logits(even, maximum, total, rate)
+            odd = warpgroup_mma(h, weight_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            maximum, total = take_tile(even, maximum, total, rate, mark)
             # The assembler moves a wait for products up to the last branch: this one has to stand below the exponentials.
-            tile = await_tile(weights, visit + 2)
+            weight_tile = await_tile(weights, visit + 2)
             odd = warpgroup_mma_wait(0, deps=(odd,))
             leave_tile(weights, visit + 1)
-            even = warpgroup_mma(h, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-            maximum, total = add_logits(odd, maximum, total, rate)
-            tile = await_tile(weights, visit + 3)
+            even = warpgroup_mma(h, weight_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            maximum, total = take_tile(odd, maximum, total, rate, next_mark)
+            weight_tile = await_tile(weights, visit + 3)
             even = warpgroup_mma_wait(0, deps=(even,))
             leave_tile(weights, visit + 2)
             visit += 2
-        odd = warpgroup_mma(h, tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+            if marks is not None:
+                mark += 2  # type: ignore[operator]
+                next_mark += 2  # type: ignore[operator]
+        odd = warpgroup_mma(h, weight_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         odd = warpgroup_mma_wait(0, deps=(odd,))
         leave_tile(weights, visit + 1)
         visit += 2
         count += 1
         start = first + (gl.maximum(last - first, 1) - 1) // (2 * BLOCK_V) * (2 * BLOCK_V)
-        maximum, total = add_logits(without_missing(even, start, last), maximum, total, rate)
-        maximum, total = add_logits(without_missing(odd, start + BLOCK_V, last), maximum, total, rate)
-        row = (unit % row_blocks * GROUPS + WHICH) * GROUP_N + gl.arange(0, GROUP_N, layout=row_layout)
-        store_part(part_maximum, part_sum, part, row, num_rows, maximum, total)
+        maximum, total = take_tile(without_missing(even, start, last), maximum, total, rate, mark)
+        maximum, total = take_tile(without_missing(odd, start + BLOCK_V, last), maximum, total, rate, next_mark)
+        if marks is None:
+            store_part(part_maximum, part_sum, part, row, num_rows, maximum, total)
 
 
-@gluon.jit(do_not_specialize=["num_rows", "row_blocks", "num_parts", "num_items", "items_per_part"])
+@gluon.jit(do_not_specialize=["num_rows", "row_blocks", "num_parts", "num_items", "items_per_part", "marks_stride"])
 def linear_cross_entropy_walk_hopper_kernel(
-    hidden, weight, part_maximum, part_sum, num_rows, row_blocks, num_parts, num_items, items_per_part, rate,
-    GROUPS: gl.constexpr, PLACES: gl.constexpr,
+    hidden, weight, part_maximum, part_sum, row_shift, grad_softmax, marks, num_rows, row_blocks, num_parts, num_items,
+    items_per_part, marks_stride, rate, GROUPS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Maximum of the logits and sum of exponentials relative to it of each row, over each part of the items."""
+    """Of each row, over each part of the items, the logits' maximum and sum of exponentials relative to it; or marks of tiles."""
     hiddens = make_ring(hidden, GROUPS, 1)
     weights = make_ring(weight, PLACES, GROUPS)
     fence_async_shared()
-    what = (hidden, weight, part_maximum, part_sum, hiddens, weights)
+    what = (hidden, weight, hiddens, weights)
     sizes = (num_rows, row_blocks, num_parts, num_items, items_per_part, rate)
+    outputs = (part_maximum, part_sum, marks)
+    filtering = (row_shift, grad_softmax, marks_stride)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (walk_group, (what, sizes, 0, GROUPS)),
-                (walk_group, (what, sizes, 1, GROUPS)),
+                (walk_group, (what, sizes, outputs, filtering, 0, GROUPS)),
+                (walk_group, (what, sizes, outputs, filtering, 1, GROUPS)),
                 (load_walks, (what, sizes, GROUPS)),
             ],
             [4, 1], [240, 24],
@@ -187,10 +216,10 @@ def linear_cross_entropy_walk_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (walk_group, (what, sizes, 0, GROUPS)),
-                (walk_group, (what, sizes, 1, GROUPS)),
-                (walk_group, (what, sizes, 2, GROUPS)),
-                (walk_group, (what, sizes, 3, GROUPS)),
+                (walk_group, (what, sizes, outputs, filtering, 0, GROUPS)),
+                (walk_group, (what, sizes, outputs, filtering, 1, GROUPS)),
+                (walk_group, (what, sizes, outputs, filtering, 2, GROUPS)),
+                (walk_group, (what, sizes, outputs, filtering, 3, GROUPS)),
                 (load_walks, (what, sizes, GROUPS)),
             ],
             [4, 4, 4, 1], [112, 112, 112, 24],
@@ -321,33 +350,58 @@ def linear_cross_entropy_steps_hopper_kernel(
     )  # fmt: skip
 
 
+def walk_of(width: int, *, marks: bool = False) -> Walk:
+    """Return how hidden states of at most `WIDEST` columns are walked, by forward or for marks."""
+    columns = min(columns for columns in WALKS if width <= columns)
+    # Marks of four groups spill.
+    return WALKS[max(128, columns) if marks else columns]
+
+
+def _parts_of(num_rows: int, num_items: int, groups: int, block: int, device: torch.device) -> tuple[int, int, int, int]:
+    """Return blocks of rows, parts of the items and their length, and how many programs take them."""
+    row_blocks, multiprocessors = cdiv(num_rows, GROUP_N.value * groups), gpu(device).multiprocessors
+    most = max(MOST_PARTS, cdiv(multiprocessors, row_blocks))
+    num_parts, tiles = balanced_parts(cdiv(num_items, block), row_blocks, multiprocessors, TILES_OF_A_START, most)
+    return row_blocks, num_parts, tiles * block, min(row_blocks * num_parts, multiprocessors)
+
+
 def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Return the maximum of the logits, in powers of two, and the sum of exponentials relative to it: `[parts, N]` float32."""
     (num_rows, width), num_items = hidden.shape, weight.shape[0]
-    walk = next((walk for columns, walk in WALKS.items() if width <= columns), None)
+    walk, rate = walk_of(width) if width <= WIDEST else None, LOG2_E.value / temperature
     groups, block = (WIDE_GROUPS, WIDE_ITEMS) if walk is None else (walk.groups, 2 * walk.items)
-    row_blocks = cdiv(num_rows, GROUP_N.value * groups)
-    multiprocessors = gpu(hidden.device).multiprocessors
-    most = max(MOST_PARTS, cdiv(multiprocessors, row_blocks))
-    num_parts, tiles = balanced_parts(cdiv(num_items, block), row_blocks, multiprocessors, TILES_OF_A_START, most)
-    items_per_part = tiles * block
+    row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, num_items, groups, block, hidden.device)
     part_maximum, part_sum = hidden.new_empty(2, num_parts, num_rows, dtype=torch.float32).unbind()
-    grid = (min(row_blocks * num_parts, multiprocessors),)
-    rate = LOG2_E.value / temperature
     if walk is None:
-        linear_cross_entropy_steps_hopper_kernel[grid](
+        linear_cross_entropy_steps_hopper_kernel[(programs,)](
             rows_descriptor(hidden, GROUP_N.value, WIDE_STEP), rows_descriptor(weight, WIDE_ITEMS, WIDE_STEP), part_maximum,
             part_sum, None, None, None, None, None, num_rows, row_blocks, num_parts, 0, num_items, items_per_part, 0, rate,
             STEPS=cdiv(width, WIDE_STEP), PLACES=WIDE_PLACES, num_warps=4,
         )  # fmt: skip
     else:
         columns = max(64, triton.next_power_of_2(width))
-        linear_cross_entropy_walk_hopper_kernel[grid](
+        linear_cross_entropy_walk_hopper_kernel[(programs,)](
             rows_descriptor(hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns), part_maximum,
-            part_sum, num_rows, row_blocks, num_parts, num_items, items_per_part, rate, GROUPS=walk.groups, PLACES=walk.places,
-            num_warps=4,
+            part_sum, None, None, None, num_rows, row_blocks, num_parts, num_items, items_per_part, 0, rate,
+            GROUPS=walk.groups, PLACES=walk.places, num_warps=4,
         )  # fmt: skip
     return part_maximum, part_sum
+
+
+def mark_tiles(rows: Rows, weight: Tensor, temperature: float, marks: Tensor) -> None:
+    """Write the largest gradient of a logit of each tile of 64 rows and a walk's items of `weight`, infinite for NaN.
+
+    Softmax alone counts, not the targets. `marks` begins at the first item and has a row for each tile of rows, whole
+    programs' of them, and room for whole pairs of tiles.
+    """
+    (num_rows, width), walk = rows.hidden.shape, walk_of(rows.hidden.shape[1], marks=True)
+    row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, len(weight), walk.groups, 2 * walk.items, weight.device)
+    columns = max(64, triton.next_power_of_2(width))
+    hidden, items = rows_descriptor(rows.hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns)
+    linear_cross_entropy_walk_hopper_kernel[(programs,)](
+        hidden, items, None, None, rows.shift, rows.grad_softmax, marks, num_rows, row_blocks, num_parts, len(weight),
+        items_per_part, marks.stride(0), LOG2_E.value / temperature, GROUPS=walk.groups, PLACES=walk.places, num_warps=4,
+    )  # fmt: skip
 
 
 def logit_gradients(rows: Rows, weight: Tensor, first: int, last: int, temperature: float, gradients: Tensor) -> None:

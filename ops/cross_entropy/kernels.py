@@ -8,8 +8,9 @@ from torch import Tensor
 from jagged.ops._shared.matrices import aligned, inverse_scale_of
 from jagged.ops.cross_entropy.backward import backward_fused
 from jagged.ops.cross_entropy.chunked import backward_chunked
+from jagged.ops.cross_entropy.filter import kept_tiles
 from jagged.ops.cross_entropy.forward import linear_cross_entropy_forward
-from jagged.ops.cross_entropy.launch import Filter, Items, Rows, hopper_serves
+from jagged.ops.cross_entropy.launch import Items, hopper_serves
 from jagged.ops.cross_entropy.rows import prepare_rows
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 
@@ -64,26 +65,15 @@ def linear_cross_entropy_backward(
     if chunk_items and len(target):
         grads = backward_chunked(rows, items, chunk_items, hidden_dtype, weight_dtype, has_grad_bias, is_direct=is_direct)
     else:
-        filter_ = None
+        kept_hidden = kept_weight = None
         if is_filtered and len(target):
-            # In the kernels' units: those of the gradients that they are given.
-            largest = rows.grad_softmax.abs().amax()
-            thresholds = torch.stack([largest * (hidden_eps or 0), largest * (weight_eps or 0)])
-            filter_ = Filter(thresholds, _order(rows, items))
-        grads = backward_fused(rows, items, filter_, hidden_dtype, weight_dtype, has_grad_bias)
+            needs_items = weight_dtype is not None or has_grad_bias
+            kept_hidden, kept_weight = kept_tiles(
+                rows, items, hidden_eps if hidden_dtype is not None else None, weight_eps if needs_items else None
+            )
+        grads = backward_fused(rows, items, kept_hidden, kept_weight, hidden_dtype, weight_dtype, has_grad_bias)
     grad_hidden, grad_weight = (
         grad[:, :width].contiguous() if dtype else hidden.new_empty(0)
         for grad, dtype in zip(grads, (hidden_dtype, weight_dtype), strict=False)
     )
     return grad_hidden, grad_weight, grads[2]
-
-
-def _order(rows: Rows, items: Items) -> Tensor:
-    """Return the items by falling logit of the sum of rows, `[V]` int32: those that any row gives weight to come together."""
-    share = torch.full_like(rows.hidden[:, 0], 1 / rows.hidden.shape[0])
-    logits = items.weight @ (share @ rows.hidden)
-    if items.scale is not None:
-        logits = logits * items.scale
-    if items.bias is not None:
-        logits = logits + items.bias
-    return logits.argsort(descending=True, stable=True).to(torch.int32)

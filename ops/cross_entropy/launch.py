@@ -44,11 +44,22 @@ class Items(NamedTuple):
     softcap: float | None
 
 
-class Filter(NamedTuple):
-    """Which tiles are left out: `thresholds` `[2]` float32 of hidden's and of weight's gradient, `order` `[V]` int32 of items."""
+class Kept(NamedTuple):
+    """Which tiles a filtered gradient is made of, of items in an order.
 
-    thresholds: Tensor
+    Attributes:
+        order: `[V]` int32: items by place.
+        tiles: `[blocks, most]` int32: for each block of a side, tiles of the other that count, in their order.
+        counts: `[blocks]` int32: how many there are.
+        own: rows, or places of items, of a block: no fewer than a program owns.
+        other: rows, or places, of a tile: no fewer than a program takes in a step.
+    """
+
     order: Tensor
+    tiles: Tensor
+    counts: Tensor
+    own: int
+    other: int
 
 
 def hopper_serves(matrices: Sequence[Tensor], options: Sequence[object]) -> bool:

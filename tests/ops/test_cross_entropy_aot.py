@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 # Of the eighth generation the smaller GPUs, 8.6 and 8.9.
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 ROWS = [(kernel, size, width) for (kernel, size), table in TILES.items() for width in table]
-POINTERS = {"target": "*i32", "order": "*i32", "is_kept": "*i8"}
+POINTERS = {"target": "*i32"}
 FLOATS = ("part_maximum", "part_sum", "part_smoothed", "lse", "target_logit", "smoothed", "inverse_scale")
-FLOATS += ("row_shift", "shift", "grad_softmax", "grad_target", "grad_lse", "clean", "vectors")
+FLOATS += ("row_shift", "shift", "grad_softmax", "grad_target", "grad_lse", "clean", "vectors", "marks")
 OPTIONS = ("bias", "item_scale", "smoothing", "grad_smoothed", "grad_bias", "part_smoothed", "smoothed")
-FILTER = ("thresholds", "order", "is_kept")
-POINTERS |= dict.fromkeys((*FLOATS, "thresholds", *OPTIONS), "*fp32")
-SIZES = ("num_rows", "num_items", "num_parts", "items_per_part", "rows_per_part", "first_item", "last_item", "ignore_index")
-SIZES += ("products_stride", "gradients_stride")
+FILTER = ("order", "tiles", "counts")
+POINTERS |= dict.fromkeys((*FLOATS, "threshold", *OPTIONS), "*fp32") | dict.fromkeys(FILTER, "*i32")
+SIZES = ("num_rows", "num_items", "num_parts", "items_per_part", "steps_per_part", "first_item", "last_item", "ignore_index")
+SIZES += ("products_stride", "gradients_stride", "list_stride")
 # The most bytes that a kernel spills on any GPU, plain and with every option at once (which need registers). Tiles are the
 # fastest that were measured on compute capability 9.0, plain; they are named as they are, so that they do not grow unseen.
 ALLOWED_SPILLS = {
@@ -42,21 +42,22 @@ def compile_tile(
     kernel_name: str, dtype: str, width: int, arch: int | str, *, precision: str = "ieee", options: str = ""
 ) -> Resources:
     """Compile one row of the table, plain or with `options` "shaped" (float16's scale too) or "filtered"."""
-    from jagged.ops.cross_entropy import backward, forward
+    from jagged.ops.cross_entropy import backward, filter, forward
 
     # PyTorch says of gfx942 that its capability is 9.4.
     capability = 9 if isinstance(arch, str) else arch // 10
     dtypes = torch.float32 if dtype == "fp32" else torch.bfloat16
-    tile = tile_of(kernel_name, width, dtypes, capability, is_scaled=options == "shaped")
-    kernel = getattr(forward if kernel_name == "forward" else backward, f"linear_cross_entropy_{kernel_name}_kernel")
-    kept = tile_of("backward_hidden", width, dtypes, capability, is_scaled=options == "shaped")
+    row = "backward_hidden" if kernel_name == "marks" else kernel_name
+    tile = tile_of(row, width, dtypes, capability, is_scaled=options == "shaped")
+    module = {"forward": forward, "marks": filter}.get(kernel_name, backward)
+    kernel = getattr(module, f"linear_cross_entropy_{kernel_name}_kernel")
     constants: dict[str, Any] = {
         "BLOCK_N": tile.rows, "BLOCK_V": tile.items, "BLOCK_D": tile.columns, "BLOCK_K": tile.step,
-        "WIDTH": width, "PRECISION": precision, "KEPT_N": kept.rows, "KEPT_V": kept.items,
+        "WIDTH": width, "PRECISION": precision, "OWN_BLOCKS": 2, "PER_TILE": 2,
     }  # fmt: skip
     if options != "shaped":
         constants |= dict.fromkeys((*OPTIONS, "inverse_scale", "softcap"), None)
-    if options != "filtered":
+    if options != "filtered" and kernel_name != "marks":
         constants |= dict.fromkeys(FILTER, None)
     types = {
         **POINTERS,
@@ -95,8 +96,12 @@ def test_float32_tiles(kernel: str, size: int, width: int, arch: int) -> None:
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize(("kernel", "size", "width"), ROWS)
 def test_every_option(kernel: str, size: int, width: int, arch: int) -> None:
+    dtype = "fp16" if size == 2 else "fp32"
     for options in ("shaped", "filtered") if kernel.startswith("backward") else ("shaped",):
-        check(kernel, "fp16" if size == 2 else "fp32", width, arch, precision="tf32", options=options)
+        check(kernel, dtype, width, arch, precision="tf32", options=options)
+    if kernel == "backward_hidden":
+        for options in ("", "shaped"):
+            check("marks", dtype, width, arch, precision="tf32", options=options)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +116,9 @@ def test_amd(kernel: str, size: int, width: int) -> None:
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", ["join", "rows", "logit_gradients"])
+@pytest.mark.parametrize("name", ["join", "rows", "logit_gradients", "kept_tiles"])
 def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
-    from jagged.ops.cross_entropy import chunked, forward, rows
+    from jagged.ops.cross_entropy import chunked, filter, forward, rows
 
     module, constants = {
         "join": (forward, {"BLOCK_N": forward.JOIN_ROWS, "BLOCK_D": forward.JOIN_WIDTH, "WIDTH": 64}),
@@ -121,33 +126,39 @@ def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
         "logit_gradients": (
             chunked, {"BLOCK_N": chunked.BLOCK_ROWS, "BLOCK_V": chunked.BLOCK_ITEMS, "ACCURATE": dtype == "fp32"},
         ),
+        "kept_tiles": (filter, {"OWN": 4, "BLOCK": filter.BLOCK_MARKS}),
     }[name]  # fmt: skip
     kernel = getattr(module, f"linear_cross_entropy_{name}_kernel")
     types = {**POINTERS, **dict.fromkeys(("hidden", "weight", "clean", "gradients"), f"*{dtype}"), "products": "*fp32"}
     types |= {"target": "*i32" if name == "logit_gradients" else "*i64", "items": "*i32"}
     types |= dict.fromkeys((*SIZES, *ALIGNED), "i32") | dict.fromkeys(("inverse_temperature", "softcap"), "fp32")
+    types |= dict.fromkeys(("num_own", "num_other", "own_stride", "other_stride"), "i32")
     signature = {argument: types[argument] for argument in kernel.arg_names if argument not in constants}
     used = compile_kernel(kernel, signature, constants, arch=arch, divisible=ALIGNED)
     assert used.spills == 0, str(used)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("width", [64, 128, 256, "wide", "gradients"])
-def test_warps_that_specialise(width: int | str, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("width", "way"), [*itertools.product((64, 128, 256), ("forward", "marks")), (0, "forward"), (0, "gradients")]
+)
+def test_warps_that_specialise(width: int, way: str, dtype: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops._shared.ring import LAYOUT
     from jagged.ops.cross_entropy import hopper
 
     constants: dict[str, Any]
-    if isinstance(width, int):
-        walk, kernel = hopper.WALKS[width], hopper.linear_cross_entropy_walk_hopper_kernel
+    if width:
+        walk, kernel = hopper.walk_of(width, marks=way == "marks"), hopper.linear_cross_entropy_walk_hopper_kernel
         items, columns, constants = walk.items, width, {"GROUPS": walk.groups, "PLACES": walk.places}
+        of_marks = ("row_shift", "grad_softmax", "marks")
+        constants |= dict.fromkeys(of_marks if way == "forward" else ("part_maximum", "part_sum"))
     else:
         kernel = hopper.linear_cross_entropy_steps_hopper_kernel
         items, columns = hopper.WIDE_ITEMS, hopper.WIDE_STEP
         constants = {"STEPS": 36, "PLACES": hopper.WIDE_PLACES}
         of_gradients = ("target", "row_shift", "grad_softmax", "grad_target", "gradients")
-        constants |= dict.fromkeys(of_gradients if width == "wide" else ("part_maximum", "part_sum"))
+        constants |= dict.fromkeys(of_gradients if way == "forward" else ("part_maximum", "part_sum"))
     signature = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | {"rate": "fp32", "gradients": f"*{dtype}"}
     signature |= {
         name: f"tensordesc<{dtype}{[rows, columns]},{LAYOUT!r}>"
@@ -194,5 +205,8 @@ def test_every_width_has_a_tile() -> None:
                 if kernel == "backward_weight":
                     kept = tile_of("backward_hidden", width, dtype, capability, is_scaled=is_scaled)
                     assert kept.rows % tile.rows == 0, "a step over rows lies within a tile that is kept or left out"
+                    assert max(kept.items, tile.items) % min(kept.items, tile.items) == 0, (
+                        "blocks of items share a list, or tiles"
+                    )
     for exceptions in (SCALED, *EXCEPTIONS.values()):
         assert set(exceptions) <= set(ROWS)

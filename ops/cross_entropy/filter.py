@@ -1,0 +1,186 @@
+"""Which tiles a filtered gradient is made of: those where the gradient of some logit reaches a threshold.
+
+Items are taken in the order of the mean row's logits, so that those with weight come together. One walk computes the logits of
+all tiles and marks each with its largest gradient. Of the marks come lists, for each block of either side, of the tiles that
+count: the kernels of the gradients go along them and never see the others.
+
+On Hopper the walk is that of the forward pass (`hopper.py`), over copies of some items at a time in their order.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
+from jagged.ops._shared.matrices import split
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.cross_entropy.launch import Items, Kept, Rows, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
+
+# Programs of a walk for each multiprocessor.
+PROGRAMS = 8
+# Marks that a program of the lists reads at once.
+BLOCK_MARKS = 1024
+# Of the copy of some items in their order.
+COPY_BYTES = 32 * 2**20
+WIDEST_ON_HOPPER = 256
+
+
+class Marks(NamedTuple):
+    """The largest size of a gradient in each tile of `rows` by `items`, infinite for NaN: `[row tiles, item tiles]` float32."""
+
+    largest: Tensor
+    rows: int
+    items: int
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part"])
+def linear_cross_entropy_marks_kernel(
+    hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, weight, bias, item_scale, smoothing, order, marks,
+    num_rows, num_items, hidden_stride, weight_stride, items_per_part, inverse_temperature, softcap,
+    BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Marks of the tiles of a block of rows and one part of the items."""
+    ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_exists = row < num_rows
+    row_target, shift, of_softmax, of_target = load_rows(target, row_shift, grad_softmax, grad_target, row, num_rows)
+    if WIDTH <= BLOCK_K:
+        hidden_tile = load_tile(hidden, row, hidden_stride, row_exists, 0, WIDTH, BLOCK_K)
+    marks += tl.program_id(0).to(tl.int64) * tl.cdiv(num_items, BLOCK_V)
+    first = tl.program_id(1) * items_per_part
+    # The sum of the first and the length may pass 2^31.
+    for start in range(first, first + tl.minimum(items_per_part, num_items - first), BLOCK_V):
+        place = start + tl.arange(0, BLOCK_V)
+        exists = place < num_items
+        item = tl.load(order + place, mask=exists, other=0)
+        if WIDTH <= BLOCK_K:
+            weight_tile = load_tile(weight, item, weight_stride, exists, 0, WIDTH, BLOCK_K)
+            products = dot(hidden_tile, tl.trans(weight_tile), None, PRECISION)
+        else:
+            products = logits_of_tiles(
+                hidden, row, hidden_stride, row_exists, weight, item, weight_stride, exists, WIDTH, BLOCK_N, BLOCK_V, BLOCK_K,
+                PRECISION,
+            )  # fmt: skip
+        logits = logits_of_products(products, item, exists, bias, item_scale, softcap, 1)
+        gradients = logit_gradients(
+            logits, item, exists, row, row_exists, row_target, shift, of_softmax, of_target, grad_smoothed, smoothing, softcap,
+            inverse_temperature, ACCURATE,
+        )  # fmt: skip
+        sizes = tl.where(gradients == gradients, tl.abs(gradients), float("inf"))
+        tl.store(marks + start // BLOCK_V, tl.max(tl.where(exists[None, :], sizes, 0.0), None))
+
+
+@triton.jit(do_not_specialize=["num_own", "num_other", "own_stride", "other_stride"])
+def linear_cross_entropy_kept_tiles_kernel(
+    marks, threshold, tiles, counts, num_own, num_other, own_stride, other_stride, OWN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """List, in their order, the tiles of the other side where any of a block's `OWN` tiles has the threshold or more."""
+    block = tl.program_id(0)
+    tiles += block.to(tl.int64) * num_other
+    least = tl.load(threshold)
+    count = tl.zeros((), tl.int32)
+    for start in range(0, num_other, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for i in tl.static_range(OWN):
+            own = block * OWN + i
+            address = marks + own.to(tl.int64) * own_stride + other.to(tl.int64) * other_stride
+            largest = tl.maximum(largest, tl.load(address, mask=(other < num_other) & (own < num_own), other=0.0))
+        is_kept = ((other < num_other) & ((largest < least) == 0)).to(tl.int32)
+        tl.store(tiles + count + tl.cumsum(is_kept, 0) - 1, other, mask=is_kept > 0)
+        count += tl.sum(is_kept, 0)
+    tl.store(counts + block, count)
+
+
+def kept_tiles(rows: Rows, items: Items, of_hidden: float | None, of_weight: float | None) -> tuple[Kept | None, Kept | None]:
+    """Return the tiles of the gradients of hidden and of weight, of at least one row; None for one without a filter.
+
+    `of_hidden` and `of_weight` are shares of the largest row's gradient, None for a gradient that is exact or not wanted.
+    """
+    if of_hidden is None and of_weight is None:
+        return None, None
+    order = _order(rows, items)
+    if rows.hidden.shape[1] <= WIDEST_ON_HOPPER and hopper_serves((rows.hidden, items.weight), (*items[1:4], items.softcap)):
+        marks = _marks_on_hopper(rows, items, order)
+    else:
+        marks = _marks(rows, items, order)
+    # In the kernels' units: those of the gradients that they are given.
+    highest = rows.grad_softmax.abs().amax()
+    hidden = weight = None
+    if of_hidden is not None:
+        block = tile_for("backward_hidden", rows.hidden, is_scaled=items.scale is not None).rows
+        hidden = Kept(order, *_lists(marks.largest, highest * of_hidden, marks.rows, block), marks.items)
+    if of_weight is not None:
+        block = tile_for("backward_weight", rows.hidden, is_scaled=items.scale is not None).items
+        weight = Kept(order, *_lists(marks.largest.t(), highest * of_weight, marks.items, block), marks.rows)
+    return hidden, weight
+
+
+def _lists(largest: Tensor, threshold: Tensor, own: int, block: int) -> tuple[Tensor, Tensor, int]:
+    """Return lists of tiles, their lengths, and of how many own rows a block is: those of a mark, or of a program's `block`."""
+    marks_of_block = max(1, block // own)
+    num_own, num_other = largest.shape
+    blocks = cdiv(num_own, marks_of_block)
+    tiles = torch.empty(blocks, num_other, dtype=torch.int32, device=largest.device)
+    counts = tiles.new_empty(blocks)
+    linear_cross_entropy_kept_tiles_kernel[(blocks,)](
+        largest, threshold, tiles, counts, num_own, num_other, *largest.stride(), OWN=marks_of_block, BLOCK=BLOCK_MARKS
+    )
+    return tiles, counts, own * marks_of_block
+
+
+def _marks(rows: Rows, items: Items, order: Tensor) -> Marks:
+    """Return marks of the tiles of hidden's gradient."""
+    hidden, weight = rows.hidden, items.weight
+    tile = tile_for("backward_hidden", hidden, is_scaled=items.scale is not None)
+    blocks, num_items = cdiv(hidden.shape[0], tile.rows), weight.shape[0]
+    num_parts, items_per_part = split(num_items, tile.items, blocks, PROGRAMS, hidden.device)
+    largest = hidden.new_empty(blocks, cdiv(num_items, tile.items), dtype=torch.float32)
+    linear_cross_entropy_marks_kernel[(blocks, num_parts)](
+        *rows[:6], *items[:4], order, largest, hidden.shape[0], num_items, hidden.stride(0), weight.stride(0),
+        items_per_part, 1 / items.temperature, items.softcap, **constants(tile, hidden),
+    )  # fmt: skip
+    return Marks(largest, tile.rows, tile.items)
+
+
+def _marks_on_hopper(rows: Rows, items: Items, order: Tensor) -> Marks:
+    """Return marks of the tiles of forward's walk, those with a target of their rows infinite."""
+    from jagged.ops.cross_entropy.hopper import GROUP_N, mark_tiles, walk_of
+
+    hidden, weight = rows.hidden, items.weight
+    (num_rows, width), num_items = hidden.shape, weight.shape[0]
+    walk = walk_of(width, marks=True)
+    block, step = GROUP_N.value, 2 * walk.items
+    num_tiles = 2 * cdiv(num_items, step)
+    # One mark more than there are tiles, for the targets of rows that have none.
+    marks = hidden.new_empty(cdiv(num_rows, block * walk.groups) * walk.groups * num_tiles + 1, dtype=torch.float32)
+    largest = marks[:-1].view(-1, num_tiles)
+    most = max(1, COPY_BYTES // (width * weight.element_size() * step)) * step
+    copy = weight.new_empty(min(most, num_items), width)
+    for first in range(0, num_items, most):
+        some = copy[: min(most, num_items - first)]
+        torch.index_select(weight, 0, order[first : first + len(some)], out=some)
+        mark_tiles(rows, some, items.temperature, largest[:, first // walk.items :])
+    place = torch.empty_like(order)
+    place[order] = torch.arange(num_items, dtype=order.dtype, device=order.device)
+    row = torch.arange(num_rows, device=order.device)
+    tile = row // block * num_tiles + place[rows.target.clamp(min=0)] // walk.items
+    marks.index_fill_(0, torch.where(rows.target < 0, len(marks) - 1, tile), float("inf"))
+    return Marks(largest[: cdiv(num_rows, block), : cdiv(num_items, walk.items)], block, walk.items)
+
+
+def _order(rows: Rows, items: Items) -> Tensor:
+    """Return the items by falling logit of the mean row, `[V]` int32: those that any row gives weight to come together."""
+    share = torch.full_like(rows.hidden[:, 0], 1 / rows.hidden.shape[0])
+    logits = items.weight @ (share @ rows.hidden)
+    if items.scale is not None:
+        logits = logits * items.scale
+    if items.bias is not None:
+        logits = logits + items.bias
+    return logits.argsort(descending=True, stable=True).to(torch.int32)

@@ -1,0 +1,191 @@
+"""Filtered gradients: the tiles that are kept are those that reach the threshold, and the gradients are sums over them alone."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from jagged.ops import linear_cross_entropy
+from jagged.ops.cross_entropy import filter, kernels
+from jagged.ops.cross_entropy.launch import Kept
+from tests.ops.test_cross_entropy import inputs_of, targets_of
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+
+pytestmark = pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the kernels alone")
+ON_GPU = pytest.mark.gpu
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(name="kept")
+def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Kept | None, Kept | None]]]:
+    """What the last backward pass went along."""
+    seen: list[tuple[Kept | None, Kept | None]] = []
+    monkeypatch.setattr(kernels, "kept_tiles", lambda *arguments: (seen.append(filter.kept_tiles(*arguments)), seen[-1])[1])
+    yield seen
+    assert seen
+
+
+def peaked(rows: int, items: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Hidden states and weights of logits that few items have most weight of, the same for all rows but for some."""
+    hidden, weight = inputs_of(rows, items, width, dtype)
+    common = inputs_of(1, items, width, dtype, seed=5)[0]
+    return [hidden + 4 * common, weight]
+
+
+def mask_of(kept: Kept | None, rows: int, items: int, *, owns_items: bool) -> Tensor:
+    """Which logits a gradient is made of, `[N, V]`."""
+    if kept is None:
+        return torch.ones(rows, items, dtype=torch.bool, device=PLACE.device)
+    num_own, num_other = (items, rows) if owns_items else (rows, items)
+    mask = torch.zeros(num_own, num_other, dtype=torch.bool, device=PLACE.device)
+    for block, count in enumerate(kept.counts.tolist()):
+        tiles = kept.tiles[block, :count].tolist()
+        assert tiles == sorted(set(tiles))
+        for tile in tiles:
+            mask[block * kept.own : (block + 1) * kept.own, tile * kept.other : (tile + 1) * kept.other] = True
+    mask = mask.t() if owns_items else mask
+    assert sorted(kept.order.tolist()) == list(range(items))
+    return torch.empty_like(mask).index_copy_(1, kept.order.long(), mask)
+
+
+def logit_gradients(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Of the sum of the losses, in float64 for float64."""
+    logits = (hidden @ weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
+    gradients = logits.softmax(1)
+    valid = target >= 0
+    gradients[torch.arange(len(target), device=target.device), target.clamp(min=0)] -= 1
+    return torch.where(valid[:, None], gradients, 0)
+
+
+@pytest.mark.parametrize("eps", [(2.0**-9, 2.0**-6), (2.0**-6, 2.0**-9), (2.0**-8, None), (None, 2.0**-8)])
+@pytest.mark.parametrize(
+    ("rows", "items", "width", "dtype"),
+    [
+        (70, 300, 16, torch.float32), (130, 200, 130, torch.bfloat16),
+        *(pytest.param(*size, marks=ON_GPU) for size in [
+            (1, 3000, 64, HALVES[0]), (200, 3001, 50, HALVES[0]), (257, 5000, 128, HALVES[1]), (130, 3000, 200, HALVES[0]),
+            (300, 9000, 256, HALVES[1]), (500, 4000, 320, HALVES[0]),
+        ]),
+    ],
+)  # fmt: skip
+def test_sums_over_the_tiles_that_count(
+    place: Place, kept: list[Any], rows: int, items: int, width: int, dtype: torch.dtype, eps: tuple[float | None, float | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    # Several copies of items, the last one short.
+    monkeypatch.setattr(filter, "COPY_BYTES", 1)
+    inputs, target = peaked(rows, items, width, dtype), targets_of(rows, items, ignored=0.1 if rows > 1 else 0.0)
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, reduction="sum", filter_eps=eps, backend=place.backend)
+
+    leaves = [x.requires_grad_() for x in inputs]
+    ours(*leaves).backward()
+    masks = [mask_of(of, rows, items, owns_items=owns) for of, owns in zip(kept[-1], (False, True), strict=True)]
+    exact = logit_gradients(*(x.detach().double() for x in inputs), target)
+    for of, mask, share in zip(kept[-1], masks, eps, strict=True):
+        assert (of is None) == (share is None)
+        if of is None or share is None:
+            continue
+        # Of products that are rounded only by their sums.
+        assert bool((exact.abs()[~mask] < share * 1.02).all())
+        if items > 1000:
+            assert float(mask.float().mean()) < 0.5
+
+    def masked(hidden: Tensor, weight: Tensor) -> Tensor:
+        h, w = hidden.detach(), weight.detach()
+        gradients = logit_gradients(h, w, target)
+        of_hidden, of_weight = ((gradients * mask).to(h.dtype) for mask in masks)
+        value = (torch.logsumexp((h @ w.t()).to(gradients.dtype), 1) - (h * w[target.clamp(min=0)]).sum(1).to(gradients.dtype))[
+            target >= 0
+        ].sum()
+        surrogate = ((of_hidden @ w) * hidden).to(gradients.dtype).sum() + ((of_weight.t() @ h) * weight).to(
+            gradients.dtype
+        ).sum()
+        return value + surrogate - surrogate.detach()
+
+    check_three_way(ours, masked, [x.detach() for x in inputs])
+
+
+@pytest.mark.parametrize("width", [64, pytest.param(256, marks=ON_GPU)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_without_weight_are_left_out(place: Place, kept: list[Any], width: int, dtype: torch.dtype) -> None:
+    """Scattered items that no row scores highly: the order brings them together, and both sides pass them by."""
+    rows, items = 130, 520
+    hidden, weight = inputs_of(rows, items, width, dtype)
+    hidden[:, 0], weight[:, 0] = 1, 0
+    weight[1::2, 0] = -30
+    target = targets_of(rows, items // 2) * 2
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    linear_cross_entropy(*leaves, target, reduction="sum", filter_eps=2.0**-10, backend=place.backend).backward()
+    for of, owns in zip(kept[-1], (False, True), strict=True):
+        # The tile at the border has items of both kinds.
+        assert int(mask_of(of, rows, items, owns_items=owns)[:, 1::2].any(0).sum()) < 128
+    assert weight.grad is not None
+    assert int(weight.grad[1::2].any(1).sum()) < 128
+    assert bool(weight.grad[::2].any(1).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["hidden", "weight"])
+@pytest.mark.usefixtures("kept")
+def test_nan_is_kept(place: Place, where: str, dtype: torch.dtype) -> None:
+    rows, items, width = 130, 300, 64
+    hidden, weight = inputs_of(rows, items, width, dtype)
+    (hidden if where == "hidden" else weight)[77, 3] = math.nan
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        loss = linear_cross_entropy(*leaves, targets_of(rows, items), reduction="sum", filter_eps=0.5, backend=place.backend)
+        grad_hidden, grad_weight = torch.autograd.grad(loss, leaves)
+    assert bool(grad_hidden[77 if where == "hidden" else slice(None)].isnan().any(-1).all())
+    assert bool(grad_weight.isnan().any(1).all())
+
+
+@pytest.mark.usefixtures("kept")
+def test_rows_of_weight_0_keep_nothing(place: Place) -> None:
+    """Thresholds are shares of the largest row's gradient: other rows have none to keep but their targets'."""
+    rows, items = 130, 300
+    leaves = [x.requires_grad_() for x in inputs_of(rows, items, 16, torch.bfloat16)]
+    sample_weight = torch.zeros(rows, device=place.device)
+    sample_weight[3] = 2
+    loss = linear_cross_entropy(
+        *leaves, targets_of(rows, items), reduction="sum", sample_weight=sample_weight, filter_eps=2.0**-12, backend=place.backend
+    )
+    grad_hidden, _ = torch.autograd.grad(loss, leaves)
+    assert torch.equal(grad_hidden.any(1).nonzero()[:, 0].cpu(), torch.tensor([3]))
+
+
+@ON_GPU
+@pytest.mark.parametrize("width", [64, 256])
+def test_no_synchronisation_and_graph_capture(place: Place, width: int) -> None:
+    leaves = [x.requires_grad_() for x in peaked(300, 4000, width, torch.bfloat16)]
+    target = targets_of(300, 4000, ignored=0.3)
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(linear_cross_entropy(*leaves, target, filter_eps=2.0**-8), leaves)
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    again = step()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for ignored in (0.3, 0.9, 0.0):
+        target.copy_(targets_of(300, 4000, 1, ignored))
+        graph.replay()
+        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
