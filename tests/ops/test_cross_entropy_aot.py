@@ -30,7 +30,9 @@ SIZES += ("products_stride", "gradients_stride", "list_stride")
 ALLOWED_SPILLS = {
     ("forward", 2, 256): (0, 104),
     ("forward", 2, 512): (0, 260),
-    ("backward_hidden", 2, 256): (8, 0),
+    ("backward_hidden", 2, 256): (8, 72),
+    ("marks", 2, 64): (0, 8),
+    ("marks", 2, 512): (0, 8),
     ("backward_weight", 2, 256): (0, 196),
 }
 TOO_LARGE_FOR_AMD = {("forward", 2, 128), ("forward", 2, 256), ("forward", 2, 512), ("backward_hidden", 2, 256)}
