@@ -296,6 +296,7 @@ METHODS: dict[str, Method] = {
     "compiled": Method("all", compiled),
     "eager": Method("all", eager),
     "jagged_sampled": ours("sampled"),
+    "jagged_sparse": ours("sampled", sparse=True),
     "gathered": Method("sampled", gathered),
 }
 

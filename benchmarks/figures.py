@@ -368,7 +368,11 @@ def cross_entropy_scaling(result: dict[str, Any], path: Path) -> None:
     axes_of = {"items": "items", "width": "width", "negatives": "negatives of a row"}
     copy = result["environment"].get("copy_gb_per_s")
     figure, axes = plt.subplots(2, len(axes_of), figsize=(11, 6.4), layout="constrained", squeeze=False)
-    colours = {"jagged": ("#1f6f8b", "all items"), "jagged_sampled": ("#d9a066", "sampled")}
+    colours = {
+        "jagged": ("#1f6f8b", "all items"),
+        "jagged_sampled": ("#d9a066", "sampled"),
+        "jagged_sparse": ("#a4707c", "sampled, sparse gradient"),
+    }
     for column, (axis_name, label) in enumerate(axes_of.items()):
         along = [row for row in rows if row["along"][0] == axis_name]
         for who, (colour, _) in colours.items():

@@ -357,6 +357,7 @@ CROSS_ENTROPY = {
     "compiled": "`torch.compile`",
     "eager": "PyTorch",
     "jagged_sampled": "jagged, sampled",
+    "jagged_sparse": "jagged, sampled, sparse gradient",
     "gathered": "PyTorch, gathered rows",
     "plain": "products and `torch.topk`",
 }

@@ -226,6 +226,8 @@ def main() -> None:
                 config = TrainConfig(**{**settings, **(arguments.head or {}).get(name, {}), **changes, **fixed})
                 if torch.cuda.is_available():
                     gc.collect()
+                    # cuBLAS keeps some memory for each stream that there was.
+                    torch._C._cuda_clearCublasWorkspaces()
                     torch.cuda.empty_cache()
                     torch.cuda.reset_peak_memory_stats()
                 result = run(dataset, config)

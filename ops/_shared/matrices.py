@@ -40,14 +40,14 @@ def split(length: int, block: int, blocks: int, programs: int, device: torch.dev
 
 
 @functools.lru_cache(maxsize=4096)
-def balanced_parts(steps: int, blocks: int, at_once: int, overhead: int, most: int) -> tuple[int, int]:
-    """Return in how many parts, `most` at most, walks of `steps` end first, and the steps of a part.
+def balanced_parts(steps: int, blocks: int, at_once: int, overhead: int, most: int, least: int = 1) -> tuple[int, int]:
+    """Return in how many parts, from `least` to `most`, walks of `steps` end first, and the steps of a part.
 
     `blocks` programs make the walk, `at_once` of all their parts run together, and a part costs `overhead` beside its steps, in
     steps. For programs that come in few rounds, of which the last may leave much of the GPU idle.
     """
     steps, blocks = max(1, steps), max(1, blocks)
-    lengths = dict.fromkeys(cdiv(steps, parts) for parts in range(1, max(1, min(steps, most)) + 1))
+    lengths = dict.fromkeys(cdiv(steps, parts) for parts in range(least, max(least, min(steps, most)) + 1))
 
     def end(length: int) -> int:
         return cdiv(blocks * cdiv(steps, length), at_once) * (length + overhead)

@@ -79,6 +79,29 @@ class TestOnHopper:
         """More blocks of items than multiprocessors."""
         check(place, inputs_of(70, 60_000, width, torch.bfloat16), targets_of(70, 60_000), reduction="sum")
 
+    @pytest.mark.parametrize("width", [64, 256])
+    @pytest.mark.parametrize(("rows", "items"), [(1000, 9000), (9000, 1000)])
+    def test_short_walks(self, place: Place, rows: int, items: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of so many parts that own rows are taken some at a time."""
+        from jagged.ops.cross_entropy import hopper_backward
+
+        monkeypatch.setattr(hopper_backward, "LONGEST", 1)
+        monkeypatch.setattr(hopper_backward, "TURNS", 2)
+        check(place, inputs_of(rows, items, width, torch.bfloat16), targets_of(rows, items, ignored=0.2), reduction="none")
+
+    def test_long_sums_lose_nothing(self, place: Place) -> None:
+        """Tensor cores cut off what does not fit into a sum; all terms have one sign here, so that it would add up."""
+        rows, items, width = 17_000, 1_500_000, 64
+        hidden, weight = inputs_of(rows, items, width, torch.float16)
+        weight = weight.abs_()
+        leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+        lse = linear_cross_entropy(*leaves, targets_of(rows, items), return_lse=True, backend=place.backend)[1]
+        grad_hidden, _ = torch.autograd.grad(lse.sum(), leaves)
+        wide = weight.detach().double()
+        exact = (hidden[:16].detach().double() @ wide.t()).softmax(1) @ wide
+        share = (grad_hidden[:16].double() * exact).sum() / exact.square().sum()
+        assert abs(float(share) - 1) < 5e-4
+
     @pytest.mark.parametrize("dtype", HALVES)
     def test_ignored_rows(self, place: Place, dtype: torch.dtype) -> None:
         hidden, weight = inputs_of(129, 300, 64, dtype)
