@@ -30,3 +30,14 @@ def test_parts_make_up_the_walk(steps: int, blocks: int, overhead: int) -> None:
 def test_rounds_are_full(steps: int, blocks: int, at_once: int, overhead: int, parts: int) -> None:
     """Halves of 128 walks fill one round of 264 programs, thirds of 200 five of 132 but for 60, of which fourths need seven."""
     assert balanced_parts(steps, blocks, at_once, overhead, 8 * at_once // blocks)[0] == parts
+
+
+@pytest.mark.parametrize(
+    ("steps", "blocks", "least"), [(15_625, 132, 8), (15_625, 68, 8), (26_000, 5, 13), (3, 400, 3), (1, 1, 1)]
+)
+def test_parts_are_no_fewer_than_asked(steps: int, blocks: int, least: int) -> None:
+    most = 8 * MULTIPROCESSORS // blocks
+    parts, length = balanced_parts(steps, blocks, MULTIPROCESSORS, 0, most, least)
+    assert (parts - 1) * length < steps <= parts * length
+    assert length <= -(-steps // least)
+    assert parts <= max(least, most)
