@@ -99,6 +99,7 @@ SAMPLED = {
     "511 a row": (Size(8192, 100_000, 64, "fp16", 511), {"forward": 0.18, "both": 0.6}),
     "8,192 of the batch": (Size(25600, 1_000_000, 256, "fp16", 8192, None), {"forward": 0.45, "both": 1.8}),
     "1,024 of 128 rows": (Size(25600, 1_000_000, 256, "fp16", 1024, 128), {}),
+    "8,192 of a large table": (Size(25600, 10_000_000, 256, "fp16", 8192, None), {}),
 }
 
 
@@ -132,7 +133,7 @@ def parts() -> dict[str, Part]:
         for size in ((25600, 1_000_000, 256), (8192, 100_000, 64))
     }
     sampled: Part = {
-        f"{_title((size.rows, size.items, size.width))}: {name}": Case(size, ("jagged_sampled", "gathered"), asked=asked)
+        f"{_title((size.rows, size.items, size.width))}: {name}": Case(size, (*SPARSE, "gathered"), asked=asked)
         for name, (size, asked) in SAMPLED.items()
     }
     scaling: Part = {}
