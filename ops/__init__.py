@@ -25,15 +25,19 @@ from jagged.ops.elementwise import (
     jagged_mlp,
     jagged_pairwise_difference,
 )
+from jagged.ops.embedding_bag import BagLayout, BagOptimizer, embedding_bags
 from jagged.ops.sampled_cross_entropy import Draw, drawn_negatives, sampled_linear_cross_entropy
 from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
+    "BagLayout",
+    "BagOptimizer",
     "Draw",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
     "dense_to_jagged",
     "drawn_negatives",
+    "embedding_bags",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",

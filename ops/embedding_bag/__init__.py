@@ -1,0 +1,7 @@
+"""Pooled embeddings of many features, from tables of many shapes, in one launch."""
+
+from jagged.ops.embedding_bag.layout import BagLayout
+from jagged.ops.embedding_bag.op import embedding_bags
+from jagged.ops.embedding_bag.optimizers import BagOptimizer
+
+__all__ = ["BagLayout", "BagOptimizer", "embedding_bags"]

@@ -1,0 +1,138 @@
+"""Where embedding tables of many shapes lie in one storage, and which features read them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.sizes import cdiv
+
+# Elements that the start of a table is a multiple of, so that 16-byte loads fit any dtype.
+ALIGNMENT = 16
+# Columns of `BagLayout.tensor`, one row for each feature.
+FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table")
+
+
+@dataclass(frozen=True)
+class BagLayout:
+    """The tables of `embedding_bags` and the features that read them; immutable, and the same for every batch.
+
+    Args:
+        rows: of each table, at least 1.
+        widths: of each table, at least 1: its embedding dimension.
+        tables: for each feature the table that it reads; None: one feature for each table.
+        means: for each feature whether its bags are means; None: all are sums.
+
+    Raises:
+        ValueError: lengths that do not fit, a table without rows or columns, or a feature of a table that is not there.
+
+    Example:
+        >>> from jagged.ops import BagLayout
+        >>> layout = BagLayout(rows=(10, 5), widths=(4, 3), tables=(0, 1, 0))
+        >>> layout.num_elements, layout.width
+        (63, 11)
+    """
+
+    rows: tuple[int, ...]
+    widths: tuple[int, ...]
+    tables: tuple[int, ...] | None = None
+    means: tuple[bool, ...] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "widths", "tables", "means"):
+            value: Sequence[int] | None = getattr(self, name)
+            if value is not None and not isinstance(value, tuple):
+                object.__setattr__(self, name, tuple(value))
+        if len(self.rows) != len(self.widths):
+            raise ValueError(f"widths: expected one for each of the {len(self.rows)} tables of rows, got {len(self.widths)}")
+        for name, values in (("rows", self.rows), ("widths", self.widths)):
+            if any(value < 1 for value in values):
+                table = next(i for i, value in enumerate(values) if value < 1)
+                raise ValueError(f"{name}: expected at least 1, got {values[table]} for table {table}")
+        if self.tables is None:
+            object.__setattr__(self, "tables", tuple(range(len(self.rows))))
+        assert self.tables is not None
+        if any(not 0 <= table < len(self.rows) for table in self.tables):
+            feature = next(i for i, table in enumerate(self.tables) if not 0 <= table < len(self.rows))
+            raise ValueError(
+                f"tables: expected a table from 0 to {len(self.rows) - 1}, got {self.tables[feature]} for feature {feature}"
+            )
+        if self.means is None:
+            object.__setattr__(self, "means", (False,) * len(self.tables))
+        assert self.means is not None
+        if len(self.means) != len(self.tables):
+            raise ValueError(f"means: expected one for each of the {len(self.tables)} features, got {len(self.means)}")
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        assert self.tables is not None
+        return len(self.tables)
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """For each table the element of the storage that it begins at, and the length of the storage."""
+        sizes = (cdiv(rows * width, ALIGNMENT) * ALIGNMENT for rows, width in zip(self.rows, self.widths, strict=True))
+        starts = (0, *accumulate(sizes))
+        # The last one ends where its rows do.
+        last = 0 if not self.rows else starts[-2] + self.rows[-1] * self.widths[-1]
+        return (*starts[:-1], last)
+
+    @property
+    def num_elements(self) -> int:
+        """Length of the storage."""
+        return self.starts[-1]
+
+    @functools.cached_property
+    def first_rows(self) -> tuple[int, ...]:
+        """For each table the number of rows of those before, and that of all."""
+        return (0, *accumulate(self.rows))
+
+    @functools.cached_property
+    def feature_widths(self) -> tuple[int, ...]:
+        """Of each feature."""
+        assert self.tables is not None
+        return tuple(self.widths[table] for table in self.tables)
+
+    @functools.cached_property
+    def columns(self) -> tuple[int, ...]:
+        """For each feature the column of the output that it begins at, and the number of all."""
+        return (0, *accumulate(self.feature_widths))
+
+    @property
+    def width(self) -> int:
+        """Columns of the output."""
+        return self.columns[-1]
+
+    def views(self, storage: Tensor) -> list[Tensor]:
+        """Return each table as a view `[rows, width]` of a storage `[num_elements]`."""
+        return [
+            storage[start : start + rows * width].view(rows, width)
+            for start, rows, width in zip(self.starts[:-1], self.rows, self.widths, strict=True)
+        ]
+
+    def tensor(self, device: torch.device) -> Tensor:
+        """Return `[F, len(FIELDS)]` int64, the same tensor every time; made outside of a graph that is captured."""
+        # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
+        if device not in self._tensors:
+            self._tensors[device] = torch.tensor(self._fields, dtype=torch.int64).reshape(-1, len(FIELDS)).to(device)
+        return self._tensors[device]
+
+    @functools.cached_property
+    def _tensors(self) -> dict[torch.device, Tensor]:
+        return {}
+
+    @property
+    def _fields(self) -> list[tuple[int, ...]]:
+        assert self.tables is not None
+        assert self.means is not None
+        of_features = zip(self.tables, self.feature_widths, self.columns[:-1], self.means, strict=True)
+        return [
+            (self.starts[table], self.rows[table], width, column, int(is_mean), self.first_rows[table], table)
+            for table, width, column, is_mean in of_features
+        ]

@@ -1,0 +1,260 @@
+"""Embedding bags: rows of many tables pooled over the lookups of many features."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.autograd import first_order
+from jagged.ops._shared.registration import define_operator, resolve_backend
+from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor, validation_is_on
+from jagged.ops.embedding_bag import torch_impl
+from jagged.ops.embedding_bag.layout import BagLayout
+from jagged.ops.embedding_bag.optimizers import BagOptimizer
+
+IDS = (torch.int64, torch.int32)
+CPU = torch.device("cpu")
+
+
+def _forward_fake(weights: Tensor, *others: Any) -> Tensor:
+    *_, batches, _, size, width, output_dtype, _ = others
+    return weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
+
+
+def _weights_backward_fake(grad: Tensor, *others: Any) -> Tensor:
+    *_, num_elements, weights_dtype, _ = others
+    return grad.new_empty(num_elements, dtype=weights_dtype)
+
+
+def _samples_backward_fake(grad: Tensor, weights: Tensor, indices: Tensor, *others: Any) -> Tensor:
+    return grad.new_empty(indices.shape, dtype=others[-2])
+
+
+def _update_fake(*_: Any) -> None: ...
+
+
+# The layout comes twice, on the device and on the host, and so do the batches: kernels read the one, PyTorch's loops the other.
+_BATCH = "Tensor device_layout, Tensor layout, Tensor? batches, Tensor? host_batches"
+_LOOKUPS = f"Tensor indices, Tensor offsets, Tensor? per_sample_weights, {_BATCH}"
+
+_forward = define_operator(
+    "embedding_bags",
+    f"(Tensor weights, {_LOOKUPS}, SymInt size, SymInt width, ScalarType output_dtype, str backend) -> Tensor",
+    torch_impl=torch_impl.embedding_bags_forward,
+    triton_impl="jagged.ops.embedding_bag.forward:embedding_bags_forward",
+    fake=_forward_fake,
+)
+_weights_backward = define_operator(
+    "embedding_bags_weights_backward",
+    f"(Tensor grad, {_LOOKUPS}, SymInt num_elements, ScalarType weights_dtype, str backend) -> Tensor",
+    torch_impl=torch_impl.embedding_bags_weights_backward,
+    triton_impl="jagged.ops.embedding_bag.backward:embedding_bags_weights_backward",
+    fake=_weights_backward_fake,
+)
+_samples_backward = define_operator(
+    "embedding_bags_samples_backward",
+    f"(Tensor grad, Tensor weights, Tensor indices, Tensor offsets, {_BATCH}, ScalarType dtype, str backend) -> Tensor",
+    torch_impl=torch_impl.embedding_bags_samples_backward,
+    triton_impl="jagged.ops.embedding_bag.backward:embedding_bags_samples_backward",
+    fake=_samples_backward_fake,
+)
+_update = define_operator(
+    "embedding_bags_update",
+    f"(Tensor(a!) weights, Tensor(b!) first, Tensor(c!) second, Tensor step, Tensor learning_rate, Tensor grad, {_LOOKUPS}, "
+    "str kind, float eps, float beta1, float beta2, float weight_decay, bool stochastic_rounding, str backend) -> ()",
+    torch_impl=torch_impl.embedding_bags_update,
+    triton_impl="jagged.ops.embedding_bag.backward:embedding_bags_update",
+    fake=_update_fake,
+)
+
+
+class EmbeddingBagsFunction(torch.autograd.Function):
+    """Pooled bags, and the gradient of the tables or the update of their rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        weights: Tensor,
+        per_sample_weights: Tensor | None,
+        indices: Tensor,
+        offsets: Tensor,
+        batch: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        size: int,
+        width: int,
+        output_dtype: torch.dtype,
+        optimizer: BagOptimizer | None,
+        backend: str,
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.batch, ctx.optimizer, ctx.backend = batch, optimizer, backend
+        ctx.num_elements, ctx.weights_dtype = weights.shape[0], weights.dtype
+        needs_rows = per_sample_weights is not None and ctx.needs_input_grad[1]
+        # An update changes the weights: of a batch before its own it must not be taken for a mistake.
+        ctx.weights = weights if optimizer is not None else None
+        saved = weights if needs_rows and optimizer is None else None
+        ctx.save_for_backward(saved, per_sample_weights, indices, offsets)
+        result: Tensor = _forward(weights, indices, offsets, per_sample_weights, *batch, size, width, output_dtype, backend)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        none = (None,) * 8
+        if grad is None:
+            return None, None, *none
+        weights, per_sample_weights, indices, offsets = ctx.saved_tensors
+        weights = ctx.weights if weights is None else weights
+        grad, grad_weights, grad_samples = grad.contiguous(), None, None
+        if ctx.needs_input_grad[1]:
+            # With the weights that forward read, so before they change.
+            grad_samples = _samples_backward(grad, weights, indices, offsets, *ctx.batch, per_sample_weights.dtype, ctx.backend)
+        lookups = (indices, offsets, per_sample_weights, *ctx.batch)
+        if ctx.optimizer is not None and ctx.needs_input_grad[0]:
+            optimizer = ctx.optimizer
+            optimizer.step += 1
+            with torch.no_grad():
+                _update(
+                    weights, optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate, grad, *lookups,
+                    *optimizer.rule, ctx.backend,
+                )  # fmt: skip
+        elif ctx.needs_input_grad[0]:
+            grad_weights = _weights_backward(grad, *lookups, ctx.num_elements, ctx.weights_dtype, ctx.backend)
+        found = [x for x in (grad_weights, grad_samples) if x is not None]
+        handed = iter(first_order("embedding_bags", tuple(found)))
+        return *(None if x is None else next(handed) for x in (grad_weights, grad_samples)), *none
+
+
+def embedding_bags(
+    weights: Tensor,
+    layout: BagLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    *,
+    per_sample_weights: Tensor | None = None,
+    batch_sizes: Sequence[int] | None = None,
+    optimizer: BagOptimizer | None = None,
+    output_dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+) -> Tensor:
+    """Sum or average, for every feature and bag, the rows that its ids name in the feature's table. Deterministic.
+
+    One launch for tables of all widths and numbers of rows, which lie in one storage. Lookups stand feature after feature, and
+    within a feature bag after bag, as in a KeyedJaggedTensor. An empty bag is 0.
+
+    Args:
+        weights: `[layout.num_elements]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device): the tables,
+            of which `layout.views(weights)` are the matrices.
+        layout: the tables, the features that read them, and which bags are means.
+        indices: `[S]`, int32 or int64: rows, `0 <= id < rows` of the feature's table. On a GPU others count as rows of zeros
+            without a gradient; `JAGGED_VALIDATE=1` refuses them.
+        offsets: `[sum of batch_sizes + 1]`, int32 or int64, from 0 to S: where each bag begins, feature after feature.
+        per_sample_weights: `[S]`, any of the dtypes above: what each row is multiplied by, of sums alone; differentiable.
+        batch_sizes: number of bags of each feature; None: the same for all. On a GPU each new list is copied there once.
+        optimizer: update the rows that were read in the backward pass, in place, and make no gradient of `weights`.
+        output_dtype: float32, or the dtype of weights.
+        backend: `"torch"` or `"triton"`; None takes Triton for CUDA tensors and PyTorch for the rest.
+
+    Returns:
+        `[B, layout.width]`, the features' pooled rows side by side; with `batch_sizes` flat, `[sum of B_f * width_f]`, feature
+        after feature. Sums are accumulated in float32.
+
+    Raises:
+        ValueError: shapes, sizes or devices that do not fit; weights of lookups in a layout with means; with
+            `JAGGED_VALIDATE=1` an id out of range, named by its place.
+        TypeError: dtypes other than those above.
+
+    Source:
+        Pan et al., RecFlex: Enabling Feature Heterogeneity-Aware Optimization for Deep Recommendation Models with Flexible
+        Schedules, SC 2024: a schedule for each feature in one kernel.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import BagLayout, embedding_bags
+        >>> layout = BagLayout(rows=(10, 5), widths=(4, 3))
+        >>> weights = torch.randn(layout.num_elements, requires_grad=True)
+        >>> pooled = embedding_bags(weights, layout, torch.tensor([9, 0, 3, 4]), torch.tensor([0, 2, 2, 3, 4]))
+        >>> pooled.shape, pooled[1, :4].count_nonzero().item()
+        (torch.Size([2, 7]), 0)
+    """
+    check_tensor("weights", weights, "[E]", FLOATS)
+    check_tensor("indices", indices, "[S]", IDS)
+    check_offsets(offsets, indices, total=indices.shape[0])
+    if weights.shape[0] != layout.num_elements:
+        raise ValueError(f"weights: expected the {layout.num_elements} elements of the layout, got shape {list(weights.shape)}")
+    if not weights.is_contiguous():
+        raise ValueError(f"weights: expected adjacent elements, got stride {weights.stride(0)}; pass weights.contiguous()")
+    if weights.device != indices.device:
+        raise ValueError(f"indices: expected the device of weights, {weights.device}, got {indices.device}; move them")
+    if output_dtype not in {torch.float32, weights.dtype}:
+        raise TypeError(f"output_dtype: expected torch.float32 or the dtype of weights, {weights.dtype}, got {output_dtype}")
+    num_bags, num_features = offsets.shape[0] - 1, layout.num_features
+    if batch_sizes is None:
+        if num_bags % num_features if num_features else num_bags:
+            raise ValueError(
+                f"offsets: expected a multiple of the {num_features} features, and one, got {offsets.shape[0]}; "
+                "pass batch_sizes where features have batches of their own"
+            )
+    elif len(batch_sizes) != num_features or sum(batch_sizes) != num_bags or min(batch_sizes, default=0) < 0:
+        raise ValueError(
+            f"batch_sizes: expected {num_features} sizes with the sum {num_bags}, as offsets have bags, got {list(batch_sizes)}"
+        )
+    if per_sample_weights is not None:
+        check_tensor("per_sample_weights", per_sample_weights, "[S]", FLOATS)
+        if per_sample_weights.shape != indices.shape or per_sample_weights.device != indices.device:
+            raise ValueError(
+                f"per_sample_weights: expected shape {list(indices.shape)} on {indices.device}, one for each of indices, "
+                f"got {list(per_sample_weights.shape)} on {per_sample_weights.device}"
+            )
+        assert layout.means is not None
+        if any(layout.means):
+            feature = layout.means.index(True)
+            raise ValueError(f"per_sample_weights: only sums are weighted, but bags of feature {feature} are means")
+    if optimizer is not None and optimizer.layout is not layout and optimizer.layout != layout:
+        raise ValueError("optimizer: expected one of the same layout, got one of another")
+    if validation_is_on():
+        _validate(layout, indices, offsets, batch_sizes)
+    host_batches = batches = None
+    if batch_sizes is None:
+        size = num_bags // max(1, num_features)
+    else:
+        host_batches = _batches(layout, tuple(batch_sizes), CPU)
+        batches = _batches(layout, tuple(batch_sizes), weights.device)
+        size = sum(count * width for count, width in zip(batch_sizes, layout.feature_widths, strict=True))
+    batch = (layout.tensor(weights.device), layout.tensor(CPU), batches, host_batches)
+    result: Tensor = EmbeddingBagsFunction.apply(  # type: ignore[no-untyped-call]
+        weights, per_sample_weights, indices, offsets, batch, size, layout.width, output_dtype, optimizer,
+        resolve_backend(backend, weights),
+    )  # fmt: skip
+    return result
+
+
+@functools.lru_cache(maxsize=256)
+def _batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """For each feature its first bag, the number of its bags, and where its output begins: `[F, 3]` int64."""
+    rows, first, begin = [], 0, 0
+    for count, width in zip(batch_sizes, layout.feature_widths, strict=True):
+        rows.append((first, count, begin))
+        first += count
+        begin += count * width
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device)
+
+
+def _validate(layout: BagLayout, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> None:
+    """Refuse an id that its feature's table does not have."""
+    num_features = layout.num_features
+    sizes = [(offsets.shape[0] - 1) // max(1, num_features)] * num_features if batch_sizes is None else list(batch_sizes)
+    assert layout.tables is not None
+    ends, bag = offsets.tolist(), 0
+    for feature, (size, table) in enumerate(zip(sizes, layout.tables, strict=True)):
+        ids = indices[ends[bag] : ends[bag + size]]
+        wrong = ((ids < 0) | (ids >= layout.rows[table])).nonzero()
+        if wrong.numel():
+            place = int(wrong[0]) + ends[bag]
+            raise ValueError(
+                f"indices: expected ids from 0 to {layout.rows[table] - 1} for feature {feature}, got {int(indices[place])} "
+                f"at place {place}"
+            )
+        bag += size
