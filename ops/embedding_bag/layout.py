@@ -123,8 +123,24 @@ class BagLayout:
             self._tensors[device] = torch.tensor(self._fields, dtype=torch.int64).reshape(-1, len(FIELDS)).to(device)
         return self._tensors[device]
 
+    def kernel_tensor(self, device: torch.device) -> Tensor:
+        """Return what kernels read: the features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64.
+
+        A table's are its start, rows, width and first row; the last row has the storage's length and the number of all rows.
+        """
+        key = ("kernels", device)
+        if key not in self._tensors:
+            of_tables = [
+                (start, rows, width, 0, 0, first_row, 0)
+                for start, rows, width, first_row in zip(
+                    self.starts, (*self.rows, 0), (*self.widths, 1), self.first_rows, strict=True
+                )
+            ]
+            self._tensors[key] = torch.tensor([*self._fields, *of_tables], dtype=torch.int64).to(device)
+        return self._tensors[key]
+
     @functools.cached_property
-    def _tensors(self) -> dict[torch.device, Tensor]:
+    def _tensors(self) -> dict[object, Tensor]:
         return {}
 
     @property

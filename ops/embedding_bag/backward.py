@@ -1,0 +1,397 @@
+"""Backward pass of embedding bags: each row's lookups are brought together by a stable sort and summed in that order.
+
+A lookup has a key, its row among those of all tables, and a source, the element of the incoming gradient that its bag begins at.
+Sorted by key the lookups of a row are a bag themselves, whose rows are those of the gradient: `pooled` sums them by the schedules
+of forward. A row's sum is stored as its gradient, or updates the row at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.matrices import gpu
+from jagged.ops.embedding_bag.optimizers import STATES
+from jagged.ops.embedding_bag.schedules import (
+    BLOCK_GROUPS,
+    NUM_SCHEDULES,
+    PROGRAMS,
+    TILE,
+    columns_by,
+    embedding_bags_map_kernel,
+    group_of,
+    lookups_by,
+    pooled,
+    used_schedules,
+)
+
+BLOCK_BAGS, BLOCK_LOOKUPS = 32, 8
+SAMPLE_BAGS, SAMPLE_LOOKUPS, SAMPLE_COLUMNS = 4, 4, 32
+
+
+@triton.jit
+def bags_of(bag, offsets, layout, batches, feature_of_bag, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr):
+    """Return for some bags where their lookups begin and end, their features' fields, and where their output begins."""
+    exists = bag < num_all_bags
+    begin = tl.load(offsets + bag, mask=exists, other=0).to(tl.int64)
+    end = tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int64)
+    if batches is None:
+        feature = bag // num_bags
+        source = (bag - feature * num_bags) * output_stride
+        source += tl.load(layout + feature * FIELDS + 3, mask=exists, other=0)
+    else:
+        feature = tl.load(feature_of_bag + bag, mask=exists, other=0)
+        width = tl.load(layout + feature * FIELDS + 2, mask=exists, other=0)
+        source = (bag - tl.load(batches + feature * 3, mask=exists, other=0)) * width
+        source += tl.load(batches + feature * 3 + 2, mask=exists, other=0)
+    return begin, end, layout + feature * FIELDS, source, exists
+
+
+@triton.jit(do_not_specialize=["num_all_bags", "num_bags", "output_stride", "num_rows"])
+def embedding_bags_lookups_kernel(
+    indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_all_bags, num_bags, output_stride,
+    num_rows, FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
+):  # fmt: skip
+    """Key, source and factor of every lookup of some bags; an id that its table does not have gets the key `num_rows`."""
+    bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
+    begin, end, fields, source, exists = bags_of(
+        bag, offsets, layout, batches, feature_of_bag, num_all_bags, num_bags, output_stride, FIELDS
+    )
+    rows = tl.load(fields + 1, mask=exists, other=0)
+    first_row = tl.load(fields + 5, mask=exists, other=0)
+    is_mean = tl.load(fields + 4, mask=exists, other=0) != 0
+    factor = tl.where(is_mean, 1 / tl.maximum(end - begin, 1).to(tl.float32), 1.0)
+    for step in range(0, tl.max(end - begin, 0), LOOKUPS):
+        place = begin[:, None] + step + tl.arange(0, LOOKUPS)[None, :]
+        is_live = place < end[:, None]
+        row = tl.load(indices + place, mask=is_live, other=0).to(tl.int64)
+        key = tl.where((row >= 0) & (row < rows[:, None]), first_row[:, None] + row, num_rows)
+        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=is_live)
+        tl.store(sources + place, (source[:, None] + tl.zeros_like(row)).to(sources.dtype.element_ty), mask=is_live)
+        if factors is not None:
+            of_place = factor[:, None] + tl.zeros((BAGS, LOOKUPS), tl.float32)
+            if scales is not None:
+                of_place *= tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)
+            tl.store(factors + place, of_place, mask=is_live)
+
+
+@triton.jit
+def mixed(x):
+    """Return 32 bits of a hash of 63-bit integers, as `torch_impl.mixed`."""
+    x = (x ^ (x >> 32)) & 0xFFFFFFFF
+    x = (x * 0x85EBCA6B) & 0xFFFFFFFF
+    x ^= x >> 13
+    x = (x * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def rounded(new, element, step):
+    """Round to bfloat16 up or down, by a number that depends on the step and on the element."""
+    bits = new.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    cut = (bits + (mixed(element + (step << 40)) & 0xFFFF)) & 0xFFFF0000
+    # What is not finite stays as it is.
+    cut = tl.where((bits & 0x7F800000) == 0x7F800000, bits, cut)
+    return cut.to(tl.uint32).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def decayed(grad, old, weight_decay, KIND: tl.constexpr):
+    """Return gradients with the weights' share, which adam takes apart from them."""
+    if KIND == "adam" or KIND == "rowwise_adam":
+        return grad
+    return grad + weight_decay * old
+
+
+@triton.jit
+def updated(
+    grad, square, old, first, second, element, row, step, rate, eps, beta1, beta2, weight_decay, mask, row_mask,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Return new weights and store new states; `grad` has the weights' share, `square` is the mean of its squares by row."""
+    if KIND == "sgd":
+        new = old - rate * grad
+    elif KIND == "adagrad":
+        state = tl.load(first + element, mask=mask, other=0.0) + grad * grad
+        tl.store(first + element, state, mask=mask)
+        new = old - rate * grad / (tl.sqrt_rn(state) + eps)
+    elif KIND == "rowwise_adagrad":
+        state = tl.load(first + row, mask=row_mask, other=0.0) + square
+        new = old - rate * grad / (tl.sqrt_rn(state) + eps)[:, None]
+    else:
+        mean = beta1 * tl.load(first + element, mask=mask, other=0.0) + (1 - beta1) * grad
+        tl.store(first + element, mean, mask=mask)
+        # Of the number of steps, as powers of two.
+        count = step.to(tl.float32)
+        unbiased = mean / (1 - tl.exp2(count * tl.log2(beta1)))
+        correction = 1 - tl.exp2(count * tl.log2(beta2))
+        if KIND == "adam":
+            variance = beta2 * tl.load(second + element, mask=mask, other=0.0) + (1 - beta2) * grad * grad
+            tl.store(second + element, variance, mask=mask)
+            divisor = tl.sqrt_rn(variance / correction) + eps
+        else:
+            variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0) + (1 - beta2) * square
+            divisor = (tl.sqrt_rn(variance / correction) + eps)[:, None]
+        new = old - rate * (unbiased / divisor + weight_decay * old)
+    return new
+
+
+@triton.jit
+def row_item(
+    grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, table, item, eps, beta1,
+    beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+):  # fmt: skip
+    """Sum the gradients of some rows of a table, and store or apply them."""
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    UNROLL: tl.constexpr = lookups_by(SCHEDULE)
+    ROWS: tl.constexpr = TILE // (UNROLL * COLUMNS)
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    fields = tables + table * FIELDS
+    start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
+    parts = (width + COLUMNS - 1) // COLUMNS
+    segment = tl.load(first_segments + table) + item // (1 if BY_ROW else parts) * ROWS + tl.arange(0, ROWS)
+    exists = segment < tl.load(first_segments + table + 1)
+    begin = tl.load(starts + segment, mask=exists, other=0)
+    end = tl.load(starts + segment + 1, mask=exists, other=0)
+    row = tl.load(keys + begin, mask=exists, other=0).to(tl.int64)
+    element = start + (row - first_row) * width
+    # Statistics of a row need all of its columns, which are computed again afterwards, but for those computed last.
+    square = tl.zeros((ROWS,), tl.float32)
+    last_part = item % parts
+    if BY_ROW:
+        last_part = last_part * 0
+        for part in range(parts - 1, 0, -1):
+            columns = part * COLUMNS + tl.arange(0, COLUMNS)
+            mask = exists[:, None] & (columns < width)[None, :]
+            sums = pooled(grad, sources, factors, begin, end, 0, width, part * COLUMNS, ROWS, UNROLL, COLUMNS, ALIGNED, False)
+            old = tl.load(weights + element[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+            sums = tl.where(mask, decayed(sums, old, weight_decay, KIND), 0.0)
+            square += tl.sum(sums * sums, 1)
+    for part in range(last_part, parts if BY_ROW else last_part + 1):
+        columns = part * COLUMNS + tl.arange(0, COLUMNS)
+        mask = exists[:, None] & (columns < width)[None, :]
+        place = element[:, None] + columns[None, :]
+        sums = pooled(grad, sources, factors, begin, end, 0, width, part * COLUMNS, ROWS, UNROLL, COLUMNS, ALIGNED, False)
+        if KIND == "none":
+            tl.store(weights + place, sums.to(weights.dtype.element_ty), mask=mask)
+        else:
+            old = tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
+            sums = tl.where(mask, decayed(sums, old, weight_decay, KIND), 0.0)
+            if BY_ROW and part == 0:
+                square = (square + tl.sum(sums * sums, 1)) / width
+            new = updated(
+                sums, square, old, first, second, place, row, tl.load(step), tl.load(rate), eps, beta1, beta2, weight_decay, mask,
+                exists, KIND,
+            )  # fmt: skip
+            if IS_STOCHASTIC:
+                tl.store(weights + place, rounded(new, place, tl.load(step)), mask=mask)
+            else:
+                tl.store(weights + place, new.to(weights.dtype.element_ty), mask=mask)
+    if KIND == "rowwise_adagrad":
+        tl.store(first + row, tl.load(first + row, mask=exists, other=0.0) + square, mask=exists)
+    if KIND == "rowwise_adam":
+        variance = beta2 * tl.load(second + row, mask=exists, other=0.0) + (1 - beta2) * square
+        tl.store(second + row, variance, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_tables", "eps", "beta1", "beta2", "weight_decay"])
+def embedding_bags_rows_kernel(
+    grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, ends, schedules, num_tables,
+    eps, beta1, beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """Walk over the items of all tables' rows that were read."""
+    num_items = tl.load(ends + num_tables - 1)
+    for item in range(tl.program_id(0).to(tl.int64), num_items, tl.num_programs(0)):
+        table, before = group_of(ends, item, num_tables)
+        schedule = tl.load(schedules + table)
+        for i in tl.static_range(NUM_SCHEDULES):
+            if (USED >> i) & 1:  # noqa: SIM102
+                if schedule == i:
+                    row_item(
+                        grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, table,
+                        item - before, eps, beta1, beta2, weight_decay, FIELDS, KIND, IS_STOCHASTIC, ALIGNED, i,
+                    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_all_bags", "num_bags", "output_stride"])
+def embedding_bags_samples_kernel(
+    grad, weights, indices, offsets, layout, batches, feature_of_bag, result, num_all_bags, num_bags, output_stride,
+    FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Products of the rows of some bags with the gradients of their sums."""
+    bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
+    begin, end, fields, source, exists = bags_of(
+        bag, offsets, layout, batches, feature_of_bag, num_all_bags, num_bags, output_stride, FIELDS
+    )
+    table = tl.load(fields, mask=exists, other=0)
+    rows = tl.load(fields + 1, mask=exists, other=0)
+    width = tl.load(fields + 2, mask=exists, other=0)
+    for step in range(0, tl.max(end - begin, 0), LOOKUPS):
+        place = begin[:, None] + step + tl.arange(0, LOOKUPS)[None, :]
+        is_live = place < end[:, None]
+        row = tl.load(indices + place, mask=is_live, other=0).to(tl.int64)
+        is_known = is_live & (row >= 0) & (row < rows[:, None])
+        of_row = weights + table[:, None] + row * width[:, None]
+        total = tl.zeros((BAGS, LOOKUPS), tl.float32)
+        for column in range(0, tl.max(width, 0), COLUMNS):
+            columns = column + tl.arange(0, COLUMNS)
+            in_row = columns[None, :] < width[:, None]
+            of_bag = tl.load(grad + source[:, None] + columns[None, :], mask=in_row & exists[:, None], other=0.0).to(tl.float32)
+            mask = is_known[:, :, None] & in_row[:, None, :]
+            tile = tl.load(of_row[:, :, None] + columns[None, None, :], mask=mask, other=0.0).to(tl.float32)
+            total += tl.sum(tile * of_bag[:, None, :], 2)
+        tl.store(result + place, total.to(result.dtype.element_ty), mask=is_live)
+
+
+def _bags(layout: Tensor, offsets: Tensor, batches: Tensor | None, grad: Tensor) -> tuple[Tensor | None, int, int, int]:
+    """Return the feature of each bag where batches differ, the bags of all and of one, and the stride of the gradient's rows."""
+    num_all = offsets.shape[0] - 1
+    if batches is None:
+        return None, num_all, max(1, grad.shape[0]), grad.shape[1]
+    features = torch.arange(layout.shape[0], dtype=torch.int32, device=grad.device)
+    return features.repeat_interleave(batches[:, 1], output_size=num_all), num_all, 1, 0
+
+
+def _sums_by_row(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    device_layout: Tensor,
+    layout: Tensor,
+    batches: Tensor | None,
+    weights: Tensor,
+    first: Tensor | None,
+    second: Tensor | None,
+    step: Tensor | None,
+    rate: Tensor | None,
+    kind: str,
+    numbers: tuple[float, float, float, float],
+    *,
+    is_stochastic: bool,
+) -> None:
+    """Sum the gradients of each row that was read, and store them in `weights`, or update weights and states by them."""
+    num_features, fields = layout.shape
+    num_lookups, device = indices.shape[0], grad.device
+    feature_of_bag, num_all, num_bags, stride = _bags(layout, offsets, batches, grad)
+    if not num_lookups or not num_all:
+        return
+    tables = device_layout[num_features:]
+    num_tables = tables.shape[0] - 1
+    num_rows = int((layout[:, 5] + layout[:, 1]).max())
+    narrow, wide = torch.int32, torch.int64
+    keys = torch.full((num_lookups,), num_rows, dtype=narrow if num_rows < 2**31 - 1 else wide, device=device)
+    sources = torch.empty(num_lookups, dtype=narrow if grad.numel() < 2**31 else wide, device=device)
+    has_factors = per_sample_weights is not None or bool(layout[:, 4].any())
+    factors = torch.empty(num_lookups, dtype=torch.float32, device=device) if has_factors else None
+    embedding_bags_lookups_kernel[(triton.cdiv(num_all, BLOCK_BAGS),)](
+        indices, offsets.contiguous(), per_sample_weights, device_layout, batches, feature_of_bag, keys, sources, factors,
+        num_all, num_bags, stride, num_rows, FIELDS=fields, BAGS=BLOCK_BAGS, LOOKUPS=BLOCK_LOOKUPS, num_warps=4,
+    )  # fmt: skip
+    keys, order = keys.sort(stable=True)
+    sources = sources[order]
+    factors = None if factors is None else factors[order]
+    starts, first_segments = _segments(keys, tables[:, 5])
+    ends = torch.empty(num_tables, dtype=wide, device=device)
+    schedules = torch.empty(num_tables, dtype=narrow, device=device)
+    embedding_bags_map_kernel[(1,)](
+        tables[:, 2], fields, first_segments, starts, ends, schedules, num_tables, 0, BLOCK=BLOCK_GROUPS,
+        WHOLE_ROWS=kind.startswith("rowwise"), num_warps=8,
+    )  # fmt: skip
+    embedding_bags_rows_kernel[(PROGRAMS * gpu(device).multiprocessors,)](
+        grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, ends, schedules,
+        num_tables, *numbers, FIELDS=fields, KIND=kind, IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16,
+        ALIGNED=not bool((layout[:, 2] % 4).any()), USED=used_schedules(layout), num_warps=1,
+    )  # fmt: skip
+
+
+def _segments(keys: Tensor, first_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where each run of equal keys begins, and the end of the last, and for each table its first run, and that of none."""
+    length = keys.shape[0]
+    place = torch.arange(length, device=keys.device)
+    is_first = torch.ones_like(keys, dtype=torch.bool)
+    is_first[1:] = keys[1:] != keys[:-1]
+    run = is_first.cumsum(0) - 1
+    starts = torch.full((length + 2,), length, device=keys.device)
+    # All that begin no run write the same number of no meaning to the last place.
+    starts.scatter_(0, torch.where(is_first, run, length + 1), torch.where(is_first, place, length))
+    of_table = torch.searchsorted(keys, first_rows.to(keys.dtype))
+    after = torch.cat([run, run[-1:] + 1])
+    return starts, after[of_table]
+
+
+def embedding_bags_weights_backward(
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    device_layout: Tensor,
+    layout: Tensor,
+    batches: Tensor | None,
+    host_batches: Tensor | None,
+    num_elements: int,
+    weights_dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of the storage, `[num_elements]`."""
+    result = grad.new_zeros(num_elements, dtype=weights_dtype)
+    _sums_by_row(
+        grad, indices, offsets, per_sample_weights, device_layout, layout, batches, result, None, None, None, None, "none",
+        (0.0, 0.0, 0.0, 0.0), is_stochastic=False,
+    )  # fmt: skip
+    return result
+
+
+def embedding_bags_update(
+    weights: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: Tensor,
+    learning_rate: Tensor,
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    device_layout: Tensor,
+    layout: Tensor,
+    batches: Tensor | None,
+    host_batches: Tensor | None,
+    kind: str,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    stochastic_rounding: bool,
+) -> None:
+    """Change the rows that were read, and their states, in place; `step` counts this update already."""
+    has_first, has_second = (bool(of) for of in STATES[kind])
+    _sums_by_row(
+        grad, indices, offsets, per_sample_weights, device_layout, layout, batches, weights, first if has_first else None,
+        second if has_second else None, step, learning_rate, kind, (eps, beta1, beta2, weight_decay),
+        is_stochastic=stochastic_rounding,
+    )  # fmt: skip
+
+
+def embedding_bags_samples_backward(
+    grad: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    device_layout: Tensor,
+    layout: Tensor,
+    batches: Tensor | None,
+    host_batches: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return the gradient of the per-sample weights, `[S]`."""
+    result = torch.zeros(indices.shape[0], dtype=dtype, device=grad.device)
+    feature_of_bag, num_all, num_bags, stride = _bags(layout, offsets, batches, grad)
+    if num_all and len(result):
+        embedding_bags_samples_kernel[(triton.cdiv(num_all, SAMPLE_BAGS),)](
+            grad, weights, indices, offsets.contiguous(), device_layout, batches, feature_of_bag, result, num_all, num_bags,
+            stride, FIELDS=layout.shape[1], BAGS=SAMPLE_BAGS, LOOKUPS=SAMPLE_LOOKUPS, COLUMNS=SAMPLE_COLUMNS, num_warps=2,
+        )  # fmt: skip
+    return result

@@ -1,0 +1,122 @@
+"""Forward pass of embedding bags: all features in one launch, each by a schedule of its own.
+
+A first kernel decides each feature's schedule from the batch's lengths and counts its items of work. Programs then walk over the
+items of all features, in the features' order, so that those that run together read the same few tables.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.matrices import gpu
+from jagged.ops.embedding_bag.schedules import (
+    BLOCK_GROUPS,
+    NUM_SCHEDULES,
+    PROGRAMS,
+    TILE,
+    columns_by,
+    embedding_bags_map_kernel,
+    group_of,
+    lookups_by,
+    pooled,
+    used_schedules,
+)
+
+
+@triton.jit
+def pool_item(
+    weights, indices, offsets, scales, output, layout, batches, feature, item, num_bags, output_stride, FIELDS: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+):  # fmt: skip
+    """Pool the bags and columns of one item of a feature."""
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    UNROLL: tl.constexpr = lookups_by(SCHEDULE)
+    BAGS: tl.constexpr = TILE // (UNROLL * COLUMNS)
+    fields = layout + feature * FIELDS
+    table = weights + tl.load(fields) // 16 * 16
+    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
+    if batches is None:
+        first_bag = feature.to(tl.int64) * num_bags
+        of_feature = output + tl.load(fields + 3)
+    else:
+        first_bag = tl.load(batches + feature * 3)
+        num_bags = tl.load(batches + feature * 3 + 1)
+        of_feature = output + tl.load(batches + feature * 3 + 2)
+        output_stride = width
+    parts = (width + COLUMNS - 1) // COLUMNS
+    bag = item // parts * BAGS + tl.arange(0, BAGS)
+    column = item % parts * COLUMNS
+    exists = bag < num_bags
+    begin = tl.load(offsets + first_bag + bag, mask=exists, other=0).to(tl.int64)
+    end = tl.load(offsets + first_bag + bag + 1, mask=exists, other=0).to(tl.int64)
+    sums = pooled(table, indices, scales, begin, end, rows, width, column, BAGS, UNROLL, COLUMNS, SCHEDULE % 2, True)
+    if is_mean != 0:
+        sums /= tl.maximum(end - begin, 1).to(tl.float32)[:, None]
+    columns = column + tl.arange(0, COLUMNS)
+    address = of_feature + bag.to(tl.int64)[:, None] * output_stride + columns[None, :]
+    tl.store(address, sums.to(output.dtype.element_ty), mask=exists[:, None] & (columns < width)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_features", "num_bags", "output_stride"])
+def embedding_bags_forward_kernel(
+    weights, indices, offsets, scales, output, layout, batches, ends, schedules, num_features, num_bags, output_stride,
+    FIELDS: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """Walk over the items of all features; `USED` has a bit for each schedule that is compiled."""
+    num_items = tl.load(ends + num_features - 1)
+    for item in range(tl.program_id(0).to(tl.int64), num_items, tl.num_programs(0)):
+        feature, before = group_of(ends, item, num_features)
+        schedule = tl.load(schedules + feature)
+        for i in tl.static_range(NUM_SCHEDULES):
+            if (USED >> i) & 1:  # noqa: SIM102
+                if schedule == i:
+                    pool_item(
+                        weights, indices, offsets, scales, output, layout, batches, feature, item - before, num_bags,
+                        output_stride, FIELDS, i,
+                    )  # fmt: skip
+
+
+def embedding_bags_forward(
+    weights: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None,
+    device_layout: Tensor,
+    layout: Tensor,
+    batches: Tensor | None,
+    host_batches: Tensor | None,
+    size: int,
+    width: int,
+    output_dtype: torch.dtype,
+) -> Tensor:
+    """Return pooled bags, `[B, width]` or, with batches of their own, flat."""
+    output = weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
+    num_features, fields = layout.shape
+    if not output.numel():
+        return output
+    first_bags = None
+    if batches is not None:
+        first_bags = torch.cat([batches[:, 0], batches[-1:, :2].sum(1)])
+    ends = torch.empty(num_features, dtype=torch.int64, device=weights.device)
+    schedules = torch.empty(num_features, dtype=torch.int32, device=weights.device)
+    embedding_bags_map_kernel[(1,)](
+        device_layout[:, 2],
+        fields,
+        first_bags,
+        offsets,
+        ends,
+        schedules,
+        num_features,
+        size,
+        BLOCK=BLOCK_GROUPS,
+        WHOLE_ROWS=False,
+        num_warps=8,
+    )
+    embedding_bags_forward_kernel[(PROGRAMS * gpu(weights.device).multiprocessors,)](
+        weights, indices, offsets.contiguous(), per_sample_weights, output, device_layout, batches, ends, schedules, num_features,
+        size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
+    )  # fmt: skip
+    return output
