@@ -158,42 +158,35 @@ def row_item(
     end = tl.load(starts + segment + 1, mask=exists, other=0)
     row = tl.load(keys + begin, mask=exists, other=0).to(tl.int64)
     element = start + (row - first_row) * width
-    # Statistics of a row need all of its columns, which are computed again afterwards, but for those computed last.
+    # Statistics of a row need all of its columns: of more than one part they are summed first, the first part last, and then all
+    # but that are summed again.
     square = tl.zeros((ROWS,), tl.float32)
-    last_part = item % parts
-    if BY_ROW:
-        last_part = last_part * 0
-        for part in range(parts - 1, 0, -1):
-            columns = part * COLUMNS + tl.arange(0, COLUMNS)
-            mask = exists[:, None] & (columns < width)[None, :]
-            sums = pooled(grad, sources, factors, begin, end, 0, width, part * COLUMNS, ROWS, UNROLL, COLUMNS, ALIGNED, False)
-            old = tl.load(weights + element[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-            sums = tl.where(mask, decayed(sums, old, weight_decay, KIND), 0.0)
-            square += tl.sum(sums * sums, 1)
-    for part in range(last_part, parts if BY_ROW else last_part + 1):
+    for turn in range(0, 2 * parts - 1 if BY_ROW else 1):
+        part = tl.abs(parts - 1 - turn) if BY_ROW else item % parts
         columns = part * COLUMNS + tl.arange(0, COLUMNS)
         mask = exists[:, None] & (columns < width)[None, :]
         place = element[:, None] + columns[None, :]
         sums = pooled(grad, sources, factors, begin, end, 0, width, part * COLUMNS, ROWS, UNROLL, COLUMNS, ALIGNED, False)
         if KIND == "none":
-            tl.store(weights + place, sums.to(weights.dtype.element_ty), mask=mask)
+            new = sums
         else:
             old = tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
             sums = tl.where(mask, decayed(sums, old, weight_decay, KIND), 0.0)
-            if BY_ROW and part == 0:
-                square = (square + tl.sum(sums * sums, 1)) / width
+            if BY_ROW:
+                square += tl.where(turn < parts, tl.sum(sums * sums, 1), 0.0)
+                mask &= turn >= parts - 1
             new = updated(
-                sums, square, old, first, second, place, row, tl.load(step), tl.load(rate), eps, beta1, beta2, weight_decay, mask,
-                exists, KIND,
+                sums, square / width, old, first, second, place, row, tl.load(step), tl.load(rate), eps, beta1, beta2,
+                weight_decay, mask, exists, KIND,
             )  # fmt: skip
-            if IS_STOCHASTIC:
-                tl.store(weights + place, rounded(new, place, tl.load(step)), mask=mask)
-            else:
-                tl.store(weights + place, new.to(weights.dtype.element_ty), mask=mask)
+        if IS_STOCHASTIC:
+            tl.store(weights + place, rounded(new, place, tl.load(step)), mask=mask)
+        else:
+            tl.store(weights + place, new.to(weights.dtype.element_ty), mask=mask)
     if KIND == "rowwise_adagrad":
-        tl.store(first + row, tl.load(first + row, mask=exists, other=0.0) + square, mask=exists)
+        tl.store(first + row, tl.load(first + row, mask=exists, other=0.0) + square / width, mask=exists)
     if KIND == "rowwise_adam":
-        variance = beta2 * tl.load(second + row, mask=exists, other=0.0) + (1 - beta2) * square
+        variance = beta2 * tl.load(second + row, mask=exists, other=0.0) + (1 - beta2) * (square / width)
         tl.store(second + row, variance, mask=exists)
 
 

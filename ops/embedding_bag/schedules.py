@@ -21,7 +21,7 @@ NUM_UNROLLS = tl.constexpr(3)
 # A schedule's number is (columns' exponent - 2, lookups' place, whether rows begin at multiples of 4 elements).
 NUM_SCHEDULES = tl.constexpr(6 * 3 * 2)
 # Programs of the map: groups that it takes at once.
-BLOCK_GROUPS = 1024
+BLOCK_GROUPS = 512
 # Programs that walk over the work, for each multiprocessor.
 PROGRAMS = 32
 
@@ -50,13 +50,14 @@ def _schedules_of(widths: set[int]) -> int:
 @triton.constexpr_function
 def columns_by(schedule):
     """Return the columns of a schedule."""
-    return 4 << (schedule // (2 * 3))
+    return FEWEST_COLUMNS.value << (schedule // (2 * NUM_UNROLLS.value))
 
 
 @triton.constexpr_function
 def lookups_by(schedule):
     """Return the lookups at once of a schedule."""
-    return min(1 << (2 * (schedule // 2 % 3)), 512 // (4 << (schedule // (2 * 3))))
+    columns = FEWEST_COLUMNS.value << (schedule // (2 * NUM_UNROLLS.value))
+    return min(1 << (2 * (schedule // 2 % NUM_UNROLLS.value)), TILE.value // columns)
 
 
 @triton.jit

@@ -1,0 +1,83 @@
+"""Every kernel of embedding bags compiles for the GPUs we name, without a spill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.aot import AMD, TARGETS, compile_kernel
+from tests.places import PLACE
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+
+LONGS = ("layout", "batches", "ends", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths", "first_bags")
+FLOATS = ("scales", "factors", "first", "second", "rate", "output", "grad", "result")
+INTS = ("schedules", "feature_of_bag", "keys", "sources")
+NUMBERS = ("eps", "beta1", "beta2", "weight_decay")
+# Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
+WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
+
+# The most bytes that an update spills on any GPU: two walks over the columns of a row that has more than a program's.
+ALLOWED_SPILLS = {"adagrad": 64, "rowwise_adagrad": 400, "rowwise_adam": 1700}
+
+
+def compile_one(kernel: Any, constants: dict[str, Any], arch: int | str, *, dtype: str = "fp32", num_warps: int = 1) -> Any:
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(LONGS, "*i64") | dict.fromkeys(FLOATS, "*fp32")
+    types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(NUMBERS, "fp32") | {"weights": f"*{dtype}"}
+    signature = {name: types[name] for name in kernel.arg_names if name not in constants}
+    return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps)
+
+
+def used(widths: str) -> int:
+    from jagged.ops.embedding_bag.schedules import _schedules_of
+
+    return _schedules_of(WIDTHS[widths])
+
+
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (*TARGETS, AMD) if arch != 90)])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize(("dtype", "is_weighted"), [("fp32", False), ("bf16", True)])
+def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) -> None:
+    from jagged.ops.embedding_bag import forward
+
+    constants = {"FIELDS": 7, "USED": used(widths), "batches": None}
+    if not is_weighted:
+        constants["scales"] = None
+    resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
+    assert resources.spills == 0, resources
+
+
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])
+@pytest.mark.parametrize("kind", ["none", "sgd", *(pytest.param(kind, marks=pytest.mark.long) for kind in (
+    "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"
+))])  # fmt: skip
+def test_sums_of_rows(kind: str, arch: int) -> None:
+    from jagged.ops.embedding_bag import backward
+
+    constants: dict[str, Any] = {"FIELDS": 7, "USED": used("aligned"), "KIND": kind, "IS_STOCHASTIC": False, "ALIGNED": True}
+    if kind == "none":
+        constants |= dict.fromkeys(("factors", "first", "second", "step", "rate"))
+    resources = compile_one(backward.embedding_bags_rows_kernel, constants, arch)
+    assert resources.spills <= ALLOWED_SPILLS.get(kind, 0), resources
+
+
+@pytest.mark.parametrize("arch", [*TARGETS, AMD])
+@pytest.mark.parametrize("name", ["map", "lookups", "samples"])
+def test_small_kernels(name: str, arch: int | str) -> None:
+    from jagged.ops.embedding_bag import backward, schedules
+
+    module, constants, num_warps = {
+        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "WHOLE_ROWS": False}, 8),
+        "lookups": (backward, {"FIELDS": 7, "BAGS": backward.BLOCK_BAGS, "LOOKUPS": backward.BLOCK_LOOKUPS}, 4),
+        "samples": (
+            backward,
+            {
+                "FIELDS": 7, "BAGS": backward.SAMPLE_BAGS, "LOOKUPS": backward.SAMPLE_LOOKUPS,
+                "COLUMNS": backward.SAMPLE_COLUMNS,
+            },
+            2,
+        ),
+    }[name]  # fmt: skip
+    kernel = getattr(module, f"embedding_bags_{name}_kernel")
+    assert compile_one(kernel, constants, arch, num_warps=num_warps).spills == 0
