@@ -163,6 +163,7 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
                 self._places.append((part, counts[part]))
                 counts[part] += 1
 
+    @torch.compiler.disable
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled embeddings of every feature."""
         if isinstance(features, Proxy):
