@@ -163,7 +163,7 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
                 self._places.append((part, counts[part]))
                 counts[part] += 1
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled embeddings of every feature."""
         if isinstance(features, Proxy):
@@ -196,6 +196,8 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         )
         if learns and pooled.grad_fn is not None:
             pooled.grad_fn.register_prehook(tables.check_all_learn)
+        elif weights is not None and weights.requires_grad:
+            tables.watch(storage, pooled)
         return pooled if pooled.dtype == dtype else pooled.to(dtype)
 
     def _lookups(self, part: _Part, features: KeyedJaggedTensor) -> _Lookups:

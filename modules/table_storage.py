@@ -86,6 +86,8 @@ class TableStorage:
         # Autograd runs a node on the stream that it was made on, which must be the one that is captured in a CUDA graph.
         stream = torch.cuda.current_stream(self._storage.device).cuda_stream if self._storage.is_cuda else 0
         if self._whole is None or self._stream != stream:
+            # Not before the old node has gone, whose edges lead to the parameters' nodes of the other stream.
+            self._whole = None
             self._whole, self._stream = self._tied(), stream
         return self._whole
 
@@ -101,6 +103,25 @@ class TableStorage:
                 f"optimizer: updates all {len(self._parameters)} tables of one dtype, but {frozen} of them do not require a "
                 "gradient; freeze all or none, or put them into two collections"
             )
+
+    def watch(self, weights: Tensor, pooled: Tensor) -> None:
+        """Let the backward pass of `pooled`, which reads `weights` again, refuse tables that have changed since.
+
+        Autograd itself sees no change by way of a parameter that was moved: it then has a count of changes of its own.
+        """
+        if pooled.grad_fn is None or (weights is not self._whole and weights is not self._storage):
+            return
+        parameters = self._parameters
+        versions = [parameter._version for parameter in parameters]
+
+        def check(_: Any) -> None:
+            if [parameter._version for parameter in parameters] != versions:
+                raise RuntimeError(
+                    "embedding_bags: the gradient of the ids' weights needs the tables of the forward pass, but they were "
+                    "changed in place; step the optimizer after backward"
+                )
+
+        pooled.grad_fn.register_prehook(check)
 
     @property
     def device(self) -> torch.device:
