@@ -360,6 +360,23 @@ def test_half_precision_and_copies_on_their_own(place: Place) -> None:
     assert half.embedding_bags["x"].weight.any()
 
 
+@pytest.mark.parametrize("way", [copy.deepcopy, _saved])
+def test_copies_are_copied_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, way: Callable[[ScheduledEmbeddingBagCollection], nn.Module]
+) -> None:
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    search, found = TableStorage._storage_of, []
+
+    def recorded(self: TableStorage, parameters: list[nn.Parameter]) -> Tensor | None:
+        found.append(search(self, parameters))
+        return found[-1]
+
+    monkeypatch.setattr(TableStorage, "_storage_of", recorded)
+    way(ours)
+    assert len(found) == 1
+    assert found[0] is not None
+
+
 def test_copies_of_a_model_keep_what_it_shares(place: Place) -> None:
     ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
     model = nn.ModuleDict({"bags": ours, "head": nn.Linear(3, 7, device=place.device)})
