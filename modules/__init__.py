@@ -6,6 +6,7 @@ if __name__ != "jagged.modules":
     )
 
 from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
+from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, replace_embedding_bags
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import JaggedFeatureInteraction
@@ -50,9 +51,11 @@ __all__ = [
     "SampledCrossEntropyHead",
     "Sampler",
     "ScalableCrossEntropyHead",
+    "ScheduledEmbeddingBagCollection",
     "SplitEmbeddingCollection",
     "TargetAttention",
     "UniformSampler",
     "next_item_targets",
+    "replace_embedding_bags",
     "with_values",
 ]

@@ -1,0 +1,467 @@
+"""Pooled embeddings of many features: TorchRec's EmbeddingBagCollection in one launch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Proxy
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType, pooling_type_to_str
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingBagCollectionInterface,
+    get_embedding_names_by_table,
+    process_pooled_embeddings,
+    reorder_inverse_indices,
+)
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from jagged.modules.table_storage import TableStorage
+from jagged.ops import BagLayout, BagOptimizer, embedding_bags
+from jagged.ops.embedding_bag.optimizers import Kind
+
+DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+OPTIONS = ("optimizer", "optimizer_options", "output_dtype")
+OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
+
+
+class _Lookups(NamedTuple):
+    """Ids of features, feature after feature, as the operator takes them."""
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    batch_sizes: list[int] | None
+
+
+class _Part(NamedTuple):
+    """The tables of one dtype, and the features that read them, in the order of the tables."""
+
+    tables: TableStorage
+    features: list[str]
+
+
+class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
+    """TorchRec's `EmbeddingBagCollection` with all tables of a dtype looked up in one launch.
+
+    Takes the same configurations, gives the same KeyedTensor and has the same parameters, `embedding_bags.<table>.weight`, so
+    that a state dict of the one loads into the other. The parameters are views of one tensor for each data type of the
+    configurations; moving, converting, copying, pickling and loading keep them so. Save a single table as `weight.clone()`:
+    `torch.save` writes all of the tensor that a view belongs to.
+
+    Where the KeyedJaggedTensor's keys are the tables' features in the tables' order, forward reads it as it is and never waits
+    for the device. For another order ids are copied first. If keys are left out, or read by several tables, or tables are of
+    several data types, the number of ids to copy has to be read from the device, unless the KeyedJaggedTensor knows its lengths
+    per key (`features.sync()`).
+
+    Args:
+        tables: of float32, float16 or bfloat16 (which TorchRec's keeps as float16); sums or means. `init_fn` initialises.
+        is_weighted: every id has a weight, which gets a gradient; for sums only.
+        device: where tables are; `"meta"` allocates nothing. None: the default device.
+        optimizer: `"sgd"`, `"adagrad"`, `"rowwise_adagrad"`, `"adam"` or `"rowwise_adam"`: the backward pass updates the rows
+            that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters get dense gradients.
+        optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`.
+        output_dtype: of the pooled embeddings.
+
+    Raises:
+        ValueError: no tables, two of one name, another data type or pooling, weighted means, options of the optimizer that are
+            unknown or missing; in forward, keys that are missing or batches of several sizes without inverse indices.
+        TypeError: another output dtype.
+
+    Shape:
+        KeyedJaggedTensor of int32 or int64 ids in, also with a batch size for each key and of no samples; keys that no table
+        reads are ignored. KeyedTensor `[B, sum of the features' widths]` out, in the order of the tables and of their features; a
+        feature of several tables is named `feature@table`.
+
+    Source:
+        Pan et al., RecFlex: Enabling Feature Heterogeneity-Aware Optimization for Deep Recommendation Models with Flexible
+        Schedules, SC 2024.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        >>> from jagged.modules import ScheduledEmbeddingBagCollection
+        >>> bags = ScheduledEmbeddingBagCollection([
+        ...     EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked", "bought"]),
+        ...     EmbeddingBagConfig(name="shop", embedding_dim=3, num_embeddings=10, feature_names=["shop"]),
+        ... ])
+        >>> features = KeyedJaggedTensor(
+        ...     keys=["clicked", "bought", "shop"],
+        ...     values=torch.tensor([5, 99, 7, 5, 3, 4]),
+        ...     lengths=torch.tensor([2, 1, 0, 1, 1, 1]),
+        ... )
+        >>> pooled = bags(features)
+        >>> pooled.keys(), pooled.values().shape, pooled["bought"][0].count_nonzero().item()
+        (['clicked', 'bought', 'shop'], torch.Size([2, 19]), 0)
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingBagConfig],
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        optimizer: Kind | None = None,
+        optimizer_options: dict[str, Any] | None = None,
+        output_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        _check(tables, is_weighted, output_dtype)
+        for table in tables:
+            # As TorchRec's does, in the caller's configuration too.
+            table.feature_names = table.feature_names or [table.name]
+        self._embedding_bag_configs = tables
+        self._is_weighted = is_weighted
+        self._output_dtype = output_dtype
+        self._kind = optimizer
+        self._optimizer = _optimizer_maker(optimizer, optimizer_options)
+        self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
+        self._widths = [table.embedding_dim for table in tables for _ in table.feature_names]
+        self.embedding_bags = nn.ModuleDict()
+        self._parts: list[_Part] = []
+        # For each feature of the output its part, and its place there.
+        self._places: list[tuple[int, int]] = []
+        self._make_parts(device)
+        self.register_load_state_dict_post_hook(_gather)
+        self.reset_parameters()
+
+    def _make_parts(self, device: torch.device | str | None) -> None:
+        configs = self._embedding_bag_configs
+        data_types = list(dict.fromkeys(table.data_type for table in configs))
+        made: dict[str, nn.EmbeddingBag] = {}
+        for data_type in data_types:
+            own = [table for table in configs if table.data_type == data_type]
+            layout = BagLayout(
+                rows=tuple(table.num_embeddings for table in own),
+                widths=tuple(table.embedding_dim for table in own),
+                tables=tuple(i for i, table in enumerate(own) for _ in table.feature_names),
+                means=tuple(table.pooling == PoolingType.MEAN for table in own for _ in table.feature_names),
+            )
+            views = layout.views(torch.empty(layout.num_elements, dtype=DTYPES[data_type], device=device))
+            for table, view in zip(own, views, strict=True):
+                made[table.name] = nn.EmbeddingBag(
+                    table.num_embeddings,
+                    table.embedding_dim,
+                    mode=pooling_type_to_str(table.pooling),
+                    include_last_offset=True,
+                    _weight=view,
+                )
+            storage = TableStorage(layout, [made[table.name] for table in own], self._optimizer)
+            self._parts.append(_Part(storage, [name for table in own for name in table.feature_names]))
+        counts = [0] * len(data_types)
+        for table in configs:
+            self.embedding_bags[table.name] = made[table.name]
+            part = data_types.index(table.data_type)
+            for _ in table.feature_names:
+                self._places.append((part, counts[part]))
+                counts[part] += 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Return the pooled embeddings of every feature."""
+        if isinstance(features, Proxy):
+            return _as_leaf(self, features)
+        features = maybe_td_to_kjt(features, None)
+        pooled = [self._pooled(part, features) for part in self._parts]
+        is_ragged, inverse = features.variable_stride_per_key(), features.inverse_indices_or_none()
+        if is_ragged or inverse is not None:
+            values = self._expanded(pooled, features, is_ragged)
+        else:
+            values = pooled[0] if len(pooled) == 1 else self._interleaved(pooled)
+        return KeyedTensor(keys=self._embedding_names, length_per_key=self._widths, values=values)
+
+    def _pooled(self, part: _Part, features: KeyedJaggedTensor) -> Tensor:
+        """The output of one part: `[B, W]`, or flat where features have batches of their own."""
+        ids, offsets, weights, batch_sizes = self._lookups(part, features)
+        tables = part.tables
+        storage = tables.weights()
+        learns = tables.optimizer is not None and tables.learns()
+        dtype = self._output_dtype
+        pooled = embedding_bags(
+            storage,
+            tables.layout,
+            ids,
+            offsets,
+            per_sample_weights=weights,
+            batch_sizes=batch_sizes,
+            optimizer=tables.optimizer if learns else None,
+            output_dtype=dtype if dtype in (torch.float32, storage.dtype) else torch.float32,
+        )
+        if learns and pooled.grad_fn is not None:
+            pooled.grad_fn.register_prehook(tables.check_all_learn)
+        elif weights is not None and weights.requires_grad:
+            tables.watch(storage, pooled)
+        return pooled if pooled.dtype == dtype else pooled.to(dtype)
+
+    def _lookups(self, part: _Part, features: KeyedJaggedTensor) -> _Lookups:
+        weights = None
+        if self._is_weighted and (weights := features.weights_or_none()) is None:
+            raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")
+        sizes = features.stride_per_key() if features.variable_stride_per_key() else None
+        lookups = _Lookups(features.values(), features.offsets(), weights, sizes)
+        keys = features.keys()
+        if keys == part.features:
+            return lookups
+        places = {key: place for place, key in enumerate(keys)}
+        if missing := [name for name in part.features if name not in places]:
+            raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
+        return _selected(lookups, [places[name] for name in part.features], features)
+
+    def _interleaved(self, pooled: list[Tensor]) -> Tensor:
+        """The parts' columns in the order of the tables."""
+        slices = []
+        for part, of_part in groupby(self._places, key=lambda place: place[0]):
+            ordered, columns = list(of_part), self._parts[part].tables.layout.columns
+            slices.append(pooled[part][:, columns[ordered[0][1]] : columns[ordered[-1][1] + 1]])
+        return torch.cat(slices, 1)
+
+    def _expanded(self, pooled: list[Tensor], features: KeyedJaggedTensor, is_ragged: bool) -> Tensor:
+        """The rows of features with batches of their own, spread over the samples by the inverse indices."""
+        names = [name for table in self._embedding_bag_configs for name in table.feature_names]
+        sizes = dict(zip(features.keys(), features.stride_per_key(), strict=True))
+        rows: list[tuple[Tensor, ...]] = []
+        for values, part in zip(pooled, self._parts, strict=True):
+            widths = part.tables.layout.feature_widths
+            if is_ragged:
+                shapes = [(sizes[name], width) for name, width in zip(part.features, widths, strict=True)]
+                flat = values.split([count * width for count, width in shapes])
+                rows.append(tuple(of.view(shape) for of, shape in zip(flat, shapes, strict=True)))
+            else:
+                rows.append(values.split(widths, 1))
+        ordered = [rows[part][place] for part, place in self._places]
+        inverse = features.inverse_indices_or_none()
+        if inverse is None and len({sizes[name] for name in names}) > 1:
+            raise ValueError(
+                "features: expected inverse_indices where keys have batches of several sizes, got none; without them their rows "
+                "do not stand side by side"
+            )
+        return process_pooled_embeddings(ordered, reorder_inverse_indices(inverse, names))
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables."""
+        return self._embedding_bag_configs
+
+    def is_weighted(self) -> bool:
+        """Tell whether ids have weights."""
+        return self._is_weighted
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self._parts[0].tables.device
+
+    @property
+    def optimizers(self) -> list[BagOptimizer]:
+        """The fused optimizers, one for each data type in the order in which it first occurs; none on the meta device.
+
+        A schedule fills their `learning_rate`, a tensor.
+        """
+        return [part.tables.optimizer for part in self._parts if part.tables.optimizer is not None]
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """The fused optimizers' tensors, for a checkpoint beside the state dict, which has the tables alone."""
+        states = (optimizer.state().items() for optimizer in self.optimizers)
+        return {f"{number}.{name}": state for number, of in enumerate(states) for name, state in of}
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy what `optimizer_state_dict` gave into the optimizers.
+
+        Raises:
+            ValueError: other names or shapes than this module's.
+        """
+        own = self.optimizer_state_dict()
+        for name in sorted(own.keys() | state_dict.keys()):
+            expected, got = (list(of[name].shape) if name in of else None for of in (own, state_dict))
+            if expected != got:
+                raise ValueError(
+                    f"state_dict: expected shape {expected} for {name!r}, got {got}; tables and optimizer must be the same"
+                )
+        for name, state in own.items():
+            state.copy_(state_dict[name])
+
+    def reset_parameters(self) -> None:
+        """Draw new tables by their `init_fn`; nothing on the meta device."""
+        with torch.no_grad():
+            for table in self._embedding_bag_configs:
+                weight = self.embedding_bags[table.name].weight
+                if not weight.is_meta:
+                    table.init_fn(weight)
+
+    def _gather(self) -> None:
+        for part in self._parts:
+            part.tables.gather()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ScheduledEmbeddingBagCollection:
+        # All that there is to move are the children's parameters.
+        if recurse:
+            for part in self._parts:
+                part.tables.apply(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScheduledEmbeddingBagCollection:
+        # A parameter by itself would be copied out of the storage, and then once more into the copy's.
+        for part in self._parts:
+            for parameter, copied in part.tables.copies():
+                memo.setdefault(id(parameter), copied)
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._gather()
+
+    def extra_repr(self) -> str:
+        """Show the options; the tables follow as modules."""
+        shown = [f"features={len(self._widths)}", f"width={sum(self._widths)}", f"is_weighted={self._is_weighted}"]
+        shown += [f"optimizer={self._kind!r}"] if self._kind is not None else []
+        shown += [f"output_dtype={self._output_dtype}"] if self._output_dtype != torch.float32 else []
+        return ", ".join(shown)
+
+
+def replace_embedding_bags(module: nn.Module, **options: Any) -> nn.Module:
+    """Exchange every `EmbeddingBagCollection` in a model for a `ScheduledEmbeddingBagCollection` with the same weights.
+
+    The new modules take over the parameters themselves, whose values are copied once, table after table, into one storage: an
+    optimizer that was made before, names and state dicts stay right. Subclasses, which may do something else, stay as they are.
+
+    Args:
+        module: a model, changed in place, or an `EmbeddingBagCollection`.
+        options: `optimizer`, `optimizer_options` and `output_dtype` of `ScheduledEmbeddingBagCollection`.
+
+    Returns:
+        The model; for an `EmbeddingBagCollection` what takes its place.
+
+    Raises:
+        TypeError: another option.
+        ValueError: a collection that `ScheduledEmbeddingBagCollection` does not take.
+
+    Example:
+        >>> from torch import nn
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
+        >>> from jagged.modules import replace_embedding_bags
+        >>> table = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked"])
+        >>> model = nn.ModuleDict({"bags": EmbeddingBagCollection([table]), "over": nn.Linear(8, 1)})
+        >>> type(replace_embedding_bags(model)["bags"]).__name__
+        'ScheduledEmbeddingBagCollection'
+    """
+    if unknown := [name for name in options if name not in OPTIONS]:
+        raise TypeError(f"{unknown[0]}: not an option; expected one of {', '.join(OPTIONS)}")
+    return _replaced(module, options, {})
+
+
+def _replaced(module: nn.Module, options: dict[str, Any], done: dict[nn.Module, nn.Module]) -> nn.Module:
+    """The module in a module's place, the same one wherever the model has it."""
+    if module not in done:
+        done[module] = _scheduled(module, options) if type(module) is EmbeddingBagCollection else module
+        if done[module] is module:
+            for name, child in module._modules.items():
+                if child is not None:
+                    module._modules[name] = _replaced(child, options, done)
+    return done[module]
+
+
+def _scheduled(module: EmbeddingBagCollection, options: dict[str, Any]) -> ScheduledEmbeddingBagCollection:
+    made = ScheduledEmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), "meta", **options)
+    for name, bag in module.embedding_bags.items():
+        made.embedding_bags[name].weight = bag.weight
+    made._gather()
+    return made.train(module.training)
+
+
+def _check(tables: list[EmbeddingBagConfig], is_weighted: bool, output_dtype: torch.dtype) -> None:
+    """Refuse what there is no operator for."""
+    if not tables:
+        raise ValueError("tables: expected at least one, got none")
+    if output_dtype not in OUTPUT_DTYPES:
+        raise TypeError(f"output_dtype: expected one of {', '.join(map(str, OUTPUT_DTYPES))}, got {output_dtype}")
+    names = set()
+    for table in tables:
+        if table.name in names:
+            raise ValueError(f"tables: expected names of their own, got {table.name!r} twice")
+        names.add(table.name)
+        if table.data_type not in DTYPES:
+            expected = ", ".join(data_type.name for data_type in DTYPES)
+            raise ValueError(f"tables: expected a data type of {expected}, got {table.data_type.name} for {table.name!r}")
+        if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
+            raise ValueError(f"tables: expected SUM or MEAN pooling, got {table.pooling.name} for {table.name!r}")
+        if is_weighted and table.pooling == PoolingType.MEAN:
+            raise ValueError(f"is_weighted: only sums are weighted, but {table.name!r} has MEAN pooling")
+
+
+def _optimizer_maker(kind: Kind | None, options: dict[str, Any] | None) -> functools.partial[BagOptimizer] | None:
+    if kind is None:
+        if options is not None:
+            raise ValueError("optimizer_options: expected None without an optimizer; name one with optimizer")
+        return None
+    options = dict(options or {})
+    if unknown := [name for name in options if name not in OPTIMIZER_OPTIONS]:
+        raise ValueError(f"optimizer_options: got {unknown[0]!r}, expected some of {', '.join(OPTIMIZER_OPTIONS)}")
+    if "learning_rate" not in options:
+        raise ValueError("optimizer_options: expected a learning_rate, got none")
+    maker = functools.partial(_bag_optimizer, kind, options)
+    # So that what is wrong shows now, on the meta device too.
+    maker(BagLayout((1,), (1,)), torch.device("cpu"))
+    return maker
+
+
+def _bag_optimizer(kind: Kind, options: dict[str, Any], layout: BagLayout, device: torch.device) -> BagOptimizer:
+    return BagOptimizer(kind, layout, device=device, **options)
+
+
+def _gather(module: ScheduledEmbeddingBagCollection, _: Any) -> None:
+    # Loading may have assigned parameters.
+    module._gather()
+
+
+def _as_leaf(module: nn.Module, features: Proxy) -> Any:
+    """What a tracer records that does not take the module for a leaf by itself."""
+    path = features.tracer.path_of_module(module)  # type: ignore[attr-defined]
+    if not path:
+        raise TypeError("features: got a proxy; the module is a leaf, so trace a model that holds it")
+    return features.tracer.create_proxy("call_module", path, (features,), {})
+
+
+def _selected(lookups: _Lookups, order: list[int], features: KeyedJaggedTensor) -> _Lookups:
+    """The lookups of some keys, in another order or several times, with weights that keep their gradient.
+
+    `KeyedJaggedTensor.permute` gives weights no right gradient where keys repeat or have batches of their own, and always has to
+    know the lengths per key.
+    """
+    ids, offsets, weights, sizes = lookups
+    num_keys, chosen = len(features.keys()), tuple(order)
+    if sizes is None:
+        batch_size = (offsets.shape[0] - 1) // max(1, num_keys)
+        first = _on_device(chosen, offsets.device)[:, None] * batch_size
+        bags = (first + torch.arange(batch_size, device=offsets.device)).reshape(-1)
+    else:
+        bags = _ragged_bags(chosen, tuple(sizes), offsets.device)
+        sizes = [sizes[key] for key in order]
+    is_permutation = len(order) == num_keys == len(set(order))
+    lengths = None if is_permutation else features.length_per_key()
+    total = ids.shape[0] if lengths is None else sum(lengths[key] for key in order)
+    of_bags = offsets.diff()[bags]
+    new_offsets = torch.cat([offsets.new_zeros(1), of_bags.cumsum(0, dtype=offsets.dtype)])
+    shift = torch.repeat_interleave(offsets[:-1][bags] - new_offsets[:-1], of_bags, output_size=total)
+    places = shift + torch.arange(total, device=offsets.device)
+    return _Lookups(ids[places], new_offsets, None if weights is None else weights[places], sizes)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64).to(device)
+
+
+@functools.lru_cache(maxsize=64)
+def _ragged_bags(order: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """For keys in an order the bags of each, one key after the other."""
+    bags = torch.arange(sum(sizes)).split(list(sizes))
+    return torch.cat([bags[key] for key in order]).to(device)

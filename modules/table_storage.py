@@ -1,0 +1,271 @@
+"""Embedding tables of one dtype in one storage, of which the parameters of their modules are views."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from jagged.ops import BagLayout, BagOptimizer
+
+_weight_of = operator.itemgetter("weight")
+_requires_grad = operator.attrgetter("requires_grad")
+
+
+class _WholeFunction(torch.autograd.Function):
+    """The storage as a function of the parameters that are its views; its gradient is handed on as views of it."""
+
+    @staticmethod
+    def forward(ctx: Any, storage: Tensor, layout: BagLayout, *parameters: Tensor) -> Tensor:
+        ctx.layout = layout
+        ctx.set_materialize_grads(False)
+        return storage.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        layout = ctx.layout
+        if grad is None:
+            return (None,) * (2 + len(layout.rows))
+        grad = grad.contiguous()
+        of_tables = zip(layout.rows, layout.widths, layout.starts[:-1], strict=True)
+        # For a thousand tables half the time of slices.
+        return None, None, *(grad.as_strided((rows, width), (width, 1), start) for rows, width, start in of_tables)
+
+
+class TableStorage:
+    """The weights of embedding bags of one dtype, one after the other in one tensor.
+
+    Each bag keeps its parameter, whose data are a view of that tensor: optimizers, checkpoints and initialisers see ordinary
+    parameters, and the operator sees one tensor. Nothing is copied from the one to the other.
+
+    Gradients go to the parameters through one autograd node, which is made once and stays in use: made anew in every forward, a
+    node of a thousand inputs costs some 400 microseconds. It saves no tensors, so that it can run backward any number of times.
+
+    Where a parameter has been exchanged (by `torch.func.functional_call` or by an assignment), the tensor is put together from
+    the parameters in every call, a copy, until `gather` has made them views again.
+
+    Args:
+        layout: the tables, and the features that read them.
+        bags: for each table a module with its `weight`.
+        optimizer: makes the fused optimizer, given layout and device; None: parameters get gradients.
+    """
+
+    _storage: Tensor | None
+    _parameters: list[nn.Parameter]
+    _slots: list[dict[str, Any]]
+    _whole: Tensor | None
+    _leaf: Tensor | None
+    _stream: int
+
+    def __init__(
+        self,
+        layout: BagLayout,
+        bags: Sequence[nn.EmbeddingBag],
+        optimizer: Callable[[BagLayout, torch.device], BagOptimizer] | None = None,
+    ) -> None:
+        self.layout = layout
+        self.optimizer: BagOptimizer | None = None
+        self._bags = list(bags)
+        self._make_optimizer = optimizer
+        self.gather()
+
+    def weights(self) -> Tensor:
+        """The tensor for a forward pass, tied to the parameters' gradients where they need any."""
+        if not self._is_unchanged():
+            return self._joined()
+        assert self._storage is not None
+        if not self.learns():
+            return self._storage
+        if self.optimizer is not None:
+            if self._leaf is None:
+                self._leaf = self._storage.detach().requires_grad_()
+            return self._leaf
+        # Autograd runs a node on the stream that it was made on, which must be the one that is captured in a CUDA graph.
+        stream = torch.cuda.current_stream(self._storage.device).cuda_stream if self._storage.is_cuda else 0
+        if self._whole is None or self._stream != stream:
+            # Not before the old node has gone, whose edges lead to the parameters' nodes of the other stream.
+            self._whole = None
+            self._whole, self._stream = self._tied(), stream
+        return self._whole
+
+    def learns(self) -> bool:
+        """Tell whether this call is to be differentiated by, or to update, any of the tables."""
+        return torch.is_grad_enabled() and any(map(_requires_grad, self._parameters))
+
+    def check_all_learn(self, *_: Any) -> None:
+        """Refuse an update of all tables where some are frozen; called in the backward pass, before the update."""
+        frozen = sum(not parameter.requires_grad for parameter in self._parameters)
+        if frozen:
+            raise ValueError(
+                f"optimizer: updates all {len(self._parameters)} tables of one dtype, but {frozen} of them do not require a "
+                "gradient; freeze all or none, or put them into two collections"
+            )
+
+    def watch(self, weights: Tensor, pooled: Tensor) -> None:
+        """Let the backward pass of `pooled`, which reads `weights` again, refuse tables that have changed since.
+
+        Autograd itself sees no change by way of a parameter that was moved: it then has a count of changes of its own.
+        """
+        if pooled.grad_fn is None or (weights is not self._whole and weights is not self._storage):
+            return
+        parameters = self._parameters
+        versions = [parameter._version for parameter in parameters]
+
+        def check(_: Any) -> None:
+            if [parameter._version for parameter in parameters] != versions:
+                raise RuntimeError(
+                    "embedding_bags: the gradient of the ids' weights needs the tables of the forward pass, but they were "
+                    "changed in place; step the optimizer after backward"
+                )
+
+        pooled.grad_fn.register_prehook(check)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are; of the first where they are on several."""
+        return self._bags[0].weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tables; of the first where they have several."""
+        return self._bags[0].weight.dtype
+
+    def gather(self) -> None:
+        """Make all parameters views of one tensor, with the values they have; without a copy where they are.
+
+        Parameters of several dtypes or devices are left as they are.
+        """
+        parameters = self._found()
+        self._forget()
+        if len({(parameter.dtype, parameter.device) for parameter in parameters}) > 1:
+            return
+        storage = self._storage_of(parameters)
+        if storage is None:
+            first = parameters[0]
+            storage = torch.empty(self.layout.num_elements, dtype=first.dtype, device=first.device)
+            # One by one, so that what a parameter had before can go before the next is copied.
+            for parameter, view in zip(parameters, self.layout.views(storage), strict=True):
+                view.copy_(parameter.detach())
+                parameter.data = view
+        self._take(storage)
+
+    def apply(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Move or convert the tables, as `nn.Module._apply` does; their parameters remain the same objects where they can."""
+        if not self._is_unchanged():
+            self.gather()
+        if self._storage is None:
+            for bag in self._bags:
+                bag._apply(change)
+            self.gather()
+            return
+        with torch.no_grad():
+            storage = change(self._storage)
+        for parameter in self._parameters if storage is self._storage else self._placed(storage):
+            if parameter.grad is not None:
+                with torch.no_grad():
+                    parameter.grad = change(parameter.grad)
+
+    def copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Each parameter with a copy, which are views of one tensor again; none where the parameters are not."""
+        if not self._is_unchanged():
+            return []
+        assert self._storage is not None
+        views = self.layout.views(self._storage.clone())
+        return [(of, nn.Parameter(view, of.requires_grad)) for of, view in zip(self._parameters, views, strict=True)]
+
+    def _placed(self, storage: Tensor) -> list[nn.Parameter]:
+        """Let the parameters be views of another tensor."""
+        for bag, view in zip(self._bags, self.layout.views(storage), strict=True):
+            if torch._has_compatible_shallow_copy_type(bag.weight, view):
+                bag.weight.data = view
+            else:
+                bag.weight = nn.Parameter(view, bag.weight.requires_grad)
+        self._forget()
+        self._take(storage)
+        return self._parameters
+
+    def _take(self, storage: Tensor) -> None:
+        self._storage = storage
+        self._parameters = self._found()
+        self._slots = [bag._parameters for bag in self._bags]
+        if self._make_optimizer is None or storage.is_meta:
+            return
+        if self.optimizer is None:
+            self.optimizer = self._make_optimizer(self.layout, storage.device)
+        for name, state in self.optimizer.state().items():
+            setattr(self.optimizer, name, state.to(storage.device))
+
+    def _found(self) -> list[nn.Parameter]:
+        return [cast(nn.Parameter, bag.weight) for bag in self._bags]
+
+    def _forget(self) -> None:
+        self._storage = None
+        self._parameters = []
+        self._slots = []
+        self._whole = None
+        self._leaf = None
+        self._stream = 0
+
+    def _is_unchanged(self) -> bool:
+        """Tell whether every bag has the parameter that is a view of the storage."""
+        if self._storage is None:
+            return False
+        try:
+            return all(map(operator.is_, map(_weight_of, self._slots), self._parameters))
+        except KeyError:
+            # A parametrization computes the weight.
+            return False
+
+    def _tied(self) -> Tensor:
+        """The storage with an edge to every parameter. One that is frozen for now takes no gradient, and can later."""
+        flags = [parameter.requires_grad for parameter in self._parameters]
+        with torch.inference_mode(False), torch.enable_grad():
+            for parameter in self._parameters:
+                parameter.requires_grad_()
+            whole: Tensor = _WholeFunction.apply(self._storage, self.layout, *self._parameters)
+        for parameter, flag in zip(self._parameters, flags, strict=True):
+            parameter.requires_grad_(flag)
+        return whole
+
+    def _joined(self) -> Tensor:
+        """The tables put together by copying, differentiable by whatever stands in the parameters' places."""
+        weights = [bag.weight for bag in self._bags]
+        if self.optimizer is not None:
+            raise ValueError(
+                "embedding_bags: a fused optimizer updates the parameters in place, but some were exchanged; copy values into "
+                "them, or use load_state_dict"
+            )
+        if len(of := {(weight.dtype, weight.device) for weight in weights}) > 1:
+            found = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in of))
+            raise ValueError(
+                f"embedding_bags: expected one dtype and device for tables that were made of one data type, got {found}; "
+                "move the whole collection"
+            )
+        parts, starts = [], self.layout.starts
+        for weight, start, end in zip(weights, starts[:-1], starts[1:], strict=True):
+            gap = end - start - weight.numel()
+            parts += [weight.reshape(-1), weight.new_zeros(gap)] if gap else [weight.reshape(-1)]
+        return torch.cat(parts)
+
+    def _storage_of(self, parameters: list[nn.Parameter]) -> Tensor | None:
+        """The tensor that all parameters are views of, as the layout has them, or None."""
+        first = parameters[0].detach()
+        untyped, begin = first.untyped_storage(), first.storage_offset()
+        for parameter, start in zip(parameters, self.layout.starts[:-1], strict=True):
+            is_view = parameter.untyped_storage()._cdata == untyped._cdata and parameter.is_contiguous()
+            if not is_view or parameter.storage_offset() != begin + start:
+                return None
+        return first.as_strided((self.layout.num_elements,), (1,), begin)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what `gather` makes."""
+        made = {"_storage", "_parameters", "_slots", "_whole", "_leaf", "_stream"}
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The bags may not be whole yet: who holds them calls `gather`.
+        self.__dict__.update(state)
+        self._forget()

@@ -1,0 +1,791 @@
+"""Bags of one storage against TorchRec's EmbeddingBagCollection, and what keeps storage and parameters together."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrec.fx import Tracer
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jagged.modules import ScheduledEmbeddingBagCollection, replace_embedding_bags
+from jagged.modules.table_storage import TableStorage
+from tests.places import PLACE, Place
+from tests.strategies import seeds
+
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+FEATURES = ("a", "b", "c", "d")
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+
+def table(name: str, rows: int, width: int, *features: str, **options: Any) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=width, feature_names=list(features), **options)
+
+
+def some_tables() -> list[EmbeddingBagConfig]:
+    """A table of two features, a feature of two tables, and poolings that take turns."""
+    return [
+        table("x", 7, 3, "a", "b"),
+        table("y", 5, 8, "c", pooling=MEAN),
+        table("z", 11, 1, "a"),
+        table("w", 6, 5, "d", pooling=MEAN),
+    ]
+
+
+def pair(configs: list[EmbeddingBagConfig], **options: Any) -> tuple[ScheduledEmbeddingBagCollection, EmbeddingBagCollection]:
+    """Ours and TorchRec's with the same weights."""
+    torch.manual_seed(0)
+    twin = EmbeddingBagCollection(copy.deepcopy(configs), options.get("is_weighted", False), torch.device(PLACE.device))
+    ours = ScheduledEmbeddingBagCollection(configs, device=PLACE.device, **options)
+    ours.load_state_dict(twin.state_dict())
+    return ours, twin
+
+
+@dataclass(frozen=True)
+class Lookups:
+    """What a batch is made of."""
+
+    keys: tuple[str, ...] = FEATURES
+    batch_size: int = 3
+    longest: int = 4
+    seed: int = 0
+    ids_dtype: torch.dtype = torch.int64
+    rows: int = 5
+
+    def features(self, weights: bool = False, sizes: tuple[int, ...] | None = None) -> KeyedJaggedTensor:
+        generator = torch.Generator().manual_seed(self.seed)
+        bags = len(self.keys) * self.batch_size if sizes is None else sum(sizes)
+        lengths = torch.randint(self.longest + 1, (bags,), generator=generator)
+        total = int(lengths.sum())
+        ids = torch.randint(self.rows, (total,), generator=generator).to(self.ids_dtype)
+        of_ids = torch.randn(total, generator=generator).to(PLACE.device).requires_grad_() if weights else None
+        extra: dict[str, Any] = {}
+        if sizes is not None:
+            samples = 4
+            inverse = [torch.randint(max(1, size), (samples,), generator=generator) for size in sizes]
+            extra["stride_per_key_per_rank"] = torch.tensor(sizes)[:, None]
+            extra["inverse_indices"] = (list(self.keys), torch.stack(inverse).to(PLACE.device))
+        return KeyedJaggedTensor(
+            keys=list(self.keys), values=ids.to(PLACE.device), lengths=lengths.to(PLACE.device), weights=of_ids, **extra
+        )
+
+
+@st.composite
+def collections(draw: st.DrawFn) -> tuple[list[EmbeddingBagConfig], bool]:
+    weighted = draw(st.booleans())
+    made = []
+    for name in ("x", "y", "z", "w")[: draw(st.integers(1, 4))]:
+        names = draw(st.lists(st.sampled_from(FEATURES), min_size=1, max_size=3, unique=True))
+        pooling = SUM if weighted else draw(st.sampled_from([SUM, MEAN]))
+        data_type = draw(st.sampled_from([DataType.FP32, DataType.FP32, DataType.FP16]))
+        made.append(table(name, draw(st.integers(5, 12)), draw(st.integers(1, 9)), *names, pooling=pooling, data_type=data_type))
+    return made, weighted
+
+
+lookups = st.builds(
+    Lookups,
+    keys=st.permutations((*FEATURES, "unread")).map(tuple),
+    batch_size=st.integers(0, 5),
+    longest=st.sampled_from([0, 1, 4, 30]),
+    seed=seeds(),
+    ids_dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+
+
+def check_same(ours: KeyedTensor, wanted: KeyedTensor) -> None:
+    assert ours.keys() == wanted.keys()
+    assert ours.length_per_key() == wanted.length_per_key()
+    assert ours.values().dtype == torch.float32
+    torch.testing.assert_close(ours.values(), wanted.values())
+
+
+def check_both(
+    ours: ScheduledEmbeddingBagCollection, twin: EmbeddingBagCollection, features: KeyedJaggedTensor, seed: int
+) -> None:
+    """Outputs and gradients against TorchRec's in float64, which it gives out as float32."""
+    exact = copy.deepcopy(twin).double()
+    weights = features.weights_or_none()
+    of_twin = None if weights is None else weights.detach().double().requires_grad_()
+    twins = KeyedJaggedTensor(
+        keys=features.keys(),
+        values=features.values(),
+        lengths=features.lengths(),
+        weights=of_twin,
+        stride_per_key_per_rank=features._stride_per_key_per_rank,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
+    got, wanted = ours(features), exact(twins)
+    check_same(got, wanted)
+    grad = torch.randn(wanted.values().shape, generator=torch.Generator().manual_seed(seed)).to(PLACE.device)
+    got.values().backward(grad)
+    wanted.values().backward(grad)
+    for (name, mine), theirs in zip(ours.named_parameters(), exact.parameters(), strict=True):
+        expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(mine.grad, expected.to(mine.dtype), msg=lambda text, name=name: f"{name}: {text}")
+    if weights is not None:
+        torch.testing.assert_close(weights.grad, of_twin.grad.float())
+
+
+def storages(module: ScheduledEmbeddingBagCollection) -> set[int]:
+    return {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+
+
+@given(collections(), lookups, seeds())
+def test_as_torchrec(place: Place, drawn: tuple[list[EmbeddingBagConfig], bool], batch: Lookups, seed: int) -> None:
+    configs, weighted = drawn
+    ours, twin = pair(configs, is_weighted=weighted)
+    if batch.batch_size:
+        check_both(ours, twin, batch.features(weighted), seed)
+        return
+    # Of this TorchRec's cannot make a dictionary.
+    pooled = ours(batch.features(weighted))
+    assert pooled.values().shape == (0, sum(pooled.length_per_key()))
+    pooled.values().sum().backward()
+    assert not any(parameter.grad.any() for parameter in ours.parameters())
+
+
+@given(collections(), lookups, st.lists(st.integers(1, 4), min_size=5, max_size=5), seeds())
+def test_batches_of_their_own(
+    place: Place, drawn: tuple[list[EmbeddingBagConfig], bool], batch: Lookups, sizes: list[int], seed: int
+) -> None:
+    configs, weighted = drawn
+    ours, twin = pair(configs, is_weighted=weighted)
+    check_both(ours, twin, batch.features(weighted, tuple(sizes)), seed)
+
+
+def test_batches_without_inverse_indices(place: Place) -> None:
+    ours, twin = pair([table("x", 5, 3, "a"), table("y", 5, 2, "b", pooling=MEAN)])
+    values, lengths = torch.tensor([0, 1, 2, 3], device=place.device), torch.tensor([1, 0, 2, 1], device=place.device)
+    for sizes in ([[2], [2]], [[1, 1], [0, 2]]):
+        given = {"keys": ["a", "b"], "values": values, "lengths": lengths, "stride_per_key_per_rank": torch.tensor(sizes)}
+        check_same(ours(KeyedJaggedTensor(**given)), twin(KeyedJaggedTensor(**given)))
+    ragged = KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=lengths, stride_per_key_per_rank=torch.tensor([[1], [3]]))
+    with pytest.raises(ValueError, match="features: expected inverse_indices where keys have batches of several sizes"):
+        ours(ragged)
+
+
+def test_inverse_indices_of_a_plain_batch(place: Place) -> None:
+    ours, twin = pair(some_tables())
+    plain = Lookups().features()
+    inverse = (["d", "c", "b", "a"], torch.tensor([[0, 0, 2, 1, 1]] * 4, device=place.device))
+    features = KeyedJaggedTensor(keys=plain.keys(), values=plain.values(), lengths=plain.lengths(), inverse_indices=inverse)
+    check_both(ours, twin, features, 0)
+
+
+def test_poolings_that_take_turns_keep_their_features(place: Place) -> None:
+    configs = [table(f"t{i}", 5, 2, f"f{i}", pooling=(SUM, MEAN)[i % 2], init_fn=_filled(i + 1.0)) for i in range(5)]
+    ours = ScheduledEmbeddingBagCollection(configs, device=place.device)
+    features = Lookups(tuple(f"f{i}" for i in range(5)), batch_size=1, longest=0).features()
+    twice = KeyedJaggedTensor(
+        keys=features.keys(), values=torch.zeros(10, dtype=torch.int64, device=place.device), lengths=features.lengths() + 2
+    )
+    pooled = ours(twice)
+    assert [pooled[f"f{i}"][0, 0].item() for i in range(5)] == [2, 2, 6, 4, 10]
+
+
+def _filled(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda weight: weight.fill_(value)
+
+
+@pytest.mark.parametrize("output_dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_bfloat16_and_other_outputs(place: Place, output_dtype: torch.dtype) -> None:
+    configs = [
+        table("x", 7, 3, "a", data_type=DataType.BF16),
+        table("y", 5, 4, "b", "c"),
+        table("z", 5, 2, "d", data_type=DataType.BF16),
+    ]
+    ours = ScheduledEmbeddingBagCollection(configs, device=place.device, output_dtype=output_dtype)
+    assert [parameter.dtype for parameter in ours.parameters()] == [torch.bfloat16, torch.float32, torch.bfloat16]
+    assert len(storages(ours)) == 2
+    exact = EmbeddingBagCollection(copy.deepcopy(configs), device=place.device).double()
+    exact.load_state_dict(ours.state_dict())
+    features = Lookups().features()
+    got, wanted = ours(features), exact(features)
+    assert got.keys() == wanted.keys()
+    torch.testing.assert_close(got.values(), wanted.values().to(output_dtype), check_dtype=True, **_float32_at_best(output_dtype))
+    got.values().sum().backward()
+    wanted.values().sum().backward()
+    for mine, theirs in zip(ours.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad.to(mine.dtype))
+
+
+def _float32_at_best(dtype: torch.dtype) -> dict[str, float]:
+    return {"rtol": 1.3e-6, "atol": 1e-5} if dtype == torch.float64 else {}
+
+
+def test_gradients_are_the_derivatives(place: Place) -> None:
+    ours = ScheduledEmbeddingBagCollection(
+        [table("x", 4, 3, "a", "b"), table("y", 5, 2, "a")], True, place.device, output_dtype=torch.float64
+    ).double()
+    features = Lookups(("a", "b"), batch_size=2, rows=4).features(weights=True)
+    names = [name for name, _ in ours.named_parameters()]
+
+    def run(weights: Tensor, *tables: Tensor) -> Tensor:
+        batch = KeyedJaggedTensor(keys=features.keys(), values=features.values(), lengths=features.lengths(), weights=weights)
+        return torch.func.functional_call(ours, dict(zip(names, tables, strict=True)), (batch,)).values()
+
+    inputs = [features.weights().detach().double(), *(parameter.detach().clone() for parameter in ours.parameters())]
+    torch.autograd.gradcheck(run, [tensor.requires_grad_() for tensor in inputs])
+
+
+def test_matching_and_permuted_keys_do_not_read_lengths(place: Place) -> None:
+    ours = ScheduledEmbeddingBagCollection([table("x", 5, 3, "a"), table("y", 5, 2, "b")], device=place.device)
+    for keys, reads in ((("a", "b"), False), (("b", "a"), False), (("a", "b", "c"), True)):
+        features = Lookups(keys).features()
+        ours(features)
+        assert (features.length_per_key_or_none() is not None) == reads
+
+
+def test_takes_a_tensor_dict(place: Place) -> None:
+    ours, twin = pair([table("x", 5, 3, "a"), table("y", 5, 2, "b", pooling=MEAN)])
+    features = Lookups(("b", "a")).features()
+    parts = {name: JaggedTensor(values=of.values(), lengths=of.lengths()) for name, of in features.to_dict().items()}
+    check_same(ours(TensorDict(parts)), twin(features))
+
+
+def test_state_dicts_go_both_ways(place: Place) -> None:
+    ours, twin = pair(some_tables())
+    assert list(ours.state_dict()) == list(twin.state_dict())
+    assert [name for name, _ in ours.named_parameters()] == [f"embedding_bags.{name}.weight" for name in "xyzw"]
+    ours.reset_parameters()
+    assert not torch.equal(ours.embedding_bags["x"].weight, twin.embedding_bags["x"].weight)
+    twin.load_state_dict(ours.state_dict())
+    check_both(ours, twin, Lookups().features(), 0)
+
+
+def _saved(module: ScheduledEmbeddingBagCollection) -> ScheduledEmbeddingBagCollection:
+    file = io.BytesIO()
+    torch.save(module, file)
+    # Every table once: they lie in one storage, which is written once.
+    assert file.tell() < 60_000
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _assigned(module: ScheduledEmbeddingBagCollection) -> ScheduledEmbeddingBagCollection:
+    other = ScheduledEmbeddingBagCollection(module.embedding_bag_configs(), device="meta")
+    other.load_state_dict({name: tensor.clone() for name, tensor in module.state_dict().items()}, assign=True)
+    return other
+
+
+def _emptied(module: ScheduledEmbeddingBagCollection) -> ScheduledEmbeddingBagCollection:
+    other = ScheduledEmbeddingBagCollection(module.embedding_bag_configs(), device="meta")
+    assert all(parameter.is_meta for parameter in other.parameters())
+    other.reset_parameters()
+    other = other.to_empty(device=PLACE.device)
+    assert other.device.type == PLACE.device.type
+    other.load_state_dict(module.state_dict())
+    return other
+
+
+def _set_data(module: ScheduledEmbeddingBagCollection) -> ScheduledEmbeddingBagCollection:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.clone()
+    module.load_state_dict(module.state_dict())
+    return module
+
+
+def _replaced_parameter(module: ScheduledEmbeddingBagCollection) -> ScheduledEmbeddingBagCollection:
+    bag = module.embedding_bags["y"]
+    bag.weight = nn.Parameter(bag.weight.detach().clone())
+    return module.to(module.device)
+
+
+def _used(module: ScheduledEmbeddingBagCollection) -> ScheduledEmbeddingBagCollection:
+    """With what a step leaves behind."""
+    module(Lookups().features()).values().sum().backward()
+    module.zero_grad()
+    return module
+
+
+WAYS: dict[str, Callable[[ScheduledEmbeddingBagCollection], ScheduledEmbeddingBagCollection]] = {
+    "double and back": lambda module: module.double().float(),
+    "to where it is": lambda module: module.to(module.device),
+    "through the meta device": _emptied,
+    "loaded by assignment": _assigned,
+    "deepcopy": copy.deepcopy,
+    "torch.save": _saved,
+    "shared memory": lambda module: module.share_memory(),
+    "data set": _set_data,
+    "parameter exchanged": _replaced_parameter,
+    "inside a model": lambda module: nn.Sequential(module).double().float()[0],
+    "train, eval, freeze": lambda module: module.eval().requires_grad_(False).requires_grad_().train(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_stay_views_of_one_storage(place: Place, way: str) -> None:
+    ours, twin = pair(some_tables())
+    moved = WAYS[way](_used(ours))
+    assert len(storages(moved)) == 1
+    assert list(moved.state_dict()) == list(twin.state_dict())
+    check_both(moved, twin, Lookups().features(), 0)
+    with torch.no_grad():
+        for parameter in moved.parameters():
+            parameter.fill_(2.0)
+    assert set(moved(Lookups(longest=0).features()).values().unique().tolist()) <= {0.0}
+    one = KeyedJaggedTensor(
+        keys=list(FEATURES),
+        values=torch.zeros(4, dtype=torch.int64, device=place.device),
+        lengths=torch.ones(4, dtype=torch.int64, device=place.device),
+    )
+    assert moved(one).values().unique().tolist() == [2.0]
+
+
+def test_half_precision_and_copies_on_their_own(place: Place) -> None:
+    ours, twin = pair(some_tables())
+    parameters = list(ours.parameters())
+    ours(Lookups().features()).values().sum().backward()
+    half = ours.half()
+    assert all(mine is before for mine, before in zip(half.parameters(), parameters, strict=True))
+    assert {parameter.grad.dtype for parameter in parameters} == {torch.float16}
+    torch.testing.assert_close(half(Lookups().features()).values(), twin(Lookups().features()).values(), rtol=1e-3, atol=1e-3)
+    copied = copy.deepcopy(half)
+    assert storages(copied).isdisjoint(storages(half))
+    with torch.no_grad():
+        copied.embedding_bags["x"].weight.zero_()
+    assert half.embedding_bags["x"].weight.any()
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, _saved])
+def test_copies_are_copied_once(
+    place: Place, monkeypatch: pytest.MonkeyPatch, way: Callable[[ScheduledEmbeddingBagCollection], nn.Module]
+) -> None:
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    search, found = TableStorage._storage_of, []
+
+    def recorded(self: TableStorage, parameters: list[nn.Parameter]) -> Tensor | None:
+        found.append(search(self, parameters))
+        return found[-1]
+
+    monkeypatch.setattr(TableStorage, "_storage_of", recorded)
+    way(ours)
+    assert len(found) == 1
+    assert found[0] is not None
+
+
+def test_copies_of_a_model_keep_what_it_shares(place: Place) -> None:
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    model = nn.ModuleDict({"bags": ours, "head": nn.Linear(3, 7, device=place.device)})
+    model["head"].weight = ours.embedding_bags["x"].weight
+    copied = copy.deepcopy(model)
+    assert copied["head"].weight is copied["bags"].embedding_bags["x"].weight
+    assert len(storages(copied["bags"])) == 1
+
+
+def test_two_forwards_and_two_backwards(place: Place) -> None:
+    ours, twin = pair(some_tables())
+    batches = [Lookups(seed=seed).features() for seed in (1, 2)]
+    for module in (ours, twin):
+        sum(module(batch).values().square().sum() for batch in batches).backward()
+        module(batches[0]).values().sum().backward()
+    for mine, theirs in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+    ours.zero_grad()
+    found = torch.autograd.grad(ours(batches[0]).values().sum(), list(ours.parameters()))
+    wanted = torch.autograd.grad(twin(batches[0]).values().sum(), list(twin.parameters()))
+    torch.testing.assert_close(found, wanted)
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+def test_gradients_are_not_copied(place: Place) -> None:
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    for _ in range(2):
+        ours.zero_grad()
+        ours(Lookups().features()).values().sum().backward()
+        assert len({parameter.grad.untyped_storage().data_ptr() for parameter in ours.parameters()}) == 1
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_tables_that_change_before_backward_are_refused(place: Place, moved: bool) -> None:
+    ours = ScheduledEmbeddingBagCollection([table("x", 5, 3, "a"), table("y", 5, 3, "b")], True, place.device)
+    ours = ours.double().float() if moved else ours
+    for frozen in (False, True):
+        ours.requires_grad_(not frozen)
+        pooled = ours(Lookups(("a", "b")).features(weights=True)).values()
+        with torch.no_grad():
+            ours.embedding_bags["y"].weight.add_(1)
+        with pytest.raises(RuntimeError, match="changed in place; step the optimizer after backward"):
+            pooled.sum().backward()
+    ours(Lookups(("a", "b")).features(weights=True)).values().sum().backward()
+
+
+def test_frozen_tables(place: Place) -> None:
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    first, *others = ours.parameters()
+    first.requires_grad_(False)
+    for frozen in (True, False):
+        first.requires_grad_(not frozen)
+        ours.zero_grad()
+        ours(Lookups().features()).values().sum().backward()
+        assert (first.grad is None) == frozen
+        assert all(parameter.grad is not None for parameter in others)
+    assert not ours.requires_grad_(False)(Lookups().features()).values().requires_grad
+    with torch.no_grad():
+        assert not ours.requires_grad_()(Lookups().features()).values().requires_grad
+
+
+def test_exchanged_parameters(place: Place) -> None:
+    ours, twin = pair(some_tables())
+    features = Lookups().features()
+    wanted = twin(features).values()
+    given = {name: parameter.detach().clone().requires_grad_() for name, parameter in ours.named_parameters()}
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter.zero_()
+    called = torch.func.functional_call(ours, given, (features,)).values()
+    torch.testing.assert_close(called, wanted)
+    called.sum().backward()
+    assert given["embedding_bags.x.weight"].grad.any()
+    assert not ours(features).values().any()
+    ours.embedding_bags["x"].weight = nn.Parameter(given["embedding_bags.x.weight"].detach())
+    torch.testing.assert_close(ours(features)["b"], twin(features)["b"])
+    ours.embedding_bags["y"].weight = nn.Parameter(given["embedding_bags.y.weight"].detach().half())
+    with pytest.raises(ValueError, match="expected one dtype and device for tables that were made of one data type, got"):
+        ours(features)
+    assert {parameter.dtype for parameter in ours.float().parameters()} == {torch.float32}
+    assert len(storages(ours)) == 1
+    gathered = ours(features).values()
+    nn.utils.parametrize.register_parametrization(ours.embedding_bags["z"], "weight", nn.Identity())
+    torch.testing.assert_close(ours(features).values(), gathered)
+
+
+def test_tracing_makes_it_a_leaf(place: Place) -> None:
+    class Model(nn.Module):
+        def __init__(self, bags: nn.Module) -> None:
+            super().__init__()
+            self.inner = nn.ModuleDict({"bags": bags})
+
+        def forward(self, features: KeyedJaggedTensor) -> Tensor:
+            return self.inner["bags"](features).values() * 2
+
+    ours, twin = pair(some_tables())
+    features = Lookups().features()
+    model = Model(ours)
+    for tracer in (Tracer(leaf_modules=["ScheduledEmbeddingBagCollection"]), Tracer(), torch.fx.Tracer()):
+        graph = tracer.trace(model)
+        assert [node.target for node in graph.nodes if node.op == "call_module"] == ["inner.bags"]
+        traced = torch.fx.GraphModule(model, graph)
+        torch.testing.assert_close(traced(features), twin(features).values() * 2)
+    with pytest.raises(TypeError, match="features: got a proxy; the module is a leaf, so trace a model that holds it"):
+        torch.fx.symbolic_trace(ours)
+
+
+# Dynamo's own, about any tensor with a gradient function that goes from one graph to the next.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_models_call_it_between_graphs(place: Place) -> None:
+    ours, twin = pair(some_tables())
+    over = nn.Linear(20, 2, device=place.device)
+
+    def run(features: KeyedJaggedTensor) -> Tensor:
+        return over(ours(features).values()).sigmoid()
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="eager")
+    for seed in range(3):
+        features = Lookups(seed=seed, batch_size=3 + seed).features()
+        ours.zero_grad()
+        twin.zero_grad()
+        got, wanted = compiled(features), over(twin(features).values()).sigmoid()
+        torch.testing.assert_close(got, wanted)
+        got.sum().backward()
+        wanted.sum().backward()
+        for mine, theirs in zip(ours.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.1),
+    "adam": lambda parameters: torch.optim.AdamW(parameters, 0.1),
+}
+
+
+def check_parameters(ours: nn.Module, twin: nn.Module) -> None:
+    for (name, mine), theirs in zip(ours.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_with_torch_optimizers(place: Place, name: str) -> None:
+    ours, twin = pair(some_tables())
+    for module in (ours, twin):
+        optimizer = OPTIMIZERS[name](module.parameters())
+        for seed in range(4):
+            optimizer.zero_grad()
+            module(Lookups(seed=seed).features()).values().square().sum().backward()
+            optimizer.step()
+    check_parameters(ours, twin)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_fused_optimizers_are_those_of_torch(place: Place, name: str) -> None:
+    ours, twin = pair(some_tables(), optimizer=name, optimizer_options={"learning_rate": 0.1})
+    before = copy.deepcopy(ours)
+    made = {"sgd": torch.optim.SGD, "adagrad": lambda of, lr: torch.optim.Adagrad(of, lr, eps=1e-8)}[name](twin.parameters(), 0.1)
+    read: dict[str, set[int]] = {table.name: set() for table in some_tables()}
+    for seed in range(3):
+        features = Lookups(seed=seed, rows=4).features()
+        made.zero_grad()
+        for module in (ours, twin):
+            module(features).values().square().sum().backward()
+        made.step()
+        for of in some_tables():
+            read[of.name] |= {row for key in of.feature_names for row in features[key].values().tolist()}
+    check_parameters(ours, twin)
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    for of in some_tables():
+        changed = (ours.embedding_bags[of.name].weight != before.embedding_bags[of.name].weight).any(1)
+        assert set(changed.nonzero().flatten().tolist()) == read[of.name]
+        assert len(read[of.name]) < of.num_embeddings
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
+def test_fused_optimizers_go_on_from_a_checkpoint(place: Place, kind: Any) -> None:
+    configs = [*some_tables(), table("v", 5, 4, "b", data_type=DataType.BF16)]
+    options = {"learning_rate": 0.1, "eps": 1e-6, "betas": (0.8, 0.9), "weight_decay": 0.01, "stochastic_rounding": True}
+    made = {"optimizer": kind, "optimizer_options": options}
+    torch.manual_seed(0)
+    ours = ScheduledEmbeddingBagCollection(configs, device=place.device, **made)
+    ours(Lookups(seed=1).features()).values().square().sum().backward()
+    for optimizer in ours.optimizers:
+        optimizer.learning_rate.fill_(0.05)
+    meta = ScheduledEmbeddingBagCollection(configs, device="meta", **made)
+    assert meta.optimizers == []
+    resumed = meta.to_empty(device=place.device)
+    resumed.load_state_dict(ours.state_dict())
+    resumed.load_optimizer_state_dict(ours.optimizer_state_dict())
+    others = [resumed, copy.deepcopy(ours), _saved(ours), copy.deepcopy(ours).to(place.device)]
+    for module in (ours, *others):
+        module(Lookups(seed=2).features()).values().square().sum().backward()
+        assert [int(optimizer.step) for optimizer in module.optimizers] == [2, 2]
+    for module in others:
+        for mine, theirs in zip(module.parameters(), ours.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    fewer = ours.optimizer_state_dict()
+    del fewer["0.step"]
+    with pytest.raises(ValueError, match=r"state_dict: expected shape \[\] for '0.step', got None"):
+        ours.load_optimizer_state_dict(fewer)
+
+
+def test_fused_optimizers_leave_alone_what_does_not_learn(place: Place) -> None:
+    ours = ScheduledEmbeddingBagCollection(
+        some_tables(), device=place.device, optimizer="sgd", optimizer_options={"learning_rate": 1.0}
+    )
+    features, before = Lookups().features(), copy.deepcopy(ours)
+    with torch.no_grad():
+        ours(features)
+    ours.requires_grad_(False)
+    assert not ours(features).values().requires_grad
+    ours.embedding_bags["x"].weight.requires_grad_()
+    with pytest.raises(ValueError, match="optimizer: updates all 4 tables of one dtype, but 3 of them do not require a gradient"):
+        ours(features).values().sum().backward()
+    for mine, old in zip(ours.parameters(), before.parameters(), strict=True):
+        assert torch.equal(mine, old)
+    ours.requires_grad_()
+    given = {"embedding_bags.x.weight": torch.zeros(7, 3, device=place.device)}
+    with pytest.raises(ValueError, match="a fused optimizer updates the parameters in place, but some were exchanged"):
+        torch.func.functional_call(ours, given, (features,))
+    ours(features).values().sum().backward()
+    assert not torch.equal(ours.embedding_bags["x"].weight, before.embedding_bags["x"].weight)
+
+
+def test_data_parallel_sees_the_gradients(place: Place) -> None:
+    """DistributedDataParallel waits for a hook of every parameter."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ours, twin = pair(some_tables())
+        model = nn.parallel.DistributedDataParallel(ours)
+        for seed in range(2):
+            ours.zero_grad()
+            twin.zero_grad()
+            for module in (model, twin):
+                module(Lookups(seed=seed).features()).values().sum().backward()
+            for mine, theirs in zip(ours.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad)
+    finally:
+        dist.destroy_process_group()
+
+
+class Ranker(nn.Module):
+    """A model with the same bags twice, others inside, and a subclass that is left alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        device = torch.device(PLACE.device)
+        self.bags = EmbeddingBagCollection(some_tables(), device=device)
+        self.inner = nn.ModuleDict({"again": self.bags, "other": EmbeddingBagCollection([table("q", 5, 2, "c")], device=device)})
+        self.over = nn.Linear(22, 1, device=device)
+        self.special = Special([table("q", 5, 2, "c")], device=device)
+        self.nothing = None
+        self.register_module("none", None)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        pooled = [self.bags(features), self.inner["other"](features), self.special(features)]
+        again = self.inner["again"](features)
+        return self.over(torch.cat([*(of.values() for of in pooled)], 1)).sum() + again.values().sum()
+
+
+class Special(EmbeddingBagCollection):
+    """One that does something of its own."""
+
+
+def test_replace_embedding_bags(place: Place) -> None:
+    torch.manual_seed(0)
+    twin = Ranker().eval()
+    twin.over = nn.Linear(24, 1, device=place.device)
+    model = copy.deepcopy(twin)
+    model.bags.embedding_bags["y"].weight.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    before = list(model.named_parameters())
+    assert replace_embedding_bags(model) is model
+    assert type(model.bags) is type(model.inner["other"]) is ScheduledEmbeddingBagCollection
+    assert model.inner["again"] is model.bags
+    assert type(model.special) is Special
+    assert [(name, id(parameter)) for name, parameter in model.named_parameters()] == [(name, id(of)) for name, of in before]
+    assert not model.bags.training
+    assert not model.bags.embedding_bags["y"].weight.requires_grad
+    assert len(storages(model.bags)) == 1
+    twin.bags.embedding_bags["y"].weight.requires_grad_(False)
+    twins = torch.optim.SGD(twin.parameters(), 0.1)
+    for seed in range(2):
+        features = Lookups(seed=seed).features()
+        torch.testing.assert_close(model(features), twin(features))
+        for of, its in ((model, optimizer), (twin, twins)):
+            its.zero_grad()
+            of(features).backward()
+            its.step()
+    check_parameters(model, twin)
+    assert replace_embedding_bags(model).bags is model.bags
+
+
+def test_replace_a_collection_itself(place: Place) -> None:
+    configs = [
+        table("x", 7, 3, "a"),
+        table("y", 5, 2, "b", data_type=DataType.BF16),
+        table("z", 5, 2, "c", data_type=DataType.FP16),
+    ]
+    twin = EmbeddingBagCollection(configs, device=torch.device(place.device))
+    ours = replace_embedding_bags(
+        copy.deepcopy(twin), optimizer="sgd", optimizer_options={"learning_rate": 0.1}, output_dtype=torch.float64
+    )
+    # TorchRec's keeps bfloat16 tables as float16, and so does what takes its place.
+    assert [of.dtype for of in ours.parameters()] == [torch.float32, torch.float16, torch.float16]
+    for mine, theirs in zip(ours.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert ours(Lookups().features()).values().dtype == torch.float64
+    assert len(ours.optimizers) == 3
+    meta = replace_embedding_bags(EmbeddingBagCollection(configs, device=torch.device("meta")))
+    assert all(parameter.is_meta for parameter in meta.parameters())
+    with pytest.raises(TypeError, match="optimiser: not an option; expected one of optimizer, optimizer_options, output_dtype"):
+        replace_embedding_bags(nn.Linear(1, 1), optimiser="sgd")
+
+
+def test_interface(place: Place) -> None:
+    configs = [table("x", 7, 3), table("y", 5, 2, "b", "b")]
+    ours = ScheduledEmbeddingBagCollection(configs, True, place.device)
+    assert ours.embedding_bag_configs() is configs
+    assert configs[0].feature_names == ["x"]
+    assert ours.is_weighted()
+    assert ours.device.type == place.device.type
+    assert "(\n  features=3, width=7, is_weighted=True\n" in repr(ours)
+    fused = ScheduledEmbeddingBagCollection(
+        configs, device="meta", optimizer="adam", optimizer_options={"learning_rate": 1}, output_dtype=torch.bfloat16
+    )
+    assert "is_weighted=False, optimizer='adam', output_dtype=torch.bfloat16" in repr(fused)
+    assert "EmbeddingBag(7, 3, mode='sum'" in repr(fused)
+    assert ours(Lookups(("x", "b")).features(weights=True)).keys() == ["x", "b@y", "b@y"]
+
+
+@pytest.mark.parametrize(
+    ("tables", "options", "message"),
+    [
+        ([], {}, "tables: expected at least one, got none"),
+        ([table("x", 5, 3), table("x", 5, 3)], {}, "tables: expected names of their own, got 'x' twice"),
+        ([table("x", 5, 3, data_type=DataType.INT8)], {}, "expected a data type of FP32, FP16, BF16, got INT8 for 'x'"),
+        ([table("x", 5, 3, pooling=PoolingType.NONE)], {}, "tables: expected SUM or MEAN pooling, got NONE for 'x'"),
+        (
+            [table("x", 5, 3, pooling=MEAN)],
+            {"is_weighted": True},
+            "is_weighted: only sums are weighted, but 'x' has MEAN pooling",
+        ),
+        ([table("x", 5, 0)], {}, "widths: expected at least 1, got 0"),
+        ([table("x", 5, 3)], {"optimizer_options": {}}, "optimizer_options: expected None without an optimizer"),
+        ([table("x", 5, 3)], {"optimizer": "sgd"}, "optimizer_options: expected a learning_rate, got none"),
+        (
+            [table("x", 5, 3)],
+            {"optimizer": "sgd", "optimizer_options": {"lr": 1}},
+            "optimizer_options: got 'lr', expected some of",
+        ),
+        (
+            [table("x", 5, 3)],
+            {"optimizer": "lamb", "optimizer_options": {"learning_rate": 1}},
+            "kind: got 'lamb', expected one of",
+        ),
+    ],
+)
+def test_options_that_are_refused(tables: list[EmbeddingBagConfig], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScheduledEmbeddingBagCollection(tables, device="meta", **options)
+
+
+def test_dtypes_and_batches_that_are_refused(place: Place) -> None:
+    with pytest.raises(TypeError, match=r"output_dtype: expected one of torch.float32, .*, got torch.int64"):
+        ScheduledEmbeddingBagCollection([table("x", 5, 3)], output_dtype=torch.int64)
+    ours = ScheduledEmbeddingBagCollection([table("x", 5, 3, "a"), table("y", 5, 3, "e")], True, device=place.device)
+    with pytest.raises(ValueError, match="features: expected a key for every feature of the tables, got none for e"):
+        ours(Lookups().features(weights=True))
+    with pytest.raises(ValueError, match="features: expected weights, as is_weighted says, got none"):
+        ours(Lookups(("a", "e")).features())
+
+
+@pytest.mark.gpu
+def test_no_synchronisation_and_capture(place: Place) -> None:
+    """A training step waits for nothing and replays as a CUDA graph, whose backward runs on the stream of the capture."""
+    ours, twin = pair([table("x", 7, 3, "a", "b"), table("y", 5, 8, "c", pooling=MEAN), table("w", 6, 5, "d")])
+    features = Lookups().features()
+    features.offsets()
+    for _ in range(2):
+        ours.zero_grad()
+        ours(features).values().square().sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    ours(features).values().square().sum().backward()
+    torch.cuda.set_sync_debug_mode("default")
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        ours.zero_grad()
+        ours(features).values().square().sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    ours.zero_grad()
+    with torch.cuda.graph(graph):
+        ours(features).values().square().sum().backward()
+    twin(features).values().square().sum().backward()
+    for _ in range(2):
+        graph.replay()
+    for mine, theirs in zip(ours.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_the_storage_is_what_the_layout_says(place: Place) -> None:
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    tables: TableStorage = ours._parts[0].tables
+    with torch.no_grad():
+        weights = tables.weights()
+        for view, parameter in zip(tables.layout.views(weights), ours.parameters(), strict=True):
+            assert view.data_ptr() == parameter.data_ptr()
+    assert (tables.dtype, tables.device.type) == (torch.float32, place.device.type)
