@@ -67,7 +67,7 @@ def bag_of_places(feature: Feature) -> Tensor:
 def factors(feature: Feature, per_sample_weights: Tensor | None, bags: Tensor) -> Tensor | None:
     """Return what each lookup's row is multiplied by, None for 1."""
     if feature.is_mean:
-        return feature.ends.diff()[bags].reciprocal()
+        return feature.ends.diff()[bags].double().reciprocal()
     return None if per_sample_weights is None else per_sample_weights[feature.places]
 
 

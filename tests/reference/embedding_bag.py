@@ -1,4 +1,4 @@
-"""Embedding bags written out: one bag after the other."""
+"""Embedding bags written out, one row after the other; and the updates of rows, by their formulas."""
 
 from __future__ import annotations
 
@@ -16,17 +16,21 @@ def embedding_bags(
     batch_sizes: Sequence[int],
     per_sample_weights: Tensor | None = None,
 ) -> list[Tensor]:
-    """For each feature, a table and whether to take means: its pooled bags `[B_f, width]`."""
+    """For each feature, a table and whether to take means: its pooled bags `[B_f, width]`, in float32 at least."""
     ends, bag, outputs = offsets.tolist(), 0, []
+    dtype = torch.promote_types(tables[0].dtype, torch.float32) if tables else torch.float32
+    wide = [table.to(dtype) for table in tables]
     for (table, is_mean), size in zip(features, batch_sizes, strict=True):
-        bags = []
-        for _ in range(size):
-            ids = indices[ends[bag] : ends[bag + 1]]
-            rows = tables[table][ids.long()]
-            if per_sample_weights is not None:
-                rows = rows * per_sample_weights[ends[bag] : ends[bag + 1], None].to(rows.dtype)
-            pooled = rows.sum(0)
-            bags.append(pooled / len(ids) if is_mean and len(ids) else pooled)
-            bag += 1
-        outputs.append(torch.stack(bags) if bags else tables[table][:0])
+        first = ends[bag]
+        rows = wide[table][indices[first : ends[bag + size]].long()]
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights[first : ends[bag + size], None].to(dtype)
+        bags = [rows.new_zeros(0, rows.shape[1])]
+        for begin, end in zip(ends[bag : bag + size], ends[bag + 1 : bag + size + 1], strict=True):
+            pooled = rows.new_zeros(rows.shape[1])
+            for row in rows[begin - first : end - first].unbind():
+                pooled = pooled + row
+            bags.append((pooled / (end - begin) if is_mean and end > begin else pooled)[None])
+        outputs.append(torch.cat(bags))
+        bag += size
     return outputs
