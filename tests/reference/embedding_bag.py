@@ -34,3 +34,53 @@ def embedding_bags(
         outputs.append(torch.cat(bags))
         bag += size
     return outputs
+
+
+def gradients_of_rows(
+    num_tables: int,
+    features: Sequence[tuple[int, bool]],
+    indices: Tensor,
+    offsets: Tensor,
+    grads: Sequence[Tensor],
+    per_sample_weights: Tensor | None = None,
+) -> list[dict[int, Tensor]]:
+    """For each table the rows that are read and their gradients; `grads` are those of the features' bags, `[B_f, width]`."""
+    ends, bag = offsets.tolist(), 0
+    of_tables: list[dict[int, Tensor]] = [{} for _ in range(num_tables)]
+    for (table, is_mean), grad in zip(features, grads, strict=True):
+        for of_bag in grad:
+            begin, end = ends[bag], ends[bag + 1]
+            for place in range(begin, end):
+                part = of_bag / (end - begin) if is_mean else of_bag
+                if per_sample_weights is not None:
+                    part = part * per_sample_weights[place].to(part.dtype)
+                row = int(indices[place])
+                of_tables[table][row] = of_tables[table].get(row, 0) + part
+            bag += 1
+    return of_tables
+
+
+def updated_row(
+    kind: str,
+    row: Tensor,
+    first: Tensor,
+    second: Tensor,
+    grad: Tensor,
+    step: int,
+    *,
+    learning_rate: float,
+    eps: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A row after one update, and its states: numbers for each element, one number for the row, or anything where unused."""
+    if kind == "sgd":
+        return row - learning_rate * (grad + weight_decay * row), first, second
+    if kind in ("adagrad", "rowwise_adagrad"):
+        grad = grad + weight_decay * row
+        first = first + (grad**2 if kind == "adagrad" else (grad**2).mean())
+        return row - learning_rate * grad / (first.sqrt() + eps), first, second
+    first = betas[0] * first + (1 - betas[0]) * grad
+    second = betas[1] * second + (1 - betas[1]) * (grad**2 if kind == "adam" else (grad**2).mean())
+    mean, variance = first / (1 - betas[0] ** step), second / (1 - betas[1] ** step)
+    return row - learning_rate * (mean / (variance.sqrt() + eps) + weight_decay * row), first, second
