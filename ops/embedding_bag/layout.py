@@ -67,6 +67,17 @@ class BagLayout:
         assert self.means is not None
         if len(self.means) != len(self.tables):
             raise ValueError(f"means: expected one for each of the {len(self.tables)} features, got {len(self.means)}")
+        # Now, for a compiled region cannot compute cached properties.
+        for name in ("starts", "first_rows", "feature_widths", "columns", "_tensors"):
+            getattr(self, name)
+
+    def __hash__(self) -> int:
+        # Of thousands of numbers it takes longer than a launch.
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.widths, self.tables, self.means))
 
     @property
     def num_features(self) -> int:

@@ -90,6 +90,8 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         backend: str,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
+        indices, offsets = indices.contiguous(), offsets.contiguous()
+        per_sample_weights = None if per_sample_weights is None else per_sample_weights.contiguous()
         ctx.batch, ctx.optimizer, ctx.backend = batch, optimizer, backend
         ctx.num_elements, ctx.weights_dtype = weights.shape[0], weights.dtype
         needs_rows = per_sample_weights is not None and ctx.needs_input_grad[1]
@@ -114,8 +116,8 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         lookups = (indices, offsets, per_sample_weights, *ctx.batch)
         if ctx.optimizer is not None and ctx.needs_input_grad[0]:
             optimizer = ctx.optimizer
-            optimizer.step += 1
             with torch.no_grad():
+                optimizer.step.add_(1)
                 _update(
                     weights, optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate, grad, *lookups,
                     *optimizer.rule, ctx.backend,
@@ -197,7 +199,7 @@ def embedding_bags(
                 f"offsets: expected a multiple of the {num_features} features, and one, got {offsets.shape[0]}; "
                 "pass batch_sizes where features have batches of their own"
             )
-    elif len(batch_sizes) != num_features or sum(batch_sizes) != num_bags or min(batch_sizes, default=0) < 0:
+    elif len(batch_sizes) != num_features or sum(batch_sizes) != num_bags or any(size < 0 for size in batch_sizes):
         raise ValueError(
             f"batch_sizes: expected {num_features} sizes with the sum {num_bags}, as offsets have bags, got {list(batch_sizes)}"
         )
@@ -214,6 +216,11 @@ def embedding_bags(
             raise ValueError(f"per_sample_weights: only sums are weighted, but bags of feature {feature} are means")
     if optimizer is not None and optimizer.layout is not layout and optimizer.layout != layout:
         raise ValueError("optimizer: expected one of the same layout, got one of another")
+    if optimizer is not None and optimizer.step.device != weights.device:
+        raise ValueError(
+            f"optimizer: expected its states on the device of weights, {weights.device}, got {optimizer.step.device}; "
+            "make it with device=weights.device"
+        )
     if validation_is_on():
         _validate(layout, indices, offsets, batch_sizes)
     host_batches = batches = None
@@ -231,15 +238,22 @@ def embedding_bags(
     return result
 
 
-@functools.lru_cache(maxsize=256)
 def _batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """For each feature its first bag, the number of its bags, and where its output begins: `[F, 3]` int64."""
+    # A graph for all sizes looks nothing up by them.
+    return (_new_batches if torch.compiler.is_compiling() else _kept_batches)(layout, batch_sizes, device)
+
+
+def _new_batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> Tensor:
     rows, first, begin = [], 0, 0
     for count, width in zip(batch_sizes, layout.feature_widths, strict=True):
         rows.append((first, count, begin))
         first += count
         begin += count * width
     return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device)
+
+
+_kept_batches = functools.lru_cache(maxsize=256)(_new_batches)
 
 
 def _validate(layout: BagLayout, indices: Tensor, offsets: Tensor, batch_sizes: Sequence[int] | None) -> None:

@@ -2,66 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from jagged.ops._shared.offsets import covering
 from jagged.ops.embedding_bag.optimizers import Rule
 
 
 class Feature(NamedTuple):
-    """A feature of a batch: its fields of the layout, its lookups, its bags, and where its output lies."""
+    """A feature of a batch: its fields of the layout, where its lookups lie, and its bags' offsets from 0."""
 
     start: int
     rows: int
     width: int
-    column: int
     is_mean: bool
     first_row: int
     table: int
     places: slice
-    bags: slice
-    output: Tensor
+    ends: Tensor
 
 
-def features_of(layout: Tensor, offsets: Tensor, batches: Tensor | None, output: Tensor) -> Iterator[Feature]:
-    """Walk over the features of a batch, whose `output` is `[B, width]` or, with `batches`, flat."""
-    num_features = layout.shape[0]
+def features_of(layout: Tensor, offsets: Tensor, total: int, batches: Tensor | None) -> Iterator[Feature]:
+    """Walk over the features of a batch of `total` lookups; over none where there is no bag."""
+    num_features, num_bags = layout.shape[0], offsets.shape[0] - 1
+    if not num_bags:
+        return
+    counts = [num_bags // num_features] * num_features if batches is None else batches[:, 1].tolist()
+    firsts = [0, *accumulate(counts)]
+    edges = offsets[:: counts[0]] if batches is None else offsets[firsts]
+    begins = edges.tolist()
+    if begins[0] != 0 or begins[-1] != total or bool((offsets[1:] < offsets[:-1]).any()):
+        offsets = covering(offsets, total).to(offsets.dtype)
+        begins = offsets[firsts].tolist()
+    ends: Sequence[Tensor]
     if batches is None:
-        num_bags = (offsets.shape[0] - 1) // max(1, num_features)
-        bags = [(feature * num_bags, num_bags, 0) for feature in range(num_features)]
+        bags = offsets.unfold(0, counts[0] + 1, counts[0])
+        ends = (bags - bags[:, :1]).unbind()
     else:
-        bags = [tuple(of) for of in batches.tolist()]
-    edges = offsets[[first for first, _, _ in bags] + [offsets.shape[0] - 1]].tolist() if bags else []
-    for feature, fields in enumerate(layout.tolist()):
-        start, rows, width, column, is_mean, first_row, table = fields
-        first, count, begin = bags[feature]
-        flat = batches is not None
-        out = output[begin : begin + count * width].view(count, width) if flat else output[:, column : column + width]
-        places = slice(edges[feature], edges[feature + 1])
-        yield Feature(start, rows, width, column, bool(is_mean), first_row, table, places, slice(first, first + count), out)
+        ends = [offsets[first : first + count + 1] - begin for first, count, begin in zip(firsts, counts, begins, strict=False)]
+    for feature, (start, rows, width, _, is_mean, first_row, table) in enumerate(layout.tolist()):
+        places = slice(begins[feature], begins[feature + 1])
+        yield Feature(start, rows, width, bool(is_mean), first_row, table, places, ends[feature])
 
 
-def bag_of_places(offsets: Tensor, feature: Feature) -> Tensor:
+def parts_of(grad: Tensor, layout: Tensor, batches: Tensor | None) -> Sequence[Tensor]:
+    """Return each feature's part `[B, width]` of the output's gradient, `[B, width of all]` or, with `batches`, flat."""
+    widths = layout[:, 2].tolist()
+    if batches is None:
+        return grad.split_with_sizes(widths, 1)
+    counts = batches[:, 1].tolist()
+    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
+    return [x.view(count, width) for x, count, width in zip(grad.split_with_sizes(sizes), counts, widths, strict=True)]
+
+
+def bag_of_places(feature: Feature) -> Tensor:
     """Return for each lookup of a feature its bag, counted from the feature's first."""
-    lengths = offsets[feature.bags.start : feature.bags.stop + 1].diff()
-    bags = torch.arange(lengths.shape[0], device=offsets.device)
-    return torch.repeat_interleave(bags, lengths, output_size=feature.places.stop - feature.places.start)
+    return torch.repeat_interleave(feature.ends.diff(), output_size=feature.places.stop - feature.places.start)
 
 
-def factors(offsets: Tensor, feature: Feature, per_sample_weights: Tensor | None, bags: Tensor) -> Tensor | None:
+def factors(feature: Feature, per_sample_weights: Tensor | None, bags: Tensor) -> Tensor | None:
     """Return what each lookup's row is multiplied by, None for 1."""
     if feature.is_mean:
-        return offsets[feature.bags.start : feature.bags.stop + 1].diff()[bags].reciprocal()
+        return feature.ends.diff()[bags].double().reciprocal()
     return None if per_sample_weights is None else per_sample_weights[feature.places]
 
 
 def table_of(weights: Tensor, feature: Feature) -> Tensor:
     """Return the table of a feature, a view `[rows, width]`."""
-    return weights[feature.start : feature.start + feature.rows * feature.width].view(feature.rows, feature.width)
+    return weights.as_strided((feature.rows, feature.width), (feature.width, 1), weights.storage_offset() + feature.start)
 
 
 def embedding_bags_forward(
@@ -78,37 +90,37 @@ def embedding_bags_forward(
     output_dtype: torch.dtype,
 ) -> Tensor:
     """Return pooled bags, `[B, width]` or, with batches of their own, flat."""
-    output = weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
-    for feature in features_of(layout, offsets, host_batches, output):
-        table, ids = table_of(weights, feature), indices[feature.places]
-        if weights.dtype in (torch.float32, torch.float64) and weights.device.type == "cpu":
-            starts = offsets[feature.bags.start : feature.bags.stop + 1] - feature.places.start
-            scales = None if per_sample_weights is None else per_sample_weights[feature.places].to(weights.dtype)
-            feature.output.copy_(
-                F.embedding_bag(
-                    ids, table, starts.to(ids.dtype), mode="mean" if feature.is_mean else "sum", per_sample_weights=scales,
-                    include_last_offset=True,
-                )
-            )  # fmt: skip
-            continue
-        bags = bag_of_places(offsets, feature)
-        rows = table[ids.long()].to(torch.promote_types(weights.dtype, torch.float32))
-        scale = factors(offsets, feature, per_sample_weights, bags)
-        if scale is not None:
-            rows = rows * scale[:, None].to(rows.dtype)
-        feature.output.copy_(rows.new_zeros(feature.output.shape).index_add_(0, bags, rows))
-    return output
+    wide, outputs = torch.promote_types(weights.dtype, torch.float32), []
+    for feature in features_of(layout, offsets, indices.shape[0], host_batches):
+        table, ids, ends = table_of(weights, feature), indices[feature.places], feature.ends
+        if weights.dtype != wide:
+            # PyTorch rounds what it pools to the dtype of the table. Of a table's rows or of the lookups' whichever are fewer.
+            if feature.rows <= ids.shape[0]:
+                table = table.to(wide)
+            else:
+                table, ids = table.index_select(0, ids).to(wide), torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
+        scales = None if per_sample_weights is None else per_sample_weights[feature.places].to(wide)
+        ends = ends if ends.dtype == ids.dtype else ends.to(ids.dtype)
+        # Not by torch.nn.functional, whose checks take as long as a short feature.
+        pooled, *_ = torch.embedding_bag(table, ids, ends, False, int(feature.is_mean), False, scales, True, None)
+        outputs.append(pooled)
+    if not outputs:
+        return weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
+    flat = torch.cat(outputs, 1) if batches is None else torch.cat([pooled.view(-1) for pooled in outputs])
+    return flat.to(output_dtype)
 
 
 def _gradients_of_places(
-    grad: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, layout: Tensor, host_batches: Tensor | None
-) -> Iterator[tuple[Feature, Tensor, Tensor]]:
-    """Walk over the features with their lookups' bags and gradients of the rows that they read."""
-    for feature in features_of(layout, offsets, host_batches, grad):
-        bags = bag_of_places(offsets, feature)
-        of_rows = feature.output[bags].to(torch.promote_types(grad.dtype, torch.float32))
-        scale = factors(offsets, feature, per_sample_weights, bags)
-        yield feature, bags, of_rows if scale is None else of_rows * scale[:, None].to(of_rows.dtype)
+    grad: Tensor, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, layout: Tensor, batches: Tensor | None,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Feature, Tensor, Tensor]]:  # fmt: skip
+    """Walk over the features with the rows that their lookups read and the rows' gradients."""
+    parts = parts_of(grad, layout, batches)
+    for feature, part in zip(features_of(layout, offsets, indices.shape[0], batches), parts, strict=False):
+        bags = bag_of_places(feature)
+        of_rows = part.index_select(0, bags).to(dtype)
+        scale = factors(feature, per_sample_weights, bags)
+        yield feature, indices[feature.places], of_rows if scale is None else of_rows.mul_(scale[:, None].to(dtype))
 
 
 def embedding_bags_weights_backward(
@@ -125,8 +137,10 @@ def embedding_bags_weights_backward(
 ) -> Tensor:
     """Return the gradient of the storage, `[num_elements]`."""
     sums = grad.new_zeros(num_elements, dtype=torch.promote_types(weights_dtype, torch.float32))
-    for feature, _, of_rows in _gradients_of_places(grad, offsets, per_sample_weights, layout, host_batches):
-        table_of(sums, feature).index_add_(0, indices[feature.places].long(), of_rows.to(sums.dtype))
+    for feature, ids, of_rows in _gradients_of_places(
+        grad, indices, offsets, per_sample_weights, layout, host_batches, sums.dtype
+    ):
+        table_of(sums, feature).index_add_(0, ids.long(), of_rows)
     return sums.to(weights_dtype)
 
 
@@ -144,9 +158,10 @@ def embedding_bags_samples_backward(
     """Return the gradient of the per-sample weights, `[S]`."""
     result = grad.new_zeros(indices.shape[0], dtype=dtype)
     wide = torch.promote_types(weights.dtype, torch.float32)
-    for feature in features_of(layout, offsets, host_batches, grad):
-        rows = table_of(weights, feature)[indices[feature.places].long()].to(wide)
-        result[feature.places] = (rows * feature.output[bag_of_places(offsets, feature)].to(wide)).sum(1).to(dtype)
+    parts = parts_of(grad, layout, host_batches)
+    for feature, part in zip(features_of(layout, offsets, indices.shape[0], host_batches), parts, strict=False):
+        rows = table_of(weights, feature).index_select(0, indices[feature.places]).to(wide)
+        result[feature.places] = (rows * part.index_select(0, bag_of_places(feature)).to(wide)).sum(1).to(dtype)
     return result
 
 
@@ -174,8 +189,9 @@ def embedding_bags_update(
     """Change the rows that were read, and their states, in place; `step` counts this update already."""
     rule = Rule(kind, eps, beta1, beta2, weight_decay, stochastic_rounding)
     parts: dict[int, list[tuple[Feature, Tensor, Tensor]]] = {}
-    for feature, _, of_rows in _gradients_of_places(grad, offsets, per_sample_weights, layout, host_batches):
-        parts.setdefault(feature.table, []).append((feature, indices[feature.places].long(), of_rows))
+    wide = torch.promote_types(torch.promote_types(weights.dtype, grad.dtype), torch.float32)
+    for part in _gradients_of_places(grad, indices, offsets, per_sample_weights, layout, host_batches, wide):
+        parts.setdefault(part[0].table, []).append(part)
     for of_table in parts.values():
         feature = of_table[0][0]
         rows, place = torch.cat([ids for _, ids, _ in of_table]).unique(return_inverse=True)
@@ -213,8 +229,9 @@ def _update_table(
         variance = rule.beta2 * state[rows].to(grad.dtype) + (1 - rule.beta2) * square
         state[rows] = variance.to(state.dtype)
         variance = variance[:, None] if is_rowwise else variance
-        count = step.to(grad.dtype)
-        unbiased = mean / (1 - rule.beta1**count), variance / (1 - rule.beta2**count)
+        # In float32 little would be left of the difference to 1.
+        first_bias, second_bias = (1 - beta ** step.double() for beta in (rule.beta1, rule.beta2))
+        unbiased = mean / first_bias, variance / second_bias
         new = old - rate * (unbiased[0] / (unbiased[1].sqrt() + rule.eps) + rule.weight_decay * old)
     table[rows] = rounded(new, weights.dtype, stochastic=rule.stochastic_rounding, step=step, first=feature.start, rows=rows)
 

@@ -1,4 +1,4 @@
-"""Embedding bags written out: one bag after the other."""
+"""Embedding bags written out, one row after the other; and the updates of rows, by their formulas."""
 
 from __future__ import annotations
 
@@ -16,17 +16,71 @@ def embedding_bags(
     batch_sizes: Sequence[int],
     per_sample_weights: Tensor | None = None,
 ) -> list[Tensor]:
-    """For each feature, a table and whether to take means: its pooled bags `[B_f, width]`."""
+    """For each feature, a table and whether to take means: its pooled bags `[B_f, width]`, in float32 at least."""
     ends, bag, outputs = offsets.tolist(), 0, []
+    dtype = torch.promote_types(tables[0].dtype, torch.float32) if tables else torch.float32
+    wide = [table.to(dtype) for table in tables]
     for (table, is_mean), size in zip(features, batch_sizes, strict=True):
-        bags = []
-        for _ in range(size):
-            ids = indices[ends[bag] : ends[bag + 1]]
-            rows = tables[table][ids.long()]
-            if per_sample_weights is not None:
-                rows = rows * per_sample_weights[ends[bag] : ends[bag + 1], None].to(rows.dtype)
-            pooled = rows.sum(0)
-            bags.append(pooled / len(ids) if is_mean and len(ids) else pooled)
-            bag += 1
-        outputs.append(torch.stack(bags) if bags else tables[table][:0])
+        first = ends[bag]
+        rows = wide[table][indices[first : ends[bag + size]].long()]
+        if per_sample_weights is not None:
+            rows = rows * per_sample_weights[first : ends[bag + size], None].to(dtype)
+        bags = [rows.new_zeros(0, rows.shape[1])]
+        for begin, end in zip(ends[bag : bag + size], ends[bag + 1 : bag + size + 1], strict=True):
+            pooled = rows.new_zeros(rows.shape[1])
+            for row in rows[begin - first : end - first].unbind():
+                pooled = pooled + row
+            bags.append((pooled / (end - begin) if is_mean and end > begin else pooled)[None])
+        outputs.append(torch.cat(bags))
+        bag += size
     return outputs
+
+
+def gradients_of_rows(
+    num_tables: int,
+    features: Sequence[tuple[int, bool]],
+    indices: Tensor,
+    offsets: Tensor,
+    grads: Sequence[Tensor],
+    per_sample_weights: Tensor | None = None,
+) -> list[dict[int, Tensor]]:
+    """For each table the rows that are read and their gradients; `grads` are those of the features' bags, `[B_f, width]`."""
+    ends, bag = offsets.tolist(), 0
+    of_tables: list[dict[int, Tensor]] = [{} for _ in range(num_tables)]
+    for (table, is_mean), grad in zip(features, grads, strict=True):
+        for of_bag in grad:
+            begin, end = ends[bag], ends[bag + 1]
+            for place in range(begin, end):
+                part = of_bag / (end - begin) if is_mean else of_bag
+                if per_sample_weights is not None:
+                    part = part * per_sample_weights[place].to(part.dtype)
+                row = int(indices[place])
+                of_tables[table][row] = of_tables[table].get(row, 0) + part
+            bag += 1
+    return of_tables
+
+
+def updated_row(
+    kind: str,
+    row: Tensor,
+    first: Tensor,
+    second: Tensor,
+    grad: Tensor,
+    step: int,
+    *,
+    learning_rate: float,
+    eps: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A row after one update, and its states: numbers for each element, one number for the row, or anything where unused."""
+    if kind == "sgd":
+        return row - learning_rate * (grad + weight_decay * row), first, second
+    if kind in ("adagrad", "rowwise_adagrad"):
+        grad = grad + weight_decay * row
+        first = first + (grad**2 if kind == "adagrad" else (grad**2).mean())
+        return row - learning_rate * grad / (first.sqrt() + eps), first, second
+    first = betas[0] * first + (1 - betas[0]) * grad
+    second = betas[1] * second + (1 - betas[1]) * (grad**2 if kind == "adam" else (grad**2).mean())
+    mean, variance = first / (1 - betas[0] ** step), second / (1 - betas[1] ** step)
+    return row - learning_rate * (mean / (variance.sqrt() + eps) + weight_decay * row), first, second

@@ -1,0 +1,772 @@
+"""Embedding bags against every bag written out in float64, in every place."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from jagged.ops import BagLayout, BagOptimizer, embedding_bags
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference.embedding_bag import embedding_bags as reference
+from tests.strategies import float_dtypes, random_tensor, seeds
+
+ON_GPU = pytest.mark.gpu
+ON_CPU = pytest.mark.skipif(PLACE.name != "cpu", reason="says something of the PyTorch implementation alone")
+ON_TRITON = pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the Triton kernels alone")
+INDEX_DTYPES = (torch.int32, torch.int64)
+LONGEST = {"cpu": 150, "interpret": 40, "gpu": 1500}[PLACE.name]
+WIDTHS = st.integers(1, 130) if PLACE.name != "interpret" else st.sampled_from([1, 3, 8, 33])
+MOST = {"cpu": (5, 6, 5), "interpret": (3, 3, 3), "gpu": (5, 8, 70)}[PLACE.name]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Lookups of a layout's features, and the number of each one's bags."""
+
+    layout: BagLayout
+    indices: Tensor
+    offsets: Tensor
+    sizes: tuple[int, ...]
+    has_sizes: bool = False
+
+    @property
+    def arguments(self) -> tuple[BagLayout, Tensor, Tensor]:
+        return self.layout, self.indices, self.offsets
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"batch_sizes": self.sizes} if self.has_sizes else {}
+
+
+def batch_of(
+    layout: BagLayout,
+    lengths: Sequence[Sequence[int]],
+    seed: int = 0,
+    *,
+    index_dtype: torch.dtype = torch.int64,
+    offset_dtype: torch.dtype = torch.int64,
+    has_sizes: bool = False,
+) -> Batch:
+    """Return a batch whose bags have these lengths, feature by feature; ids come again and again, within bags too."""
+    generator = torch.Generator().manual_seed(seed)
+    assert layout.tables is not None
+    ids = [torch.zeros(0, dtype=torch.int64)]
+    for table, bags in zip(layout.tables, lengths, strict=True):
+        some = torch.randint(layout.rows[table], (4,), generator=generator)
+        any_row = torch.randint(layout.rows[table], (sum(bags),), generator=generator)
+        again = some[torch.randint(4, (sum(bags),), generator=generator)]
+        ids.append(torch.where(torch.rand(sum(bags), generator=generator) < 0.5, any_row, again))
+    ends = torch.tensor([0, *(length for bags in lengths for length in bags)]).cumsum(0)
+    indices, offsets = torch.cat(ids).to(index_dtype).to(PLACE.device), ends.to(offset_dtype).to(PLACE.device)
+    return Batch(layout, indices, offsets, tuple(map(len, lengths)), has_sizes)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    tables, features, bags = MOST
+    widths = draw(st.lists(WIDTHS, min_size=1, max_size=tables))
+    rows = [draw(st.integers(1, 40)) for _ in widths]
+    reading = draw(st.lists(st.integers(0, len(widths) - 1), min_size=1, max_size=features))
+    means = [draw(st.booleans()) for _ in reading] if draw(st.booleans()) else [False] * len(reading)
+    has_sizes = draw(st.booleans())
+    counts = st.integers(0, bags)
+    sizes = [draw(counts) for _ in reading] if has_sizes else [draw(counts)] * len(reading)
+    generator = torch.Generator().manual_seed(draw(seeds()))
+    longest = draw(st.sampled_from([0, 0, LONGEST]))
+    lengths = [torch.randint(5, (size,), generator=generator).tolist() for size in sizes]
+    if longest and lengths[-1]:
+        lengths[-1][-1] = longest
+    return batch_of(
+        BagLayout(rows, widths, reading, means),  # type: ignore[arg-type]
+        lengths,
+        draw(seeds()),
+        index_dtype=draw(st.sampled_from(INDEX_DTYPES)),
+        offset_dtype=draw(st.sampled_from(INDEX_DTYPES)),
+        has_sizes=has_sizes,
+    )
+
+
+def written_out(batch: Batch, weights: Tensor, per_sample_weights: Tensor | None = None, num_bad: int = 0) -> Tensor:
+    """Return the reference's bags as the function returns them; ids from a table's rows on read zeros."""
+    layout = batch.layout
+    assert layout.tables is not None
+    assert layout.means is not None
+    tables = [torch.cat([x, x.new_zeros(num_bad, x.shape[1])]) for x in layout.views(weights)]
+    features = list(zip(layout.tables, layout.means, strict=True))
+    pooled = reference(tables, features, batch.indices, batch.offsets, batch.sizes, per_sample_weights)
+    return torch.cat([x.reshape(-1) for x in pooled]) if batch.has_sizes else torch.cat(pooled, 1)
+
+
+def weights_of(layout: BagLayout, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return random_tensor((layout.num_elements,), dtype, seed)
+
+
+def check(
+    place: Place,
+    batch: Batch,
+    dtype: torch.dtype,
+    *,
+    output_dtype: torch.dtype = torch.float32,
+    sample_dtype: torch.dtype | None = None,
+    wanted: list[bool] | None = None,
+    num_bad: int = 0,
+) -> None:
+    def ours(weights: Tensor, *samples: Tensor) -> Tensor:
+        scales = samples[0] if samples else None
+        return embedding_bags(
+            weights,
+            *batch.arguments,
+            per_sample_weights=scales,
+            output_dtype=output_dtype,
+            backend=place.backend,
+            **batch.options,
+        )
+
+    def by_hand(weights: Tensor, *samples: Tensor) -> Tensor:
+        result = written_out(batch, weights, *samples, num_bad=num_bad)
+        return result.to(output_dtype) if weights.dtype == dtype else result
+
+    inputs = [weights_of(batch.layout, dtype)]
+    if sample_dtype is not None:
+        inputs.append(random_tensor(tuple(batch.indices.shape), sample_dtype, 1))
+    check_three_way(ours, by_hand, inputs, requires_grad=None if wanted is None else wanted[: len(inputs)])
+
+
+def run(place: Place, batch: Batch, weights: Tensor, samples: Tensor | None = None, **options: Any) -> list[Tensor]:
+    """Return the output and the gradients, of a cotangent that the output gives."""
+    leaves = [x.detach().clone().requires_grad_() for x in (weights, samples) if x is not None]
+    scales = leaves[1] if samples is not None else None
+    output = embedding_bags(
+        leaves[0], *batch.arguments, per_sample_weights=scales, backend=place.backend, **batch.options, **options
+    )
+    return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
+
+
+@given(
+    batches(),
+    float_dtypes(),
+    st.booleans(),
+    st.sampled_from([None, *PLACE.dtypes]),
+    st.sampled_from([[True, True], [True, False], [False, True], [False, False]]),
+)
+def test_three_way(
+    place: Place, batch: Batch, dtype: torch.dtype, is_wide: bool, sample_dtype: torch.dtype | None, wanted: list[bool]
+) -> None:
+    if any(batch.layout.means or ()):
+        sample_dtype = None
+    output_dtype = torch.float32 if is_wide else dtype
+    check(place, batch, dtype, output_dtype=output_dtype, sample_dtype=sample_dtype, wanted=wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("widths", [(256, 16, 300), (257, 1024, 4)] if PLACE.name != "interpret" else [(260, 4)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_wide_tables(place: Place, widths: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> None:
+    layout = BagLayout((9, 70, 5)[: len(widths)], widths)
+    lengths = [[3, 0, 1, 2], [1, 1, 1, 1], [0, LONGEST, 0, 7]][: len(widths)]
+    check(place, batch_of(layout, lengths), dtype, sample_dtype=dtype if weighted else None)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 33] if PLACE.name == "interpret" else [1, 2, 7, 33, 50, 100, 513])
+@pytest.mark.parametrize("is_mean", [False, True])
+def test_one_length_for_all_bags(place: Place, length: int, is_mean: bool) -> None:
+    """One-hot features, short and long ones: each may be taken by a schedule of its own."""
+    bags = 9 if PLACE.name == "interpret" else 70 if length < 100 else 17
+    layout = BagLayout((20, 300), (8, 33), means=(is_mean, is_mean))
+    check(place, batch_of(layout, [[length] * bags] * 2), torch.float32)
+
+
+def test_features_of_every_length_beside_one_another(place: Place) -> None:
+    """One-hot, mostly absent, pooled, one bag that is longer than all the rest: sums and means of tables that are shared."""
+    bags = 6 if PLACE.name == "interpret" else 70
+    generator = torch.Generator().manual_seed(1)
+    absent = (torch.rand(bags, generator=generator) < 0.2).long().tolist()
+    pooled = torch.randint(20 if PLACE.name == "interpret" else 60, (bags,), generator=generator).tolist()
+    lengths = [[1] * bags, absent, pooled, [0] * (bags - 1) + [2 * LONGEST], [0] * bags, pooled[::-1]]
+    layout = BagLayout((50, 7, 1000, 1), (16, 5, 64, 1), (0, 1, 2, 1, 3, 2), (False, True, False, False, True, True))
+    for has_sizes in (False, True):
+        check(place, batch_of(layout, lengths, has_sizes=has_sizes), torch.float32)
+
+
+@ON_CPU
+def test_reference_is_embedding_bag(place: Place) -> None:
+    layout = BagLayout((9, 5), (4, 3), (0, 1, 0), (False, True, False))
+    batch = batch_of(layout, [[2, 0, 3], [1, 4, 0], [0, 0, 6]])
+    weights = weights_of(layout, torch.float64)
+    tables, ends = layout.views(weights), batch.offsets
+    expected = []
+    for feature, (table, mode) in enumerate(((0, "sum"), (1, "mean"), (0, "sum"))):
+        of_feature = ends[3 * feature : 3 * feature + 4]
+        ids = batch.indices[of_feature[0] : of_feature[-1]]
+        starts = of_feature - of_feature[0]
+        expected.append(torch.nn.functional.embedding_bag(ids, tables[table], starts, mode=mode, include_last_offset=True))
+    torch.testing.assert_close(written_out(batch, weights), torch.cat(expected, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_are_accumulated_in_float32(place: Place, dtype: torch.dtype) -> None:
+    # Above 256 bfloat16 has no odd numbers, above 2048 float16.
+    count = 301 if dtype == torch.bfloat16 else 2049
+    one = BagLayout((1,), (1,))
+    batch = batch_of(one, [[1] * count])
+    _, grad = run(place, batch, torch.ones(1, dtype=dtype, device=place.device))
+    assert grad.item() == torch.tensor(count).to(dtype).item()
+
+
+@pytest.mark.parametrize("has_sizes", [False, True])
+@pytest.mark.parametrize("bags", [0, 3])
+def test_batches_of_nothing(place: Place, bags: int, has_sizes: bool) -> None:
+    layout = BagLayout((4, 3), (5, 2), (0, 1, 0), (False, True, False))
+    batch = batch_of(layout, [[0] * bags] * 3, has_sizes=has_sizes)
+    output, grad = run(place, batch, weights_of(layout, torch.float32))
+    assert output.shape == ((bags * 12,) if has_sizes else (bags, 12))
+    assert not output.any()
+    assert not grad.any()
+    none = BagLayout((4,), (5,), ())
+    output, grad = run(place, batch_of(none, [], has_sizes=has_sizes), weights_of(none, torch.float32))
+    assert output.shape == ((0,) if has_sizes else (0, 0))
+    assert grad.shape == (20,)
+    assert not grad.any()
+
+
+def test_batch_sizes_of_features(place: Place) -> None:
+    """A KeyedJaggedTensor with a batch size for each feature, as TorchRec lays it out: feature after feature."""
+    layout = BagLayout((9, 5, 7), (4, 3, 8), means=(False, True, False))
+    lengths = [[2, 0, 3], [], [1]]
+    batch = batch_of(layout, lengths, has_sizes=True)
+    weights = weights_of(layout, torch.float32)
+    flat = embedding_bags(weights, *batch.arguments, batch_sizes=batch.sizes, backend=place.backend)
+    assert flat.shape == (3 * 4 + 8,)
+    alone = BagLayout((7,), (8,))
+    ids = batch.indices[5:]
+    last = embedding_bags(
+        layout.views(weights)[2].flatten(), alone, ids, torch.tensor([0, 1], device=place.device), backend=place.backend
+    )
+    assert torch.equal(flat[12:], last.flatten())
+    # The same for all: the rectangle's columns one after the other.
+    batch = batch_of(layout, [[2, 0], [1, 1], [0, 4]])
+    rectangle = embedding_bags(weights, *batch.arguments, backend=place.backend)
+    for sizes in ([2, 2, 2], (2, 2, 2)):
+        flat = embedding_bags(weights, *batch.arguments, batch_sizes=sizes, backend=place.backend)
+        assert torch.equal(flat, torch.cat([x.flatten() for x in rectangle.split([4, 3, 8], 1)]))
+
+
+@ON_TRITON
+@pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_unknown_ids_are_rows_of_zeros(place: Place, index_dtype: torch.dtype, weighted: bool) -> None:
+    """Without a gradient; a mean counts them among its bag's."""
+    layout = BagLayout((9, 5), (4, 19), means=None if weighted else (False, True))
+    batch = batch_of(layout, [[3, 1, 2], [1, 0, 12]], index_dtype=index_dtype)
+    indices = batch.indices.clone()
+    ours = batch.indices.clone()
+    # For the reference the first row past the table's; the second table begins where the first one ends.
+    for place_, id_, rows in ((1, -1, 9), (3, 9, 9), (5, 2**31 - 1, 9), (6, 5, 5), (9, -(2**31), 5), (18, 13, 5)):
+        indices[place_], ours[place_] = rows, id_
+    if index_dtype == torch.int64:
+        ours[1], ours[9], ours[18] = -(2**62), 2**40, 2**32
+    with_bad = replace(batch, indices=ours)
+
+    def check_bad(weights: Tensor, *samples: Tensor) -> Tensor:
+        scales = samples[0] if samples else None
+        return embedding_bags(weights, *with_bad.arguments, per_sample_weights=scales, backend=place.backend)
+
+    def by_hand(weights: Tensor, *samples: Tensor) -> Tensor:
+        return written_out(replace(batch, indices=indices), weights, *samples, num_bad=1)
+
+    inputs = [weights_of(layout, torch.float32)]
+    if weighted:
+        inputs.append(random_tensor(tuple(indices.shape), torch.float32, 1))
+    check_three_way(check_bad, by_hand, inputs)
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", PLACE.dtypes)
+@pytest.mark.parametrize("bad", [-1, 9, 2**30])
+@pytest.mark.parametrize("length", [3, 30])
+def test_unknown_ids_are_errors_on_a_cpu(place: Place, dtype: torch.dtype, bad: int, length: int) -> None:
+    """Negative ids too, which count from the end elsewhere in PyTorch; in bags shorter and longer than the table."""
+    layout = BagLayout((9, 5), (4, 3))
+    batch = batch_of(layout, [[length], [1]])
+    batch.indices[1] = bad
+    with pytest.raises((RuntimeError, IndexError), match=r"range|Expected idx"):
+        embedding_bags(weights_of(layout, dtype), *batch.arguments)
+
+
+def test_values_are_checked_on_demand(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAGGED_VALIDATE", "1")
+    layout = BagLayout((9, 5), (4, 3), (0, 1, 0))
+    weights = weights_of(layout, torch.float32)
+
+    def call(batch: Batch) -> Tensor:
+        return embedding_bags(weights, *batch.arguments, backend=place.backend, **batch.options)
+
+    for has_sizes in (False, True):
+        batch = batch_of(layout, [[2, 1], [0, 3], [1, 1]], has_sizes=has_sizes)
+        call(batch)
+        for spot, bad, message in (
+            (0, -1, r"indices: expected ids from 0 to 8 for feature 0, got -1 at place 0"),
+            (4, 5, r"indices: expected ids from 0 to 4 for feature 1, got 5 at place 4"),
+            (7, 9, r"indices: expected ids from 0 to 8 for feature 2, got 9 at place 7"),
+        ):
+            wrong = batch.indices.clone()
+            wrong[spot] = bad
+            with pytest.raises(ValueError, match=message):
+                call(replace(batch, indices=wrong))
+        for offsets, message in (
+            ([0, 2, 1, 3, 6, 7, 8], r"offsets\[2\]: expected at least 2"),
+            ([1, 2, 3, 3, 6, 7, 8], r"offsets\[0\]: expected 0, got 1"),
+            ([0, 2, 3, 3, 6, 7, 7], r"offsets\[6\]: expected 8.*got 7"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                call(replace(batch, offsets=torch.tensor(offsets, device=place.device)))
+
+
+WRONG = [[5, 1, 3, 3, 7], [0, -4, 2, 4, 6], [0, 2, 1000, 4, 6], [0, 2, 4, 5, 2**31 - 1], [-(2**31), 3, 2, 9, -1], [9, 9, 9, 9, 9]]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], weighted: bool) -> None:
+    """Outside the lookups lie ids of a row, and weights, of 1e30."""
+    layout = BagLayout((9, 9), (4, 3))
+    fence = torch.zeros(60, dtype=torch.int64, device=place.device)
+    indices = fence[20:26].copy_(torch.tensor([1, 2, 8, 8, 5, 1]))
+    table = torch.full((100 + layout.num_elements,), 1e30, device=place.device)
+    weights = table[48 : 48 + layout.num_elements].fill_(1.0)
+    for view in layout.views(weights):
+        view[0] = 1e30
+    around = torch.full((60,), 1e30, device=place.device)
+    samples = around[20:26].fill_(1.0) if weighted else None
+    for dtype in INDEX_DTYPES:
+        offsets = torch.tensor(wrong, device=place.device, dtype=dtype)
+        results = run(place, Batch(layout, indices, offsets, (2, 2)), weights, samples)
+        for result in results:
+            assert not bool((result[result.isfinite()].abs() > 1e6).any())
+        # No lookup reads the first rows.
+        assert not any(bool(view[0].any()) for view in layout.views(results[1]))
+
+
+def test_nan_stays_in_its_bag(place: Place) -> None:
+    layout = BagLayout((9, 5), (4, 3))
+    batch = batch_of(layout, [[3, 1, 2], [1, 0, 12]])
+    weights = weights_of(layout, torch.float32)
+    poisoned = int(batch.indices[3])
+    layout.views(weights)[0][poisoned, 2] = float("nan")
+    output = embedding_bags(weights, *batch.arguments, backend=place.backend)
+    ends = batch.offsets.tolist()
+    has = [poisoned in batch.indices[ends[bag] : ends[bag + 1]].tolist() for bag in range(3)]
+    assert output[:, 2].isnan().tolist() == has
+    assert int(output.isnan().sum()) == sum(has)
+
+
+def test_gradients_of_any_stride(place: Place) -> None:
+    layout = BagLayout((9, 5), (4, 3))
+    weights, samples = weights_of(layout, torch.float32), random_tensor((9,), torch.float32, 1)
+    batch = batch_of(layout, [[3, 1], [1, 4]])
+    dense = random_tensor((2, 7), torch.float32, 2)
+    for grad in (torch.ones((), device=place.device).expand(2, 7), dense, dense.t().contiguous().t(), dense[:, :1].expand(2, 7)):
+        results = []
+        for given_ in (grad, grad.contiguous()):
+            leaves = [x.clone().requires_grad_() for x in (weights, samples)]
+            output = embedding_bags(leaves[0], *batch.arguments, per_sample_weights=leaves[1], backend=place.backend)
+            results.append(torch.autograd.grad(output, leaves, given_))
+        for got, expected in zip(*results, strict=True):
+            assert torch.equal(got, expected)
+
+
+def test_strided_lookups(place: Place) -> None:
+    layout = BagLayout((9, 5), (4, 3))
+    weights, samples = weights_of(layout, torch.float32), random_tensor((9,), torch.float32, 1)
+    batch = batch_of(layout, [[3, 1], [1, 4]])
+    expected = run(place, batch, weights, samples)
+    indices, offsets, scales = (
+        torch.stack([x, torch.full_like(x, 77)], 1)[:, 0] for x in (batch.indices, batch.offsets, samples)
+    )
+    leaves = [weights.clone().requires_grad_(), scales.detach().requires_grad_()]
+    output = embedding_bags(leaves[0], layout, indices, offsets, per_sample_weights=leaves[1], backend=place.backend)
+    got = [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
+    for ours, same in zip(got, expected, strict=True):
+        assert torch.equal(ours, same)
+    # A storage that begins anywhere in another, and one that begins where no 16-byte load may.
+    for begin in (16, 1):
+        other = torch.full((layout.num_elements + 40,), float("nan"), device=place.device)
+        inside = other[begin : begin + layout.num_elements].copy_(weights)
+        output = embedding_bags(inside, *batch.arguments, per_sample_weights=samples, backend=place.backend)
+        assert torch.equal(output, expected[0])
+
+
+@pytest.mark.parametrize("dtype", PLACE.dtypes)
+def test_repeats_are_bit_for_bit_equal(place: Place, dtype: torch.dtype) -> None:
+    torch.use_deterministic_algorithms(False)
+    scale = {"cpu": 3, "interpret": 1, "gpu": 200}[place.name]
+    layout = BagLayout((5, 3000, 40), (8, 33, 64), (0, 1, 2, 0))
+    lengths = [[7, 0] * scale, [1, 3] * scale, [0, LONGEST] + [2, 1] * (scale - 1), [1, 1] * scale]
+    batch = batch_of(layout, lengths)
+    weights, samples = weights_of(layout, dtype), random_tensor(tuple(batch.indices.shape), dtype, 1)
+    for scales in (None, samples):
+        expected = run(place, batch, weights, scales)
+        for _ in range({"cpu": 10, "interpret": 1, "gpu": 100}[place.name]):
+            for again, first in zip(run(place, batch, weights, scales), expected, strict=True):
+                assert torch.equal(again, first)
+
+
+def test_second_derivatives_are_refused(place: Place) -> None:
+    layout = BagLayout((4,), (3,))
+    batch = batch_of(layout, [[2, 1]])
+    weights = weights_of(layout, torch.float32).requires_grad_()
+    samples = torch.ones(3, device=place.device, requires_grad=True)
+    for leaf in (weights, samples):
+        output = embedding_bags(weights, *batch.arguments, per_sample_weights=samples, backend=place.backend)
+        (grad,) = torch.autograd.grad(output.square().sum(), leaf, create_graph=True)
+        with pytest.raises(RuntimeError, match="embedding_bags has no second derivative"):
+            grad.square().sum().backward()
+
+
+@ON_CPU
+@pytest.mark.parametrize("has_sizes", [False, True])
+def test_gradcheck(place: Place, has_sizes: bool) -> None:
+    for weighted in (False, True):
+        layout = BagLayout((4, 3), (3, 2), (0, 1, 0), None if weighted else (False, True, True))
+        batch = batch_of(layout, [[2, 0, 3], [1, 1, 4], [3, 0, 1]], has_sizes=has_sizes)
+        inputs = [weights_of(layout, torch.float64).requires_grad_()]
+        if weighted:
+            inputs.append(random_tensor(tuple(batch.indices.shape), torch.float64, 1).requires_grad_())
+
+        def function(weights: Tensor, *samples: Tensor, batch: Batch = batch) -> Tensor:
+            scales = samples[0] if samples else None
+            return embedding_bags(
+                weights, *batch.arguments, per_sample_weights=scales, output_dtype=torch.float64, **batch.options
+            )
+
+        assert torch.autograd.gradcheck(function, inputs)
+
+
+def test_meta_device() -> None:
+    layout = BagLayout((4, 3), (5, 2))
+    for dtype, sizes, shape in ((torch.bfloat16, None, (3, 7)), (torch.float32, (2, 4), (18,))):
+        weights = torch.empty(layout.num_elements, device="meta", dtype=dtype, requires_grad=True)
+        samples = torch.empty(9, device="meta", requires_grad=True)
+        ids, offsets = (torch.empty(length, device="meta", dtype=torch.int64) for length in (9, 7))
+        output = embedding_bags(weights, layout, ids, offsets, per_sample_weights=samples, batch_sizes=sizes, output_dtype=dtype)
+        output.sum().backward()
+        assert (output.shape, output.dtype) == (shape, dtype)
+        assert weights.grad is not None
+        assert samples.grad is not None
+        assert (weights.grad.shape, weights.grad.dtype) == ((layout.num_elements,), dtype)
+        assert samples.grad.shape == (9,)
+        optimizer = BagOptimizer("adam", layout, learning_rate=0.1, device="meta")
+        embedding_bags(weights, layout, ids, offsets, optimizer=optimizer).sum().backward()
+
+
+@pytest.mark.parametrize("has_sizes", [False, True])
+def test_opcheck(place: Place, has_sizes: bool) -> None:
+    layout = BagLayout((4, 3), (3, 2), (0, 1, 0))
+    batch = batch_of(layout, [[2, 0], [1, 1], [3, 0]], has_sizes=has_sizes)
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    recorded = (
+        "embedding_bags",
+        "embedding_bags_weights_backward",
+        "embedding_bags_samples_backward",
+        "embedding_bags_update",
+    )
+    # What the function itself hands to its operators.
+    with Recorder(calls):
+        for dtype, weighted in ((torch.float32, True), (torch.bfloat16, False)):
+            weights = weights_of(layout, dtype).requires_grad_()
+            samples = torch.ones(7, device=place.device, requires_grad=True) if weighted else None
+            for kind in (None, "adam" if weighted else "sgd"):
+                optimizer = None if kind is None else BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)  # type: ignore[arg-type]
+                output = embedding_bags(
+                    weights, *batch.arguments, per_sample_weights=samples, optimizer=optimizer, output_dtype=dtype,
+                    backend=place.backend, **batch.options,
+                )  # fmt: skip
+                output.sum().backward()
+    assert {operator._schema.name for operator, _ in calls} == {f"jagged::{name}" for name in recorded}
+    for operator, arguments in calls:
+        plain = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in arguments)
+        torch.library.opcheck(operator, plain)
+
+
+class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
+    """Keeps calls of this family's operators."""
+
+    def __init__(self, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name.startswith("jagged::embedding_bags"):
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+LAYOUT = BagLayout((4, 3), (5, 2))
+WEIGHTS, IDS, OFFSETS = torch.zeros(LAYOUT.num_elements), torch.zeros(6, dtype=torch.int64), torch.tensor([0, 2, 2, 4, 6])
+OTHER = BagOptimizer("sgd", BagLayout((4, 3), (5, 3)), learning_rate=0.1)
+
+
+def call(
+    weights: Any = WEIGHTS, indices: Any = IDS, offsets: Any = OFFSETS, layout: BagLayout = LAYOUT, **options: Any
+) -> Callable[[], object]:
+    return lambda: embedding_bags(weights, layout, indices, offsets, **options)
+
+
+def layout(*arguments: Any, **options: Any) -> Callable[[], object]:
+    return lambda: BagLayout(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "message"),
+    [
+        (call(weights=[1.0]), TypeError, r"weights: expected a tensor \[E\], got list"),
+        (call(weights=WEIGHTS[:4].view(2, 2)), ValueError, r"weights: expected shape \[E\], got \[2, 2\]"),
+        (call(weights=WEIGHTS.int()), TypeError, "weights: expected dtype float32.*got int32"),
+        (call(weights=WEIGHTS[1:]), ValueError, r"weights: expected the 38 elements of the layout, got shape \[37\]"),
+        (
+            call(weights=torch.zeros(76)[::2]),
+            ValueError,
+            r"weights: expected adjacent elements, got stride 2; pass weights.contiguous\(\)",
+        ),
+        (call(indices=IDS.float()), TypeError, "indices: expected dtype int64, int32, got float32"),
+        (call(indices=IDS[None]), ValueError, r"indices: expected shape \[S\], got \[1, 6\]"),
+        (call(indices=IDS.to("meta"), offsets=OFFSETS.to("meta")), ValueError, "indices: expected the device of weights, cpu"),
+        (call(offsets=OFFSETS.float()), TypeError, "offsets: expected dtype int32, int64, got float32"),
+        (call(offsets=OFFSETS[:0]), ValueError, r"offsets: expected shape \[B \+ 1\], got \[0\]"),
+        (call(offsets=OFFSETS.to("meta")), ValueError, "offsets: expected the device of the values"),
+        (call(offsets=OFFSETS[:4]), ValueError, "offsets: expected a multiple of the 2 features, and one, got 4; pass batch_s"),
+        (call(layout=BagLayout((), ()), weights=WEIGHTS[:0]), ValueError, "offsets: expected a multiple of the 0 features"),
+        (call(batch_sizes=[4]), ValueError, r"batch_sizes: expected 2 sizes with the sum 4, as offsets have bags, got \[4\]"),
+        (call(batch_sizes=[1, 2]), ValueError, r"batch_sizes: expected 2 sizes with the sum 4.*got \[1, 2\]"),
+        (call(batch_sizes=[5, -1]), ValueError, r"batch_sizes: expected 2 sizes.*got \[5, -1\]"),
+        (call(per_sample_weights=IDS), TypeError, "per_sample_weights: expected dtype float32"),
+        (call(per_sample_weights=torch.ones(5)), ValueError, r"per_sample_weights: expected shape \[6\] on cpu, one for each"),
+        (call(per_sample_weights=torch.ones(6, device="meta")), ValueError, "per_sample_weights: expected shape.*on meta"),
+        (
+            call(layout=BagLayout((4, 3), (5, 2), means=(False, True)), per_sample_weights=torch.ones(6)),
+            ValueError,
+            "per_sample_weights: only sums are weighted, but bags of feature 1 are means",
+        ),
+        (call(output_dtype=torch.bfloat16), TypeError, "output_dtype: expected torch.float32 or the dtype of weights.*bfloat16"),
+        (call(optimizer=OTHER), ValueError, "optimizer: expected one of the same layout, got one of another"),
+        (
+            call(optimizer=BagOptimizer("sgd", LAYOUT, learning_rate=0.1, device="meta")),
+            ValueError,
+            "optimizer: expected its states on the device of weights, cpu, got meta; make it with device=weights.device",
+        ),
+        (call(backend="cuda"), ValueError, "backend: got 'cuda'"),
+        (call(weights=WEIGHTS.double(), backend="triton"), TypeError, "float64"),
+        (layout((4, 3), (5,)), ValueError, "widths: expected one for each of the 2 tables of rows, got 1"),
+        (layout((4, 0), (5, 2)), ValueError, "rows: expected at least 1, got 0 for table 1"),
+        (layout((4, 3), (-5, 2)), ValueError, "widths: expected at least 1, got -5 for table 0"),
+        (layout((4, 3), (5, 2), (0, 2)), ValueError, "tables: expected a table from 0 to 1, got 2 for feature 1"),
+        (layout((4, 3), (5, 2), means=(True,)), ValueError, "means: expected one for each of the 2 features, got 1"),
+    ],
+)
+def test_messages_name_argument_and_cure(function: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        function()
+
+
+def test_layout() -> None:
+    given_ = BagLayout([10, 5, 2], [4, 3, 1], [0, 1, 0, 2], [False, True, False, False])  # type: ignore[arg-type]
+    assert given_ == BagLayout((10, 5, 2), (4, 3, 1), (0, 1, 0, 2), (False, True, False, False))
+    assert hash(given_) == hash(replace(given_))
+    # Each table begins at a multiple of 16 elements; nothing lies behind the last.
+    assert given_.starts == (0, 48, 64, 66)
+    assert (given_.num_features, given_.num_elements, given_.width) == (4, 66, 12)
+    assert (given_.first_rows, given_.columns) == ((0, 10, 15, 17), (0, 4, 7, 11, 12))
+    tables = given_.views(torch.arange(66))
+    assert [x.shape for x in tables] == [(10, 4), (5, 3), (2, 1)]
+    assert [int(x[0, 0]) for x in tables] == [0, 48, 64]
+    tables[1][2, 1] = -1
+    assert BagLayout((3,), (2,)).tables == (0,)
+    assert given_.tensor(torch.device("cpu")) is given_.tensor(torch.device("cpu"))
+    assert pickle.loads(pickle.dumps(given_)) == given_
+    assert BagLayout((), ()).num_elements == 0
+
+
+@ON_CPU
+def test_low_weights_of_a_wide_or_of_a_short_batch(place: Place) -> None:
+    """Whether the table is widened or the rows that are read, each bag's sum is the same to the bit."""
+    table = torch.randn(50, 7, dtype=torch.bfloat16)
+    ids, ends = torch.randint(50, (40,)), torch.tensor([0, 10, 40])
+    few = embedding_bags(table.flatten(), BagLayout((50,), (7,)), ids, ends)
+    many = embedding_bags(table.flatten(), BagLayout((50,), (7,)), ids.repeat(2), torch.cat([ends, ends[1:] + 40]))
+    assert torch.equal(many, few.repeat(2, 1))
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", [None, "rowwise_adagrad"])
+@pytest.mark.parametrize("has_sizes", [False, True])
+def test_one_graph_for_all_batches(place: Place, weighted: bool, kind: str | None, has_sizes: bool) -> None:
+    counter = CompileCounterWithBackend("inductor" if place.name == "gpu" else "aot_eager")
+    # A layout that no call has seen yet.
+    layout = BagLayout((9, 5), (4, 3), (0, 1, 0))
+    layout.tensor(place.device)
+    optimizers = [
+        None if kind is None else BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+
+    def function(
+        optimizer: BagOptimizer | None, weights: Tensor, ids: Tensor, offsets: Tensor, sizes: list[int] | None, *samples: Tensor
+    ) -> Tensor:
+        scales = samples[0] if samples else None
+        output = embedding_bags(
+            weights, layout, ids, offsets, per_sample_weights=scales, batch_sizes=sizes, optimizer=optimizer,
+            backend=place.backend,
+        )  # fmt: skip
+        return output.square().sum()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    graphs = 0
+    weights = [weights_of(layout, torch.float32).requires_grad_() for _ in range(2)]
+    for bags in (3, 7, 4):
+        lengths = [[2, 1] * bags, [1, 0] * bags, [3, 2] * (bags + 2 if has_sizes else bags)]
+        batch = batch_of(layout, lengths, bags, has_sizes=has_sizes)
+        results = []
+        for each, table, optimizer in zip((compiled, function), weights, optimizers, strict=True):
+            samples = [random_tensor(tuple(batch.indices.shape), torch.float32, 1).requires_grad_()] if weighted else []
+            table.grad = None
+            loss = each(optimizer, table, batch.indices, batch.offsets, list(batch.sizes) if has_sizes else None, *samples)
+            loss.backward()
+            grads = [x.grad for x in ([table] if kind is None else []) + samples]
+            states = [] if optimizer is None else list(optimizer.state().values())
+            results.append([loss.detach(), table.detach().clone(), *grads, *(x.clone() for x in states)])
+        torch.testing.assert_close(*results)
+        graphs = graphs or counter.frame_count
+    assert counter.frame_count == graphs
+
+
+@ON_GPU
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("has_sizes", [False, True])
+def test_no_synchronisation_and_graph_capture(place: Place, weighted: bool, has_sizes: bool) -> None:
+    layout = BagLayout((50, 3000, 40), (8, 33, 64), (0, 1, 2, 0))
+    generator = torch.Generator().manual_seed(3)
+    bags = 300
+
+    def lengths(most: int) -> list[list[int]]:
+        """As many lookups in every batch, for a graph's tensors keep their sizes."""
+        drawn = [torch.randint(most, (bags,), generator=generator).tolist() for _ in range(4)]
+        drawn[-1][-1] += 9000 - sum(map(sum, drawn))
+        return drawn
+
+    batch = batch_of(layout, lengths(9), has_sizes=has_sizes)
+    weights = weights_of(layout, torch.bfloat16).requires_grad_()
+    leaves = [weights]
+    if weighted:
+        leaves.append(random_tensor((9000,), torch.float32, 1).requires_grad_())
+
+    def step() -> list[Tensor]:
+        scales = leaves[1] if weighted else None
+        output = embedding_bags(weights, *batch.arguments, per_sample_weights=scales, **batch.options)
+        return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    again = step()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed, most in ((1, 3), (2, 14), (3, 1), (4, 9)):
+        other = batch_of(layout, lengths(most), seed)
+        batch.indices.copy_(other.indices)
+        batch.offsets.copy_(other.offsets)
+        graph.replay()
+        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+
+
+@ON_GPU
+def test_tables_past_2_to_the_31(place: Place) -> None:
+    """The last rows of a table of more than 2^31 numbers, and a table behind it."""
+    width, short = 64, 70
+    rows = 2**25 + short
+    layout = BagLayout((rows, 50), (width, 24))
+    weights = torch.zeros(layout.num_elements, dtype=torch.bfloat16, device=place.device)
+    large, small = layout.views(weights)
+    large[-short:], small[:] = random_tensor((short, width), torch.bfloat16, 1), random_tensor((50, 24), torch.bfloat16, 2)
+    ends = BagLayout((short, 50), (width, 24))
+    low = torch.zeros(ends.num_elements, dtype=torch.bfloat16, device=place.device)
+    for view, part in zip(ends.views(low), (large[-short:], small), strict=True):
+        view.copy_(part)
+    near = batch_of(ends, [[3, 0, 40], [1, 70, 2]])
+    far = replace(near, layout=layout, indices=near.indices + (torch.arange(116, device=place.device) < 43) * (rows - short))
+    samples = random_tensor((116,), torch.float32, 3)
+    results = [run(place, batch, table, samples) for batch, table in ((far, weights), (near, low))]
+    (output, of_weights, of_samples), expected = results
+    assert torch.equal(output, expected[0])
+    assert torch.equal(of_samples, expected[2])
+    for view, part in zip(ends.views(expected[1]), layout.views(of_weights), strict=True):
+        assert torch.equal(part[-len(view) :], view)
+    assert not of_weights[: (rows - short) * width].any()
+    optimizers = [BagOptimizer("sgd", x, learning_rate=0.1, device=place.device) for x in (layout, ends)]
+    for batch, table, optimizer in zip((far, near), (weights, low), optimizers, strict=True):
+        table.requires_grad_()
+        embedding_bags(table, *batch.arguments, optimizer=optimizer).square().sum().backward()
+    for view, part in zip(ends.views(low.detach()), layout.views(weights.detach()), strict=True):
+        assert torch.equal(part[-len(view) :], view)
+
+
+@ON_GPU
+@pytest.mark.parametrize("has_sizes", [False, True])
+def test_outputs_past_2_to_the_31(place: Place, has_sizes: bool) -> None:
+    """The last bags of many, of which the others are empty."""
+    short = 70
+    bags = 2**23 + short
+    layout = BagLayout((9, 7), (128, 129))
+    weights = weights_of(layout, torch.bfloat16)
+    near = batch_of(layout, [[2] * short, [0, 3] * (short // 2)], has_sizes=has_sizes)
+    empty = torch.zeros(bags - short, dtype=torch.int64, device=place.device)
+    first = near.offsets[: short + 1]
+    offsets = torch.cat([empty, first, first[-1] + empty, near.offsets[short + 1 :]])
+    far = replace(near, offsets=offsets, sizes=(bags, bags))
+    results = []
+    for batch in (far, near):
+        table = weights.clone().requires_grad_()
+        output = embedding_bags(table, *batch.arguments, output_dtype=torch.bfloat16, **batch.options)
+        if has_sizes:
+            count = batch.sizes[0]
+            parts = [output[: count * 128].view(count, 128), output[count * 128 :].view(count, 129)]
+        else:
+            parts = list(output.split((128, 129), 1))
+        last = torch.cat([part[-short:] for part in parts], 1)
+        (grad,) = torch.autograd.grad(last, table, last.detach())
+        results.append([last.detach(), grad])
+    for got, expected in zip(*results, strict=True):
+        assert torch.equal(got, expected)
+
+
+@ON_GPU
+def test_other_devices_than_the_current_one(place: Place) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    layout = BagLayout((9, 5), (4, 3))
+    batch = batch_of(layout, [[3, 1], [1, 4]])
+    weights, samples = weights_of(layout, torch.float32), random_tensor((9,), torch.float32, 1)
+    there = replace(batch, indices=batch.indices.to("cuda:1"), offsets=batch.offsets.to("cuda:1"))
+    for got, expected in zip(
+        run(place, there, weights.to("cuda:1"), samples.to("cuda:1")), run(place, batch, weights, samples), strict=True
+    ):
+        assert got.device == torch.device("cuda:1")
+        assert torch.equal(got.cpu(), expected.cpu())
+    with pytest.raises(ValueError, match="indices: expected the device of weights"):
+        run(place, there, weights)
