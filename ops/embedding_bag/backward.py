@@ -24,6 +24,7 @@ from jagged.ops.embedding_bag.schedules import (
     group_of,
     lookups_by,
     pooled,
+    span_of,
     used_schedules,
 )
 
@@ -32,11 +33,12 @@ SAMPLE_BAGS, SAMPLE_LOOKUPS, SAMPLE_COLUMNS = 4, 4, 32
 
 
 @triton.jit
-def bags_of(bag, offsets, layout, batches, feature_of_bag, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr):
+def bags_of(
+    bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr
+):  # fmt: skip
     """Return for some bags where their lookups begin and end, their features' fields, and where their output begins."""
     exists = bag < num_all_bags
-    begin = tl.load(offsets + bag, mask=exists, other=0).to(tl.int64)
-    end = tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int64)
+    begin, end = span_of(offsets, bag, exists, num_lookups)
     if batches is None:
         feature = bag // num_bags
         source = (bag - feature * num_bags) * output_stride
@@ -49,15 +51,15 @@ def bags_of(bag, offsets, layout, batches, feature_of_bag, num_all_bags, num_bag
     return begin, end, layout + feature * FIELDS, source, exists
 
 
-@triton.jit(do_not_specialize=["num_all_bags", "num_bags", "output_stride", "num_rows"])
+@triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride", "num_rows"])
 def embedding_bags_lookups_kernel(
-    indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_all_bags, num_bags, output_stride,
-    num_rows, FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
+    indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups, num_all_bags, num_bags,
+    output_stride, num_rows, FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
 ):  # fmt: skip
     """Key, source and factor of every lookup of some bags; an id that its table does not have gets the key `num_rows`."""
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     begin, end, fields, source, exists = bags_of(
-        bag, offsets, layout, batches, feature_of_bag, num_all_bags, num_bags, output_stride, FIELDS
+        bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS
     )
     rows = tl.load(fields + 1, mask=exists, other=0)
     first_row = tl.load(fields + 5, mask=exists, other=0)
@@ -107,7 +109,7 @@ def decayed(grad, old, weight_decay, KIND: tl.constexpr):
 
 @triton.jit
 def updated(
-    grad, square, old, first, second, element, row, step, rate, eps, beta1, beta2, weight_decay, mask, row_mask,
+    grad, square, old, first, second, element, row, corrections, rate, eps, beta1, beta2, weight_decay, mask, row_mask,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Return new weights and store new states; `grad` has the weights' share, `square` is the mean of its squares by row."""
@@ -123,10 +125,8 @@ def updated(
     else:
         mean = beta1 * tl.load(first + element, mask=mask, other=0.0) + (1 - beta1) * grad
         tl.store(first + element, mean, mask=mask)
-        # Of the number of steps, as powers of two.
-        count = step.to(tl.float32)
-        unbiased = mean / (1 - tl.exp2(count * tl.log2(beta1)))
-        correction = 1 - tl.exp2(count * tl.log2(beta2))
+        unbiased = mean / tl.load(corrections)
+        correction = tl.load(corrections + 1)
         if KIND == "adam":
             variance = beta2 * tl.load(second + element, mask=mask, other=0.0) + (1 - beta2) * grad * grad
             tl.store(second + element, variance, mask=mask)
@@ -140,8 +140,8 @@ def updated(
 
 @triton.jit
 def row_item(
-    grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, table, item, eps, beta1,
-    beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, table, item,
+    eps, beta1, beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of some rows of a table, and store or apply them."""
@@ -176,7 +176,7 @@ def row_item(
                 square += tl.where(turn < parts, tl.sum(sums * sums, 1), 0.0)
                 mask &= turn >= parts - 1
             new = updated(
-                sums, square / width, old, first, second, place, row, tl.load(step), tl.load(rate), eps, beta1, beta2,
+                sums, square / width, old, first, second, place, row, corrections, tl.load(rate), eps, beta1, beta2,
                 weight_decay, mask, exists, KIND,
             )  # fmt: skip
         if IS_STOCHASTIC:
@@ -192,8 +192,8 @@ def row_item(
 
 @triton.jit(do_not_specialize=["num_tables", "eps", "beta1", "beta2", "weight_decay"])
 def embedding_bags_rows_kernel(
-    grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, ends, schedules, num_tables,
-    eps, beta1, beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, ends,
+    schedules, num_tables, eps, beta1, beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Walk over the items of all tables' rows that were read."""
@@ -205,20 +205,20 @@ def embedding_bags_rows_kernel(
             if (USED >> i) & 1:  # noqa: SIM102
                 if schedule == i:
                     row_item(
-                        grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, table,
-                        item - before, eps, beta1, beta2, weight_decay, FIELDS, KIND, IS_STOCHASTIC, ALIGNED, i,
+                        grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables,
+                        first_segments, table, item - before, eps, beta1, beta2, weight_decay, FIELDS, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_all_bags", "num_bags", "output_stride"])
+@triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride"])
 def embedding_bags_samples_kernel(
-    grad, weights, indices, offsets, layout, batches, feature_of_bag, result, num_all_bags, num_bags, output_stride,
+    grad, weights, indices, offsets, layout, batches, feature_of_bag, result, num_lookups, num_all_bags, num_bags, output_stride,
     FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Products of the rows of some bags with the gradients of their sums."""
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     begin, end, fields, source, exists = bags_of(
-        bag, offsets, layout, batches, feature_of_bag, num_all_bags, num_bags, output_stride, FIELDS
+        bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS
     )
     table = tl.load(fields, mask=exists, other=0)
     rows = tl.load(fields + 1, mask=exists, other=0)
@@ -282,7 +282,7 @@ def _sums_by_row(
     has_factors = per_sample_weights is not None or bool(layout[:, 4].any())
     factors = torch.empty(num_lookups, dtype=torch.float32, device=device) if has_factors else None
     embedding_bags_lookups_kernel[(triton.cdiv(num_all, BLOCK_BAGS),)](
-        indices, offsets.contiguous(), per_sample_weights, device_layout, batches, feature_of_bag, keys, sources, factors,
+        indices, offsets, per_sample_weights, device_layout, batches, feature_of_bag, keys, sources, factors, num_lookups,
         num_all, num_bags, stride, num_rows, FIELDS=fields, BAGS=BLOCK_BAGS, LOOKUPS=BLOCK_LOOKUPS, num_warps=4,
     )  # fmt: skip
     keys, order = keys.sort(stable=True)
@@ -295,9 +295,13 @@ def _sums_by_row(
         tables[:, 2], fields, first_segments, starts, ends, schedules, num_tables, 0, BLOCK=BLOCK_GROUPS,
         WHOLE_ROWS=kind.startswith("rowwise"), num_warps=8,
     )  # fmt: skip
+    corrections = None
+    if step is not None and "adam" in kind:
+        # Near 0 for betas near 1, which float32 has no digits for.
+        corrections = torch.stack([1 - torch.pow(beta, step.double()) for beta in numbers[1:3]]).float()
     embedding_bags_rows_kernel[(PROGRAMS * gpu(device).multiprocessors,)](
-        grad, sources, factors, starts, keys, weights, first, second, step, rate, tables, first_segments, ends, schedules,
-        num_tables, *numbers, FIELDS=fields, KIND=kind, IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16,
+        grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, ends,
+        schedules, num_tables, *numbers, FIELDS=fields, KIND=kind, IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16,
         ALIGNED=not bool((layout[:, 2] % 4).any()), USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip
 
@@ -384,7 +388,7 @@ def embedding_bags_samples_backward(
     feature_of_bag, num_all, num_bags, stride = _bags(layout, offsets, batches, grad)
     if num_all and len(result):
         embedding_bags_samples_kernel[(triton.cdiv(num_all, SAMPLE_BAGS),)](
-            grad, weights, indices, offsets.contiguous(), device_layout, batches, feature_of_bag, result, num_all, num_bags,
+            grad, weights, indices, offsets, device_layout, batches, feature_of_bag, result, len(result), num_all, num_bags,
             stride, FIELDS=layout.shape[1], BAGS=SAMPLE_BAGS, LOOKUPS=SAMPLE_LOOKUPS, COLUMNS=SAMPLE_COLUMNS, num_warps=2,
         )  # fmt: skip
     return result

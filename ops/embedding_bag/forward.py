@@ -22,14 +22,15 @@ from jagged.ops.embedding_bag.schedules import (
     group_of,
     lookups_by,
     pooled,
+    span_of,
     used_schedules,
 )
 
 
 @triton.jit
 def pool_item(
-    weights, indices, offsets, scales, output, layout, batches, feature, item, num_bags, output_stride, FIELDS: tl.constexpr,
-    SCHEDULE: tl.constexpr,
+    weights, indices, offsets, scales, output, layout, batches, feature, item, num_lookups, num_bags, output_stride,
+    FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags and columns of one item of a feature."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
@@ -50,8 +51,7 @@ def pool_item(
     bag = item // parts * BAGS + tl.arange(0, BAGS)
     column = item % parts * COLUMNS
     exists = bag < num_bags
-    begin = tl.load(offsets + first_bag + bag, mask=exists, other=0).to(tl.int64)
-    end = tl.load(offsets + first_bag + bag + 1, mask=exists, other=0).to(tl.int64)
+    begin, end = span_of(offsets, first_bag + bag, exists, num_lookups)
     sums = pooled(table, indices, scales, begin, end, rows, width, column, BAGS, UNROLL, COLUMNS, SCHEDULE % 2, True)
     if is_mean != 0:
         sums /= tl.maximum(end - begin, 1).to(tl.float32)[:, None]
@@ -60,10 +60,10 @@ def pool_item(
     tl.store(address, sums.to(output.dtype.element_ty), mask=exists[:, None] & (columns < width)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_features", "num_bags", "output_stride"])
+@triton.jit(do_not_specialize=["num_features", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_forward_kernel(
-    weights, indices, offsets, scales, output, layout, batches, ends, schedules, num_features, num_bags, output_stride,
-    FIELDS: tl.constexpr, USED: tl.constexpr,
+    weights, indices, offsets, scales, output, layout, batches, ends, schedules, num_features, num_lookups, num_bags,
+    output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Walk over the items of all features; `USED` has a bit for each schedule that is compiled."""
     num_items = tl.load(ends + num_features - 1)
@@ -74,8 +74,8 @@ def embedding_bags_forward_kernel(
             if (USED >> i) & 1:  # noqa: SIM102
                 if schedule == i:
                     pool_item(
-                        weights, indices, offsets, scales, output, layout, batches, feature, item - before, num_bags,
-                        output_stride, FIELDS, i,
+                        weights, indices, offsets, scales, output, layout, batches, feature, item - before, num_lookups,
+                        num_bags, output_stride, FIELDS, i,
                     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ def embedding_bags_forward(
         num_warps=8,
     )
     embedding_bags_forward_kernel[(PROGRAMS * gpu(weights.device).multiprocessors,)](
-        weights, indices, offsets.contiguous(), per_sample_weights, output, device_layout, batches, ends, schedules, num_features,
-        size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
+        weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, num_features,
+        indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip
     return output

@@ -121,6 +121,14 @@ def group_of(ends, item, num_groups):
 
 
 @triton.jit
+def span_of(offsets, bag, exists, num_lookups):
+    """Return where the lookups of bags begin and end; wrong offsets never lead outside of the lookups."""
+    begin = tl.load(offsets + bag, mask=exists, other=0).to(tl.int64)
+    end = tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int64)
+    return tl.maximum(begin, 0), tl.minimum(end, num_lookups)
+
+
+@triton.jit
 def pooled(
     values, ids, scales, begin, end, rows, stride, column, BAGS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
     VECTOR: tl.constexpr, ARE_ROWS: tl.constexpr,

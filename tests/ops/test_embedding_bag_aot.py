@@ -12,7 +12,7 @@ from tests.places import PLACE
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
 LONGS = ("layout", "batches", "ends", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths", "first_bags")
-FLOATS = ("scales", "factors", "first", "second", "rate", "output", "grad", "result")
+FLOATS = ("scales", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
 INTS = ("schedules", "feature_of_bag", "keys", "sources")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
@@ -57,7 +57,7 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
 
     constants: dict[str, Any] = {"FIELDS": 7, "USED": used("aligned"), "KIND": kind, "IS_STOCHASTIC": False, "ALIGNED": True}
     if kind == "none":
-        constants |= dict.fromkeys(("factors", "first", "second", "step", "rate"))
+        constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
     resources = compile_one(backward.embedding_bags_rows_kernel, constants, arch)
     assert resources.spills <= ALLOWED_SPILLS.get(kind, 0), resources
 

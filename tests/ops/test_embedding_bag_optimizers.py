@@ -18,6 +18,7 @@ from tests.reference.embedding_bag import gradients_of_rows, updated_row
 from tests.strategies import random_tensor
 
 ON_GPU = pytest.mark.gpu
+ROUNDS = pytest.mark.skipif(PLACE.name == "interpret", reason="the interpreter cuts float32 off to make bfloat16 of it")
 ON_TRITON = pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the Triton kernels alone")
 IS_SMALL = PLACE.name == "interpret"
 # Two features share a table, one table is read by nobody, rows come again and again; one bag is long and some are empty.
@@ -336,6 +337,7 @@ def test_stochastic_rounding_can_be_repeated(place: Place) -> None:
     assert not torch.equal(first, later)
 
 
+@ROUNDS
 def test_small_updates_are_lost_without_stochastic_rounding(place: Place) -> None:
     assert (one_step_below_one(place, 0.25) == 1).all()
     # Other dtypes round to nearest, asked or not.
@@ -349,7 +351,7 @@ def test_stochastic_rounding_keeps_what_bfloat16_has(place: Place) -> None:
     assert (one_step_below_one(place, 2.0, stochastic_rounding=True) == 1 - 2.0**-7).all()
     layout = BagLayout((2,), (4,))
     optimizer = optimizer_of("sgd", layout, 1.0, stochastic_rounding=True)
-    numbers = torch.tensor([[math.inf, -math.inf, math.nan, 3.5], [-2.0, 0.0, 2.0**-130, 2.0**127]], device=place.device)
+    numbers = torch.tensor([[math.inf, -math.inf, math.nan, 3.5], [-2.0, 0.0, 2.0**-120, 2.0**127]], device=place.device)
     ids = torch.tensor([0, 1], device=place.device), torch.tensor([0, 1, 2], device=place.device)
     after = trained(place, torch.zeros(8, dtype=torch.bfloat16, device=place.device), optimizer, [ids], [numbers])
     torch.testing.assert_close(after.view(2, 4).float(), -numbers, rtol=0, atol=0, equal_nan=True)
@@ -373,6 +375,7 @@ def test_kernels_round_as_pytorch_does(place: Place) -> None:
     assert torch.equal(*results)
 
 
+@ROUNDS
 def test_bfloat16_follows_float32_with_stochastic_rounding(place: Place) -> None:
     """Over many small steps: its mean does, where rounding to nearest stands still."""
     steps = 8 if IS_SMALL else 40
