@@ -206,7 +206,8 @@ def embedding_bags_rows_kernel(
                 if schedule == i:
                     row_item(
                         grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables,
-                        first_segments, table, item - before, eps, beta1, beta2, weight_decay, FIELDS, KIND, IS_STOCHASTIC, ALIGNED, i,
+                        first_segments, table, item - before, eps, beta1, beta2, weight_decay, FIELDS, KIND, IS_STOCHASTIC,
+                        ALIGNED, i,
                     )  # fmt: skip
 
 
@@ -301,8 +302,8 @@ def _sums_by_row(
         corrections = torch.stack([1 - torch.pow(beta, step.double()) for beta in numbers[1:3]]).float()
     embedding_bags_rows_kernel[(PROGRAMS * gpu(device).multiprocessors,)](
         grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, ends,
-        schedules, num_tables, *numbers, FIELDS=fields, KIND=kind, IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16,
-        ALIGNED=not bool((layout[:, 2] % 4).any()), USED=used_schedules(layout), num_warps=1,
+        schedules, num_tables, *numbers, FIELDS=fields, KIND=kind,
+        IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16, ALIGNED=not bool((layout[:, 2] % 4).any()), USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ class BagLayout:
         if len(self.means) != len(self.tables):
             raise ValueError(f"means: expected one for each of the {len(self.tables)} features, got {len(self.means)}")
         # Now, for a compiled region cannot compute cached properties.
-        for name in ("starts", "first_rows", "feature_widths", "columns", "_tensors"):
+        for name in ("starts", "first_rows", "feature_widths", "columns", "fields", "_tensors"):
             getattr(self, name)
 
     def __hash__(self) -> int:
@@ -127,35 +127,29 @@ class BagLayout:
             for start, rows, width in zip(self.starts[:-1], self.rows, self.widths, strict=True)
         ]
 
+    @functools.cached_property
+    def fields(self) -> Tensor:
+        """What is known of each feature, `[F, len(FIELDS)]` int64 on the host."""
+        return torch.tensor(self._rows_of_fields(), dtype=torch.int64).reshape(-1, len(FIELDS))
+
     def tensor(self, device: torch.device) -> Tensor:
-        """Return `[F, len(FIELDS)]` int64, the same tensor every time; made outside of a graph that is captured."""
+        """Return what kernels read, the same tensor every time; made outside of a graph that is captured.
+
+        The features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64. A table's are its start, rows, width
+        and first row; the last row has the storage's length and the number of all rows.
+        """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
-            self._tensors[device] = torch.tensor(self._fields, dtype=torch.int64).reshape(-1, len(FIELDS)).to(device)
+            self._tensors[device] = self._tensors[torch.device("cpu")].to(device)
         return self._tensors[device]
 
-    def kernel_tensor(self, device: torch.device) -> Tensor:
-        """Return what kernels read: the features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64.
-
-        A table's are its start, rows, width and first row; the last row has the storage's length and the number of all rows.
-        """
-        key = ("kernels", device)
-        if key not in self._tensors:
-            of_tables = [
-                (start, rows, width, 0, 0, first_row, 0)
-                for start, rows, width, first_row in zip(
-                    self.starts, (*self.rows, 0), (*self.widths, 1), self.first_rows, strict=True
-                )
-            ]
-            self._tensors[key] = torch.tensor([*self._fields, *of_tables], dtype=torch.int64).to(device)
-        return self._tensors[key]
-
     @functools.cached_property
-    def _tensors(self) -> dict[object, Tensor]:
-        return {}
+    def _tensors(self) -> dict[torch.device, Tensor]:
+        shapes = zip(self.starts, (*self.rows, 0), (*self.widths, 1), self.first_rows, strict=True)
+        of_tables = [(start, rows, width, 0, 0, first_row, 0) for start, rows, width, first_row in shapes]
+        return {torch.device("cpu"): torch.tensor([*self._rows_of_fields(), *of_tables], dtype=torch.int64)}
 
-    @property
-    def _fields(self) -> list[tuple[int, ...]]:
+    def _rows_of_fields(self) -> list[tuple[int, ...]]:
         assert self.tables is not None
         assert self.means is not None
         of_features = zip(self.tables, self.feature_widths, self.columns[:-1], self.means, strict=True)

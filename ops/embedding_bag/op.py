@@ -230,7 +230,7 @@ def embedding_bags(
         host_batches = _batches(layout, tuple(batch_sizes), CPU)
         batches = _batches(layout, tuple(batch_sizes), weights.device)
         size = sum(count * width for count, width in zip(batch_sizes, layout.feature_widths, strict=True))
-    batch = (layout.kernel_tensor(weights.device), layout.tensor(CPU), batches, host_batches)
+    batch = (layout.tensor(weights.device), layout.fields, batches, host_batches)
     result: Tensor = EmbeddingBagsFunction.apply(  # type: ignore[no-untyped-call]
         weights, per_sample_weights, indices, offsets, batch, size, layout.width, output_dtype, optimizer,
         resolve_backend(backend, weights),

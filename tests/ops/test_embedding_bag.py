@@ -214,13 +214,39 @@ def test_reference_is_embedding_bag(place: Place) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_are_accumulated_in_float32(place: Place, dtype: torch.dtype, weighted: bool) -> None:
+    """With an output in float32 nothing is rounded to the dtype of the tables: inputs that it has give what float32 gives."""
+    layout = BagLayout((30, 2000), (5, 16))
+    batch = batch_of(layout, [[30, 3], [20, 40]])
+    inputs = [weights_of(layout, dtype).float()]
+    if weighted:
+        inputs.append(random_tensor(tuple(batch.indices.shape), dtype, 1).float())
+
+    def ours(weights: Tensor, *samples: Tensor) -> Tensor:
+        scales = samples[0].to(dtype) if samples else None
+        return embedding_bags(weights.to(dtype), *batch.arguments, per_sample_weights=scales, backend=place.backend)
+
+    def by_hand(weights: Tensor, *samples: Tensor) -> Tensor:
+        return written_out(batch, weights, *samples)
+
+    check_three_way(ours, by_hand, inputs, requires_grad=[False] * len(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_accumulated_in_float32(place: Place, dtype: torch.dtype) -> None:
-    # Above 256 bfloat16 has no odd numbers, above 2048 float16.
+    """Above 256 bfloat16 has no odd numbers, above 2048 float16."""
     count = 301 if dtype == torch.bfloat16 else 2049
-    one = BagLayout((1,), (1,))
-    batch = batch_of(one, [[1] * count])
-    _, grad = run(place, batch, torch.ones(1, dtype=dtype, device=place.device))
-    assert grad.item() == torch.tensor(count).to(dtype).item()
+    layout = BagLayout((1, 2), (3, 16))
+    batch = batch_of(layout, [[1] * count, [count - 1] + [0] * (count - 2) + [1]])
+    batch.indices[count:] = 1
+    weights = torch.ones(layout.num_elements, dtype=dtype, device=place.device, requires_grad=True)
+    output = embedding_bags(weights, *batch.arguments, backend=place.backend)
+    (grad,) = torch.autograd.grad(output, weights, torch.ones_like(output))
+    first, second = layout.views(grad)
+    assert (first == torch.tensor(count).to(dtype).item()).all()
+    assert (second[1] == torch.tensor(count).to(dtype).item()).all()
+    assert not second[0].any()
 
 
 @pytest.mark.parametrize("has_sizes", [False, True])

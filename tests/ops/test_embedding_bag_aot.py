@@ -18,8 +18,8 @@ NUMBERS = ("eps", "beta1", "beta2", "weight_decay")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
 
-# The most bytes that an update spills on any GPU: two walks over the columns of a row that has more than a program's.
-ALLOWED_SPILLS = {"adagrad": 64, "rowwise_adagrad": 400, "rowwise_adam": 1700}
+# The most bytes that a kernel with every branch spills on any GPU.
+ALLOWED_SPILLS = {"forward": 16, "adagrad": 64, "rowwise_adagrad": 400, "rowwise_adam": 1700}
 
 
 def compile_one(kernel: Any, constants: dict[str, Any], arch: int | str, *, dtype: str = "fp32", num_warps: int = 1) -> Any:
@@ -45,7 +45,7 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
     if not is_weighted:
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
-    assert resources.spills == 0, resources
+    assert resources.spills <= ALLOWED_SPILLS["forward"], resources
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])

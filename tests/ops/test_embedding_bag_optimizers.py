@@ -335,6 +335,13 @@ def test_stochastic_rounding_can_be_repeated(place: Place) -> None:
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, later)
+    # Tables beside one another do not follow one another either.
+    layout = BagLayout((50, 50), (16, 16))
+    batch = torch.arange(100, device=place.device) % 50, torch.arange(101, device=place.device)
+    grads = [torch.full((50, 32), 2.0**-9, device=place.device)]
+    ones = torch.ones(layout.num_elements, dtype=torch.bfloat16, device=place.device)
+    optimizer = optimizer_of("sgd", layout, 1.0, stochastic_rounding=True)
+    assert not torch.equal(*layout.views(trained(place, ones, optimizer, [batch], grads)))
 
 
 @ROUNDS
@@ -352,6 +359,8 @@ def test_stochastic_rounding_keeps_what_bfloat16_has(place: Place) -> None:
     layout = BagLayout((2,), (4,))
     optimizer = optimizer_of("sgd", layout, 1.0, stochastic_rounding=True)
     numbers = torch.tensor([[math.inf, -math.inf, math.nan, 3.5], [-2.0, 0.0, 2.0**-120, 2.0**127]], device=place.device)
+    # GPUs' own NaN has every bit: one more would make a zero of it.
+    numbers[0, 2] = torch.tensor(2**31 - 1, dtype=torch.int32, device=place.device).view(torch.float32)
     ids = torch.tensor([0, 1], device=place.device), torch.tensor([0, 1, 2], device=place.device)
     after = trained(place, torch.zeros(8, dtype=torch.bfloat16, device=place.device), optimizer, [ids], [numbers])
     torch.testing.assert_close(after.view(2, 4).float(), -numbers, rtol=0, atol=0, equal_nan=True)
