@@ -131,7 +131,9 @@ class BagLayout:
         """Return `[F, len(FIELDS)]` int64, the same tensor every time; made outside of a graph that is captured."""
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
-            self._tensors[device] = torch.tensor(self._fields, dtype=torch.int64).reshape(-1, len(FIELDS)).to(device)
+            self._tensors[device] = (
+                torch.tensor(self._fields, dtype=torch.int64, device="cpu").reshape(-1, len(FIELDS)).to(device)
+            )
         return self._tensors[device]
 
     @functools.cached_property
