@@ -109,10 +109,10 @@ def decayed(grad, old, weight_decay, KIND: tl.constexpr):
 
 @triton.jit
 def updated(
-    grad, square, old, first, second, element, row, corrections, rate, eps, beta1, beta2, weight_decay, mask, row_mask,
-    KIND: tl.constexpr,
+    grad, square, old, first, second, element, row, corrections, rate, numbers, mask, row_mask, KIND: tl.constexpr,
 ):  # fmt: skip
     """Return new weights and store new states; `grad` has the weights' share, `square` is the mean of its squares by row."""
+    eps, beta1, beta2, weight_decay, rest1, rest2 = numbers
     if KIND == "sgd":
         new = old - rate * grad
     elif KIND == "adagrad":
@@ -123,16 +123,16 @@ def updated(
         state = tl.load(first + row, mask=row_mask, other=0.0) + square
         new = old - rate * grad / (tl.sqrt_rn(state) + eps)[:, None]
     else:
-        mean = beta1 * tl.load(first + element, mask=mask, other=0.0) + (1 - beta1) * grad
+        mean = beta1 * tl.load(first + element, mask=mask, other=0.0) + rest1 * grad
         tl.store(first + element, mean, mask=mask)
         unbiased = mean / tl.load(corrections)
         correction = tl.load(corrections + 1)
         if KIND == "adam":
-            variance = beta2 * tl.load(second + element, mask=mask, other=0.0) + (1 - beta2) * grad * grad
+            variance = beta2 * tl.load(second + element, mask=mask, other=0.0) + rest2 * grad * grad
             tl.store(second + element, variance, mask=mask)
             divisor = tl.sqrt_rn(variance / correction) + eps
         else:
-            variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0) + (1 - beta2) * square
+            variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0) + rest2 * square
             divisor = (tl.sqrt_rn(variance / correction) + eps)[:, None]
         new = old - rate * (unbiased / divisor + weight_decay * old)
     return new
@@ -141,8 +141,7 @@ def updated(
 @triton.jit
 def row_item(
     grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, table, item,
-    eps, beta1, beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
-    SCHEDULE: tl.constexpr,
+    numbers, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradients of some rows of a table, and store or apply them."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
@@ -171,13 +170,12 @@ def row_item(
             new = sums
         else:
             old = tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
-            sums = tl.where(mask, decayed(sums, old, weight_decay, KIND), 0.0)
+            sums = tl.where(mask, decayed(sums, old, numbers[3], KIND), 0.0)
             if BY_ROW:
                 square += tl.where(turn < parts, tl.sum(sums * sums, 1), 0.0)
                 mask &= turn >= parts - 1
             new = updated(
-                sums, square / width, old, first, second, place, row, corrections, tl.load(rate), eps, beta1, beta2,
-                weight_decay, mask, exists, KIND,
+                sums, square / width, old, first, second, place, row, corrections, tl.load(rate), numbers, mask, exists, KIND
             )  # fmt: skip
         if IS_STOCHASTIC:
             tl.store(weights + place, rounded(new, place, tl.load(step)), mask=mask)
@@ -186,17 +184,18 @@ def row_item(
     if KIND == "rowwise_adagrad":
         tl.store(first + row, tl.load(first + row, mask=exists, other=0.0) + square / width, mask=exists)
     if KIND == "rowwise_adam":
-        variance = beta2 * tl.load(second + row, mask=exists, other=0.0) + (1 - beta2) * (square / width)
+        variance = numbers[2] * tl.load(second + row, mask=exists, other=0.0) + numbers[5] * (square / width)
         tl.store(second + row, variance, mask=exists)
 
 
-@triton.jit(do_not_specialize=["num_tables", "eps", "beta1", "beta2", "weight_decay"])
+@triton.jit(do_not_specialize=["num_tables", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
 def embedding_bags_rows_kernel(
     grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, ends,
-    schedules, num_tables, eps, beta1, beta2, weight_decay, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
-    ALIGNED: tl.constexpr, USED: tl.constexpr,
+    schedules, num_tables, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Walk over the items of all tables' rows that were read."""
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
     num_items = tl.load(ends + num_tables - 1)
     for item in range(tl.program_id(0).to(tl.int64), num_items, tl.num_programs(0)):
         table, before = group_of(ends, item, num_tables)
@@ -206,8 +205,7 @@ def embedding_bags_rows_kernel(
                 if schedule == i:
                     row_item(
                         grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables,
-                        first_segments, table, item - before, eps, beta1, beta2, weight_decay, FIELDS, KIND, IS_STOCHASTIC,
-                        ALIGNED, i,
+                        first_segments, table, item - before, numbers, FIELDS, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
 
 
@@ -302,8 +300,9 @@ def _sums_by_row(
         corrections = torch.stack([1 - torch.pow(beta, step.double()) for beta in numbers[1:3]]).float()
     embedding_bags_rows_kernel[(PROGRAMS * gpu(device).multiprocessors,)](
         grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, ends,
-        schedules, num_tables, *numbers, FIELDS=fields, KIND=kind,
-        IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16, ALIGNED=not bool((layout[:, 2] % 4).any()), USED=used_schedules(layout), num_warps=1,
+        schedules, num_tables, *numbers, 1 - numbers[1], 1 - numbers[2], FIELDS=fields, KIND=kind,
+        IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16, ALIGNED=not bool((layout[:, 2] % 4).any()),
+        USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip
 
 

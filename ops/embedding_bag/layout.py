@@ -130,13 +130,13 @@ class BagLayout:
     @functools.cached_property
     def fields(self) -> Tensor:
         """What is known of each feature, `[F, len(FIELDS)]` int64 on the host."""
-        return torch.tensor(self._rows_of_fields(), dtype=torch.int64).reshape(-1, len(FIELDS))
+        return torch.tensor(self._rows_of_fields(), dtype=torch.int64, device="cpu").reshape(-1, len(FIELDS))
 
     def tensor(self, device: torch.device) -> Tensor:
         """Return what kernels read, the same tensor every time; made outside of a graph that is captured.
 
-        The features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64. A table's are its start, rows, width
-        and first row; the last row has the storage's length and the number of all rows.
+        The features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64. A table's are its start, rows,
+        width and first row; the last row has the storage's length and the number of all rows.
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
@@ -147,7 +147,7 @@ class BagLayout:
     def _tensors(self) -> dict[torch.device, Tensor]:
         shapes = zip(self.starts, (*self.rows, 0), (*self.widths, 1), self.first_rows, strict=True)
         of_tables = [(start, rows, width, 0, 0, first_row, 0) for start, rows, width, first_row in shapes]
-        return {torch.device("cpu"): torch.tensor([*self._rows_of_fields(), *of_tables], dtype=torch.int64)}
+        return {torch.device("cpu"): torch.tensor([*self._rows_of_fields(), *of_tables], dtype=torch.int64, device="cpu")}
 
     def _rows_of_fields(self) -> list[tuple[int, ...]]:
         assert self.tables is not None

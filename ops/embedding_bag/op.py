@@ -250,7 +250,7 @@ def _new_batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.
         rows.append((first, count, begin))
         first += count
         begin += count * width
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
 
 
 _kept_batches = functools.lru_cache(maxsize=256)(_new_batches)

@@ -638,9 +638,9 @@ def test_low_weights_of_a_wide_or_of_a_short_batch(place: Place) -> None:
 @pytest.mark.parametrize("has_sizes", [False, True])
 def test_one_graph_for_all_batches(place: Place, weighted: bool, kind: str | None, has_sizes: bool) -> None:
     counter = CompileCounterWithBackend("inductor" if place.name == "gpu" else "aot_eager")
-    # A layout that no call has seen yet.
     layout = BagLayout((9, 5), (4, 3), (0, 1, 0))
-    layout.tensor(place.device)
+    # The first call makes the layout's tensors, which a graph takes as they are.
+    run(place, batch_of(layout, [[1], [1], [1]]), weights_of(layout, torch.float32))
     optimizers = [
         None if kind is None else BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)  # type: ignore[arg-type]
         for _ in range(2)
@@ -674,6 +674,34 @@ def test_one_graph_for_all_batches(place: Place, weighted: bool, kind: str | Non
         torch.testing.assert_close(*results)
         graphs = graphs or counter.frame_count
     assert counter.frame_count == graphs
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_a_layout_may_be_new_to_a_graph(place: Place) -> None:
+    given_ = BagLayout((9, 5), (4, 3), (0, 1, 0))
+    batch = batch_of(given_, [[2, 1], [0, 3], [1, 1]])
+    weights = weights_of(given_, torch.float32)
+
+    def function(weights: Tensor, ids: Tensor, offsets: Tensor, layout: BagLayout) -> Tensor:
+        return embedding_bags(weights, layout, ids, offsets, backend=place.backend)
+
+    compiled = torch.compile(function, fullgraph=True, backend="inductor" if place.name == "gpu" else "aot_eager")
+    expected = function(weights, batch.indices, batch.offsets, given_)
+    for _ in range(2):
+        new = replace(given_)
+        for _ in range(2):
+            assert torch.equal(compiled(weights, batch.indices, batch.offsets, new), expected)
+
+
+def test_default_device_moves_nothing(place: Place) -> None:
+    """A layout's own tensors lie where they are read, whatever device new tensors get."""
+    layout = BagLayout((9, 5), (4, 3))
+    batch = batch_of(layout, [[2, 1], [0, 3]], has_sizes=True)
+    weights = weights_of(layout, torch.float32)
+    with torch.device("meta"):
+        output = embedding_bags(weights, *batch.arguments, backend=place.backend, **batch.options)
+    assert output.device == weights.device
+    assert torch.equal(output, embedding_bags(weights, *batch.arguments, backend=place.backend, **batch.options))
 
 
 @ON_GPU

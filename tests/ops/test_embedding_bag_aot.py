@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 LONGS = ("layout", "batches", "ends", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths", "first_bags")
 FLOATS = ("scales", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
 INTS = ("schedules", "feature_of_bag", "keys", "sources")
-NUMBERS = ("eps", "beta1", "beta2", "weight_decay")
+NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
 
