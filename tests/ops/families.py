@@ -14,10 +14,12 @@ from torch import Tensor
 
 import jagged.ops
 from jagged.ops import (
+    BagLayout,
     Draw,
     array_jagged_bmm_jagged_out,
     catalogue_topk,
     dense_to_jagged,
+    embedding_bags,
     jagged2_softmax,
     jagged_attention,
     jagged_concat,
@@ -172,6 +174,21 @@ def bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (batch.total, width), (batch.total, 4), (batch.batch_size, width, 4)))
 
 
+def embedding_bag(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    shape, items = ((30, 7), (width, 3)), torch.arange(batch.total, device=PLACE.device)
+    sums, means = BagLayout(*shape), BagLayout(*shape, means=(True, False))
+    indices = torch.cat([items % 30, items % 7])
+
+    def forward(weights: Tensor, samples: Tensor) -> list[Tensor]:
+        offsets = torch.cat([batch.offsets, batch.offsets[1:] + batch.offsets[-1:]])
+        return [
+            embedding_bags(weights, sums, indices, offsets, per_sample_weights=samples, backend=PLACE.backend),
+            embedding_bags(weights, means, indices, offsets, backend=PLACE.backend),
+        ]
+
+    return Step(forward, _leaves(dtype, (sums.num_elements,), (len(indices),)))
+
+
 def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     offsets, backend = batch.offsets, PLACE.backend
     # Enough for any lengths of 200 rows.
@@ -231,6 +248,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "conversion": conversion,
     "cross_entropy": cross_entropy,
     "elementwise": elementwise,
+    "embedding_bag": embedding_bag,
     "pair_bmm": pair_bmm,
     "sampled_cross_entropy": sampled_cross_entropy,
     "softmax": softmax,
