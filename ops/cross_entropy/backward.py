@@ -15,13 +15,11 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.matrices import split
-from jagged.ops.cross_entropy.launch import Items, Kept, Rows, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.launch import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
 PROGRAMS = 2
-# Of hidden states; a thread has no registers for a wider gradient.
-WIDEST_ON_HOPPER = 256
 
 
 @triton.jit

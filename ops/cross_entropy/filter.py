@@ -19,7 +19,7 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.launch import Items, Kept, Rows, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.launch import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
 from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs of a walk for each multiprocessor.
@@ -28,7 +28,6 @@ PROGRAMS = 8
 BLOCK_MARKS = 1024
 # Of the copy of some items in their order.
 COPY_BYTES = 32 * 2**20
-WIDEST_ON_HOPPER = 256
 
 
 class Marks(NamedTuple):

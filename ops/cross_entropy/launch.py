@@ -14,6 +14,8 @@ from jagged.ops.cross_entropy.tiles import Tile, tile_of
 
 # Of rows and of items: 32 bits count them, with the rest of the last tile.
 MOST_ON_HOPPER = 2**31 - 256
+# Columns of hidden states that a program keeps on chip there, beside a gradient or a walk's tiles.
+WIDEST_ON_HOPPER = 256
 
 
 class Rows(NamedTuple):
