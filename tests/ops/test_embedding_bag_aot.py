@@ -19,7 +19,7 @@ NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
 
 # The most bytes that a kernel with every branch spills on any GPU.
-ALLOWED_SPILLS = {"forward": 16, "adagrad": 64, "rowwise_adagrad": 400, "rowwise_adam": 1700}
+ALLOWED_SPILLS = {"forward": 16, "adagrad": 24, "rowwise_adagrad": 336, "rowwise_adam": 1140}
 
 
 def compile_one(kernel: Any, constants: dict[str, Any], arch: int | str, *, dtype: str = "fp32", num_warps: int = 1) -> Any:
