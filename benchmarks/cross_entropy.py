@@ -8,7 +8,8 @@
 `full`: three sizes, our ways of a backward pass beside cut-cross-entropy, Liger, `torch.compile` and plain PyTorch. `filter`: the
 backward pass with small gradients left out, on logits as after training. `sampled`: negatives of each row, of blocks of rows and
 of the batch, beside gathered rows. `scaling`: items, widths and negatives, one at a time, beside the time that a copy of the
-gradients' bytes takes. `papers`: the loss of one step at the sizes of the CCE- paper's six data sets. `topk`: the best items.
+gradients' bytes takes. `papers`: the loss of one step at the sizes of the CCE- paper's six data sets. `steps`: all of that step,
+SASRec's body and the optimizer with it (`benchmarks/sasrec_steps.py`). `topk`: the best items.
 
 All get the same tensors. Ours is checked against float64 on some rows and some items, a peer against ours in the Euclidean norm.
 What is wrong, fails or does not fit gets the reason in place of a time. Useful work is 2 P D FLOPs forward, with P products of a
@@ -16,12 +17,12 @@ row and an item, and 4 P D backward: logits that a backward pass computes again 
 pass in one; a `backward` is timed alone, on a graph that is kept. Inputs require gradients in a forward pass too, as in training:
 Liger computes them there. Memory is that beyond hidden states, weights and targets.
 
-Batch sizes, lengths and numbers of negatives of `papers` are those of SASRec in the paper's repository (Zhelnin et al., Faster
-and Memory-Efficient Training of Sequential Recommendation Models for Large Catalogs, 2025; On-Point-RND/MemoryEfficientSRS):
-those of CE with CE-'s negatives, and those of CCE-. Ids are synthetic and no row is padding. Catalogues are rounded:
-Megamarket's as the paper has it, MovieLens-20M's and Gowalla's those of the public data (Gowalla's of users and items with five
-events), the others estimated from the peak memory that the repository reports for CE, at the 17 bytes a logit that fit
-Megamarket and Gowalla.
+Batch sizes, lengths and numbers of negatives of `papers` and `steps` are those of SASRec in the paper's repository (Zhelnin et
+al., Faster and Memory-Efficient Training of Sequential Recommendation Models for Large Catalogs, 2025;
+On-Point-RND/MemoryEfficientSRS): those of CE with CE-'s negatives, and those of CCE-. Ids are synthetic and no row is padding.
+Catalogues are rounded: Megamarket's as the paper has it, MovieLens-20M's and Gowalla's those of the public data (Gowalla's of
+users and items with five events), the others estimated from the peak memory that the repository reports for CE, at the 17 bytes
+a logit that fit Megamarket and Gowalla.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ from benchmarks.cross_entropy_cases import (
     our_loss,
     reference,
 )
+from benchmarks.sasrec_steps import StepWorkload, measure_step
 from jagged.ops import linear_cross_entropy_strategy
 
 MOST_BYTES = 110e9
@@ -70,9 +72,10 @@ class Case:
     Args:
         size: of the workload.
         methods: names; the first of a family is ours and what others of the family are compared with.
-        ways: `"forward"`, `"both"` or `"backward"`.
+        ways: `"forward"`, `"both"` or `"backward"`; of a training step `"step"`.
         asked: milliseconds of these ways, and under `"memory"` the MB that both passes may take beyond their results.
         along: for a sweep: its name and the number at this point.
+        length: of the sequences whose training step is measured; 0 for the loss alone.
     """
 
     size: Size
@@ -80,6 +83,7 @@ class Case:
     ways: tuple[str, ...] = ("forward", "both")
     asked: dict[str, float] = field(default_factory=dict)
     along: tuple[str, int] | None = None
+    length: int = 0
 
 
 Part = dict[str, Case]
@@ -158,8 +162,23 @@ def parts() -> dict[str, Part]:
         for name, of in DATASETS.items()
         for batch, length, negatives in (of.small, of.large)
     }
+    steps: Part = {
+        f"{name}, {batch:,} x {length}, {negatives:,}": Case(
+            Size(batch * length, of.items, 256, "bf16", negatives), PAPER_METHODS, ("step",), length=length
+        )
+        for name, of in DATASETS.items()
+        for batch, length, negatives in (of.small, of.large)
+    }
     topk: Part = {f"k = {k:,}": Case(Size(2048, 1_000_000, 256, k=k), tuple(TOPK), ("forward",)) for k in (10, 100, 1000)}
-    return {"full": full, "filter": filtered, "sampled": sampled, "scaling": scaling, "papers": papers, "topk": topk}
+    return {
+        "full": full,
+        "filter": filtered,
+        "sampled": sampled,
+        "scaling": scaling,
+        "papers": papers,
+        "steps": steps,
+        "topk": topk,
+    }
 
 
 def cpu_parts() -> dict[str, Part]:
@@ -215,6 +234,8 @@ def flops(size: Size, family: str) -> dict[str, int]:
 
 def measure(case: Case, device: str, time_it: Timer, keep: Callable[[dict[str, Any]], Any] = lambda row: None) -> dict[str, Any]:
     """Check each method, and time those that are right; `keep` what there is after each."""
+    if case.length:
+        return measure_steps(case, device, time_it, keep)
     w = Workload(case.size, device)
     itemsize = DTYPES[case.size.dtype].itemsize
     row: dict[str, Any] = {
@@ -236,6 +257,21 @@ def measure(case: Case, device: str, time_it: Timer, keep: Callable[[dict[str, A
             row[name] = measure_topk(name, w, time_it)
         else:
             row[name] = measure_method(METHODS[name], w, expected, known, case.ways, time_it)
+        release(w)
+        keep(row)
+    return row
+
+
+def measure_steps(case: Case, device: str, time_it: Timer, keep: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """The same of a training step."""
+    w = StepWorkload(case.size, case.length, device)
+    row: dict[str, Any] = {"size": {**case.size.described, "length": case.length}, "asked": case.asked}
+    expected: dict[str, float] = {}
+    for name in case.methods:
+        try:
+            row[name] = measure_step(w, METHODS[name], expected, time_it)
+        except Exception as error:
+            row[name] = {"failed": _reason(error)}
         release(w)
         keep(row)
     return row
@@ -506,6 +542,8 @@ def _line(row: dict[str, Any]) -> str:
         ]
         if "beyond_bytes_both" in of:
             words.append(f"{of['beyond_bytes_both'] / 1e6:.0f} MB")
+        if "step" in of:
+            words.append(f"step {of['step']['median'] / 1e3:.4g} ms, {of.get('peak_bytes_step', 0) / 1e9:.3g} GB")
         if "difference" in of:
             words.append("apart " + "/".join(f"{apart:.1g}" for apart in of["difference"].values()))
         if "failed" in of:

@@ -415,6 +415,45 @@ def cross_entropy_scaling(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+# Of the CCE- paper's four losses the colour and the name.
+STEPS = {
+    "eager": ("#b9c4c9", "CE: PyTorch"),
+    "jagged": ("#1f6f8b", "CCE: jagged"),
+    "gathered": ("#d9a066", "CE-: PyTorch, gathered rows"),
+    "jagged_sampled": ("#d1495b", "CCE-: jagged, sampled"),
+}
+
+
+def cross_entropy_steps(result: dict[str, Any], path: Path) -> None:
+    """Time and memory of a training step at the paper's sizes by loss; an empty place is a step that does not fit."""
+    rows = result["steps"]["rows"]
+    panels: dict[str, Callable[[dict[str, Any]], float | None]] = {
+        "milliseconds a step": partial(_milliseconds, way="step"),
+        "GB at most in a step": lambda of: of["peak_bytes_step"] / 1e9 if "peak_bytes_step" in of else None,
+    }
+    figure, axes = plt.subplots(1, len(panels), figsize=(9.5, 5), layout="constrained", sharey=True)
+    for axis, (title, value) in zip(axes, panels.items(), strict=True):
+        for place, row in enumerate(rows.values()):
+            axis.axhline(place, color="#eceff1", linewidth=0.8, zorder=0)
+            for who, (colour, _) in STEPS.items():
+                number = value(row.get(who, {}))
+                if number is not None:
+                    axis.plot(number, place, "o", color=colour, markersize=6)
+        axis.set_xscale("log")
+        axis.set_xlabel(title, fontsize=8)
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right", "left"]].set_visible(False)
+    axes[0].set_yticks(range(len(rows)), list(rows), fontsize=7)
+    axes[0].invert_yaxis()
+    handles = [plt.Line2D([], [], color=colour, marker="o", linestyle="") for colour, _ in STEPS.values()]
+    figure.legend(handles, [name for _, name in STEPS.values()], loc="outside lower center", fontsize=8, ncols=4)
+    figure.suptitle(
+        f"A training step of SASRec; batch x length, negatives, {result['environment']['device']}", fontsize=10, x=0.02, ha="left"
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 def _milliseconds(of: dict[str, Any], way: str) -> float | None:
     median = of.get(way, {}).get("median")
     return None if median is None else float(median) / 1e3
@@ -499,6 +538,7 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
     "cross_entropy": {
         "cross_entropy": ("full", cross_entropy_methods),
         "cross_entropy_scaling": ("scaling", cross_entropy_scaling),
+        "cross_entropy_steps": ("steps", cross_entropy_steps),
     },
 }
 

@@ -389,6 +389,10 @@ PAPERS = (
     "The loss of one step, both passes, at the sizes of the CCE- paper (batch x length and negatives of each row; float16, "
     "width 256, no padding): CE is PyTorch, CE- gathered rows, CCE and CCE- ours over all items and sampled:"
 )
+STEPS = (
+    "A training step of SASRec with these losses, body, gradients and Adam with it (two blocks and heads; float32 weights, "
+    "products in bfloat16): milliseconds, and in parentheses the most GB that are allocated in a step:"
+)
 UNMEASURED = "No results yet: `python -m benchmarks.cross_entropy` measures them.\n"
 
 
@@ -399,7 +403,12 @@ def cross_entropy_page(result: dict[str, Any], name: str, machine: str = "") -> 
     peers = [f"{title} {facts.get(key)}" for key, title in (("cut_cross_entropy", "cut-cross-entropy"), ("liger", "Liger"))]
     blocks = [_machine(facts) + (f" {', '.join(peers)}." if _on_gpu(facts) else "") + limit]
     if name == "cross_entropy":
-        for figure, words in (("cross_entropy", "Time and memory by method"), ("cross_entropy_scaling", "Time over sizes")):
+        shown = {
+            "cross_entropy": "Time and memory by method",
+            "cross_entropy_scaling": "Time over sizes",
+            "cross_entropy_steps": "Time and memory of training steps",
+        }
+        for figure, words in shown.items():
             if (ROOT / "figures" / f"{figure}-{machine}.png").exists():
                 blocks.append(f"![{words}](../../benchmarks/figures/{figure}-{machine}.png)")
     family, titles = CROSS_ENTROPY_PAGES[name]
@@ -413,7 +422,26 @@ def cross_entropy_page(result: dict[str, Any], name: str, machine: str = "") -> 
             blocks += [words, *_cross_entropy_times(rows, facts), *_cross_entropy_memory(rows)]
             blocks += _cross_entropy_filter(result[title]) if title == "filter" else []
             blocks += _cross_entropy_bounds(rows)
+    if name == "cross_entropy" and "steps" in result:
+        blocks += [STEPS, *_cross_entropy_steps(result["steps"]["rows"])]
     return "\n\n".join(blocks) + "\n"
+
+
+def _cross_entropy_steps(rows: dict[str, Any]) -> list[str]:
+    notes: list[str] = []
+    names = {"eager": "CE", "jagged": "CCE", "gathered": "CE-", "jagged_sampled": "CCE-"}
+    lines = [f"| | {' | '.join(names.values())} |", f"|---|{'---:|' * len(names)}"]
+    for name, row in rows.items():
+        cells = []
+        for who in names:
+            of = row.get(who, {})
+            if "step" in of:
+                memory = f" ({of['peak_bytes_step'] / 1e9:.3g})" if "peak_bytes_step" in of else ""
+                cells.append(f"{of['step']['median'] / 1e3:.4g}{memory}")
+            else:
+                cells.append(_attention_cell(of, "step", notes) if "failed" in of else "")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return ["\n".join(lines), *(["\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])]
 
 
 def _is_of(row: dict[str, Any], family: str | None) -> bool:

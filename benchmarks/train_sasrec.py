@@ -11,13 +11,15 @@ them: all batches padded once and kept on the device, torch's fused attention, n
     python -m benchmarks.train_sasrec --data beauty.txt --head ce,cce,cce-uniform:64,cce-uniform:1023,gbce
 
 trains with other heads instead: `ce` is `padded`, `cce` is `jagged`, the others are `jagged` with some of the items, as many
-a row as stands after the colon or as the settings say.
+a row as stands after the colon or as the settings say. Heads that the result file has from such a machine, such data and
+settings stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import shutil
 import tempfile
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.common import environment, save, seconds_of, spread
+from benchmarks.common import environment, other_parts, save, seconds_of, spread
 from jagged.config import TrainConfig, parse_assignments
 from jagged.data import SequenceDataset, read_events, split_leave_one_out
 from jagged.data.splits import SequencePart
@@ -68,6 +70,15 @@ def heads(text: str) -> dict[str, dict[str, Any]]:
                 raise argparse.ArgumentTypeError(f"got {name!r}, expected a number of negatives, of {', '.join(DRAWING)} alone")
             named[name]["num_negatives"] = int(count)
     return named
+
+
+def with_former(found: dict[str, Any], what: str, facts: dict[str, Any], workload: dict[str, Any]) -> dict[str, Any]:
+    """What was found of each head, and that of others which the result file has of the same environment and workload."""
+    former = other_parts("train_sasrec_heads", facts)
+    if former.get("workload") != json.loads(json.dumps(workload)):
+        return found
+    every = {**former[what], **found}
+    return {name: every[name] for name in sorted(every, key=lambda name: list(HEADS).index(name.partition(":")[0]))}
 
 
 def run_jagged(dataset: SequenceDataset, config: TrainConfig) -> dict[str, Any]:
@@ -241,9 +252,12 @@ def main() -> None:
         name: {key: spread([run[key] for run in of]) | {"mean": sum(run[key] for run in of) / len(of)} for key in of[0]}
         for name, of in runs.items()
     }
+    facts = environment()
+    if arguments.head:
+        summary, runs = (with_former(of, what, facts, workload) for of, what in ((summary, "summary"), (runs, "runs")))
     path = save(
         "train_sasrec_heads" if arguments.head else "train_sasrec",
-        {"environment": environment(), "workload": workload, "summary": summary, "runs": runs},
+        {"environment": facts, "workload": workload, "summary": summary, "runs": runs},
     )
     for key in next(iter(summary.values())):
         print(f"{key:28} " + "  ".join(f"{name} {of[key]['mean']:.4f}" for name, of in summary.items()))

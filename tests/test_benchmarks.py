@@ -456,6 +456,16 @@ def test_sasrec_is_trained_with_the_heads_that_are_named(
     assert list(saved) == ["train_sasrec_heads"]
     assert list(saved["train_sasrec_heads"]["summary"]) == ["ce", "cce", "refined", "gbce", "gbce:2", "sce"]
     assert "test_ndcg@10_left_in" in capsys.readouterr().out
+    # Another run of some heads keeps the others, if the machine, the data and the settings are the same.
+    former = json.loads(json.dumps(saved["train_sasrec_heads"]))
+    facts, workload = {"device": "cpu"}, saved["train_sasrec_heads"]["workload"]
+    monkeypatch.setattr(train_sasrec, "other_parts", lambda name, facts: former if facts["device"] == "cpu" else {})
+    again = {"gbce": {"seconds": 1}, "bce": {}}
+    merged = train_sasrec.with_former(again, "summary", facts, workload)
+    assert list(merged) == ["ce", "cce", "refined", "bce", "gbce", "gbce:2", "sce"]
+    assert (merged["gbce"], merged["sce"]) == ({"seconds": 1}, former["summary"]["sce"])
+    assert train_sasrec.with_former(again, "summary", {"device": "another"}, workload) == again
+    assert train_sasrec.with_former(again, "summary", facts, {**workload, "file": "another"}) == again
     figures.train_sasrec(saved["train_sasrec_heads"] | {"environment": {"device": "cpu"}}, tmp_path / "heads.png")
     assert (tmp_path / "heads.png").stat().st_size > 0
     assert train_sasrec.heads("bce, cce-uniform:64") == {

@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks import cross_entropy, figures, tables
 from benchmarks.cross_entropy import Case, Part, measure, ours_failed, parts, run, summary
 from benchmarks.cross_entropy_cases import METHODS, TOPK, Size, Workload
+from benchmarks.sasrec_steps import Step, StepWorkload, measure_step
 
 
 def at_once(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def small(case: Case) -> Case:
         size=replace(
             size, rows=24, items=200, width=8, negatives=min(size.negatives, 10), rows_per_draw=shared, k=min(size.k, 5)
         ),
+        length=min(case.length, 6),
     )
 
 
@@ -64,17 +66,18 @@ def test_every_case_is_checked_and_timed(title: str, name: str) -> None:
     row = measure(case, "cpu", at_once)
     for method in case.methods:
         assert "failed" not in row[method], row[method]
-        assert row[method].keys() >= {
-            *case.ways,
-            "errors" if method.startswith("jagged") and "fil" not in method else case.ways[0],
-        }
+        is_checked = method.startswith("jagged") and "fil" not in method and not case.length
+        assert row[method].keys() >= {*case.ways, "errors" if is_checked else case.ways[0]}
     json.dumps(row)
 
 
 def test_sizes_and_asked_numbers() -> None:
     found = parts()
-    assert set(found) == {"full", "filter", "sampled", "scaling", "papers", "topk"}
-    assert len(found["papers"]) == 2 * len(cross_entropy.DATASETS) == 12
+    assert set(found) == {"full", "filter", "sampled", "scaling", "papers", "steps", "topk"}
+    assert list(found["papers"]) == list(found["steps"])
+    assert len(found["steps"]) == 2 * len(cross_entropy.DATASETS) == 12
+    of_megamarket = found["steps"]["Megamarket, 5,120 x 320, 1,023"]
+    assert (of_megamarket.size.rows, of_megamarket.length) == (5120 * 320, 320)
     assert {name for part in found.values() for case in part.values() if not case.size.k for name in case.methods} == set(METHODS)
     assert {name for case in found["topk"].values() for name in case.methods} == set(TOPK)
     full = found["full"]["25,600 x 1,000,000 x 256"]
@@ -101,6 +104,22 @@ def test_methods_agree_with_float64(dtype: str, negatives: int, rows_per_draw: i
         assert "failed" not in row[name], row[name]
     assert row[methods[0]]["errors"].keys() == {"loss", "hidden", "weight"}
     assert max(row[methods[-1]]["difference"].values()) < (1e-5 if dtype == "fp32" else 0.02)
+
+
+def test_steps_take_the_loss_down_and_agree() -> None:
+    w = StepWorkload(Size(24, 50, 8, "bf16", 10), 6, "cpu")
+    assert w.features.lengths().tolist() == [6] * 4
+    # The targets are the sequences' next items.
+    assert torch.equal(w.target.view(4, 6)[:, :-1], w.features.values().view(4, 6)[:, 1:])
+    for name in ("jagged", "eager", "jagged_sampled", "gathered"):
+        step = Step(w, METHODS[name])
+        losses = [float(step()) for _ in range(60)]
+        assert losses[-1] < 0.9 * losses[0]
+    spoilt = METHODS["eager"]._replace(make=lambda w: lambda h, x: 1.1 * METHODS["eager"].make(w)(h, x))
+    expected: dict[str, float] = {}
+    assert "step" in measure_step(w, METHODS["jagged"], expected, at_once)
+    with pytest.raises(ArithmeticError, match="a first loss of"):
+        measure_step(w, spoilt, expected, at_once)
 
 
 def test_rows_that_do_not_fill_the_blocks() -> None:
@@ -336,10 +355,13 @@ def result() -> dict[str, Any]:
             found[title] = run(title, chosen, "cpu", at_once)
             for row in found[title]["rows"].values():
                 for name, of in row.items():
+                    if name in METHODS and "step" in of:
+                        of["peak_bytes_step"] = 3 * 10**9
                     if name in METHODS and "both" in of:
                         of |= {"output_bytes": 10**6, "peak_bytes_both": 33 * 10**6, "beyond_bytes_both": 32 * 10**6}
     full = found["full"]["rows"]
     full["25,600 x 1,000,000 x 256"]["eager"] = {"failed": "needs more than 110 GB"}
+    found["steps"]["rows"]["Gowalla, 1,024 x 320, 511"]["gathered"] = {"failed": "needs more than 110 GB"}
     saved: dict[str, Any] = json.loads(json.dumps(found))
     return saved
 
@@ -367,6 +389,8 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "| all items, width 32 | forward and backward | 3.58e-06 |" in page
     assert "negatives, width" not in page
     assert "| Megamarket, 5,120 x 320, 1,023 | forward and backward |" in page
+    assert "| Gowalla, 1,024 x 320, 511 | 0.002 (3) | 0.002 (3) | - [1] | 0.002 (3) |\n" in page
+    assert page.rstrip().endswith("1. needs more than 110 GB")
     page = tables.cross_entropy_page(result, "sampled_cross_entropy")
     assert "1,024 of 128 rows" in page
     assert "all items, width" not in page
