@@ -36,7 +36,7 @@ NUMBERS = gl.constexpr(4)
 TURNS = 8
 # Tiles of a walk at most, of 4 additions each: the tensor cores cut off what does not fit into a float32 sum, and of 100,000
 # additions 0.2% was lost.
-LONGEST = 2048
+LONGEST = 1024
 
 
 BY_ROW = ("hidden", "target", "shift", "grad_softmax", "grad_target")

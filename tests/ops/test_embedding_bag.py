@@ -637,6 +637,8 @@ def test_low_weights_of_a_wide_or_of_a_short_batch(place: Place) -> None:
 @pytest.mark.parametrize("kind", [None, "rowwise_adagrad"])
 @pytest.mark.parametrize("has_sizes", [False, True])
 def test_one_graph_for_all_batches(place: Place, weighted: bool, kind: str | None, has_sizes: bool) -> None:
+    if kind is not None and torch.__version__ < "2.12":
+        pytest.skip("PyTorch 2.11 compiles no backward pass that changes a parameter")
     counter = CompileCounterWithBackend("inductor" if place.name == "gpu" else "aot_eager")
     layout = BagLayout((9, 5), (4, 3), (0, 1, 0))
     # The first call makes the layout's tensors, which a graph takes as they are.
