@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jagged.ops._shared.device import rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.schedules import (
@@ -172,7 +173,7 @@ def row_item(
             old = tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
             sums = tl.where(mask, decayed(sums, old, numbers[3], KIND), 0.0)
             if BY_ROW:
-                square += tl.where(turn < parts, tl.sum(sums * sums, 1), 0.0)
+                square += tl.where(turn < parts, tl.sum(rounded_product(sums, sums), 1), 0.0)
                 mask &= turn >= parts - 1
             new = updated(
                 sums, square / width, old, first, second, place, row, corrections, tl.load(rate), numbers, mask, exists, KIND
@@ -235,7 +236,7 @@ def embedding_bags_samples_kernel(
             of_bag = tl.load(grad + source[:, None] + columns[None, :], mask=in_row & exists[:, None], other=0.0).to(tl.float32)
             mask = is_known[:, :, None] & in_row[:, None, :]
             tile = tl.load(of_row[:, :, None] + columns[None, None, :], mask=mask, other=0.0).to(tl.float32)
-            total += tl.sum(tile * of_bag[:, None, :], 2)
+            total += tl.sum(rounded_product(tile, tl.broadcast_to(of_bag[:, None, :], [BAGS, LOOKUPS, COLUMNS])), 2)
         tl.store(result + place, total.to(result.dtype.element_ty), mask=is_live)
 
 

@@ -264,11 +264,11 @@ def _leaves(dtype: torch.dtype, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     )
 
 
-def small_steps() -> Iterator[Step]:
-    """Yield every family at small sizes: dtypes, odd widths, short, long and empty samples, none at all."""
+def small_steps(*names: str) -> Iterator[Step]:
+    """Yield every family, or those that are named, at small sizes: dtypes, odd widths, short, long and empty samples, none."""
     for dtype, width in ((torch.float32, 20), (torch.bfloat16, 64), (torch.float16, 40)):
         for lengths in ((3, 0, 40, 1), (70, 0, 40), (0, 0), ()):
-            for family in FAMILIES.values():
+            for family in (FAMILIES[name] for name in names or FAMILIES):
                 yield family(jagged_of(lengths, torch.int32 if width == 20 else torch.int64), dtype, width)
 
 

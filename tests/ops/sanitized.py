@@ -1,4 +1,6 @@
-"""What runs under compute-sanitizer: `python -m tests.ops.sanitized TOOL`. Every op family, then bugs that the tool must report.
+"""What runs under compute-sanitizer: every op family, or those that are named, then bugs that the tool must report.
+
+    python -m tests.ops.sanitized TOOL [FAMILY ...]
 
 The bugs come last in the same process, so a run that reports them, and nothing before, was watched all the time. None of them
 harms: accesses out of bounds stay inside what the driver maps, and all threads arrive at some barrier.
@@ -20,14 +22,17 @@ from tests.ops.families import long_step, small_steps
 
 FINISHED = "every family ran"
 THREADS = 64
+WRITING_PRODUCTS = (torch.ops.aten.mm.out, torch.ops.aten.addmm.out, torch.ops.aten.addmm.dtype_out)
 
 
 class CopiedProducts(TorchDispatchMode):
-    """Copies what matmul returns: initcheck held rows in the middle of a bfloat16 product for never written."""
+    """Copies what matmul returns or writes: initcheck held rows in the middle of a bfloat16 product for never written."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        return result.clone() if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default) else result
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            return result.clone()
+        return result.copy_(result.clone()) if func in WRITING_PRODUCTS else result
 
 
 @triton.jit
@@ -122,9 +127,9 @@ PLANTED: dict[str, dict[str, Callable[[], None]]] = {
 }
 
 
-def main(tool: str) -> None:
+def main(tool: str, *families: str) -> None:
     # Racecheck takes rows that TMA writes, and barriers in shared memory announce, for races.
-    for step in itertools.chain(small_steps(), [long_step()] if tool == "memcheck" else []):
+    for step in itertools.chain(small_steps(*families), [long_step()] if tool == "memcheck" else []):
         with CopiedProducts():
             step.run()
         # An error is reported at the family that made it, and one step's memory is freed before the next one's.
@@ -136,4 +141,4 @@ def main(tool: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
