@@ -16,6 +16,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 LONG = os.environ.get("JAGGED_TEST_LONG") == "1"
 EXAMPLES = {"cpu": (100, 2_000), "interpret": (10, 200), "gpu": (100, 10_000)}[PLACE.name][LONG]
 
+# Coverage doubles the time of the interpreter, so of interpreted tests it watches the one that launches every kernel.
+COVERED_INTERPRETED = "test_small_steps_launch_every_kernel"
+
 hypothesis.settings.register_profile(
     "jagged",
     max_examples=EXAMPLES,
@@ -35,6 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(PLACE.name)
         if only_gpu and PLACE.name != "gpu":
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+        if PLACE.name == "interpret" and item.name != COVERED_INTERPRETED:
+            item.add_marker(pytest.mark.no_cover)
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="runs in make test-long"))
 
