@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,12 +93,32 @@ ASKED = {
     "E": {"forward": 0.20, "backward": 0.44},
 }
 HOST_ASKED = {"host": 0.150}
-# How many times as fast as FBGEMM's first version on the mean of a group, and as the better version in every case.
-MEAN_ASKED, LEAST_ASKED = 3.2, 1.0
-# How many times as fast as TorchRec's fused collection on the mean of the models.
-MODEL_ASKED = {"forward": 1.85, "step": 1.5}
-# How many times as long as PyTorch's embedding bag for each table, on a CPU.
-CPU_ASKED = 1.2
+
+
+class Ratio(NamedTuple):
+    """How many times as fast as a peer ours is asked to be.
+
+    Args:
+        by: `"mean"` of each group of cases, or every `"case"`.
+        way: of the part's ways.
+        who: a peer, or `"better"`, the faster of FBGEMM's two versions.
+        times: at least.
+    """
+
+    by: str
+    way: str
+    who: str
+    times: float
+
+
+_LEAST = Ratio("case", "forward", "better", 1.0)
+_KERNELS_ASKED = (Ratio("mean", "forward", "fbgemm", 3.2), _LEAST)
+RATIOS: dict[str, tuple[Ratio, ...]] = {
+    **dict.fromkeys(("models", "sizes", "queries"), _KERNELS_ASKED),
+    **dict.fromkeys(("mlperf", "mixed", "many"), (_LEAST,)),
+    "model": tuple(Ratio("mean", way, "torchrec_fused", 1.85 if way.startswith("forward") else 1.5) for way in MODEL_WAYS),
+    "cpu": tuple(Ratio("case", way, "per_table", 1 / 1.2) for way in ("forward", "both")),
+}
 
 
 def parts() -> dict[str, Part]:
@@ -317,7 +337,8 @@ def run(
 ) -> dict[str, Any]:
     """Measure every case of a part after the `former` rows; print, and hand on for saving, as it goes."""
     rows: dict[str, Any] = dict(former or {})
-    result: dict[str, Any] = {"rows": rows, "summary": summary(rows)}
+    asked = [ratio._asdict() for ratio in RATIOS.get(title, ())]
+    result: dict[str, Any] = {"rows": rows, "summary": summary(rows), "asked_ratios": asked}
 
     def keep(row: dict[str, Any]) -> None:
         # What other methods gave before stays.
