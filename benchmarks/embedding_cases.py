@@ -391,23 +391,29 @@ METHODS: dict[str, Method] = {
 
 
 def traffic(w: Workload, kind: Kind | None) -> dict[str, dict[str, int]]:
-    """Bytes of each way: at least, where everything is read and written once, and those of rows at every lookup.
+    """Bytes of each way for all batches: at least, where a batch reads and writes everything once, and rows at every lookup.
 
     `once` of a forward pass counts the rows that are read, ids, offsets and the output; of a backward pass the output's gradient,
     ids, offsets, and the rows and states of the optimizer read and written.
     """
-    layout, (indices, offsets), size = w.layout, w.batches[0], w.sizes[0]
+    layout = w.layout
     assert layout.tables is not None
     of_features = torch.tensor([(layout.first_rows[table], layout.widths[table]) for table in layout.tables], device=w.device)
-    lengths = offsets[::size].long().diff() if size else of_features.new_zeros(layout.num_features)
-    first, widths = of_features.repeat_interleave(lengths, 0, output_size=len(indices)).unbind(1)
-    is_read = torch.zeros(layout.first_rows[-1], dtype=torch.bool, device=w.device)
-    is_read[first + indices] = True
-    counts = torch.stack([of.sum() for of in is_read.split(list(layout.rows))])
-    rows = int((counts * torch.tensor(layout.widths, device=w.device)).sum()) * 4
-    # A number of each row, or two of each element.
-    states = {"rowwise_adagrad": int(counts.sum()) * 4, "adam": 2 * rows}.get(cast("str", kind), 0)
-    output, ids = size * layout.width * 4, indices.nbytes + offsets.nbytes
-    once = {"forward": rows + output + ids, "backward": output + ids + 2 * (rows + states)}
-    gathered = int(widths.sum()) * 4
+    ends, widths = (torch.tensor(of, device=w.device) for of in (layout.first_rows, layout.widths))
+    once, gathered = {"forward": 0, "backward": 0}, 0
+    for size, (indices, offsets) in zip(w.sizes, w.batches, strict=True):
+        if not size:
+            continue
+        lengths = offsets[::size].long().diff()
+        first = of_features[:, 0].repeat_interleave(lengths, output_size=len(indices))
+        is_read = torch.zeros(layout.first_rows[-1] + 1, dtype=torch.int32, device=w.device)
+        is_read[first + indices + 1] = 1
+        counts = is_read.cumsum(0)[ends].diff()
+        rows = int((counts * widths).sum()) * 4
+        # A number of each row, or two of each element.
+        states = {"rowwise_adagrad": int(counts.sum()) * 4, "adam": 2 * rows}.get(cast("str", kind), 0)
+        others = size * layout.width * 4 + indices.nbytes + offsets.nbytes
+        once["forward"] += rows + others
+        once["backward"] += others + 2 * (rows + states)
+        gathered += int((lengths * of_features[:, 1]).sum()) * 4
     return {way: {"once": number, "gathered": gathered} for way, number in once.items()}
