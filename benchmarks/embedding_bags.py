@@ -193,16 +193,18 @@ def measure(
     # The same for all methods, and made once.
     grad = w.gradient(case.sizes[0]) if len(case.sizes) == 1 else None
     for name in case.methods:
+        figures: dict[str, Any] = {}
         try:
             if is_model:
-                row[name] = measure_model(w, COLLECTIONS[name], case.ways, expected, time_it)
+                figures |= measure_model(w, COLLECTIONS[name], case.ways, expected, time_it)
             elif grad is None:
-                row[name] = measure_queries(METHODS[name], w, case.kind, time_it)
+                figures |= measure_queries(METHODS[name], w, case.kind, time_it)
             else:
-                row[name] = measure_lookup(METHODS[name], w, case, grad, expected, time_it)
+                measure_lookup(METHODS[name], w, case, grad, expected, time_it, figures)
         except Exception as error:
-            # Peers fail in any way, which must not end the run.
-            row[name] = {"failed": _reason(error)}
+            # Peers fail in any way, which must not end the run; what was right before stays.
+            figures["failed"] = _reason(error)
+        row[name] = figures
         _add_rates(row, name)
         release(w)
         keep(row)
@@ -210,9 +212,15 @@ def measure(
 
 
 def measure_lookup(
-    method: Method, w: Workload, case: Case, grad: Tensor, expected: dict[str, Tensor], time_it: Timer
-) -> dict[str, Any]:
-    """Errors and times of a method; the first one leaves its output in `expected`.
+    method: Method,
+    w: Workload,
+    case: Case,
+    grad: Tensor,
+    expected: dict[str, Tensor],
+    time_it: Timer,
+    figures: dict[str, Any],
+) -> None:
+    """Put errors and times of a method into `figures`; the first method leaves its output in `expected`.
 
     Raises:
         ArithmeticError: an output or an update that is wrong.
@@ -220,8 +228,8 @@ def measure_lookup(
     batch = w.batches[0]
     lookup = method.make(w, case.kind)
     # Of a first call, which compiles.
-    first, output = seconds_of(lambda: lookup.forward(batch))
-    figures: dict[str, Any] = {"first_seconds": first, "errors": {"output": check_output(w, output.detach())}}
+    figures["first_seconds"], output = seconds_of(lambda: lookup.forward(batch))
+    figures["errors"] = {"output": check_output(w, output.detach())}
     right = expected.setdefault("output", output.detach())
     figures["difference"] = apart = relative(output.detach(), right)
     if not apart <= AGREEMENT:
@@ -237,7 +245,6 @@ def measure_lookup(
     for way in ways:
         if way != "forward":
             figures[way] = time_it(_backward(lookup, w, grad) if way == "backward" else _both(lookup, w, grad))
-    return figures
 
 
 def _backward(lookup: Lookup, w: Workload, grad: Tensor) -> Callable[[], Callable[[], Any]]:

@@ -149,9 +149,10 @@ def test_what_is_wrong_gets_no_time(name: str, value: float, what: str, monkeypa
     case = Case("A", (7,), ("jagged", "fbgemm"))
     monkeypatch.setitem(METHODS, "fbgemm", METHODS["fbgemm"]._replace(make=Spoilt))
     row = measure(case, "cpu", at_once)
-    assert row["fbgemm"].keys() == {"failed"}
+    # A right forward pass keeps its time beside a wrong update.
+    assert ("forward" in row["fbgemm"], "backward" in row["fbgemm"]) == (name == "update", False)
     assert row["fbgemm"]["failed"].startswith(f"wrong: {what}")
-    assert "forward" in row["jagged"]
+    assert row["jagged"].keys() >= {"forward", "backward"}
     monkeypatch.setitem(METHODS, "jagged", METHODS["jagged"]._replace(make=Spoilt))
     row = measure(case, "cpu", at_once)
     assert ours_failed({"environment": {}, "models": {"rows": {"A": row}}})[0].startswith(f"models, A: wrong: {what}")
