@@ -459,6 +459,76 @@ def _milliseconds(of: dict[str, Any], way: str) -> float | None:
     return None if median is None else float(median) / 1e3
 
 
+EMBEDDING_METHODS = {
+    "jagged": ("#1f6f8b", "jagged"),
+    "fbgemm": ("#d1495b", "FBGEMM"),
+    "fbgemm_v2": ("#d9a066", "FBGEMM, second version"),
+}
+
+
+def embedding_bags_model(name: str, result: dict[str, Any], path: Path) -> None:
+    """Time of a model by implementation, both directions, with what was asked and the limit."""
+    row = result["models"]["rows"].get(name)
+    if row is None:
+        return
+    ways = {"forward": "forward", "backward": "backward with SGD"}
+    figure, axes = plt.subplots(1, len(ways), figsize=(7.2, 3), layout="constrained")
+    for axis, (way, words) in zip(axes, ways.items(), strict=True):
+        known = {who: of for who in EMBEDDING_METHODS if (of := _milliseconds(row.get(who, {}), way)) is not None}
+        for place, (who, number) in enumerate(known.items()):
+            axis.barh(place, number, 0.7, color=EMBEDDING_METHODS[who][0])
+            axis.annotate(f" {number:.3g}", (number, place), va="center", fontsize=8)
+        axis.set_yticks(range(len(known)), [EMBEDDING_METHODS[who][1] for who in known], fontsize=8)
+        axis.invert_yaxis()
+        if bound := row["asked"].get(way):
+            axis.axvline(bound, color="black", linewidth=0.9, linestyle="--")
+        if "limit_us" in row:
+            axis.axvline(row["limit_us"][way] / 1e3, color="black", linewidth=0.9, linestyle=":")
+        axis.set_xlim(left=0)
+        axis.margins(x=0.15)
+        axis.set_title(f"{words}, milliseconds", fontsize=9)
+        axis.tick_params(axis="x", labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    lines = [plt.Line2D([], [], color="black", linewidth=0.9, linestyle=style) for style in ("--", ":")]
+    figure.legend(lines, ["asked", "limit: bytes at the speed of a copy"], loc="outside lower center", fontsize=8, ncols=2)
+    machine = result["environment"]["device"]
+    figure.suptitle(f"Model {name}: {row['features']:,} features, {row['samples']} samples, {machine}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def embedding_bags_sizes(result: dict[str, Any], path: Path) -> None:
+    """Time of a forward pass over the number of samples, a panel for each model."""
+    rows = [row for part in ("models", "sizes") for row in result.get(part, {}).get("rows", {}).values()]
+    names = sorted({row["shape"] for row in rows})
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(2.6 * len(names) + 1, 3.2), layout="constrained", sharey=True, squeeze=False
+    )
+    for axis, name in zip(axes[0], names, strict=True):
+        of_model = sorted((row for row in rows if row["shape"] == name), key=lambda row: row["samples"])
+        for who, (colour, _) in EMBEDDING_METHODS.items():
+            points = [(row["samples"], _milliseconds(row.get(who, {}), "forward")) for row in of_model]
+            if known := [point for point in points if point[1] is not None]:
+                axis.plot(*zip(*known, strict=True), marker="o", markersize=3, linewidth=1.2, color=colour)
+        limits = [(row["samples"], row["limit_us"]["forward"] / 1e3) for row in of_model if "limit_us" in row]
+        if limits:
+            axis.plot(*zip(*limits, strict=True), ":", color="black", linewidth=0.9)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks([row["samples"] for row in of_model], [f"{row['samples']:,}" for row in of_model], fontsize=7)
+        axis.set_title(f"model {name}", fontsize=9)
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("forward, milliseconds", fontsize=8)
+    handles = [plt.Line2D([], [], color=colour, marker="o", markersize=3) for colour, _ in EMBEDDING_METHODS.values()]
+    handles.append(plt.Line2D([], [], color="black", linestyle=":", linewidth=0.9))
+    words = [*(label for _, label in EMBEDDING_METHODS.values()), "limit: bytes at the speed of a copy"]
+    figure.legend(handles, words, loc="outside lower center", fontsize=8, ncols=4)
+    figure.suptitle(f"Embedding bags over the number of samples, {result['environment']['device']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 # Of a sample of ten keys: what is drawn, the number of queries and what they see.
 MASKS = {
     "no mask": (10, Mask()),
@@ -539,6 +609,10 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         "cross_entropy": ("full", cross_entropy_methods),
         "cross_entropy_scaling": ("scaling", cross_entropy_scaling),
         "cross_entropy_steps": ("steps", cross_entropy_steps),
+    },
+    "embedding_bags": {
+        **{f"embedding_bags_{name}": ("models", partial(embedding_bags_model, name)) for name in "ABCDE"},
+        "embedding_bags_sizes": ("sizes", embedding_bags_sizes),
     },
 }
 

@@ -546,9 +546,141 @@ def write_cross_entropy() -> None:
         print(path)
 
 
+EMBEDDING = {
+    "jagged": "jagged",
+    "fbgemm": "FBGEMM",
+    "fbgemm_v2": "FBGEMM, second version",
+    "torchrec_fused": "TorchRec, fused",
+    "torchrec": "TorchRec",
+    "per_table": "PyTorch, table by table",
+    "better": "the better of FBGEMM's",
+}
+EMBEDDING_PARTS = {
+    "models": "RecFlex's models, 512 samples, float32, int32 ids, SGD inside the backward pass:",
+    "sizes": "The same models, other numbers of samples:",
+    "queries": "128 batches of the sizes of the paper's queries (38 % are 512, a quarter 8 or fewer), all of them together:",
+    "mlperf": "MLPerf's DLRM-DCNv2: 26 tables of width 64 and up to ten million rows, bags of 1 to 100 ids:",
+    "mixed": "66 tables of widths 4 to 128, up to three million rows, bags of 1 to about 100 ids:",
+    "many": "Model D's features ten times, 512 samples:",
+    "optimizers": "Other optimizers inside the backward pass, 512 samples:",
+    "host": "The time after which a call of the module returns:",
+    "model": (
+        "Module and perceptron (1,024, 256 and 128 wide, TF32), 512 samples: inference (forward) and a training step with SGD, "
+        "eager calls by the wall clock, and the GPU's time alone:"
+    ),
+    "cpu": "float32, int32 ids, dense gradients:",
+}
+EMBEDDING_WAYS = {
+    "forward": "forward",
+    "backward": "backward and update",
+    "both": "forward and backward",
+    "host": "host",
+    "forward_gpu": "forward, GPU",
+    "step": "step",
+    "step_gpu": "step, GPU",
+}
+EMBEDDING_FIGURES = {
+    **{f"embedding_bags_{name}": f"Time of model {name} by implementation" for name in "ABCDE"},
+    "embedding_bags_sizes": "Time over the number of samples",
+}
+
+
+def embedding_page(result: dict[str, Any], machine: str = "") -> str:
+    """Markdown of a result file of embedding bags: times beside their limit, and how they stand to what is asked."""
+    facts = result["environment"]
+    words = "Times are milliseconds, medians."
+    if _on_gpu(facts):
+        words = (
+            "Times are milliseconds, medians, and in parentheses the share of the limit and TB/s of rows gathered. The limit is "
+            "a copy of the bytes that are read and written at least: rows once, ids, offsets, and the output or its gradient."
+        )
+    blocks = [_machine(facts).removesuffix(".") + f", TorchRec {facts.get('torchrec')}. {words}"]
+    for figure, words in EMBEDDING_FIGURES.items():
+        if (ROOT / "figures" / f"{figure}-{machine}.png").exists():
+            blocks.append(f"![{words}](../../benchmarks/figures/{figure}-{machine}.png)")
+    for title, words in EMBEDDING_PARTS.items():
+        if result.get(title, {}).get("rows"):
+            blocks += [words, *_embedding_times(result[title]["rows"]), *_embedding_bounds(result[title])]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _embedding_times(rows: dict[str, Any]) -> list[str]:
+    """A line for each way of each case: milliseconds, and how they stand to the limit."""
+    notes: list[str] = []
+    present = [who for who in EMBEDDING if any(who in row for row in rows.values())]
+    asked = any(row["asked"] for row in rows.values())
+    limits = any("limit_us" in row for row in rows.values())
+    columns = ["", "", *(["asked"] if asked else []), *(["limit"] if limits else []), *(EMBEDDING[who] for who in present)]
+    lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
+    for name, row in rows.items():
+        # What fails in every way shall be seen, too.
+        for way in [way for way in EMBEDDING_WAYS if any(way in row.get(who, {}) for who in present)] or ["forward"]:
+            cells = [name, EMBEDDING_WAYS[way]]
+            if asked:
+                cells.append(f"{row['asked'][way]:.3g}" if way in row["asked"] else "")
+            if limits:
+                cells.append(f"{row['limit_us'][way] / 1e3:.2g}" if way in row.get("limit_us", {}) else "")
+            cells += [_embedding_cell(row.get(who), way, notes) for who in present]
+            lines.append(f"| {' | '.join(cells)} |")
+    return ["\n".join(lines), *(["\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])]
+
+
+def _embedding_cell(of: dict[str, Any] | None, way: str, notes: list[str]) -> str:
+    if of is None or way not in of:
+        failed = (of or {}).get("failed")
+        return f"- [{_note(notes, failed)}]" if failed else ""
+    figure = of[way]
+    shown = f"{figure['median'] / 1e3:.3g}"
+    if "of_limit" in figure:
+        shown += f" ({figure['of_limit']:.0%}, {figure['gathered_gb_per_s'] / 1e3:.2g})"
+    return shown + (f" [{_note(notes, EAGER)}]" if figure.get("captured") is False else "")
+
+
+def _embedding_bounds(part: dict[str, Any]) -> list[str]:
+    """What of the milliseconds and ratios that are asked is kept, and how far off the others are."""
+    missed, kept = [], 0
+    for name, row in part["rows"].items():
+        for way, bound in row["asked"].items():
+            took = row.get("jagged", {}).get(way, {}).get("median")
+            if took is not None and took / 1e3 <= bound:
+                kept += 1
+            else:
+                words = "failed" if took is None else f"{took / 1e3 / bound:.2f} times"
+                missed.append(f"{name}, {EMBEDDING_WAYS[way]} ({words})")
+    blocks, lines = [], []
+    if kept or missed:
+        blocks.append(f"{kept} of {kept + len(missed)} bounds kept" + (f"; missed: {'; '.join(missed)}." if missed else "."))
+    for asked in part["asked_ratios"]:
+        way, who, times = asked["way"], asked["who"], asked["times"]
+        found = part["summary"]["means" if asked["by"] == "mean" else "cases"]
+        ratios = {name: of[way][who] for name, of in found.items() if who in of.get(way, {})}
+        if not ratios:
+            continue
+        if asked["by"] == "mean":
+            said = ", ".join(f"{ratio:.2f} on the mean of {name}" for name, ratio in ratios.items())
+        else:
+            below = [f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if ratio < times]
+            said = f"in {len(ratios) - len(below)} of {len(ratios)} cases" + (f"; not in {', '.join(below)}" if below else "")
+        lines.append(f"- {EMBEDDING_WAYS[way]}, times as fast as {EMBEDDING[who]}, asked {times:.3g}: {said}.")
+    return [*blocks, *(["\n".join(lines)] if lines else [])]
+
+
+def write_embedding_bags() -> None:
+    """Write the page of embedding bags, and what stands in for it before anything is measured."""
+    found = {path.parent.name: json.loads(path.read_text()) for path in sorted(ROOT.glob("results/*/embedding_bags.json"))}
+    path = FOLDER / "embedding_bag.md"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n".join(embedding_page(of, machine) for machine, of in found.items()) or UNMEASURED_BAGS)
+    print(path)
+
+
+UNMEASURED_BAGS = "No results yet: `python -m benchmarks.embedding_bags` measures them.\n"
+
+
 def main() -> None:
     """Write every page's tables, of each machine in turn."""
     write_cross_entropy()
+    write_embedding_bags()
     pages: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         name: ("jagged_ops", partial(page, operators=operators)) for name, operators in PAGES.items()
     }
