@@ -4,219 +4,96 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag, EmbeddingFusedOptimizer
-from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig, KJTList
+from torch import Tensor
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    BaseSparseFeaturesDist,
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
 from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionContext,
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
+    NoWait,
     ParameterSharding,
     QuantizedCommCodecs,
     ShardingEnv,
     ShardingType,
 )
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.modules.embedding_bags import DTYPES, ScheduledEmbeddingBagCollection
-from jagged.ops import BagLayout, BagOptimizer, embedding_bags
-from jagged.ops.embedding_bag.optimizers import STATES
+from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, _on_device
+from jagged.modules.embedding_bags_shards import DATA_PARALLEL, ROW_WISE, ShardLookup, optimizers_of
 
-TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
-ROW_WISE, DATA_PARALLEL = ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value
-SHARDING_TYPES = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
+SHARDING_TYPES = [ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ROW_WISE, DATA_PARALLEL]
 FUSED, DENSE = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value
 
 
-class _Optimizers(NamedTuple):
-    """What shards take over of the unsharded module's fused optimizers."""
+class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
+    """Copies of tables with a fused optimizer: each process looks up the ids of all, so that all update alike."""
 
-    make: Callable[[BagLayout, torch.device], BagOptimizer]
-    # By table and name; none of a module on the meta device.
-    states: dict[str, dict[str, Tensor]]
+    def create_input_dist(self, device: torch.device | None = None) -> _ToAll:
+        return _ToAll(self._env.process_group, len(self.feature_names()), self._device)
 
-
-class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
-    """The shards that a process has of tables of one dtype, in one storage; dense gradients."""
-
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup,
-        device: torch.device,
-        sharding_type: str,
-        optimizers: _Optimizers | None,
-    ) -> None:
-        super().__init__(config, pg, device)
-        tables = config.embedding_tables
-        # Row-wise, bags are parts of the whole ones: their sums are divided where they have come together.
-        means = [table.pooling == PoolingType.MEAN and sharding_type != ROW_WISE for table in tables for _ in table.feature_names]
-        self.layout = BagLayout(
-            # A process can have no rows of a small table. No id is sent there.
-            rows=tuple(max(1, rows) for rows in self._local_rows),
-            widths=tuple(self._local_cols),
-            tables=tuple(self._feature_table_map),
-            means=tuple(means),
-        )
-        storage = torch.empty(self.layout.num_elements, dtype=DTYPES[config.data_type], device=device)
-        self.weights = nn.Parameter(storage, requires_grad=optimizers is None)
-        self.optimizer: BagOptimizer | None = None
-        self._leaf = storage.requires_grad_() if optimizers is not None else None
-        self._param_per_table = dict(self._parameters_of_tables())
-
-    def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        return embedding_bags(
-            self.weights if self._leaf is None else self._leaf,
-            self.layout,
-            features.values(),
-            features.offsets(),
-            per_sample_weights=features.weights() if self._config.is_weighted else None,
-            optimizer=self.optimizer,
-        )
-
-    @property
-    def emb_module(self) -> _Bags:
-        """What has `split_embedding_weights`."""
-        return self
-
-    def split_embedding_weights(self) -> list[Tensor]:
-        """Each shard `[rows, width]`."""
-        views = self.layout.views(self.weights.detach())
-        return [view[:rows] for view, rows in zip(views, self._local_rows, strict=True)]
-
-    def named_parameters(self, prefix: str = "", *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The storage, by a name that no other one of the lookup has."""
-        name = "/".join(table.name for table in self._config.embedding_tables) + ".weight"
-        yield f"{prefix}.{name}" if prefix else name, self.weights
-
-    def _parameters_of_tables(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """For each table its parameter, in which column shards of one process stand one below the other."""
-        first = 0
-        for name, of_table in groupby(self._config.embedding_tables, key=lambda table: table.name):
-            shards = list(of_table)
-            rows, width, start = self._local_rows[first], self._local_cols[first], self.layout.starts[first]
-            for number, shard in enumerate(shards):
-                if shard.local_cols != width or self.layout.starts[first + number] != start + number * rows * width:
-                    raise ValueError(
-                        f"plan: expected column shards of {name!r} in one process to have the same width, a multiple of 16, got "
-                        f"{[shard.local_cols for shard in shards]}; give each process one"
-                    )
-            count = len(shards) * rows
-            yield name, TableBatchedEmbeddingSlice(self.weights, start, start + count * width, count, width)
-            first += len(shards)
+    def create_output_dist(self, device: torch.device | None = None) -> _OwnBags:
+        return _OwnBags(self._env.process_group)
 
 
-class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
-    """The same, whose rows that were read are updated in the backward pass."""
+class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
+    """The ids of every process to all processes."""
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        pg: dist.ProcessGroup,
-        device: torch.device,
-        sharding_type: str,
-        optimizers: _Optimizers,
-    ) -> None:
-        super().__init__(config, pg, device, sharding_type, optimizers)
-        self.optimizer = optimizers.make(self.layout, self.weights.device)
-        for table, own in zip(config.embedding_tables, self.states(), strict=True):
-            whole, (row, column) = optimizers.states.get(table.name, {}), table.local_metadata.shard_offsets
-            for name, state in own.items() if whole else ():
-                place = [slice(begin, begin + size) for begin, size in zip((row, column), state.shape, strict=False)]
-                state.copy_(whole[name][place] if name in ("first", "second") else whole[name])
-        self._fused = EmbeddingFusedOptimizer(config, self, pg)
-        for parameter in self._param_per_table.values():
-            # By this TorchRec knows what no other optimizer is to update.
-            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
+    def __init__(self, pg: dist.ProcessGroup, num_features: int, device: torch.device) -> None:
+        super().__init__()
+        self._order = list(range(num_features)) * pg.size()
+        self._order_tensor = torch.tensor(self._order, dtype=torch.int32, device=device)
+        self._dist = KJTAllToAll(pg, [num_features] * pg.size())
 
-    @property
-    def fused_optimizer(self) -> FusedOptimizer:
-        """The states as TorchRec's checkpoints have them."""
-        return self._fused
-
-    def states(self) -> list[dict[str, Tensor]]:
-        """For each shard its states by name."""
-        assert self.optimizer is not None
-        of_shards = zip(states_of_tables(self.optimizer), self._local_rows, strict=True)
-        return [{name: state[:rows] if state.ndim else state for name, state in of.items()} for of, rows in of_shards]
-
-    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """For each shard what TorchRec saves."""
-        return [
-            {name: state if state.ndim else state.view(1) for name, state in of.items() if name != "learning_rate"}
-            if "first" in of
-            else {}
-            for of in self.states()
-        ]
-
-    def get_learning_rate(self) -> float:
-        """What `param_groups` begin with."""
-        assert self.optimizer is not None
-        return float(self.optimizer.learning_rate)
-
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """Take over what a schedule has set in `param_groups`."""
-        assert self.optimizer is not None
-        self.optimizer.learning_rate.fill_(learning_rate)
+    def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        return self._dist(features.permute(self._order, self._order_tensor))
 
 
-def states_of_tables(optimizer: BagOptimizer) -> list[dict[str, Tensor]]:
-    """For each table views of an optimizer's tensors, `[rows, width]`, `[rows]` and `[]`, by name."""
-    layout = optimizer.layout
-    states: list[dict[str, Tensor]] = [{} for _ in layout.rows]
-    for name, of in zip(("first", "second"), STATES[optimizer.rule.kind], strict=True):
-        if of:
-            whole = getattr(optimizer, name)
-            for table, state in zip(states, layout.views(whole) if of == "element" else whole.split(layout.rows), strict=True):
-                table[name] = state
-    return [{**state, "step": optimizer.step, "learning_rate": optimizer.learning_rate} for state in states]
+class _OwnBags(BaseEmbeddingDist):  # type: ignore[misc]
+    """Of the bags of all processes those of this one; its gradients go to all."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._pg = pg
+
+    def forward(self, pooled: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
+        return NoWait(_OwnRows.apply(pooled, sharding_ctx.batch_size_per_rank, self._pg))  # type: ignore[no-untyped-call]
 
 
-class _Lookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
-    """All tables that a process has by one sharding type: a launch for each dtype, sums and means together."""
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pooled: Tensor, sizes: list[int], pg: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.pg = sizes, pg
+        return pooled.split(sizes)[pg.rank()].clone()
 
-    def __init__(
-        self, sharding: EmbeddingSharding, sharding_type: str, env: ShardingEnv, device: torch.device, optimizers: _Optimizers | None
-    ) -> None:
-        # Data-parallel tables are copies, which must change alike: their gradients are summed over the processes.
-        optimizers = None if sharding_type == DATA_PARALLEL else optimizers
-        kernel = _Bags if optimizers is None else _FusedBags
-        # No attribute of a module can be set before it is one.
-        self.__dict__["_make"] = lambda config, pg: kernel(config, pg, device, sharding_type, optimizers)
-        merged = [
-            dataclasses.replace(groups[0], embedding_tables=[table for group in groups for table in group.embedding_tables])
-            for _, of_dtype in groupby(sharding._grouped_embedding_configs, key=lambda group: group.data_type)
-            for groups in [list(of_dtype)]
-        ]
-        super().__init__(
-            merged,
-            device,
-            getattr(sharding, "_pg", env.process_group),
-            scale_weight_gradients=sharding_type != DATA_PARALLEL,
-            sharding_type=ShardingType(sharding_type),
-            env=env,
-        )
-
-    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, device: Any, pg: Any, *_: Any) -> _Bags:
-        made: _Bags = self._make(config, pg)
-        return made
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        count, sizes = len(ctx.sizes), ctx.sizes
+        everyones = grad.new_empty(sum(sizes), grad.shape[1])
+        # The mean of the processes' losses, as DistributedDataParallel has it.
+        copies = (grad / count).repeat(count, 1)
+        dist.all_to_all_single(everyones, copies, sizes, [len(grad)] * count, group=ctx.pg)
+        return everyones, None, None
 
 
 class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]
@@ -231,11 +108,13 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         **options: Any,
     ) -> None:
         device = torch.device("cpu") if device is None else device
+        optimizers = optimizers_of(module)
+        self._is_fused = optimizers is not None
         # The base class makes the lookups.
-        self._make_lookup = functools.partial(_Lookup, env=env, device=device, optimizers=_optimizers_of(module))
+        self._make_lookup = functools.partial(ShardLookup, env=env, device=device, optimizers=optimizers)
         super().__init__(module, table_name_to_parameter_sharding, env, device=device, **options)
         del self._make_lookup
-        self._output = [name for name in module._embedding_names], module._widths, module._output_dtype
+        self._output = module._embedding_names, module._widths, module._output_dtype
         plan = self.module_sharding_plan
         self._keys: list[str] | None = None
         # For each feature of the output, if it is a mean that is a sum until all its rows have come together, its key.
@@ -261,7 +140,15 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
     def create_embedding_bag_sharding(cls, sharding_infos: list[EmbeddingShardingInfo], *args: Any, **kwargs: Any) -> Any:
         """Let tables of one dtype stand side by side, so that one launch reads them."""
         ordered = sorted(sharding_infos, key=lambda info: info.embedding_config.data_type.value)
+        sharding = ordered[0].param_sharding
+        if sharding.sharding_type == DATA_PARALLEL and sharding.compute_kernel == FUSED:
+            return _CopiedSharding(ordered, *args)
         return super().create_embedding_bag_sharding(ordered, *args, **kwargs)
+
+    def init_data_parallel(self) -> None:
+        """Sum dense gradients over the processes; there are none with a fused optimizer."""
+        if not self._is_fused:
+            super().init_data_parallel()
 
     def _create_output_dist(self) -> None:
         super()._create_output_dist()
@@ -323,8 +210,8 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
                 of_names = dict(zip(pooled.keys(), values.split(pooled.length_per_key(), 1), strict=True))
                 values = torch.cat([of_names[name] for name in names], 1)
             if ctx.divisor is not None:
-                counts = torch.tensor(widths, device=values.device)
-                values = values / ctx.divisor.repeat_interleave(counts, 1, output_size=sum(widths))
+                columns = _on_device(tuple(widths), values.device)
+                values = values / ctx.divisor.repeat_interleave(columns, 1, output_size=sum(widths))
             return KeyedTensor(keys=names, length_per_key=widths, values=values.to(dtype))
 
         awaitable.callbacks.append(finished)
@@ -334,16 +221,6 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
     def unsharded_module_type(self) -> type[ScheduledEmbeddingBagCollection]:
         """What was sharded."""
         return ScheduledEmbeddingBagCollection
-
-
-def _optimizers_of(module: ScheduledEmbeddingBagCollection) -> _Optimizers | None:
-    if module._optimizer is None:
-        return None
-    states: dict[str, dict[str, Tensor]] = {}
-    for part in module._parts:
-        if part.tables.optimizer is not None:
-            states.update(zip(part.names, states_of_tables(part.tables.optimizer), strict=True))
-    return _Optimizers(module._optimizer, states)
 
 
 def _exchanged_sums(sharding: EmbeddingSharding, device: torch.device) -> TwPooledEmbeddingDist:
@@ -424,8 +301,7 @@ class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # 
                     f"params: expected a sharding type of {', '.join(SHARDING_TYPES)} and the compute kernel {FUSED} or {DENSE} "
                     f"for {name!r}, got {sharding.sharding_type} and {sharding.compute_kernel}"
                 )
-            is_dense = module._optimizer is None or sharding.sharding_type == DATA_PARALLEL
-            kernels[name] = dataclasses.replace(sharding, compute_kernel=DENSE if is_dense else FUSED)
+            kernels[name] = dataclasses.replace(sharding, compute_kernel=DENSE if module._optimizer is None else FUSED)
         return ShardedScheduledEmbeddingBagCollection(
             module, kernels, env, device, qcomm_codecs_registry=self.qcomm_codecs_registry, module_fqn=module_fqn
         )
