@@ -40,8 +40,10 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, _on_device
 from jagged.modules.embedding_bags_shards import DATA_PARALLEL, ROW_WISE, ShardLookup, optimizers_of
+from jagged.ops.embedding_bag.layout import ALIGNMENT
 
-SHARDING_TYPES = [ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ROW_WISE, DATA_PARALLEL]
+TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
+SHARDING_TYPES = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
 FUSED, DENSE = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value
 
 
@@ -235,6 +237,22 @@ def _exchanged_sums(sharding: EmbeddingSharding, device: torch.device) -> TwPool
     )
 
 
+def _check_widths(name: str, sharding: ParameterSharding) -> None:
+    """Refuse column shards of one process that are not one parameter: without gaps, one below the other."""
+    if sharding.sharding_type != COLUMN_WISE:
+        return
+    sizes: dict[int, list[list[int]]] = {}
+    for rank, shard in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
+        sizes.setdefault(rank, []).append(shard.shard_sizes)
+    for rank, of_rank in sizes.items():
+        widths = [width for _, width in of_rank]
+        if len(of_rank) > 1 and (len(set(widths)) > 1 or of_rank[0][0] * widths[0] % ALIGNMENT):
+            raise ValueError(
+                f"params: expected several column shards in one process to have the same width, a multiple of {ALIGNMENT}, got "
+                f"{widths} of {name!r} in process {rank}; give each process one"
+            )
+
+
 class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Lets `DistributedModelParallel` split `ScheduledEmbeddingBagCollection` over processes, with its operator on every shard.
 
@@ -301,6 +319,7 @@ class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # 
                     f"params: expected a sharding type of {', '.join(SHARDING_TYPES)} and the compute kernel {FUSED} or {DENSE} "
                     f"for {name!r}, got {sharding.sharding_type} and {sharding.compute_kernel}"
                 )
+            _check_widths(name, sharding)
             kernels[name] = dataclasses.replace(sharding, compute_kernel=DENSE if module._optimizer is None else FUSED)
         return ShardedScheduledEmbeddingBagCollection(
             module, kernels, env, device, qcomm_codecs_registry=self.qcomm_codecs_registry, module_fqn=module_fqn

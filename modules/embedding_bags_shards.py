@@ -115,17 +115,10 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
         """For each table its parameter, in which column shards of one process stand one below the other."""
         first = 0
         for name, of_table in groupby(self._config.embedding_tables, key=lambda table: table.name):
-            shards = list(of_table)
-            rows, width, start = self._local_rows[first], self._local_cols[first], self.layout.starts[first]
-            for number, shard in enumerate(shards):
-                if shard.local_cols != width or self.layout.starts[first + number] != start + number * rows * width:
-                    raise ValueError(
-                        f"plan: expected column shards of {name!r} in one process to have the same width, a multiple of 16, got "
-                        f"{[shard.local_cols for shard in shards]}; give each process one"
-                    )
-            count = len(shards) * rows
-            yield name, TableBatchedEmbeddingSlice(self.weights, start, start + count * width, count, width)
-            first += len(shards)
+            count, width, start = len(list(of_table)), self._local_cols[first], self.layout.starts[first]
+            rows = count * self._local_rows[first]
+            yield name, TableBatchedEmbeddingSlice(self.weights, start, start + rows * width, rows, width)
+            first += count
 
 
 class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
