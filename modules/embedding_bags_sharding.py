@@ -256,22 +256,46 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
 class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
     """Lets `DistributedModelParallel` split `ScheduledEmbeddingBagCollection` over processes, with its operator on every shard.
 
-    TorchRec plans, and moves ids and pooled embeddings between processes. Each process looks up all its tables of one sharding
-    type and data type in one launch. The output, its order and the names of the parameters are those of the unsharded module.
-    Shards begin with the module's tables and optimizer's states; of a module on the meta device they are made anew.
+    TorchRec plans, and moves ids and pooled embeddings between processes. Each of them looks up all that it has of one sharding
+    type and data type in one launch. Output, order of its features and names of parameters are those of the unsharded module,
+    and so are gradients and updates, of the mean of the processes' losses. Shards begin with the module's tables and states of
+    its optimizer, or, if it is on the meta device, with new ones.
 
-    As everywhere in TorchRec the processes' losses are averaged. Tables of a module with an optimizer are updated in the backward
-    pass of the process that has them. Data-parallel tables of any module get dense gradients.
+    * Table-wise, column-wise and row-wise a process updates what it has. Of `rowwise_adagrad` and `rowwise_adam` the states of a
+      column shard are those of its own columns, so that updates differ from the unsharded module's.
+    * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
+      of all, so that all copies are updated alike.
 
     Args:
         qcomm_codecs_registry: how TorchRec compresses what it sends.
 
     Raises:
-        ValueError: in `shard` ...
+        ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
+            `apply_optimizer_in_backward`, or several column shards in one process of several widths or of no multiple of 16. In
+            forward, keys that are missing or not those of the first batch in their order, no weights, or batches of several
+            sizes in one KeyedJaggedTensor.
+
+    Shape:
+        As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none. The weights of ids get no
+        gradient.
 
     Example:
-        >>> 1
-        1
+        >>> import torch.distributed as dist
+        >>> from torch import nn
+        >>> from torchrec.distributed import DistributedModelParallel
+        >>> from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+        >>> from torchrec.distributed.types import ShardingPlan
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> table = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked"])
+        >>> bags, sharder = ScheduledEmbeddingBagCollection([table]), ScheduledEmbeddingBagCollectionSharder()
+        >>> plan = construct_module_sharding_plan(bags, {"item": row_wise()}, sharder, device_type="cpu", local_size=1)
+        >>> model = nn.ModuleDict({"bags": bags})
+        >>> model = DistributedModelParallel(model, plan=ShardingPlan({"bags": plan}), sharders=[sharder])
+        >>> type(model.module["bags"]).__name__
+        'ShardedScheduledEmbeddingBagCollection'
+        >>> dist.destroy_process_group()
     """
 
     def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
