@@ -31,6 +31,7 @@ from torchrec.distributed.types import (
     NoWait,
     ParameterSharding,
     QuantizedCommCodecs,
+    ShardedTensor,
     ShardingEnv,
     ShardingType,
 )
@@ -166,6 +167,20 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
                 table.init_fn(weight)
             if self.module_sharding_plan[table.name].sharding_type == DATA_PARALLEL:
                 dist.broadcast(weight.data, src=0, group=self._env.process_group)
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: ShardedScheduledEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        # TorchRec takes the width of the first shard of all for that of the shards here.
+        here: dict[str, Tensor] = {}
+        for name in self._table_names:
+            key = f"{prefix}embedding_bags.{name}.weight"
+            if isinstance(state_dict.get(key), ShardedTensor):
+                parts = [shard.tensor for shard in state_dict.pop(key).local_shards()]
+                here[key] = torch.cat(parts) if parts else torch.empty(0)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+        state_dict.update(here)
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Send ids to the processes that have their rows."""

@@ -71,16 +71,16 @@ class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
     ) -> None:
         super().__init__(config, pg, device)
         tables = config.embedding_tables
-        # Row-wise, bags are parts of the whole ones: their sums are divided where they have come together.
+        # Row-wise, bags are parts of the whole ones: their sums are divided when they have come together.
         means = [table.pooling == PoolingType.MEAN and sharding_type != ROW_WISE for table in tables for _ in table.feature_names]
         self.layout = BagLayout(
-            # A process can have no rows of a small table. No id is sent there.
+            # A process can have no rows of a small table. No id of the table is sent there.
             rows=tuple(max(1, rows) for rows in self._local_rows),
             widths=tuple(self._local_cols),
             tables=tuple(self._feature_table_map),
             means=tuple(means),
         )
-        storage = torch.empty(self.layout.num_elements, dtype=DTYPES[config.data_type], device=device)
+        storage = torch.zeros(self.layout.num_elements, dtype=DTYPES[config.data_type], device=device)
         self.weights = nn.Parameter(storage, requires_grad=optimizers is None)
         self.optimizer: BagOptimizer | None = None
         self._leaf = storage.requires_grad_() if optimizers is not None else None
@@ -141,6 +141,9 @@ class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
                 place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, state.shape, strict=False))
                 state.copy_(whole[name][place])
         self._fused = _CopiesOptimizer(self) if sharding_type == DATA_PARALLEL else EmbeddingFusedOptimizer(config, self, pg)
+        for name, weight in self._fused.params.items():
+            # One for all shards, so that a checkpoint fits any plan.
+            self._fused.state[weight][name.replace(".weight", ".step")] = self.optimizer.step
         for parameter in self._param_per_table.values():
             # By this TorchRec knows what no other optimizer is to update.
             parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
@@ -157,15 +160,9 @@ class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
         return [{name: state[:rows] if state.ndim else state for name, state in of.items()} for of, rows in of_shards]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
-        """For each shard what TorchRec saves, by its names."""
-        return [
-            {
-                "momentum1" if name == "first" else name: state if state.ndim else state.view(1)
-                for name, state in of.items()
-                if "first" in of and name != "learning_rate"
-            }
-            for of in self.states()
-        ]
+        """For each shard what is split as its table is, by TorchRec's names."""
+        names = {"first": "momentum1", "second": "second"}
+        return [{names[name]: state for name, state in of.items() if name in names} for of in self.states()]
 
     def get_learning_rate(self) -> float:
         """What `param_groups` begin with."""
@@ -225,6 +222,8 @@ class ShardLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
             sharding_type=ShardingType(sharding_type),
             env=env,
         )
+        # It holds the whole module's states.
+        del self._make
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, device: Any, pg: Any, *_: Any) -> _Bags:
         made: _Bags = self._make(config, pg)

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
@@ -27,6 +28,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -162,8 +164,7 @@ def states_apart(dmp: DistributedModelParallel, whole: ScheduledEmbeddingBagColl
     for parameter, states in dmp.fused_optimizer.state_dict()["state"].items():
         table = parameter.split(".")[-2]
         theirs = {f"{table}.{name}".replace("first", "momentum1"): its for name, its in optimizers.states[table].items()}
-        saved = {name for name in theirs if not name.endswith("learning_rate")}
-        assert states.keys() == (saved if len(saved) > 1 else set())
+        assert states.keys() == {name for name in theirs if not name.endswith("learning_rate")}
         for name, state in states.items():
             for part, place in shards(state):
                 its = theirs[name]
@@ -172,7 +173,12 @@ def states_apart(dmp: DistributedModelParallel, whole: ScheduledEmbeddingBagColl
 
 
 def training(
-    plan: list[Any], optimizer: str | None, weighted: bool = False, two_types: bool = False, width: int = 16
+    plan: list[Any],
+    optimizer: str | None,
+    weighted: bool = False,
+    two_types: bool = False,
+    width: int = 16,
+    reduce_scatter: bool = False,
 ) -> dict[str, float]:
     """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one."""
     configs = functools.partial(tables, SUM if weighted else MEAN, DataType.FP16 if two_types else DataType.FP32, width)
@@ -194,7 +200,9 @@ def training(
         to_step.append(KeyedOptimizerWrapper(left, functools.partial(torch.optim.SGD, lr=RATE)))
     worst = {"tables at first": tables_apart(bags, whole), "states at first": states_apart(dmp, whole)}
     worst |= {"pooled": 0.0, "gradients": 0.0}
-    for step, sizes in enumerate(SIZES):
+    if reduce_scatter:
+        bags._output_dists = [sharding.create_output_dist(here()) for sharding in bags._embedding_shardings]
+    for step, sizes in enumerate([(2, 2), (3, 3)] if reduce_scatter else SIZES):
         batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4)
         CALLS.clear()
         got, wanted = bags(batches[rank]), whole(batches[-1])
@@ -234,6 +242,11 @@ def several_shards_in_one() -> dict[str, float]:
     return training(plan, "adagrad", width=64)
 
 
+def reduce_scattered() -> dict[str, float]:
+    """What NCCL does with parts of rows, and gloo does where all batches have one size."""
+    return training(ONE["row-wise"], "adagrad", reduce_scatter=True)
+
+
 def state_dicts() -> dict[str, float]:
     """Of the unsharded module into the sharded one and back, and between sharded ones."""
     torch.manual_seed(0)
@@ -255,6 +268,77 @@ def state_dicts() -> dict[str, float]:
         third.load_state_dict(gathered)
         found["gathered"] = max(apart(a, b) for a, b in zip(third.parameters(), whole.parameters(), strict=True))
     return found
+
+
+def checkpoint(optimizer: str, directory: Path) -> dict[str, float]:
+    """Written by one plan, read by others, which go on with the same training."""
+    options = {"optimizer": optimizer, "optimizer_options": {"learning_rate": RATE, "eps": 1e-3}}
+    torch.manual_seed(0)
+    whole = ScheduledEmbeddingBagCollection(tables(), device=here(), **options)
+    first = sharded(copy.deepcopy(whole), MIXED)
+    rank, batches, worst = dist.get_rank(), batch((2, 3), 0, False), 0.0
+
+    def step(dmp: DistributedModelParallel) -> None:
+        dmp.module["bags"](batches[rank]).values().square().sum().backward()
+
+    def step_whole() -> None:
+        (whole(batches[-1]).values().square().sum() / PROCESSES).backward()
+
+    def saved(dmp: DistributedModelParallel) -> dict[str, Any]:
+        return {"model": dmp.state_dict(), "optimizer": dmp.fused_optimizer.state_dict()}
+
+    step(first)
+    step_whole()
+    torch.distributed.checkpoint.save(saved(first), checkpoint_id=directory / optimizer)
+    others = [sharded(ScheduledEmbeddingBagCollection(tables(), device=here(), **options), plan) for plan in ONE.values()]
+    step_whole()
+    for dmp in others:
+        state = saved(dmp)
+        torch.distributed.checkpoint.load(state, checkpoint_id=directory / optimizer)
+        dmp.load_state_dict(state["model"])
+        dmp.fused_optimizer.load_state_dict(state["optimizer"])
+        step(dmp)
+        worst = max(worst, tables_apart(dmp.module["bags"], whole), states_apart(dmp, whole))
+    return {"tables and states": worst}
+
+
+class Model(nn.Module):
+    """As a train pipeline wants it."""
+
+    def __init__(self, bags: ScheduledEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.bags = bags
+        self.over = nn.Linear(51, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        scores = self.over(self.bags(features).values())
+        return scores.square().mean(), scores.detach()
+
+
+def pipelined() -> dict[str, float]:
+    """TorchRec's pipeline, which sends a batch's ids before the one before has been looked up, against plain steps."""
+    sharder, losses = ScheduledEmbeddingBagCollectionSharder(), []
+    batches = [batch((2, 3), seed, False)[dist.get_rank()] for seed in range(4)]
+    for is_piped in (False, True):
+        torch.manual_seed(0)
+        model = Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD))
+        generators = {table.name: of for table, of in zip(tables(), MIXED, strict=True)}
+        plan = construct_module_sharding_plan(model.bags, generators, sharder, PROCESSES, PROCESSES, here().type)
+        dmp = DistributedModelParallel(model.to(here()), device=here(), plan=ShardingPlan({"bags": plan}), sharders=[sharder])
+        rest = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
+        scores = []
+        if is_piped:
+            pipeline, feed = TrainPipelineSparseDist(dmp, rest, here()), iter(batches)
+            scores = [pipeline.progress(feed) for _ in batches]
+        else:
+            for features in batches:
+                rest.zero_grad()
+                loss, found = dmp(features)
+                loss.backward()
+                rest.step()
+                scores.append(found)
+        losses.append(torch.cat(scores))
+    return {"scores": apart(*losses)}
 
 
 def planned() -> dict[str, float]:
@@ -349,7 +433,7 @@ def count_calls() -> None:
     embedding_bags_shards.embedding_bags = counted
 
 
-def cases() -> dict[str, Callable[[], dict[str, Any]]]:
+def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
     made: dict[str, Callable[[], dict[str, Any]]] = {}
     for name, plan in {**ONE, "mixed": MIXED, "all in one": ON_ONE}.items():
         by_row = () if name in ("column-wise", "mixed") else BY_ROW
@@ -357,7 +441,9 @@ def cases() -> dict[str, Callable[[], dict[str, Any]]]:
             made[f"{name}, {optimizer}"] = functools.partial(training, plan, optimizer)
         made[f"{name}, weighted"] = functools.partial(training, plan, "adagrad", weighted=True)
         made[f"{name}, two types"] = functools.partial(training, plan, "sgd", two_types=True)
-    others = (several_shards_in_one, state_dicts, planned, from_meta, output, errors)
+    for optimizer in ("adagrad", "adam"):
+        made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory)
+    others = (several_shards_in_one, reduce_scattered, pipelined, state_dicts, planned, from_meta, output, errors)
     return {**made, **{of.__name__: of for of in others}}
 
 
@@ -368,7 +454,7 @@ def main() -> None:
 
     def work() -> None:
         count_calls()
-        found = {name: case() for name, case in cases().items()}
+        found = {name: case() for name, case in cases(root).items()}
         (root / str(dist.get_rank())).write_text(json.dumps(found))
 
     fork(work, PROCESSES, root / "store", backend)
