@@ -8,25 +8,19 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 
-def fork(work: Callable[[], None], count: int = 1, store: Path | None = None, backend: str = "gloo") -> None:
-    """Do a piece of work in processes of their own, which with a file for a store are one group; all must succeed.
-
-    With nccl each has the GPU of its rank.
-    """
+def fork(work: Callable[[], None], count: int = 1, store: Path | None = None) -> None:
+    """Do a piece of work in processes of their own, which with a file for a store are one gloo group; all must succeed."""
     children = []
     for rank in range(count):
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                if backend == "nccl":
-                    torch.cuda.set_device(rank)
                 if store is not None:
-                    dist.init_process_group(backend, store=dist.FileStore(str(store), count), rank=rank, world_size=count)
+                    dist.init_process_group("gloo", store=dist.FileStore(str(store), count), rank=rank, world_size=count)
                 work()
                 assert dist.is_initialized() == (store is not None)
                 if store is not None:
