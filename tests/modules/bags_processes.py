@@ -244,6 +244,31 @@ def several_shards_in_one() -> dict[str, float]:
     return training(plan, "adagrad", width=64)
 
 
+def column_rows() -> dict[str, float]:
+    """Column shards whose states are a number a row: as if each were a table of its own."""
+    rule = {"optimizer": "rowwise_adagrad", "optimizer_options": {"learning_rate": RATE, "eps": 1e-3}}
+    config = functools.partial(EmbeddingBagConfig, num_embeddings=7, feature_names=["a"])
+    torch.manual_seed(0)
+    halves = ScheduledEmbeddingBagCollection(
+        [config(name=name, embedding_dim=4) for name in ("left", "right")], device=here(), **rule
+    )
+    whole = ScheduledEmbeddingBagCollection([config(name="x", embedding_dim=8)], device=here(), **rule)
+    whole.load_state_dict({"embedding_bags.x.weight": torch.cat([half.detach() for half in halves.parameters()], 1)})
+    dmp, rank = sharded(whole, [column_wise(ranks=[0, 1])]), dist.get_rank()
+    bags, own = dmp.module["bags"], ("left", "right")[rank]
+    for seed in range(3):
+        batches = batch((2, 3), seed, False)
+        bags(batches[rank]).values().square().sum().backward()
+        (halves(batches[-1]).values().square().sum() / PROCESSES).backward()
+    state = dmp.fused_optimizer.state_dict()["state"]["bags.embedding_bags.x.weight"]["x.momentum1"]
+    ((found, place),) = shards(state)
+    assert place == (slice(7 * rank, 7 * rank + 7),)
+    return {
+        "table": apart(bags.embedding_bags["x"].weight, halves.embedding_bags[own].weight),
+        "state": apart(found, embedding_bags_shards.optimizers_of(halves).states[own]["first"]),
+    }
+
+
 def reduce_scattered() -> dict[str, float]:
     """What NCCL does with parts of rows, and gloo does where all batches have one size."""
     return training(ONE["row-wise"], "adagrad", reduce_scatter=True)
@@ -448,7 +473,7 @@ def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
             made[f"{name}, two types"] = functools.partial(training, plan, "sgd", two_types=True)
     for optimizer in ("adagrad", "adam"):
         made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory)
-    others = (several_shards_in_one, reduce_scattered, pipelined, state_dicts, planned, from_meta, output, errors)
+    others = (several_shards_in_one, column_rows, reduce_scattered, pipelined, state_dicts, planned, from_meta, output, errors)
     return {**made, **{of.__name__: of for of in others}}
 
 

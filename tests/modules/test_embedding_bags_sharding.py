@@ -59,7 +59,15 @@ def check(found: list[dict[str, Any]], name: str) -> None:
 PLANS = ("table-wise", "column-wise", "row-wise", "data-parallel", "mixed", "all in one")
 BY_ELEMENT, BY_ROW = ("None", "sgd", "adagrad", "adam", "weighted", "two types"), ("rowwise_adagrad", "rowwise_adam")
 CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan in ("column-wise", "mixed") else BY_ROW))]
-CASES += ["checkpoint, adagrad", "checkpoint, adam", "several_shards_in_one", "reduce_scattered", "pipelined", "planned"]
+CASES += [
+    "checkpoint, adagrad",
+    "checkpoint, adam",
+    "several_shards_in_one",
+    "column_rows",
+    "reduce_scattered",
+    "pipelined",
+    "planned",
+]
 
 
 @pytest.fixture(scope="module")
