@@ -7,6 +7,7 @@ if __name__ != "jagged.modules":
 
 from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, replace_embedding_bags
+from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import JaggedFeatureInteraction
@@ -52,6 +53,7 @@ __all__ = [
     "Sampler",
     "ScalableCrossEntropyHead",
     "ScheduledEmbeddingBagCollection",
+    "ScheduledEmbeddingBagCollectionSharder",
     "SplitEmbeddingCollection",
     "TargetAttention",
     "UniformSampler",

@@ -43,6 +43,7 @@ class _Lookups(NamedTuple):
 class _Part(NamedTuple):
     """The tables of one dtype, and the features that read them, in the order of the tables."""
 
+    names: list[str]
     tables: TableStorage
     features: list[str]
 
@@ -154,7 +155,8 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
                     _weight=view,
                 )
             storage = TableStorage(layout, [made[table.name] for table in own], self._optimizer)
-            self._parts.append(_Part(storage, [name for table in own for name in table.feature_names]))
+            features = [name for table in own for name in table.feature_names]
+            self._parts.append(_Part([table.name for table in own], storage, features))
         counts = [0] * len(data_types)
         for table in configs:
             self.embedding_bags[table.name] = made[table.name]

@@ -19,13 +19,16 @@ from jagged.ops.embedding_bag.schedules import (
     BLOCK_GROUPS,
     NUM_SCHEDULES,
     PROGRAMS,
-    TILE,
+    SCHEDULE_BITS,
+    SCHEDULE_MASK,
     columns_by,
     embedding_bags_map_kernel,
     group_of,
-    lookups_by,
+    groups_by,
+    lanes_by,
     pooled,
     span_of,
+    take_unit,
     used_schedules,
 )
 
@@ -139,75 +142,88 @@ def updated(
     return new
 
 
-@triton.jit
-def row_item(
-    grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, table, item,
-    numbers, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, SCHEDULE: tl.constexpr,
+# Called and not inlined: what one branch computes holds no registers in another.
+@triton.jit(noinline=True)
+def row_unit(
+    grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, table, unit,
+    unit_rows, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of some rows of a table, and store or apply them."""
+    """Sum the gradients of the rows of one unit of a table, and store or apply them."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
-    UNROLL: tl.constexpr = lookups_by(SCHEDULE)
-    ROWS: tl.constexpr = TILE // (UNROLL * COLUMNS)
+    LANES: tl.constexpr = lanes_by(SCHEDULE)
+    GROUPS: tl.constexpr = groups_by(SCHEDULE)
+    ROWS: tl.constexpr = GROUPS // LANES
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
     fields = tables + table * FIELDS
     start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
     parts = (width + COLUMNS - 1) // COLUMNS
-    segment = tl.load(first_segments + table) + item // (1 if BY_ROW else parts) * ROWS + tl.arange(0, ROWS)
-    exists = segment < tl.load(first_segments + table + 1)
-    begin = tl.load(starts + segment, mask=exists, other=0)
-    end = tl.load(starts + segment + 1, mask=exists, other=0)
-    row = tl.load(keys + begin, mask=exists, other=0).to(tl.int64)
-    element = start + (row - first_row) * width
-    # Statistics of a row need all of its columns: of more than one part they are summed first, the first part last, and then all
-    # but that are summed again.
-    square = tl.zeros((ROWS,), tl.float32)
-    for turn in range(0, 2 * parts - 1 if BY_ROW else 1):
-        part = tl.abs(parts - 1 - turn) if BY_ROW else item % parts
-        columns = part * COLUMNS + tl.arange(0, COLUMNS)
-        mask = exists[:, None] & (columns < width)[None, :]
-        place = element[:, None] + columns[None, :]
-        sums = pooled(grad, sources, factors, begin, end, 0, width, part * COLUMNS, ROWS, UNROLL, COLUMNS, ALIGNED, False)
-        if KIND == "none":
-            new = sums
-        else:
-            old = tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
-            sums = tl.where(mask, decayed(sums, old, numbers[3], KIND), 0.0)
-            if BY_ROW:
-                square += tl.where(turn < parts, tl.sum(rounded_product(sums, sums), 1), 0.0)
-                mask &= turn >= parts - 1
-            new = updated(
-                sums, square / width, old, first, second, place, row, corrections, tl.load(rate), numbers, mask, exists, KIND
-            )  # fmt: skip
-        if IS_STOCHASTIC:
-            tl.store(weights + place, rounded(new, place, tl.load(step)), mask=mask)
-        else:
-            tl.store(weights + place, new.to(weights.dtype.element_ty), mask=mask)
-    if KIND == "rowwise_adagrad":
-        tl.store(first + row, tl.load(first + row, mask=exists, other=0.0) + square / width, mask=exists)
-    if KIND == "rowwise_adam":
-        variance = numbers[2] * tl.load(second + row, mask=exists, other=0.0) + numbers[5] * (square / width)
-        tl.store(second + row, variance, mask=exists)
+    first_segment, last_segment = tl.load(first_segments + table), tl.load(first_segments + table + 1)
+    first_segment += unit // (1 if BY_ROW else parts) * unit_rows
+    last_segment = tl.minimum(first_segment + unit_rows, last_segment)
+    for segment in range(first_segment, last_segment, ROWS):
+        left = (last_segment - segment).to(tl.int32)
+        of_row, own = tl.arange(0, ROWS), tl.arange(0, GROUPS) // LANES
+        exists = of_row < left
+        begin = tl.load(starts + segment + own, mask=own < left, other=0)
+        end = tl.load(starts + segment + own + 1, mask=own < left, other=0)
+        place_of_key = tl.load(starts + segment + of_row, mask=exists, other=0)
+        row = tl.load(keys + place_of_key, mask=exists, other=0).to(tl.int64)
+        element = start + (row - first_row) * width
+        # Statistics of a row need all of its columns: of more than one part they are summed first, the first part last, and then
+        # all but that are summed again.
+        square = tl.zeros((ROWS,), tl.float32)
+        for turn in range(0, 2 * parts - 1 if BY_ROW else 1):
+            part = tl.abs(parts - 1 - turn) if BY_ROW else unit % parts
+            columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+            mask = exists[:, None] & (columns < width)[None, :]
+            place = element[:, None] + columns[None, :]
+            sums = pooled(grad, sources, factors, begin, end, 0, width, columns, SCHEDULE, ALIGNED, False)
+            if KIND == "none":
+                new = sums
+            else:
+                old = tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
+                sums = tl.where(mask, decayed(sums, old, weight_decay, KIND), 0.0)
+                if BY_ROW:
+                    square += tl.where(turn < parts, tl.sum(rounded_product(sums, sums), 1), 0.0)
+                    mask &= turn >= parts - 1
+                new = updated(
+                    sums, square / width, old, first, second, place, row, corrections, tl.load(rate), numbers, mask, exists, KIND
+                )  # fmt: skip
+            if IS_STOCHASTIC:
+                tl.store(weights + place, rounded(new, place, tl.load(step)), mask=mask)
+            else:
+                tl.store(weights + place, new.to(weights.dtype.element_ty), mask=mask)
+        if KIND == "rowwise_adagrad":
+            tl.store(first + row, tl.load(first + row, mask=exists, other=0.0) + square / width, mask=exists)
+        if KIND == "rowwise_adam":
+            variance = beta2 * tl.load(second + row, mask=exists, other=0.0) + rest2 * (square / width)
+            tl.store(second + row, variance, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_tables", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
 def embedding_bags_rows_kernel(
     grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, ends,
-    schedules, num_tables, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    schedules, counter, num_tables, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the items of all tables' rows that were read."""
-    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
-    num_items = tl.load(ends + num_tables - 1)
-    for item in range(tl.program_id(0).to(tl.int64), num_items, tl.num_programs(0)):
-        table, before = group_of(ends, item, num_tables)
-        schedule = tl.load(schedules + table)
+    """Take units of all tables' rows that were read."""
+    num_units = tl.load(ends + num_tables - 1)
+    unit = take_unit(counter)
+    while unit < num_units:
+        following = take_unit(counter)
+        table, before = group_of(ends, unit, num_tables)
+        found = tl.load(schedules + table)
         for i in tl.static_range(NUM_SCHEDULES):
             if (USED >> i) & 1:  # noqa: SIM102
-                if schedule == i:
-                    row_item(
+                if found & SCHEDULE_MASK == i:
+                    row_unit(
                         grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables,
-                        first_segments, table, item - before, numbers, FIELDS, KIND, IS_STOCHASTIC, ALIGNED, i,
+                        first_segments, table, unit - before, found >> SCHEDULE_BITS, eps, beta1, beta2, weight_decay, rest1,
+                        rest2, FIELDS, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
+        unit = following
 
 
 @triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride"])
@@ -291,8 +307,9 @@ def _sums_by_row(
     starts, first_segments = _segments(keys, tables[:, 5])
     ends = torch.empty(num_tables, dtype=wide, device=device)
     schedules = torch.empty(num_tables, dtype=narrow, device=device)
+    counter = torch.empty(1, dtype=wide, device=device)
     embedding_bags_map_kernel[(1,)](
-        tables[:, 2], fields, first_segments, starts, ends, schedules, num_tables, 0, BLOCK=BLOCK_GROUPS,
+        tables[:, 2], fields, first_segments, starts, ends, schedules, counter, num_tables, 0, BLOCK=BLOCK_GROUPS,
         WHOLE_ROWS=kind.startswith("rowwise"), num_warps=8,
     )  # fmt: skip
     corrections = None
@@ -301,7 +318,7 @@ def _sums_by_row(
         corrections = torch.stack([1 - torch.pow(beta, step.double()) for beta in numbers[1:3]]).float()
     embedding_bags_rows_kernel[(PROGRAMS * gpu(device).multiprocessors,)](
         grad, sources, factors, starts, keys, weights, first, second, step, corrections, rate, tables, first_segments, ends,
-        schedules, num_tables, *numbers, 1 - numbers[1], 1 - numbers[2], FIELDS=fields, KIND=kind,
+        schedules, counter, num_tables, *numbers, 1 - numbers[1], 1 - numbers[2], FIELDS=fields, KIND=kind,
         IS_STOCHASTIC=is_stochastic and weights.dtype == torch.bfloat16, ALIGNED=not bool((layout[:, 2] % 4).any()),
         USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip

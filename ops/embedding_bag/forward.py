@@ -1,7 +1,7 @@
 """Forward pass of embedding bags: all features in one launch, each by a schedule of its own.
 
-A first kernel decides each feature's schedule from the batch's lengths and counts its items of work. Programs then walk over the
-items of all features, in the features' order, so that those that run together read the same few tables.
+A first kernel decides each feature's schedule from the batch's lengths and counts its units of work. Programs then take the units
+of all features one by one, in the features' order, so that those that run together read the same few tables.
 """
 
 from __future__ import annotations
@@ -16,26 +16,30 @@ from jagged.ops.embedding_bag.schedules import (
     BLOCK_GROUPS,
     NUM_SCHEDULES,
     PROGRAMS,
-    TILE,
+    SCHEDULE_BITS,
+    SCHEDULE_MASK,
     columns_by,
     embedding_bags_map_kernel,
     group_of,
-    lookups_by,
+    groups_by,
+    lanes_by,
     pooled,
     span_of,
+    take_unit,
     used_schedules,
 )
 
 
-@triton.jit
-def pool_item(
-    weights, indices, offsets, scales, output, layout, batches, feature, item, num_lookups, num_bags, output_stride,
+# Called and not inlined: what one branch computes holds no registers in another.
+@triton.jit(noinline=True)
+def pool_unit(
+    weights, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags, output_stride,
     FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """Pool the bags and columns of one item of a feature."""
+    """Pool the bags and columns of one unit of a feature."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
-    UNROLL: tl.constexpr = lookups_by(SCHEDULE)
-    BAGS: tl.constexpr = TILE // (UNROLL * COLUMNS)
+    LANES: tl.constexpr = lanes_by(SCHEDULE)
+    GROUPS: tl.constexpr = groups_by(SCHEDULE)
     fields = layout + feature * FIELDS
     table = weights + tl.load(fields) // 16 * 16
     rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
@@ -48,35 +52,42 @@ def pool_item(
         of_feature = output + tl.load(batches + feature * 3 + 2)
         output_stride = width
     parts = (width + COLUMNS - 1) // COLUMNS
-    bag = item // parts * BAGS + tl.arange(0, BAGS)
-    column = item % parts * COLUMNS
-    exists = bag < num_bags
-    begin, end = span_of(offsets, first_bag + bag, exists, num_lookups)
-    sums = pooled(table, indices, scales, begin, end, rows, width, column, BAGS, UNROLL, COLUMNS, SCHEDULE % 2, True)
-    if is_mean != 0:
-        sums /= tl.maximum(end - begin, 1).to(tl.float32)[:, None]
-    columns = column + tl.arange(0, COLUMNS)
-    address = of_feature + bag.to(tl.int64)[:, None] * output_stride + columns[None, :]
-    tl.store(address, sums.to(output.dtype.element_ty), mask=exists[:, None] & (columns < width)[None, :])
+    columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    start = unit // parts * unit_bags
+    last = tl.minimum(start + unit_bags, num_bags)
+    for bag in range(start, last, GROUPS // LANES):
+        left = (last - bag).to(tl.int32)
+        own = tl.arange(0, GROUPS) // LANES
+        begin, end = span_of(offsets + first_bag + bag, own, own < left, num_lookups)
+        sums = pooled(table, indices, scales, begin, end, rows, width, columns, SCHEDULE, SCHEDULE % 2, True)
+        of_sums = tl.arange(0, GROUPS // LANES)
+        if is_mean != 0:
+            first, after = span_of(offsets + first_bag + bag, of_sums, of_sums < left, num_lookups)
+            sums /= tl.maximum(after - first, 1).to(tl.float32)[:, None]
+        address = of_feature + (bag + of_sums).to(tl.int64)[:, None] * output_stride + columns[None, :]
+        tl.store(address, sums.to(output.dtype.element_ty), mask=(of_sums < left)[:, None] & (columns < width)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_features", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_forward_kernel(
-    weights, indices, offsets, scales, output, layout, batches, ends, schedules, num_features, num_lookups, num_bags,
+    weights, indices, offsets, scales, output, layout, batches, ends, schedules, counter, num_features, num_lookups, num_bags,
     output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
-    """Walk over the items of all features; `USED` has a bit for each schedule that is compiled."""
-    num_items = tl.load(ends + num_features - 1)
-    for item in range(tl.program_id(0).to(tl.int64), num_items, tl.num_programs(0)):
-        feature, before = group_of(ends, item, num_features)
-        schedule = tl.load(schedules + feature)
+    """Take units of all features; `USED` has a bit for each schedule that is compiled."""
+    num_units = tl.load(ends + num_features - 1)
+    unit = take_unit(counter)
+    while unit < num_units:
+        following = take_unit(counter)
+        feature, before = group_of(ends, unit, num_features)
+        found = tl.load(schedules + feature)
         for i in tl.static_range(NUM_SCHEDULES):
             if (USED >> i) & 1:  # noqa: SIM102
-                if schedule == i:
-                    pool_item(
-                        weights, indices, offsets, scales, output, layout, batches, feature, item - before, num_lookups,
-                        num_bags, output_stride, FIELDS, i,
+                if found & SCHEDULE_MASK == i:
+                    pool_unit(
+                        weights, indices, offsets, scales, output, layout, batches, feature, unit - before,
+                        found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
                     )  # fmt: skip
+        unit = following
 
 
 def embedding_bags_forward(
@@ -102,6 +113,7 @@ def embedding_bags_forward(
         first_bags = torch.cat([batches[:, 0], batches[-1:, :2].sum(1)])
     ends = torch.empty(num_features, dtype=torch.int64, device=weights.device)
     schedules = torch.empty(num_features, dtype=torch.int32, device=weights.device)
+    counter = torch.empty(1, dtype=torch.int64, device=weights.device)
     embedding_bags_map_kernel[(1,)](
         device_layout[:, 2],
         fields,
@@ -109,6 +121,7 @@ def embedding_bags_forward(
         offsets,
         ends,
         schedules,
+        counter,
         num_features,
         size,
         BLOCK=BLOCK_GROUPS,
@@ -116,7 +129,7 @@ def embedding_bags_forward(
         num_warps=8,
     )
     embedding_bags_forward_kernel[(PROGRAMS * gpu(weights.device).multiprocessors,)](
-        weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, num_features,
+        weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, counter, num_features,
         indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip
     return output

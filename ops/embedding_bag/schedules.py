@@ -1,9 +1,12 @@
-"""Schedules: how a program of one warp lays bags, their lookups and columns over its registers.
+"""Schedules: how a program of one warp lays bags, their lookups and columns over its lanes and registers.
 
-A program takes some bags at once, of each some lookups at once, and some columns of their rows; the product is `TILE` numbers.
-Short bags want many bags and long ones many lookups: all loads of a step are under way together. Every schedule that a layout may
-need is a branch of one kernel, compiled in; which branch a group of bags takes is decided on the device, from the lengths of the
-batch at hand.
+A row of lanes holds 128 numbers, four of each lane, so that a load brings 16 bytes: some columns of a lookup's row, side by side
+as many lookups of one bag as there is room for, or as the bag is likely to have, and side by side some bags. In registers come
+further lookups of the same bags, whose loads are under way together; their rows add up within a lane, and those of a bag's lanes
+once, at its end. Bags that stand side by side go in step: the longest of them sets the pace, so only short bags do.
+
+Every schedule that a layout may need is a branch of one kernel, compiled in; which one a feature takes is decided on the device
+from the lengths of the batch at hand. Programs take units of work, some bags of about as many bytes, in turn from a counter.
 """
 
 from __future__ import annotations
@@ -12,17 +15,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Numbers that a program's 32 threads hold: 16 each.
-TILE = tl.constexpr(512)
 # Columns are 4 to 128, a power of two; wider rows take several programs.
 FEWEST_COLUMNS, MOST_COLUMNS = tl.constexpr(4), tl.constexpr(128)
-# Lookups at once are 1, 4 or 16, and no more than fit.
-NUM_UNROLLS = tl.constexpr(3)
-# A schedule's number is (columns' exponent - 2, lookups' place, whether rows begin at multiples of 4 elements).
-NUM_SCHEDULES = tl.constexpr(6 * 3 * 2)
+# How many lookups bags have: one, few, some, many.
+NUM_KINDS = tl.constexpr(4)
+# A schedule's number is (columns' exponent - 2, kind, whether rows begin at multiples of 4 elements).
+NUM_SCHEDULES = tl.constexpr(6 * 4 * 2)
+# Bits of a number that has the schedule and above it the bags of a unit.
+SCHEDULE_BITS, SCHEDULE_MASK = tl.constexpr(8), tl.constexpr(255)
+# Bytes that a unit reads, about, and most steps over its bags. Small, so that programs end together and those that run together
+# read few tables; large beside what it takes to find a unit.
+UNIT_BYTES, UNIT_STEPS = tl.constexpr(32768), tl.constexpr(16)
+# Bytes that memory moves at least.
+SECTOR = tl.constexpr(32)
 # Programs of the map: groups that it takes at once.
-BLOCK_GROUPS = 512
-# Programs that walk over the work, for each multiprocessor.
+BLOCK_GROUPS = 1024
+# Programs that take units, for each multiprocessor: as many as it holds.
 PROGRAMS = 32
 
 
@@ -42,22 +50,47 @@ def _schedules_of(widths: set[int]) -> int:
     used = 0
     for width in widths:
         exponent = max(2, min(7, (width - 1).bit_length()))
-        for unroll in range(NUM_UNROLLS.value):
-            used |= 1 << (((exponent - 2) * NUM_UNROLLS.value + unroll) * 2 + int(width % 4 == 0))
+        for kind in range(NUM_KINDS.value):
+            used |= 1 << (((exponent - 2) * NUM_KINDS.value + kind) * 2 + int(width % 4 == 0))
     return used
+
+
+@triton.constexpr_function
+def numbers_by(kind):
+    """Return the numbers of a row of lanes; of single lookups two rows, for nothing else keeps loads under way."""
+    return (256, 128, 128, 128)[kind]
+
+
+@triton.constexpr_function
+def most_lanes_by(kind):
+    """Return the most lookups of a bag that stand side by side."""
+    return (1, 4, 32, 32)[kind]
 
 
 @triton.constexpr_function
 def columns_by(schedule):
     """Return the columns of a schedule."""
-    return FEWEST_COLUMNS.value << (schedule // (2 * NUM_UNROLLS.value))
+    return 4 << (schedule // 8)
 
 
 @triton.constexpr_function
-def lookups_by(schedule):
-    """Return the lookups at once of a schedule."""
-    columns = FEWEST_COLUMNS.value << (schedule // (2 * NUM_UNROLLS.value))
-    return min(1 << (2 * (schedule // 2 % NUM_UNROLLS.value)), TILE.value // columns)
+def groups_by(schedule):
+    """Return the lookups that stand side by side, of all bags."""
+    return (256, 128, 128, 128)[schedule // 2 % 4] // (4 << (schedule // 8))
+
+
+@triton.constexpr_function
+def lanes_by(schedule):
+    """Return the lookups of one bag that stand side by side."""
+    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
+    return min((256, 128, 128, 128)[kind] // columns, (1, 4, 32, 32)[kind])
+
+
+@triton.constexpr_function
+def unroll_by(schedule):
+    """Return the lookups of a bag that are in registers."""
+    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
+    return (1, 2, max(1, min(4, columns // 8)), 4 if columns < 32 else 8)[kind]
 
 
 @triton.jit
@@ -74,13 +107,14 @@ def columns_of(width):
 
 @triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride"])
 def embedding_bags_map_kernel(
-    widths, width_stride, first_bags, offsets, ends, schedules, num_groups, num_bags, BLOCK: tl.constexpr,
+    widths, width_stride, first_bags, offsets, ends, schedules, counter, num_groups, num_bags, BLOCK: tl.constexpr,
     WHOLE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For each group of bags of one width its schedule, and after how many items of work it ends.
+    """For each group of bags of one width its schedule and the bags of its units, and after how many units it ends.
 
-    A group has the bags from `first_bags` on, or `num_bags` each. An item is a program's bags and columns, or all columns.
+    A group has the bags from `first_bags` on, or `num_bags` each. A unit is of some columns, or of all. The counter begins anew.
     """
+    tl.store(counter, 0)
     total = tl.zeros((), tl.int64)
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
@@ -94,27 +128,41 @@ def embedding_bags_map_kernel(
             last = tl.load(first_bags + group + 1, mask=exists, other=0).to(tl.int64)
         bags = tl.where(exists, last - first, 0)
         lookups = tl.load(offsets + last, mask=exists, other=0) - tl.load(offsets + first, mask=exists, other=0)
+        lookups = tl.maximum(lookups, 0).to(tl.int64)
         columns, exponent = columns_of(width)
-        # By the mean length: a step of more lookups than most bags have would be idle in part.
-        unroll = (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 8).to(tl.int32)
-        rows = tl.full(columns.shape, TILE, tl.int64) // columns
-        per_item = rows // tl.minimum(tl.where(unroll == 0, 1, tl.where(unroll == 1, 4, 16)), rows)
-        items = (bags + per_item - 1) // per_item
+        # By the mean length: above 1.5, 6 and 24.
+        kind = (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 24).to(tl.int32)
+        numbers, most = tl.full(kind.shape, numbers_by(0), tl.int64), tl.full(kind.shape, most_lanes_by(0), tl.int64)
+        for i in tl.static_range(1, NUM_KINDS):
+            numbers = tl.where(kind == i, numbers_by(i), numbers)
+            most = tl.where(kind == i, most_lanes_by(i), most)
+        at_once = numbers // columns // tl.minimum(numbers // columns, most)
+        bytes_of_bag = lookups * tl.maximum(tl.minimum(width, MOST_COLUMNS) * 4, SECTOR) // tl.maximum(bags, 1) + SECTOR
+        steps = tl.full(kind.shape, UNIT_BYTES, tl.int64) // (bytes_of_bag * at_once)
+        steps = tl.minimum(tl.maximum(steps, 1), UNIT_STEPS)
+        units = (bags + at_once * steps - 1) // (at_once * steps)
         if not WHOLE_ROWS:
-            items *= (width + columns - 1) // columns
-        tl.store(schedules + group, (exponent * NUM_UNROLLS + unroll) * 2 + (width % 4 == 0).to(tl.int32), mask=exists)
-        tl.store(ends + group, total + tl.cumsum(items, 0), mask=exists)
-        total += tl.sum(items, 0)
+            units *= (width + columns - 1) // columns
+        schedule = (exponent * NUM_KINDS + kind) * 2 + (width % 4 == 0).to(tl.int32)
+        tl.store(schedules + group, schedule | ((at_once * steps).to(tl.int32) << SCHEDULE_BITS), mask=exists)
+        tl.store(ends + group, total + tl.cumsum(units, 0), mask=exists)
+        total += tl.sum(units, 0)
 
 
 @triton.jit
-def group_of(ends, item, num_groups):
-    """Return the group that an item of work belongs to, by halving, and the items before it."""
+def take_unit(counter):
+    """Return the number of the next unit of work. Which program takes it changes nothing that is computed."""
+    return tl.atomic_add(counter, 1, sem="relaxed")
+
+
+@triton.jit
+def group_of(ends, unit, num_groups):
+    """Return the group that a unit of work belongs to, by halving, and the units before it."""
     low = tl.zeros((), tl.int32)
     high = low + num_groups
     while low < high:
         middle = (low + high) // 2
-        is_after = tl.load(ends + middle) <= item
+        is_after = tl.load(ends + middle) <= unit
         low = tl.where(is_after, middle + 1, low)
         high = tl.where(is_after, high, middle)
     return low, tl.load(ends + low - 1, mask=low > 0, other=0)
@@ -123,39 +171,46 @@ def group_of(ends, item, num_groups):
 @triton.jit
 def span_of(offsets, bag, exists, num_lookups):
     """Return where the lookups of bags begin and end; wrong offsets never lead outside of the lookups."""
-    begin = tl.load(offsets + bag, mask=exists, other=0).to(tl.int64)
-    end = tl.load(offsets + bag + 1, mask=exists, other=0).to(tl.int64)
+    begin = tl.load(offsets + bag, mask=exists, other=0)
+    end = tl.load(offsets + bag + 1, mask=exists, other=0)
     return tl.maximum(begin, 0), tl.minimum(end, num_lookups)
 
 
 @triton.jit
 def pooled(
-    values, ids, scales, begin, end, rows, stride, column, BAGS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
-    VECTOR: tl.constexpr, ARE_ROWS: tl.constexpr,
+    values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr, VECTOR: tl.constexpr, ARE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum, for some bags, the rows of their lookups from `begin` to `end`: `[BAGS, COLUMNS]` in float32.
+    """Sum, for some bags, the rows of their lookups: `[bags, columns]` in float32.
 
-    `ids` are rows of `values`, of which those outside of `0 .. rows` count as zeros, or elements where rows begin.
+    `begin` and `end` are those of each lookup's bag that stands side by side with others. `ids` are rows of `values`, of which
+    those outside of `0 .. rows` count as zeros, or elements where rows begin. `stride` is the rows' width.
     """
+    GROUPS: tl.constexpr = groups_by(SCHEDULE)
+    LANES: tl.constexpr = lanes_by(SCHEDULE)
+    UNROLL: tl.constexpr = unroll_by(SCHEDULE)
     if VECTOR:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         stride = stride // 4 * 4
-    offset = tl.arange(0, UNROLL)
-    columns = column + tl.arange(0, COLUMNS)
-    total = tl.zeros((BAGS, UNROLL, COLUMNS), tl.float32)
-    longest = tl.max(end - begin, 0)
-    for step in range(0, longest, UNROLL):
-        place = begin[:, None] + step + offset[None, :]
-        is_live = place < end[:, None]
-        row = tl.load(ids + place, mask=is_live, other=0).to(tl.int64)
+    # The product of 32-bit factors is one instruction.
+    narrow = stride.to(ids.dtype.element_ty).to(tl.int64)
+    in_row = columns < stride
+    known = tl.minimum(rows, 2**31 - 1).to(ids.dtype.element_ty) if ids.dtype.element_ty == tl.int32 else rows
+    first = begin + tl.arange(0, GROUPS) % LANES
+    total = tl.zeros((GROUPS, columns.shape[0]), tl.float32)
+    for step in range(0, tl.max(end - begin, 0), UNROLL * LANES):
+        place = first[None, :] + (step + tl.arange(0, UNROLL) * LANES)[:, None]
+        is_live = place < end[None, :]
+        row = tl.load(ids + place, mask=is_live, other=0)
         if ARE_ROWS:
-            is_live &= (row >= 0) & (row < rows)
-            row *= stride
+            is_live &= (row >= 0) & (row < known)
+            element = row.to(tl.int64) * narrow
         elif VECTOR:
-            row = row // 4 * 4
-        mask = is_live[:, :, None] & (columns < stride)[None, None, :]
-        tile = tl.load(values + row[:, :, None] + columns[None, None, :], mask=mask, other=0.0).to(tl.float32)
+            element = row // 4 * 4
+        else:
+            element = row
+        mask = is_live[:, :, None] & in_row[None, None, :]
+        tile = tl.load(values + element[:, :, None] + columns[None, None, :], mask=mask, other=0.0).to(tl.float32)
         if scales is not None:
             tile *= tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)[:, :, None]
-        total += tile
-    return tl.sum(total, 1)
+        total += tl.sum(tile, 0)
+    return tl.sum(tl.reshape(total, (GROUPS // LANES, LANES, columns.shape[0])), 1)

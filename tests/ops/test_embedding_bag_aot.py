@@ -1,4 +1,4 @@
-"""Every kernel of embedding bags compiles for the GPUs we name, without a spill."""
+"""Every kernel of embedding bags compiles for the GPUs we name, and keeps its work in registers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from tests.places import PLACE
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
-LONGS = ("layout", "batches", "ends", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths", "first_bags")
+LONGS = ("layout", "batches", "ends", "counter", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths")
+LONGS += ("first_bags",)
 FLOATS = ("scales", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
 INTS = ("schedules", "feature_of_bag", "keys", "sources")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
 
-# The most bytes that a kernel with every branch spills on any GPU.
-ALLOWED_SPILLS = {"forward": 16, "adagrad": 24, "rowwise_adagrad": 336, "rowwise_adam": 1140}
+# The most bytes that a kernel with every branch spills on any GPU, in all: some registers that a branch's function saves for its
+# caller, once a unit.
+ALLOWED_SPILLS = {"forward": 364, "rows": 64}
 
 
 def compile_one(kernel: Any, constants: dict[str, Any], arch: int | str, *, dtype: str = "fp32", num_warps: int = 1) -> Any:
@@ -46,6 +48,7 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
     assert resources.spills <= ALLOWED_SPILLS["forward"], resources
+    assert resources.registers <= 96, resources
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])
@@ -59,7 +62,8 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
     if kind == "none":
         constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
     resources = compile_one(backward.embedding_bags_rows_kernel, constants, arch)
-    assert resources.spills <= ALLOWED_SPILLS.get(kind, 0), resources
+    assert resources.spills <= ALLOWED_SPILLS["rows"], resources
+    assert resources.registers <= 168, resources
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])

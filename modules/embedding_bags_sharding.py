@@ -1,0 +1,373 @@
+"""`ScheduledEmbeddingBagCollection` split over processes by TorchRec, with our operator on every shard."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import (
+    BaseEmbeddingDist,
+    BaseSparseFeaturesDist,
+    EmbeddingSharding,
+    EmbeddingShardingContext,
+    EmbeddingShardingInfo,
+)
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    NoWait,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardedTensor,
+    ShardingEnv,
+    ShardingType,
+)
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+
+from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, _on_device
+from jagged.modules.embedding_bags_shards import DATA_PARALLEL, ROW_WISE, ShardLookup, optimizers_of
+from jagged.ops.embedding_bag.layout import ALIGNMENT
+
+TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
+SHARDING_TYPES = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
+FUSED, DENSE = EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value
+
+
+class _CopiedSharding(DpPooledEmbeddingSharding):  # type: ignore[misc]
+    """Copies of tables with a fused optimizer: each process looks up the ids of all, so that all update alike."""
+
+    def create_input_dist(self, device: torch.device | None = None) -> _ToAll:
+        return _ToAll(self._env.process_group, len(self.feature_names()), self._device)
+
+    def create_output_dist(self, device: torch.device | None = None) -> _OwnBags:
+        return _OwnBags(self._env.process_group)
+
+
+class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
+    """The ids of every process to all processes."""
+
+    def __init__(self, pg: dist.ProcessGroup, num_features: int, device: torch.device) -> None:
+        super().__init__()
+        self._order = list(range(num_features)) * pg.size()
+        self._order_tensor = torch.tensor(self._order, dtype=torch.int32, device=device)
+        self._dist = KJTAllToAll(pg, [num_features] * pg.size())
+
+    def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        return self._dist(features.permute(self._order, self._order_tensor))
+
+
+class _OwnBags(BaseEmbeddingDist):  # type: ignore[misc]
+    """Of the bags of all processes those of this one; its gradients go to all."""
+
+    def __init__(self, pg: dist.ProcessGroup) -> None:
+        super().__init__()
+        self._pg = pg
+
+    def forward(self, pooled: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
+        return NoWait(_OwnRows.apply(pooled, sharding_ctx.batch_size_per_rank, self._pg))  # type: ignore[no-untyped-call]
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pooled: Tensor, sizes: list[int], pg: dist.ProcessGroup) -> Tensor:
+        ctx.sizes, ctx.pg = sizes, pg
+        return pooled.split(sizes)[pg.rank()].clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        count, sizes = len(ctx.sizes), ctx.sizes
+        everyones = grad.new_empty(sum(sizes), grad.shape[1])
+        # The mean of the processes' losses, as DistributedDataParallel has it.
+        copies = (grad / count).repeat(count, 1)
+        dist.all_to_all_single(everyones, copies, sizes, [len(grad)] * count, group=ctx.pg)
+        return everyones, None, None
+
+
+class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # type: ignore[misc]
+    """A `ScheduledEmbeddingBagCollection` of which each process has shards; `ScheduledEmbeddingBagCollectionSharder` makes it."""
+
+    def __init__(
+        self,
+        module: ScheduledEmbeddingBagCollection,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        **options: Any,
+    ) -> None:
+        device = torch.device("cpu") if device is None else device
+        optimizers = optimizers_of(module)
+        self._is_fused = optimizers is not None
+        # The base class makes the lookups.
+        self._make_lookup = functools.partial(ShardLookup, env=env, device=device, optimizers=optimizers)
+        super().__init__(module, table_name_to_parameter_sharding, env, device=device, **options)
+        del self._make_lookup
+        self._output = module._embedding_names, module._widths, module._output_dtype
+        plan = self.module_sharding_plan
+        self._keys: list[str] | None = None
+        # For each feature of the output, if it is a mean that is a sum until all its rows have come together, its key.
+        self._undivided = [
+            feature if table.pooling == PoolingType.MEAN and plan[table.name].sharding_type == ROW_WISE else None
+            for table in self._embedding_bag_configs
+            for feature in table.feature_names
+        ]
+        # TorchRec would divide the features of other sharding types too.
+        self._has_mean_pooling_callback = False
+        if module.device.type == "cpu":
+            # As TorchRec does with tables on a GPU.
+            self.load_state_dict(module.state_dict())
+        for name, sharding in plan.items():
+            if sharding.sharding_type == DATA_PARALLEL:
+                dist.broadcast(self.embedding_bags[name].weight.data, src=0, group=env.process_group)
+
+    def _create_lookups(self) -> None:
+        for sharding, sharding_type in zip(self._embedding_shardings, self._sharding_types, strict=True):
+            self._lookups.append(self._make_lookup(sharding, sharding_type))
+
+    @classmethod
+    def create_embedding_bag_sharding(cls, sharding_infos: list[EmbeddingShardingInfo], *args: Any, **kwargs: Any) -> Any:
+        """Let tables of one dtype stand side by side, so that one launch reads them."""
+        ordered = sorted(sharding_infos, key=lambda info: info.embedding_config.data_type.value)
+        sharding = ordered[0].param_sharding
+        if sharding.sharding_type == DATA_PARALLEL and sharding.compute_kernel == FUSED:
+            return _CopiedSharding(ordered, *args)
+        return super().create_embedding_bag_sharding(ordered, *args, **kwargs)
+
+    def init_data_parallel(self) -> None:
+        """Sum dense gradients over the processes; there are none with a fused optimizer."""
+        if not self._is_fused:
+            super().init_data_parallel()
+
+    def _create_output_dist(self) -> None:
+        super()._create_output_dist()
+        for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
+            if sharding_type == ROW_WISE and dist.get_backend(sharding._pg) != "nccl":
+                self._output_dists[place] = _exchanged_sums(sharding, self._device)
+
+    def reset_parameters(self) -> None:
+        """Draw new tables by their `init_fn`; copies of a data-parallel one are alike."""
+        for table in self._embedding_bag_configs:
+            weight = self.embedding_bags[table.name].weight
+            if weight.numel():
+                table.init_fn(weight)
+            if self.module_sharding_plan[table.name].sharding_type == DATA_PARALLEL:
+                dist.broadcast(weight.data, src=0, group=self._env.process_group)
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: ShardedScheduledEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        # TorchRec takes the width of the first shard of all for that of the shards here.
+        here: dict[str, Tensor] = {}
+        for name in self._table_names:
+            key = f"{prefix}embedding_bags.{name}.weight"
+            if isinstance(state_dict.get(key), ShardedTensor):
+                parts = [shard.tensor for shard in state_dict.pop(key).local_shards()]
+                here[key] = torch.cat(parts) if parts else torch.empty(0)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+        state_dict.update(here)
+
+    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
+        """Send ids to the processes that have their rows."""
+        features = maybe_td_to_kjt(features, None)
+        self._check(features)
+        if any(self._undivided):
+            lengths = features.lengths().view(len(features.keys()), -1).clamp(min=1)
+            ones = torch.ones_like(lengths[0])
+            of_keys = dict(zip(features.keys(), lengths, strict=True))
+            ctx.divisor = torch.stack([ones if key is None else of_keys[key] for key in self._undivided], 1)
+        return super().input_dist(ctx, features)
+
+    def _check(self, features: KeyedJaggedTensor) -> None:
+        keys = features.keys()
+        if self._keys is None:
+            wanted = [name for table in self._embedding_bag_configs for name in table.feature_names]
+            if missing := sorted(set(wanted) - set(keys)):
+                raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
+            self._keys = keys
+        if keys != self._keys:
+            raise ValueError(f"features: expected the keys of the first batch in their order, {self._keys}, got {keys}")
+        if features.variable_stride_per_key() or features.inverse_indices_or_none() is not None:
+            raise ValueError("features: expected one batch size for all keys where tables are sharded, got one for each")
+        if self._is_weighted and features.weights_or_none() is None:
+            raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")
+
+    def output_dist(self, ctx: EmbeddingBagCollectionContext, output: list[Tensor]) -> LazyAwaitable[KeyedTensor]:
+        """Send pooled embeddings back."""
+        return self._as_unsharded(super().output_dist(ctx, output), ctx)
+
+    def compute_and_output_dist(self, ctx: EmbeddingBagCollectionContext, input: KJTList) -> LazyAwaitable[KeyedTensor]:
+        """Look up and send pooled embeddings back."""
+        return self._as_unsharded(super().compute_and_output_dist(ctx, input), ctx)
+
+    def _as_unsharded(
+        self, awaitable: LazyAwaitable[KeyedTensor], ctx: EmbeddingBagCollectionContext
+    ) -> LazyAwaitable[KeyedTensor]:
+        """The features in the order of the tables, means divided."""
+        names, widths, dtype = self._output
+
+        def finished(pooled: KeyedTensor) -> KeyedTensor:
+            values = pooled.values()
+            if pooled.keys() != names:
+                of_names = dict(zip(pooled.keys(), values.split(pooled.length_per_key(), 1), strict=True))
+                values = torch.cat([of_names[name] for name in names], 1)
+            if ctx.divisor is not None:
+                columns = _on_device(tuple(widths), values.device)
+                values = values / ctx.divisor.repeat_interleave(columns, 1, output_size=sum(widths))
+            return KeyedTensor(keys=names, length_per_key=widths, values=values.to(dtype))
+
+        awaitable.callbacks.append(finished)
+        return awaitable
+
+    @property
+    def unsharded_module_type(self) -> type[ScheduledEmbeddingBagCollection]:
+        """What was sharded."""
+        return ScheduledEmbeddingBagCollection
+
+
+def _exchanged_sums(sharding: EmbeddingSharding, device: torch.device) -> TwPooledEmbeddingDist:
+    """Sums of the processes' parts where there is no reduce-scatter of batches of several sizes, as with gloo."""
+    processes, dims = sharding._world_size, sharding.embedding_dims()
+
+    def added(parts: Tensor) -> Tensor:
+        return parts.view(len(parts), processes, sum(dims)).sum(1)
+
+    return TwPooledEmbeddingDist(
+        sharding._pg, [sum(dims)] * processes, [dims] * processes, device, [added], sharding.qcomm_codecs_registry
+    )
+
+
+def _check_widths(name: str, sharding: ParameterSharding) -> None:
+    """Refuse column shards of one process that are not one parameter: without gaps, one below the other."""
+    if sharding.sharding_type != COLUMN_WISE:
+        return
+    sizes: dict[int, list[list[int]]] = {}
+    for rank, shard in zip(sharding.ranks, sharding.sharding_spec.shards, strict=True):
+        sizes.setdefault(rank, []).append(shard.shard_sizes)
+    for rank, of_rank in sizes.items():
+        widths = [width for _, width in of_rank]
+        if len(of_rank) > 1 and (len(set(widths)) > 1 or of_rank[0][0] * widths[0] % ALIGNMENT):
+            raise ValueError(
+                f"params: expected several column shards in one process to have the same width, a multiple of {ALIGNMENT}, got "
+                f"{widths} of {name!r} in process {rank}; give each process one"
+            )
+
+
+class ScheduledEmbeddingBagCollectionSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
+    """Lets `DistributedModelParallel` split `ScheduledEmbeddingBagCollection` over processes, with its operator on every shard.
+
+    TorchRec plans, and moves ids and pooled embeddings between processes. Each of them looks up all that it has of one sharding
+    type and data type in one launch. Output, order of its features and names of parameters are those of the unsharded module,
+    and so are gradients and updates, of the mean of the processes' losses. Shards begin with the module's tables and states of
+    its optimizer, or, if it is on the meta device, with new ones.
+
+    * Table-wise, column-wise and row-wise a process updates what it has. Of `rowwise_adagrad` and `rowwise_adam` the states of a
+      column shard are those of its own columns, so that updates differ from the unsharded module's.
+    * Data-parallel tables are copies. Without an optimizer their gradients are averaged; with one each process looks up the ids
+      of all, so that all copies are updated alike.
+
+    Args:
+        qcomm_codecs_registry: how TorchRec compresses what it sends.
+
+    Raises:
+        ValueError: when a collection is sharded, another sharding type or compute kernel, frozen tables, an optimizer of
+            `apply_optimizer_in_backward`, or several column shards in one process of several widths or of no multiple of 16. In
+            forward, keys that are missing or not those of the first batch in their order, no weights, or batches of several
+            sizes in one KeyedJaggedTensor.
+
+    Shape:
+        As `ScheduledEmbeddingBagCollection`, for the samples of each process, which can be none. The weights of ids get no
+        gradient.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch import nn
+        >>> from torchrec.distributed import DistributedModelParallel
+        >>> from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
+        >>> from torchrec.distributed.types import ShardingPlan
+        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
+        >>> from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> table = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked"])
+        >>> bags, sharder = ScheduledEmbeddingBagCollection([table]), ScheduledEmbeddingBagCollectionSharder()
+        >>> plan = construct_module_sharding_plan(bags, {"item": row_wise()}, sharder, device_type="cpu", local_size=1)
+        >>> model = nn.ModuleDict({"bags": bags})
+        >>> model = DistributedModelParallel(model, plan=ShardingPlan({"bags": plan}), sharders=[sharder])
+        >>> type(model.module["bags"]).__name__
+        'ShardedScheduledEmbeddingBagCollection'
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None) -> None:
+        super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
+
+    @property
+    def module_type(self) -> type[ScheduledEmbeddingBagCollection]:
+        """What is sharded: this type and no subclass."""
+        return ScheduledEmbeddingBagCollection
+
+    @property
+    def sharded_module_type(self) -> type[ShardedScheduledEmbeddingBagCollection]:
+        """What it becomes."""
+        return ShardedScheduledEmbeddingBagCollection
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Table-wise, column-wise, row-wise and data-parallel, on every device."""
+        return SHARDING_TYPES
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """What a planner may reckon with; whether gradients are dense is for the module to say."""
+        return [DENSE if sharding_type == DATA_PARALLEL else FUSED]
+
+    def shard(
+        self,
+        module: ScheduledEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedScheduledEmbeddingBagCollection:
+        """Return this process's part of a collection."""
+        for name, parameter in module.named_parameters():
+            if hasattr(parameter, "_optimizer_classes"):
+                raise ValueError(
+                    f"module: got an optimizer of apply_optimizer_in_backward for {name!r}; name one in "
+                    "ScheduledEmbeddingBagCollection(optimizer=...)"
+                )
+            if not parameter.requires_grad:
+                raise ValueError(f"module: expected tables that require a gradient, got {name!r} frozen; use torch.no_grad")
+        kernels = {}
+        for name, sharding in params.items():
+            if sharding.sharding_type not in SHARDING_TYPES or sharding.compute_kernel not in (FUSED, DENSE):
+                raise ValueError(
+                    f"params: expected a sharding type of {', '.join(SHARDING_TYPES)} and the compute kernel {FUSED} or {DENSE} "
+                    f"for {name!r}, got {sharding.sharding_type} and {sharding.compute_kernel}"
+                )
+            _check_widths(name, sharding)
+            kernels[name] = dataclasses.replace(sharding, compute_kernel=DENSE if module._optimizer is None else FUSED)
+        return ShardedScheduledEmbeddingBagCollection(
+            module, kernels, env, device, qcomm_codecs_registry=self.qcomm_codecs_registry, module_fqn=module_fqn
+        )
+
+    def reshard(self, *_: Any, **__: Any) -> ShardedScheduledEmbeddingBagCollection:
+        """Refused.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError("reshard: tables cannot move while they train; save a checkpoint and shard anew")

@@ -1,0 +1,235 @@
+"""The shards that one process has of a ScheduledEmbeddingBagCollection, as TorchRec looks them up, saves and updates them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.batched_embedding_kernel import BaseBatchedEmbeddingBag, EmbeddingFusedOptimizer
+from torchrec.distributed.composable.table_batched_embedding_slice import TableBatchedEmbeddingSlice
+from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.modules.embedding_bags import DTYPES, ScheduledEmbeddingBagCollection
+from jagged.ops import BagLayout, BagOptimizer, embedding_bags
+from jagged.ops.embedding_bag.optimizers import STATES
+
+ROW_WISE, DATA_PARALLEL = ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value
+
+
+class Optimizers(NamedTuple):
+    """What shards take over of the unsharded module's fused optimizers."""
+
+    make: Callable[[BagLayout, torch.device], BagOptimizer]
+    # By table and name; none of a module on the meta device.
+    states: dict[str, dict[str, Tensor]]
+
+
+def optimizers_of(module: ScheduledEmbeddingBagCollection) -> Optimizers | None:
+    """What a module's shards take over; None where it has no fused optimizer."""
+    if module._optimizer is None:
+        return None
+    states: dict[str, dict[str, Tensor]] = {}
+    for part in module._parts:
+        if part.tables.optimizer is not None:
+            states.update(zip(part.names, _states_of_tables(part.tables.optimizer), strict=True))
+    return Optimizers(module._optimizer, states)
+
+
+def _states_of_tables(optimizer: BagOptimizer) -> list[dict[str, Tensor]]:
+    """For each table views of an optimizer's tensors, `[rows, width]`, `[rows]` and `[]`, by name."""
+    layout = optimizer.layout
+    states: list[dict[str, Tensor]] = [{} for _ in layout.rows]
+    for name, of in zip(("first", "second"), STATES[optimizer.rule.kind], strict=True):
+        if of:
+            whole = getattr(optimizer, name)
+            for table, state in zip(states, layout.views(whole) if of == "element" else whole.split(layout.rows), strict=True):
+                table[name] = state
+    return [{**state, "step": optimizer.step, "learning_rate": optimizer.learning_rate} for state in states]
+
+
+class _Bags(BaseBatchedEmbeddingBag):  # type: ignore[misc]
+    """The shards that a process has of tables of one dtype, in one storage; dense gradients."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        sharding_type: str,
+        optimizers: Optimizers | None,
+    ) -> None:
+        super().__init__(config, pg, device)
+        tables = config.embedding_tables
+        # Row-wise, bags are parts of the whole ones: their sums are divided when they have come together.
+        means = [table.pooling == PoolingType.MEAN and sharding_type != ROW_WISE for table in tables for _ in table.feature_names]
+        self.layout = BagLayout(
+            # A process can have no rows of a small table. No id of the table is sent there.
+            rows=tuple(max(1, rows) for rows in self._local_rows),
+            widths=tuple(self._local_cols),
+            tables=tuple(self._feature_table_map),
+            means=tuple(means),
+        )
+        storage = torch.zeros(self.layout.num_elements, dtype=DTYPES[config.data_type], device=device)
+        self.weights = nn.Parameter(storage, requires_grad=optimizers is None)
+        self.optimizer: BagOptimizer | None = None
+        self._leaf = storage.requires_grad_() if optimizers is not None else None
+        self._param_per_table = dict(self._parameters_of_tables())
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        return embedding_bags(
+            self.weights if self._leaf is None else self._leaf,
+            self.layout,
+            features.values(),
+            features.offsets(),
+            per_sample_weights=features.weights() if self._config.is_weighted else None,
+            optimizer=self.optimizer,
+        )
+
+    @property
+    def emb_module(self) -> _Bags:
+        """What has `split_embedding_weights`."""
+        return self
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        """Each shard `[rows, width]`."""
+        views = self.layout.views(self.weights.detach())
+        return [view[:rows] for view, rows in zip(views, self._local_rows, strict=True)]
+
+    def named_parameters(self, prefix: str = "", *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The storage, by a name that no other one of the lookup has."""
+        name = "/".join(table.name for table in self._config.embedding_tables) + ".weight"
+        yield f"{prefix}.{name}" if prefix else name, self.weights
+
+    def _parameters_of_tables(self) -> Iterator[tuple[str, TableBatchedEmbeddingSlice]]:
+        """For each table its parameter, in which column shards of one process stand one below the other."""
+        first = 0
+        for name, of_table in groupby(self._config.embedding_tables, key=lambda table: table.name):
+            count, width, start = len(list(of_table)), self._local_cols[first], self.layout.starts[first]
+            rows = count * self._local_rows[first]
+            yield name, TableBatchedEmbeddingSlice(self.weights, start, start + rows * width, rows, width)
+            first += count
+
+
+class _FusedBags(_Bags, FusedOptimizerModule):  # type: ignore[misc]
+    """The same, whose rows that were read are updated in the backward pass."""
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup,
+        device: torch.device,
+        sharding_type: str,
+        optimizers: Optimizers,
+    ) -> None:
+        super().__init__(config, pg, device, sharding_type, optimizers)
+        self.optimizer = optimizers.make(self.layout, self.weights.device)
+        for table, own in zip(config.embedding_tables, self.states(), strict=True):
+            whole, offsets = optimizers.states.get(table.name, {}), getattr(table.local_metadata, "shard_offsets", (0, 0))
+            for name, state in own.items() if whole else ():
+                # A row's state has no columns, and the number of steps no rows.
+                place = tuple(slice(begin, begin + size) for begin, size in zip(offsets, state.shape, strict=False))
+                state.copy_(whole[name][place])
+        self._fused = _CopiesOptimizer(self) if sharding_type == DATA_PARALLEL else EmbeddingFusedOptimizer(config, self, pg)
+        for name, weight in self._fused.params.items():
+            # One for all shards, so that a checkpoint fits any plan.
+            self._fused.state[weight][name.replace(".weight", ".step")] = self.optimizer.step
+        for parameter in self._param_per_table.values():
+            # By this TorchRec knows what no other optimizer is to update.
+            parameter._in_backward_optimizers = [EmptyFusedOptimizer()]
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The states as TorchRec's checkpoints have them."""
+        return self._fused
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """For each shard its states by name."""
+        assert self.optimizer is not None
+        of_shards = zip(_states_of_tables(self.optimizer), self._local_rows, strict=True)
+        return [{name: state[:rows] if state.ndim else state for name, state in of.items()} for of, rows in of_shards]
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        """For each shard what is split as its table is, by TorchRec's names."""
+        names = {"first": "momentum1", "second": "second"}
+        return [{names[name]: state for name, state in of.items() if name in names} for of in self.states()]
+
+    def get_learning_rate(self) -> float:
+        """What `param_groups` begin with."""
+        assert self.optimizer is not None
+        return float(self.optimizer.learning_rate)
+
+    def set_learning_rate(self, learning_rate: float) -> None:
+        """Take over what a schedule has set in `param_groups`."""
+        assert self.optimizer is not None
+        self.optimizer.learning_rate.fill_(learning_rate)
+
+
+class _CopiesOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """The optimizer of tables of which every process has a copy: their states are whole, and so is what is saved of them."""
+
+    def __init__(self, bags: _FusedBags) -> None:
+        self._bags = bags
+        parameters = bags._param_per_table
+        states = {
+            parameter: {f"{name}.{of}": state for of, state in own.items()}
+            for (name, parameter), own in zip(parameters.items(), bags.get_optimizer_state(), strict=True)
+        }
+        groups = [{"params": list(parameters.values()), "lr": bags.get_learning_rate()}]
+        super().__init__({f"{name}.weight": parameter for name, parameter in parameters.items()}, states, groups)
+
+    def step(self, closure: Any = None) -> None:
+        self._bags.set_learning_rate(self.param_groups[0]["lr"])
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        self._bags.set_learning_rate(self.param_groups[0]["lr"])
+
+
+class ShardLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
+    """All tables that a process has by one sharding type: a launch for each dtype, sums and means together."""
+
+    def __init__(
+        self,
+        sharding: EmbeddingSharding,
+        sharding_type: str,
+        env: ShardingEnv,
+        device: torch.device,
+        optimizers: Optimizers | None,
+    ) -> None:
+        kernel: Any = _Bags if optimizers is None else _FusedBags
+        # No attribute of a module can be set before it is one.
+        self.__dict__["_make"] = lambda config, pg: kernel(config, pg, device, sharding_type, optimizers)
+        merged = [
+            dataclasses.replace(groups[0], embedding_tables=[table for group in groups for table in group.embedding_tables])
+            for _, of_dtype in groupby(sharding._grouped_embedding_configs, key=lambda group: group.data_type)
+            for groups in [list(of_dtype)]
+        ]
+        super().__init__(
+            merged,
+            device,
+            getattr(sharding, "_pg", env.process_group),
+            scale_weight_gradients=sharding_type != DATA_PARALLEL,
+            sharding_type=ShardingType(sharding_type),
+            env=env,
+        )
+        # It holds the whole module's states.
+        del self._make
+
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, device: Any, pg: Any, *_: Any) -> _Bags:
+        made: _Bags = self._make(config, pg)
+        return made
+
+    @property
+    def module(self) -> ShardLookup:
+        """As in DistributedDataParallel, whose place it takes for copies with a fused optimizer."""
+        return self

@@ -1,0 +1,507 @@
+"""Sharded bags in two processes against the unsharded ones. A program of its own: `test_embedding_bags_sharding.py` starts it.
+
+Usage: `python -m tests.modules.bags_processes DIRECTORY BACKEND`; prints JSON: for each process, by name of a case, the largest
+differences in units of the last place, or what was found.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.multiprocessing
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_wise,
+)
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder, embedding_bags_shards
+from tests.processes import fork
+
+PROCESSES = 2
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+KEYS = ("d", "b", "a", "unread", "c")
+# Of each process in the order of the steps: some have no samples, some no ids.
+SIZES = [(3, 4), (0, 5), (2, 2), (4, 0), (0, 0), (1, 3)]
+EMPTY = 2
+RATE, LATER_RATE = 0.1, 0.05
+
+# Rules that are the same for any split of a table's columns, and those that go by whole rows.
+BY_ELEMENT, BY_ROW = (None, "sgd", "adagrad", "adam"), ("rowwise_adagrad", "rowwise_adam")
+ONE = {
+    "table-wise": [table_wise(rank=0), table_wise(rank=1), table_wise(rank=0), table_wise(rank=1), table_wise(rank=0)],
+    "column-wise": [
+        column_wise(ranks=[0, 1]),
+        column_wise(size_per_rank=[3, 5]),
+        column_wise(ranks=[1, 0]),
+        column_wise(ranks=[1]),
+        column_wise(ranks=[1, 0]),
+    ],
+    "row-wise": [row_wise()] * 5,
+    "data-parallel": [data_parallel()] * 5,
+}
+MIXED = [row_wise(), column_wise(ranks=[1, 0]), data_parallel(), row_wise(), table_wise(rank=1)]
+ON_ONE = [table_wise(rank=1)] * 5
+
+
+def tables(pooling: PoolingType = MEAN, data_type: DataType = DataType.FP32, width: int = 16) -> list[EmbeddingBagConfig]:
+    """A table of two features, features of two tables, a table of one row, poolings that take turns."""
+    made = [
+        ("x", 7, 8, ["a", "b"], SUM, DataType.FP32),
+        ("y", 5, 8, ["c"], pooling, data_type),
+        ("z", 11, width, ["a"], SUM, DataType.FP32),
+        ("w", 6, 3, ["d"], pooling, DataType.FP32),
+        ("v", 1, 8, ["b"], SUM, data_type),
+    ]
+    return [
+        EmbeddingBagConfig(name=n, num_embeddings=r, embedding_dim=w, feature_names=f, pooling=p, data_type=t)
+        for n, r, w, f, p, t in made
+    ]
+
+
+def batch(sizes: tuple[int, ...], seed: int, weighted: bool, longest: int = 4) -> list[KeyedJaggedTensor]:
+    """For each process its batch, and last that of all together."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = {"a": 7, "b": 1, "c": 5, "d": 6, "unread": 100}
+
+    def bag(key: str) -> Tensor:
+        length = int(torch.randint(longest + 1, (), generator=generator))
+        return torch.randint(rows[key], (length,), generator=generator)
+
+    ids = [[[bag(key) for _ in range(size)] for key in KEYS] for size in sizes]
+    ids.append([[one for of_process in ids for one in of_process[key]] for key in range(len(KEYS))])
+    made = []
+    for of_keys in ids:
+        bags = [one for of_key in of_keys for one in of_key]
+        values = torch.cat([*bags, torch.empty(0, dtype=torch.int64)])
+        made.append(
+            KeyedJaggedTensor(
+                keys=list(KEYS),
+                values=values.to(here()),
+                lengths=torch.tensor([len(one) for one in bags], dtype=torch.int64).to(here()),
+                # The same in every process for an id of a feature.
+                weights=(0.5 + values % 5).to(here()) if weighted else None,
+            )
+        )
+    return made
+
+
+def here() -> torch.device:
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def sharded(module: ScheduledEmbeddingBagCollection, plan: list[Any]) -> DistributedModelParallel:
+    sharder = ScheduledEmbeddingBagCollectionSharder()
+    generators = {table.name: of for table, of in zip(module.embedding_bag_configs(), plan, strict=True)}
+    made = construct_module_sharding_plan(module, generators, sharder, PROCESSES, PROCESSES, here().type)
+    return DistributedModelParallel(
+        nn.ModuleDict({"bags": module}), device=here(), plan=ShardingPlan({"bags": made}), sharders=[sharder]
+    )
+
+
+def apart(a: Tensor, b: Tensor) -> float:
+    """The largest difference in units of the last place of numbers around 1, or of the larger ones."""
+    assert a.shape == b.shape
+    assert a.dtype == b.dtype
+    if not a.numel():
+        return 0.0
+    a, b, eps = a.detach().double(), b.detach().double(), torch.finfo(a.dtype if a.is_floating_point() else torch.float32).eps
+    found = ((a - b).abs() / (eps * (1 + b.abs()))).max()
+    return float(found) if found.isfinite() else float("inf")
+
+
+def shards(tensor: Tensor) -> list[tuple[Tensor, tuple[slice, ...]]]:
+    """The parts of a tensor of a state dict that are here, and where they belong."""
+    if not hasattr(tensor, "local_shards"):
+        return [(tensor, ())]
+    return [
+        (part.tensor, tuple(slice(o, o + s) for o, s in zip(part.metadata.shard_offsets, part.metadata.shard_sizes, strict=True)))
+        for part in tensor.local_shards()
+    ]
+
+
+def tables_apart(ours: nn.Module, whole: ScheduledEmbeddingBagCollection) -> float:
+    theirs = whole.state_dict()
+    assert ours.state_dict().keys() == theirs.keys()
+    pairs = [(part, theirs[name][place]) for name, tensor in ours.state_dict().items() for part, place in shards(tensor)]
+    return max((apart(part, its) for part, its in pairs), default=0.0)
+
+
+def gradients_apart(ours: nn.Module, whole: ScheduledEmbeddingBagCollection) -> float:
+    """Of the parameters; those of column shards are compared by what they lead to."""
+    worst, state = 0.0, ours.state_dict()
+    for name, parameter in ours.named_parameters():
+        found = shards(state[name])
+        if found:
+            assert len(found) == 1
+            worst = max(worst, apart(parameter.grad, whole.get_parameter(name).grad[found[0][1]]))
+    return worst
+
+
+def states_apart(dmp: DistributedModelParallel, whole: ScheduledEmbeddingBagCollection) -> float:
+    """Of the fused optimizers' states by table and name."""
+    optimizers, worst = embedding_bags_shards.optimizers_of(whole), 0.0
+    for parameter, states in dmp.fused_optimizer.state_dict()["state"].items():
+        table = parameter.split(".")[-2]
+        theirs = {f"{table}.{name}".replace("first", "momentum1"): its for name, its in optimizers.states[table].items()}
+        assert states.keys() == {name for name in theirs if not name.endswith("learning_rate")}
+        for name, state in states.items():
+            for part, place in shards(state):
+                its = theirs[name]
+                worst = max(worst, apart(part, its[place]) if its.ndim else abs(int(part) - int(its)))
+    return worst
+
+
+def training(
+    plan: list[Any],
+    optimizer: str | None,
+    weighted: bool = False,
+    two_types: bool = False,
+    width: int = 16,
+    reduce_scatter: bool = False,
+) -> dict[str, float]:
+    """Steps of the sharded module beside those of the unsharded one, which gets the processes' batches as one."""
+    configs = functools.partial(tables, SUM if weighted else MEAN, DataType.FP16 if two_types else DataType.FP32, width)
+    rule = {"learning_rate": RATE, **({} if optimizer in (None, "sgd") else {"eps": 1e-3})}
+    options = {"optimizer": optimizer, "optimizer_options": None if optimizer is None else rule}
+    torch.manual_seed(0)
+    whole = ScheduledEmbeddingBagCollection(configs(), weighted, here(), **options)
+    # What is sharded has been trained before.
+    before = batch((3, 3), 99, weighted)[-1]
+    whole(before).values().square().sum().backward()
+    whole.zero_grad()
+    dmp = sharded(copy.deepcopy(whole), plan)
+    bags, rank = dmp.module["bags"], dist.get_rank()
+    # What the backward pass does not update.
+    left = dict(in_backward_optimizer_filter(dmp.named_parameters()))
+    assert (optimizer is None) == bool(left)
+    to_step = [torch.optim.SGD(whole.parameters(), lr=RATE)]
+    if left:
+        to_step.append(KeyedOptimizerWrapper(left, functools.partial(torch.optim.SGD, lr=RATE)))
+    worst = {"tables at first": tables_apart(bags, whole), "states at first": states_apart(dmp, whole)}
+    worst |= {"pooled": 0.0, "gradients": 0.0}
+    if reduce_scatter:
+        bags._output_dists = [sharding.create_output_dist(here()) for sharding in bags._embedding_shardings]
+    for step, sizes in enumerate([(2, 2), (3, 3)] if reduce_scatter else SIZES):
+        batches = batch(sizes, step, weighted, 0 if step == EMPTY else 4)
+        CALLS.clear()
+        got, wanted = bags(batches[rank]), whole(batches[-1])
+        launches = len(CALLS)
+        own = wanted.values().split(sizes)[rank]
+        assert got.keys() == wanted.keys()
+        assert got.length_per_key() == wanted.length_per_key()
+        worst["pooled"] = max(worst["pooled"], apart(got.values(), own))
+        weights = torch.randn(wanted.values().shape, generator=torch.Generator().manual_seed(step)).to(here())
+        for one in to_step:
+            one.zero_grad()
+        (got.values() * weights.split(sizes)[rank]).sum().backward()
+        ((wanted.values() * weights).sum() / PROCESSES).backward()
+        if optimizer is None:
+            worst["gradients"] = max(worst["gradients"], gradients_apart(bags, whole))
+            for one in to_step:
+                one.step()
+        elif step == 1:
+            for group in dmp.fused_optimizer.param_groups:
+                group["lr"] = LATER_RATE
+            dmp.fused_optimizer.step()
+            for one in whole.optimizers:
+                one.learning_rate.fill_(LATER_RATE)
+    # Each process once for each sharding type and data type that it has tables of.
+    kinds = {
+        (bags.module_sharding_plan[table.name].sharding_type, table.data_type)
+        for table in configs()
+        if shards(bags.state_dict()[f"embedding_bags.{table.name}.weight"])
+    }
+    worst |= {"launches": abs(launches - len(kinds)), "tables": tables_apart(bags, whole), "states": states_apart(dmp, whole)}
+    return worst
+
+
+def several_shards_in_one() -> dict[str, float]:
+    """Column shards of a table in one process, which are one parameter there."""
+    plan = [table_wise(rank=0), table_wise(rank=0), column_wise(ranks=[1, 0, 1, 0]), table_wise(rank=0), table_wise(rank=0)]
+    return training(plan, "adagrad", width=64)
+
+
+def column_rows() -> dict[str, float]:
+    """Column shards whose states are a number a row: as if each were a table of its own."""
+    rule = {"optimizer": "rowwise_adagrad", "optimizer_options": {"learning_rate": RATE, "eps": 1e-3}}
+    config = functools.partial(EmbeddingBagConfig, num_embeddings=7, feature_names=["a"])
+    torch.manual_seed(0)
+    halves = ScheduledEmbeddingBagCollection(
+        [config(name=name, embedding_dim=4) for name in ("left", "right")], device=here(), **rule
+    )
+    whole = ScheduledEmbeddingBagCollection([config(name="x", embedding_dim=8)], device=here(), **rule)
+    whole.load_state_dict({"embedding_bags.x.weight": torch.cat([half.detach() for half in halves.parameters()], 1)})
+    dmp, rank = sharded(whole, [column_wise(ranks=[0, 1])]), dist.get_rank()
+    bags, own = dmp.module["bags"], ("left", "right")[rank]
+    for seed in range(3):
+        batches = batch((2, 3), seed, False)
+        bags(batches[rank]).values().square().sum().backward()
+        (halves(batches[-1]).values().square().sum() / PROCESSES).backward()
+    state = dmp.fused_optimizer.state_dict()["state"]["bags.embedding_bags.x.weight"]["x.momentum1"]
+    ((found, place),) = shards(state)
+    assert place == (slice(7 * rank, 7 * rank + 7),)
+    return {
+        "table": apart(bags.embedding_bags["x"].weight, halves.embedding_bags[own].weight),
+        "state": apart(found, embedding_bags_shards.optimizers_of(halves).states[own]["first"]),
+    }
+
+
+def reduce_scattered() -> dict[str, float]:
+    """What NCCL does with parts of rows, and gloo does where all batches have one size."""
+    return training(ONE["row-wise"], "adagrad", reduce_scatter=True)
+
+
+def state_dicts() -> dict[str, float]:
+    """Of the unsharded module into the sharded one and back, and between sharded ones."""
+    torch.manual_seed(0)
+    whole, other, third = (ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD) for _ in range(3))
+    first, second = sharded(copy.deepcopy(other), MIXED), sharded(copy.deepcopy(other), MIXED)
+    found = {"differs at first": float(tables_apart(first.module["bags"], whole) > 0)}
+    first.load_state_dict({f"bags.{name}": tensor for name, tensor in whole.state_dict().items()})
+    found["loaded"] = tables_apart(first.module["bags"], whole)
+    second.load_state_dict(first.state_dict())
+    found["loaded from sharded"] = tables_apart(second.module["bags"], whole)
+    gathered = {}
+    for name, tensor in first.module["bags"].state_dict().items():
+        if hasattr(tensor, "local_shards"):
+            gathered[name] = torch.empty(tensor.size(), dtype=tensor.dtype, device=here())
+            tensor.gather(0, gathered[name] if dist.get_rank() == 0 else None)
+        else:
+            gathered[name] = tensor
+    if dist.get_rank() == 0:
+        third.load_state_dict(gathered)
+        found["gathered"] = max(apart(a, b) for a, b in zip(third.parameters(), whole.parameters(), strict=True))
+    return found
+
+
+def checkpoint(optimizer: str, directory: Path) -> dict[str, float]:
+    """Written by one plan, read by others, which go on with the same training."""
+    options = {"optimizer": optimizer, "optimizer_options": {"learning_rate": RATE, "eps": 1e-3}}
+    torch.manual_seed(0)
+    whole = ScheduledEmbeddingBagCollection(tables(), device=here(), **options)
+    first = sharded(copy.deepcopy(whole), MIXED)
+    rank, batches, worst = dist.get_rank(), batch((2, 3), 0, False), 0.0
+
+    def step(dmp: DistributedModelParallel) -> None:
+        dmp.module["bags"](batches[rank]).values().square().sum().backward()
+
+    def step_whole() -> None:
+        (whole(batches[-1]).values().square().sum() / PROCESSES).backward()
+
+    def saved(dmp: DistributedModelParallel) -> dict[str, Any]:
+        return {"model": dmp.state_dict(), "optimizer": dmp.fused_optimizer.state_dict()}
+
+    step(first)
+    step_whole()
+    torch.distributed.checkpoint.save(saved(first), checkpoint_id=directory / optimizer)
+    others = [sharded(ScheduledEmbeddingBagCollection(tables(), device=here(), **options), plan) for plan in ONE.values()]
+    step_whole()
+    for dmp in others:
+        state = saved(dmp)
+        torch.distributed.checkpoint.load(state, checkpoint_id=directory / optimizer)
+        dmp.load_state_dict(state["model"])
+        dmp.fused_optimizer.load_state_dict(state["optimizer"])
+        step(dmp)
+        worst = max(worst, tables_apart(dmp.module["bags"], whole), states_apart(dmp, whole))
+    return {"tables and states": worst}
+
+
+class Model(nn.Module):
+    """As a train pipeline wants it."""
+
+    def __init__(self, bags: ScheduledEmbeddingBagCollection) -> None:
+        super().__init__()
+        self.bags = bags
+        self.over = nn.Linear(51, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        scores = self.over(self.bags(features).values())
+        return scores.square().mean(), scores.detach()
+
+
+def pipelined() -> dict[str, float]:
+    """TorchRec's pipeline, which sends a batch's ids before the one before has been looked up, against plain steps."""
+    sharder, losses = ScheduledEmbeddingBagCollectionSharder(), []
+    batches = [batch((2, 3), seed, False)[dist.get_rank()] for seed in range(4)]
+    for is_piped in (False, True):
+        torch.manual_seed(0)
+        model = Model(ScheduledEmbeddingBagCollection(tables(), device=here(), **SGD))
+        generators = {table.name: of for table, of in zip(tables(), MIXED, strict=True)}
+        plan = construct_module_sharding_plan(model.bags, generators, sharder, PROCESSES, PROCESSES, here().type)
+        dmp = DistributedModelParallel(model.to(here()), device=here(), plan=ShardingPlan({"bags": plan}), sharders=[sharder])
+        rest = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
+        scores = []
+        if is_piped:
+            pipeline, feed = TrainPipelineSparseDist(dmp, rest, here()), iter(batches)
+            scores = [pipeline.progress(feed) for _ in batches]
+        else:
+            for features in batches:
+                rest.zero_grad()
+                loss, found = dmp(features)
+                loss.backward()
+                rest.step()
+                scores.append(found)
+        losses.append(torch.cat(scores))
+    return {"scores": apart(*losses)}
+
+
+def planned() -> dict[str, float]:
+    """By TorchRec's planner."""
+    torch.manual_seed(0)
+    whole = ScheduledEmbeddingBagCollection(tables(), device=here())
+    sharder = ScheduledEmbeddingBagCollectionSharder()
+    planner = EmbeddingShardingPlanner(Topology(PROCESSES, here().type))
+    model = nn.ModuleDict({"bags": copy.deepcopy(whole)})
+    plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+    dmp = DistributedModelParallel(model, device=here(), plan=plan, sharders=[sharder])
+    batches = batch((2, 3), 0, False)
+    got = dmp.module["bags"](batches[dist.get_rank()])
+    return {"pooled": apart(got.values(), whole(batches[-1]).values().split((2, 3))[dist.get_rank()])}
+
+
+def from_meta() -> dict[str, float]:
+    """Tables that are made where they are; all copies are the same."""
+    torch.manual_seed(dist.get_rank())
+    configs = tables()
+    for table in configs:
+        # Of two dimensions, which a table that is not here does not have.
+        table.init_fn = nn.init.xavier_uniform_ if table.name in ("z", "v") else functools.partial(nn.init.constant_, val=0.5)
+    plan = [row_wise(), column_wise(ranks=[0, 1]), data_parallel(), table_wise(rank=0), table_wise(rank=1)]
+    bags = sharded(ScheduledEmbeddingBagCollection(configs, device="meta", **SGD), plan).module["bags"]
+    weights = {name: parameter.detach() for name, parameter in bags.named_parameters()}
+    copies = [torch.empty_like(weights["embedding_bags.z.weight"]) for _ in range(PROCESSES)]
+    dist.all_gather(copies, weights["embedding_bags.z.weight"].contiguous())
+    constants = [weights[f"embedding_bags.{name}.weight"] for name in ("x", "y", "w")]
+    return {
+        "copies": apart(copies[0], copies[1]),
+        "drawn": float(not 0 < float(copies[0].abs().max()) < 2),
+        "constant": max((float((constant - 0.5).abs().max()) for constant in constants if constant.numel()), default=0.0),
+    }
+
+
+def output() -> dict[str, float]:
+    """Another dtype, a feature by its name, and no gradients where none are wanted."""
+    torch.manual_seed(0)
+    whole = ScheduledEmbeddingBagCollection(tables(), device=here(), output_dtype=torch.bfloat16, **SGD)
+    bags = sharded(copy.deepcopy(whole), MIXED).module["bags"]
+    batches = batch((2, 3), 0, False)
+    with torch.no_grad():
+        got = bags(batches[dist.get_rank()])
+    wanted = whole(batches[-1])
+    return {
+        # By its name a feature is waited for when a function of PyTorch gets it.
+        "feature": apart(torch.clone(got["b@v"]), wanted["b@v"].split((2, 3))[dist.get_rank()]),
+        "pooled": apart(got.values(), wanted.values().split((2, 3))[dist.get_rank()]),
+        "requires grad": float(got.values().requires_grad),
+    }
+
+
+def errors() -> dict[str, str]:
+    """What is refused, in every process alike, before anything is sent."""
+
+    def refused(call: Callable[[], object]) -> str:
+        try:
+            call()
+        except (ValueError, NotImplementedError) as error:
+            return str(error)
+        return "nothing"
+
+    made = functools.partial(ScheduledEmbeddingBagCollection, device=here())
+    bags, weighted = sharded(made(tables()), MIXED).module["bags"], sharded(made(tables(SUM), True), MIXED).module["bags"]
+    features = batch((2,), 0, False)[-1]
+    values, lengths = features.values(), features.lengths()
+    ragged = KeyedJaggedTensor(list(KEYS), values, lengths=lengths, stride_per_key_per_rank=torch.full((5, 1), 2))
+    found = {
+        "missing": refused(lambda: bags(KeyedJaggedTensor(["a", "b"], values[:0], lengths=lengths[:4] * 0))),
+        "no weights": refused(lambda: weighted(features)),
+        "ragged": refused(lambda: bags(ragged)),
+        "widths": refused(lambda: sharded(made(tables()), [column_wise(ranks=[0, 0]), *MIXED[1:]])),
+    }
+    bags(features)
+    found["other order"] = refused(lambda: bags(KeyedJaggedTensor(list(KEYS[::-1]), values[:0], lengths=lengths * 0)))
+    return found
+
+
+CALLS: list[None] = []
+SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"learning_rate": RATE}}
+
+
+def count_calls() -> None:
+    """Count the shards' calls of the operator."""
+    operator = embedding_bags_shards.embedding_bags
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        CALLS.append(None)
+        return operator(*arguments, **options)
+
+    embedding_bags_shards.embedding_bags = counted
+
+
+def cases(directory: Path) -> dict[str, Callable[[], dict[str, Any]]]:
+    made: dict[str, Callable[[], dict[str, Any]]] = {}
+    # On a GPU kernels are compiled for the widths of every plan's shards.
+    is_few = here().type == "cuda"
+    for name, plan in {**ONE, "mixed": MIXED, "all in one": ON_ONE}.items():
+        by_row = () if name in ("column-wise", "mixed") else BY_ROW
+        for optimizer in (None, "adagrad") if is_few else (*BY_ELEMENT, *by_row):
+            made[f"{name}, {optimizer}"] = functools.partial(training, plan, optimizer)
+        if name == "mixed" or not is_few:
+            made[f"{name}, weighted"] = functools.partial(training, plan, "adagrad", weighted=True)
+            made[f"{name}, two types"] = functools.partial(training, plan, "sgd", two_types=True)
+    for optimizer in ("adagrad", "adam"):
+        made[f"checkpoint, {optimizer}"] = functools.partial(checkpoint, optimizer, directory)
+    others = (several_shards_in_one, column_rows, reduce_scattered, pipelined, state_dicts, planned, from_meta, output, errors)
+    return {**made, **{of.__name__: of for of in others}}
+
+
+def work(root: Path) -> None:
+    # TorchRec tells of every table that it caches nothing.
+    logging.disable(logging.WARNING)
+    count_calls()
+    found = {name: case() for name, case in cases(root).items()}
+    (root / str(dist.get_rank())).write_text(json.dumps(found))
+
+
+def on_gpu(rank: int, root: Path) -> None:
+    """In a new process, for a forked one has no GPU if the first has looked for one."""
+    warnings.simplefilter("ignore")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", store=dist.FileStore(str(root / "store"), PROCESSES), rank=rank, world_size=PROCESSES)
+    work(root)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    root, backend = Path(sys.argv[1]), sys.argv[2]
+    if backend == "nccl":
+        torch.multiprocessing.spawn(on_gpu, (root,), PROCESSES)
+    else:
+        fork(functools.partial(work, root), PROCESSES, root / "store")
+    print(json.dumps([json.loads((root / str(rank)).read_text()) for rank in range(PROCESSES)]))
+
+
+if __name__ == "__main__":
+    main()

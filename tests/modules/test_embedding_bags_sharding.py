@@ -1,0 +1,177 @@
+"""Bags that DistributedModelParallel has sharded over two processes, on the CPU and on GPUs, against the unsharded ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from jagged.modules import ScheduledEmbeddingBagCollection, ScheduledEmbeddingBagCollectionSharder
+from tests.places import PLACE
+
+ROOT = Path(__file__).parents[2]
+# In units of the last place: sums in another order, of which a 16-bit table can be rounded to its next number.
+FEW, OF_16_BITS = 100, 20_000
+
+pytestmark = [
+    pytest.mark.skipif(PLACE.name == "interpret", reason="processes of their own, whatever the place"),
+    # On GPUs hundreds of kernels are compiled first.
+    pytest.mark.timeout(1_800),
+]
+
+
+def run(backend: str, directory: Path) -> list[dict[str, Any]]:
+    """For each process what it has found, by case."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.modules.bags_processes", str(directory), backend],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
+        capture_output=True,
+        text=True,
+        timeout=1_700,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    result: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(result) == 2
+    return result
+
+
+def check(found: list[dict[str, Any]], name: str) -> None:
+    if name not in found[0]:
+        pytest.skip("looked at on the CPU")
+    for process in found:
+        limit = OF_16_BITS if name.endswith("two types") else FEW
+        # A NaN fails too.
+        assert all(difference < limit for difference in process[name].values()), process[name]
+        assert process[name].get("launches", 0) == 0
+
+
+PLANS = ("table-wise", "column-wise", "row-wise", "data-parallel", "mixed", "all in one")
+BY_ELEMENT, BY_ROW = ("None", "sgd", "adagrad", "adam", "weighted", "two types"), ("rowwise_adagrad", "rowwise_adam")
+CASES = [f"{plan}, {of}" for plan in PLANS for of in (*BY_ELEMENT, *(() if plan in ("column-wise", "mixed") else BY_ROW))]
+CASES += [
+    "checkpoint, adagrad",
+    "checkpoint, adam",
+    "several_shards_in_one",
+    "column_rows",
+    "reduce_scattered",
+    "pipelined",
+    "planned",
+]
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run("gloo", tmp_path_factory.mktemp("gloo"))
+
+
+@pytest.fixture(scope="module")
+def on_gpus(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    return run("nccl", tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture(params=["on_cpu", pytest.param("on_gpus", marks=pytest.mark.gpu)])
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    result: list[dict[str, Any]] = request.getfixturevalue(request.param)
+    return result
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_training_is_that_of_the_unsharded_module(found: list[dict[str, Any]], case: str) -> None:
+    check(found, case)
+
+
+def test_every_case_is_looked_at(on_cpu: list[dict[str, Any]]) -> None:
+    others = {"state_dicts", "from_meta", "output", "errors"}
+    assert all(process.keys() == {*CASES, *others} for process in on_cpu)
+
+
+def test_state_dicts_go_both_ways(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        state_dicts = dict(process["state_dicts"])
+        assert state_dicts.pop("differs at first") == 1
+        assert set(state_dicts.values()) == {0.0}
+
+
+def test_tables_of_a_meta_module_are_made_where_they_are(found: list[dict[str, Any]]) -> None:
+    for process in found:
+        assert set(process["from_meta"].values()) == {0.0}
+
+
+def test_output_has_the_dtype_and_the_features_of_the_unsharded_module(found: list[dict[str, Any]]) -> None:
+    check(found, "output")
+    assert [process["output"]["requires grad"] for process in found] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("missing", "expected a key for every feature of the tables, got none for c, d"),
+        ("other order", "expected the keys of the first batch in their order"),
+        ("no weights", "expected weights, as is_weighted says, got none"),
+        ("ragged", "expected one batch size for all keys where tables are sharded"),
+        ("widths", "expected several column shards in one process to have the same width, a multiple of 16, got [4, 4] of 'x'"),
+    ],
+)
+def test_wrong_input_is_refused_in_every_process(found: list[dict[str, Any]], case: str, message: str) -> None:
+    for process in found:
+        assert message in process["errors"][case]
+
+
+def collection(**options: Any) -> ScheduledEmbeddingBagCollection:
+    table = EmbeddingBagConfig(name="item", num_embeddings=10, embedding_dim=4, feature_names=["clicked"])
+    return ScheduledEmbeddingBagCollection([table], device="meta", **options)
+
+
+def frozen() -> ScheduledEmbeddingBagCollection:
+    return collection().requires_grad_(False)
+
+
+def with_an_optimizer() -> ScheduledEmbeddingBagCollection:
+    module = collection()
+    for parameter in module.parameters():
+        # As apply_optimizer_in_backward does.
+        parameter._optimizer_classes = [torch.optim.SGD]
+    return module
+
+
+@pytest.mark.parametrize(
+    ("module", "sharding_type", "kernel", "message"),
+    [
+        (collection, "table_row_wise", "fused", "expected a sharding type of table_wise, column_wise, row_wise, data_parallel"),
+        (collection, "table_wise", "fused_uvm", "the compute kernel fused or dense for 'item', got table_wise and fused_uvm"),
+        (frozen, "table_wise", "fused", "expected tables that require a gradient, got 'embedding_bags.item.weight' frozen"),
+        (with_an_optimizer, "table_wise", "fused", "name one in ScheduledEmbeddingBagCollection"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(
+    module: Callable[[], ScheduledEmbeddingBagCollection], sharding_type: str, kernel: str, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ScheduledEmbeddingBagCollectionSharder().shard(
+            module(), {"item": ParameterSharding(sharding_type, kernel, ranks=[0])}, ShardingEnv(world_size=2, rank=0)
+        )
+
+
+def test_the_sharder_says_what_it_shards() -> None:
+    sharder = ScheduledEmbeddingBagCollectionSharder()
+    assert sharder.module_type is ScheduledEmbeddingBagCollection
+    assert list(sharder.shardable_parameters(collection())) == ["item"]
+    for device in ("cpu", "cuda"):
+        assert sharder.sharding_types(device) == ["table_wise", "column_wise", "row_wise", "data_parallel"]
+        assert sharder.compute_kernels("row_wise", device) == ["fused"]
+        assert sharder.compute_kernels("data_parallel", device) == ["dense"]
+    with pytest.raises(NotImplementedError, match="save a checkpoint and shard anew"):
+        sharder.reshard(nn.Module(), {}, None)
