@@ -43,6 +43,8 @@ def pool_unit(
     fields = layout + feature * FIELDS
     table = weights + tl.load(fields) // 16 * 16
     rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
+    if indices.dtype.element_ty == tl.int32:
+        rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
     if batches is None:
         first_bag = feature.to(tl.int64) * num_bags
         of_feature = output + tl.load(fields + 3)
@@ -59,7 +61,7 @@ def pool_unit(
         left = (last - bag).to(tl.int32)
         own = tl.arange(0, GROUPS) // LANES
         begin, end = span_of(offsets + first_bag + bag, own, own < left, num_lookups)
-        sums = pooled(table, indices, scales, begin, end, rows, width, columns, SCHEDULE, SCHEDULE % 2, True)
+        sums = pooled(table, indices, scales, begin, end, rows, width, columns, SCHEDULE, SCHEDULE % 2, "rows")
         of_sums = tl.arange(0, GROUPS // LANES)
         if is_mean != 0:
             first, after = span_of(offsets + first_bag + bag, of_sums, of_sums < left, num_lookups)

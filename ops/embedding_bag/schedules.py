@@ -68,6 +68,12 @@ def most_lanes_by(kind):
 
 
 @triton.constexpr_function
+def is_of_many(schedule):
+    """Return whether a schedule is for bags of many lookups, of which it takes one at a time."""
+    return schedule // 2 % 4 == 3
+
+
+@triton.constexpr_function
 def columns_by(schedule):
     """Return the columns of a schedule."""
     return 4 << (schedule // 8)
@@ -96,13 +102,19 @@ def unroll_by(schedule):
 @triton.jit
 def columns_of(width):
     """Return the columns of a program, and their exponent less 2."""
-    columns = tl.full(width.shape, FEWEST_COLUMNS, tl.int64)
-    exponent = tl.zeros(width.shape, tl.int32)
+    columns = (width * 0 + FEWEST_COLUMNS).to(tl.int64)
+    exponent = (width * 0).to(tl.int32)
     for i in tl.static_range(1, 6):
         is_wider = width > (FEWEST_COLUMNS << (i - 1))
         columns = tl.where(is_wider, FEWEST_COLUMNS << i, columns)
         exponent = tl.where(is_wider, i, exponent)
     return columns, exponent
+
+
+@triton.jit
+def kind_of(lookups, bags):
+    """Return the kind of bags with so many lookups in all: by the mean length, above 1.5, 6 and 24."""
+    return (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 24).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride"])
@@ -130,8 +142,7 @@ def embedding_bags_map_kernel(
         lookups = tl.load(offsets + last, mask=exists, other=0) - tl.load(offsets + first, mask=exists, other=0)
         lookups = tl.maximum(lookups, 0).to(tl.int64)
         columns, exponent = columns_of(width)
-        # By the mean length: above 1.5, 6 and 24.
-        kind = (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 24).to(tl.int32)
+        kind = kind_of(lookups, bags)
         numbers, most = tl.full(kind.shape, numbers_by(0), tl.int64), tl.full(kind.shape, most_lanes_by(0), tl.int64)
         for i in tl.static_range(1, NUM_KINDS):
             numbers = tl.where(kind == i, numbers_by(i), numbers)
@@ -178,12 +189,13 @@ def span_of(offsets, bag, exists, num_lookups):
 
 @triton.jit
 def pooled(
-    values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr, VECTOR: tl.constexpr, ARE_ROWS: tl.constexpr,
+    values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr, VECTOR: tl.constexpr, IDS: tl.constexpr,
 ):  # fmt: skip
     """Sum, for some bags, the rows of their lookups: `[bags, columns]` in float32.
 
-    `begin` and `end` are those of each lookup's bag that stands side by side with others. `ids` are rows of `values`, of which
-    those outside of `0 .. rows` count as zeros, or elements where rows begin. `stride` is the rows' width.
+    `begin` and `end` are those of each lookup's bag that stands side by side with others. `IDS` says what `ids` are: `"rows"` of
+    `values`, of which those outside of `0 .. rows` count as zeros, `"elements"` where rows begin, or, where rows are in the order
+    of the lookups, the `"stride"` from one to the next. `stride` is the rows' width.
     """
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
     LANES: tl.constexpr = lanes_by(SCHEDULE)
@@ -191,23 +203,19 @@ def pooled(
     if VECTOR:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         stride = stride // 4 * 4
-    # The product of 32-bit factors is one instruction.
-    narrow = stride.to(ids.dtype.element_ty).to(tl.int64)
     in_row = columns < stride
-    known = tl.minimum(rows, 2**31 - 1).to(ids.dtype.element_ty) if ids.dtype.element_ty == tl.int32 else rows
     first = begin + tl.arange(0, GROUPS) % LANES
     total = tl.zeros((GROUPS, columns.shape[0]), tl.float32)
     for step in range(0, tl.max(end - begin, 0), UNROLL * LANES):
         place = first[None, :] + (step + tl.arange(0, UNROLL) * LANES)[:, None]
         is_live = place < end[None, :]
-        row = tl.load(ids + place, mask=is_live, other=0)
-        if ARE_ROWS:
-            is_live &= (row >= 0) & (row < known)
-            element = row.to(tl.int64) * narrow
+        element = place.to(tl.int64) * ids if IDS == "stride" else tl.load(ids + place, mask=is_live, other=0)
+        if IDS == "rows":
+            is_live &= (element >= 0) & (element < rows)
+            # The product of 32-bit factors is one instruction.
+            element = element.to(tl.int64) * stride.to(element.dtype).to(tl.int64)
         elif VECTOR:
-            element = row // 4 * 4
-        else:
-            element = row
+            element = element // 4 * 4
         mask = is_live[:, :, None] & in_row[None, None, :]
         tile = tl.load(values + element[:, :, None] + columns[None, None, :], mask=mask, other=0.0).to(tl.float32)
         if scales is not None:

@@ -432,6 +432,24 @@ def test_strided_lookups(place: Place) -> None:
         assert torch.equal(output, expected[0])
 
 
+@ON_TRITON
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("chunk", "split"), [(8, 8), (8, 16), (16, 64)])
+def test_rows_of_many_lookups_are_summed_in_parts(
+    place: Place, chunk: int, split: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
+    from jagged.ops.embedding_bag import backward
+
+    monkeypatch.setattr(backward, "CHUNK", chunk)
+    monkeypatch.setattr(backward, "SPLIT", split)
+    layout = BagLayout((3, 1, 50, 2), (6, 140, 8, 4))
+    for seed, most in enumerate((5, 16, 33)):
+        lengths = torch.randint(most, (4, 9), generator=torch.Generator().manual_seed(seed)).tolist()
+        batch = batch_of(layout, lengths, seed)
+        check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
+
+
 @pytest.mark.parametrize("dtype", PLACE.dtypes)
 def test_repeats_are_bit_for_bit_equal(place: Place, dtype: torch.dtype) -> None:
     torch.use_deterministic_algorithms(False)

@@ -12,9 +12,9 @@ from tests.places import PLACE
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
 LONGS = ("layout", "batches", "ends", "counter", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths")
-LONGS += ("first_bags",)
-FLOATS = ("scales", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
-INTS = ("schedules", "feature_of_bag", "keys", "sources")
+LONGS += ("first_bags", "begins", "block_ends")
+FLOATS = ("scales", "parts_of_runs", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
+INTS = ("schedules", "runs", "feature_of_bag", "keys", "sources")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
@@ -58,21 +58,38 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
 def test_sums_of_rows(kind: str, arch: int) -> None:
     from jagged.ops.embedding_bag import backward
 
-    constants: dict[str, Any] = {"FIELDS": 7, "USED": used("aligned"), "KIND": kind, "IS_STOCHASTIC": False, "ALIGNED": True}
+    constants: dict[str, Any] = {
+        "FIELDS": 7,
+        "SPLIT": backward.SPLIT,
+        "USED": used("aligned"),
+        "KIND": kind,
+        "IS_STOCHASTIC": False,
+    }
     if kind == "none":
         constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
-    resources = compile_one(backward.embedding_bags_rows_kernel, constants, arch)
-    assert resources.spills <= ALLOWED_SPILLS["rows"], resources
-    assert resources.registers <= 168, resources
+    join = {name: value for name, value in constants.items() if name != "factors"}
+    rows = constants | {"CHUNK": backward.CHUNK, "ALIGNED": True}
+    for kernel, of in ((backward.embedding_bags_rows_kernel, rows), (backward.embedding_bags_join_kernel, join)):
+        resources = compile_one(kernel, of, arch)
+        assert resources.spills <= ALLOWED_SPILLS["rows"], resources
+        assert resources.registers <= 168, resources
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize("name", ["map", "lookups", "samples"])
+@pytest.mark.parametrize("name", ["map", "rows_map", "lookups", "samples"])
 def test_small_kernels(name: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import backward, schedules
 
     module, constants, num_warps = {
         "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "WHOLE_ROWS": False}, 8),
+        "rows_map": (
+            backward,
+            {
+                "FIELDS": 7, "CHUNK": backward.CHUNK, "SPLIT": backward.SPLIT, "WHOLE_ROWS": False,
+                "BLOCK": schedules.BLOCK_GROUPS,
+            },
+            8,
+        ),
         "lookups": (backward, {"FIELDS": 7, "BAGS": backward.BLOCK_BAGS, "LOOKUPS": backward.BLOCK_LOOKUPS}, 4),
         "samples": (
             backward,

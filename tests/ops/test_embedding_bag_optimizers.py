@@ -281,6 +281,26 @@ def test_unknown_ids_update_nothing(place: Place, kind: str) -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the Triton kernels alone")
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their gradients are summed in parts, in blocks of eight lookups here, before anything is done with them."""
+    from jagged.ops.embedding_bag import backward
+
+    layout = BagLayout((2, 40), (140, 8))
+    batches = [lookups_of(layout, [[7, 20, 3, 9], [30, 1, 25, 5]], seed) for seed in range(3)]
+    grads = [random_tensor((4, layout.width), torch.float32, seed) for seed in range(3)]
+    weights = random_tensor((layout.num_elements,), torch.float32, 0)
+    results = []
+    for split in (backward.SPLIT, 8):
+        monkeypatch.setattr(backward, "CHUNK", 8)
+        monkeypatch.setattr(backward, "SPLIT", split)
+        optimizer = optimizer_of(kind, layout, weight_decay=0.125)
+        results.append([trained(place, weights, optimizer, batches, grads), optimizer.first, optimizer.second])
+    for in_parts, whole in zip(*results[::-1], strict=True):
+        torch.testing.assert_close(in_parts, whole)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_repeats_are_bit_for_bit_equal(place: Place, kind: str) -> None:
     torch.use_deterministic_algorithms(False)
