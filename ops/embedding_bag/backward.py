@@ -294,7 +294,7 @@ def embedding_bags_rows_kernel(
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     runs += tl.program_id(0) * (CHUNK + 1)
     num_units = tl.load(ends + num_tables - 1)
-    unit = take_unit(counter)
+    unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
         following = take_unit(counter)
         table, before = group_of(ends, unit, num_tables)
@@ -473,7 +473,7 @@ def _sums_by_row(
     if step is not None and "adam" in kind:
         # Near 0 for betas near 1, which float32 has no digits for.
         corrections = torch.stack([1 - torch.pow(beta, step.double()) for beta in numbers[1:3]]).float()
-    programs = PROGRAMS * gpu(device).multiprocessors
+    programs = min(PROGRAMS * gpu(device).multiprocessors, num_lookups)
     runs = torch.empty(programs, CHUNK + 1, dtype=narrow, device=device)
     # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
     row_stride = triton.cdiv(int(layout[:, 2].max()), 4) * 4

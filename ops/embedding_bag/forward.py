@@ -77,7 +77,7 @@ def embedding_bags_forward_kernel(
 ):  # fmt: skip
     """Take units of all features; `USED` has a bit for each schedule that is compiled."""
     num_units = tl.load(ends + num_features - 1)
-    unit = take_unit(counter)
+    unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
         following = take_unit(counter)
         feature, before = group_of(ends, unit, num_features)
@@ -130,7 +130,9 @@ def embedding_bags_forward(
         WHOLE_ROWS=False,
         num_warps=8,
     )
-    embedding_bags_forward_kernel[(PROGRAMS * gpu(weights.device).multiprocessors,)](
+    # No more than there can be units of narrow features: a program too many costs a wait at the counter.
+    programs = min(PROGRAMS * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
+    embedding_bags_forward_kernel[(programs,)](
         weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, counter, num_features,
         indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip

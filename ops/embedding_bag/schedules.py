@@ -162,8 +162,8 @@ def embedding_bags_map_kernel(
 
 @triton.jit
 def take_unit(counter):
-    """Return the number of the next unit of work. Which program takes it changes nothing that is computed."""
-    return tl.atomic_add(counter, 1, sem="relaxed")
+    """Return the number of the next unit of work, after each program's first. Who takes it changes nothing that is computed."""
+    return tl.num_programs(0) + tl.atomic_add(counter, 1, sem="relaxed")
 
 
 @triton.jit

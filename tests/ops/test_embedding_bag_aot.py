@@ -48,7 +48,7 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
     assert resources.spills <= ALLOWED_SPILLS["forward"], resources
-    assert resources.registers <= 96, resources
+    assert arch == AMD or resources.registers <= 96, resources
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])
