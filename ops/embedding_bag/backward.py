@@ -149,13 +149,13 @@ def updated(
     return new
 
 
-@triton.jit(do_not_specialize=["num_tables"])
+@triton.jit(do_not_specialize=["num_tables", "num_programs"])
 def embedding_bags_rows_map_kernel(
-    tables, begins, ends, block_ends, counter, num_tables, FIELDS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    tables, begins, ends, block_ends, counter, num_tables, num_programs, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
+    SPLIT: tl.constexpr, WHOLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each table after how many units of `CHUNK` lookups it ends, and after how many blocks of `SPLIT`."""
-    tl.store(counter, 0)
+    tl.store(counter, num_programs)
     total, total_blocks = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, num_tables, BLOCK):
         table = start + tl.arange(0, BLOCK)
@@ -465,15 +465,15 @@ def _sums_by_row(
     begins = torch.searchsorted(keys, tables[:, 5].to(keys.dtype))
     ends, block_ends = (torch.empty(num_tables, dtype=wide, device=device) for _ in range(2))
     counter = torch.empty(1, dtype=wide, device=device)
+    programs = min(PROGRAMS * gpu(device).multiprocessors, num_lookups)
     embedding_bags_rows_map_kernel[(1,)](
-        tables, begins, ends, block_ends, counter, num_tables, FIELDS=fields, CHUNK=CHUNK, SPLIT=SPLIT,
+        tables, begins, ends, block_ends, counter, num_tables, programs, FIELDS=fields, CHUNK=CHUNK, SPLIT=SPLIT,
         WHOLE_ROWS=kind.startswith("rowwise"), BLOCK=BLOCK_GROUPS, num_warps=8,
     )  # fmt: skip
     corrections = None
     if step is not None and "adam" in kind:
         # Near 0 for betas near 1, which float32 has no digits for.
         corrections = torch.stack([1 - torch.pow(beta, step.double()) for beta in numbers[1:3]]).float()
-    programs = min(PROGRAMS * gpu(device).multiprocessors, num_lookups)
     runs = torch.empty(programs, CHUNK + 1, dtype=narrow, device=device)
     # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
     row_stride = triton.cdiv(int(layout[:, 2].max()), 4) * 4

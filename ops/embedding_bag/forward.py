@@ -116,22 +116,12 @@ def embedding_bags_forward(
     ends = torch.empty(num_features, dtype=torch.int64, device=weights.device)
     schedules = torch.empty(num_features, dtype=torch.int32, device=weights.device)
     counter = torch.empty(1, dtype=torch.int64, device=weights.device)
-    embedding_bags_map_kernel[(1,)](
-        device_layout[:, 2],
-        fields,
-        first_bags,
-        offsets,
-        ends,
-        schedules,
-        counter,
-        num_features,
-        size,
-        BLOCK=BLOCK_GROUPS,
-        WHOLE_ROWS=False,
-        num_warps=8,
-    )
     # No more than there can be units of narrow features: a program too many costs a wait at the counter.
     programs = min(PROGRAMS * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
+    embedding_bags_map_kernel[(1,)](
+        device_layout[:, 2], fields, first_bags, offsets, ends, schedules, counter, num_features, size, programs,
+        BLOCK=BLOCK_GROUPS, num_warps=8,
+    )  # fmt: skip
     embedding_bags_forward_kernel[(programs,)](
         weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, counter, num_features,
         indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,

@@ -117,16 +117,16 @@ def kind_of(lookups, bags):
     return (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride"])
+@triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride", "num_programs"])
 def embedding_bags_map_kernel(
-    widths, width_stride, first_bags, offsets, ends, schedules, counter, num_groups, num_bags, BLOCK: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
+    widths, width_stride, first_bags, offsets, ends, schedules, counter, num_groups, num_bags, num_programs,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each group of bags of one width its schedule and the bags of its units, and after how many units it ends.
 
-    A group has the bags from `first_bags` on, or `num_bags` each. A unit is of some columns, or of all. The counter begins anew.
+    A group has the bags from `first_bags` on, or `num_bags` each. The counter begins behind the units that programs begin with.
     """
-    tl.store(counter, 0)
+    tl.store(counter, num_programs)
     total = tl.zeros((), tl.int64)
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
@@ -151,9 +151,7 @@ def embedding_bags_map_kernel(
         bytes_of_bag = lookups * tl.maximum(tl.minimum(width, MOST_COLUMNS) * 4, SECTOR) // tl.maximum(bags, 1) + SECTOR
         steps = tl.full(kind.shape, UNIT_BYTES, tl.int64) // (bytes_of_bag * at_once)
         steps = tl.minimum(tl.maximum(steps, 1), UNIT_STEPS)
-        units = (bags + at_once * steps - 1) // (at_once * steps)
-        if not WHOLE_ROWS:
-            units *= (width + columns - 1) // columns
+        units = (bags + at_once * steps - 1) // (at_once * steps) * ((width + columns - 1) // columns)
         schedule = (exponent * NUM_KINDS + kind) * 2 + (width % 4 == 0).to(tl.int32)
         tl.store(schedules + group, schedule | ((at_once * steps).to(tl.int32) << SCHEDULE_BITS), mask=exists)
         tl.store(ends + group, total + tl.cumsum(units, 0), mask=exists)
@@ -162,8 +160,8 @@ def embedding_bags_map_kernel(
 
 @triton.jit
 def take_unit(counter):
-    """Return the number of the next unit of work, after each program's first. Who takes it changes nothing that is computed."""
-    return tl.num_programs(0) + tl.atomic_add(counter, 1, sem="relaxed")
+    """Return the number of the next unit of work. Who takes it changes nothing that is computed."""
+    return tl.atomic_add(counter, 1, sem="relaxed")
 
 
 @triton.jit

@@ -81,7 +81,7 @@ def test_small_kernels(name: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import backward, schedules
 
     module, constants, num_warps = {
-        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "WHOLE_ROWS": False}, 8),
+        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS}, 8),
         "rows_map": (
             backward,
             {
