@@ -15,7 +15,6 @@ from jagged.ops._shared.matrices import gpu
 from jagged.ops.embedding_bag.schedules import (
     BLOCK_GROUPS,
     NUM_SCHEDULES,
-    PROGRAMS,
     SCHEDULE_BITS,
     SCHEDULE_MASK,
     columns_by,
@@ -99,6 +98,8 @@ def embedding_bags_forward(
     layout: Tensor,
     batches: Tensor | None,
     host_batches: Tensor | None,
+    plan: Tensor | None,
+    programs: int,
     size: int,
     width: int,
     output_dtype: torch.dtype,
@@ -126,9 +127,10 @@ def embedding_bags_forward(
         size,
         BLOCK=BLOCK_GROUPS,
         WHOLE_ROWS=False,
+        plan=plan,
         num_warps=8,
     )
-    embedding_bags_forward_kernel[(PROGRAMS * gpu(weights.device).multiprocessors,)](
+    embedding_bags_forward_kernel[(programs * gpu(weights.device).multiprocessors,)](
         weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, counter, num_features,
         indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 LONGS = ("layout", "batches", "ends", "counter", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths")
 LONGS += ("first_bags",)
 FLOATS = ("scales", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
-INTS = ("schedules", "feature_of_bag", "keys", "sources")
+INTS = ("schedules", "feature_of_bag", "keys", "sources", "plan")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
@@ -67,12 +67,13 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize("name", ["map", "lookups", "samples"])
+@pytest.mark.parametrize("name", ["map", "planned", "lookups", "samples"])
 def test_small_kernels(name: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import backward, schedules
 
     module, constants, num_warps = {
-        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "WHOLE_ROWS": False}, 8),
+        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "WHOLE_ROWS": False, "plan": None}, 8),
+        "planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "WHOLE_ROWS": False, "first_bags": None}, 8),
         "lookups": (backward, {"FIELDS": 7, "BAGS": backward.BLOCK_BAGS, "LOOKUPS": backward.BLOCK_LOOKUPS}, 4),
         "samples": (
             backward,
@@ -83,5 +84,5 @@ def test_small_kernels(name: str, arch: int | str) -> None:
             2,
         ),
     }[name]  # fmt: skip
-    kernel = getattr(module, f"embedding_bags_{name}_kernel")
+    kernel = getattr(module, f"embedding_bags_{'map' if name == 'planned' else name}_kernel")
     assert compile_one(kernel, constants, arch, num_warps=num_warps).spills == 0
