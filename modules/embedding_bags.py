@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -22,12 +23,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.table_storage import TableStorage
-from jagged.ops import BagLayout, BagOptimizer, embedding_bags
+from jagged.ops import BagLayout, BagOptimizer, BagPlan, BagSchedules, embedding_bags
 from jagged.ops.embedding_bag.optimizers import Kind
+from jagged.ops.embedding_bag.plans import Mismatch
 
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-OPTIONS = ("optimizer", "optimizer_options", "output_dtype")
+OPTIONS = ("optimizer", "optimizer_options", "output_dtype", "plan", "plan_mismatch")
 OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
 
 
@@ -69,10 +71,16 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
             that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters get dense gradients.
         optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`.
         output_dtype: of the pooled embeddings.
+        plan: schedules that `jagged tune` has measured, or their file, by the features' names in the output; None: the lengths of
+            each batch choose, as for features that the plan does not have. Followed on a GPU.
+        plan_mismatch: what a plan for tables of other shapes, or in forward for another GPU, does: `"refuse"` raises, `"warn"`
+            warns once and does without.
 
     Raises:
         ValueError: no tables, two of one name, another data type or pooling, weighted means, options of the optimizer that are
-            unknown or missing; in forward, keys that are missing or batches of several sizes without inverse indices.
+            unknown or missing, a file that is no plan, a plan that does not fit; in forward, keys that are missing or batches of
+            several sizes without inverse indices.
+        OSError: a plan that cannot be read.
         TypeError: another output dtype.
 
     Shape:
@@ -112,6 +120,8 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         optimizer: Kind | None = None,
         optimizer_options: dict[str, Any] | None = None,
         output_dtype: torch.dtype = torch.float32,
+        plan: BagPlan | str | os.PathLike[str] | None = None,
+        plan_mismatch: Mismatch = "refuse",
     ) -> None:
         super().__init__()
         _check(tables, is_weighted, output_dtype)
@@ -130,6 +140,11 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         # For each feature of the output its part, and its place there.
         self._places: list[tuple[int, int]] = []
         self._make_parts(device)
+        self._plan: BagPlan | None = None
+        self._mismatch = plan_mismatch
+        # For a device the schedules of each part.
+        self._schedules: dict[torch.device, list[BagSchedules | None]] = {}
+        self.follow(plan)
         self.register_load_state_dict_post_hook(_gather)
         self.reset_parameters()
 
@@ -171,7 +186,7 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         if isinstance(features, Proxy):
             return _as_leaf(self, features)
         features = maybe_td_to_kjt(features, None)
-        pooled = [self._pooled(part, features) for part in self._parts]
+        pooled = [self._pooled(number, features) for number in range(len(self._parts))]
         is_ragged, inverse = features.variable_stride_per_key(), features.inverse_indices_or_none()
         if is_ragged or inverse is not None:
             values = self._expanded(pooled, features, is_ragged)
@@ -179,8 +194,9 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
             values = pooled[0] if len(pooled) == 1 else self._interleaved(pooled)
         return KeyedTensor(keys=self._embedding_names, length_per_key=self._widths, values=values)
 
-    def _pooled(self, part: _Part, features: KeyedJaggedTensor) -> Tensor:
+    def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""
+        part = self._parts[number]
         ids, offsets, weights, batch_sizes = self._lookups(part, features)
         tables = part.tables
         storage = tables.weights()
@@ -195,6 +211,7 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
             batch_sizes=batch_sizes,
             optimizer=tables.optimizer if learns else None,
             output_dtype=dtype if dtype in (torch.float32, storage.dtype) else torch.float32,
+            schedules=None if self._plan is None else self._schedules_on(storage.device)[number],
         )
         if learns and pooled.grad_fn is not None:
             pooled.grad_fn.register_prehook(tables.check_all_learn)
@@ -245,6 +262,41 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
                 "do not stand side by side"
             )
         return process_pooled_embeddings(ordered, reorder_inverse_indices(inverse, names))
+
+    def follow(self, plan: BagPlan | str | os.PathLike[str] | None) -> None:
+        """Take a plan, or its file, in place of the one before; None for none. A CUDA graph keeps what it was captured with.
+
+        Raises:
+            OSError, ValueError: a plan that cannot be read or does not fit the tables, as `plan_mismatch` says.
+        """
+        plan = plan if plan is None or isinstance(plan, BagPlan) else BagPlan.load(plan)
+        shapes = {
+            name: (part.tables.layout.rows[table], part.tables.layout.widths[table])
+            for part, names in zip(self._parts, self.feature_names(), strict=True)
+            for name, table in zip(names, part.tables.layout.tables or (), strict=True)
+        }
+        # With an empty one `plan_mismatch` is still checked.
+        fitting = (plan or BagPlan("", {})).fitting(shapes, mismatch=self._mismatch)
+        self._plan = None if plan is None else fitting
+        self._schedules.clear()
+
+    def feature_names(self) -> list[list[str]]:
+        """For each data type the names of its features in the output, which are their names in a plan."""
+        names: list[list[str]] = [[] for _ in self._parts]
+        for name, (part, _) in zip(self._embedding_names, self._places, strict=True):
+            names[part].append(name)
+        return names
+
+    def _schedules_on(self, device: torch.device) -> list[BagSchedules | None]:
+        if device not in self._schedules:
+            assert self._plan is not None
+            gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+            plan = self._plan.fitting({}, gpu, self._mismatch)
+            self._schedules[device] = [
+                None if plan is None else plan.schedules(part.tables.layout, device, names=names)
+                for part, names in zip(self._parts, self.feature_names(), strict=True)
+            ]
+        return self._schedules[device]
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables."""
@@ -313,8 +365,12 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
             for parameter, copied in part.tables.copies():
                 memo.setdefault(id(parameter), copied)
         copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another machine may have another GPU.
+        return {**self.__dict__, "_schedules": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -325,6 +381,9 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         shown = [f"features={len(self._widths)}", f"width={sum(self._widths)}", f"is_weighted={self._is_weighted}"]
         shown += [f"optimizer={self._kind!r}"] if self._kind is not None else []
         shown += [f"output_dtype={self._output_dtype}"] if self._output_dtype != torch.float32 else []
+        if self._plan is not None:
+            planned = sum(name in self._plan.features for name in self._embedding_names)
+            shown.append(f"plan={planned} of {len(self._widths)} features")
         return ", ".join(shown)
 
 
@@ -336,7 +395,8 @@ def replace_embedding_bags(module: nn.Module, **options: Any) -> nn.Module:
 
     Args:
         module: a model, changed in place, or an `EmbeddingBagCollection`.
-        options: `optimizer`, `optimizer_options` and `output_dtype` of `ScheduledEmbeddingBagCollection`.
+        options: `optimizer`, `optimizer_options`, `output_dtype`, `plan` and `plan_mismatch` of
+            `ScheduledEmbeddingBagCollection`.
 
     Returns:
         The model; for an `EmbeddingBagCollection` what takes its place.

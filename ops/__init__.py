@@ -25,13 +25,16 @@ from jagged.ops.elementwise import (
     jagged_mlp,
     jagged_pairwise_difference,
 )
-from jagged.ops.embedding_bag import BagLayout, BagOptimizer, embedding_bags
+from jagged.ops.embedding_bag import BagLayout, BagOptimizer, BagPlan, BagSchedule, BagSchedules, embedding_bags
 from jagged.ops.sampled_cross_entropy import Draw, drawn_negatives, sampled_linear_cross_entropy
 from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
     "BagLayout",
     "BagOptimizer",
+    "BagPlan",
+    "BagSchedule",
+    "BagSchedules",
     "Draw",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",

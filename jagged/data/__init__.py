@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from jagged.data.dataset import SequenceDataset as SequenceDataset
     from jagged.data.errors import DataError as DataError
     from jagged.data.events import read_events as read_events
+    from jagged.data.recorded import RecordedBatches as RecordedBatches
+    from jagged.data.recorded import read_batches as read_batches
+    from jagged.data.recorded import record_batches as record_batches
     from jagged.data.splits import SequencePart as SequencePart
     from jagged.data.splits import SequenceSplit as SequenceSplit
     from jagged.data.splits import leaks as leaks
@@ -27,13 +30,16 @@ _WHERE = {
     "Attainable": "synthetic",
     "BatchLoader": "batches",
     "DataError": "errors",
+    "RecordedBatches": "recorded",
     "SequenceBatch": "batches",
     "SequenceDataset": "dataset",
     "SequencePart": "splits",
     "SequenceSplit": "splits",
     "Vocabulary": "vocabulary",
     "leaks": "splits",
+    "read_batches": "recorded",
     "read_events": "events",
+    "record_batches": "recorded",
     "split_global_time": "splits",
     "split_leave_one_out": "splits",
     "synthetic_sessions": "synthetic",
@@ -43,13 +49,16 @@ __all__ = [
     "Attainable",
     "BatchLoader",
     "DataError",
+    "RecordedBatches",
     "SequenceBatch",
     "SequenceDataset",
     "SequencePart",
     "SequenceSplit",
     "Vocabulary",
     "leaks",
+    "read_batches",
     "read_events",
+    "record_batches",
     "split_global_time",
     "split_leave_one_out",
     "synthetic_sessions",

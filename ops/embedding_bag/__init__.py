@@ -3,5 +3,6 @@
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.op import embedding_bags
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
+from jagged.ops.embedding_bag.plans import BagPlan, BagSchedule, BagSchedules
 
-__all__ = ["BagLayout", "BagOptimizer", "embedding_bags"]
+__all__ = ["BagLayout", "BagOptimizer", "BagPlan", "BagSchedule", "BagSchedules", "embedding_bags"]

@@ -15,7 +15,6 @@ from jagged.ops._shared.matrices import gpu
 from jagged.ops.embedding_bag.schedules import (
     BLOCK_GROUPS,
     NUM_SCHEDULES,
-    PROGRAMS,
     SCHEDULE_BITS,
     SCHEDULE_MASK,
     columns_by,
@@ -101,6 +100,8 @@ def embedding_bags_forward(
     layout: Tensor,
     batches: Tensor | None,
     host_batches: Tensor | None,
+    plan: Tensor | None,
+    programs: int,
     size: int,
     width: int,
     output_dtype: torch.dtype,
@@ -117,12 +118,12 @@ def embedding_bags_forward(
     schedules = torch.empty(num_features, dtype=torch.int32, device=weights.device)
     counter = torch.empty(1, dtype=torch.int64, device=weights.device)
     # No more than there can be units of narrow features: a program too many costs a wait at the counter.
-    programs = min(PROGRAMS * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
+    num_programs = min(programs * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
     embedding_bags_map_kernel[(1,)](
-        device_layout[:, 2], fields, first_bags, offsets, ends, schedules, counter, num_features, size, programs,
-        BLOCK=BLOCK_GROUPS, num_warps=8,
+        device_layout[:, 2], fields, first_bags, offsets, ends, schedules, counter, num_features, size, num_programs,
+        BLOCK=BLOCK_GROUPS, plan=plan, num_warps=8,
     )  # fmt: skip
-    embedding_bags_forward_kernel[(programs,)](
+    embedding_bags_forward_kernel[(num_programs,)](
         weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, counter, num_features,
         indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip

@@ -15,13 +15,14 @@ from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor, v
 from jagged.ops.embedding_bag import torch_impl
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
+from jagged.ops.embedding_bag.plans import MOST_PROGRAMS, PROGRAMS, BagSchedules
 
 IDS = (torch.int64, torch.int32)
 CPU = torch.device("cpu")
 
 
 def _forward_fake(weights: Tensor, *others: Any) -> Tensor:
-    *_, batches, _, size, width, output_dtype, _ = others
+    *_, batches, _, _, _, size, width, output_dtype, _ = others
     return weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
 
 
@@ -43,7 +44,8 @@ _LOOKUPS = f"Tensor indices, Tensor offsets, Tensor? per_sample_weights, {_BATCH
 
 _forward = define_operator(
     "embedding_bags",
-    f"(Tensor weights, {_LOOKUPS}, SymInt size, SymInt width, ScalarType output_dtype, str backend) -> Tensor",
+    f"(Tensor weights, {_LOOKUPS}, Tensor? plan, int programs, SymInt size, SymInt width, ScalarType output_dtype, "
+    "str backend) -> Tensor",
     torch_impl=torch_impl.embedding_bags_forward,
     triton_impl="jagged.ops.embedding_bag.forward:embedding_bags_forward",
     fake=_forward_fake,
@@ -83,6 +85,7 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         indices: Tensor,
         offsets: Tensor,
         batch: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+        plan: tuple[Tensor | None, int],
         size: int,
         width: int,
         output_dtype: torch.dtype,
@@ -99,12 +102,14 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         ctx.weights = weights if optimizer is not None else None
         saved = weights if needs_rows and optimizer is None else None
         ctx.save_for_backward(saved, per_sample_weights, indices, offsets)
-        result: Tensor = _forward(weights, indices, offsets, per_sample_weights, *batch, size, width, output_dtype, backend)
+        result: Tensor = _forward(
+            weights, indices, offsets, per_sample_weights, *batch, *plan, size, width, output_dtype, backend
+        )
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        none = (None,) * 8
+        none = (None,) * 9
         if grad is None:
             return None, None, *none
         weights, per_sample_weights, indices, offsets = ctx.saved_tensors
@@ -139,6 +144,7 @@ def embedding_bags(
     batch_sizes: Sequence[int] | None = None,
     optimizer: BagOptimizer | None = None,
     output_dtype: torch.dtype = torch.float32,
+    schedules: BagSchedules | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Sum or average, for every feature and bag, the rows that its ids name in the feature's table. Deterministic.
@@ -157,6 +163,8 @@ def embedding_bags(
         batch_sizes: number of bags of each feature; None: the same for all. On a GPU each new list is copied there once.
         optimizer: update the rows that were read in the backward pass, in place, and make no gradient of `weights`.
         output_dtype: float32, or the dtype of weights.
+        schedules: of a plan for this layout, `BagPlan.schedules(layout, device)`; None: by the lengths of the batch. Triton's
+            forward pass alone follows them. The order in which rows are added up, and so a sum's last bits, may differ.
         backend: `"torch"` or `"triton"`; None takes Triton for CUDA tensors and PyTorch for the rest.
 
     Returns:
@@ -164,8 +172,8 @@ def embedding_bags(
         after feature. Sums are accumulated in float32.
 
     Raises:
-        ValueError: shapes, sizes or devices that do not fit; weights of lookups in a layout with means; with
-            `JAGGED_VALIDATE=1` an id out of range, named by its place.
+        ValueError: shapes, sizes or devices that do not fit, schedules of another layout among them; weights of lookups in a
+            layout with means; with `JAGGED_VALIDATE=1` an id out of range, named by its place.
         TypeError: dtypes other than those above.
 
     Source:
@@ -221,6 +229,15 @@ def embedding_bags(
             f"optimizer: expected its states on the device of weights, {weights.device}, got {optimizer.step.device}; "
             "make it with device=weights.device"
         )
+    if schedules is not None:
+        check_tensor("schedules", schedules.codes, "[F]", (torch.int32,))
+        if schedules.codes.shape[0] != num_features or schedules.codes.device != weights.device:
+            raise ValueError(
+                f"schedules: expected {num_features} on {weights.device}, got {schedules.codes.shape[0]} on "
+                f"{schedules.codes.device}; take those of the plan for this layout and device"
+            )
+        if not 1 <= schedules.programs <= MOST_PROGRAMS:
+            raise ValueError(f"schedules: expected 1 to {MOST_PROGRAMS} programs, got {schedules.programs}")
     if validation_is_on():
         _validate(layout, indices, offsets, batch_sizes)
     host_batches = batches = None
@@ -231,8 +248,9 @@ def embedding_bags(
         batches = _batches(layout, tuple(batch_sizes), weights.device)
         size = sum(count * width for count, width in zip(batch_sizes, layout.feature_widths, strict=True))
     batch = (layout.tensor(weights.device), layout.fields, batches, host_batches)
+    plan = (None, PROGRAMS) if schedules is None else (schedules.codes.contiguous(), schedules.programs)
     result: Tensor = EmbeddingBagsFunction.apply(  # type: ignore[no-untyped-call]
-        weights, per_sample_weights, indices, offsets, batch, size, layout.width, output_dtype, optimizer,
+        weights, per_sample_weights, indices, offsets, batch, plan, size, layout.width, output_dtype, optimizer,
         resolve_backend(backend, weights),
     )  # fmt: skip
     return result

@@ -15,6 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jagged.ops.embedding_bag.plans import MOST_STEPS as STEPS_OF_PLAN
+from jagged.ops.embedding_bag.plans import PROGRAMS as PROGRAMS
+
 # Columns are 4 to 128, a power of two; wider rows take several programs.
 FEWEST_COLUMNS, MOST_COLUMNS = tl.constexpr(4), tl.constexpr(128)
 # How many lookups bags have: one, few, some, many.
@@ -30,8 +33,8 @@ UNIT_BYTES, UNIT_STEPS = tl.constexpr(32768), tl.constexpr(16)
 SECTOR = tl.constexpr(32)
 # Programs of the map: groups that it takes at once.
 BLOCK_GROUPS = 1024
-# Programs that take units, for each multiprocessor: as many as it holds.
-PROGRAMS = 32
+# Steps that a plan may ask for.
+PLANNED_STEPS = tl.constexpr(STEPS_OF_PLAN)
 
 
 def used_schedules(layout: Tensor) -> int:
@@ -120,11 +123,12 @@ def kind_of(lookups, bags):
 @triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride", "num_programs"])
 def embedding_bags_map_kernel(
     widths, width_stride, first_bags, offsets, ends, schedules, counter, num_groups, num_bags, num_programs,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, plan=None,
 ):  # fmt: skip
     """For each group of bags of one width its schedule and the bags of its units, and after how many units it ends.
 
     A group has the bags from `first_bags` on, or `num_bags` each. The counter begins behind the units that programs begin with.
+    Where `plan` has a number that is not negative, kind (two bits) and steps (above them) are those.
     """
     tl.store(counter, num_programs)
     total = tl.zeros((), tl.int64)
@@ -143,6 +147,9 @@ def embedding_bags_map_kernel(
         lookups = tl.maximum(lookups, 0).to(tl.int64)
         columns, exponent = columns_of(width)
         kind = kind_of(lookups, bags)
+        if plan is not None:
+            planned = tl.load(plan + group, mask=exists, other=-1)
+            kind = tl.where(planned < 0, kind, planned % NUM_KINDS)
         numbers, most = tl.full(kind.shape, numbers_by(0), tl.int64), tl.full(kind.shape, most_lanes_by(0), tl.int64)
         for i in tl.static_range(1, NUM_KINDS):
             numbers = tl.where(kind == i, numbers_by(i), numbers)
@@ -151,6 +158,9 @@ def embedding_bags_map_kernel(
         bytes_of_bag = lookups * tl.maximum(tl.minimum(width, MOST_COLUMNS) * 4, SECTOR) // tl.maximum(bags, 1) + SECTOR
         steps = tl.full(kind.shape, UNIT_BYTES, tl.int64) // (bytes_of_bag * at_once)
         steps = tl.minimum(tl.maximum(steps, 1), UNIT_STEPS)
+        if plan is not None:
+            of_plan = tl.minimum(tl.maximum(planned // NUM_KINDS, 1), PLANNED_STEPS).to(tl.int64)
+            steps = tl.where(planned < 0, steps, of_plan)
         units = (bags + at_once * steps - 1) // (at_once * steps) * ((width + columns - 1) // columns)
         schedule = (exponent * NUM_KINDS + kind) * 2 + (width % 4 == 0).to(tl.int32)
         tl.store(schedules + group, schedule | ((at_once * steps).to(tl.int32) << SCHEDULE_BITS), mask=exists)

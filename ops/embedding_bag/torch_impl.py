@@ -85,11 +85,13 @@ def embedding_bags_forward(
     layout: Tensor,
     batches: Tensor | None,
     host_batches: Tensor | None,
+    plan: Tensor | None,
+    programs: int,
     size: int,
     width: int,
     output_dtype: torch.dtype,
 ) -> Tensor:
-    """Return pooled bags, `[B, width]` or, with batches of their own, flat."""
+    """Return pooled bags, `[B, width]` or, with batches of their own, flat; a plan says nothing to PyTorch."""
     wide, outputs = torch.promote_types(weights.dtype, torch.float32), []
     for feature in features_of(layout, offsets, indices.shape[0], host_batches):
         table, ids, ends = table_of(weights, feature), indices[feature.places], feature.ends

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jagged.modules import ScheduledEmbeddingBagCollection, replace_embedding_bags
 from jagged.modules.table_storage import TableStorage
+from jagged.ops import BagPlan, BagSchedule
 from tests.places import PLACE, Place
 from tests.strategies import seeds
 
@@ -692,6 +695,72 @@ def test_replace_a_collection_itself(place: Place) -> None:
     assert all(parameter.is_meta for parameter in meta.parameters())
     with pytest.raises(TypeError, match="optimiser: not an option; expected one of optimizer, optimizer_options, output_dtype"):
         replace_embedding_bags(nn.Linear(1, 1), optimiser="sgd")
+
+
+def plan_of(**features: BagSchedule) -> BagPlan:
+    gpu = torch.cuda.get_device_name() if PLACE.name == "gpu" else "none"
+    return BagPlan(gpu, {name.replace("_at_", "@"): of for name, of in features.items()}, programs=12)
+
+
+SOME_PLAN = plan_of(a_at_x=BagSchedule(7, 3, "many", 2), d=BagSchedule(6, 5, "one", 1), other=BagSchedule(1, 1, "one", 1))
+
+
+def test_a_plan_is_followed(place: Place, tmp_path: Path) -> None:
+    SOME_PLAN.save(tmp_path / "plan.json")
+    configs = some_tables()
+    configs[3].data_type = DataType.BF16
+    twin = ScheduledEmbeddingBagCollection(configs, device=place.device)
+    ours = ScheduledEmbeddingBagCollection(configs, device=place.device, plan=tmp_path / "plan.json")
+    ours.load_state_dict(twin.state_dict())
+    features = Lookups().features()
+    assert ours.feature_names() == [["a@x", "b", "c", "a@z"], ["d"]]
+    for module in (ours, copy.deepcopy(ours), _saved(ours)):
+        assert module._schedules == {} or module is ours
+        torch.testing.assert_close(module(features).values(), twin(features).values())
+        first, second = module._schedules[next(iter(module._schedules))]
+        assert first is not None
+        assert second is not None
+        assert (first.codes.tolist(), second.codes.tolist()) == ([2 << 2 | 3, -1, -1, -1], [1 << 2])
+        assert first.programs == second.programs == 12
+        assert "plan=2 of 5 features" in repr(module)
+    ours.follow(None)
+    torch.testing.assert_close(ours(features).values(), twin(features).values())
+    assert "plan" not in repr(ours)
+    ours.follow(str(tmp_path / "plan.json"))
+    assert ours._plan == SOME_PLAN
+    with pytest.raises(FileNotFoundError):
+        ours.follow(tmp_path / "none.json")
+    assert ours._plan == SOME_PLAN
+
+
+def test_plans_that_do_not_fit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(d=BagSchedule(6, 8, "one", 1), c=BagSchedule(5, 8, "few", 1))
+    message = "plan: expected the tables' shapes, got 'd' of 6 rows and width 8 for a table of 6 rows and width 5"
+    for make in (
+        lambda **options: ScheduledEmbeddingBagCollection(some_tables(), device=place.device, **options),
+        lambda **options: replace_embedding_bags(EmbeddingBagCollection(some_tables(), device=place.device), **options),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(plan=plan)
+        with pytest.warns(UserWarning, match=message) as warned:
+            ours = make(plan=plan, plan_mismatch="warn")
+        assert len(warned) == 1
+        assert "plan=1 of 5 features" in repr(ours)
+    with pytest.raises(ValueError, match="mismatch: expected 'refuse' or 'warn', got 'ignore'"):
+        ScheduledEmbeddingBagCollection(some_tables(), plan_mismatch="ignore")  # type: ignore[arg-type]
+    # Another GPU shows when there is one.
+    fits = plan_of(c=BagSchedule(5, 8, "few", 1))
+    refusing = ScheduledEmbeddingBagCollection(some_tables(), device="meta", plan=fits)
+    warning = ScheduledEmbeddingBagCollection(some_tables(), device="meta", plan=fits, plan_mismatch="warn")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another")
+    with pytest.raises(ValueError, match="plan: expected one for another, got one for"):
+        refusing._schedules_on(torch.device("cuda", 0))
+    with pytest.warns(UserWarning, match="plan: expected one for another") as warned:
+        assert warning._schedules_on(torch.device("cuda", 0)) == [None]
+    assert len(warned) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert warning._schedules_on(torch.device("cuda", 0)) == [None]
 
 
 def test_interface(place: Place) -> None:

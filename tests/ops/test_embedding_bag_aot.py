@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 LONGS = ("layout", "batches", "ends", "counter", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths")
 LONGS += ("first_bags", "begins", "block_ends")
 FLOATS = ("scales", "parts_of_runs", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
-INTS = ("schedules", "runs", "feature_of_bag", "keys", "sources")
+INTS = ("schedules", "runs", "feature_of_bag", "keys", "sources", "plan")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
@@ -76,12 +76,13 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize("name", ["map", "rows_map", "lookups", "samples"])
+@pytest.mark.parametrize("name", ["map", "planned", "rows_map", "lookups", "samples"])
 def test_small_kernels(name: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import backward, schedules
 
     module, constants, num_warps = {
-        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS}, 8),
+        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "plan": None}, 8),
+        "planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "first_bags": None}, 8),
         "rows_map": (
             backward,
             {
@@ -100,5 +101,5 @@ def test_small_kernels(name: str, arch: int | str) -> None:
             2,
         ),
     }[name]  # fmt: skip
-    kernel = getattr(module, f"embedding_bags_{name}_kernel")
+    kernel = getattr(module, f"embedding_bags_{'map' if name == 'planned' else name}_kernel")
     assert compile_one(kernel, constants, arch, num_warps=num_warps).spills == 0

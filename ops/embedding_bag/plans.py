@@ -1,0 +1,225 @@
+"""Plans: schedules of features that were measured, in place of those that the map chooses by the mean length.
+
+A plan is plain JSON, a line for each feature. It changes in which order a bag's rows are added up, and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from jagged.ops.embedding_bag.layout import BagLayout
+
+# How many lookups a schedule is made for, by its number.
+KINDS = ("one", "few", "some", "many")
+# Steps over its bags that a unit of work may have.
+MOST_STEPS = 64
+# Programs that take units, for each multiprocessor: as many as it holds, and what a plan may say.
+PROGRAMS, MOST_PROGRAMS = 32, 64
+# What a feature has whose schedule the map chooses.
+BY_MAP = -1
+
+FORMAT, VERSION = "jagged plan of embedding bags", 1
+# What a message names of many.
+_SHOWN = 3
+
+Mismatch = Literal["refuse", "warn"]
+
+
+class BagSchedule(NamedTuple):
+    """What a plan says of a feature.
+
+    Args:
+        rows: of the feature's table, which the schedule was measured for.
+        width: of the table.
+        kind: `"one"`, `"few"`, `"some"` or `"many"`: how many lookups of a bag stand side by side and are under way together.
+        steps: 1 to 64, over the bags of a unit of work.
+    """
+
+    rows: int
+    width: int
+    kind: str
+    steps: int
+
+    @property
+    def code(self) -> int:
+        """The schedule as kernels read it."""
+        return code_of(self.kind, self.steps)
+
+
+class BagSchedules(NamedTuple):
+    """What a launch takes of a plan.
+
+    Args:
+        codes: `[F]` int32 on the device of the tables; negative where the map is to choose.
+        programs: for each multiprocessor.
+    """
+
+    codes: Tensor
+    programs: int = PROGRAMS
+
+
+def code_of(kind: str, steps: int) -> int:
+    """Return the number of a schedule: its kind in two bits, its steps above them."""
+    return KINDS.index(kind) | steps << 2
+
+
+@dataclass(frozen=True)
+class BagPlan:
+    """Schedules of features by name, and how many programs run, as `jagged tune` measures them.
+
+    Features that a plan does not have keep the schedules that the lengths of each batch give, so that a new feature asks for no
+    other plan.
+
+    Args:
+        gpu: the name of the GPU that it was measured on.
+        features: by name.
+        programs: for each multiprocessor, 1 to 64.
+
+    Raises:
+        ValueError: an unknown kind, or numbers out of range.
+
+    Example:
+        >>> from jagged.ops import BagLayout, BagPlan, BagSchedule
+        >>> plan = BagPlan("NVIDIA H200", {"clicked": BagSchedule(rows=10, width=4, kind="some", steps=8)}, programs=24)
+        >>> plan.schedules(BagLayout((10, 5), (4, 3)), "cpu", names=("clicked", "shop")).codes
+        tensor([34, -1], dtype=torch.int32)
+    """
+
+    gpu: str
+    features: Mapping[str, BagSchedule]
+    programs: int = PROGRAMS
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.gpu, str):
+            raise ValueError(f"gpu: expected a name, got {self.gpu!r}")
+        _check_number("programs", self.programs, MOST_PROGRAMS)
+        for name, schedule in self.features.items():
+            if schedule.kind not in KINDS:
+                raise ValueError(f"features: expected a kind of {', '.join(KINDS)} for {name!r}, got {schedule.kind!r}")
+            for of in ("rows", "width", "steps"):
+                _check_number(f"features: {of} of {name!r}", getattr(schedule, of), MOST_STEPS if of == "steps" else None)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON, a line for each feature."""
+        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(of._asdict())}" for name, of in self.features.items())
+        head = {"format": FORMAT, "version": VERSION, "gpu": self.gpu, "programs": self.programs}
+        shown = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        shown.append('  "features": {\n' + lines + "\n  }" if lines else '  "features": {}')
+        Path(path).write_text("{\n" + ",\n".join(shown) + "\n}\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> BagPlan:
+        """Read a plan.
+
+        Raises:
+            OSError: a file that cannot be read.
+            ValueError: a file that is no plan, a plan of another version, or one that says what no plan can.
+        """
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{os.fspath(path)}: expected a plan in JSON: {error}") from None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise ValueError(f"{os.fspath(path)}: expected a plan, which `jagged tune` writes, got something else")
+        if found.get("version") != VERSION:
+            raise ValueError(f"{os.fspath(path)}: expected a plan of version {VERSION}, got {found.get('version')!r}; tune again")
+        try:
+            return cls(found["gpu"], _schedules_of(found["features"]), found["programs"])
+        except KeyError as error:
+            raise ValueError(f"{os.fspath(path)}: expected {error.args[0]!r} in a plan, got none; tune again") from None
+        except ValueError as error:
+            raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+    def fitting(
+        self, shapes: Mapping[str, tuple[int, int]], gpu: str | None = None, mismatch: Mismatch = "refuse"
+    ) -> BagPlan | None:
+        """Return the plan without features that have another shape here; None for a plan of another GPU.
+
+        Args:
+            shapes: of features' tables by name, (rows, width).
+            gpu: the name of the GPU; None: any, where none runs.
+            mismatch: what a plan of another GPU or of other shapes does: `"refuse"` raises, `"warn"` warns once and leaves these
+                features to the map.
+
+        Raises:
+            ValueError: another GPU or other shapes, which `mismatch` does not allow; another `mismatch`.
+        """
+        if mismatch not in ("refuse", "warn"):
+            raise ValueError(f"mismatch: expected 'refuse' or 'warn', got {mismatch!r}")
+        if gpu is not None and gpu != self.gpu:
+            _mismatch(f"plan: expected one for {gpu}, got one for {self.gpu}", mismatch)
+            return None
+        others = [name for name, of in self.features.items() if name in shapes and tuple(shapes[name]) != (of.rows, of.width)]
+        if others:
+            words = [
+                f"{name!r} of {self.features[name].rows} rows and width {self.features[name].width} "
+                f"for a table of {shapes[name][0]} rows and width {shapes[name][1]}"
+                for name in others[:_SHOWN]
+            ]
+            more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+            _mismatch(f"plan: expected the tables' shapes, got {'; '.join(words)}{more}", mismatch)
+            left = {name: of for name, of in self.features.items() if name not in set(others)}
+            return BagPlan(self.gpu, left, self.programs)
+        return self
+
+    def schedules(
+        self,
+        layout: BagLayout,
+        device: torch.device | str,
+        *,
+        names: Sequence[str] | None = None,
+        mismatch: Mismatch = "refuse",
+    ) -> BagSchedules | None:
+        """Return what `embedding_bags` takes for a layout on a device; None where the plan is another GPU's and that is allowed.
+
+        Args:
+            layout: the tables, and the features that read them.
+            device: of the tables. On a CPU, which follows no plan, the GPU does not matter.
+            names: of the features; None: their places, `"0"`, `"1"` and so on.
+            mismatch: as in `fitting`.
+
+        Raises:
+            ValueError: as `fitting`, or a number of names that is not that of the features.
+        """
+        names = [str(place) for place in range(layout.num_features)] if names is None else list(names)
+        if len(names) != layout.num_features:
+            raise ValueError(f"names: expected one for each of the {layout.num_features} features, got {len(names)}")
+        device = torch.device(device)
+        assert layout.tables is not None
+        shapes = {name: (layout.rows[table], layout.widths[table]) for name, table in zip(names, layout.tables, strict=True)}
+        plan = self.fitting(shapes, torch.cuda.get_device_name(device) if device.type == "cuda" else None, mismatch)
+        if plan is None:
+            return None
+        codes = [plan.features[name].code if name in plan.features else BY_MAP for name in names]
+        return BagSchedules(torch.tensor(codes, dtype=torch.int32, device="cpu").to(device), plan.programs)
+
+
+def _schedules_of(features: Any) -> dict[str, BagSchedule]:
+    if not isinstance(features, dict):
+        raise ValueError(f"features: expected schedules by name, got {type(features).__name__}")
+    expected = set(BagSchedule._fields)
+    for name, of in features.items():
+        if not isinstance(of, dict) or set(of) != expected:
+            got = ", ".join(map(str, of)) if isinstance(of, dict) else type(of).__name__
+            raise ValueError(f"features: expected {', '.join(BagSchedule._fields)} for {name!r}, got {got}")
+    return {name: BagSchedule(**cast("dict[str, Any]", of)) for name, of in features.items()}
+
+
+def _check_number(name: str, value: Any, most: int | None) -> None:
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        raise ValueError(f"{name}: expected a number from 1{'' if most is None else f' to {most}'}, got {value!r}")
+
+
+def _mismatch(message: str, mismatch: Mismatch) -> None:
+    if mismatch == "refuse":
+        raise ValueError(f"{message}; tune again, or let mismatch be 'warn' to do without")
+    warnings.warn(f"{message}; these features do without a plan", UserWarning, stacklevel=4)

@@ -1,0 +1,302 @@
+"""Plans: what is in the file, how it meets a layout, and that kernels that follow one give the same sums."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from jagged.ops import BagLayout, BagPlan, BagSchedule, BagSchedules, embedding_bags
+from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_STEPS, PROGRAMS, code_of
+from tests.ops.test_embedding_bag import ON_CPU, ON_GPU, ON_TRITON, Recorder, batch_of, weights_of, written_out
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+
+LAYOUT = BagLayout((50, 7, 300, 1), (16, 5, 64, 1), (0, 1, 2, 1, 3, 2), (False, True, False, False, True, True))
+# Of every length: one, mostly none, some, one bag longer than all the rest, none, and some again.
+BAGS = 5 if PLACE.name == "interpret" else 70
+LONG = 40 if PLACE.name == "interpret" else 700
+LENGTHS = [
+    [1] * BAGS,
+    [int(bag % 4 == 0) for bag in range(BAGS)],
+    [3 * bag % 13 for bag in range(BAGS)],
+    [0] * (BAGS - 1) + [LONG],
+    [0] * BAGS,
+    [5 * bag % 17 for bag in range(BAGS)],
+]
+
+
+def schedules_of(*codes: int, programs: int = PROGRAMS) -> BagSchedules:
+    return BagSchedules(torch.tensor(codes, dtype=torch.int32, device=PLACE.device), programs)
+
+
+def check(place: Place, schedules: BagSchedules, dtype: torch.dtype, has_sizes: bool) -> None:
+    batch = batch_of(LAYOUT, LENGTHS, has_sizes=has_sizes)
+
+    def ours(weights: Tensor) -> Tensor:
+        return embedding_bags(weights, *batch.arguments, schedules=schedules, backend=place.backend, **batch.options)
+
+    check_three_way(ours, lambda weights: written_out(batch, weights), [weights_of(LAYOUT, dtype)], requires_grad=[False])
+
+
+# Units of fewer bags than there are, of about as many, and of more.
+@pytest.mark.parametrize("steps", [1, MOST_STEPS])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_for_bags_of_every_length(place: Place, kind: str, steps: int) -> None:
+    check(place, schedules_of(*[code_of(kind, steps)] * 6), torch.float32, False)
+
+
+@given(
+    st.lists(st.one_of(st.just(BY_MAP), st.builds(code_of, st.sampled_from(KINDS), st.integers(1, MOST_STEPS))),
+             min_size=6, max_size=6),
+    st.sampled_from([1, 3, 64]),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+)  # fmt: skip
+def test_schedules_side_by_side(place: Place, codes: list[int], programs: int, dtype: torch.dtype, has_sizes: bool) -> None:
+    check(place, schedules_of(*codes, programs=programs), dtype, has_sizes)
+
+
+def test_any_number_is_a_schedule(place: Place) -> None:
+    """What no plan says leads nowhere else either."""
+    check(place, schedules_of(0, 2**31 - 1, -(2**31), 3, 1000, -2), torch.float32, False)
+
+
+@ON_TRITON
+def test_the_map_takes_what_a_plan_says(place: Place) -> None:
+    from jagged.ops.embedding_bag.schedules import (
+        BLOCK_GROUPS,
+        SCHEDULE_BITS,
+        SCHEDULE_MASK,
+        embedding_bags_map_kernel,
+        groups_by,
+        lanes_by,
+    )
+
+    batch = batch_of(LAYOUT, LENGTHS)
+    fields = LAYOUT.tensor(place.device)
+
+    def mapped(plan: Tensor | None) -> tuple[list[int], list[int]]:
+        ends, found = (torch.empty(6, dtype=dtype, device=place.device) for dtype in (torch.int64, torch.int32))
+        counter = torch.ones(1, dtype=torch.int64, device=place.device)
+        embedding_bags_map_kernel[(1,)](
+            fields[:, 2], fields.shape[1], None, batch.offsets, ends, found, counter, 6, BAGS, BLOCK=BLOCK_GROUPS,
+            WHOLE_ROWS=False, plan=plan,
+        )  # fmt: skip
+        assert not counter.any()
+        return found.tolist(), ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+    chosen, units = mapped(None)
+    assert [KINDS[code % 256 // 2 % 4] for code in chosen][:3] == ["one", "one", "few" if BAGS == 5 else "some"]
+    codes = [code_of("many", 3), BY_MAP, code_of("one", 1), code_of("few", 64), code_of("some", 2), BY_MAP]
+    planned, of_plan = mapped(schedules_of(*codes).codes)
+    for feature, code in enumerate(codes):
+        if code == BY_MAP:
+            assert (planned[feature], of_plan[feature]) == (chosen[feature], units[feature])
+            continue
+        schedule = planned[feature] & SCHEDULE_MASK.value
+        at_once = groups_by(schedule) // lanes_by(schedule)
+        assert schedule // 2 % 4 == code % 4
+        assert planned[feature] >> SCHEDULE_BITS.value == at_once * (code // 4)
+        # Of all widths here one part.
+        assert of_plan[feature] == -(-BAGS // (at_once * (code // 4)))
+
+
+def test_gradients_do_not_depend_on_a_plan(place: Place) -> None:
+    batch = batch_of(LAYOUT, LENGTHS)
+    grads = []
+    for schedules in (None, schedules_of(*[code_of("many", 2)] * 6)):
+        weights = weights_of(LAYOUT, torch.float32).requires_grad_()
+        output = embedding_bags(weights, *batch.arguments, schedules=schedules, backend=place.backend)
+        grads += torch.autograd.grad(output, weights, torch.ones_like(output))
+    assert torch.equal(*grads)
+
+
+def test_opcheck(place: Place) -> None:
+    batch = batch_of(LAYOUT, LENGTHS)
+    calls: list[tuple[Any, tuple[Any, ...]]] = []
+    with Recorder(calls):
+        embedding_bags(
+            weights_of(LAYOUT, torch.float32), *batch.arguments, schedules=schedules_of(*[6] * 6), backend=place.backend
+        )
+    for operator, arguments in calls:
+        torch.library.opcheck(operator, arguments)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_one_graph(place: Place) -> None:
+    backend = "inductor" if place.name == "gpu" else "aot_eager"
+    schedules = schedules_of(*[6] * 6)
+
+    def function(weights: Tensor, ids: Tensor, offsets: Tensor, schedules: BagSchedules | None) -> Tensor:
+        return embedding_bags(weights, LAYOUT, ids, offsets, schedules=schedules, backend=place.backend).square()
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for seed in (1, 2):
+        batch = batch_of(LAYOUT, LENGTHS, seed)
+        weights = weights_of(LAYOUT, torch.float32).requires_grad_()
+        got, expected = (each(weights, batch.indices, batch.offsets, schedules) for each in (compiled, function))
+        torch.testing.assert_close(got, expected)
+
+
+@ON_GPU
+def test_no_synchronisation_and_a_plan_that_changes_between_replays(place: Place) -> None:
+    batch, weights, schedules = batch_of(LAYOUT, LENGTHS), weights_of(LAYOUT, torch.float32), schedules_of(*[6] * 6)
+
+    def step() -> Tensor:
+        return embedding_bags(weights, *batch.arguments, schedules=schedules)
+
+    expected = step()
+    torch.cuda.set_sync_debug_mode("error")
+    step()
+    torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for code in (6, code_of("many", 64), BY_MAP, code_of("one", 1)):
+        schedules.codes.fill_(code)
+        captured.fill_(torch.nan)
+        graph.replay()
+        torch.testing.assert_close(captured, expected)
+        assert torch.equal(captured, step())
+
+
+WRONG_SCHEDULES: list[tuple[Any, type[Exception], str]] = [
+    (BagSchedules(torch.zeros(6)), TypeError, "schedules: expected dtype int32"),
+    (BagSchedules(torch.zeros(5, dtype=torch.int32)), ValueError, "schedules: expected 6 on cpu, got 5"),
+    (BagSchedules(torch.zeros(6, 1, dtype=torch.int32)), ValueError, "schedules: expected shape"),
+    (BagSchedules(torch.zeros(6, dtype=torch.int32, device="meta")), ValueError, "schedules: expected 6 on cpu, got 6 on meta"),
+    (BagSchedules(torch.zeros(6, dtype=torch.int32), 65), ValueError, "schedules: expected 1 to 64 programs, got 65"),
+]
+
+
+@ON_CPU
+@pytest.mark.parametrize(("schedules", "error", "message"), WRONG_SCHEDULES)
+def test_schedules_that_are_refused(place: Place, schedules: BagSchedules, error: type[Exception], message: str) -> None:
+    batch = batch_of(LAYOUT, LENGTHS)
+    with pytest.raises(error, match=message):
+        embedding_bags(weights_of(LAYOUT, torch.float32), *batch.arguments, schedules=schedules)
+
+
+PLAN = BagPlan("NVIDIA H200", {"a": BagSchedule(10, 4, "some", 8), 'b "b"\n': BagSchedule(5, 3, "one", 64)}, programs=24)
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    for plan in (PLAN, BagPlan("none", {})):
+        plan.save(tmp_path / "plan.json")
+        assert BagPlan.load(str(tmp_path / "plan.json")) == plan
+    assert BagPlan("none", {}).programs == PROGRAMS
+    PLAN.save(tmp_path / "plan.json")
+    lines = (tmp_path / "plan.json").read_text().splitlines()
+    assert '  "gpu": "NVIDIA H200",' in lines
+    assert '    "a": {"rows": 10, "width": 4, "kind": "some", "steps": 8},' in lines
+
+
+def _without(name: str) -> Callable[[dict[str, Any]], None]:
+    return lambda plan: plan.pop(name)
+
+
+CHANGES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (lambda plan: plan.update(format="another"), "expected a plan, which `jagged tune` writes"),
+    (lambda plan: plan.update(version=2), "expected a plan of version 1, got 2; tune again"),
+    (_without("version"), "expected a plan of version 1, got None"),
+    (_without("gpu"), "expected 'gpu' in a plan"),
+    (lambda plan: plan.update(gpu=3), "gpu: expected a name, got 3"),
+    (lambda plan: plan.update(programs=0), "programs: expected a number from 1 to 64, got 0"),
+    (lambda plan: plan.update(programs=True), "programs: expected a number from 1 to 64, got True"),
+    (lambda plan: plan.update(features=[]), "features: expected schedules by name, got list"),
+    (lambda plan: plan["features"].update(a=3), "features: expected rows, width, kind, steps for 'a', got int"),
+    (
+        lambda plan: plan["features"]["a"].pop("steps"),
+        "features: expected rows, width, kind, steps for 'a', got rows, width, kind",
+    ),
+    (lambda plan: plan["features"]["a"].update(kind="all"), "expected a kind of one, few, some, many for 'a', got 'all'"),
+    (lambda plan: plan["features"]["a"].update(kind=[]), "expected a kind of one, few, some, many for 'a'"),
+    (lambda plan: plan["features"]["a"].update(steps=65), "steps of 'a': expected a number from 1 to 64, got 65"),
+    (lambda plan: plan["features"]["a"].update(rows=0), "rows of 'a': expected a number from 1, got 0"),
+    (lambda plan: plan["features"]["a"].update(width=1.5), "width of 'a': expected a number from 1, got 1.5"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_plans_that_are_refused(tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message) as refused:
+        BagPlan.load(path)
+    assert str(refused.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "rows: 3", "[" * 100_000, "\0", "3"])
+def test_files_that_are_no_plans(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="expected a plan"):
+        BagPlan.load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match="expected a plan"):
+        BagPlan.load(path)
+    with pytest.raises(FileNotFoundError):
+        BagPlan.load(tmp_path / "none.json")
+
+
+def test_features_are_found_by_name() -> None:
+    layout = BagLayout((10, 5), (4, 3), (0, 1, 0))
+    plan = BagPlan(
+        "any", {"a": BagSchedule(10, 4, "some", 8), "2": BagSchedule(10, 4, "one", 1), "z": BagSchedule(1, 1, "one", 1)}
+    )
+    found = plan.schedules(layout, "cpu", names=("a", "b", "c"))
+    assert found is not None
+    assert (found.codes.tolist(), found.codes.dtype, found.programs) == ([code_of("some", 8), -1, -1], torch.int32, PROGRAMS)
+    by_place = plan.schedules(layout, torch.device("cpu"))
+    assert by_place is not None
+    assert by_place.codes.tolist() == [-1, -1, code_of("one", 1)]
+    with pytest.raises(ValueError, match="names: expected one for each of the 3 features, got 1"):
+        plan.schedules(layout, "cpu", names=("a",))
+
+
+def test_other_shapes() -> None:
+    shapes = {"a": (10, 4), "b": (5, 3), "new": (2, 2)}
+    plan = BagPlan(
+        "any", {"a": BagSchedule(10, 8, "some", 8), "b": BagSchedule(5, 3, "few", 2), "gone": BagSchedule(1, 1, "one", 1)}
+    )
+    message = "plan: expected the tables' shapes, got 'a' of 10 rows and width 8 for a table of 10 rows and width 4"
+    with pytest.raises(ValueError, match=message):
+        plan.fitting(shapes)
+    with pytest.warns(UserWarning, match=message) as warned:
+        left = plan.fitting(shapes, mismatch="warn")
+    assert len(warned) == 1
+    assert left is not None
+    assert set(left.features) == {"b", "gone"}
+    assert left.fitting(shapes) is left
+    with pytest.raises(ValueError, match="mismatch: expected 'refuse' or 'warn', got 'ignore'"):
+        plan.fitting(shapes, mismatch="ignore")  # type: ignore[arg-type]
+    many = BagPlan("any", {str(i): BagSchedule(1, 1, "one", 1) for i in range(9)})
+    with pytest.raises(ValueError, match="'2' of 1 rows and width 1 for a table of 2 rows and width 1 and 6 more; tune again"):
+        many.fitting({str(i): (2, 1) for i in range(9)})
+
+
+def test_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="plan: expected one for NVIDIA A100, got one for NVIDIA H200; tune again"):
+        PLAN.fitting({}, "NVIDIA A100")
+    with pytest.warns(UserWarning, match="expected one for NVIDIA A100") as warned:
+        assert PLAN.fitting({}, "NVIDIA A100", "warn") is None
+    assert len(warned) == 1
+    assert PLAN.fitting({}, "NVIDIA H200") is PLAN
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
+    with pytest.warns(UserWarning, match="expected one for GPU 3"):
+        assert PLAN.schedules(BagLayout((10,), (4,)), "cuda:3", names=("a",), mismatch="warn") is None
