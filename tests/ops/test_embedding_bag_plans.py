@@ -87,10 +87,9 @@ def test_the_map_takes_what_a_plan_says(place: Place) -> None:
         ends, found = (torch.empty(6, dtype=dtype, device=place.device) for dtype in (torch.int64, torch.int32))
         counter = torch.ones(1, dtype=torch.int64, device=place.device)
         embedding_bags_map_kernel[(1,)](
-            fields[:, 2], fields.shape[1], None, batch.offsets, ends, found, counter, 6, BAGS, BLOCK=BLOCK_GROUPS,
-            WHOLE_ROWS=False, plan=plan,
+            fields[:, 2], fields.shape[1], None, batch.offsets, ends, found, counter, 6, BAGS, 7, BLOCK=BLOCK_GROUPS, plan=plan,
         )  # fmt: skip
-        assert not counter.any()
+        assert counter.tolist() == [7]
         return found.tolist(), ends.diff(prepend=ends.new_zeros(1)).tolist()
 
     chosen, units = mapped(None)
