@@ -12,15 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.matrices import gpu
+from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.schedules import (
     BLOCK_GROUPS,
+    MOST_COLUMNS,
     NUM_SCHEDULES,
     SCHEDULE_BITS,
     SCHEDULE_MASK,
+    SLICE,
     columns_by,
     embedding_bags_map_kernel,
     group_of,
     groups_by,
+    is_of_many,
     lanes_by,
     pooled,
     span_of,
@@ -69,10 +73,59 @@ def pool_unit(
         tl.store(address, sums.to(output.dtype.element_ty), mask=(of_sums < left)[:, None] & (columns < width)[None, :])
 
 
+@triton.jit(noinline=True)
+def pool_slice(
+    weights, indices, offsets, scales, output, layout, batches, slices, sums_of_slices, arrivals, feature, unit, num_lookups,
+    num_bags, output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+):  # fmt: skip
+    """Pool some lookups of one bag; the last program of the bag adds all sums up, in the slices' order, whichever it is."""
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    fields = layout + feature * FIELDS
+    table = weights + tl.load(fields) // 16 * 16
+    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
+    if indices.dtype.element_ty == tl.int32:
+        rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
+    num_slices = tl.load(slices + feature * 3)
+    parts = (width + COLUMNS - 1) // COLUMNS
+    part, slice_, bag = unit % parts, unit // parts % num_slices, unit // parts // num_slices
+    columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    in_row = columns < width
+    if batches is None:
+        first_bag = feature.to(tl.int64) * num_bags
+        address = output + tl.load(fields + 3) + bag * output_stride
+    else:
+        first_bag = tl.load(batches + feature * 3)
+        address = output + tl.load(batches + feature * 3 + 2) + bag * width
+    begin, end = span_of(offsets + first_bag + bag, 0, True, num_lookups)
+    length = tl.maximum(end - begin, 0).to(tl.int64)
+    first = begin + length * slice_ // num_slices
+    # Places from the slice's first on are 32-bit numbers.
+    after = tl.full((groups_by(SCHEDULE),), begin + length * (slice_ + 1) // num_slices - first, tl.int32)
+    own_scales = scales
+    if scales is not None:
+        own_scales = scales + first
+    sums = pooled(
+        table, indices + first, own_scales, tl.zeros_like(after), after, rows, width, columns, SCHEDULE, SCHEDULE % 2, "rows"
+    )
+    of_bag = sums_of_slices + tl.load(slices + feature * 3 + 1) + bag * num_slices * width + columns
+    tl.store(of_bag + slice_ * width, tl.sum(sums, 0), mask=in_row)
+    # All lanes have written before one tells it.
+    tl.debug_barrier()
+    arrival = arrivals + tl.load(slices + feature * 3 + 2) + bag * parts + part
+    if tl.atomic_add(arrival, 1, sem="acq_rel") == num_slices - 1:
+        total = tl.zeros((COLUMNS,), tl.float32)
+        for other in range(0, num_slices):
+            # What lies beside it in memory may have been read before this was written: not from the L1.
+            total += tl.load(of_bag + other * width, mask=in_row, other=0.0, cache_modifier=".cg")
+        if is_mean != 0:
+            total /= tl.maximum(length, 1).to(tl.float32)
+        tl.store(address + columns, total.to(output.dtype.element_ty), mask=in_row)
+
+
 @triton.jit(do_not_specialize=["num_features", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_forward_kernel(
-    weights, indices, offsets, scales, output, layout, batches, ends, schedules, counter, num_features, num_lookups, num_bags,
-    output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
+    weights, indices, offsets, scales, output, layout, batches, ends, schedules, slices, sums_of_slices, arrivals, counter,
+    num_features, num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all features; `USED` has a bit for each schedule that is compiled."""
     num_units = tl.load(ends + num_features - 1)
@@ -82,12 +135,18 @@ def embedding_bags_forward_kernel(
         feature, before = group_of(ends, unit, num_features)
         found = tl.load(schedules + feature)
         for i in tl.static_range(NUM_SCHEDULES):
-            if (USED >> i) & 1:  # noqa: SIM102
-                if found & SCHEDULE_MASK == i:
+            if (USED >> i) & 1:
+                if (found & SCHEDULE_MASK == i) & (found != i):
                     pool_unit(
                         weights, indices, offsets, scales, output, layout, batches, feature, unit - before,
                         found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
                     )  # fmt: skip
+                if is_of_many(i):  # noqa: SIM102
+                    if found == i:
+                        pool_slice(
+                            weights, indices, offsets, scales, output, layout, batches, slices, sums_of_slices, arrivals,
+                            feature, unit - before, num_lookups, num_bags, output_stride, FIELDS, i,
+                        )  # fmt: skip
         unit = following
 
 
@@ -117,14 +176,19 @@ def embedding_bags_forward(
     ends = torch.empty(num_features, dtype=torch.int64, device=weights.device)
     schedules = torch.empty(num_features, dtype=torch.int32, device=weights.device)
     counter = torch.empty(1, dtype=torch.int64, device=weights.device)
+    slices = torch.empty(num_features, 3, dtype=torch.int64, device=weights.device)
+    # As many as there can be, whichever features have them.
+    most_slices, widest = indices.shape[0] // SLICE.value, int(layout[:, 2].max())
+    sums_of_slices = torch.empty(most_slices * widest, dtype=torch.float32, device=weights.device)
+    arrivals = torch.empty(most_slices * cdiv(widest, MOST_COLUMNS.value), dtype=torch.int32, device=weights.device)
     # No more than there can be units of narrow features: a program too many costs a wait at the counter.
     num_programs = min(programs * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
     embedding_bags_map_kernel[(1,)](
-        device_layout[:, 2], fields, first_bags, offsets, ends, schedules, counter, num_features, size, num_programs,
-        BLOCK=BLOCK_GROUPS, plan=plan, num_warps=8,
+        device_layout[:, 2], fields, first_bags, offsets, ends, schedules, slices, arrivals, counter, num_features, size,
+        num_programs, len(sums_of_slices), len(arrivals), BLOCK=BLOCK_GROUPS, plan=plan, num_warps=8,
     )  # fmt: skip
     embedding_bags_forward_kernel[(num_programs,)](
-        weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, counter, num_features,
-        indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
+        weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, slices, sums_of_slices,
+        arrivals, counter, num_features, indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip
     return output

@@ -29,6 +29,8 @@ SCHEDULE_BITS, SCHEDULE_MASK = tl.constexpr(8), tl.constexpr(255)
 # Bytes that a unit reads, about, and most steps over its bags. Small, so that programs end together and those that run together
 # read few tables; large beside what it takes to find a unit.
 UNIT_BYTES, UNIT_STEPS = tl.constexpr(32768), tl.constexpr(16)
+# Lookups that a slice of a bag has at least, and most slices of one: where a feature's mean is twice as long, its bags are cut.
+SLICE, MOST_SLICES = tl.constexpr(1024), tl.constexpr(256)
 # Bytes that memory moves at least.
 SECTOR = tl.constexpr(32)
 # Programs of the map: groups that it takes at once.
@@ -120,18 +122,20 @@ def kind_of(lookups, bags):
     return (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride", "num_programs"])
+@triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride", "num_programs", "sums_room", "arrivals_room"])
 def embedding_bags_map_kernel(
-    widths, width_stride, first_bags, offsets, ends, schedules, counter, num_groups, num_bags, num_programs,
-    BLOCK: tl.constexpr, plan=None,
+    widths, width_stride, first_bags, offsets, ends, schedules, slices, arrivals, counter, num_groups, num_bags, num_programs,
+    sums_room, arrivals_room, BLOCK: tl.constexpr, plan=None,
 ):  # fmt: skip
     """For each group of bags of one width its schedule and the bags of its units, and after how many units it ends.
 
     A group has the bags from `first_bags` on, or `num_bags` each. The counter begins behind the units that programs begin with.
-    Where `plan` has a number that is not negative, kind (two bits) and steps (above them) are those.
+    Groups of very long bags have no bags in a unit, but a slice of one: `slices` `[groups, 3]` gets how many, and where their
+    sums and their counts of arrivals begin, which are set to 0. Where `plan` has a number that is not negative, kind (two bits)
+    and steps (above them) are those.
     """
     tl.store(counter, num_programs)
-    total = tl.zeros((), tl.int64)
+    total, total_sums, total_arrivals = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
         exists = group < num_groups
@@ -161,11 +165,30 @@ def embedding_bags_map_kernel(
         if plan is not None:
             of_plan = tl.minimum(tl.maximum(planned // NUM_KINDS, 1), PLANNED_STEPS).to(tl.int64)
             steps = tl.where(planned < 0, steps, of_plan)
-        units = (bags + at_once * steps - 1) // (at_once * steps) * ((width + columns - 1) // columns)
+        is_sliced = (kind == NUM_KINDS - 1) & (lookups >= bags * (2 * SLICE)) & (bags > 0)
+        cuts = tl.minimum(lookups // tl.maximum(bags * SLICE, 1), MOST_SLICES)
+        parts = (width + columns - 1) // columns
+        sums, counted = tl.where(is_sliced, bags * cuts * width, 0), tl.where(is_sliced, bags * parts, 0)
+        sums_end, counted_end = total_sums + tl.cumsum(sums, 0), total_arrivals + tl.cumsum(counted, 0)
+        # There is room for all slices of as many lookups as there are; wrong offsets may tell of more.
+        is_sliced &= (sums_end <= sums_room) & (counted_end <= arrivals_room)
+        cuts, steps = tl.where(is_sliced, cuts, 1), tl.where(is_sliced, 1, steps)
+        units = (bags + at_once * steps - 1) // (at_once * steps) * parts * cuts
+        of_group = slices + group.to(tl.int64) * 3
+        tl.store(of_group, cuts, mask=exists)
+        tl.store(of_group + 1, sums_end - sums, mask=exists)
+        tl.store(of_group + 2, counted_end - counted, mask=exists)
+        total_sums += tl.sum(sums, 0)
+        total_arrivals += tl.sum(counted, 0)
         schedule = (exponent * NUM_KINDS + kind) * 2 + (width % 4 == 0).to(tl.int32)
-        tl.store(schedules + group, schedule | ((at_once * steps).to(tl.int32) << SCHEDULE_BITS), mask=exists)
+        of_unit = tl.where(is_sliced, 0, at_once * steps).to(tl.int32)
+        tl.store(schedules + group, schedule | (of_unit << SCHEDULE_BITS), mask=exists)
         tl.store(ends + group, total + tl.cumsum(units, 0), mask=exists)
         total += tl.sum(units, 0)
+    total_arrivals = tl.minimum(total_arrivals, arrivals_room)
+    for start in range(0, total_arrivals, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(arrivals + place, tl.zeros((BLOCK,), tl.int32), mask=place < total_arrivals)
 
 
 @triton.jit

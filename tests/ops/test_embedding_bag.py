@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -430,6 +431,25 @@ def test_strided_lookups(place: Place) -> None:
         inside = other[begin : begin + layout.num_elements].copy_(weights)
         output = embedding_bags(inside, *batch.arguments, per_sample_weights=samples, backend=place.backend)
         assert torch.equal(output, expected[0])
+
+
+@ON_TRITON
+@pytest.mark.parametrize("has_sizes", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_very_long_bags_are_cut(place: Place, weighted: bool, has_sizes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of features that are long in the mean, beside others; wide and odd rows, means, and bags of nothing among them."""
+    from jagged.ops.embedding_bag import forward, schedules
+
+    longest = 6000
+    if place.name == "interpret":
+        # A compiled kernel does not take another number of a global one.
+        for module in (schedules, forward):
+            monkeypatch.setattr(module, "SLICE", tl.constexpr(8))
+        longest = 70
+    layout = BagLayout((3, 40, 5, 9), (6, 140, 8, 4), (0, 1, 2, 3), None if weighted else (True, False, False, True))
+    lengths = [[longest, 0, longest - 1], [longest // 2] * 3, [2, 0, 1], [longest // 3, longest, longest + 7]]
+    batch = batch_of(layout, lengths, has_sizes=has_sizes)
+    check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
 
 
 @ON_TRITON

@@ -12,9 +12,21 @@ from tests.places import PLACE
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
 LONGS = ("layout", "batches", "ends", "counter", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths")
-LONGS += ("first_bags", "begins", "block_ends")
-FLOATS = ("scales", "parts_of_runs", "factors", "first", "second", "rate", "corrections", "output", "grad", "result")
-INTS = ("schedules", "runs", "feature_of_bag", "keys", "sources", "plan")
+LONGS += ("slices", "first_bags", "begins", "block_ends")
+FLOATS = (
+    "sums_of_slices",
+    "scales",
+    "parts_of_runs",
+    "factors",
+    "first",
+    "second",
+    "rate",
+    "corrections",
+    "output",
+    "grad",
+    "result",
+)
+INTS = ("arrivals", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
@@ -48,7 +60,8 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
     assert resources.spills <= ALLOWED_SPILLS["forward"], resources
-    assert arch == AMD or resources.registers <= 96, resources
+    # Widths that are multiples of 4 and others in one kernel: of either alone it is 96 too.
+    assert arch == AMD or resources.registers <= {"aligned": 96, "any": 160}[widths], resources
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])

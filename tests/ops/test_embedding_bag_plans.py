@@ -86,8 +86,10 @@ def test_the_map_takes_what_a_plan_says(place: Place) -> None:
     def mapped(plan: Tensor | None) -> tuple[list[int], list[int]]:
         ends, found = (torch.empty(6, dtype=dtype, device=place.device) for dtype in (torch.int64, torch.int32))
         counter = torch.ones(1, dtype=torch.int64, device=place.device)
+        slices = torch.empty(6, 3, dtype=torch.int64, device=place.device)
         embedding_bags_map_kernel[(1,)](
-            fields[:, 2], fields.shape[1], None, batch.offsets, ends, found, counter, 6, BAGS, 7, BLOCK=BLOCK_GROUPS, plan=plan,
+            fields[:, 2], fields.shape[1], None, batch.offsets, ends, found, slices, counter, counter, 6, BAGS, 7, 0, 0,
+            BLOCK=BLOCK_GROUPS, plan=plan,
         )  # fmt: skip
         assert counter.tolist() == [7]
         return found.tolist(), ends.diff(prepend=ends.new_zeros(1)).tolist()
