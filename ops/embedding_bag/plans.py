@@ -114,7 +114,10 @@ class BagPlan:
         head = {"format": FORMAT, "version": VERSION, "gpu": self.gpu, "programs": self.programs}
         shown = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         shown.append('  "features": {\n' + lines + "\n  }" if lines else '  "features": {}')
-        Path(path).write_text("{\n" + ",\n".join(shown) + "\n}\n", encoding="utf-8")
+        # It appears whole or not at all.
+        part = Path(path).with_name(f".{Path(path).name}.part")
+        part.write_text("{\n" + ",\n".join(shown) + "\n}\n", encoding="utf-8")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BagPlan:
