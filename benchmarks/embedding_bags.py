@@ -8,7 +8,8 @@
 `models`: RecFlex's five models, 512 samples, forward and backward with SGD. `sizes`: other batches. `queries`: 128 batches of the
 sizes that the paper's queries have. `mlperf`: 26 tables of width 64 and up to ten million rows. `mixed`: 66 tables of widths 4 to
 128. `many`: 10,000 features. `optimizers`: Adagrad with a number a row, and Adam. `host`: after what time a call of the module
-returns. `model`: module and perceptron, inference and training (`benchmarks/embedding_models.py`).
+returns. `model`: module and perceptron, inference and training (`benchmarks/embedding_models.py`). `tuning`: forward by a
+plan that is tuned, by one whose classes are tuned each alone, and by the cost model (`benchmarks/embedding_plans.py`).
 
 All get the same float32 tables, int32 ids and gradients, and FBGEMM is spared its check of ids. Each is checked against float64
 on some bags and, after one update, on some rows of twenty features; outputs of peers against all of ours, too. What is wrong or
@@ -49,6 +50,7 @@ from benchmarks.embedding_cases import (
     traffic,
 )
 from benchmarks.embedding_models import COLLECTIONS, measure_model
+from benchmarks.embedding_plans import PLANS
 from jagged.ops.embedding_bag.optimizers import Kind
 
 # A peer's output may differ from ours by as much, in the Euclidean norm and relative to ours.
@@ -69,6 +71,7 @@ class Case:
         kind: of the optimizer; None for gradients.
         asked: milliseconds of these ways.
         group: of cases whose ratios are averaged.
+        plans: whether the methods are plans of our operator.
     """
 
     shape: str
@@ -78,12 +81,15 @@ class Case:
     kind: Kind | None = "sgd"
     asked: dict[str, float] = field(default_factory=dict)
     group: str = ""
+    plans: bool = False
 
 
 Part = dict[str, Case]
 
 KERNELS = ("jagged", "fbgemm", "fbgemm_v2")
 MODULES = tuple(COLLECTIONS)
+# Of all that results have.
+NAMES = {**METHODS, **COLLECTIONS, **PLANS}
 MODEL_WAYS = ("forward", "forward_gpu", "step", "step_gpu")
 ASKED = {
     "A": {"forward": 0.26, "backward": 0.95},
@@ -117,6 +123,7 @@ RATIOS: dict[str, tuple[Ratio, ...]] = {
     **dict.fromkeys(("models", "sizes", "queries"), _KERNELS_ASKED),
     **dict.fromkeys(("mlperf", "mixed", "many"), (_LEAST,)),
     "model": tuple(Ratio("mean", way, "torchrec_fused", 1.85 if way.startswith("forward") else 1.5) for way in MODEL_WAYS),
+    "tuning": (Ratio("case", "forward", "alone", 1.0), Ratio("case", "forward", "cost_model", 1.0)),
     "cpu": tuple(Ratio("case", way, "per_table", 1 / 1.2) for way in ("forward", "both")),
 }
 
@@ -146,6 +153,7 @@ def parts() -> dict[str, Part]:
         "model": {
             name: Case(name, (512,), MODULES if name == "A" else MODULES[:2], MODEL_WAYS, group="models") for name in MODELS
         },
+        "tuning": {name: Case(name, (512,), tuple(PLANS), ("forward",), group="models", plans=True) for name in MODELS},
     }
 
 
@@ -200,7 +208,7 @@ def measure(
             elif grad is None:
                 figures |= measure_queries(METHODS[name], w, case.kind, time_it)
             else:
-                measure_lookup(METHODS[name], w, case, grad, expected, time_it, figures)
+                measure_lookup((PLANS if case.plans else METHODS)[name], w, case, grad, expected, time_it, figures)
         except Exception as error:
             # Peers fail in any way, which must not end the run; what was right before stays.
             figures["failed"] = _reason(error)
@@ -227,6 +235,7 @@ def measure_lookup(
     """
     batch = w.batches[0]
     lookup = method.make(w, case.kind)
+    figures |= getattr(lookup, "facts", {})
     # Of a first call, which compiles.
     figures["first_seconds"], output = seconds_of(lambda: lookup.forward(batch))
     figures["errors"] = {"output": check_output(w, output.detach())}
@@ -321,11 +330,7 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
         for way, ours in row.get("jagged", {}).items():
             if not (isinstance(ours, dict) and "median" in ours):
                 continue
-            times = {
-                who: of[way]["median"]
-                for who, of in row.items()
-                if who != "jagged" and who in {**METHODS, **COLLECTIONS} and way in of
-            }
+            times = {who: of[way]["median"] for who, of in row.items() if who != "jagged" and who in NAMES and way in of}
             if versions := [times[who] for who in ("fbgemm", "fbgemm_v2") if who in times]:
                 times["better"] = min(versions)
             ratios = {who: took / ours["median"] for who, took in times.items()}
@@ -357,9 +362,7 @@ def run(
     def keep(row: dict[str, Any]) -> None:
         # What other methods gave before stays.
         others = {
-            who: of
-            for who, of in rows.get(name, {}).items()
-            if who in {**METHODS, **COLLECTIONS} and who not in case.methods and who not in row
+            who: of for who, of in rows.get(name, {}).items() if who in NAMES and who not in case.methods and who not in row
         }
         rows[name] = {**row, **others}
         result["summary"] = summary(rows)
@@ -381,7 +384,7 @@ def run(
 
 def _line(row: dict[str, Any]) -> str:
     shown = []
-    for name, of in ((name, row[name]) for name in {**METHODS, **COLLECTIONS} if name in row):
+    for name, of in ((name, row[name]) for name in NAMES if name in row):
         words = []
         for way, figures in of.items():
             if isinstance(figures, dict) and "median" in figures:
@@ -417,7 +420,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
     parser.add_argument("--cases", nargs="+", help="cases whose name has one of these; others that the result file has stay")
-    parser.add_argument("--without", nargs="+", default=[], choices=[*METHODS, *MODULES[1:]], help="methods to leave out")
+    parser.add_argument("--without", nargs="+", default=[], choices=list(NAMES), help="methods to leave out")
     parser.add_argument("--seconds", type=float, default=0.5, help="a way of a method on a CPU")
     options = parser.parse_args()
     device = options.device

@@ -554,6 +554,8 @@ EMBEDDING = {
     "torchrec": "TorchRec",
     "per_table": "PyTorch, table by table",
     "better": "the better of FBGEMM's",
+    "alone": "jagged, each class tuned alone",
+    "cost_model": "jagged without a plan",
 }
 EMBEDDING_PARTS = {
     "models": "RecFlex's models, 512 samples, float32, int32 ids, SGD inside the backward pass:",
@@ -568,6 +570,7 @@ EMBEDDING_PARTS = {
         "Module and perceptron (1,024, 256 and 128 wide, TF32), 512 samples: inference (forward) and a training step with SGD, "
         "eager calls by the wall clock, and the GPU's time alone:"
     ),
+    "tuning": "By plans for the batch, 512 samples; jagged is by the tuned one:",
     "cpu": "float32, int32 ids, dense gradients:",
 }
 EMBEDDING_WAYS = {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jagged.recommender import recommend as recommend
     from jagged.reporting import report as report
     from jagged.training import train as train
+    from jagged.tuning import tune as tune
 
 _WHERE = {
     "TrainConfig": "jagged.config",
@@ -28,10 +29,11 @@ _WHERE = {
     "recommend": "jagged.recommender",
     "report": "jagged.reporting",
     "train": "jagged.training",
+    "tune": "jagged.tuning",
 }
 _SUBPACKAGES = ("data", "models", "modules", "ops", "training")
 
-__all__ = ["Recommender", "TrainConfig", "doctor", "evaluate", "recommend", "report", "train"]
+__all__ = ["Recommender", "TrainConfig", "doctor", "evaluate", "recommend", "report", "train", "tune"]
 
 
 def __getattr__(name: str) -> Any:

@@ -35,6 +35,7 @@ _KNOWN_ERRORS = (
     ("jagged.training", "CheckpointError"),
     ("jagged.training", "TrainingError"),
     ("jagged.evaluation", "EvaluationError"),
+    ("jagged.tuning", "TuningError"),
 )
 
 _Format = Annotated[str, typer.Option(metavar="|".join(choices("format")), help="format of the events; auto by file name")]
@@ -271,6 +272,36 @@ def report(
     from jagged.reporting import report as run
 
     print(run(directory, output))
+
+
+@app.command()
+def tune(
+    batches: Annotated[
+        Path, typer.Option(help="file that jagged.data.record_batches wrote: tables, and batches of lookups", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option(help="plan to write, JSON; a plan that is there is replaced", show_default=False)],
+    programs: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(
+            help="programs for each multiprocessor that are tried, may be repeated; by default 8, 12, 16, 20, 24, 28, 32",
+            min=1,
+            max=64,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Measure a plan of schedules for embedding bags.
+
+    \b
+    Example:
+        jagged tune --batches batches.pt --out plan.json
+
+    Needs the GPU that the plan is for. ScheduledEmbeddingBagCollection(..., plan="plan.json") follows it.
+    """
+    _prepare()
+    from jagged.tuning import tune_recorded as run
+
+    print(run(batches, out, programs=programs or None))
 
 
 @app.command()

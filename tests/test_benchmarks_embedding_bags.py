@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import embedding_bags, embedding_cases, embedding_models, figures, tables
+from benchmarks import embedding_bags, embedding_cases, embedding_models, embedding_plans, figures, tables
 from benchmarks.embedding_bags import KERNELS, MODULES, Case, Part, cpu_parts, measure, ours_failed, parts, run, summary
 from benchmarks.embedding_cases import METHODS, SHAPES, Batch, Ours, Workload, check_output, check_rows, query_sizes, traffic
 from benchmarks.embedding_models import COLLECTIONS
+from benchmarks.embedding_plans import PLANS
 from jagged.ops import BagLayout
+from jagged.tuning import Trial
 
 
 def at_once(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
     """Run what would be timed."""
     prepare()()
     return {"median": 2.0, "min": 1.0, "max": 3.0, "captured": True}
+
+
+def made_up(trials: Sequence[Trial], repeats: int) -> list[list[float]]:
+    """Times of a clock for which every schedule of a plan is faster than none."""
+    return [[100.0 - sum(code >= 0 for code in trial.codes)] * repeats for trial in trials]
 
 
 def small(case: Case) -> Case:
@@ -49,6 +56,7 @@ def tiny(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedding_models, "SECONDS", 0)
     monkeypatch.setattr(embedding_models, "LEAST", 1)
+    monkeypatch.setattr(embedding_plans, "TIMER", made_up)
     for shape, lines in list(SHAPES.items()):
         monkeypatch.setitem(SHAPES, shape, tiny(lines))
 
@@ -63,19 +71,31 @@ def test_every_case_is_checked_and_timed(title: str) -> None:
                 assert "adam" in row[method]["failed"]
                 continue
             assert "failed" not in row[method], row[method]
-            ways = [way for way in case.ways if title in ("host", "model") or way in METHODS[method].ways]
+            ways = [way for way in case.ways if title in ("host", "model", "tuning") or way in METHODS[method].ways]
             assert row[method].keys() >= {"errors", *ways}
             assert row[method]["errors"]["output"] < 1e-6
             assert ("rows" in row[method]["errors"]) == (bool({"backward", "both"} & {*ways}) and title != "queries")
         json.dumps(row)
 
 
+def test_plans_are_tuned_and_followed() -> None:
+    row = measure(small(parts()["tuning"]["D"]), "cpu", at_once)
+    features = row["features"]
+    for name in ("jagged", "alone"):
+        assert row[name]["planned_features"] == features
+        assert row[name]["tune_seconds"] > 0
+    assert "planned_features" not in row["cost_model"]
+    w = Workload("D", [2], "cpu")
+    schedules = [PLANS[name].make(w, None).schedules for name in PLANS]  # type: ignore[attr-defined]
+    assert [of is not None and bool((of.codes >= 0).all()) for of in schedules] == [True, True, False]
+
+
 def test_cases_and_asked_numbers() -> None:
     found = parts()
-    assert set(found) == {"models", "sizes", "queries", "mlperf", "mixed", "many", "optimizers", "host", "model"}
+    assert set(found) == {"models", "sizes", "queries", "mlperf", "mixed", "many", "optimizers", "host", "model", "tuning"}
     assert found["models"]["A"].asked == {"forward": 0.26, "backward": 0.95}
     assert {case.sizes for case in found["sizes"].values()} == {(1,), (8,), (64,), (2560,)}
-    assert {name for part in found.values() for case in part.values() for name in case.methods} == {*KERNELS, *MODULES}
+    assert {name for part in found.values() for case in part.values() for name in case.methods} == {*KERNELS, *MODULES, *PLANS}
     assert {case.shape for part in found.values() for case in part.values()} == set(SHAPES)
     assert found["host"]["A, 8 samples"].asked == {"host": 0.150}
     assert {ratio.times for ratio in embedding_bags.RATIOS["model"]} == {1.85, 1.5}
@@ -315,11 +335,12 @@ def result() -> Iterator[dict[str, Any]]:
         patch.setattr(embedding_models, "LEAST", 1)
         for shape, lines in list(SHAPES.items()):
             patch.setitem(SHAPES, shape, tiny(lines))
+        patch.setattr(embedding_plans, "TIMER", made_up)
         for title, part in parts().items():
             chosen: Part = {name: small(case) for name, case in part.items()}
             found[title] = run(title, chosen, "cpu", at_once, copy=1000.0)
             for row in found[title]["rows"].values():
-                if title not in ("optimizers", "host", "model"):
+                if title not in ("optimizers", "host", "model", "tuning"):
                     row["fbgemm"] = row["jagged"]
     rows = found["models"]["rows"]
     rows["A"]["fbgemm"] = {**rows["A"]["fbgemm"], "forward": {**rows["A"]["jagged"]["forward"], "median": 8.0}}
@@ -364,6 +385,8 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "- forward, times as fast as TorchRec, fused, asked 1.85: 2.00 on the mean of models." in page
     assert "| A, 8 samples | host | 0.15 |" in page
     assert "| A, Adam | backward and update |" in page
+    assert "| jagged | jagged, each class tuned alone | jagged without a plan |" in page
+    assert "times as fast as jagged, each class tuned alone, asked 1: in 5 of 5 cases." in page
     # The page stands without a result, and shows figures where there are some.
     monkeypatch.setattr(tables, "FOLDER", tmp_path / "pages")
     monkeypatch.setattr(tables, "ROOT", tmp_path)

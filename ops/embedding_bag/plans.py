@@ -42,6 +42,11 @@ class BagSchedule(NamedTuple):
         width: of the table.
         kind: `"one"`, `"few"`, `"some"` or `"many"`: how many lookups of a bag stand side by side and are under way together.
         steps: 1 to 64, over the bags of a unit of work.
+
+    Example:
+        >>> from jagged.ops import BagSchedule
+        >>> BagSchedule(rows=10, width=4, kind="some", steps=8).code
+        34
     """
 
     rows: int
@@ -61,6 +66,12 @@ class BagSchedules(NamedTuple):
     Args:
         codes: `[F]` int32 on the device of the tables; negative where the map is to choose.
         programs: for each multiprocessor.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import BagSchedules
+        >>> BagSchedules(torch.tensor([34, -1], dtype=torch.int32)).programs
+        32
     """
 
     codes: Tensor
@@ -114,7 +125,10 @@ class BagPlan:
         head = {"format": FORMAT, "version": VERSION, "gpu": self.gpu, "programs": self.programs}
         shown = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         shown.append('  "features": {\n' + lines + "\n  }" if lines else '  "features": {}')
-        Path(path).write_text("{\n" + ",\n".join(shown) + "\n}\n", encoding="utf-8")
+        # It appears whole or not at all.
+        part = Path(path).with_name(f".{Path(path).name}.part")
+        part.write_text("{\n" + ",\n".join(shown) + "\n}\n", encoding="utf-8")
+        part.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BagPlan:

@@ -15,7 +15,7 @@ from jagged import cli
 from jagged.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ["train", "evaluate", "recommend", "report", "doctor", "demo"]
+COMMANDS = ["train", "evaluate", "recommend", "report", "tune", "doctor", "demo"]
 
 
 def jagged(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,475 @@
+"""Measuring a plan for embedding bags: which schedule each class of features takes, and how many programs run.
+
+Features of one width whose tables, mean lengths and shares of empty bags are alike form a class, which is tuned once. The local
+stage goes through the classes, those that read most first: for every schedule of a class the whole launch is timed, with all
+other features at the best that is known so far, for what a schedule is worth depends on what runs beside it. The global stage
+asks how many programs each multiprocessor should have; if that changes, the local stage is gone through again. A plan is data
+to the kernels, so nothing is compiled for a candidate, and one captured graph serves them all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torchrec.modules.embedding_configs import PoolingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged.data import read_batches
+from jagged.modules import ScheduledEmbeddingBagCollection
+from jagged.ops import BagLayout, BagPlan, BagSchedule, BagSchedules, embedding_bags
+from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_PROGRAMS, PROGRAMS, code_of
+
+STEPS = (1, 2, 4, 8, 16, 32, 64)
+CANDIDATES = (BY_MAP, *(code_of(kind, steps) for kind in KINDS for steps in STEPS))
+PROGRAMS_TRIED = (8, 12, 16, 20, 24, 28, 32)
+# Times of each candidate, and how many times as many of the best one and of what it is to replace.
+REPEATS, CONFIRMED = 5, 4
+# Classes that are printed.
+SHOWN = 12
+
+
+class TuningError(ValueError):
+    """What keeps a plan from being measured or written; the message says what was found and what to do."""
+
+
+class Trial(NamedTuple):
+    """A launch to be timed.
+
+    Args:
+        features: those that are launched, by their places in the module's output.
+        codes: for each of them a schedule, as `BagSchedules` has it.
+        programs: for each multiprocessor.
+    """
+
+    features: tuple[int, ...]
+    codes: tuple[int, ...]
+    programs: int
+
+
+# For each trial as many times as asked for, in microseconds, measured in turns.
+Timer = Callable[[Sequence[Trial], int], list[list[float]]]
+
+
+class FeatureClass(NamedTuple):
+    """Features that are tuned as one.
+
+    Args:
+        features: by their places in the module's output.
+        width: of their tables.
+        rows: of the first one's table.
+        mean: lookups of a bag of the first one that is not empty.
+        empty: share of the first one's bags.
+        read: bytes of all their lookups.
+    """
+
+    features: tuple[int, ...]
+    width: int
+    rows: int
+    mean: float
+    empty: float
+    read: int
+
+
+class Tuned(NamedTuple):
+    """A plan and what it was chosen by; printed, a short table.
+
+    Args:
+        plan: what `ScheduledEmbeddingBagCollection` takes.
+        before: microseconds of all batches' launches without a plan.
+        after: with it.
+        choices: the classes, those that read most first, and their schedules, -1 where the map chooses.
+        seconds: that tuning took.
+    """
+
+    plan: BagPlan
+    before: float
+    after: float
+    choices: list[tuple[FeatureClass, int]]
+    seconds: float
+
+    def __str__(self) -> str:
+        count = sum(len(of.features) for of, _ in self.choices)
+        lines = [
+            f"{count:,} features in {len(self.choices):,} classes on {self.plan.gpu}, {self.seconds:.0f} s",
+            f"{'features':>8} {'width':>5} {'rows':>11} {'mean length':>11} {'empty':>6}  schedule",
+        ]
+        for of, code in self.choices[:SHOWN]:
+            numbers = f"{len(of.features):>8,} {of.width:>5} {of.rows:>11,} {of.mean:>11.1f} {of.empty:>6.0%}"
+            lines.append(f"{numbers}  {_words(code)}")
+        if len(self.choices) > SHOWN:
+            lines.append(f"and {len(self.choices) - SHOWN:,} classes that read less")
+        lines.append(f"programs for each multiprocessor: {self.plan.programs}")
+        lines.append(f"launches of all batches: {self.before:,.1f} us without the plan, {self.after:,.1f} us with it")
+        return "\n".join(lines)
+
+
+def tune(
+    module: ScheduledEmbeddingBagCollection,
+    batches: Iterable[KeyedJaggedTensor],
+    *,
+    programs: Sequence[int] = PROGRAMS_TRIED,
+    alone: bool = False,
+    repeats: int = REPEATS,
+    timer: Timer | None = None,
+    progress: bool = True,
+) -> Tuned:
+    """Measure a plan for a module's tables on batches of the kind and size that it will see.
+
+    Args:
+        module: with its tables on the GPU that the plan is for; forward passes alone are run, and nothing is changed.
+        batches: a few, with keys for all features.
+        programs: for each multiprocessor, that are tried beside the default.
+        alone: tune each class with no other features in the launch, and combine what was best; for comparison.
+        repeats: times of each candidate.
+        timer: what measures, for tests; None: replays of CUDA graphs.
+        progress: show a progress bar.
+
+    Returns:
+        A plan that is faster than none by more than the noise, or an empty one.
+
+    Raises:
+        TuningError: no batches, or without a timer tables that are not on a GPU.
+        ValueError: keys that are missing, or a number of programs out of range.
+
+    Source:
+        Pan et al., RecFlex: Enabling Feature Heterogeneity-Aware Optimization for Deep Recommendation Models with Flexible
+        Schedules, SC 2024: tuning in two stages.
+    """
+    begun = time.perf_counter()
+    if wrong := [of for of in programs if not 1 <= of <= MOST_PROGRAMS]:
+        raise ValueError(f"programs: expected 1 to {MOST_PROGRAMS} for each multiprocessor, got {wrong[0]}")
+    on_gpu = module.device.type == "cuda"
+    if timer is None and not on_gpu:
+        raise TuningError(
+            f"module: expected tables on an NVIDIA GPU, got {module.device}; a plan is measured on the GPU it is for"
+        )
+    features = [batch.to(module.device) for batch in batches]
+    if not features:
+        raise TuningError("batches: expected at least one, got none")
+    launches = _launches(module, features)
+    classes = _classes(launches)
+    search = _Search(ReplayTimer(launches) if timer is None else timer, classes, repeats)
+    with _bar(len(classes) + 1, progress) as bar:
+        search.local(bar, alone=alone)
+        if not alone and search.occupancy(programs):
+            bar.total += len(classes)
+            search.local(bar)
+        bar.update()
+    before, after = search.compared(keep_slower=alone)
+    names = [name for of_part in module.feature_names() for name in of_part]
+    shapes = [(of.rows[table], of.widths[table]) for of in (launch.layout for launch in launches) for table in of.tables or ()]
+    chosen = {
+        name: BagSchedule(*shape, KINDS[code & 3], code >> 2)
+        for name, shape, code in zip(names, shapes, search.codes, strict=True)
+        if code != BY_MAP
+    }
+    gpu = torch.cuda.get_device_name(module.device) if on_gpu else "CPU"
+    choices = [(of, search.codes[of.features[0]]) for of in classes]
+    return Tuned(BagPlan(gpu, chosen, search.programs), before, after, choices, time.perf_counter() - begun)
+
+
+def tune_recorded(
+    batches: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    programs: Sequence[int] | None = None,
+    timer: Timer | None = None,
+    progress: bool = True,
+) -> Tuned:
+    """Measure a plan on batches that `jagged.data.record_batches` wrote, for tables of random numbers, and write it.
+
+    Args:
+        batches: the file.
+        out: the plan's file; a plan that is there is replaced, and nothing else.
+        programs: as in `tune`; None: its default.
+        timer: as in `tune`; on the CPU.
+        progress: show a progress bar.
+
+    Raises:
+        TuningError: no GPU, or an `out` that cannot be written or is no plan.
+        DataError: a file of another kind.
+    """
+    target = Path(out)
+    if timer is None and not torch.cuda.is_available():
+        raise TuningError("found no NVIDIA GPU; a plan is measured on the GPU that it is for")
+    _check_target(target)
+    recorded = read_batches(batches)
+    # Only sums are weighted.
+    is_weighted = recorded.is_weighted and all(table.pooling == PoolingType.SUM for table in recorded.tables)
+    device = "cuda" if timer is None else "cpu"
+    module = ScheduledEmbeddingBagCollection(recorded.tables, is_weighted, device)
+    tried = PROGRAMS_TRIED if programs is None else programs
+    tuned = tune(module, recorded.batches, programs=tried, timer=timer, progress=progress)
+    try:
+        tuned.plan.save(target)
+    except OSError as error:
+        raise TuningError(f"out: {target}: cannot be written: {error.strerror or error}") from None
+    return tuned
+
+
+def _check_target(path: Path) -> None:
+    """Refuse a place where no plan can be written, before it is measured, or where something else would be lost."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            BagPlan.load(path)
+    except OSError as error:
+        raise TuningError(f"out: {path}: cannot be written: {error.strerror or error}") from None
+    except ValueError:
+        raise TuningError(f"out: {path}: is there, and is no plan of this version; choose another name, or remove it") from None
+
+
+class _Lookups(NamedTuple):
+    """A batch of one launch, as the operator takes it."""
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    sizes: list[int] | None
+
+    def sizes_of(self, count: int) -> list[int]:
+        """Bags of each of `count` features."""
+        return self.sizes if self.sizes is not None else [(self.offsets.shape[0] - 1) // max(1, count)] * count
+
+
+class _Launch(NamedTuple):
+    """The features of one data type, and their batches."""
+
+    storage: Tensor
+    layout: BagLayout
+    batches: list[_Lookups]
+    output_dtype: torch.dtype
+
+    def some(self, places: Sequence[int]) -> _Launch:
+        """The same tables with some of their features."""
+        layout = self.layout
+        assert layout.tables is not None
+        assert layout.means is not None
+        fewer = BagLayout(
+            layout.rows, layout.widths, tuple(layout.tables[i] for i in places), tuple(layout.means[i] for i in places)
+        )
+        return self._replace(layout=fewer, batches=[_chosen(of, layout.num_features, places) for of in self.batches])
+
+
+def _launches(module: ScheduledEmbeddingBagCollection, batches: Sequence[KeyedJaggedTensor]) -> list[_Launch]:
+    launches = []
+    with torch.no_grad():
+        for part in module._parts:
+            storage, dtype = part.tables.weights(), module._output_dtype
+            lookups = [_Lookups(*module._lookups(part, features)) for features in batches]
+            launches.append(
+                _Launch(storage, part.tables.layout, lookups, dtype if dtype in (torch.float32, storage.dtype) else torch.float32)
+            )
+    return launches
+
+
+def _chosen(lookups: _Lookups, count: int, places: Sequence[int]) -> _Lookups:
+    """The lookups of some features."""
+    sizes = lookups.sizes_of(count)
+    firsts, device = [0, *accumulate(sizes)], lookups.offsets.device
+    bags = torch.cat([torch.arange(firsts[place], firsts[place + 1], device=device) for place in places])
+    starts, lengths = lookups.offsets[:-1][bags], lookups.offsets.diff()[bags]
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0, dtype=lengths.dtype)])
+    found = torch.repeat_interleave(starts - offsets[:-1], lengths)
+    found += torch.arange(len(found), device=device)
+    weights = None if lookups.weights is None else lookups.weights[found]
+    return _Lookups(lookups.ids[found], offsets, weights, None if lookups.sizes is None else [sizes[place] for place in places])
+
+
+def _classes(launches: Sequence[_Launch]) -> list[FeatureClass]:
+    """Features of one launch that are alike, those that read most first."""
+    alike: dict[tuple[int, ...], list[tuple[int, int, int, float, float, int]]] = {}
+    first = 0
+    for number, (_, layout, batches, _) in enumerate(launches):
+        counts = sum(_counts(of, layout.num_features) for of in batches)
+        assert isinstance(counts, Tensor)
+        assert layout.tables is not None
+        for feature, (table, (bags, full, lookups)) in enumerate(zip(layout.tables, counts.tolist(), strict=True)):
+            rows, width = layout.rows[table], layout.widths[table]
+            mean, empty = lookups / max(1, full), 1 - full / max(1, bags)
+            # Rows within a factor of four, means within one of the square root of two, empty bags to a quarter.
+            key = (number, width, rows.bit_length() // 2, round(2 * math.log2(max(1.0, mean))), round(4 * empty))
+            alike.setdefault(key, []).append((first + feature, width, rows, mean, empty, lookups * max(32, 4 * width)))
+        first += layout.num_features
+    classes = [FeatureClass(tuple(one[0] for one in of), *of[0][1:5], read=sum(one[5] for one in of)) for of in alike.values()]
+    return sorted(classes, key=lambda of: -of.read)
+
+
+def _counts(lookups: _Lookups, count: int) -> Tensor:
+    """For each feature its bags, those that are not empty, and its lookups: `[F, 3]`."""
+    parts = lookups.offsets.diff().cpu().split(lookups.sizes_of(count))
+    return torch.tensor([(len(of), int((of > 0).sum()), int(of.sum())) for of in parts], dtype=torch.int64).reshape(-1, 3)
+
+
+class _Search:
+    """The best schedules and number of programs that are known so far."""
+
+    def __init__(self, timer: Timer, classes: Sequence[FeatureClass], repeats: int) -> None:
+        self._time = timer
+        self._classes = classes
+        self._repeats = repeats
+        self.codes = [BY_MAP] * sum(len(of.features) for of in classes)
+        self.programs = PROGRAMS
+
+    def local(self, bar: Any, *, alone: bool = False) -> None:
+        """Give every class the schedule that is best for the whole launch, or with `alone` for its own."""
+        best = list(self.codes)
+        for of in self._classes:
+            launched = of.features if alone else tuple(range(len(best)))
+            known = dict.fromkeys(of.features, BY_MAP) if alone else dict(enumerate(best))
+            trials = {}
+            for code in CANDIDATES:
+                codes = {**known, **dict.fromkeys(of.features, code)}
+                trials[code] = Trial(launched, tuple(codes[feature] for feature in launched), self.programs)
+            chosen = self._best(trials, known[of.features[0]])
+            for feature in of.features:
+                best[feature] = chosen
+            bar.update()
+        self.codes = best
+
+    def occupancy(self, programs: Sequence[int]) -> bool:
+        """Take the number of programs that is best for the whole launch; tell whether it is another one."""
+        former = self.programs
+        trials = {of: self._whole(of) for of in dict.fromkeys((former, *programs))}
+        self.programs = self._best(trials, former)
+        return self.programs != former
+
+    def compared(self, *, keep_slower: bool) -> tuple[float, float]:
+        """Median times without and with what was found, which goes where it is no faster."""
+        none = Trial(tuple(range(len(self.codes))), (BY_MAP,) * len(self.codes), PROGRAMS)
+        if self._whole(self.programs) == none:
+            (times,) = self._time([none], CONFIRMED * self._repeats)
+            return statistics.median(times), statistics.median(times)
+        before, after = self._time([none, self._whole(self.programs)], CONFIRMED * self._repeats)
+        if not keep_slower and not is_faster(after, before):
+            self.codes, self.programs, after = list(none.codes), PROGRAMS, before
+        return statistics.median(before), statistics.median(after)
+
+    def _whole(self, programs: int) -> Trial:
+        return Trial(tuple(range(len(self.codes))), tuple(self.codes), programs)
+
+    def _best(self, trials: dict[int, Trial], known: int) -> int:
+        """The fastest of some trials where it is faster than the known one in a second comparison too."""
+        times = self._time(list(trials.values()), self._repeats)
+        medians = dict(zip(trials, map(statistics.median, times), strict=True))
+        best = min(medians, key=lambda key: medians[key])
+        if best == known or medians[best] >= medians[known]:
+            return known
+        # The fastest of many is one that was lucky, too.
+        old, new = self._time([trials[known], trials[best]], CONFIRMED * self._repeats)
+        return best if is_faster(new, old) else known
+
+
+def is_faster(new: Sequence[float], old: Sequence[float]) -> bool:
+    """Tell whether times that were taken in turns with others are lower by more than twice the error of their difference."""
+    saved = [before - after for before, after in zip(old, new, strict=True)]
+    middle = statistics.median(saved)
+    # Of a median of normal numbers, whose deviation the median of absolute ones gives.
+    error = 1.253 * 1.483 * statistics.median(abs(one - middle) for one in saved) / math.sqrt(len(saved))
+    return middle > 2 * error
+
+
+class ReplayTimer:
+    """Times by replays of a graph of all batches' launches; the schedules of a trial are written where the graph reads them."""
+
+    def __init__(self, launches: Sequence[_Launch]) -> None:
+        self._launches = launches
+        self._captured: dict[tuple[tuple[int, ...], int], tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+
+    def __call__(self, trials: Sequence[Trial], repeats: int) -> list[list[float]]:
+        """Return for each trial its times in microseconds."""
+        with torch.no_grad(), torch.cuda.device(self._launches[0].storage.device):
+            runs = [self._run(trial) for trial in trials]
+            times: list[list[float]] = [[] for _ in trials]
+            # The first turn warms up.
+            for turn in range(repeats + 1):
+                for (graph, held, wanted), of_trial in zip(runs, times, strict=True):
+                    for codes, values in zip(held, wanted, strict=True):
+                        codes.copy_(values)
+                    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                    start.record()
+                    graph.replay()
+                    end.record()
+                    end.synchronize()
+                    if turn:
+                        of_trial.append(start.elapsed_time(end) * 1e3)
+        return times
+
+    def _run(self, trial: Trial) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]:
+        """The graph of a trial, what it reads schedules from, and those of the trial."""
+        if any(features != trial.features for features, _ in self._captured):
+            # Of features that are done with.
+            self._captured.clear()
+        key = trial.features, trial.programs
+        if key not in self._captured:
+            self._captured[key] = self._capture(*key)
+        graph, held = self._captured[key]
+        device = held[0].device
+        wanted = torch.tensor(trial.codes, dtype=torch.int32).to(device).split([len(codes) for codes in held])
+        return graph, held, list(wanted)
+
+    def _capture(self, features: tuple[int, ...], programs: int) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        launches, held = list(_of_features(self._launches, features)), []
+        for launch in launches:
+            held.append(torch.full((launch.layout.num_features,), BY_MAP, dtype=torch.int32, device=launch.storage.device))
+
+        def work() -> None:
+            for launch, codes in zip(launches, held, strict=True):
+                for of in launch.batches:
+                    _look_up(launch, of, BagSchedules(codes, programs))
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            # Compiles, and puts layouts on the device.
+            work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph, held
+
+
+def _of_features(launches: Sequence[_Launch], features: tuple[int, ...]) -> Iterable[_Launch]:
+    """The launches that some features take part in, with these alone."""
+    first = 0
+    for launch in launches:
+        count = launch.layout.num_features
+        places = [feature - first for feature in features if first <= feature < first + count]
+        first += count
+        if places:
+            yield launch if len(places) == count else launch.some(places)
+
+
+def _look_up(launch: _Launch, of: _Lookups, schedules: BagSchedules) -> Tensor:
+    return embedding_bags(
+        launch.storage,
+        launch.layout,
+        of.ids,
+        of.offsets,
+        per_sample_weights=of.weights,
+        batch_sizes=of.sizes,
+        output_dtype=launch.output_dtype,
+        schedules=schedules,
+    )
+
+
+def _words(code: int) -> str:
+    if code == BY_MAP:
+        return "by the lengths of each batch"
+    return f"{KINDS[code & 3]}, {code >> 2} step{'s' * (code >> 2 > 1)}"
+
+
+def _bar(total: int, shown: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="tune", unit="class", leave=False, delay=2, disable=not shown)
