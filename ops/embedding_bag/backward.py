@@ -16,12 +16,12 @@ from torch import Tensor
 from jagged.ops._shared.device import rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops.embedding_bag.optimizers import STATES
+from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.schedules import (
     BLOCK_GROUPS,
     MOST_COLUMNS,
     NUM_KINDS,
     NUM_SCHEDULES,
-    PROGRAMS,
     columns_by,
     columns_of,
     group_of,

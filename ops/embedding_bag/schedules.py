@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops.embedding_bag.plans import MOST_STEPS as STEPS_OF_PLAN
-from jagged.ops.embedding_bag.plans import PROGRAMS as PROGRAMS
 
 # Columns are 4 to 128, a power of two; wider rows take several programs.
 FEWEST_COLUMNS, MOST_COLUMNS = tl.constexpr(4), tl.constexpr(128)

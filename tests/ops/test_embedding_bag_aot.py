@@ -11,7 +11,7 @@ from tests.places import PLACE
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
-LONGS = ("layout", "batches", "ends", "counter", "tables", "first_segments", "starts", "step", "indices", "offsets", "widths")
+LONGS = ("layout", "batches", "ends", "counter", "tables", "step", "indices", "offsets", "widths")
 LONGS += ("slices", "first_bags", "begins", "block_ends")
 FLOATS = (
     "sums_of_slices",
