@@ -1,9 +1,10 @@
 """Backward pass of embedding bags: each row's lookups are brought together by a stable sort and summed in that order.
 
 A lookup has a key, its row among those of all tables, and a source, the element of the incoming gradient that its bag begins at.
-Sorted by key the lookups of a row are a bag themselves, whose rows are those of the gradient: `pooled` sums them by the schedules
-of forward. A program takes some hundred sorted lookups, and the rows whose runs of equal keys begin there. A row's sum is stored
-as its gradient, or updates the row at once; a row with thousands of lookups is summed in parts, which another kernel joins.
+After the sort, runs of equal keys are the lookups of a row. Programs take some hundred sorted lookups of a table each: groups of
+lanes walk over a part of them, two lookups at once, regardless of where runs begin, and sum the gradients in their order. Where a
+run ends, its sum is stored as the row's gradient, or updates the row at once. A run belongs to the group that it begins with,
+which goes on beyond its part to the run's end; a row with thousands of lookups is summed in blocks, which another kernel joins.
 """
 
 from __future__ import annotations
@@ -17,29 +18,21 @@ from jagged.ops._shared.device import rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
-from jagged.ops.embedding_bag.schedules import (
-    BLOCK_GROUPS,
-    MOST_COLUMNS,
-    NUM_KINDS,
-    NUM_SCHEDULES,
-    columns_by,
-    columns_of,
-    group_of,
-    groups_by,
-    is_of_many,
-    kind_of,
-    lanes_by,
-    pooled,
-    span_of,
-    take_unit,
-    used_schedules,
-)
+from jagged.ops.embedding_bag.schedules import group_of, span_of, take_unit
 
-BLOCK_BAGS, BLOCK_LOOKUPS = 32, 8
-# Lookups of a unit, and of a block, a multiple, at whose end a row's sum is cut, so that no program has very many of them.
-CHUNK, SPLIT = 256, 4096
+# Bags, and lookups of each, that a program of the kernel of keys takes at once.
+BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
+# Sorted lookups that a group of lanes takes, and of a block, at whose end a row's sum is cut, so that none has very many of them.
+STREAM, SPLIT = 64, 1024
+# Columns of a program; of updates with one number a row all columns.
+MOST_COLUMNS = tl.constexpr(128)
+# Numbers of a row of lanes.
+NUMBERS = tl.constexpr(128)
+NUM_WIDTHS = tl.constexpr(12)
+# Tables that the kernel of the units takes at once.
+BLOCK_TABLES = 1024
 # Programs that join what was cut, for each multiprocessor.
-JOINING = 4
+JOINING = 16
 SAMPLE_BAGS, SAMPLE_LOOKUPS, SAMPLE_COLUMNS = 4, 4, 32
 
 
@@ -149,182 +142,230 @@ def updated(
     return new
 
 
+@triton.constexpr_function
+def columns_by(schedule):
+    """Return the columns of a schedule, which is (columns' exponent - 2, whether rows begin at multiples of 4 elements)."""
+    return 4 << (schedule // 2)
+
+
+@triton.jit
+def schedule_of(width, WHOLE_ROWS: tl.constexpr):
+    """Return the schedule of rows of some width."""
+    exponent = (width * 0).to(tl.int32)
+    for i in tl.static_range(1, NUM_WIDTHS if WHOLE_ROWS else 6):
+        exponent += (width > (2 << i)).to(tl.int32)
+    return exponent * 2 + (width % 4 == 0).to(tl.int32)
+
+
+@triton.jit
+def unit_of(width, STREAM: tl.constexpr, SPLIT: tl.constexpr):
+    """Return the lookups of a unit: `STREAM` for each group of lanes, no more than a block."""
+    groups = (width * 0 + 1).to(tl.int64)
+    for i in tl.static_range(0, 5):
+        groups = tl.where(width <= (4 << i), tl.maximum(groups, 32 >> i), groups)
+    return tl.minimum(groups * STREAM, SPLIT)
+
+
 @triton.jit(do_not_specialize=["num_tables", "num_programs"])
 def embedding_bags_rows_map_kernel(
-    tables, begins, ends, block_ends, counter, num_tables, num_programs, FIELDS: tl.constexpr, CHUNK: tl.constexpr,
-    SPLIT: tl.constexpr, WHOLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    tables, begins, ends, block_ends, counter, num_tables, num_programs, FIELDS: tl.constexpr,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, WHOLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """For each table after how many units of `CHUNK` lookups it ends, and after how many blocks of `SPLIT`."""
+    """For each table after how many blocks of `SPLIT` lookups it ends, and, in the order by width, after how many units.
+
+    Programs that run together shall run the same code, for a multiprocessor's cache of instructions holds few schedules.
+    """
     tl.store(counter, num_programs)
     total, total_blocks = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, num_tables, BLOCK):
-        table = start + tl.arange(0, BLOCK)
-        exists = table < num_tables
-        lookups = tl.load(begins + table + 1, mask=exists, other=0) - tl.load(begins + table, mask=exists, other=0)
-        units = (lookups + CHUNK - 1) // CHUNK
-        if not WHOLE_ROWS:
-            width = tl.load(tables + table.to(tl.int64) * FIELDS + 2, mask=exists, other=1)
-            units *= (width + MOST_COLUMNS - 1) // MOST_COLUMNS
+        place = start + tl.arange(0, BLOCK)
+        exists = place < num_tables
+        lookups = tl.load(begins + place + 1, mask=exists, other=0) - tl.load(begins + place, mask=exists, other=0)
         blocks = (lookups + SPLIT - 1) // SPLIT
-        tl.store(ends + table, total + tl.cumsum(units, 0), mask=exists)
-        tl.store(block_ends + table, total_blocks + tl.cumsum(blocks, 0), mask=exists)
-        total += tl.sum(units, 0)
+        tl.store(block_ends + place, total_blocks + tl.cumsum(blocks, 0), mask=exists)
         total_blocks += tl.sum(blocks, 0)
+        table = tl.load(tables + place.to(tl.int64) * FIELDS + 3, mask=exists, other=0)
+        lookups = tl.load(begins + table + 1, mask=exists, other=0) - tl.load(begins + table, mask=exists, other=0)
+        width = tl.load(tables + table.to(tl.int64) * FIELDS + 2, mask=exists, other=1)
+        unit = unit_of(width, STREAM, SPLIT)
+        units = (lookups + unit - 1) // unit
+        if not WHOLE_ROWS:
+            units *= (width + MOST_COLUMNS - 1) // MOST_COLUMNS
+        tl.store(ends + place, total + tl.cumsum(units, 0), mask=exists)
+        total += tl.sum(units, 0)
 
 
 @triton.jit
-def find_runs(keys, runs, offset, size, room, CHUNK: tl.constexpr, SPLIT: tl.constexpr):
-    """Store where the runs of equal keys begin that do so in a chunk, and where the last of them ends; return how many.
-
-    Places count from the chunk's first, `keys`; before it the table has `offset` keys, and from it on `room`, of which `size` are
-    in the chunk. A run ends at a multiple of `SPLIT` from the table's first key as well.
-    """
-    place = tl.arange(0, CHUNK)
-    exists = place < size
-    key = tl.load(keys + place, mask=exists, other=-1)
-    before = tl.load(keys + place - 1, mask=exists & ((place > 0) | (offset > 0)), other=-1)
-    is_first = exists & ((key != before) | ((place == 0) & (offset % SPLIT == 0)))
-    tl.store(runs + tl.cumsum(is_first.to(tl.int32), 0) - 1, place, mask=is_first)
-    count = tl.sum(is_first.to(tl.int32), 0)
-    # The last run may go on beyond the chunk.
-    last_key = tl.load(keys + size - 1)
-    limit = tl.minimum(room, SPLIT - offset % SPLIT).to(tl.int32)
-    end = size
-    found = tl.full((), CHUNK, tl.int32)
-    while (found == CHUNK) & (end < limit):
-        after = end + tl.arange(0, CHUNK)
-        found = tl.sum((tl.load(keys + after, mask=after < limit, other=-1) == last_key).to(tl.int32), 0)
-        end += found
-    tl.store(runs + count, end)
-    return count
-
-
-@triton.jit
-def sum_and_apply(
-    values, sources, factors, begin, end, row, element, exists, is_part, slot, parts_of_runs, weights, first, second, step,
-    corrections, rate, width, row_stride, only, eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr, VECTOR: tl.constexpr, SCHEDULE: tl.constexpr,
+def lookups_at(
+    grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width, columns,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradients of some rows, and store or apply them; sums of a part of a row's lookups are kept in `parts_of_runs`.
+    """Load one sorted lookup of each group of lanes, and its rows of the gradient and, where a run ends, of the weights.
 
-    Of wide rows it is the columns of one part, `only`. Numbers of a row as a whole need all columns: these are summed part after
-    part, the first one last, and then all but that are summed again.
+    Returns keys, whether a run begins and ends here and is the group's, and both rows, `[groups, columns]`.
     """
-    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    exists = is_alive & (place < limit)
+    key = tl.load(keys + place, mask=exists, other=-1)
+    is_first = tl.load(keys + place - 1, mask=exists & (place > 0), other=-3) != key
+    is_own = exists & ((place < last) | (key == last_key)) & (key != not_own)
+    is_last = is_own & (tl.load(keys + place + 1, mask=exists & (place + 1 < limit), other=-3) != key)
+    source = tl.load(sources + place, mask=is_own, other=0)
+    if ALIGNED:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        source = source // 4 * 4
+    in_row = (columns < width)[None, :]
+    tile = tl.load(grad + (source.to(tl.int64)[:, None] + columns[None, :]), mask=is_own[:, None] & in_row, other=0.0)
+    tile = tile.to(tl.float32)
+    if factors is not None:
+        tile *= tl.load(factors + place, mask=is_own, other=0.0)[:, None]
+    old = tile
+    if KIND != "none":
+        element = start + (key.to(tl.int64) - first_row) * width
+        old = tl.load(weights + (element[:, None] + columns[None, :]), mask=is_last[:, None] & in_row, other=0.0).to(tl.float32)
+    return key, is_first, is_own, is_last, tile, old
+
+
+@triton.jit
+def apply_sums(
+    sums, old, is_stored, row, element, in_row, weights, first, second, step, corrections, rate, width, numbers,
+    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Store sums `[rows, columns]` of gradients, or update weights and states by them; `old` are the weights."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
-    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
-    parts = (width + COLUMNS - 1) // COLUMNS
-    square = tl.zeros(row.shape, tl.float32)
-    applies = exists if is_part is None else exists & (is_part == 0)
-    for turn in range(0, 2 * parts - 1 if BY_ROW else 1):
-        part = tl.abs(parts - 1 - turn) if BY_ROW else only
-        columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
-        in_row = (columns < width)[None, :]
-        place = element[:, None] + columns[None, :]
-        IDS: tl.constexpr = "stride" if is_part is None else "elements"
-        sums = pooled(values, sources, factors, begin, end, 0, width, columns, SCHEDULE, VECTOR, IDS)
-        if is_part is not None:
-            kept = parts_of_runs + slot[:, None] * row_stride + columns[None, :]
-            tl.store(kept, sums, mask=(exists & (is_part != 0))[:, None] & in_row)
-        mask = applies[:, None] & in_row
-        if KIND == "none":
-            new = sums
-        else:
-            old = tl.load(weights + place, mask=mask, other=0.0).to(tl.float32)
-            sums = tl.where(mask, decayed(sums, old, weight_decay, KIND), 0.0)
-            if BY_ROW:
-                square += tl.where(turn < parts, tl.sum(rounded_product(sums, sums), 1), 0.0)
-                mask &= turn >= parts - 1
-            new = updated(
-                sums, square / width, old, first, second, place, row, corrections, tl.load(rate), numbers, mask, applies, KIND
-            )  # fmt: skip
-        if IS_STOCHASTIC:
-            tl.store(weights + place, rounded(new, place, tl.load(step)), mask=mask)
-        else:
-            tl.store(weights + place, new.to(weights.dtype.element_ty), mask=mask)
-    if KIND == "rowwise_adagrad":
-        tl.store(first + row, tl.load(first + row, mask=applies, other=0.0) + square / width, mask=applies)
-    if KIND == "rowwise_adam":
-        variance = beta2 * tl.load(second + row, mask=applies, other=0.0) + rest2 * (square / width)
-        tl.store(second + row, variance, mask=applies)
+    mask = is_stored[:, None] & in_row
+    new = sums
+    if KIND != "none":
+        sums = tl.where(mask, decayed(sums, old, numbers[3], KIND), 0.0)
+        square = tl.zeros(row.shape, tl.float32)
+        if BY_ROW:
+            square = tl.sum(rounded_product(sums, sums), 1) / width
+        new = updated(
+            sums, square, old, first, second, element, row, corrections, rate, numbers, mask, is_stored, KIND
+        )  # fmt: skip
+        if KIND == "rowwise_adagrad":
+            tl.store(first + row, tl.load(first + row, mask=is_stored, other=0.0) + square, mask=is_stored)
+        if KIND == "rowwise_adam":
+            variance = numbers[2] * tl.load(second + row, mask=is_stored, other=0.0) + numbers[5] * square
+            tl.store(second + row, variance, mask=is_stored)
+    if IS_STOCHASTIC:
+        tl.store(weights + element, rounded(new, element, tl.load(step)), mask=mask)
+    else:
+        tl.store(weights + element, new.to(weights.dtype.element_ty), mask=mask)
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def row_unit(
-    grad, sources, factors, runs, num_runs, keys, offset, room, block, parts_of_runs, weights, first, second, step, corrections,
-    rate, fields, row_stride, part, eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr,
+    grad, sources, factors, keys, offset, room, unit, block, parts_of_runs, weights, first, second, step, corrections, rate,
+    fields, row_stride, part, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT: tl.constexpr, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """Sum, and store or apply, the gradients of the rows of some runs; places as `find_runs` has them."""
-    LANES: tl.constexpr = lanes_by(SCHEDULE)
-    GROUPS: tl.constexpr = groups_by(SCHEDULE)
-    ROWS: tl.constexpr = GROUPS // LANES
+    """Sum, and store or apply, the gradients of the rows whose runs begin in a unit of `unit` lookups.
+
+    Places count from the unit's first; before it the table has `offset` lookups, and from it on `room`.
+    """
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
     start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
-    for run in range(0, num_runs, ROWS):
-        left = num_runs - run
-        of_row, own = tl.arange(0, ROWS), tl.arange(0, GROUPS) // LANES
-        exists = of_row < left
-        begin = tl.load(runs + run + own, mask=own < left, other=0)
-        end = tl.load(runs + run + own + 1, mask=own < left, other=0)
-        from_ = tl.load(runs + run + of_row, mask=exists, other=0)
-        to = tl.load(runs + run + of_row + 1, mask=exists, other=0)
-        key = tl.load(keys + from_, mask=exists, other=-1)
-        row = key.to(tl.int64)
-        element = start + (row - first_row) * width
-        goes_on = tl.load(keys + to, mask=exists & (to < room), other=-2) == key
-        has_begun = tl.load(keys + from_ - 1, mask=exists & ((from_ > 0) | (offset > 0)), other=-2) == key
-        # Of a block the run that came in has the first place, and the one that goes on from here has the second.
-        slot = block * 2 + 1 - has_begun.to(tl.int64)
-        sum_and_apply(
-            grad, sources, factors, begin, end, row, element, exists, (goes_on | has_begun).to(tl.int32), slot, parts_of_runs,
-            weights, first, second, step, corrections, rate, width, row_stride, part, eps, beta1, beta2, weight_decay, rest1,
-            rest2, KIND, IS_STOCHASTIC, ALIGNED, SCHEDULE,
+    if SCHEDULE % 2:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        width = width // 4 * 4
+        start = start // 16 * 16
+    row_stride = row_stride // 4 * 4
+    columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    in_row = (columns < width)[None, :]
+    in_block = (offset % SPLIT).to(tl.int32)
+    # Where the block ends or the table does.
+    limit = tl.minimum(room, SPLIT - in_block).to(tl.int32)
+    # Rows of which the blocks before and after have lookups too: their sums are parts.
+    came_in = tl.load(keys - 1, mask=(in_block == 0) & (offset > 0), other=-2)
+    goes_on = tl.load(keys + limit, mask=limit < room, other=-2)
+    is_cut = (came_in == tl.load(keys)) | (goes_on == tl.load(keys + limit - 1))
+    # Each group's part of the unit. The first run may be another's, the last one goes on.
+    own = (unit + GROUPS - 1) // GROUPS
+    place = tl.arange(0, GROUPS) * own
+    last = tl.minimum(place + own, tl.minimum(unit, limit))
+    is_alive = place < last
+    last_key = tl.load(keys + last - 1, mask=is_alive, other=-1)
+    before = tl.load(keys + place - 1, mask=is_alive & ((place > 0) | (in_block > 0)), other=-2)
+    not_own = tl.where(before == tl.load(keys + place, mask=is_alive, other=-1), before, -2)
+    is_alive &= last_key != not_own
+    learning_rate = 0.0
+    if KIND != "none":
+        learning_rate = tl.load(rate)
+    total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    is_more = tl.max(is_alive.to(tl.int32), 0)
+    while is_more != 0:
+        # All loads of a turn are under way together.
+        key0, is_first0, _, is_last0, tile0, old0 = lookups_at(
+            grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width,
+            columns, KIND, ALIGNED,
         )  # fmt: skip
+        key1, is_first1, is_own1, is_last1, tile1, old1 = lookups_at(
+            grad, sources, factors, keys, weights, place + 1, is_alive, last, last_key, not_own, limit, start, first_row, width,
+            columns, KIND, ALIGNED,
+        )  # fmt: skip
+        for i in tl.static_range(2):
+            key, is_first, is_last = (key1, is_first1, is_last1) if i else (key0, is_first0, is_last0)
+            total = tl.where(is_first[:, None], 0.0, total) + (tile1 if i else tile0)
+            is_whole = is_last
+            if is_cut:
+                is_part = is_last & ((key == came_in) | (key == goes_on))
+                is_whole &= is_part == 0
+                # Of a block the run that came in has the first place, and the one that goes on from here has the second.
+                slot = block * 2 + (key != came_in).to(tl.int64)
+                kept = parts_of_runs + (slot[:, None] * row_stride + columns[None, :])
+                tl.store(kept, total, mask=is_part[:, None] & in_row)
+            row = key.to(tl.int64)
+            element = (start + (row - first_row) * width)[:, None] + columns[None, :]
+            apply_sums(
+                total, old1 if i else old0, is_whole, row, element, in_row, weights, first, second, step, corrections,
+                learning_rate, width, numbers, KIND, IS_STOCHASTIC,
+            )  # fmt: skip
+        # A group ends with its part, or with the run that goes on beyond it.
+        place += 2
+        is_alive &= (place < last) | (is_own1 & (is_last1 == 0))
+        is_more = tl.max(is_alive.to(tl.int32), 0)
 
 
 @triton.jit(do_not_specialize=["num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
 def embedding_bags_rows_kernel(
-    grad, sources, factors, keys, runs, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins, ends,
-    block_ends, counter, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr,
-    CHUNK: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
-    USED: tl.constexpr,
+    grad, sources, factors, keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins,
+    ends, block_ends, counter, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2,
+    FIELDS: tl.constexpr, STREAM: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
-    """Take units of all tables' sorted lookups; the rows that begin there are this program's."""
+    """Take units of all tables' sorted lookups; the rows whose runs begin there are this program's."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
-    runs += tl.program_id(0) * (CHUNK + 1)
     num_units = tl.load(ends + num_tables - 1)
     unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
-        following = take_unit(counter)
-        table, before = group_of(ends, unit, num_tables)
+        next_unit = take_unit(counter)
+        place, before = group_of(ends, unit, num_tables)
+        table = tl.load(tables + place * FIELDS + 3)
         fields = tables + table * FIELDS
         width = tl.load(fields + 2)
         parts = 1 if BY_ROW else (width + MOST_COLUMNS - 1) // MOST_COLUMNS
-        begin, end = tl.load(begins + table), tl.load(begins + table + 1)
-        offset = (unit - before) // parts * CHUNK
-        begin += offset
-        room = end - begin
+        lookups = unit_of(width, STREAM, SPLIT)
+        offset = (unit - before) // parts * lookups
+        begin = tl.load(begins + table) + offset
+        room = tl.load(begins + table + 1) - begin
+        block = tl.load(block_ends + table - 1, mask=table > 0, other=0) + offset // SPLIT
         own_factors = factors
         if factors is not None:
             own_factors = factors + begin
-        # The runs of the unit before have been read.
-        tl.debug_barrier()
-        num_runs = find_runs(keys + begin, runs, offset, tl.minimum(room, CHUNK).to(tl.int32), room, CHUNK, SPLIT)
-        tl.debug_barrier()
-        lookups = tl.load(runs + num_runs) - tl.load(runs)
-        _, exponent = columns_of(width)
-        found = (exponent * NUM_KINDS + kind_of(lookups, num_runs)) * 2 + (width % 4 == 0).to(tl.int32)
-        block = tl.load(block_ends + table - 1, mask=table > 0, other=0) + offset // SPLIT
-        for i in tl.static_range(NUM_SCHEDULES):
+        found = schedule_of(width, BY_ROW)
+        for i in tl.static_range(2 * NUM_WIDTHS):
             if (USED >> i) & 1:  # noqa: SIM102
                 if found == i:
                     row_unit(
-                        grad, sources + begin, own_factors, runs, num_runs, keys + begin, offset, room, block, parts_of_runs,
-                        weights, first, second, step, corrections, rate, fields, row_stride, (unit - before) % parts, eps, beta1,
-                        beta2, weight_decay, rest1, rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
+                        grad, sources + begin, own_factors, keys + begin, offset, room, lookups.to(tl.int32), block,
+                        parts_of_runs, weights, first, second, step, corrections, rate, fields, row_stride,
+                        (unit - before) % parts, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT, KIND, IS_STOCHASTIC,
+                        ALIGNED, i,
                     )  # fmt: skip
-        unit = following
+        unit = next_unit
 
 
 @triton.jit(noinline=True)
@@ -333,19 +374,27 @@ def joined_run(
     beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of one row's lookups up, in their order, and store or apply the sum."""
-    start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
-    one = tl.zeros((1,), tl.int64)
-    row = one + key.to(tl.int64)
-    element = start + (row - first_row) * width
-    begin = tl.zeros((groups_by(SCHEDULE),), tl.int64) + first_slot
-    end = begin + (last_slot + 1 - first_slot)
-    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
+    row = tl.zeros((1,), tl.int64) + key.to(tl.int64)
     for part in range(0, 1 if BY_ROW else (width + COLUMNS - 1) // COLUMNS):
-        sum_and_apply(
-            parts_of_runs, row_stride, None, begin, end, row, element, one == 0, None, one, parts_of_runs, weights, first, second,
-            step, corrections, rate, width, row_stride, part, eps, beta1, beta2, weight_decay, rest1, rest2, KIND, IS_STOCHASTIC,
-            SCHEDULE % 2, SCHEDULE,
+        columns = part * COLUMNS + tl.arange(0, COLUMNS)
+        in_row = (columns < width)[None, :]
+        element = (start + (row - first_row) * width)[:, None] + columns[None, :]
+        total = tl.zeros((1, COLUMNS), tl.float32)
+        for slot in range(first_slot, last_slot + 1):
+            total += tl.load(parts_of_runs + slot * row_stride + columns[None, :], mask=in_row, other=0.0)
+        old = total
+        if KIND != "none":
+            old = tl.load(weights + element, mask=in_row, other=0.0).to(tl.float32)
+        learning_rate = 0.0
+        if KIND != "none":
+            learning_rate = tl.load(rate)
+        apply_sums(
+            total, old, row >= 0, row, element, in_row, weights, first, second, step, corrections, learning_rate, width, numbers,
+            KIND, IS_STOCHASTIC,
         )  # fmt: skip
 
 
@@ -356,6 +405,7 @@ def embedding_bags_join_kernel(
     IS_STOCHASTIC: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of rows that are read by more than a block of lookups: at the first end of a block that each goes across."""
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     num_blocks = tl.load(block_ends + num_tables - 1)
     for block in range(tl.program_id(0).to(tl.int64), num_blocks, tl.num_programs(0)):
         table, before = group_of(block_ends, block, num_tables)
@@ -372,11 +422,9 @@ def embedding_bags_join_kernel(
             while (place < last_place) & (tl.load(keys + place, mask=place < last_place, other=-2) == key):
                 last_block += 1
                 place += SPLIT
-            width = tl.load(fields + 2)
-            _, exponent = columns_of(width)
-            found = (exponent * NUM_KINDS + NUM_KINDS - 1) * 2 + (width % 4 == 0).to(tl.int32)
-            for i in tl.static_range(NUM_SCHEDULES):
-                if ((USED >> i) & 1) and is_of_many(i):  # noqa: SIM102
+            found = schedule_of(tl.load(fields + 2), BY_ROW)
+            for i in tl.static_range(2 * NUM_WIDTHS):
+                if (USED >> i) & 1:  # noqa: SIM102
                     if found == i:
                         joined_run(
                             parts_of_runs, block * 2 - 1, last_block * 2, key, weights, first, second, step, corrections, rate,
@@ -466,15 +514,15 @@ def _sums_by_row(
     ends, block_ends = (torch.empty(num_tables, dtype=wide, device=device) for _ in range(2))
     counter = torch.empty(1, dtype=wide, device=device)
     programs = min(PROGRAMS * gpu(device).multiprocessors, num_lookups)
+    is_by_row = kind.startswith("rowwise")
     embedding_bags_rows_map_kernel[(1,)](
-        tables, begins, ends, block_ends, counter, num_tables, programs, FIELDS=fields, CHUNK=CHUNK, SPLIT=SPLIT,
-        WHOLE_ROWS=kind.startswith("rowwise"), BLOCK=BLOCK_GROUPS, num_warps=8,
+        tables, begins, ends, block_ends, counter, num_tables, programs, FIELDS=fields, STREAM=STREAM,
+        SPLIT=SPLIT, WHOLE_ROWS=is_by_row, BLOCK=BLOCK_TABLES, num_warps=16,
     )  # fmt: skip
     corrections = None
     if step is not None and "adam" in kind:
         # Near 0 for betas near 1, which float32 has no digits for.
         corrections = torch.stack([1 - torch.pow(beta, step.double()) for beta in numbers[1:3]]).float()
-    runs = torch.empty(programs, CHUNK + 1, dtype=narrow, device=device)
     # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
     row_stride = triton.cdiv(int(layout[:, 2].max()), 4) * 4
     is_split = num_lookups > SPLIT
@@ -484,19 +532,28 @@ def _sums_by_row(
         "SPLIT": SPLIT,
         "KIND": kind,
         "IS_STOCHASTIC": is_stochastic and weights.dtype == torch.bfloat16,
-        "USED": used_schedules(layout),
+        "USED": used_widths(layout, is_by_row=is_by_row),
         "num_warps": 1,
     }
     state = (weights, first, second, step, corrections, rate, tables, begins)
     scalars = (num_tables, row_stride, *numbers, 1 - numbers[1], 1 - numbers[2])
     embedding_bags_rows_kernel[(programs,)](
-        grad, sources, factors, keys, runs, parts_of_runs, *state, ends, block_ends, counter, *scalars, CHUNK=CHUNK,
-        ALIGNED=not bool((layout[:, 2] % 4).any()), **options,
+        grad, sources, factors, keys, parts_of_runs, *state, ends, block_ends, counter, *scalars,
+        STREAM=STREAM, ALIGNED=not bool((layout[:, 2] % 4).any()), **options,
     )  # fmt: skip
     if is_split:
         embedding_bags_join_kernel[(JOINING * gpu(device).multiprocessors,)](
             keys, parts_of_runs, *state, block_ends, *scalars, **options
         )
+
+
+def used_widths(layout: Tensor, *, is_by_row: bool) -> int:
+    """Return the schedules that rows of a layout `[F, fields]` on the host take, a bit for each."""
+    used = 0
+    for width in set(layout[:, 2].tolist()):
+        exponent = min(max(2, (width - 1).bit_length()), NUM_WIDTHS.value + 1 if is_by_row else 7)
+        used |= 1 << ((exponent - 2) * 2 + int(width % 4 == 0))
+    return used
 
 
 def embedding_bags_weights_backward(

@@ -1,7 +1,8 @@
 """Forward pass of embedding bags: all features in one launch, each by a schedule of its own.
 
 A first kernel decides each feature's schedule from the batch's lengths and counts its units of work. Programs then take the units
-of all features one by one, in the features' order, so that those that run together read the same few tables.
+of all features one by one, features of one schedule after another, so that those that run together run the same code and read the
+same few tables.
 """
 
 from __future__ import annotations
@@ -24,13 +25,64 @@ from jagged.ops.embedding_bag.schedules import (
     embedding_bags_map_kernel,
     group_of,
     groups_by,
+    is_in_step,
     is_of_many,
     lanes_by,
-    pooled,
     span_of,
     take_unit,
+    unroll_by,
     used_schedules,
 )
+
+
+@triton.jit
+def place_of(offsets, bag, last, num_lookups):
+    """Return where the lookups of a bag begin, which is where those before it end; wrong offsets stay within the lookups."""
+    return tl.minimum(tl.maximum(tl.load(offsets + bag, mask=bag <= last, other=0), 0), num_lookups)
+
+
+@triton.jit
+def sum_of_rows(
+    values, ids, scales, place, is_live, rows, stride, columns, VECTOR: tl.constexpr,
+):  # fmt: skip
+    """Sum rows over the first axis of ids `[unrolled, groups]`: `[groups, columns]` in float32.
+
+    Ids outside of the table count as zeros. `stride` is the rows' width.
+    """
+    if VECTOR:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        stride = stride // 4 * 4
+    # In the tile's shape from here on, so that ids move to its lanes as they are, not as addresses of twice their size. Without
+    # signs, for then the product of 32-bit factors is one instruction, and negative ids are large ones.
+    shape: tl.constexpr = [ids.shape[0], ids.shape[1], columns.shape[0]]
+    unsigned: tl.constexpr = tl.uint32 if ids.dtype == tl.int32 else tl.uint64
+    ids = tl.where(is_live, ids, -1).to(unsigned, bitcast=True)
+    ids = tl.broadcast_to(ids[:, :, None], shape)
+    mask = (columns < stride)[None, None, :] & (ids < rows.to(unsigned))
+    element = ids.to(tl.uint64) * stride.to(unsigned).to(tl.uint64) + columns[None, None, :].to(tl.uint64)
+    tile = tl.load(values + element, mask=mask, other=0.0).to(tl.float32)
+    if scales is not None:
+        tile *= tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)[:, :, None]
+    return tl.sum(tile, 0)
+
+
+@triton.jit
+def pooled(values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr):
+    """Sum, for some bags that go in step, the rows of their lookups: `[bags, columns]` in float32.
+
+    `begin` and `end` are those of each lookup's bag that stands side by side with others, `stride` is the rows' width.
+    """
+    GROUPS: tl.constexpr = groups_by(SCHEDULE)
+    LANES: tl.constexpr = lanes_by(SCHEDULE)
+    UNROLL: tl.constexpr = unroll_by(SCHEDULE)
+    first = begin + tl.arange(0, GROUPS) % LANES
+    total = tl.zeros((GROUPS, columns.shape[0]), tl.float32)
+    for step in range(0, tl.max(end - begin, 0), UNROLL * LANES):
+        place = first[None, :] + (step + tl.arange(0, UNROLL) * LANES)[:, None]
+        is_live = place < end[None, :]
+        of_place = tl.load(ids + place, mask=is_live, other=0)
+        total += sum_of_rows(values, of_place, scales, place, is_live, rows, stride, columns, SCHEDULE % 2)
+    return tl.sum(tl.reshape(total, (GROUPS // LANES, LANES, columns.shape[0])), 1)
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
@@ -64,13 +116,70 @@ def pool_unit(
         left = (last - bag).to(tl.int32)
         own = tl.arange(0, GROUPS) // LANES
         begin, end = span_of(offsets + first_bag + bag, own, own < left, num_lookups)
-        sums = pooled(table, indices, scales, begin, end, rows, width, columns, SCHEDULE, SCHEDULE % 2, "rows")
+        sums = pooled(table, indices, scales, begin, end, rows, width, columns, SCHEDULE)
         of_sums = tl.arange(0, GROUPS // LANES)
         if is_mean != 0:
             first, after = span_of(offsets + first_bag + bag, of_sums, of_sums < left, num_lookups)
             sums /= tl.maximum(after - first, 1).to(tl.float32)[:, None]
         address = of_feature + (bag + of_sums).to(tl.int64)[:, None] * output_stride + columns[None, :]
         tl.store(address, sums.to(output.dtype.element_ty), mask=(of_sums < left)[:, None] & (columns < width)[None, :])
+
+
+@triton.jit(noinline=True)
+def pool_in_turn(
+    weights, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags, output_stride,
+    FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+):  # fmt: skip
+    """Pool the bags of one unit one after the other.
+
+    Their lookups lie one behind the other: ids of the next step, of this bag or the next one, are under way while the rows of
+    this step are, and so is the end of the bag after.
+    """
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    GROUPS: tl.constexpr = groups_by(SCHEDULE)
+    UNROLL: tl.constexpr = unroll_by(SCHEDULE)
+    fields = layout + feature * FIELDS
+    table = weights + tl.load(fields) // 16 * 16
+    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
+    if indices.dtype.element_ty == tl.int32:
+        rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
+    if batches is None:
+        first_bag = feature.to(tl.int64) * num_bags
+        of_feature = output + tl.load(fields + 3)
+    else:
+        first_bag = tl.load(batches + feature * 3)
+        num_bags = tl.load(batches + feature * 3 + 1)
+        of_feature = output + tl.load(batches + feature * 3 + 2)
+        output_stride = width
+    parts = (width + COLUMNS - 1) // COLUMNS
+    columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    bag = unit // parts * unit_bags
+    last = tl.minimum(bag + unit_bags, num_bags)
+    offsets += first_bag
+    step = tl.arange(0, UNROLL)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    begin, end = place_of(offsets, bag, last, num_lookups), place_of(offsets, bag + 1, last, num_lookups)
+    end_after = place_of(offsets, bag + 2, last, num_lookups)
+    place = begin
+    ids = tl.load(indices + place + step, mask=place + step < num_lookups, other=0)
+    total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    while bag < last:
+        is_done = place + UNROLL * GROUPS >= end
+        following = tl.where(is_done, end, place + UNROLL * GROUPS)
+        if place < end:
+            next_ids = tl.load(indices + following + step, mask=step < num_lookups - following, other=0)
+            total += sum_of_rows(table, ids, scales, place + step, step < end - place, rows, width, columns, SCHEDULE % 2)
+            ids = next_ids
+        if is_done:
+            sums = tl.sum(total, 0)
+            if is_mean != 0:
+                sums /= tl.maximum(end - begin, 1).to(tl.float32)
+            address = of_feature + bag * output_stride + columns
+            tl.store(address, sums.to(output.dtype.element_ty), mask=columns < width)
+            total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+            bag += 1
+            begin, end = end, end_after
+            end_after = place_of(offsets, bag + 2, last, num_lookups)
+        place = following
 
 
 @triton.jit(noinline=True)
@@ -104,9 +213,7 @@ def pool_slice(
     own_scales = scales
     if scales is not None:
         own_scales = scales + first
-    sums = pooled(
-        table, indices + first, own_scales, tl.zeros_like(after), after, rows, width, columns, SCHEDULE, SCHEDULE % 2, "rows"
-    )
+    sums = pooled(table, indices + first, own_scales, tl.zeros_like(after), after, rows, width, columns, SCHEDULE)
     of_bag = sums_of_slices + tl.load(slices + feature * 3 + 1) + bag * num_slices * width + columns
     tl.store(of_bag + slice_ * width, tl.sum(sums, 0), mask=in_row)
     # All lanes have written before one tells it.
@@ -124,7 +231,7 @@ def pool_slice(
 
 @triton.jit(do_not_specialize=["num_features", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_forward_kernel(
-    weights, indices, offsets, scales, output, layout, batches, ends, schedules, slices, sums_of_slices, arrivals, counter,
+    weights, indices, offsets, scales, output, layout, batches, order, ends, schedules, slices, sums_of_slices, arrivals, counter,
     num_features, num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all features; `USED` has a bit for each schedule that is compiled."""
@@ -132,15 +239,22 @@ def embedding_bags_forward_kernel(
     unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
         following = take_unit(counter)
-        feature, before = group_of(ends, unit, num_features)
+        place, before = group_of(ends, unit, num_features)
+        feature = tl.load(order + place)
         found = tl.load(schedules + feature)
         for i in tl.static_range(NUM_SCHEDULES):
             if (USED >> i) & 1:
                 if (found & SCHEDULE_MASK == i) & (found != i):
-                    pool_unit(
-                        weights, indices, offsets, scales, output, layout, batches, feature, unit - before,
-                        found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
-                    )  # fmt: skip
+                    if is_in_step(i):
+                        pool_unit(
+                            weights, indices, offsets, scales, output, layout, batches, feature, unit - before,
+                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
+                        )  # fmt: skip
+                    else:
+                        pool_in_turn(
+                            weights, indices, offsets, scales, output, layout, batches, feature, unit - before,
+                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
+                        )  # fmt: skip
                 if is_of_many(i):  # noqa: SIM102
                     if found == i:
                         pool_slice(
@@ -174,7 +288,7 @@ def embedding_bags_forward(
     if batches is not None:
         first_bags = torch.cat([batches[:, 0], batches[-1:, :2].sum(1)])
     ends = torch.empty(num_features, dtype=torch.int64, device=weights.device)
-    schedules = torch.empty(num_features, dtype=torch.int32, device=weights.device)
+    order, schedules = torch.empty(2, num_features, dtype=torch.int32, device=weights.device)
     counter = torch.empty(1, dtype=torch.int64, device=weights.device)
     slices = torch.empty(num_features, 3, dtype=torch.int64, device=weights.device)
     # As many as there can be, whichever features have them.
@@ -183,12 +297,14 @@ def embedding_bags_forward(
     arrivals = torch.empty(most_slices * cdiv(widest, MOST_COLUMNS.value), dtype=torch.int32, device=weights.device)
     # No more than there can be units of narrow features: a program too many costs a wait at the counter.
     num_programs = min(programs * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
+    at_once = min(BLOCK_GROUPS, triton.next_power_of_2(num_features))
     embedding_bags_map_kernel[(1,)](
-        device_layout[:, 2], fields, first_bags, offsets, ends, schedules, slices, arrivals, counter, num_features, size,
-        num_programs, len(sums_of_slices), len(arrivals), BLOCK=BLOCK_GROUPS, plan=plan, num_warps=8,
+        device_layout[:, 2], fields, first_bags, offsets, order, ends, schedules, slices, arrivals, counter, num_features, size,
+        num_programs, len(sums_of_slices), len(arrivals), BLOCK=at_once, plan=plan, num_warps=16,
     )  # fmt: skip
     embedding_bags_forward_kernel[(num_programs,)](
-        weights, indices, offsets, per_sample_weights, output, device_layout, batches, ends, schedules, slices, sums_of_slices,
-        arrivals, counter, num_features, indices.shape[0], size, width, FIELDS=fields, USED=used_schedules(layout), num_warps=1,
+        weights, indices, offsets, per_sample_weights, output, device_layout, batches, order, ends, schedules, slices,
+        sums_of_slices, arrivals, counter, num_features, indices.shape[0], size, width, FIELDS=fields,
+        USED=used_schedules(layout), num_warps=1,
     )  # fmt: skip
     return output

@@ -136,7 +136,8 @@ class BagLayout:
         """Return what kernels read, the same tensor every time; made outside of a graph that is captured.
 
         The features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64. A table's are its start, rows,
-        width and first row; the last row has the storage's length and the number of all rows.
+        width and first row; the last row has the storage's length and the number of all rows. In the column's place stand the
+        tables in the order of their widths, the widest first.
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
@@ -145,8 +146,9 @@ class BagLayout:
 
     @functools.cached_property
     def _tensors(self) -> dict[torch.device, Tensor]:
-        shapes = zip(self.starts, (*self.rows, 0), (*self.widths, 1), self.first_rows, strict=True)
-        of_tables = [(start, rows, width, 0, 0, first_row, 0) for start, rows, width, first_row in shapes]
+        by_width = sorted(range(len(self.widths)), key=lambda table: -self.widths[table])
+        shapes = zip(self.starts, (*self.rows, 0), (*self.widths, 1), (*by_width, 0), self.first_rows, strict=True)
+        of_tables = [(start, rows, width, table, 0, first_row, 0) for start, rows, width, table, first_row in shapes]
         return {torch.device("cpu"): torch.tensor([*self._rows_of_fields(), *of_tables], dtype=torch.int64, device="cpu")}
 
     def _rows_of_fields(self) -> list[tuple[int, ...]]:

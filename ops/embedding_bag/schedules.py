@@ -3,10 +3,11 @@
 A row of lanes holds 128 numbers, four of each lane, so that a load brings 16 bytes: some columns of a lookup's row, side by side
 as many lookups of one bag as there is room for, or as the bag is likely to have, and side by side some bags. In registers come
 further lookups of the same bags, whose loads are under way together; their rows add up within a lane, and those of a bag's lanes
-once, at its end. Bags that stand side by side go in step: the longest of them sets the pace, so only short bags do.
+once, at its end. Bags that stand side by side go in step: the longest of them sets the pace, so only those of one lookup or few
+do. Others are taken one after the other, the ids of the next while rows of this one are under way.
 
 Every schedule that a layout may need is a branch of one kernel, compiled in; which one a feature takes is decided on the device
-from the lengths of the batch at hand. Programs take units of work, some bags of about as many bytes, in turn from a counter.
+from the lengths of the batch at hand. Programs take units of work in turn from a counter, features of one schedule after another.
 """
 
 from __future__ import annotations
@@ -25,13 +26,11 @@ NUM_KINDS = tl.constexpr(4)
 NUM_SCHEDULES = tl.constexpr(6 * 4 * 2)
 # Bits of a number that has the schedule and above it the bags of a unit.
 SCHEDULE_BITS, SCHEDULE_MASK = tl.constexpr(8), tl.constexpr(255)
-# Bytes that a unit reads, about, and most steps over its bags. Small, so that programs end together and those that run together
-# read few tables; large beside what it takes to find a unit.
-UNIT_BYTES, UNIT_STEPS = tl.constexpr(32768), tl.constexpr(16)
+# Turns of a unit, about: of kinds that go in step, and of the others. Small, so that programs end together; large beside what it
+# takes to find a unit.
+IN_STEP_TURNS, UNIT_TURNS = tl.constexpr(8), tl.constexpr(20)
 # Lookups that a slice of a bag has at least, and most slices of one: where a feature's mean is twice as long, its bags are cut.
 SLICE, MOST_SLICES = tl.constexpr(1024), tl.constexpr(256)
-# Bytes that memory moves at least.
-SECTOR = tl.constexpr(32)
 # Programs of the map: groups that it takes at once.
 BLOCK_GROUPS = 1024
 # Steps that a plan may ask for.
@@ -60,9 +59,9 @@ def _schedules_of(widths: set[int]) -> int:
 
 
 @triton.constexpr_function
-def numbers_by(kind):
-    """Return the numbers of a row of lanes; of single lookups two rows, for nothing else keeps loads under way."""
-    return (256, 128, 128, 128)[kind]
+def numbers_by(kind, is_wide):
+    """Return the numbers of a row of lanes; of single lookups two rows, or four that are wide, to keep loads under way."""
+    return (256, 128, 128, 128)[kind] * (2 if kind == 0 and is_wide else 1)
 
 
 @triton.constexpr_function
@@ -78,6 +77,12 @@ def is_of_many(schedule):
 
 
 @triton.constexpr_function
+def is_in_step(schedule):
+    """Return whether a schedule is for bags of one lookup or few, some of which stand side by side."""
+    return schedule // 2 % 4 < 2
+
+
+@triton.constexpr_function
 def columns_by(schedule):
     """Return the columns of a schedule."""
     return 4 << (schedule // 8)
@@ -86,21 +91,33 @@ def columns_by(schedule):
 @triton.constexpr_function
 def groups_by(schedule):
     """Return the lookups that stand side by side, of all bags."""
-    return (256, 128, 128, 128)[schedule // 2 % 4] // (4 << (schedule // 8))
+    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
+    is_wide = columns >= 32 and schedule % 2
+    return (256, 128, 128, 128)[kind] * (2 if kind == 0 and is_wide else 1) // columns
 
 
 @triton.constexpr_function
 def lanes_by(schedule):
     """Return the lookups of one bag that stand side by side."""
     kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
-    return min((256, 128, 128, 128)[kind] // columns, (1, 4, 32, 32)[kind])
+    return min(128 // columns, (1, 4, 32, 32)[kind])
 
 
 @triton.constexpr_function
 def unroll_by(schedule):
     """Return the lookups of a bag that are in registers."""
     kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
-    return (1, 2, max(1, min(4, columns // 8)), 4 if columns < 32 else 8)[kind]
+    is_wide = columns >= 32 and schedule % 2
+    return (1, 2, max(1, min(4, columns // 4)), 8 if is_wide else 4)[kind]
+
+
+@triton.constexpr_function
+def turn_by(schedule):
+    """Return the lookups of a bag that one turn of the loop takes."""
+    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
+    lanes = min(128 // columns, (1, 4, 32, 32)[kind])
+    is_wide = columns >= 32 and schedule % 2
+    return lanes * (1, 2, max(1, min(4, columns // 4)), 8 if is_wide else 4)[kind]
 
 
 @triton.jit
@@ -117,16 +134,19 @@ def columns_of(width):
 
 @triton.jit
 def kind_of(lookups, bags):
-    """Return the kind of bags with so many lookups in all: by the mean length, above 1.5, 6 and 24."""
-    return (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 24).to(tl.int32)
+    """Return the kind of bags with so many lookups in all: by the mean length, above 1.5, 6 and 12."""
+    return (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 12).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride", "num_programs", "sums_room", "arrivals_room"])
 def embedding_bags_map_kernel(
-    widths, width_stride, first_bags, offsets, ends, schedules, slices, arrivals, counter, num_groups, num_bags, num_programs,
-    sums_room, arrivals_room, BLOCK: tl.constexpr, plan=None,
+    widths, width_stride, first_bags, offsets, order, ends, schedules, slices, arrivals, counter, num_groups, num_bags,
+    num_programs, sums_room, arrivals_room, BLOCK: tl.constexpr, plan=None,
 ):  # fmt: skip
-    """For each group of bags of one width its schedule and the bags of its units, and after how many units it ends.
+    """For each group of bags of one width its schedule and the bags of its units; in which order groups are taken.
+
+    Groups of one schedule follow one another (of each `BLOCK` groups), those with most to read first: programs that run together
+    shall run the same code, for a multiprocessor's cache of instructions holds few schedules. `ends` counts units in that order.
 
     A group has the bags from `first_bags` on, or `num_bags` each. The counter begins behind the units that programs begin with.
     Groups of very long bags have no bags in a unit, but a slice of one: `slices` `[groups, 3]` gets how many, and where their
@@ -153,35 +173,48 @@ def embedding_bags_map_kernel(
         if plan is not None:
             planned = tl.load(plan + group, mask=exists, other=-1)
             kind = tl.where(planned < 0, kind, planned % NUM_KINDS)
-        numbers, most = tl.full(kind.shape, numbers_by(0), tl.int64), tl.full(kind.shape, most_lanes_by(0), tl.int64)
+        # Shifts for powers of two, and float32 for what only divides work up: 64-bit divisions take most of this kernel's time.
+        is_vector = (width % 4 == 0).to(tl.int32)
+        schedule = (exponent * NUM_KINDS + kind) * 2 + is_vector
+        at_once = tl.where((exponent >= 3) & (is_vector != 0), numbers_by(0, True), numbers_by(0, False)) >> (exponent + 2)
         for i in tl.static_range(1, NUM_KINDS):
-            numbers = tl.where(kind == i, numbers_by(i), numbers)
-            most = tl.where(kind == i, most_lanes_by(i), most)
-        at_once = numbers // columns // tl.minimum(numbers // columns, most)
-        bytes_of_bag = lookups * tl.maximum(tl.minimum(width, MOST_COLUMNS) * 4, SECTOR) // tl.maximum(bags, 1) + SECTOR
-        steps = tl.full(kind.shape, UNIT_BYTES, tl.int64) // (bytes_of_bag * at_once)
-        steps = tl.minimum(tl.maximum(steps, 1), UNIT_STEPS)
+            groups = numbers_by(i, False) >> (exponent + 2)
+            at_once = tl.where(kind == i, tl.where(groups > most_lanes_by(i), groups // most_lanes_by(i), 1), at_once)
+        turn = tl.full(kind.shape, 1.0, tl.float32)
+        for i in tl.static_range(NUM_SCHEDULES):
+            turn = tl.where(schedule == i, turn_by(i), turn)
+        turns = tl.where(kind < 2, IN_STEP_TURNS, UNIT_TURNS).to(tl.float32)
+        # Bags of no more lookups than a turn takes are one turn, others as many more as they are longer.
+        of_bag = 1 + lookups.to(tl.float32) / tl.maximum(turn * bags.to(tl.float32), 1.0)
+        steps = tl.maximum(turns / of_bag, 1.0).to(tl.int32)
         if plan is not None:
-            of_plan = tl.minimum(tl.maximum(planned // NUM_KINDS, 1), PLANNED_STEPS).to(tl.int64)
+            of_plan = tl.minimum(tl.maximum(planned // NUM_KINDS, 1), PLANNED_STEPS)
             steps = tl.where(planned < 0, steps, of_plan)
         is_sliced = (kind == NUM_KINDS - 1) & (lookups >= bags * (2 * SLICE)) & (bags > 0)
         cuts = tl.minimum(lookups // tl.maximum(bags * SLICE, 1), MOST_SLICES)
-        parts = (width + columns - 1) // columns
+        parts = (width + columns - 1) >> (exponent + 2)
         sums, counted = tl.where(is_sliced, bags * cuts * width, 0), tl.where(is_sliced, bags * parts, 0)
         sums_end, counted_end = total_sums + tl.cumsum(sums, 0), total_arrivals + tl.cumsum(counted, 0)
         # There is room for all slices of as many lookups as there are; wrong offsets may tell of more.
         is_sliced &= (sums_end <= sums_room) & (counted_end <= arrivals_room)
         cuts, steps = tl.where(is_sliced, cuts, 1), tl.where(is_sliced, 1, steps)
-        units = (bags + at_once * steps - 1) // (at_once * steps) * parts * cuts
+        of_unit = at_once * steps
+        units = tl.where(bags > 0, ((bags - 1).to(tl.int32) // of_unit + 1).to(tl.int64) * parts * cuts, 0)
         of_group = slices + group.to(tl.int64) * 3
         tl.store(of_group, cuts, mask=exists)
         tl.store(of_group + 1, sums_end - sums, mask=exists)
         tl.store(of_group + 2, counted_end - counted, mask=exists)
         total_sums += tl.sum(sums, 0)
         total_arrivals += tl.sum(counted, 0)
-        schedule = (exponent * NUM_KINDS + kind) * 2 + (width % 4 == 0).to(tl.int32)
-        of_unit = tl.where(is_sliced, 0, at_once * steps).to(tl.int32)
-        tl.store(schedules + group, schedule | (of_unit << SCHEDULE_BITS), mask=exists)
+        tl.store(schedules + group, schedule | (tl.where(is_sliced, 0, of_unit) << SCHEDULE_BITS), mask=exists)
+        # One number to sort by, schedule and place in the block; the units go through memory.
+        tl.store(ends + group, units, mask=exists)
+        packed = tl.where(exists, (schedule << 16) | tl.arange(0, BLOCK), -1)
+        place = tl.sort(packed, descending=True) & 0xFFFF
+        tl.debug_barrier()
+        units = tl.load(ends + start + place, mask=exists, other=0)
+        tl.debug_barrier()
+        tl.store(order + group, start + place, mask=exists)
         tl.store(ends + group, total + tl.cumsum(units, 0), mask=exists)
         total += tl.sum(units, 0)
     total_arrivals = tl.minimum(total_arrivals, arrivals_room)
@@ -215,40 +248,3 @@ def span_of(offsets, bag, exists, num_lookups):
     begin = tl.load(offsets + bag, mask=exists, other=0)
     end = tl.load(offsets + bag + 1, mask=exists, other=0)
     return tl.maximum(begin, 0), tl.minimum(end, num_lookups)
-
-
-@triton.jit
-def pooled(
-    values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr, VECTOR: tl.constexpr, IDS: tl.constexpr,
-):  # fmt: skip
-    """Sum, for some bags, the rows of their lookups: `[bags, columns]` in float32.
-
-    `begin` and `end` are those of each lookup's bag that stands side by side with others. `IDS` says what `ids` are: `"rows"` of
-    `values`, of which those outside of `0 .. rows` count as zeros, `"elements"` where rows begin, or, where rows are in the order
-    of the lookups, the `"stride"` from one to the next. `stride` is the rows' width.
-    """
-    GROUPS: tl.constexpr = groups_by(SCHEDULE)
-    LANES: tl.constexpr = lanes_by(SCHEDULE)
-    UNROLL: tl.constexpr = unroll_by(SCHEDULE)
-    if VECTOR:
-        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
-        stride = stride // 4 * 4
-    in_row = columns < stride
-    first = begin + tl.arange(0, GROUPS) % LANES
-    total = tl.zeros((GROUPS, columns.shape[0]), tl.float32)
-    for step in range(0, tl.max(end - begin, 0), UNROLL * LANES):
-        place = first[None, :] + (step + tl.arange(0, UNROLL) * LANES)[:, None]
-        is_live = place < end[None, :]
-        element = place.to(tl.int64) * ids if IDS == "stride" else tl.load(ids + place, mask=is_live, other=0)
-        if IDS == "rows":
-            is_live &= (element >= 0) & (element < rows)
-            # The product of 32-bit factors is one instruction.
-            element = element.to(tl.int64) * stride.to(element.dtype).to(tl.int64)
-        elif VECTOR:
-            element = element // 4 * 4
-        mask = is_live[:, :, None] & in_row[None, None, :]
-        tile = tl.load(values + element[:, :, None] + columns[None, None, :], mask=mask, other=0.0).to(tl.float32)
-        if scales is not None:
-            tile *= tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)[:, :, None]
-        total += tl.sum(tile, 0)
-    return tl.sum(tl.reshape(total, (GROUPS // LANES, LANES, columns.shape[0])), 1)

@@ -461,7 +461,7 @@ def test_rows_of_many_lookups_are_summed_in_parts(
     """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
     from jagged.ops.embedding_bag import backward
 
-    monkeypatch.setattr(backward, "CHUNK", chunk)
+    monkeypatch.setattr(backward, "STREAM", chunk)
     monkeypatch.setattr(backward, "SPLIT", split)
     layout = BagLayout((3, 1, 50, 2), (6, 140, 8, 4))
     for seed, most in enumerate((5, 16, 33)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.aot import AMD, TARGETS, compile_kernel
 from tests.places import PLACE
@@ -26,7 +27,7 @@ FLOATS = (
     "grad",
     "result",
 )
-INTS = ("arrivals", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan")
+INTS = ("arrivals", "order", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
@@ -60,8 +61,8 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
     assert resources.spills <= ALLOWED_SPILLS["forward"], resources
-    # Widths that are multiples of 4 and others in one kernel: of either alone it is 96 too.
-    assert arch == AMD or resources.registers <= {"aligned": 96, "any": 160}[widths], resources
+    # Layouts of both kinds of widths have twice the branches: the assembler gives functions that are called more then.
+    assert arch == AMD or resources.registers <= {"aligned": 128, "any": 168}[widths], resources
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])
@@ -74,18 +75,20 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
     constants: dict[str, Any] = {
         "FIELDS": 7,
         "SPLIT": backward.SPLIT,
-        "USED": used("aligned"),
+        "USED": backward.used_widths(
+            torch.tensor([[0, 0, width] for width in WIDTHS["aligned"]]), is_by_row=kind.startswith("rowwise")
+        ),
         "KIND": kind,
         "IS_STOCHASTIC": False,
     }
     if kind == "none":
         constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
     join = {name: value for name, value in constants.items() if name != "factors"}
-    rows = constants | {"CHUNK": backward.CHUNK, "ALIGNED": True}
+    rows = constants | {"STREAM": backward.STREAM, "ALIGNED": True}
     for kernel, of in ((backward.embedding_bags_rows_kernel, rows), (backward.embedding_bags_join_kernel, join)):
         resources = compile_one(kernel, of, arch)
         assert resources.spills <= ALLOWED_SPILLS["rows"], resources
-        assert resources.registers <= 168, resources
+        assert resources.registers <= 96, resources
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
@@ -94,15 +97,15 @@ def test_small_kernels(name: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import backward, schedules
 
     module, constants, num_warps = {
-        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "plan": None}, 8),
-        "planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "first_bags": None}, 8),
+        "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "plan": None}, 16),
+        "planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "first_bags": None}, 16),
         "rows_map": (
             backward,
             {
-                "FIELDS": 7, "CHUNK": backward.CHUNK, "SPLIT": backward.SPLIT, "WHOLE_ROWS": False,
-                "BLOCK": schedules.BLOCK_GROUPS,
+                "FIELDS": 7, "STREAM": backward.STREAM, "SPLIT": backward.SPLIT, "WHOLE_ROWS": False,
+                "BLOCK": backward.BLOCK_TABLES,
             },
-            8,
+            16,
         ),
         "lookups": (backward, {"FIELDS": 7, "BAGS": backward.BLOCK_BAGS, "LOOKUPS": backward.BLOCK_LOOKUPS}, 4),
         "samples": (

@@ -293,7 +293,7 @@ def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypa
     weights = random_tensor((layout.num_elements,), torch.float32, 0)
     results = []
     for split in (backward.SPLIT, 8):
-        monkeypatch.setattr(backward, "CHUNK", 8)
+        monkeypatch.setattr(backward, "STREAM", 8)
         monkeypatch.setattr(backward, "SPLIT", split)
         optimizer = optimizer_of(kind, layout, weight_decay=0.125)
         results.append([trained(place, weights, optimizer, batches, grads), optimizer.first, optimizer.second])

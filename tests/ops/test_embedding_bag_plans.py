@@ -72,7 +72,6 @@ def test_any_number_is_a_schedule(place: Place) -> None:
 @ON_TRITON
 def test_the_map_takes_what_a_plan_says(place: Place) -> None:
     from jagged.ops.embedding_bag.schedules import (
-        BLOCK_GROUPS,
         SCHEDULE_BITS,
         SCHEDULE_MASK,
         embedding_bags_map_kernel,
@@ -84,15 +83,22 @@ def test_the_map_takes_what_a_plan_says(place: Place) -> None:
     fields = LAYOUT.tensor(place.device)
 
     def mapped(plan: Tensor | None) -> tuple[list[int], list[int]]:
-        ends, found = (torch.empty(6, dtype=dtype, device=place.device) for dtype in (torch.int64, torch.int32))
+        ends = torch.empty(6, dtype=torch.int64, device=place.device)
+        order, found = torch.empty(2, 6, dtype=torch.int32, device=place.device)
         counter = torch.ones(1, dtype=torch.int64, device=place.device)
         slices = torch.empty(6, 3, dtype=torch.int64, device=place.device)
         embedding_bags_map_kernel[(1,)](
-            fields[:, 2], fields.shape[1], None, batch.offsets, ends, found, slices, counter, counter, 6, BAGS, 7, 0, 0,
-            BLOCK=BLOCK_GROUPS, plan=plan,
+            fields[:, 2], fields.shape[1], None, batch.offsets, order, ends, found, slices, counter, counter, 6, BAGS, 7, 0, 0,
+            BLOCK=8, plan=plan,
         )  # fmt: skip
         assert counter.tolist() == [7]
-        return found.tolist(), ends.diff(prepend=ends.new_zeros(1)).tolist()
+        # Features of one schedule follow one another.
+        assert sorted(order.tolist()) == list(range(6))
+        in_order = (found[order] & SCHEDULE_MASK.value).tolist()
+        assert in_order == sorted(in_order, reverse=True)
+        units = torch.empty_like(ends)
+        units[order.long()] = ends.diff(prepend=ends.new_zeros(1))
+        return found.tolist(), units.tolist()
 
     chosen, units = mapped(None)
     assert [KINDS[code % 256 // 2 % 4] for code in chosen][:3] == ["one", "one", "few" if BAGS == 5 else "some"]
