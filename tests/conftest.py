@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.no_cover)
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="runs in make test-long"))
+    # The longest test begins first, so that no process is left alone with it.
+    items.sort(key=lambda item: item.name != COVERED_INTERPRETED)
 
 
 @pytest.fixture

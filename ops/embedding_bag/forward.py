@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jagged.ops._shared.device import rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.schedules import (
@@ -62,7 +63,9 @@ def sum_of_rows(
     element = ids.to(tl.uint64) * stride.to(unsigned).to(tl.uint64) + columns[None, None, :].to(tl.uint64)
     tile = tl.load(values + element, mask=mask, other=0.0).to(tl.float32)
     if scales is not None:
-        tile *= tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)[:, :, None]
+        # Rounded before it is summed, so that all lanes that have a sum have the same bits.
+        scale = tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)
+        tile = rounded_product(tile, tl.broadcast_to(scale[:, :, None], shape))
     return tl.sum(tile, 0)
 
 

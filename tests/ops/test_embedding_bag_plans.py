@@ -101,7 +101,7 @@ def test_the_map_takes_what_a_plan_says(place: Place) -> None:
         return found.tolist(), units.tolist()
 
     chosen, units = mapped(None)
-    assert [KINDS[code % 256 // 2 % 4] for code in chosen][:3] == ["one", "one", "few" if BAGS == 5 else "some"]
+    assert [KINDS[code % 256 // 2 % 4] for code in chosen][:3] == ["one", "one", "few"]
     codes = [code_of("many", 3), BY_MAP, code_of("one", 1), code_of("few", 64), code_of("some", 2), BY_MAP]
     planned, of_plan = mapped(schedules_of(*codes).codes)
     for feature, code in enumerate(codes):
@@ -175,7 +175,8 @@ def test_no_synchronisation_and_a_plan_that_changes_between_replays(place: Place
         schedules.codes.fill_(code)
         captured.fill_(torch.nan)
         graph.replay()
-        torch.testing.assert_close(captured, expected)
+        # Another schedule sums in another order.
+        torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-5)
         assert torch.equal(captured, step())
 
 
