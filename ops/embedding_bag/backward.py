@@ -24,10 +24,11 @@ from jagged.ops.embedding_bag.schedules import group_of, span_of, take_unit
 BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
 # Sorted lookups that a group of lanes takes, and of a block, at whose end a row's sum is cut, so that none has very many of them.
 STREAM, SPLIT = 64, 1024
-# Columns of a program; of updates with one number a row all columns.
+# Columns of a program; of updates with one number a row all columns, up to 8,192.
 MOST_COLUMNS = tl.constexpr(128)
 # Numbers of a row of lanes.
 NUMBERS = tl.constexpr(128)
+# Widths that programs may have: 4 to 8,192, powers of two.
 NUM_WIDTHS = tl.constexpr(12)
 # Tables that the kernel of the units takes at once.
 BLOCK_TABLES = 1024
@@ -599,6 +600,9 @@ def embedding_bags_update(
     stochastic_rounding: bool,
 ) -> None:
     """Change the rows that were read, and their states, in place; `step` counts this update already."""
+    widest, most = int(layout[:, 2].max()), MOST_COLUMNS.value << (NUM_WIDTHS.value - 6)
+    if kind.startswith("rowwise") and widest > most:
+        raise ValueError(f"layout: expected at most {most:,} columns for {kind} on a GPU, got {widest:,}; take {kind[8:]}")
     has_first, has_second = (bool(of) for of in STATES[kind])
     _sums_by_row(
         grad, indices, offsets, per_sample_weights, device_layout, layout, batches, weights, first if has_first else None,

@@ -281,6 +281,20 @@ def test_unknown_ids_update_nothing(place: Place, kind: str) -> None:
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("kind", ["rowwise_adagrad", "rowwise_adam"])
+def test_rows_of_more_columns_than_a_program_holds(place: Place, kind: str) -> None:
+    layout = BagLayout((2,), (8193,))
+    weights = random_tensor((layout.num_elements,), torch.float32, 0).requires_grad_()
+    ids, offsets = (torch.tensor(numbers, device=place.device) for numbers in ([1], [0, 1]))
+    output = embedding_bags(weights, layout, ids, offsets, optimizer=optimizer_of(kind, layout), backend=place.backend)
+    if place.name == "cpu":
+        output.sum().backward()
+        return
+    expected = f"layout: expected at most 8,192 columns for {kind} on a GPU, got 8,193; take {kind.removeprefix('rowwise_')}"
+    with pytest.raises(ValueError, match=expected):
+        output.sum().backward()
+
+
 @pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the Triton kernels alone")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
