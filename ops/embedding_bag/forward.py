@@ -88,6 +88,25 @@ def pooled(values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.
     return tl.sum(tl.reshape(total, (GROUPS // LANES, LANES, columns.shape[0])), 1)
 
 
+@triton.jit
+def feature_of(weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS: tl.constexpr):
+    """Return a feature's table, its rows and width, whether means are taken, offsets, bags, and output and its rows' stride."""
+    fields = layout + feature * FIELDS
+    table = weights + tl.load(fields) // 16 * 16
+    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
+    if indices.dtype.element_ty == tl.int32:
+        rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
+    if batches is None:
+        offsets += feature.to(tl.int64) * num_bags
+        output += tl.load(fields + 3)
+    else:
+        offsets += tl.load(batches + feature * 3)
+        num_bags = tl.load(batches + feature * 3 + 1)
+        output += tl.load(batches + feature * 3 + 2)
+        output_stride = width
+    return table, rows, width, is_mean, offsets, num_bags, output, output_stride
+
+
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def pool_unit(
@@ -98,19 +117,9 @@ def pool_unit(
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     LANES: tl.constexpr = lanes_by(SCHEDULE)
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
-    fields = layout + feature * FIELDS
-    table = weights + tl.load(fields) // 16 * 16
-    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
-    if indices.dtype.element_ty == tl.int32:
-        rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
-    if batches is None:
-        first_bag = feature.to(tl.int64) * num_bags
-        of_feature = output + tl.load(fields + 3)
-    else:
-        first_bag = tl.load(batches + feature * 3)
-        num_bags = tl.load(batches + feature * 3 + 1)
-        of_feature = output + tl.load(batches + feature * 3 + 2)
-        output_stride = width
+    table, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
+    )
     parts = (width + COLUMNS - 1) // COLUMNS
     columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
     start = unit // parts * unit_bags
@@ -118,11 +127,11 @@ def pool_unit(
     for bag in range(start, last, GROUPS // LANES):
         left = (last - bag).to(tl.int32)
         own = tl.arange(0, GROUPS) // LANES
-        begin, end = span_of(offsets + first_bag + bag, own, own < left, num_lookups)
+        begin, end = span_of(offsets + bag, own, own < left, num_lookups)
         sums = pooled(table, indices, scales, begin, end, rows, width, columns, SCHEDULE)
         of_sums = tl.arange(0, GROUPS // LANES)
         if is_mean != 0:
-            first, after = span_of(offsets + first_bag + bag, of_sums, of_sums < left, num_lookups)
+            first, after = span_of(offsets + bag, of_sums, of_sums < left, num_lookups)
             sums /= tl.maximum(after - first, 1).to(tl.float32)[:, None]
         address = of_feature + (bag + of_sums).to(tl.int64)[:, None] * output_stride + columns[None, :]
         tl.store(address, sums.to(output.dtype.element_ty), mask=(of_sums < left)[:, None] & (columns < width)[None, :])
@@ -141,24 +150,13 @@ def pool_in_turn(
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
     UNROLL: tl.constexpr = unroll_by(SCHEDULE)
-    fields = layout + feature * FIELDS
-    table = weights + tl.load(fields) // 16 * 16
-    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
-    if indices.dtype.element_ty == tl.int32:
-        rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
-    if batches is None:
-        first_bag = feature.to(tl.int64) * num_bags
-        of_feature = output + tl.load(fields + 3)
-    else:
-        first_bag = tl.load(batches + feature * 3)
-        num_bags = tl.load(batches + feature * 3 + 1)
-        of_feature = output + tl.load(batches + feature * 3 + 2)
-        output_stride = width
+    table, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
+    )
     parts = (width + COLUMNS - 1) // COLUMNS
     columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
     bag = unit // parts * unit_bags
     last = tl.minimum(bag + unit_bags, num_bags)
-    offsets += first_bag
     step = tl.arange(0, UNROLL)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
     begin, end = place_of(offsets, bag, last, num_lookups), place_of(offsets, bag + 1, last, num_lookups)
     end_after = place_of(offsets, bag + 2, last, num_lookups)
@@ -192,23 +190,16 @@ def pool_slice(
 ):  # fmt: skip
     """Pool some lookups of one bag; the last program of the bag adds all sums up, in the slices' order, whichever it is."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
-    fields = layout + feature * FIELDS
-    table = weights + tl.load(fields) // 16 * 16
-    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
-    if indices.dtype.element_ty == tl.int32:
-        rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
+    table, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
+    )
     num_slices = tl.load(slices + feature * 3)
     parts = (width + COLUMNS - 1) // COLUMNS
     part, slice_, bag = unit % parts, unit // parts % num_slices, unit // parts // num_slices
     columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
     in_row = columns < width
-    if batches is None:
-        first_bag = feature.to(tl.int64) * num_bags
-        address = output + tl.load(fields + 3) + bag * output_stride
-    else:
-        first_bag = tl.load(batches + feature * 3)
-        address = output + tl.load(batches + feature * 3 + 2) + bag * width
-    begin, end = span_of(offsets + first_bag + bag, 0, True, num_lookups)
+    address = of_feature + bag * output_stride
+    begin, end = span_of(offsets + bag, 0, True, num_lookups)
     length = tl.maximum(end - begin, 0).to(tl.int64)
     first = begin + length * slice_ // num_slices
     # Places from the slice's first on are 32-bit numbers.
