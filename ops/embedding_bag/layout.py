@@ -15,7 +15,11 @@ from jagged.ops._shared.sizes import cdiv
 # Elements that the start of a table is a multiple of, so that 16-byte loads fit any dtype.
 ALIGNMENT = 16
 # Columns of `BagLayout.tensor`, one row for each feature.
-FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table")
+FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table", "in_order")
+# Rows that tables have at most whose lookups backward counts; those of others it sorts.
+MOST_COUNTED = 65_536
+# Rows of a table that backward's unit of work has for each group of lanes.
+TURNS = 8
 
 
 @dataclass(frozen=True)
@@ -136,8 +140,9 @@ class BagLayout:
         """Return what kernels read, the same tensor every time; made outside of a graph that is captured.
 
         The features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64. A table's are its start, rows,
-        width and first row; the last row has the storage's length and the number of all rows. In the column's place stand the
-        tables in the order of their widths, the widest first.
+        width and first row; the last row has the storage's length and the number of all rows. `in_order` has the features in the
+        order of their tables, and for a table its first place there. In the column's place stand the tables in the order of their
+        widths, the widest first, and in that order in place of `is_mean` after how many units of backward's work each one ends.
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
@@ -146,16 +151,40 @@ class BagLayout:
 
     @functools.cached_property
     def _tensors(self) -> dict[torch.device, Tensor]:
+        assert self.tables is not None
         by_width = sorted(range(len(self.widths)), key=lambda table: -self.widths[table])
-        shapes = zip(self.starts, (*self.rows, 0), (*self.widths, 1), (*by_width, 0), self.first_rows, strict=True)
-        of_tables = [(start, rows, width, table, 0, first_row, 0) for start, rows, width, table, first_row in shapes]
+        units = (units_of(self.rows[table], self.widths[table]) for table in by_width)
+        readers = [0] * (len(self.widths) + 1)
+        for table in self.tables:
+            readers[table + 1] += 1
+        shapes = zip(
+            self.starts,
+            (*self.rows, 0),
+            (*self.widths, 1),
+            (*by_width, 0),
+            (*accumulate(units), 0),
+            self.first_rows,
+            accumulate(readers),
+            strict=True,
+        )
+        of_tables = [
+            (start, rows, width, table, unit_end, first_row, 0, first_reader)
+            for start, rows, width, table, unit_end, first_row, first_reader in shapes
+        ]
         return {torch.device("cpu"): torch.tensor([*self._rows_of_fields(), *of_tables], dtype=torch.int64, device="cpu")}
 
     def _rows_of_fields(self) -> list[tuple[int, ...]]:
         assert self.tables is not None
         assert self.means is not None
-        of_features = zip(self.tables, self.feature_widths, self.columns[:-1], self.means, strict=True)
+        in_order = sorted(range(len(self.tables)), key=lambda feature: (self.tables or ())[feature])
+        of_features = zip(self.tables, self.feature_widths, self.columns[:-1], self.means, in_order, strict=True)
         return [
-            (self.starts[table], self.rows[table], width, column, int(is_mean), self.first_rows[table], table)
-            for table, width, column, is_mean in of_features
+            (self.starts[table], self.rows[table], width, column, int(is_mean), self.first_rows[table], table, other)
+            for table, width, column, is_mean, other in of_features
         ]
+
+
+def units_of(rows: int, width: int) -> int:
+    """Units of work of backward for a table whose lookups are counted: `TURNS` rows for each group of lanes, 128 columns."""
+    groups = max(1, 128 // max(4, 1 << (width - 1).bit_length()))
+    return 0 if rows > MOST_COUNTED else cdiv(rows, groups * TURNS) * cdiv(width, 128)

@@ -230,16 +230,16 @@ def take_unit(counter):
 
 
 @triton.jit
-def group_of(ends, unit, num_groups):
+def group_of(ends, unit, num_groups, STRIDE: tl.constexpr = 1):
     """Return the group that a unit of work belongs to, by halving, and the units before it."""
     low = tl.zeros((), tl.int32)
     high = low + num_groups
     while low < high:
         middle = (low + high) // 2
-        is_after = tl.load(ends + middle) <= unit
+        is_after = tl.load(ends + middle * STRIDE) <= unit
         low = tl.where(is_after, middle + 1, low)
         high = tl.where(is_after, high, middle)
-    return low, tl.load(ends + low - 1, mask=low > 0, other=0)
+    return low, tl.load(ends + (low - 1) * STRIDE, mask=low > 0, other=0)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def features_of(layout: Tensor, offsets: Tensor, total: int, batches: Tensor | N
         ends = (bags - bags[:, :1]).unbind()
     else:
         ends = [offsets[first : first + count + 1] - begin for first, count, begin in zip(firsts, counts, begins, strict=False)]
-    for feature, (start, rows, width, _, is_mean, first_row, table) in enumerate(layout.tolist()):
+    for feature, (start, rows, width, _, is_mean, first_row, table, _) in enumerate(layout.tolist()):
         places = slice(begins[feature], begins[feature + 1])
         yield Feature(start, rows, width, bool(is_mean), first_row, table, places, ends[feature])
 

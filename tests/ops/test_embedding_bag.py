@@ -459,10 +459,10 @@ def test_rows_of_many_lookups_are_summed_in_parts(
     place: Place, chunk: int, split: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
-    from jagged.ops.embedding_bag import backward
+    from jagged.ops.embedding_bag import sorting
 
-    monkeypatch.setattr(backward, "STREAM", chunk)
-    monkeypatch.setattr(backward, "SPLIT", split)
+    monkeypatch.setattr(sorting, "STREAM", chunk)
+    monkeypatch.setattr(sorting, "SPLIT", split)
     layout = BagLayout((3, 1, 50, 2), (6, 140, 8, 4))
     for seed, most in enumerate((5, 16, 33)):
         lengths = torch.randint(most, (4, 9), generator=torch.Generator().manual_seed(seed)).tolist()

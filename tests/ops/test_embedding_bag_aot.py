@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
+from jagged.ops.embedding_bag.layout import FIELDS
 from tests.aot import AMD, TARGETS, compile_kernel
 from tests.places import PLACE
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
 LONGS = ("layout", "batches", "ends", "counter", "tables", "step", "indices", "offsets", "widths")
-LONGS += ("slices", "first_bags", "begins", "block_ends")
+LONGS += ("slices", "first_bags", "begins", "block_ends", "chunk_begins", "count_begins", "place_begins", "block_begins", "counters", "long_rows")
 FLOATS = (
     "sums_of_slices",
     "scales",
@@ -27,7 +28,7 @@ FLOATS = (
     "grad",
     "result",
 )
-INTS = ("arrivals", "order", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan")
+INTS = ("arrivals", "order", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan", "counts", "ranks", "bounds")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
@@ -56,7 +57,7 @@ def used(widths: str) -> int:
 def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import forward
 
-    constants = {"FIELDS": 7, "USED": used(widths), "batches": None}
+    constants = {"FIELDS": len(FIELDS), "USED": used(widths), "batches": None}
     if not is_weighted:
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
@@ -70,11 +71,10 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
     "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"
 ))])  # fmt: skip
 def test_sums_of_rows(kind: str, arch: int) -> None:
-    from jagged.ops.embedding_bag import backward
+    from jagged.ops.embedding_bag import backward, rows, sorting
 
     constants: dict[str, Any] = {
-        "FIELDS": 7,
-        "SPLIT": backward.SPLIT,
+        "FIELDS": len(FIELDS),
         "USED": backward.used_widths(
             torch.tensor([[0, 0, width] for width in WIDTHS["aligned"]]), is_by_row=kind.startswith("rowwise")
         ),
@@ -83,39 +83,45 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
     }
     if kind == "none":
         constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
-    join = {name: value for name, value in constants.items() if name != "factors"}
-    rows = constants | {"STREAM": backward.STREAM, "ALIGNED": True}
-    for kernel, of in ((backward.embedding_bags_rows_kernel, rows), (backward.embedding_bags_join_kernel, join)):
+    split, aligned = {"SPLIT": sorting.SPLIT}, {"ALIGNED": True}
+    join = {name: value for name, value in constants.items() if name != "factors"} | split
+    for kernel, of in (
+        (sorting.embedding_bags_rows_kernel, constants | split | aligned | {"STREAM": sorting.STREAM}),
+        (sorting.embedding_bags_join_kernel, join),
+        (rows.embedding_bags_counted_rows_kernel, constants | aligned),
+        (rows.embedding_bags_long_rows_kernel, constants | aligned),
+    ):
         resources = compile_one(kernel, of, arch)
         assert resources.spills <= ALLOWED_SPILLS["rows"], resources
         assert resources.registers <= 96, resources
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize("name", ["map", "planned", "rows_map", "lookups", "samples"])
+@pytest.mark.parametrize(
+    "name", ["map", "planned", "rows_map", "lookups", "chunks", "ranks", "bounds", "sources", "samples"]
+)
 def test_small_kernels(name: str, arch: int | str) -> None:
-    from jagged.ops.embedding_bag import backward, schedules
+    from jagged.ops.embedding_bag import backward, counting, schedules, sorting
 
+    fields = {"FIELDS": len(FIELDS)}
     module, constants, num_warps = {
         "map": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "plan": None}, 16),
         "planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "first_bags": None}, 16),
         "rows_map": (
-            backward,
-            {
-                "FIELDS": 7, "STREAM": backward.STREAM, "SPLIT": backward.SPLIT, "WHOLE_ROWS": False,
-                "BLOCK": backward.BLOCK_TABLES,
-            },
+            sorting,
+            fields | {"STREAM": sorting.STREAM, "SPLIT": sorting.SPLIT, "WHOLE_ROWS": False, "BLOCK": sorting.BLOCK_TABLES},
             16,
         ),
-        "lookups": (backward, {"FIELDS": 7, "BAGS": backward.BLOCK_BAGS, "LOOKUPS": backward.BLOCK_LOOKUPS}, 4),
+        "lookups": (sorting, fields | {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS}, 4),
+        "chunks": (counting, fields | {"BLOCK": counting.BLOCK_FEATURES}, 16),
+        "ranks": (counting, fields | {"BLOCK": counting.BLOCK_ROWS, "VOTE": arch != AMD}, 1),
+        "bounds": (counting, fields | {"BLOCK": counting.BLOCK_ROWS, "CHUNKS": counting.BLOCK_CHUNKS}, 8),
+        "sources": (counting, fields, 8),
         "samples": (
             backward,
-            {
-                "FIELDS": 7, "BAGS": backward.SAMPLE_BAGS, "LOOKUPS": backward.SAMPLE_LOOKUPS,
-                "COLUMNS": backward.SAMPLE_COLUMNS,
-            },
+            fields | {"BAGS": backward.SAMPLE_BAGS, "LOOKUPS": backward.SAMPLE_LOOKUPS, "COLUMNS": backward.SAMPLE_COLUMNS},
             2,
         ),
-    }[name]  # fmt: skip
+    }[name]
     kernel = getattr(module, f"embedding_bags_{'map' if name == 'planned' else name}_kernel")
     assert compile_one(kernel, constants, arch, num_warps=num_warps).spills == 0

@@ -1,0 +1,284 @@
+"""Lookups of each row brought together by counting: for tables of up to 65,536 rows, whose rows most batches read often.
+
+Lookups of a feature are cut into chunks. One warp walks through a chunk in order and counts in an array of its own, as long as the
+table: each lookup learns how many of its row came before it in the chunk. Sums over the chunks, then over the rows, say
+where each row's lookups of each chunk go, and a last pass puts what backward reads of them there: the element of the incoming
+gradient that its bag begins at, and what it is multiplied by. So a row's lookups stand together in their order, whatever
+order programs ran in, and where each row begins is known without a search.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jagged.ops._shared.device import find_segment, find_segments
+from jagged.ops.embedding_bag.schedules import span_of
+
+# Exponent of the lookups of a chunk, in batches of fewer than four million lookups and in others. Short chunks are counted at once,
+# long ones need few counts: at most four times as many as lookups, since tables of more than 16,384 rows have longer ones.
+CHUNK_BITS, MANY_LOOKUPS = (12, 13), 1 << 22
+# Lookups of a row above which several programs sum it, each as many as that.
+LONG = tl.constexpr(256)
+# Features that the kernel of the chunks takes at once, and rows and chunks that the one of the bounds does.
+BLOCK_FEATURES, BLOCK_ROWS, BLOCK_CHUNKS = 1024, 1024, 4
+# Lookups that a program of the last pass takes.
+BLOCK_PLACES = tl.constexpr(1024)
+
+
+@triton.jit
+def chunk_bits(rows, bits):
+    """Return the exponent of a chunk's length: `bits`, and more for tables of very many rows."""
+    return (rows > 16384).to(tl.int32) + (rows > 32768).to(tl.int32) + bits
+
+
+@triton.jit
+def counts_of(rows):
+    """Return the length of a chunk's array of counts: a multiple of 4."""
+    return (rows + 3) // 4 * 4
+
+
+@triton.jit
+def lookups_of(offsets, batches, feature, exists, num_bags, num_lookups):
+    """Return where the lookups of features begin and end, within those that there are."""
+    first = feature * num_bags
+    last = first + num_bags
+    if batches is not None:
+        first = tl.load(batches + feature * 3, mask=exists, other=0)
+        last = first + tl.load(batches + feature * 3 + 1, mask=exists, other=0)
+    begin = tl.minimum(tl.maximum(tl.load(offsets + first, mask=exists, other=0).to(tl.int64), 0), num_lookups)
+    end = tl.minimum(tl.load(offsets + last, mask=exists, other=0).to(tl.int64), num_lookups)
+    return begin, tl.maximum(begin, end)
+
+
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "num_programs", "most_counted", "bits"])
+def embedding_bags_chunks_kernel(
+    offsets, layout, batches, chunk_begins, block_begins, place_begins, count_begins, counters, num_lookups, num_features, num_bags,
+    num_programs, most_counted, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where the chunks, blocks, sorted lookups and counts of every feature begin, features in the order of their tables.
+
+    The first three, `[features + 1]`, are in that order, `count_begins` in the layout's. A block is work of the last pass. Features of tables of more
+    than `most_counted` rows have no chunks, and counts begin at -1. The first counter gets the number of programs, which begin with
+    a unit each, the second 0.
+    """
+    tl.store(counters, num_programs)
+    tl.store(counters + 1, 0)
+    chunks_before, counts_before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    blocks_before, places_before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for start in range(0, num_features, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        exists = at < num_features
+        feature = tl.load(layout + at.to(tl.int64) * FIELDS + 7, mask=exists, other=0)
+        rows = tl.load(layout + feature * FIELDS + 1, mask=exists, other=0)
+        begin, end = lookups_of(offsets, batches, feature, exists, num_bags, num_lookups)
+        # Features that lie over one another, which wrong offsets make, would be more than there is room for.
+        is_counted = exists & (rows <= most_counted) & (places_before + tl.cumsum(end - begin, 0) <= num_lookups)
+        lookups = tl.where(is_counted, end - begin, 0)
+        own_bits = chunk_bits(rows, bits)
+        chunks = (lookups + (1 << own_bits) - 1) >> own_bits
+        blocks = (lookups + BLOCK_PLACES - 1) // BLOCK_PLACES
+        counts = chunks * counts_of(rows)
+        tl.store(chunk_begins + at, chunks_before + tl.cumsum(chunks, 0) - chunks, mask=exists)
+        tl.store(block_begins + at, blocks_before + tl.cumsum(blocks, 0) - blocks, mask=exists)
+        of_feature = tl.where(is_counted, counts_before + tl.cumsum(counts, 0) - counts, -1)
+        tl.store(count_begins + feature, of_feature, mask=exists)
+        tl.store(place_begins + at, places_before + tl.cumsum(lookups, 0) - lookups, mask=exists)
+        chunks_before += tl.sum(chunks, 0)
+        blocks_before += tl.sum(blocks, 0)
+        counts_before += tl.sum(counts, 0)
+        places_before += tl.sum(lookups, 0)
+    tl.store(chunk_begins + num_features, chunks_before)
+    tl.store(block_begins + num_features, blocks_before)
+    tl.store(place_begins + num_features, places_before)
+
+
+def _equals(bits: int) -> str:
+    """Assembly that gives each lane of a warp those lanes, a bit each, whose numbers have equal lowest bits: a vote for each bit."""
+    steps = "".join(
+        f"and.b32 t, $1, {1 << bit}; setp.ne.u32 p, t, 0; vote.sync.ballot.b32 t, p, -1; @!p not.b32 t, t; and.b32 m, m, t; "
+        for bit in range(bits)
+    )
+    return "{ .reg .pred p; .reg .b32 t, m; mov.b32 m, -1; " + steps + "mov.b32 $0, m; }"
+
+
+EQUALS_10, EQUALS_12, EQUALS_16 = (tl.constexpr(_equals(bits)) for bits in (10, 12, 16))
+
+
+@triton.jit
+def ranks_of_equals(row, is_known, rows, VOTE: tl.constexpr):
+    """Return for each of 32 rows of a warp how many equal ones come before it, and whether it is the last of them.
+
+    `VOTE` takes votes of a warp of NVIDIA's, one for each bit, in place of a thousand comparisons.
+    """
+    lane = tl.arange(0, 32)
+    if VOTE:
+        if rows <= 1024:
+            equals = tl.inline_asm_elementwise(EQUALS_10, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+        elif rows <= 4096:
+            equals = tl.inline_asm_elementwise(EQUALS_12, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+        else:
+            equals = tl.inline_asm_elementwise(EQUALS_16, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+        known = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }", "=r,r", [is_known.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        equals = (equals & known).to(tl.uint32, bitcast=True)
+        before = equals & ((tl.full((32,), 1, tl.uint32) << lane) - 1)
+        rank = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [before], dtype=tl.int32, is_pure=True, pack=1)
+        is_last = (equals >> lane) == 1
+    else:
+        is_equal = (row[:, None] == row[None, :]) & (tl.where(is_known, 1, 0)[None, :] != 0)
+        rank = tl.sum((is_equal & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
+        is_last = tl.sum((is_equal & (lane[None, :] > lane[:, None])).to(tl.int32), 1) == 0
+    return rank, is_last
+
+
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
+def embedding_bags_ranks_kernel(
+    indices, offsets, layout, batches, chunk_begins, count_begins, counts, ranks, num_lookups, num_features, num_bags,
+    bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr, VOTE: tl.constexpr,
+):  # fmt: skip
+    """For each lookup of a chunk how many of its row come before it there, and for each row how many the chunk has."""
+    chunk = tl.program_id(0)
+    if chunk < tl.load(chunk_begins + num_features):
+        at = find_segment(chunk_begins, chunk, num_features)
+        number = chunk - tl.load(chunk_begins + at)
+        feature = tl.load(layout + at * FIELDS + 7)
+        rows = tl.load(layout + feature * FIELDS + 1).to(tl.int32)
+        begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
+        begin += number << chunk_bits(rows, bits)
+        length = tl.minimum(end - begin, 1 << chunk_bits(rows, bits)).to(tl.int32)
+        own = counts + tl.load(count_begins + feature) // 4 * 4 + number * counts_of(rows)
+        for start in range(0, rows, BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            tl.store(own + row, tl.zeros((BLOCK,), counts.dtype.element_ty), mask=row < counts_of(rows))
+        # Lanes read what others have written.
+        tl.debug_barrier()
+        lane = tl.arange(0, 32)
+        ids = tl.load(indices + begin + lane, mask=lane < length, other=-1)
+        for start in range(0, length, 32):
+            place = start + 32 + lane
+            next_ids = tl.load(indices + begin + place, mask=place < length, other=-1)
+            is_known = (ids >= 0) & (ids < rows)
+            row = tl.where(is_known, ids, 0).to(tl.int32)
+            rank, is_last = ranks_of_equals(row, is_known, rows, VOTE)
+            rank += tl.load(own + row, mask=is_known, other=0).to(tl.int32)
+            tl.store(ranks + begin + start + lane, rank.to(tl.int16), mask=is_known)
+            tl.debug_barrier()
+            tl.store(own + row, (rank + 1).to(counts.dtype.element_ty), mask=is_known & is_last)
+            tl.debug_barrier()
+            ids = next_ids
+
+
+@triton.jit(do_not_specialize=["most_counted"])
+def embedding_bags_bounds_kernel(
+    tables, layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most_counted, FIELDS: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Sum the counts of a table over chunks and rows: `counts` become places, `bounds` where the lookups of a row begin and end.
+
+    Rows of more than `LONG` lookups get a slot of `long_rows` `[slots, 3]` for each `LONG` of them: row, table, and its first slot.
+    """
+    table = tl.program_id(0).to(tl.int64)
+    fields = tables + table * FIELDS
+    rows = tl.load(fields + 1)
+    if rows <= most_counted:
+        begin, end = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
+        num_chunks = (tl.load(chunk_begins + end) - tl.load(chunk_begins + begin)).to(tl.int32)
+        before = tl.load(place_begins + begin)
+        # A table that nothing reads has no chunks either.
+        feature = tl.load(layout + begin * FIELDS + 7, mask=begin < end, other=0)
+        own = counts + tl.maximum(tl.load(count_begins + feature), 0) // 4 * 4
+        bounds += tl.load(fields + 5) + table
+        tl.store(bounds, before)
+        stride = counts_of(rows)
+        for start in range(0, rows.to(tl.int32), BLOCK):
+            row = start + tl.arange(0, BLOCK)
+            exists = row < rows
+            total = tl.zeros((BLOCK,), tl.int32)
+            for chunk in range(0, num_chunks, CHUNKS):
+                of_chunks = chunk + tl.arange(0, CHUNKS)
+                mask = (of_chunks < num_chunks)[:, None] & exists[None, :]
+                total += tl.sum(tl.load(own + of_chunks[:, None] * stride + row[None, :], mask=mask, other=0).to(tl.int32), 0)
+            place = before + tl.cumsum(total, 0)
+            tl.store(bounds + row + 1, place, mask=exists)
+            before += tl.sum(total, 0)
+            place -= total
+            for chunk in range(0, num_chunks, CHUNKS):
+                of_chunks = chunk + tl.arange(0, CHUNKS)
+                mask = (of_chunks < num_chunks)[:, None] & exists[None, :]
+                address = own + of_chunks[:, None] * stride + row[None, :]
+                of_chunk = tl.load(address, mask=mask, other=0).to(tl.int32)
+                ends = place[None, :] + tl.cumsum(of_chunk, 0)
+                tl.store(address, (ends - of_chunk).to(counts.dtype.element_ty), mask=mask)
+                place += tl.sum(of_chunk, 0)
+            slices = tl.where(total > LONG, (total + LONG - 1) // LONG, 0)
+            most = tl.max(slices, 0)
+            if most > 0:
+                slot = tl.atomic_add(counters + 1 + tl.zeros_like(row), slices.to(tl.int64), mask=slices > 0, sem="relaxed")
+                for i in range(0, most):
+                    of_slot = long_rows + (slot + i) * 3
+                    tl.store(of_slot, row.to(tl.int64), mask=i < slices)
+                    tl.store(of_slot + 1, tl.zeros_like(slot) + table, mask=i < slices)
+                    tl.store(of_slot + 2, slot, mask=i < slices)
+
+
+@triton.jit
+def bags_of(
+    bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr
+):  # fmt: skip
+    """Return for some bags where their lookups begin and end, their features, and where their output begins."""
+    exists = bag < num_all_bags
+    begin, end = span_of(offsets, bag, exists, num_lookups)
+    if batches is None:
+        feature = bag // num_bags
+        source = (bag - feature * num_bags) * output_stride
+        source += tl.load(layout + feature * FIELDS + 3, mask=exists, other=0)
+    else:
+        feature = tl.load(feature_of_bag + bag, mask=exists, other=0).to(tl.int64)
+        width = tl.load(layout + feature * FIELDS + 2, mask=exists, other=0)
+        source = (bag - tl.load(batches + feature * 3, mask=exists, other=0)) * width
+        source += tl.load(batches + feature * 3 + 2, mask=exists, other=0)
+    return begin, end, feature, source, exists
+
+
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_all_bags", "num_bags", "output_stride", "bits"])
+def embedding_bags_sources_kernel(
+    indices, offsets, scales, layout, batches, feature_of_bag, block_begins, count_begins, counts, ranks, sources, factors,
+    num_features, num_lookups, num_all_bags, num_bags, output_stride, bits, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Put source and factor of every lookup of a block where its row's lookups stand."""
+    block = tl.program_id(0)
+    if block < tl.load(block_begins + num_features):
+        at = find_segment(block_begins, block, num_features)
+        feature = tl.load(layout + at * FIELDS + 7)
+        fields = layout + feature * FIELDS
+        rows = tl.load(fields + 1).to(tl.int32)
+        begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
+        in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
+        first_bag = feature * num_bags
+        if batches is not None:
+            first_bag = tl.load(batches + feature * 3)
+            num_bags = tl.load(batches + feature * 3 + 1).to(tl.int32)
+        begin += in_feature
+        length = tl.minimum(end - begin, BLOCK_PLACES).to(tl.int32)
+        low = find_segment(offsets + first_bag, begin, num_bags)
+        width = find_segment(offsets + first_bag, begin + length - 1, num_bags) + 1 - low
+        lookup = tl.arange(0, BLOCK_PLACES)
+        row = tl.load(indices + begin + lookup, mask=lookup < length, other=-1)
+        is_known = (row >= 0) & (row < rows)
+        row = tl.where(is_known, row, 0).to(tl.int32)
+        own = counts + tl.load(count_begins + feature) + (in_feature >> chunk_bits(rows, bits)) * counts_of(rows)
+        target = tl.load(own + row, mask=is_known, other=0).to(tl.int64)
+        target += tl.load(ranks + begin + lookup, mask=is_known, other=0)
+        bag = first_bag + low + find_segments(offsets + first_bag + low, begin.to(offsets.dtype.element_ty) + lookup, width)
+        begin_of_bag, end_of_bag, _, source, _ = bags_of(
+            bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS
+        )
+        tl.store(sources + target, source.to(sources.dtype.element_ty), mask=is_known)
+        if factors is not None:
+            factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
+            if scales is not None:
+                factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)
+            tl.store(factors + target, factor, mask=is_known)

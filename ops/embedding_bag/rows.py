@@ -1,0 +1,244 @@
+"""Sums of the gradients of rows whose lookups were brought together by counting, and what becomes of them.
+
+Groups of lanes take a row each and walk through its lookups side by side, as forward's schedules of few lookups do; which rows a
+program takes is known from the tables alone. Rows of very many lookups are summed in slices by programs of their own, the last of
+which adds the slices up in their order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jagged.ops.embedding_bag.counting import LONG
+from jagged.ops.embedding_bag.layout import TURNS as _TURNS
+from jagged.ops.embedding_bag.schedules import group_of, take_unit
+from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+
+# Rows of a unit for each group of lanes.
+TURNS = tl.constexpr(_TURNS)
+# Lookups of a slice that are in registers.
+SLICE_UNROLL = tl.constexpr(4)
+
+
+@triton.jit
+def sum_of_lookups(grad, source, factors, place, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
+    """Sum the gradients of lookups `[unrolled, groups]`, whose sources are known, over the first axis: `[groups, columns]`."""
+    shape: tl.constexpr = [place.shape[0], place.shape[1], columns.shape[0]]
+    # Wrong offsets leave sources that nothing was written to.
+    unsigned: tl.constexpr = tl.uint32 if source.dtype == tl.int32 else tl.uint64
+    is_live &= source.to(unsigned, bitcast=True) <= most_source.to(unsigned)
+    if ALIGNED:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        source = source // 4 * 4
+    source = tl.broadcast_to(source[:, :, None], shape).to(unsigned, bitcast=True).to(tl.uint64)
+    mask = tl.broadcast_to(is_live[:, :, None], shape) & in_row[None, None, :]
+    tile = tl.load(grad + (source + columns[None, None, :].to(tl.uint64)), mask=mask, other=0.0).to(tl.float32)
+    if factors is not None:
+        tile *= tl.load(factors + place, mask=is_live, other=0.0)[:, :, None]
+    return tl.sum(tile, 0)
+
+
+@triton.jit
+def elements_of(row, width, columns):
+    """Return the elements of rows, from their table's first on: a product of unsigned 32-bit numbers is one instruction."""
+    return (row.to(tl.uint32).to(tl.uint64) * width.to(tl.uint32).to(tl.uint64))[:, None] + columns[None, :].to(tl.uint64)
+
+
+@triton.jit
+def gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
+    """Load the gradients of a lookup of each group, of which the sources are known: `[groups, columns]`."""
+    # Wrong offsets leave sources that nothing was written to.
+    unsigned: tl.constexpr = tl.uint32 if source.dtype == tl.int32 else tl.uint64
+    is_live &= source.to(unsigned, bitcast=True) <= most_source.to(unsigned)
+    if ALIGNED:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        source = source // 4 * 4
+    source = tl.broadcast_to(source[:, None], [source.shape[0], columns.shape[0]]).to(unsigned, bitcast=True).to(tl.uint64)
+    return tl.load(grad + (source + columns[None, :].to(tl.uint64)), mask=is_live[:, None] & in_row[None, :], other=0.0)
+
+
+@triton.jit
+def next_row(bounds, row, last, end, after):
+    """Return the groups' next rows, where their lookups begin and end, and the ends of the rows after; past `last` none has any."""
+    row += 1
+    begin, end = end, tl.where(row < last, after, end)
+    return row, begin, end, tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
+
+
+@triton.jit
+def limit_of(begin, end):
+    """Return where the lookups end that are summed here: rows of very many have none."""
+    return tl.where(end - begin <= LONG, end, begin)
+
+
+@triton.jit
+def next_step(bounds, place, row, last, begin, end, after):
+    """Return whether a step is the last one of the rows, and of the step after it the lookups, whether they are, and the rows."""
+    is_more = place + 1 < limit_of(begin, end)
+    is_last = tl.max(is_more.to(tl.int32), 0) == 0
+    place = tl.where(is_more, place + 1, end)
+    if is_last:
+        row, begin, end, after = next_row(bounds, row, last, end, after)
+    return is_last, place, place < limit_of(begin, end), row, begin, end, after
+
+
+# Called and not inlined: what one branch computes holds no registers in another.
+@triton.jit(noinline=True)
+def rows_unit(
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, most_source,
+    eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    SCHEDULE: tl.constexpr,
+):  # fmt: skip
+    """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
+
+    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. While the gradients of
+    one step are added, those of the next one are under way, and sources of the one after that, of this row or another.
+    """
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
+    start, rows, width, first_row = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 5)
+    rows, width = rows.to(tl.int32), width.to(tl.int32)
+    start = start // 16 * 16
+    if SCHEDULE % 2:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        width = width // 4 * 4
+    columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    in_row = columns < width
+    learning_rate = 0.0
+    if KIND != "none":
+        learning_rate = tl.load(rate)
+    row = (unit * (GROUPS * TURNS)).to(tl.int32) + tl.arange(0, GROUPS) * TURNS
+    last = tl.minimum(row + TURNS, rows)
+    begin, end = tl.load(bounds + row, mask=row < last, other=0), tl.load(bounds + row + 1, mask=row < last, other=0)
+    after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
+    # The rows that are summed; `row` and so on go on to be those of the step that sources are loaded for.
+    own_row, own_begin, own_end, own_after = row, begin, end, after
+    total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    old = total
+    if KIND != "none":
+        mask = (limit_of(begin, end) > begin)[:, None] & in_row[None, :]
+        old = tl.load(weights + start + elements_of(row, width, columns), mask=mask, other=0.0).to(tl.float32)
+    place = begin
+    is_live = place < limit_of(begin, end)
+    source = tl.load(sources + place, mask=is_live, other=0)
+    tile = gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED)
+    if factors is not None:
+        factor = tl.load(factors + place, mask=is_live, other=0.0)
+    is_last, place, is_live, row, begin, end, after = next_step(bounds, place, row, last, begin, end, after)
+    source = tl.load(sources + place, mask=is_live, other=0)
+    turn = 0
+    while turn < TURNS:
+        next_tile = gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED)
+        if factors is not None:
+            next_factor = tl.load(factors + place, mask=is_live, other=0.0)
+        next_is_last, place, is_live, row, begin, end, after = next_step(bounds, place, row, last, begin, end, after)
+        source = tl.load(sources + place, mask=is_live, other=0)
+        if factors is None:
+            total += tile.to(tl.float32)
+        else:
+            total += tile.to(tl.float32) * factor[:, None]
+            factor = next_factor
+        if is_last:
+            is_read = limit_of(own_begin, own_end) > own_begin
+            if tl.max(is_read.to(tl.int32), 0) != 0:
+                element = start + elements_of(own_row, width, columns).to(tl.int64)
+                apply_sums(
+                    total, old, is_read, first_row + own_row, element, in_row[None, :], weights, first, second, step, corrections,
+                    learning_rate, width, numbers, KIND, IS_STOCHASTIC,
+                )  # fmt: skip
+            turn += 1
+            total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+            own_row, own_begin, own_end, own_after = next_row(bounds, own_row, last, own_end, own_after)
+            if KIND != "none":
+                mask = (limit_of(own_begin, own_end) > own_begin)[:, None] & in_row[None, :]
+                old = tl.load(weights + start + elements_of(own_row, width, columns), mask=mask, other=0.0).to(tl.float32)
+        tile, is_last = next_tile, next_is_last
+
+
+@triton.jit(do_not_specialize=["num_lookups", "most_source", "num_tables", "most_counted", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+def embedding_bags_counted_rows_kernel(
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, num_lookups, most_source,
+    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    USED: tl.constexpr,
+):  # fmt: skip
+    """Take units of all tables' rows, tables of one width after another."""
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    num_units = tl.load(tables + (num_tables - 1) * FIELDS + 4)
+    unit = tl.program_id(0).to(tl.int64)
+    while unit < num_units:
+        next_unit = take_unit(counter)
+        place, before = group_of(tables + 4, unit, num_tables, FIELDS)
+        table = tl.load(tables + place * FIELDS + 3)
+        fields = tables + table * FIELDS
+        width = tl.load(fields + 2)
+        parts = (width + MOST_COLUMNS - 1) // MOST_COLUMNS
+        part = (unit - before) % parts
+        # Updates by one number a row take all of its columns at once.
+        is_own = (tl.load(fields + 1) <= most_counted) & ((part == 0) | (not BY_ROW))
+        found = tl.where(is_own, schedule_of(width, BY_ROW), -1)
+        for i in tl.static_range(2 * NUM_WIDTHS):
+            if (USED >> i) & 1:  # noqa: SIM102
+                if found == i:
+                    rows_unit(
+                        grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections, rate,
+                        fields, (unit - before) // parts, part, num_lookups, most_source, eps, beta1, beta2, weight_decay, rest1,
+                        rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
+                    )  # fmt: skip
+        unit = next_unit
+
+
+@triton.jit(noinline=True)
+def sum_of_slice(
+    grad, sources, factors, begin, length, result, width, most_source, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Store the sum of a slice of a row's lookups."""
+    GROUPS: tl.constexpr = NUMBERS // COLUMNS
+    for column in range(0, width.to(tl.int32), COLUMNS):
+        columns = column + tl.arange(0, COLUMNS)
+        total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+        for i in range(0, length, GROUPS * SLICE_UNROLL):
+            lookup = i + tl.arange(0, SLICE_UNROLL)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+            source = tl.load(sources + begin + lookup, mask=lookup < length, other=0)
+            total += sum_of_lookups(
+                grad, source, factors, begin + lookup, lookup < length, most_source, columns, columns < width, ALIGNED
+            )  # fmt: skip
+        tl.store(result + columns, tl.sum(total, 0), mask=columns < width)
+
+
+@triton.jit(do_not_specialize=["most_source", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+def embedding_bags_long_rows_kernel(
+    grad, sources, factors, bounds, long_rows, sums_of_slices, arrivals, weights, first, second, step, corrections, rate, tables,
+    counters, most_source, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """Sum the slices of rows of more than `LONG` lookups; the last program of a row adds them up, in their order."""
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    num_slices = tl.load(counters + 1)
+    for slot in range(tl.program_id(0).to(tl.int64), num_slices, tl.num_programs(0)):
+        row, table, first_slot = tl.load(long_rows + slot * 3), tl.load(long_rows + slot * 3 + 1), tl.load(long_rows + slot * 3 + 2)
+        fields = tables + table * FIELDS
+        width, first_row = tl.load(fields + 2), tl.load(fields + 5)
+        of_row = bounds + first_row + table + row
+        begin, end = tl.load(of_row).to(tl.int64), tl.load(of_row + 1).to(tl.int64)
+        num_own = (end - begin + LONG - 1) // LONG
+        begin += (slot - first_slot) * LONG
+        length = tl.minimum(end - begin, LONG).to(tl.int32)
+        result = sums_of_slices + slot * (row_stride // 4 * 4)
+        found = schedule_of(width, BY_ROW)
+        for i in tl.static_range(6):
+            if (USED >> (2 * i)) & (3 if i < 5 else -1):  # noqa: SIM102
+                if tl.minimum(found // 2, 5) == i:
+                    sum_of_slice(grad, sources, factors, begin, length, result, width, most_source, ALIGNED, columns_by(2 * i))
+        # All lanes have written before one tells it.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + first_slot, 1, sem="acq_rel") == num_own - 1:
+            for i in tl.static_range(2 * NUM_WIDTHS):
+                if (USED >> i) & 1:  # noqa: SIM102
+                    if found == i:
+                        joined_run(
+                            sums_of_slices, first_slot, first_slot + num_own - 1, first_row + row, weights, first, second, step,
+                            corrections, rate, fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, KIND,
+                            IS_STOCHASTIC, i,
+                        )  # fmt: skip

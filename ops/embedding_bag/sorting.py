@@ -1,0 +1,276 @@
+"""Lookups of each row brought together by a stable sort, and summed in that order: for tables of any number of rows.
+
+A lookup has a key, its row among those of all tables, and a source, the element of the incoming gradient that its bag begins at.
+After the sort, runs of equal keys are the lookups of a row. Programs take some hundred sorted lookups of a table each: groups of
+lanes walk over a part of them, two lookups at once, regardless of where runs begin, and sum the gradients in their order. Where a
+run ends, its sum is stored as the row's gradient, or updates the row at once. A run belongs to the group that it begins with,
+which goes on beyond its part to the run's end; a row with thousands of lookups is summed in blocks, which another kernel joins.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jagged.ops.embedding_bag.counting import bags_of
+from jagged.ops.embedding_bag.schedules import group_of, take_unit
+from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+
+# Bags, and lookups of each, that a program of the kernel of keys takes at once.
+BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
+# Sorted lookups that a group of lanes takes, and of a block, at whose end a row's sum is cut, so that none has very many of them.
+STREAM, SPLIT = 32, 128
+# Tables that the kernel of the units takes at once.
+BLOCK_TABLES = 1024
+# Programs that join what was cut, for each multiprocessor.
+JOINING = 16
+
+
+@triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride", "num_rows", "most_counted"])
+def embedding_bags_lookups_kernel(
+    indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups, num_all_bags, num_bags,
+    output_stride, num_rows, most_counted, FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
+):  # fmt: skip
+    """Key, source and factor of every lookup of some bags.
+
+    An id that its table does not have gets the key `num_rows`, and so do all of tables of no more than `most_counted` rows.
+    """
+    bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
+    begin, end, feature, source, exists = bags_of(
+        bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS
+    )
+    fields = layout + feature * FIELDS
+    rows = tl.load(fields + 1, mask=exists, other=0)
+    rows = tl.where(rows > most_counted, rows, 0)
+    first_row = tl.load(fields + 5, mask=exists, other=0)
+    is_mean = tl.load(fields + 4, mask=exists, other=0) != 0
+    factor = tl.where(is_mean, 1 / tl.maximum(end - begin, 1).to(tl.float32), 1.0)
+    for step in range(0, tl.max(end - begin, 0), LOOKUPS):
+        place = begin[:, None] + step + tl.arange(0, LOOKUPS)[None, :]
+        is_live = place < end[:, None]
+        row = tl.load(indices + place, mask=is_live, other=0).to(tl.int64)
+        key = tl.where((row >= 0) & (row < rows[:, None]), first_row[:, None] + row, num_rows)
+        tl.store(keys + place, key.to(keys.dtype.element_ty), mask=is_live)
+        tl.store(sources + place, (source[:, None] + tl.zeros_like(row)).to(sources.dtype.element_ty), mask=is_live)
+        if factors is not None:
+            of_place = factor[:, None] + tl.zeros((BAGS, LOOKUPS), tl.float32)
+            if scales is not None:
+                of_place *= tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)
+            tl.store(factors + place, of_place, mask=is_live)
+
+
+@triton.jit
+def unit_of(width, STREAM: tl.constexpr, SPLIT: tl.constexpr):
+    """Return the lookups of a unit: `STREAM` for each group of lanes, no more than a block."""
+    groups = (width * 0 + 1).to(tl.int64)
+    for i in tl.static_range(0, 5):
+        groups = tl.where(width <= (4 << i), tl.maximum(groups, 32 >> i), groups)
+    return tl.minimum(groups * STREAM, SPLIT)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_programs"])
+def embedding_bags_rows_map_kernel(
+    tables, begins, ends, block_ends, counter, num_tables, num_programs, FIELDS: tl.constexpr,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, WHOLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """For each table after how many blocks of `SPLIT` lookups it ends, and, in the order by width, after how many units.
+
+    Programs that run together shall run the same code, for a multiprocessor's cache of instructions holds few schedules.
+    """
+    tl.store(counter, num_programs)
+    total, total_blocks = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    for start in range(0, num_tables, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        exists = place < num_tables
+        lookups = tl.load(begins + place + 1, mask=exists, other=0) - tl.load(begins + place, mask=exists, other=0)
+        blocks = (lookups + SPLIT - 1) // SPLIT
+        tl.store(block_ends + place, total_blocks + tl.cumsum(blocks, 0), mask=exists)
+        total_blocks += tl.sum(blocks, 0)
+        table = tl.load(tables + place.to(tl.int64) * FIELDS + 3, mask=exists, other=0)
+        lookups = tl.load(begins + table + 1, mask=exists, other=0) - tl.load(begins + table, mask=exists, other=0)
+        width = tl.load(tables + table.to(tl.int64) * FIELDS + 2, mask=exists, other=1)
+        unit = unit_of(width, STREAM, SPLIT)
+        units = (lookups + unit - 1) // unit
+        if not WHOLE_ROWS:
+            units *= (width + MOST_COLUMNS - 1) // MOST_COLUMNS
+        tl.store(ends + place, total + tl.cumsum(units, 0), mask=exists)
+        total += tl.sum(units, 0)
+
+
+@triton.jit
+def lookups_at(
+    grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width, columns,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Load one sorted lookup of each group of lanes, and its rows of the gradient and, where a run ends, of the weights.
+
+    Returns keys, whether a run begins and ends here and is the group's, and both rows, `[groups, columns]`.
+    """
+    exists = is_alive & (place < limit)
+    key = tl.load(keys + place, mask=exists, other=-1)
+    is_first = tl.load(keys + place - 1, mask=exists & (place > 0), other=-3) != key
+    is_own = exists & ((place < last) | (key == last_key)) & (key != not_own)
+    is_last = is_own & (tl.load(keys + place + 1, mask=exists & (place + 1 < limit), other=-3) != key)
+    source = tl.load(sources + place, mask=is_own, other=0)
+    if ALIGNED:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        source = source // 4 * 4
+    in_row = (columns < width)[None, :]
+    tile = tl.load(grad + (source.to(tl.int64)[:, None] + columns[None, :]), mask=is_own[:, None] & in_row, other=0.0)
+    tile = tile.to(tl.float32)
+    if factors is not None:
+        tile *= tl.load(factors + place, mask=is_own, other=0.0)[:, None]
+    old = tile
+    if KIND != "none":
+        element = start + (key.to(tl.int64) - first_row) * width
+        old = tl.load(weights + (element[:, None] + columns[None, :]), mask=is_last[:, None] & in_row, other=0.0).to(tl.float32)
+    return key, is_first, is_own, is_last, tile, old
+
+
+# Called and not inlined: what one branch computes holds no registers in another.
+@triton.jit(noinline=True)
+def row_unit(
+    grad, sources, factors, keys, offset, room, unit, block, parts_of_runs, weights, first, second, step, corrections, rate,
+    fields, row_stride, part, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, SCHEDULE: tl.constexpr,
+):  # fmt: skip
+    """Sum, and store or apply, the gradients of the rows whose runs begin in a unit of `unit` lookups.
+
+    Places count from the unit's first; before it the table has `offset` lookups, and from it on `room`.
+    """
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
+    start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
+    if SCHEDULE % 2:
+        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
+        width = width // 4 * 4
+        start = start // 16 * 16
+    row_stride = row_stride // 4 * 4
+    columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    in_row = (columns < width)[None, :]
+    in_block = (offset % SPLIT).to(tl.int32)
+    # Where the block ends or the table does.
+    limit = tl.minimum(room, SPLIT - in_block).to(tl.int32)
+    # Rows of which the blocks before and after have lookups too: their sums are parts.
+    came_in = tl.load(keys - 1, mask=(in_block == 0) & (offset > 0), other=-2)
+    goes_on = tl.load(keys + limit, mask=limit < room, other=-2)
+    is_cut = (came_in == tl.load(keys)) | (goes_on == tl.load(keys + limit - 1))
+    # Each group's part of the unit. The first run may be another's, the last one goes on.
+    own = (unit + GROUPS - 1) // GROUPS
+    place = tl.arange(0, GROUPS) * own
+    last = tl.minimum(place + own, tl.minimum(unit, limit))
+    is_alive = place < last
+    last_key = tl.load(keys + last - 1, mask=is_alive, other=-1)
+    before = tl.load(keys + place - 1, mask=is_alive & ((place > 0) | (in_block > 0)), other=-2)
+    not_own = tl.where(before == tl.load(keys + place, mask=is_alive, other=-1), before, -2)
+    is_alive &= last_key != not_own
+    learning_rate = 0.0
+    if KIND != "none":
+        learning_rate = tl.load(rate)
+    total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    is_more = tl.max(is_alive.to(tl.int32), 0)
+    while is_more != 0:
+        # All loads of a turn are under way together.
+        key0, is_first0, _, is_last0, tile0, old0 = lookups_at(
+            grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width,
+            columns, KIND, ALIGNED,
+        )  # fmt: skip
+        key1, is_first1, is_own1, is_last1, tile1, old1 = lookups_at(
+            grad, sources, factors, keys, weights, place + 1, is_alive, last, last_key, not_own, limit, start, first_row, width,
+            columns, KIND, ALIGNED,
+        )  # fmt: skip
+        for i in tl.static_range(2):
+            key, is_first, is_last = (key1, is_first1, is_last1) if i else (key0, is_first0, is_last0)
+            total = tl.where(is_first[:, None], 0.0, total) + (tile1 if i else tile0)
+            is_whole = is_last
+            if is_cut:
+                is_part = is_last & ((key == came_in) | (key == goes_on))
+                is_whole &= is_part == 0
+                # Of a block the run that came in has the first place, and the one that goes on from here has the second.
+                slot = block * 2 + (key != came_in).to(tl.int64)
+                kept = parts_of_runs + (slot[:, None] * row_stride + columns[None, :])
+                tl.store(kept, total, mask=is_part[:, None] & in_row)
+            row = key.to(tl.int64)
+            element = (start + (row - first_row) * width)[:, None] + columns[None, :]
+            apply_sums(
+                total, old1 if i else old0, is_whole, row, element, in_row, weights, first, second, step, corrections,
+                learning_rate, width, numbers, KIND, IS_STOCHASTIC,
+            )  # fmt: skip
+        # A group ends with its part, or with the run that goes on beyond it.
+        place += 2
+        is_alive &= (place < last) | (is_own1 & (is_last1 == 0))
+        is_more = tl.max(is_alive.to(tl.int32), 0)
+
+
+@triton.jit(do_not_specialize=["num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+def embedding_bags_rows_kernel(
+    grad, sources, factors, keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins,
+    ends, block_ends, counter, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2,
+    FIELDS: tl.constexpr, STREAM: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    ALIGNED: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """Take units of all tables' sorted lookups; the rows whose runs begin there are this program's."""
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    num_units = tl.load(ends + num_tables - 1)
+    unit = tl.program_id(0).to(tl.int64)
+    while unit < num_units:
+        next_unit = take_unit(counter)
+        place, before = group_of(ends, unit, num_tables)
+        table = tl.load(tables + place * FIELDS + 3)
+        fields = tables + table * FIELDS
+        width = tl.load(fields + 2)
+        parts = 1 if BY_ROW else (width + MOST_COLUMNS - 1) // MOST_COLUMNS
+        lookups = unit_of(width, STREAM, SPLIT)
+        offset = (unit - before) // parts * lookups
+        begin = tl.load(begins + table) + offset
+        room = tl.load(begins + table + 1) - begin
+        block = tl.load(block_ends + table - 1, mask=table > 0, other=0) + offset // SPLIT
+        own_factors = factors
+        if factors is not None:
+            own_factors = factors + begin
+        found = schedule_of(width, BY_ROW)
+        for i in tl.static_range(2 * NUM_WIDTHS):
+            if (USED >> i) & 1:  # noqa: SIM102
+                if found == i:
+                    row_unit(
+                        grad, sources + begin, own_factors, keys + begin, offset, room, lookups.to(tl.int32), block,
+                        parts_of_runs, weights, first, second, step, corrections, rate, fields, row_stride,
+                        (unit - before) % parts, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT, KIND, IS_STOCHASTIC,
+                        ALIGNED, i,
+                    )  # fmt: skip
+        unit = next_unit
+
+
+@triton.jit(do_not_specialize=["num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+def embedding_bags_join_kernel(
+    keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins, block_ends, num_tables, row_stride, eps,
+    beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """Join the parts of rows that are read by more than a block of lookups: at the first end of a block that each goes across."""
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    num_blocks = tl.load(block_ends + num_tables - 1)
+    for block in range(tl.program_id(0).to(tl.int64), num_blocks, tl.num_programs(0)):
+        table, before = group_of(block_ends, block, num_tables)
+        fields = tables + table * FIELDS
+        first_place, last_place = tl.load(begins + table), tl.load(begins + table + 1)
+        place = first_place + (block - before) * SPLIT
+        key = tl.load(keys + place)
+        goes_across = (block > before) & (tl.load(keys + place - 1, mask=block > before, other=-2) == key)
+        is_later = goes_across & (block > before + 1)
+        is_later &= tl.load(keys + place - SPLIT - 1, mask=is_later, other=-2) == key
+        if goes_across & (is_later == 0):
+            last_block = block
+            place += SPLIT
+            while (place < last_place) & (tl.load(keys + place, mask=place < last_place, other=-2) == key):
+                last_block += 1
+                place += SPLIT
+            found = schedule_of(tl.load(fields + 2), BY_ROW)
+            for i in tl.static_range(2 * NUM_WIDTHS):
+                if (USED >> i) & 1:  # noqa: SIM102
+                    if found == i:
+                        joined_run(
+                            parts_of_runs, block * 2 - 1, last_block * 2, key, weights, first, second, step, corrections, rate,
+                            fields, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, KIND, IS_STOCHASTIC, i,
+                        )  # fmt: skip

@@ -1,0 +1,147 @@
+"""What becomes of the sum of a row's gradients: it is stored, or the row and the optimizer's states are updated by it."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jagged.ops._shared.device import rounded_product
+
+# Columns of a program; of updates with one number a row all columns, up to 8,192.
+MOST_COLUMNS = tl.constexpr(128)
+# Numbers of a row of lanes.
+NUMBERS = tl.constexpr(128)
+# Widths that programs may have: 4 to 8,192, powers of two.
+NUM_WIDTHS = tl.constexpr(12)
+
+
+@triton.jit
+def mixed(x):
+    """Return 32 bits of a hash of 63-bit integers, as `torch_impl.mixed`."""
+    x = (x ^ (x >> 32)) & 0xFFFFFFFF
+    x = (x * 0x85EBCA6B) & 0xFFFFFFFF
+    x ^= x >> 13
+    x = (x * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def rounded(new, element, step):
+    """Round to bfloat16 up or down, by a number that depends on the step and on the element."""
+    bits = new.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+    cut = (bits + (mixed(element + (step << 40)) & 0xFFFF)) & 0xFFFF0000
+    # What is not finite stays as it is.
+    cut = tl.where((bits & 0x7F800000) == 0x7F800000, bits, cut)
+    return cut.to(tl.uint32).to(tl.float32, bitcast=True).to(tl.bfloat16)
+
+
+@triton.jit
+def decayed(grad, old, weight_decay, KIND: tl.constexpr):
+    """Return gradients with the weights' share, which adam takes apart from them."""
+    if KIND == "adam" or KIND == "rowwise_adam":
+        return grad
+    return grad + weight_decay * old
+
+
+@triton.jit
+def updated(
+    grad, square, old, first, second, element, row, corrections, rate, numbers, mask, row_mask, KIND: tl.constexpr,
+):  # fmt: skip
+    """Return new weights and store new states; `grad` has the weights' share, `square` is the mean of its squares by row."""
+    eps, beta1, beta2, weight_decay, rest1, rest2 = numbers
+    if KIND == "sgd":
+        new = old - rate * grad
+    elif KIND == "adagrad":
+        state = tl.load(first + element, mask=mask, other=0.0) + grad * grad
+        tl.store(first + element, state, mask=mask)
+        new = old - rate * grad / (tl.sqrt_rn(state) + eps)
+    elif KIND == "rowwise_adagrad":
+        state = tl.load(first + row, mask=row_mask, other=0.0) + square
+        new = old - rate * grad / (tl.sqrt_rn(state) + eps)[:, None]
+    else:
+        mean = beta1 * tl.load(first + element, mask=mask, other=0.0) + rest1 * grad
+        tl.store(first + element, mean, mask=mask)
+        unbiased = mean / tl.load(corrections)
+        correction = tl.load(corrections + 1)
+        if KIND == "adam":
+            variance = beta2 * tl.load(second + element, mask=mask, other=0.0) + rest2 * grad * grad
+            tl.store(second + element, variance, mask=mask)
+            divisor = tl.sqrt_rn(variance / correction) + eps
+        else:
+            variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0) + rest2 * square
+            divisor = (tl.sqrt_rn(variance / correction) + eps)[:, None]
+        new = old - rate * (unbiased / divisor + weight_decay * old)
+    return new
+
+
+@triton.constexpr_function
+def columns_by(schedule):
+    """Return the columns of a schedule, which is (columns' exponent - 2, whether rows begin at multiples of 4 elements)."""
+    return 4 << (schedule // 2)
+
+
+@triton.jit
+def schedule_of(width, WHOLE_ROWS: tl.constexpr):
+    """Return the schedule of rows of some width."""
+    exponent = (width * 0).to(tl.int32)
+    for i in tl.static_range(1, NUM_WIDTHS if WHOLE_ROWS else 6):
+        exponent += (width > (2 << i)).to(tl.int32)
+    return exponent * 2 + (width % 4 == 0).to(tl.int32)
+
+
+@triton.jit
+def apply_sums(
+    sums, old, is_stored, row, element, in_row, weights, first, second, step, corrections, rate, width, numbers,
+    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+):  # fmt: skip
+    """Store sums `[rows, columns]` of gradients, or update weights and states by them; `old` are the weights."""
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    mask = is_stored[:, None] & in_row
+    new = sums
+    if KIND != "none":
+        sums = tl.where(mask, decayed(sums, old, numbers[3], KIND), 0.0)
+        square = tl.zeros(row.shape, tl.float32)
+        if BY_ROW:
+            square = tl.sum(rounded_product(sums, sums), 1) / width
+        new = updated(
+            sums, square, old, first, second, element, row, corrections, rate, numbers, mask, is_stored, KIND
+        )  # fmt: skip
+        if KIND == "rowwise_adagrad":
+            tl.store(first + row, tl.load(first + row, mask=is_stored, other=0.0) + square, mask=is_stored)
+        if KIND == "rowwise_adam":
+            variance = numbers[2] * tl.load(second + row, mask=is_stored, other=0.0) + numbers[5] * square
+            tl.store(second + row, variance, mask=is_stored)
+    if IS_STOCHASTIC:
+        tl.store(weights + element, rounded(new, element, tl.load(step)), mask=mask)
+    else:
+        tl.store(weights + element, new.to(weights.dtype.element_ty), mask=mask)
+
+
+@triton.jit(noinline=True)
+def joined_run(
+    parts_of_runs, first_slot, last_slot, key, weights, first, second, step, corrections, rate, fields, row_stride, eps, beta1,
+    beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, SCHEDULE: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one row's lookups up, in their order, and store or apply the sum."""
+    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
+    numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
+    row = tl.zeros((1,), tl.int64) + key.to(tl.int64)
+    for part in range(0, 1 if BY_ROW else (width + COLUMNS - 1) // COLUMNS):
+        columns = part * COLUMNS + tl.arange(0, COLUMNS)
+        in_row = (columns < width)[None, :]
+        element = (start + (row - first_row) * width)[:, None] + columns[None, :]
+        total = tl.zeros((1, COLUMNS), tl.float32)
+        for slot in range(first_slot, last_slot + 1):
+            # What lies beside it in memory may have been read before this was written: not from the L1.
+            part_of_run = parts_of_runs + slot * row_stride + columns[None, :]
+            total += tl.load(part_of_run, mask=in_row, other=0.0, cache_modifier=".cg")
+        old, learning_rate = total, 0.0
+        if KIND != "none":
+            old = tl.load(weights + element, mask=in_row, other=0.0).to(tl.float32)
+            learning_rate = tl.load(rate)
+        apply_sums(
+            total, old, row >= 0, row, element, in_row, weights, first, second, step, corrections, learning_rate, width, numbers,
+            KIND, IS_STOCHASTIC,
+        )  # fmt: skip
