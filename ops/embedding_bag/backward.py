@@ -18,7 +18,7 @@ from jagged.ops._shared.device import rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
-from jagged.ops.embedding_bag.schedules import group_of, span_of, take_unit
+from jagged.ops.embedding_bag.schedules import group_of, known_of, span_of, take_unit
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
 BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
@@ -497,7 +497,7 @@ def _sums_by_row(
     if not num_lookups or not num_all:
         return
     tables = device_layout[num_features:]
-    num_tables = tables.shape[0] - 1
+    num_tables = tables.shape[0] - 1 - known_of(layout).num_parts
     num_rows = int((layout[:, 5] + layout[:, 1]).max())
     narrow, wide = torch.int32, torch.int64
     keys = torch.full((num_lookups,), num_rows, dtype=narrow if num_rows < 2**31 - 1 else wide, device=device)

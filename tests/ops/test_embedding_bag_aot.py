@@ -45,9 +45,9 @@ def compile_one(kernel: Any, constants: dict[str, Any], arch: int | str, *, dtyp
 
 
 def used(widths: str) -> int:
-    from jagged.ops.embedding_bag.schedules import _schedules_of
+    from jagged.ops.embedding_bag.schedules import schedules_of
 
-    return _schedules_of(WIDTHS[widths])
+    return schedules_of(WIDTHS[widths])
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (*TARGETS, AMD) if arch != 90)])
