@@ -39,7 +39,7 @@ IN_STEP_TURNS, UNIT_TURNS = tl.constexpr(8), tl.constexpr(20)
 # Lookups that a slice of a bag has at least, and most slices of one: where a feature's mean is twice as long, its bags are cut.
 SLICE, MOST_SLICES = tl.constexpr(1024), tl.constexpr(256)
 # Programs of the map: groups that it takes at once.
-BLOCK_GROUPS = 1024
+BLOCK_GROUPS = 2048
 # Steps that a plan may ask for.
 PLANNED_STEPS = tl.constexpr(STEPS_OF_PLAN)
 
@@ -143,7 +143,7 @@ def turn_by(schedule):
 @triton.jit
 def columns_of(width):
     """Return the columns of a program, and their exponent less 2."""
-    columns = (width * 0 + FEWEST_COLUMNS).to(tl.int64)
+    columns = (width * 0 + FEWEST_COLUMNS).to(tl.int32)
     exponent = (width * 0).to(tl.int32)
     for i in tl.static_range(1, 6):
         is_wider = width > (FEWEST_COLUMNS << (i - 1))
@@ -178,7 +178,7 @@ def embedding_bags_map_kernel(
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
         exists = group < num_groups
-        width = tl.load(widths + group.to(tl.int64) * width_stride, mask=exists, other=1)
+        width = tl.load(widths + group.to(tl.int64) * width_stride, mask=exists, other=1).to(tl.int32)
         if first_bags is None:
             first = group.to(tl.int64) * num_bags
             last = first + num_bags
