@@ -2,7 +2,7 @@
 
 A first kernel decides each feature's schedule from the batch's lengths and counts its units of work. Programs then take the units
 of all features one by one, features of one schedule after another, so that those that run together run the same code and read the
-same few tables.
+same few tables. Small batches, for which that would be the longest part, are dealt out by number instead.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from jagged.ops.embedding_bag.schedules import (
     unroll_by,
 )
 
-# Batches of no more bags, and of no more lookups for each bag in the mean, do without the map. Whatever their lengths, no program
-# takes more steps over a bag than there are bags, for a step takes 32 lookups of a bag or more.
+# Batches of no more bags, and of no more lookups for each bag in the mean, do without the map. Whatever their lengths, the
+# longest bag takes no more steps than there are bags, or twice as many: 32 lookups are one, or 16 of rows that begin anywhere.
 SMALL_BAGS, SMALL_MEAN = 65_536, 32
 # Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together.
 SMALL_PROGRAMS = 128
