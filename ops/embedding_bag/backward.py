@@ -22,6 +22,7 @@ from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel
+from jagged.ops.embedding_bag.schedules import known_of
 from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS
 
 # Tables, and lookups of all, below which nothing is counted.
@@ -125,13 +126,14 @@ def _sums_by_row(of: _Lookups, rows: _Rows) -> None:
         "USED": used_widths(of.layout, is_by_row=is_by_row),
         "num_warps": 1,
     }
-    tables = of.device_layout[num_features:]
+    num_tables = of.device_layout.shape[0] - num_features - 1 - known_of(of.layout).num_parts
+    tables = of.device_layout[num_features : num_features + num_tables + 1]
     state = (rows.weights, rows.first, rows.second, rows.step, corrections, rows.rate, tables)
     has_factors = of.scales is not None or bool(of.layout[:, 4].any())
     lookups = (num_lookups, num_all, num_bags, stride)
     of_bags = (of.indices, of.offsets, of.scales, of.device_layout, of.batches, feature_of_bag)
     numbers = (*rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2])
-    most = most_counted(tables.shape[0] - 1, num_lookups)
+    most = most_counted(num_tables, num_lookups)
     own_rows = of.layout[:, 1]
     if bool((own_rows <= most).any()):
         _count(of, of_bags, lookups, state, numbers, has_factors, most, options)
@@ -182,17 +184,27 @@ def _count(of, of_bags, lookups, state, numbers, has_factors, most_counted, opti
         num_warps=8,
     )  # fmt: skip
     is_aligned = not bool((of.layout[:, 2] % 4).any())
-    # That a row's load from it on stays within the gradient, up to the columns that are padding.
-    most_source = of.grad.numel() - 1
     embedding_bags_counted_rows_kernel[(programs,)](
-        of.grad, sources, factors, bounds, *state, counters, num_lookups, most_source, num_tables, most_counted, *numbers, ALIGNED=is_aligned, **options
+        of.grad,
+        sources,
+        factors,
+        bounds,
+        *state,
+        counters,
+        num_lookups,
+        of.grad.numel(),
+        num_tables,
+        most_counted,
+        *numbers,
+        ALIGNED=is_aligned,
+        **options,
     )
     if most_slices:
         row_stride = triton.cdiv(int(of.layout[:, 2].max()), 4) * 4
         sums = torch.empty(most_slices, row_stride, dtype=torch.float32, device=device)
         arrivals = torch.zeros(most_slices, dtype=torch.int32, device=device)
         embedding_bags_long_rows_kernel[(LONG_PROGRAMS * gpu(device).multiprocessors,)](
-            of.grad, sources, factors, bounds, long_rows, sums, arrivals, *state, counters, most_source, row_stride, *numbers,
+            of.grad, sources, factors, bounds, long_rows, sums, arrivals, *state, counters, of.grad.numel(), row_stride, *numbers,
             ALIGNED=is_aligned, **options,
         )  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 A first kernel decides each feature's schedule from the batch's lengths and counts its units of work. Programs then take the units
 of all features one by one, features of one schedule after another, so that those that run together run the same code and read the
-same few tables.
+same few tables. Small batches, for which that would be the longest part, are dealt out by number instead.
 """
 
 from __future__ import annotations
@@ -18,22 +18,31 @@ from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.schedules import (
     BLOCK_GROUPS,
     MOST_COLUMNS,
+    NUM_KINDS,
     NUM_SCHEDULES,
     SCHEDULE_BITS,
     SCHEDULE_MASK,
     SLICE,
+    SMALL_COLUMNS,
     columns_by,
+    columns_of,
     embedding_bags_map_kernel,
     group_of,
     groups_by,
     is_in_step,
     is_of_many,
+    known_of,
     lanes_by,
     span_of,
     take_unit,
     unroll_by,
-    used_schedules,
 )
+
+# Batches of no more bags, and of no more lookups for each bag in the mean, do without the map. Whatever their lengths, the
+# longest bag takes no more steps than there are bags, or twice as many: 32 lookups are one, or 16 of rows that begin anywhere.
+SMALL_BAGS, SMALL_MEAN = 65_536, 32
+# Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together.
+SMALL_PROGRAMS = 128
 
 
 @triton.jit
@@ -258,6 +267,47 @@ def embedding_bags_forward_kernel(
         unit = following
 
 
+@triton.jit(do_not_specialize=["first_part", "units", "unit_bags", "num_lookups", "num_bags", "output_stride"])
+def embedding_bags_small_kernel(
+    weights, indices, offsets, scales, output, layout, first_part, units, unit_bags, num_lookups, num_bags, output_stride,
+    FIELDS: tl.constexpr, USED: tl.constexpr,
+):  # fmt: skip
+    """Pool one of the `units` of a part of a feature, of `unit_bags` bags; parts stand in the layout from `first_part` on.
+
+    Bags go in step where the feature has one lookup in the mean: there each program takes as many as stand side by side, and
+    those that are left without bags end.
+    """
+    program = tl.program_id(0)
+    unit = (program % units).to(tl.int64)
+    of_part = layout + (first_part + program // units).to(tl.int64) * FIELDS
+    feature, part, width = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)
+    first = offsets + feature * num_bags
+    is_long = (tl.load(first + num_bags) - tl.load(first)) * 2 > num_bags * 3
+    _, exponent = columns_of(tl.minimum(width, SMALL_COLUMNS))
+    found = (exponent * NUM_KINDS + tl.where(is_long, NUM_KINDS - 1, 0)) * 2 + (width % 4 == 0).to(tl.int32)
+    parts = (width + SMALL_COLUMNS - 1) // SMALL_COLUMNS
+    for i in tl.static_range(NUM_SCHEDULES):
+        if (USED >> i) & 1:  # noqa: SIM102
+            if found == i:
+                if is_in_step(i):
+                    side_by_side = tl.maximum(unit_bags, groups_by(i) // lanes_by(i))
+                    if unit * side_by_side < num_bags:
+                        pool_unit(
+                            weights, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
+                            side_by_side, num_lookups, num_bags, output_stride, FIELDS, i,
+                        )  # fmt: skip
+                else:
+                    pool_in_turn(
+                        weights, indices, offsets, scales, output, layout, None, feature, unit * parts + part, unit_bags,
+                        num_lookups, num_bags, output_stride, FIELDS, i,
+                    )  # fmt: skip
+
+
+def is_small(num_bags: int, num_lookups: int) -> bool:
+    """Return whether a batch does without the map."""
+    return num_bags <= SMALL_BAGS and num_lookups <= SMALL_MEAN * num_bags
+
+
 def embedding_bags_forward(
     weights: Tensor,
     indices: Tensor,
@@ -278,6 +328,16 @@ def embedding_bags_forward(
     num_features, fields = layout.shape
     if not output.numel():
         return output
+    known = known_of(layout)
+    if plan is None and batches is None and is_small(offsets.shape[0] - 1, indices.shape[0]):
+        most_programs = SMALL_PROGRAMS * gpu(weights.device).multiprocessors
+        unit_bags = max(1, known.num_parts * size // most_programs)
+        units = cdiv(size, unit_bags)
+        embedding_bags_small_kernel[(known.num_parts * units,)](
+            weights, indices, offsets, per_sample_weights, output, device_layout, device_layout.shape[0] - known.num_parts, units,
+            unit_bags, indices.shape[0], size, width, FIELDS=fields, USED=known.used_by_small, num_warps=1,
+        )  # fmt: skip
+        return output
     first_bags = None
     if batches is not None:
         first_bags = torch.cat([batches[:, 0], batches[-1:, :2].sum(1)])
@@ -286,7 +346,7 @@ def embedding_bags_forward(
     counter = torch.empty(1, dtype=torch.int64, device=weights.device)
     slices = torch.empty(num_features, 3, dtype=torch.int64, device=weights.device)
     # As many as there can be, whichever features have them.
-    most_slices, widest = indices.shape[0] // SLICE.value, int(layout[:, 2].max())
+    most_slices, widest = indices.shape[0] // SLICE.value, known.widest
     sums_of_slices = torch.empty(most_slices * widest, dtype=torch.float32, device=weights.device)
     arrivals = torch.empty(most_slices * cdiv(widest, MOST_COLUMNS.value), dtype=torch.int32, device=weights.device)
     # No more than there can be units of narrow features: a program too many costs a wait at the counter.
@@ -299,6 +359,6 @@ def embedding_bags_forward(
     embedding_bags_forward_kernel[(num_programs,)](
         weights, indices, offsets, per_sample_weights, output, device_layout, batches, order, ends, schedules, slices,
         sums_of_slices, arrivals, counter, num_features, indices.shape[0], size, width, FIELDS=fields,
-        USED=used_schedules(layout), num_warps=1,
+        USED=known.used, num_warps=1,
     )  # fmt: skip
     return output

@@ -14,6 +14,8 @@ from jagged.ops._shared.sizes import cdiv
 
 # Elements that the start of a table is a multiple of, so that 16-byte loads fit any dtype.
 ALIGNMENT = 16
+# Columns that one program takes of a feature where batches are small, at most.
+PART = 32
 # Columns of `BagLayout.tensor`, one row for each feature.
 FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table", "in_order")
 # Rows that tables have at most whose lookups backward counts; those of others it sorts.
@@ -139,10 +141,12 @@ class BagLayout:
     def tensor(self, device: torch.device) -> Tensor:
         """Return what kernels read, the same tensor every time; made outside of a graph that is captured.
 
-        The features' fields, and after them the tables', `[F + tables + 1, len(FIELDS)]` int64. A table's are its start, rows,
-        width and first row; the last row has the storage's length and the number of all rows. `in_order` has the features in the
-        order of their tables, and for a table its first place there. In the column's place stand the tables in the order of their
-        widths, the widest first, and in that order in place of `is_mean` after how many units of backward's work each one ends.
+        The features' fields, after them the tables' and the parts', `[F + tables + 1 + parts, len(FIELDS)]` int64. A table's are
+        its start, rows, width and first row; behind them a row has the storage's length and the number of all rows. `in_order` has
+        the features in the order of their tables, and for a table its first place there. In the column's place stand the tables in
+        the order of their widths, the widest first, and in that order in place of `is_mean` after how many units of backward's work
+        each one ends. A part is up to `PART` columns of a feature, its fields are the feature, the part's number among the
+        feature's, and the feature's width; the widest first.
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
@@ -171,7 +175,12 @@ class BagLayout:
             (start, rows, width, table, unit_end, first_row, 0, first_reader)
             for start, rows, width, table, unit_end, first_row, first_reader in shapes
         ]
-        return {torch.device("cpu"): torch.tensor([*self._rows_of_fields(), *of_tables], dtype=torch.int64, device="cpu")}
+        features = sorted(range(self.num_features), key=lambda feature: -self.feature_widths[feature])
+        widths = ((feature, self.feature_widths[feature]) for feature in features)
+        nothing = (0,) * (len(FIELDS) - 3)
+        of_parts = [(feature, part, width, *nothing) for feature, width in widths for part in range(cdiv(width, PART))]
+        rows = [*self._rows_of_fields(), *of_tables, *of_parts]
+        return {torch.device("cpu"): torch.tensor(rows, dtype=torch.int64, device="cpu")}
 
     def _rows_of_fields(self) -> list[tuple[int, ...]]:
         assert self.tables is not None

@@ -86,7 +86,7 @@ def next_step(bounds, place, row, last, begin, end, after):
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def rows_unit(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, most_source,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, grad_size,
     eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     SCHEDULE: tl.constexpr,
 ):  # fmt: skip
@@ -106,6 +106,7 @@ def rows_unit(
         width = width // 4 * 4
     columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
     in_row = columns < width
+    most_source = grad_size - width
     learning_rate = 0.0
     if KIND != "none":
         learning_rate = tl.load(rate)
@@ -157,9 +158,22 @@ def rows_unit(
         tile, is_last = next_tile, next_is_last
 
 
-@triton.jit(do_not_specialize=["num_lookups", "most_source", "num_tables", "most_counted", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+@triton.jit(
+    do_not_specialize=[
+        "num_lookups",
+        "grad_size",
+        "num_tables",
+        "most_counted",
+        "eps",
+        "beta1",
+        "beta2",
+        "weight_decay",
+        "rest1",
+        "rest2",
+    ]
+)
 def embedding_bags_counted_rows_kernel(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, num_lookups, most_source,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, num_lookups, grad_size,
     num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     USED: tl.constexpr,
 ):  # fmt: skip
@@ -183,7 +197,7 @@ def embedding_bags_counted_rows_kernel(
                 if found == i:
                     rows_unit(
                         grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections, rate,
-                        fields, (unit - before) // parts, part, num_lookups, most_source, eps, beta1, beta2, weight_decay, rest1,
+                        fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay, rest1,
                         rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
@@ -191,7 +205,7 @@ def embedding_bags_counted_rows_kernel(
 
 @triton.jit(noinline=True)
 def sum_of_slice(
-    grad, sources, factors, begin, length, result, width, most_source, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
+    grad, sources, factors, begin, length, result, width, grad_size, ALIGNED: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the sum of a slice of a row's lookups."""
     GROUPS: tl.constexpr = NUMBERS // COLUMNS
@@ -202,22 +216,26 @@ def sum_of_slice(
             lookup = i + tl.arange(0, SLICE_UNROLL)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
             source = tl.load(sources + begin + lookup, mask=lookup < length, other=0)
             total += sum_of_lookups(
-                grad, source, factors, begin + lookup, lookup < length, most_source, columns, columns < width, ALIGNED
+                grad, source, factors, begin + lookup, lookup < length, grad_size - width, columns, columns < width, ALIGNED
             )  # fmt: skip
         tl.store(result + columns, tl.sum(total, 0), mask=columns < width)
 
 
-@triton.jit(do_not_specialize=["most_source", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+@triton.jit(do_not_specialize=["grad_size", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
 def embedding_bags_long_rows_kernel(
     grad, sources, factors, bounds, long_rows, sums_of_slices, arrivals, weights, first, second, step, corrections, rate, tables,
-    counters, most_source, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    counters, grad_size, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Sum the slices of rows of more than `LONG` lookups; the last program of a row adds them up, in their order."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     num_slices = tl.load(counters + 1)
     for slot in range(tl.program_id(0).to(tl.int64), num_slices, tl.num_programs(0)):
-        row, table, first_slot = tl.load(long_rows + slot * 3), tl.load(long_rows + slot * 3 + 1), tl.load(long_rows + slot * 3 + 2)
+        row, table, first_slot = (
+            tl.load(long_rows + slot * 3),
+            tl.load(long_rows + slot * 3 + 1),
+            tl.load(long_rows + slot * 3 + 2),
+        )
         fields = tables + table * FIELDS
         width, first_row = tl.load(fields + 2), tl.load(fields + 5)
         of_row = bounds + first_row + table + row
@@ -230,7 +248,7 @@ def embedding_bags_long_rows_kernel(
         for i in tl.static_range(6):
             if (USED >> (2 * i)) & (3 if i < 5 else -1):  # noqa: SIM102
                 if tl.minimum(found // 2, 5) == i:
-                    sum_of_slice(grad, sources, factors, begin, length, result, width, most_source, ALIGNED, columns_by(2 * i))
+                    sum_of_slice(grad, sources, factors, begin, length, result, width, grad_size, ALIGNED, columns_by(2 * i))
         # All lanes have written before one tells it.
         tl.debug_barrier()
         if tl.atomic_add(arrivals + first_slot, 1, sem="acq_rel") == num_own - 1:

@@ -12,16 +12,23 @@ from the lengths of the batch at hand. Programs take units of work in turn from 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.embedding_bag.layout import PART
 from jagged.ops.embedding_bag.plans import MOST_STEPS as STEPS_OF_PLAN
 
 # Columns are 4 to 128, a power of two; wider rows take several programs.
 FEWEST_COLUMNS, MOST_COLUMNS = tl.constexpr(4), tl.constexpr(128)
 # How many lookups bags have: one, few, some, many.
 NUM_KINDS = tl.constexpr(4)
+# Of small batches: columns of a program, and kinds.
+SMALL_COLUMNS, SMALL_KINDS = tl.constexpr(PART), (0, NUM_KINDS.value - 1)
 # A schedule's number is (columns' exponent - 2, kind, whether rows begin at multiples of 4 elements).
 NUM_SCHEDULES = tl.constexpr(6 * 4 * 2)
 # Bits of a number that has the schedule and above it the bags of a unit.
@@ -32,28 +39,41 @@ IN_STEP_TURNS, UNIT_TURNS = tl.constexpr(8), tl.constexpr(20)
 # Lookups that a slice of a bag has at least, and most slices of one: where a feature's mean is twice as long, its bags are cut.
 SLICE, MOST_SLICES = tl.constexpr(1024), tl.constexpr(256)
 # Programs of the map: groups that it takes at once.
-BLOCK_GROUPS = 1024
+BLOCK_GROUPS = 2048
 # Steps that a plan may ask for.
 PLANNED_STEPS = tl.constexpr(STEPS_OF_PLAN)
 
 
-def used_schedules(layout: Tensor) -> int:
-    """Return the schedules that features of a layout `[F, fields]` on the host may take, a bit for each."""
+class Known(NamedTuple):
+    """What launches know of a layout: schedules that its features may take, a bit for each, and those of small batches; parts."""
+
+    used: int
+    used_by_small: int
+    num_parts: int
+    widest: int
+
+
+def known_of(layout: Tensor) -> Known:
+    """Return what is known of a layout `[F, fields]` on the host."""
     key = layout.data_ptr(), layout.shape[0]
-    if key not in _used:
-        _used[key] = layout, _schedules_of(set(layout[:, 2].tolist()))
-    return _used[key][1]
+    if key not in _known:
+        widths = layout[:, 2].tolist()
+        of_small = schedules_of(set(widths), SMALL_KINDS, SMALL_COLUMNS.value)
+        num_parts = sum(cdiv(width, SMALL_COLUMNS.value) for width in widths)
+        _known[key] = layout, Known(schedules_of(set(widths)), of_small, num_parts, max(widths, default=0))
+    return _known[key][1]
 
 
 # By address; the tensor is kept, so that no other can come to lie there.
-_used: dict[tuple[int, int], tuple[Tensor, int]] = {}
+_known: dict[tuple[int, int], tuple[Tensor, Known]] = {}
 
 
-def _schedules_of(widths: set[int]) -> int:
+def schedules_of(widths: set[int], kinds: Iterable[int] = range(NUM_KINDS.value), most_columns: int = MOST_COLUMNS.value) -> int:
+    """Return the schedules of these widths and kinds, a bit for each."""
     used = 0
     for width in widths:
-        exponent = max(2, min(7, (width - 1).bit_length()))
-        for kind in range(NUM_KINDS.value):
+        exponent = max(2, (min(width, most_columns) - 1).bit_length())
+        for kind in kinds:
             used |= 1 << (((exponent - 2) * NUM_KINDS.value + kind) * 2 + int(width % 4 == 0))
     return used
 
@@ -123,7 +143,7 @@ def turn_by(schedule):
 @triton.jit
 def columns_of(width):
     """Return the columns of a program, and their exponent less 2."""
-    columns = (width * 0 + FEWEST_COLUMNS).to(tl.int64)
+    columns = (width * 0 + FEWEST_COLUMNS).to(tl.int32)
     exponent = (width * 0).to(tl.int32)
     for i in tl.static_range(1, 6):
         is_wider = width > (FEWEST_COLUMNS << (i - 1))
@@ -158,7 +178,7 @@ def embedding_bags_map_kernel(
     for start in range(0, num_groups, BLOCK):
         group = start + tl.arange(0, BLOCK)
         exists = group < num_groups
-        width = tl.load(widths + group.to(tl.int64) * width_stride, mask=exists, other=1)
+        width = tl.load(widths + group.to(tl.int64) * width_stride, mask=exists, other=1).to(tl.int32)
         if first_bags is None:
             first = group.to(tl.int64) * num_bags
             last = first + num_bags

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from jagged.ops import BagLayout, BagOptimizer, embedding_bags
+from jagged.ops import BagLayout, BagOptimizer, BagSchedules, embedding_bags
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.embedding_bag import embedding_bags as reference
@@ -28,6 +28,16 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 LONGEST = {"cpu": 150, "interpret": 40, "gpu": 1500}[PLACE.name]
 WIDTHS = st.integers(1, 130) if PLACE.name != "interpret" else st.sampled_from([1, 3, 8, 33])
 MOST = {"cpu": (5, 6, 5), "interpret": (3, 3, 3), "gpu": (5, 8, 70)}[PLACE.name]
+
+
+@pytest.fixture(params=["torch"] if PLACE.name == "cpu" else ["small", "map"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How Triton's forward pass takes batches: small ones by a kernel of their own, as it does, or all of them by the map."""
+    if request.param == "map":
+        from jagged.ops.embedding_bag import forward
+
+        monkeypatch.setattr(forward, "SMALL_BAGS", -1)
+    return str(request.param)
 
 
 @dataclass(frozen=True)
@@ -172,7 +182,7 @@ def test_three_way(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("widths", [(256, 16, 300), (257, 1024, 4)] if PLACE.name != "interpret" else [(260, 4)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_wide_tables(place: Place, widths: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> None:
+def test_wide_tables(place: Place, way: str, widths: tuple[int, ...], dtype: torch.dtype, weighted: bool) -> None:
     layout = BagLayout((9, 70, 5)[: len(widths)], widths)
     lengths = [[3, 0, 1, 2], [1, 1, 1, 1], [0, LONGEST, 0, 7]][: len(widths)]
     check(place, batch_of(layout, lengths), dtype, sample_dtype=dtype if weighted else None)
@@ -180,14 +190,14 @@ def test_wide_tables(place: Place, widths: tuple[int, ...], dtype: torch.dtype, 
 
 @pytest.mark.parametrize("length", [1, 2, 7, 33] if PLACE.name == "interpret" else [1, 2, 7, 33, 50, 100, 513])
 @pytest.mark.parametrize("is_mean", [False, True])
-def test_one_length_for_all_bags(place: Place, length: int, is_mean: bool) -> None:
+def test_one_length_for_all_bags(place: Place, way: str, length: int, is_mean: bool) -> None:
     """One-hot features, short and long ones: each may be taken by a schedule of its own."""
     bags = 9 if PLACE.name == "interpret" else 70 if length < 100 else 17
     layout = BagLayout((20, 300), (8, 33), means=(is_mean, is_mean))
     check(place, batch_of(layout, [[length] * bags] * 2), torch.float32)
 
 
-def test_features_of_every_length_beside_one_another(place: Place) -> None:
+def test_features_of_every_length_beside_one_another(place: Place, way: str) -> None:
     """One-hot, mostly absent, pooled, one bag that is longer than all the rest: sums and means of tables that are shared."""
     bags = 6 if PLACE.name == "interpret" else 70
     generator = torch.Generator().manual_seed(1)
@@ -195,8 +205,63 @@ def test_features_of_every_length_beside_one_another(place: Place) -> None:
     pooled = torch.randint(20 if PLACE.name == "interpret" else 60, (bags,), generator=generator).tolist()
     lengths = [[1] * bags, absent, pooled, [0] * (bags - 1) + [2 * LONGEST], [0] * bags, pooled[::-1]]
     layout = BagLayout((50, 7, 1000, 1), (16, 5, 64, 1), (0, 1, 2, 1, 3, 2), (False, True, False, False, True, True))
-    for has_sizes in (False, True):
+    # Those with sizes of their own have one way.
+    for has_sizes in (False, True)[: 1 if way == "map" else 2]:
         check(place, batch_of(layout, lengths, has_sizes=has_sizes), torch.float32)
+
+
+@ON_TRITON
+def test_small_batches_in_units_of_several_bags(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as divide a feature's bags or not, fewer and more than stand side by side; the same bits for all."""
+    from jagged.ops.embedding_bag import forward
+
+    bags = 7 if place.name == "interpret" else 150
+    layout = BagLayout((50, 7, 90, 3), (4, 70, 32, 5), (0, 1, 2, 1, 3), (False, True, False, False, True))
+    mixed = [(5 * bag) % 17 for bag in range(bags)]
+    lengths = [[1] * bags, mixed, [int(bag % 3 > 0) for bag in range(bags)], [0] * (bags - 1) + [LONGEST], mixed[::-1]]
+    batch, weights = batch_of(layout, lengths, index_dtype=torch.int32), weights_of(layout, torch.float32)
+    check(place, batch, torch.float32, wanted=[False])
+    expected = embedding_bags(weights, *batch.arguments, backend=place.backend)
+    for programs in (1, 4, 12):
+        monkeypatch.setattr(forward, "SMALL_PROGRAMS", programs)
+        assert torch.equal(embedding_bags(weights, *batch.arguments, backend=place.backend), expected)
+
+
+@ON_TRITON
+def test_which_batches_do_without_the_map(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few bags of few lookups in the mean, as many for all features, and no plan."""
+    from jagged.ops.embedding_bag import forward
+
+    class MappedError(Exception): ...
+
+    class Refusing:
+        def __getitem__(self, grid: tuple[int, ...]) -> None:
+            raise MappedError
+
+    monkeypatch.setattr(forward, "embedding_bags_map_kernel", Refusing())
+    monkeypatch.setattr(forward, "SMALL_BAGS", 6)
+    layout = BagLayout((9, 5), (4, 3))
+    weights = weights_of(layout, torch.float32)
+    plan = BagSchedules(torch.tensor([6, 6], dtype=torch.int32, device=place.device))
+    for lengths, options, is_mapped in (
+        ([[1, 0, 2], [0, 3, 1]], {}, False),
+        ([[1, 0, 2], [0, 3, 1]], {"batch_sizes": (3, 3)}, True),
+        ([[1, 0, 2], [0, 3, 1]], {"schedules": plan}, True),
+        ([[1, 0, 2, 1], [0, 3, 1, 0]], {}, True),
+        ([[1, 0], [2 * 64 - 1, 0]], {}, False),
+        ([[1, 0], [2 * 64, 0]], {}, True),
+        ([[0, 0], [0, 0]], {}, False),
+    ):
+        batch = batch_of(layout, lengths)
+
+        def call(batch: Batch = batch, options: Any = options) -> Tensor:
+            return embedding_bags(weights, *batch.arguments, backend=place.backend, **options)
+
+        if is_mapped:
+            with pytest.raises(MappedError):
+                call()
+        else:
+            assert call().shape == (len(lengths[0]), 7)
 
 
 @ON_CPU
@@ -291,7 +356,7 @@ def test_batch_sizes_of_features(place: Place) -> None:
 @ON_TRITON
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_unknown_ids_are_rows_of_zeros(place: Place, index_dtype: torch.dtype, weighted: bool) -> None:
+def test_unknown_ids_are_rows_of_zeros(place: Place, way: str, index_dtype: torch.dtype, weighted: bool) -> None:
     """Without a gradient; a mean counts them among its bag's."""
     layout = BagLayout((9, 5), (4, 19), means=None if weighted else (False, True))
     batch = batch_of(layout, [[3, 1, 2], [1, 0, 12]], index_dtype=index_dtype)
@@ -658,6 +723,9 @@ def test_layout() -> None:
     assert given_.tensor(torch.device("cpu")) is given_.tensor(torch.device("cpu"))
     assert pickle.loads(pickle.dumps(given_)) == given_
     assert BagLayout((), ()).num_elements == 0
+    # Behind features, tables and the storage's end, the features' parts of 32 columns, the widest first.
+    wide = BagLayout((3, 3, 3), (4, 65, 33), (2, 0, 1, 0)).tensor(torch.device("cpu"))
+    assert wide[4 + 3 + 1 :, :3].tolist() == [[2, 0, 65], [2, 1, 65], [2, 2, 65], [0, 0, 33], [0, 1, 33], [1, 0, 4], [3, 0, 4]]
 
 
 @ON_CPU
