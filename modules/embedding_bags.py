@@ -42,12 +42,39 @@ class _Lookups(NamedTuple):
     batch_sizes: list[int] | None
 
 
+class _Order:
+    """Where features stand among a batch's keys; kept, for keys are those of the batch before nearly always."""
+
+    def __init__(self, features: list[str]) -> None:
+        self._features = features
+        # One attribute, so that another thread with other keys does no harm.
+        self._last: tuple[list[str], list[int] | None] = list(features), None
+
+    def places(self, keys: list[str]) -> list[int] | None:
+        """Return the place of each feature among the keys; None where the keys are the features."""
+        known, places = self._last
+        is_known = keys == known
+        if not is_known:
+            places = None if keys == self._features else self._found(keys)
+        # Strings are compared faster with themselves, so the batch's own are kept.
+        if not is_known or (keys and keys[0] is not known[0]):
+            self._last = list(keys), places
+        return places
+
+    def _found(self, keys: list[str]) -> list[int]:
+        places = {key: place for place, key in enumerate(keys)}
+        if missing := [name for name in self._features if name not in places]:
+            raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
+        return [places[name] for name in self._features]
+
+
 class _Part(NamedTuple):
     """The tables of one dtype, and the features that read them, in the order of the tables."""
 
     names: list[str]
     tables: TableStorage
     features: list[str]
+    order: _Order
 
 
 class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
@@ -171,7 +198,7 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
                 )
             storage = TableStorage(layout, [made[table.name] for table in own], self._optimizer)
             features = [name for table in own for name in table.feature_names]
-            self._parts.append(_Part([table.name for table in own], storage, features))
+            self._parts.append(_Part([table.name for table in own], storage, features, _Order(features)))
         counts = [0] * len(data_types)
         for table in configs:
             self.embedding_bags[table.name] = made[table.name]
@@ -225,13 +252,8 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
             raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")
         sizes = features.stride_per_key() if features.variable_stride_per_key() else None
         lookups = _Lookups(features.values(), features.offsets(), weights, sizes)
-        keys = features.keys()
-        if keys == part.features:
-            return lookups
-        places = {key: place for place, key in enumerate(keys)}
-        if missing := [name for name in part.features if name not in places]:
-            raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
-        return _selected(lookups, [places[name] for name in part.features], features)
+        places = part.order.places(features.keys())
+        return lookups if places is None else _selected(lookups, places, features)
 
     def _interleaved(self, pooled: list[Tensor]) -> Tensor:
         """The parts' columns in the order of the tables."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,47 @@ class _WholeFunction(torch.autograd.Function):
         return None, None, *(grad.as_strided((rows, width), (width, 1), start) for rows, width, start in of_tables)
 
 
+class _Changes:
+    """What says whether parameters may have been exchanged: a list that is another one after every change."""
+
+    def __init__(self) -> None:
+        # A list, for Dynamo makes no plain object.
+        self.latest: list[None] = []
+
+
+class _Slots(dict[str, Any]):
+    """The parameters of one bag's module, its `_parameters`, which say when one may have been exchanged.
+
+    Whatever exchanges a parameter writes into this dictionary: an assignment, loading by assignment, `functional_call`, a
+    parametrization, a wrapper that shards. To look at a thousand of them in each call would take longer than a launch. Copies and
+    pickles of it are ordinary dictionaries.
+    """
+
+    def __init__(self, parameters: dict[str, Any], changes: _Changes) -> None:
+        super().__init__(parameters)
+        self.changes = changes
+
+    # Written out, and with super(), so that Dynamo traces them.
+    def __setitem__(self, name: str, parameter: Any) -> None:
+        super().__setitem__(name, parameter)
+        self.changes.latest = []
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        self.changes.latest = []
+
+    # All others by way of these two.
+    pop, popitem, clear = MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear
+    update, setdefault = MutableMapping.update, MutableMapping.setdefault
+
+    def __ior__(self, others: Any) -> _Slots:  # type: ignore[override,misc]
+        self.update(others)
+        return self
+
+    def __reduce_ex__(self, _: Any) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
 class TableStorage:
     """The weights of embedding bags of one dtype, one after the other in one tensor.
 
@@ -43,6 +84,8 @@ class TableStorage:
 
     Gradients go to the parameters through one autograd node, which is made once and stays in use: made anew in every forward, a
     node of a thousand inputs costs some 400 microseconds. It saves no tensors, so that it can run backward any number of times.
+
+    A tensor given to a parameter's `.data` shows when `gather` comes next: loading, moving and copying the collection call it.
 
     Where a parameter has been exchanged (by `torch.func.functional_call` or by an assignment), the tensor is put together from
     the parameters in every call, a copy, until `gather` has made them views again.
@@ -55,7 +98,10 @@ class TableStorage:
 
     _storage: Tensor | None
     _parameters: list[nn.Parameter]
-    _slots: list[dict[str, Any]]
+    _slots: list[_Slots]
+    _changes: _Changes
+    _seen: list[None]
+    _learner: nn.Parameter | None
     _whole: Tensor | None
     _leaf: Tensor | None
     _stream: int
@@ -93,11 +139,17 @@ class TableStorage:
 
     def learns(self) -> bool:
         """Tell whether this call is to be differentiated by, or to update, any of the tables."""
-        return torch.is_grad_enabled() and any(map(_requires_grad, self._parameters))
+        if not torch.is_grad_enabled():
+            return False
+        # Nothing says when a table is frozen: the one that learned last is asked, and all others only if it does not any more.
+        learner = self._learner
+        if learner is None or not learner.requires_grad:
+            self._learner = learner = next(filter(_requires_grad, self._parameters), None)
+        return learner is not None
 
     def check_all_learn(self, *_: Any) -> None:
         """Refuse an update of all tables where some are frozen; called in the backward pass, before the update."""
-        frozen = sum(not parameter.requires_grad for parameter in self._parameters)
+        frozen = len(self._parameters) - sum(map(_requires_grad, self._parameters))
         if frozen:
             raise ValueError(
                 f"optimizer: updates all {len(self._parameters)} tables of one dtype, but {frozen} of them do not require a "
@@ -190,7 +242,9 @@ class TableStorage:
     def _take(self, storage: Tensor) -> None:
         self._storage = storage
         self._parameters = self._found()
-        self._slots = [bag._parameters for bag in self._bags]
+        self._slots = [_Slots(bag._parameters, self._changes) for bag in self._bags]
+        for bag, slots in zip(self._bags, self._slots, strict=True):
+            bag._parameters = slots
         if self._make_optimizer is None or storage.is_meta:
             return
         if self.optimizer is None:
@@ -205,6 +259,9 @@ class TableStorage:
         self._storage = None
         self._parameters = []
         self._slots = []
+        self._changes = _Changes()
+        self._seen = self._changes.latest
+        self._learner = None
         self._whole = None
         self._leaf = None
         self._stream = 0
@@ -213,11 +270,18 @@ class TableStorage:
         """Tell whether every bag has the parameter that is a view of the storage."""
         if self._storage is None:
             return False
+        # Read before looking, so that what another thread exchanges meanwhile is looked at again.
+        latest = self._changes.latest
+        if latest is self._seen:
+            return True
         try:
-            return all(map(operator.is_, map(_weight_of, self._slots), self._parameters))
+            is_unchanged = all(map(operator.is_, map(_weight_of, self._slots), self._parameters))
         except KeyError:
             # A parametrization computes the weight.
-            return False
+            is_unchanged = False
+        if is_unchanged:
+            self._seen = latest
+        return is_unchanged
 
     def _tied(self) -> Tensor:
         """The storage with an edge to every parameter. One that is frozen for now takes no gradient, and can later."""
@@ -262,7 +326,7 @@ class TableStorage:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what `gather` makes."""
-        made = {"_storage", "_parameters", "_slots", "_whole", "_leaf", "_stream"}
+        made = {"_storage", "_parameters", "_slots", "_changes", "_seen", "_learner", "_whole", "_leaf", "_stream"}
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

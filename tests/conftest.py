@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests.interpreter import patch_once_a_launch
 from tests.places import PLACE, Place
 
 # Deterministic mode, below, refuses cuBLAS without it; read when CUDA starts.
@@ -28,6 +29,9 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("jagged")
+
+if PLACE.name == "interpret":
+    patch_once_a_launch()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

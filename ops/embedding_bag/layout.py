@@ -74,7 +74,7 @@ class BagLayout:
         if len(self.means) != len(self.tables):
             raise ValueError(f"means: expected one for each of the {len(self.tables)} features, got {len(self.means)}")
         # Now, for a compiled region cannot compute cached properties.
-        for name in ("starts", "first_rows", "feature_widths", "columns", "fields", "_tensors"):
+        for name in ("starts", "first_rows", "feature_widths", "columns", "has_means", "fields", "_tensors"):
             getattr(self, name)
 
     def __hash__(self) -> int:
@@ -125,6 +125,12 @@ class BagLayout:
     def width(self) -> int:
         """Columns of the output."""
         return self.columns[-1]
+
+    @functools.cached_property
+    def has_means(self) -> bool:
+        """Tell whether any feature's bags are means."""
+        assert self.means is not None
+        return any(self.means)
 
     def views(self, storage: Tensor) -> list[Tensor]:
         """Return each table as a view `[rows, width]` of a storage `[num_elements]`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.plans import MOST_PROGRAMS, PROGRAMS, BagSchedules
 
 IDS = (torch.int64, torch.int32)
-CPU = torch.device("cpu")
 
 
 def _forward_fake(weights: Tensor, *others: Any) -> Tensor:
@@ -207,7 +206,7 @@ def embedding_bags(
                 f"offsets: expected a multiple of the {num_features} features, and one, got {offsets.shape[0]}; "
                 "pass batch_sizes where features have batches of their own"
             )
-    elif len(batch_sizes) != num_features or sum(batch_sizes) != num_bags or any(size < 0 for size in batch_sizes):
+    elif len(batch_sizes) != num_features or sum(batch_sizes) != num_bags or min((0, *batch_sizes)) < 0:
         raise ValueError(
             f"batch_sizes: expected {num_features} sizes with the sum {num_bags}, as offsets have bags, got {list(batch_sizes)}"
         )
@@ -218,8 +217,8 @@ def embedding_bags(
                 f"per_sample_weights: expected shape {list(indices.shape)} on {indices.device}, one for each of indices, "
                 f"got {list(per_sample_weights.shape)} on {per_sample_weights.device}"
             )
-        assert layout.means is not None
-        if any(layout.means):
+        if layout.has_means:
+            assert layout.means is not None
             feature = layout.means.index(True)
             raise ValueError(f"per_sample_weights: only sums are weighted, but bags of feature {feature} are means")
     if optimizer is not None and optimizer.layout is not layout and optimizer.layout != layout:
@@ -244,9 +243,7 @@ def embedding_bags(
     if batch_sizes is None:
         size = num_bags // max(1, num_features)
     else:
-        host_batches = _batches(layout, tuple(batch_sizes), CPU)
-        batches = _batches(layout, tuple(batch_sizes), weights.device)
-        size = sum(count * width for count, width in zip(batch_sizes, layout.feature_widths, strict=True))
+        host_batches, batches, size = _batches(layout, tuple(batch_sizes), weights.device)
     batch = (layout.tensor(weights.device), layout.fields, batches, host_batches)
     plan = (None, PROGRAMS) if schedules is None else (schedules.codes.contiguous(), schedules.programs)
     result: Tensor = EmbeddingBagsFunction.apply(  # type: ignore[no-untyped-call]
@@ -256,19 +253,27 @@ def embedding_bags(
     return result
 
 
-def _batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """For each feature its first bag, the number of its bags, and where its output begins: `[F, 3]` int64."""
+class _Batches(NamedTuple):
+    """For each feature its first bag, the number of its bags, and where its output begins, `[F, 3]` int64; the output's size."""
+
+    on_host: Tensor
+    on_device: Tensor
+    size: int
+
+
+def _batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> _Batches:
     # A graph for all sizes looks nothing up by them.
     return (_new_batches if torch.compiler.is_compiling() else _kept_batches)(layout, batch_sizes, device)
 
 
-def _new_batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def _new_batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> _Batches:
     rows, first, begin = [], 0, 0
     for count, width in zip(batch_sizes, layout.feature_widths, strict=True):
         rows.append((first, count, begin))
         first += count
         begin += count * width
-    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 3).to(device)
+    on_host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 3)
+    return _Batches(on_host, on_host.to(device), begin)
 
 
 _kept_batches = functools.lru_cache(maxsize=256)(_new_batches)

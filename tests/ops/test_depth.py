@@ -18,7 +18,7 @@ from tests.strategies import jagged_of
 
 ON_GPU = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-REPEATS = {"cpu": (20, 1_000), "interpret": (3, 20), "gpu": (1_000, 10_000)}[PLACE.name][LONG]
+REPEATS = {"cpu": (20, 1_000), "interpret": (1, 20), "gpu": (1_000, 10_000)}[PLACE.name][LONG]
 # On a GPU about a thousand programs of each kernel, in waves over all multiprocessors.
 LENGTHS = {
     "cpu": (40, 0, 3, 90),

@@ -301,17 +301,21 @@ def test_sums_are_accumulated_in_float32(place: Place, dtype: torch.dtype, weigh
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_are_accumulated_in_float32(place: Place, dtype: torch.dtype) -> None:
-    """Above 256 bfloat16 has no odd numbers, above 2048 float16."""
-    count = 301 if dtype == torch.bfloat16 else 2049
+    """Above 256 bfloat16 has no odd numbers, above 2048 float16: a sum in them stands still there."""
+    begin = 256 if dtype == torch.bfloat16 else 2048
+    count = 45 if PLACE.name == "interpret" else begin + 45
     layout = BagLayout((1, 2), (3, 16))
-    batch = batch_of(layout, [[1] * count, [count - 1] + [0] * (count - 2) + [1]])
+    batch = batch_of(layout, [[1] * count, [1] + [0] * (count - 2) + [count - 1]])
     batch.indices[count:] = 1
     weights = torch.ones(layout.num_elements, dtype=dtype, device=place.device, requires_grad=True)
     output = embedding_bags(weights, *batch.arguments, backend=place.backend)
-    (grad,) = torch.autograd.grad(output, weights, torch.ones_like(output))
+    cotangent = torch.ones_like(output)
+    cotangent[0] = begin
+    (grad,) = torch.autograd.grad(output, weights, cotangent)
     first, second = layout.views(grad)
-    assert (first == torch.tensor(count).to(dtype).item()).all()
-    assert (second[1] == torch.tensor(count).to(dtype).item()).all()
+    expected = torch.tensor(begin + count - 1).to(dtype).item()
+    assert (first == expected).all()
+    assert (second[1] == expected).all()
     assert not second[0].any()
 
 
@@ -510,7 +514,7 @@ def test_very_long_bags_are_cut(place: Place, weighted: bool, has_sizes: bool, m
         # A compiled kernel does not take another number of a global one.
         for module in (schedules, forward):
             monkeypatch.setattr(module, "SLICE", tl.constexpr(8))
-        longest = 70
+        longest = 40
     layout = BagLayout((3, 40, 5, 9), (6, 140, 8, 4), (0, 1, 2, 3), None if weighted else (True, False, False, True))
     lengths = [[longest, 0, longest - 1], [longest // 2] * 3, [2, 0, 1], [longest // 3, longest, longest + 7]]
     batch = batch_of(layout, lengths, has_sizes=has_sizes)
@@ -529,8 +533,9 @@ def test_rows_of_many_lookups_are_summed_in_parts(
     monkeypatch.setattr(sorting, "STREAM", chunk)
     monkeypatch.setattr(sorting, "SPLIT", split)
     layout = BagLayout((3, 1, 50, 2), (6, 140, 8, 4))
-    for seed, most in enumerate((5, 16, 33)):
-        lengths = torch.randint(most, (4, 9), generator=torch.Generator().manual_seed(seed)).tolist()
+    bags = 5 if place.name == "interpret" else 9
+    for seed, most in enumerate((5, 33) if place.name == "interpret" else (5, 16, 33)):
+        lengths = torch.randint(most, (4, bags), generator=torch.Generator().manual_seed(seed)).tolist()
         batch = batch_of(layout, lengths, seed)
         check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
 

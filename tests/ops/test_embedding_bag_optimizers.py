@@ -302,8 +302,10 @@ def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypa
     from jagged.ops.embedding_bag import backward
 
     layout = BagLayout((2, 40), (140, 8))
-    batches = [lookups_of(layout, [[7, 20, 3, 9], [30, 1, 25, 5]], seed) for seed in range(3)]
-    grads = [random_tensor((4, layout.width), torch.float32, seed) for seed in range(3)]
+    lengths = [[7, 20, 3, 0], [13, 1, 0, 5]] if IS_SMALL else [[7, 20, 3, 9], [30, 1, 25, 5]]
+    steps = range(2 if IS_SMALL else 3)
+    batches = [lookups_of(layout, lengths, seed) for seed in steps]
+    grads = [random_tensor((4, layout.width), torch.float32, seed) for seed in steps]
     weights = random_tensor((layout.num_elements,), torch.float32, 0)
     results = []
     for split in (backward.SPLIT, 8):
