@@ -69,5 +69,5 @@ def _quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
     scales.copy_(torch.cat([(high - low) / LAST, low], 1))
     # By what is kept of them. A row of one number is not divided by its scale of 0.
     scale, bias = scales.double().split(1, 1)
-    steps = rows.sub_(bias).div_(torch.where(scale > 0, scale, 1.0))
+    steps = (rows - bias).div_(torch.where(scale > 0, scale, 1.0))
     quantised.copy_(steps.round_().clamp_(0, LAST).nan_to_num_(0.0))
