@@ -18,7 +18,7 @@ def quantize_rows(weights: Tensor, layout: BagLayout) -> tuple[Tensor, Tensor]:
     """Quantise every row of the tables to 8 bits, for `embedding_bags` in inference: a quarter of float32 and 8 bytes a row.
 
     The smallest number of a row becomes 0 and the largest 255, so a number is off by at most half its row's scale. A row of one
-    number is exact. A row with NaN or infinities becomes NaN as a whole.
+    number is exact. A row with NaN or infinities is NaN as a whole.
 
     Args:
         weights: `[layout.num_elements]`, float32, bfloat16, float16 or float64: the tables; no gradient comes back.
@@ -67,6 +67,7 @@ def _quantise(rows: Tensor, quantised: Tensor, scales: Tensor) -> None:
     rows = rows.double()
     low, high = rows.aminmax(dim=1, keepdim=True)
     scales.copy_(torch.cat([(high - low) / LAST, low], 1))
+    scales.masked_fill_(~scales.isfinite().all(1, keepdim=True), float("nan"))
     # By what is kept of them. A row of one number is not divided by its scale of 0.
     scale, bias = scales.double().split(1, 1)
     steps = (rows - bias).div_(torch.where(scale > 0, scale, 1.0))
