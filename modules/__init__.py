@@ -7,6 +7,7 @@ if __name__ != "jagged.modules":
 
 from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, replace_embedding_bags
+from jagged.modules.embedding_bags_quantized import QuantizedEmbeddingBagCollection
 from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
@@ -48,6 +49,7 @@ __all__ = [
     "Negatives",
     "PopularitySampler",
     "PositionalEncoding",
+    "QuantizedEmbeddingBagCollection",
     "RowSplit",
     "SampledCrossEntropyHead",
     "Sampler",

@@ -5,25 +5,19 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Proxy
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType, pooling_type_to_str
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollection,
-    EmbeddingBagCollectionInterface,
-    get_embedding_names_by_table,
-    process_pooled_embeddings,
-    reorder_inverse_indices,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
-from torchrec.sparse.tensor_dict import maybe_td_to_kjt
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from jagged.modules.bag_collection import BagCollection, KeyOrder
 from jagged.modules.table_storage import TableStorage
-from jagged.ops import BagLayout, BagOptimizer, BagPlan, BagSchedules, embedding_bags
+from jagged.ops import BagLayout, BagOptimizer, BagPlan, embedding_bags
 from jagged.ops.embedding_bag.optimizers import Kind
 from jagged.ops.embedding_bag.plans import Mismatch
 
@@ -33,51 +27,21 @@ OPTIONS = ("optimizer", "optimizer_options", "output_dtype", "plan", "plan_misma
 OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
 
 
-class _Lookups(NamedTuple):
-    """Ids of features, feature after feature, as the operator takes them."""
-
-    ids: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    batch_sizes: list[int] | None
-
-
-class _Order:
-    """Where features stand among a batch's keys; kept, for keys are those of the batch before nearly always."""
-
-    def __init__(self, features: list[str]) -> None:
-        self._features = features
-        # One attribute, so that another thread with other keys does no harm.
-        self._last: tuple[list[str], list[int] | None] = list(features), None
-
-    def places(self, keys: list[str]) -> list[int] | None:
-        """Return the place of each feature among the keys; None where the keys are the features."""
-        known, places = self._last
-        is_known = keys == known
-        if not is_known:
-            places = None if keys == self._features else self._found(keys)
-        # Strings are compared faster with themselves, so the batch's own are kept.
-        if not is_known or (keys and keys[0] is not known[0]):
-            self._last = list(keys), places
-        return places
-
-    def _found(self, keys: list[str]) -> list[int]:
-        places = {key: place for place, key in enumerate(keys)}
-        if missing := [name for name in self._features if name not in places]:
-            raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
-        return [places[name] for name in self._features]
-
-
 class _Part(NamedTuple):
     """The tables of one dtype, and the features that read them, in the order of the tables."""
 
     names: list[str]
     tables: TableStorage
     features: list[str]
-    order: _Order
+    order: KeyOrder
+
+    @property
+    def layout(self) -> BagLayout:
+        """Where the tables lie."""
+        return self.tables.layout
 
 
-class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
+class ScheduledEmbeddingBagCollection(BagCollection):
     """TorchRec's `EmbeddingBagCollection` with all tables of a dtype looked up in one launch.
 
     Takes the same configurations, gives the same KeyedTensor and has the same parameters, `embedding_bags.<table>.weight`, so
@@ -151,27 +115,15 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         plan_mismatch: Mismatch = "refuse",
     ) -> None:
         super().__init__()
-        _check(tables, is_weighted, output_dtype)
-        for table in tables:
-            # As TorchRec's does, in the caller's configuration too.
-            table.feature_names = table.feature_names or [table.name]
-        self._embedding_bag_configs = tables
-        self._is_weighted = is_weighted
-        self._output_dtype = output_dtype
+        check_tables(tables, is_weighted, output_dtype)
+        self._describe(tables, is_weighted, output_dtype)
         self._kind = optimizer
         self._optimizer = _optimizer_maker(optimizer, optimizer_options)
-        self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
-        self._widths = [table.embedding_dim for table in tables for _ in table.feature_names]
         self.embedding_bags = nn.ModuleDict()
         self._parts: list[_Part] = []
-        # For each feature of the output its part, and its place there.
-        self._places: list[tuple[int, int]] = []
+        self._places = []
         self._make_parts(device)
-        self._plan: BagPlan | None = None
-        self._mismatch = plan_mismatch
-        # For a device the schedules of each part.
-        self._schedules: dict[torch.device, list[BagSchedules | None]] = {}
-        self.follow(plan)
+        self._plan_with(plan, plan_mismatch)
         self.register_load_state_dict_post_hook(_gather)
         self.reset_parameters()
 
@@ -198,7 +150,7 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
                 )
             storage = TableStorage(layout, [made[table.name] for table in own], self._optimizer)
             features = [name for table in own for name in table.feature_names]
-            self._parts.append(_Part([table.name for table in own], storage, features, _Order(features)))
+            self._parts.append(_Part([table.name for table in own], storage, features, KeyOrder(features)))
         counts = [0] * len(data_types)
         for table in configs:
             self.embedding_bags[table.name] = made[table.name]
@@ -206,20 +158,6 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
             for _ in table.feature_names:
                 self._places.append((part, counts[part]))
                 counts[part] += 1
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Return the pooled embeddings of every feature."""
-        if isinstance(features, Proxy):
-            return _as_leaf(self, features)
-        features = maybe_td_to_kjt(features, None)
-        pooled = [self._pooled(number, features) for number in range(len(self._parts))]
-        is_ragged, inverse = features.variable_stride_per_key(), features.inverse_indices_or_none()
-        if is_ragged or inverse is not None:
-            values = self._expanded(pooled, features, is_ragged)
-        else:
-            values = pooled[0] if len(pooled) == 1 else self._interleaved(pooled)
-        return KeyedTensor(keys=self._embedding_names, length_per_key=self._widths, values=values)
 
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""
@@ -245,88 +183,6 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         elif weights is not None and weights.requires_grad:
             tables.watch(storage, pooled)
         return pooled if pooled.dtype == dtype else pooled.to(dtype)
-
-    def _lookups(self, part: _Part, features: KeyedJaggedTensor) -> _Lookups:
-        weights = None
-        if self._is_weighted and (weights := features.weights_or_none()) is None:
-            raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")
-        sizes = features.stride_per_key() if features.variable_stride_per_key() else None
-        lookups = _Lookups(features.values(), features.offsets(), weights, sizes)
-        places = part.order.places(features.keys())
-        return lookups if places is None else _selected(lookups, places, features)
-
-    def _interleaved(self, pooled: list[Tensor]) -> Tensor:
-        """The parts' columns in the order of the tables."""
-        slices = []
-        for part, of_part in groupby(self._places, key=lambda place: place[0]):
-            ordered, columns = list(of_part), self._parts[part].tables.layout.columns
-            slices.append(pooled[part][:, columns[ordered[0][1]] : columns[ordered[-1][1] + 1]])
-        return torch.cat(slices, 1)
-
-    def _expanded(self, pooled: list[Tensor], features: KeyedJaggedTensor, is_ragged: bool) -> Tensor:
-        """The rows of features with batches of their own, spread over the samples by the inverse indices."""
-        names = [name for table in self._embedding_bag_configs for name in table.feature_names]
-        sizes = dict(zip(features.keys(), features.stride_per_key(), strict=True))
-        rows: list[tuple[Tensor, ...]] = []
-        for values, part in zip(pooled, self._parts, strict=True):
-            widths = part.tables.layout.feature_widths
-            if is_ragged:
-                shapes = [(sizes[name], width) for name, width in zip(part.features, widths, strict=True)]
-                flat = values.split([count * width for count, width in shapes])
-                rows.append(tuple(of.view(shape) for of, shape in zip(flat, shapes, strict=True)))
-            else:
-                rows.append(values.split(widths, 1))
-        ordered = [rows[part][place] for part, place in self._places]
-        inverse = features.inverse_indices_or_none()
-        if inverse is None and len({sizes[name] for name in names}) > 1:
-            raise ValueError(
-                "features: expected inverse_indices where keys have batches of several sizes, got none; without them their rows "
-                "do not stand side by side"
-            )
-        return process_pooled_embeddings(ordered, reorder_inverse_indices(inverse, names))
-
-    def follow(self, plan: BagPlan | str | os.PathLike[str] | None) -> None:
-        """Take a plan, or its file, in place of the one before; None for none. A CUDA graph keeps what it was captured with.
-
-        Raises:
-            OSError, ValueError: a plan that cannot be read or does not fit the tables, as `plan_mismatch` says.
-        """
-        plan = plan if plan is None or isinstance(plan, BagPlan) else BagPlan.load(plan)
-        shapes = {
-            name: (part.tables.layout.rows[table], part.tables.layout.widths[table])
-            for part, names in zip(self._parts, self.feature_names(), strict=True)
-            for name, table in zip(names, part.tables.layout.tables or (), strict=True)
-        }
-        # With an empty one `plan_mismatch` is still checked.
-        fitting = (plan or BagPlan("", {})).fitting(shapes, mismatch=self._mismatch)
-        self._plan = None if plan is None else fitting
-        self._schedules.clear()
-
-    def feature_names(self) -> list[list[str]]:
-        """For each data type the names of its features in the output, which are their names in a plan."""
-        names: list[list[str]] = [[] for _ in self._parts]
-        for name, (part, _) in zip(self._embedding_names, self._places, strict=True):
-            names[part].append(name)
-        return names
-
-    def _schedules_on(self, device: torch.device) -> list[BagSchedules | None]:
-        if device not in self._schedules:
-            assert self._plan is not None
-            gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-            plan = self._plan.fitting({}, gpu, self._mismatch)
-            self._schedules[device] = [
-                None if plan is None else plan.schedules(part.tables.layout, device, names=names)
-                for part, names in zip(self._parts, self.feature_names(), strict=True)
-            ]
-        return self._schedules[device]
-
-    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables."""
-        return self._embedding_bag_configs
-
-    def is_weighted(self) -> bool:
-        """Tell whether ids have weights."""
-        return self._is_weighted
 
     @property
     def device(self) -> torch.device:
@@ -390,23 +246,13 @@ class ScheduledEmbeddingBagCollection(EmbeddingBagCollectionInterface):  # type:
         copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return copied
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Another machine may have another GPU.
-        return {**self.__dict__, "_schedules": {}}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._gather()
 
     def extra_repr(self) -> str:
         """Show the options; the tables follow as modules."""
-        shown = [f"features={len(self._widths)}", f"width={sum(self._widths)}", f"is_weighted={self._is_weighted}"]
-        shown += [f"optimizer={self._kind!r}"] if self._kind is not None else []
-        shown += [f"output_dtype={self._output_dtype}"] if self._output_dtype != torch.float32 else []
-        if self._plan is not None:
-            planned = sum(name in self._plan.features for name in self._embedding_names)
-            shown.append(f"plan={planned} of {len(self._widths)} features")
-        return ", ".join(shown)
+        return self._shown() if self._kind is None else self._shown(f"optimizer={self._kind!r}")
 
 
 def replace_embedding_bags(module: nn.Module, **options: Any) -> nn.Module:
@@ -461,7 +307,9 @@ def _scheduled(module: EmbeddingBagCollection, options: dict[str, Any]) -> Sched
     return made.train(module.training)
 
 
-def _check(tables: list[EmbeddingBagConfig], is_weighted: bool, output_dtype: torch.dtype) -> None:
+def check_tables(
+    tables: list[EmbeddingBagConfig], is_weighted: bool, output_dtype: torch.dtype, *, of_any_type: bool = False
+) -> None:
     """Refuse what there is no operator for."""
     if not tables:
         raise ValueError("tables: expected at least one, got none")
@@ -472,7 +320,7 @@ def _check(tables: list[EmbeddingBagConfig], is_weighted: bool, output_dtype: to
         if table.name in names:
             raise ValueError(f"tables: expected names of their own, got {table.name!r} twice")
         names.add(table.name)
-        if table.data_type not in DTYPES:
+        if table.data_type not in DTYPES and not of_any_type:
             expected = ", ".join(data_type.name for data_type in DTYPES)
             raise ValueError(f"tables: expected a data type of {expected}, got {table.data_type.name} for {table.name!r}")
         if table.pooling not in (PoolingType.SUM, PoolingType.MEAN):
@@ -504,48 +352,3 @@ def _bag_optimizer(kind: Kind, options: dict[str, Any], layout: BagLayout, devic
 def _gather(module: ScheduledEmbeddingBagCollection, _: Any) -> None:
     # Loading may have assigned parameters.
     module._gather()
-
-
-def _as_leaf(module: nn.Module, features: Proxy) -> Any:
-    """What a tracer records that does not take the module for a leaf by itself."""
-    path = features.tracer.path_of_module(module)  # type: ignore[attr-defined]
-    if not path:
-        raise TypeError("features: got a proxy; the module is a leaf, so trace a model that holds it")
-    return features.tracer.create_proxy("call_module", path, (features,), {})
-
-
-def _selected(lookups: _Lookups, order: list[int], features: KeyedJaggedTensor) -> _Lookups:
-    """The lookups of some keys, in another order or several times, with weights that keep their gradient.
-
-    `KeyedJaggedTensor.permute` gives weights no right gradient where keys repeat or have batches of their own, and always has to
-    know the lengths per key.
-    """
-    ids, offsets, weights, sizes = lookups
-    num_keys, chosen = len(features.keys()), tuple(order)
-    if sizes is None:
-        batch_size = (offsets.shape[0] - 1) // max(1, num_keys)
-        first = _on_device(chosen, offsets.device)[:, None] * batch_size
-        bags = (first + torch.arange(batch_size, device=offsets.device)).reshape(-1)
-    else:
-        bags = _ragged_bags(chosen, tuple(sizes), offsets.device)
-        sizes = [sizes[key] for key in order]
-    is_permutation = len(order) == num_keys == len(set(order))
-    lengths = None if is_permutation else features.length_per_key()
-    total = ids.shape[0] if lengths is None else sum(lengths[key] for key in order)
-    of_bags = offsets.diff()[bags]
-    new_offsets = torch.cat([offsets.new_zeros(1), of_bags.cumsum(0, dtype=offsets.dtype)])
-    shift = torch.repeat_interleave(offsets[:-1][bags] - new_offsets[:-1], of_bags, output_size=total)
-    places = shift + torch.arange(total, device=offsets.device)
-    return _Lookups(ids[places], new_offsets, None if weights is None else weights[places], sizes)
-
-
-@functools.lru_cache(maxsize=64)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64).to(device)
-
-
-@functools.lru_cache(maxsize=64)
-def _ragged_bags(order: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """For keys in an order the bags of each, one key after the other."""
-    bags = torch.arange(sum(sizes)).split(list(sizes))
-    return torch.cat([bags[key] for key in order]).to(device)

@@ -39,7 +39,8 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, _on_device
+from jagged.modules.bag_collection import on_device
+from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
 from jagged.modules.embedding_bags_shards import DATA_PARALLEL, ROW_WISE, ShardLookup, optimizers_of
 from jagged.ops.embedding_bag.layout import ALIGNMENT
 
@@ -227,7 +228,7 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
                 of_names = dict(zip(pooled.keys(), values.split(pooled.length_per_key(), 1), strict=True))
                 values = torch.cat([of_names[name] for name in names], 1)
             if ctx.divisor is not None:
-                columns = _on_device(tuple(widths), values.device)
+                columns = on_device(tuple(widths), values.device)
                 values = values / ctx.divisor.repeat_interleave(columns, 1, output_size=sum(widths))
             return KeyedTensor(keys=names, length_per_key=widths, values=values.to(dtype))
 

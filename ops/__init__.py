@@ -25,7 +25,15 @@ from jagged.ops.elementwise import (
     jagged_mlp,
     jagged_pairwise_difference,
 )
-from jagged.ops.embedding_bag import BagLayout, BagOptimizer, BagPlan, BagSchedule, BagSchedules, embedding_bags
+from jagged.ops.embedding_bag import (
+    BagLayout,
+    BagOptimizer,
+    BagPlan,
+    BagSchedule,
+    BagSchedules,
+    embedding_bags,
+    quantize_rows,
+)
 from jagged.ops.sampled_cross_entropy import Draw, drawn_negatives, sampled_linear_cross_entropy
 from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
@@ -60,6 +68,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_cross_entropy_strategy",
     "pair_offsets",
+    "quantize_rows",
     "row_positions",
     "sampled_linear_cross_entropy",
     "trust_values",

@@ -72,16 +72,14 @@ def _bags(layout: Tensor, offsets: Tensor, batches: Tensor | None, grad: Tensor)
     return features.repeat_interleave(batches[:, 1], output_size=num_all), num_all, 1, 0
 
 
-class _Lookups(NamedTuple):
-    """What a backward pass reads, and what of it the kernels are called with."""
+def most_counted(num_tables: int, num_lookups: int) -> int:
+    """Return the most rows of tables whose lookups are counted: not far more than a table has lookups in the mean.
 
-    grad: Tensor
-    indices: Tensor
-    offsets: Tensor
-    scales: Tensor | None
-    device_layout: Tensor
-    layout: Tensor
-    batches: Tensor | None
+    Counting goes through a table's lookups in order: it takes many tables to be done at once, and much to do beside six launches.
+    """
+    if num_tables < FEWEST_TABLES or num_lookups < FEWEST_LOOKUPS:
+        return 0
+    return min(MOST_COUNTED, 2 * num_lookups // num_tables)
 
 
 class _Rows(NamedTuple):
@@ -93,159 +91,149 @@ class _Rows(NamedTuple):
     step: Tensor | None
     rate: Tensor | None
     kind: str
+    # Epsilon, the betas, and the weights' decay.
     numbers: tuple[float, float, float, float]
     is_stochastic: bool
 
 
-def most_counted(num_tables: int, num_lookups: int) -> int:
-    """Return the most rows of tables whose lookups are counted: not far more than a table has lookups in the mean.
+class _Sums:
+    """Sums of the gradients of each row that was read; launches that bring lookups together, and store or apply the sums."""
 
-    Counting goes through a table's lookups in order: it takes many tables to be done at once, and much to do beside six launches.
-    """
-    if num_tables < FEWEST_TABLES or num_lookups < FEWEST_LOOKUPS:
-        return 0
-    return min(MOST_COUNTED, 2 * num_lookups // num_tables)
+    def __init__(
+        self,
+        grad: Tensor,
+        indices: Tensor,
+        offsets: Tensor,
+        scales: Tensor | None,
+        device_layout: Tensor,
+        layout: Tensor,
+        batches: Tensor | None,
+        rows: _Rows,
+    ) -> None:
+        self.grad, self.indices, self.offsets, self.layout = grad, indices, offsets, layout
+        self.batches, self.device_layout = batches, device_layout
+        self.known, self.device, self.num_lookups = known_of(layout), grad.device, indices.shape[0]
+        self.feature_of_bag, self.num_all, self.num_bags, stride = _bags(layout, offsets, batches, grad)
+        num_features, self.fields = layout.shape
+        self.num_tables = device_layout.shape[0] - num_features - 1 - self.known.num_parts
+        self.tables = device_layout[num_features : num_features + self.num_tables + 1]
+        self.programs = PROGRAMS * gpu(self.device).multiprocessors
+        self.row_stride = triton.cdiv(self.known.widest, 4) * 4
+        self.has_factors = scales is not None or self.known.has_means
+        self.of_bags = indices, offsets, scales, device_layout, batches, self.feature_of_bag
+        self.sizes = self.num_lookups, self.num_all, self.num_bags, stride
+        corrections = None
+        if rows.step is not None and "adam" in rows.kind:
+            # Near 0 for betas near 1, which float32 has no digits for.
+            corrections = torch.stack([1 - torch.pow(beta, rows.step.double()) for beta in rows.numbers[1:3]]).float()
+        self.state = rows.weights, rows.first, rows.second, rows.step, corrections, rows.rate, self.tables
+        self.numbers = *rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2]
+        self.is_by_row = rows.kind.startswith("rowwise")
+        self.options = {
+            "FIELDS": self.fields,
+            "KIND": rows.kind,
+            "IS_STOCHASTIC": rows.is_stochastic and rows.weights.dtype == torch.bfloat16,
+            "USED": used_widths(layout, is_by_row=self.is_by_row),
+            "num_warps": 1,
+        }
 
+    def take(self) -> None:
+        """Sum, and store or apply the sums."""
+        if not self.num_lookups or not self.num_all:
+            return
+        most, rows = most_counted(self.num_tables, self.num_lookups), self.layout[:, 1]
+        is_counted = rows <= most
+        if bool(is_counted.any()):
+            self._count(most, rows[is_counted])
+        if not bool(is_counted.all()):
+            self._sort(most)
 
-def _sums_by_row(of: _Lookups, rows: _Rows) -> None:
-    """Sum the gradients of each row that was read, and store them in `weights`, or update weights and states by them."""
-    num_features, fields = of.layout.shape
-    num_lookups, device = of.indices.shape[0], of.grad.device
-    feature_of_bag, num_all, num_bags, stride = _bags(of.layout, of.offsets, of.batches, of.grad)
-    if not num_lookups or not num_all:
-        return
-    corrections = None
-    if rows.step is not None and "adam" in rows.kind:
-        # Near 0 for betas near 1, which float32 has no digits for.
-        corrections = torch.stack([1 - torch.pow(beta, rows.step.double()) for beta in rows.numbers[1:3]]).float()
-    is_by_row = rows.kind.startswith("rowwise")
-    options = {
-        "FIELDS": fields,
-        "KIND": rows.kind,
-        "IS_STOCHASTIC": rows.is_stochastic and rows.weights.dtype == torch.bfloat16,
-        "USED": used_widths(of.layout, is_by_row=is_by_row),
-        "num_warps": 1,
-    }
-    num_tables = of.device_layout.shape[0] - num_features - 1 - known_of(of.layout).num_parts
-    tables = of.device_layout[num_features : num_features + num_tables + 1]
-    state = (rows.weights, rows.first, rows.second, rows.step, corrections, rows.rate, tables)
-    has_factors = of.scales is not None or bool(of.layout[:, 4].any())
-    lookups = (num_lookups, num_all, num_bags, stride)
-    of_bags = (of.indices, of.offsets, of.scales, of.device_layout, of.batches, feature_of_bag)
-    numbers = (*rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2])
-    most = most_counted(num_tables, num_lookups)
-    own_rows = of.layout[:, 1]
-    if bool((own_rows <= most).any()):
-        _count(of, of_bags, lookups, state, numbers, has_factors, most, options)
-    if bool((own_rows > most).any()):
-        _sort(of, of_bags, lookups, state, numbers, has_factors, most, options)
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
 
-
-def _count(of, of_bags, lookups, state, numbers, has_factors, most_counted, options) -> None:
-    """Sum the rows of tables of few rows, whose lookups are counted."""
-    (num_features, fields), (num_lookups, num_all, num_bags, _) = of.layout.shape, lookups
-    device, tables = of.grad.device, state[-1]
-    num_tables = tables.shape[0] - 1
-    own_rows = of.layout[:, 1]
-    own_rows = own_rows[own_rows <= most_counted]
-    place_dtype = torch.int32 if num_lookups < 2**31 else torch.int64
-    begins = torch.empty(4, num_features + 1, dtype=torch.int64, device=device)
-    counters = torch.empty(2, dtype=torch.int64, device=device)
-    programs = PROGRAMS * gpu(device).multiprocessors
-    bits = counting.CHUNK_BITS[num_lookups >= counting.MANY_LOOKUPS]
-    of_features = (of.offsets, of.device_layout, of.batches)
-    counting.embedding_bags_chunks_kernel[(1,)](
-        *of_features, *begins, counters, num_lookups, num_features, num_bags, programs, most_counted, bits,
-        FIELDS=fields,
-        BLOCK=counting.BLOCK_FEATURES, num_warps=16,
-    )  # fmt: skip
-    # No chunk has less than a quarter as many lookups as its table has rows, but for the last one of each feature.
-    most_chunks = (num_lookups >> bits) + len(own_rows)
-    most_counts = 4 * num_lookups + int(own_rows.sum()) + 4 * most_chunks
-    counts = torch.empty(most_counts, dtype=place_dtype, device=device)
-    ranks = torch.empty(num_lookups, dtype=torch.int16, device=device)
-    counting.embedding_bags_ranks_kernel[(most_chunks,)](
-        of.indices, *of_features, begins[0], begins[3], counts, ranks, num_lookups, num_features, num_bags, bits,
-        FIELDS=fields, BLOCK=counting.BLOCK_ROWS, VOTE=not INTERPRETED and torch.version.hip is None, num_warps=1,
-    )  # fmt: skip
-    num_rows = int((of.layout[:, 5] + of.layout[:, 1]).max())
-    bounds = torch.empty(num_rows + num_tables, dtype=place_dtype, device=device)
-    most_slices = 2 * (num_lookups // counting.LONG.value)
-    long_rows = torch.empty(most_slices, 3, dtype=torch.int64, device=device)
-    counting.embedding_bags_bounds_kernel[(num_tables,)](
-        tables, of.device_layout, begins[0], begins[3], begins[2], counts, bounds, long_rows, counters, most_counted, FIELDS=fields,
-        BLOCK=counting.BLOCK_ROWS, CHUNKS=counting.BLOCK_CHUNKS, num_warps=8,
-    )  # fmt: skip
-    sources = torch.empty(num_lookups, dtype=torch.int32 if of.grad.numel() < 2**31 else torch.int64, device=device)
-    factors = torch.empty(num_lookups, dtype=torch.float32, device=device) if has_factors else None
-    most_blocks = num_lookups // counting.BLOCK_PLACES.value + len(own_rows)
-    counting.embedding_bags_sources_kernel[(most_blocks,)](
-        *of_bags, begins[1], begins[3], counts, ranks, sources, factors, num_features, *lookups, bits, FIELDS=fields,
-        num_warps=8,
-    )  # fmt: skip
-    is_aligned = not bool((of.layout[:, 2] % 4).any())
-    embedding_bags_counted_rows_kernel[(programs,)](
-        of.grad,
-        sources,
-        factors,
-        bounds,
-        *state,
-        counters,
-        num_lookups,
-        of.grad.numel(),
-        num_tables,
-        most_counted,
-        *numbers,
-        ALIGNED=is_aligned,
-        **options,
-    )
-    if most_slices:
-        row_stride = triton.cdiv(int(of.layout[:, 2].max()), 4) * 4
-        sums = torch.empty(most_slices, row_stride, dtype=torch.float32, device=device)
-        arrivals = torch.zeros(most_slices, dtype=torch.int32, device=device)
-        embedding_bags_long_rows_kernel[(LONG_PROGRAMS * gpu(device).multiprocessors,)](
-            of.grad, sources, factors, bounds, long_rows, sums, arrivals, *state, counters, of.grad.numel(), row_stride, *numbers,
-            ALIGNED=is_aligned, **options,
+    def _count(self, most: int, rows: Tensor) -> None:
+        """Sum the rows of tables of up to `most` rows, whose lookups are counted; `rows` has their numbers."""
+        num_features, num_lookups, fields = self.layout.shape[0], self.num_lookups, {"FIELDS": self.fields}
+        bits = counting.CHUNK_BITS[num_lookups >= counting.MANY_LOOKUPS]
+        place_dtype = torch.int32 if num_lookups < 2**31 else torch.int64
+        begins = self._empty(4, num_features + 1, dtype=torch.int64)
+        chunk_begins, block_begins, place_begins, count_begins = begins
+        counters = self._empty(2, dtype=torch.int64)
+        of_features = self.offsets, self.device_layout, self.batches
+        counting.embedding_bags_chunks_kernel[(1,)](
+            *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most, bits,
+            BLOCK=counting.BLOCK_FEATURES, num_warps=16, **fields,
         )  # fmt: skip
+        # No chunk has less than a quarter as many lookups as its table has rows, but for the last one of each feature.
+        most_chunks = (num_lookups >> bits) + len(rows)
+        counts = self._empty(4 * num_lookups + int(rows.sum()) + 4 * most_chunks, dtype=place_dtype)
+        ranks = self._empty(num_lookups, dtype=torch.int16)
+        counting.embedding_bags_ranks_kernel[(most_chunks,)](
+            self.indices, *of_features, chunk_begins, count_begins, counts, ranks, num_lookups, num_features, self.num_bags,
+            bits, BLOCK=counting.BLOCK_ROWS, VOTE=not INTERPRETED and torch.version.hip is None, num_warps=1, **fields,
+        )  # fmt: skip
+        bounds = self._empty(self.known.num_rows + self.num_tables, dtype=place_dtype)
+        most_slices = 2 * (num_lookups // counting.LONG.value)
+        long_rows = self._empty(most_slices, 3, dtype=torch.int64)
+        counting.embedding_bags_bounds_kernel[(self.num_tables,)](
+            self.tables, self.device_layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most,
+            BLOCK=counting.BLOCK_ROWS, CHUNKS=counting.BLOCK_CHUNKS, num_warps=8, **fields,
+        )  # fmt: skip
+        sources = self._empty(num_lookups, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
+        factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
+        counting.embedding_bags_sources_kernel[(num_lookups // counting.BLOCK_PLACES.value + len(rows),)](
+            *self.of_bags, block_begins, count_begins, counts, ranks, sources, factors, num_features, *self.sizes, bits,
+            num_warps=8, **fields,
+        )  # fmt: skip
+        of_lookups = self.grad, sources, factors, bounds
+        embedding_bags_counted_rows_kernel[(self.programs,)](
+            *of_lookups, *self.state, counters, num_lookups, self.grad.numel(), self.num_tables, most, *self.numbers,
+            ALIGNED=self.known.is_aligned, **self.options,
+        )  # fmt: skip
+        if most_slices:
+            sums = self._empty(most_slices, self.row_stride, dtype=torch.float32)
+            arrivals = torch.zeros(most_slices, dtype=torch.int32, device=self.device)
+            embedding_bags_long_rows_kernel[(LONG_PROGRAMS * gpu(self.device).multiprocessors,)](
+                *of_lookups, long_rows, sums, arrivals, *self.state, counters, self.grad.numel(), self.row_stride, *self.numbers,
+                ALIGNED=self.known.is_aligned, **self.options,
+            )  # fmt: skip
 
-
-def _sort(of, of_bags, lookups, state, numbers, has_factors, most_counted, options) -> None:
-    """Sum the rows of tables of many rows, whose lookups are sorted."""
-    num_lookups, num_all, device, tables = lookups[0], lookups[1], of.grad.device, state[-1]
-    num_tables, fields = tables.shape[0] - 1, of.layout.shape[1]
-    num_rows = int((of.layout[:, 5] + of.layout[:, 1]).max())
-    narrow, wide = torch.int32, torch.int64
-    keys = torch.full((num_lookups,), num_rows, dtype=narrow if num_rows < 2**31 - 1 else wide, device=device)
-    sources = torch.empty(num_lookups, dtype=narrow if of.grad.numel() < 2**31 else wide, device=device)
-    factors = torch.empty(num_lookups, dtype=torch.float32, device=device) if has_factors else None
-    sorting.embedding_bags_lookups_kernel[(triton.cdiv(num_all, sorting.BLOCK_BAGS),)](
-        *of_bags, keys, sources, factors, *lookups, num_rows, most_counted, FIELDS=fields, BAGS=sorting.BLOCK_BAGS,
-        LOOKUPS=sorting.BLOCK_LOOKUPS, num_warps=4,
-    )  # fmt: skip
-    keys, order = keys.sort(stable=True)
-    sources = sources[order]
-    factors = None if factors is None else factors[order]
-    begins = torch.searchsorted(keys, tables[:, 5].to(keys.dtype))
-    ends, block_ends = (torch.empty(num_tables, dtype=wide, device=device) for _ in range(2))
-    counter = torch.empty(1, dtype=wide, device=device)
-    programs = min(PROGRAMS * gpu(device).multiprocessors, num_lookups)
-    is_by_row = options["KIND"].startswith("rowwise")
-    sorting.embedding_bags_rows_map_kernel[(1,)](
-        tables, begins, ends, block_ends, counter, num_tables, programs, FIELDS=fields, STREAM=sorting.STREAM,
-        SPLIT=sorting.SPLIT, WHOLE_ROWS=is_by_row, BLOCK=sorting.BLOCK_TABLES, num_warps=16,
-    )  # fmt: skip
-    # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
-    row_stride = triton.cdiv(int(of.layout[:, 2].max()), 4) * 4
-    is_split = num_lookups > sorting.SPLIT
-    parts_of_runs = torch.zeros(2 * (num_lookups // sorting.SPLIT + num_tables) if is_split else 0, row_stride, device=device)
-    sorting.embedding_bags_rows_kernel[(programs,)](
-        of.grad, sources, factors, keys, parts_of_runs, *state, begins, ends, block_ends, counter, num_tables, row_stride, *numbers,
-        STREAM=sorting.STREAM, SPLIT=sorting.SPLIT, ALIGNED=not bool((of.layout[:, 2] % 4).any()), **options,
-    )  # fmt: skip
-    if is_split:
-        sorting.embedding_bags_join_kernel[(sorting.JOINING * gpu(device).multiprocessors,)](
-            keys, parts_of_runs, *state, begins, block_ends, num_tables, row_stride, *numbers, SPLIT=sorting.SPLIT, **options
-        )
+    def _sort(self, most: int) -> None:
+        """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
+        num_lookups, num_tables, fields = self.num_lookups, self.num_tables, {"FIELDS": self.fields}
+        narrow, wide, num_rows = torch.int32, torch.int64, self.known.num_rows
+        keys = torch.full((num_lookups,), num_rows, dtype=narrow if num_rows < 2**31 - 1 else wide, device=self.device)
+        sources = self._empty(num_lookups, dtype=narrow if self.grad.numel() < 2**31 else wide)
+        factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
+        sorting.embedding_bags_lookups_kernel[(triton.cdiv(self.num_all, sorting.BLOCK_BAGS),)](
+            *self.of_bags, keys, sources, factors, *self.sizes, num_rows, most, BAGS=sorting.BLOCK_BAGS,
+            LOOKUPS=sorting.BLOCK_LOOKUPS, num_warps=4, **fields,
+        )  # fmt: skip
+        keys, order = keys.sort(stable=True)
+        sources = sources[order]
+        factors = None if factors is None else factors[order]
+        begins = torch.searchsorted(keys, self.tables[:, 5].to(keys.dtype))
+        ends, block_ends = self._empty(2, num_tables, dtype=wide)
+        counter = self._empty(1, dtype=wide)
+        programs = min(self.programs, num_lookups)
+        sorting.embedding_bags_rows_map_kernel[(1,)](
+            self.tables, begins, ends, block_ends, counter, num_tables, programs, STREAM=sorting.STREAM, SPLIT=sorting.SPLIT,
+            WHOLE_ROWS=self.is_by_row, BLOCK=sorting.BLOCK_TABLES, num_warps=16, **fields,
+        )  # fmt: skip
+        # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
+        is_split = num_lookups > sorting.SPLIT
+        num_parts = 2 * (num_lookups // sorting.SPLIT + num_tables) if is_split else 0
+        parts_of_runs = torch.zeros(num_parts, self.row_stride, device=self.device)
+        sorting.embedding_bags_rows_kernel[(programs,)](
+            self.grad, sources, factors, keys, parts_of_runs, *self.state, begins, ends, block_ends, counter, num_tables,
+            self.row_stride, *self.numbers, STREAM=sorting.STREAM, SPLIT=sorting.SPLIT, ALIGNED=self.known.is_aligned,
+            **self.options,
+        )  # fmt: skip
+        if is_split:
+            sorting.embedding_bags_join_kernel[(sorting.JOINING * gpu(self.device).multiprocessors,)](
+                keys, parts_of_runs, *self.state, begins, block_ends, num_tables, self.row_stride, *self.numbers,
+                SPLIT=sorting.SPLIT, **self.options,
+            )  # fmt: skip
 
 
 def used_widths(layout: Tensor, *, is_by_row: bool) -> int:
@@ -272,8 +260,7 @@ def embedding_bags_weights_backward(
     """Return the gradient of the storage, `[num_elements]`."""
     result = grad.new_zeros(num_elements, dtype=weights_dtype)
     rows = _Rows(result, None, None, None, None, "none", (0.0, 0.0, 0.0, 0.0), False)
-    of = _Lookups(grad, indices, offsets, per_sample_weights, device_layout, layout, batches)
-    _sums_by_row(of, rows)
+    _Sums(grad, indices, offsets, per_sample_weights, device_layout, layout, batches, rows).take()
     return result
 
 
@@ -307,7 +294,7 @@ def embedding_bags_update(
         weights, first if has_first else None, second if has_second else None, step, learning_rate, kind,
         (eps, beta1, beta2, weight_decay), stochastic_rounding,
     )  # fmt: skip
-    _sums_by_row(_Lookups(grad, indices, offsets, per_sample_weights, device_layout, layout, batches), rows)
+    _Sums(grad, indices, offsets, per_sample_weights, device_layout, layout, batches, rows).take()
 
 
 def embedding_bags_samples_backward(

@@ -1,10 +1,10 @@
 """Lookups of each row brought together by counting: for tables of up to 65,536 rows, whose rows most batches read often.
 
-Lookups of a feature are cut into chunks. One warp walks through a chunk in order and counts in an array of its own, as long as the
-table: each lookup learns how many of its row came before it in the chunk. Sums over the chunks, then over the rows, say
-where each row's lookups of each chunk go, and a last pass puts what backward reads of them there: the element of the incoming
-gradient that its bag begins at, and what it is multiplied by. So a row's lookups stand together in their order, whatever
-order programs ran in, and where each row begins is known without a search.
+Lookups of a feature are cut into chunks. One warp walks through a chunk in order and counts in an array of its own, as long as
+the table: each lookup learns how many of its row came before it in the chunk. Sums over the chunks, then over the rows, say where
+each row's lookups of each chunk go, and a last pass puts what backward reads of them there: the element of the incoming gradient
+that its bag begins at, and what it is multiplied by. So a row's lookups stand together in their order, whatever order programs
+ran in, and where each row begins is known without a search.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import triton.language as tl
 from jagged.ops._shared.device import find_segment, find_segments
 from jagged.ops.embedding_bag.schedules import span_of
 
-# Exponent of the lookups of a chunk, in batches of fewer than four million lookups and in others. Short chunks are counted at once,
-# long ones need few counts: at most four times as many as lookups, since tables of more than 16,384 rows have longer ones.
+# Exponent of the lookups of a chunk, in batches of fewer than four million lookups and in others. Many short chunks are counted
+# at a time, long ones need few counts: at most four times as many as lookups, for tables of more than 16,384 rows have longer ones.
 CHUNK_BITS, MANY_LOOKUPS = (12, 13), 1 << 22
 # Lookups of a row above which several programs sum it, each as many as that.
 LONG = tl.constexpr(256)
@@ -53,14 +53,14 @@ def lookups_of(offsets, batches, feature, exists, num_bags, num_lookups):
 
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "num_programs", "most_counted", "bits"])
 def embedding_bags_chunks_kernel(
-    offsets, layout, batches, chunk_begins, block_begins, place_begins, count_begins, counters, num_lookups, num_features, num_bags,
-    num_programs, most_counted, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    offsets, layout, batches, chunk_begins, block_begins, place_begins, count_begins, counters, num_lookups, num_features,
+    num_bags, num_programs, most_counted, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the chunks, blocks, sorted lookups and counts of every feature begin, features in the order of their tables.
 
-    The first three, `[features + 1]`, are in that order, `count_begins` in the layout's. A block is work of the last pass. Features of tables of more
-    than `most_counted` rows have no chunks, and counts begin at -1. The first counter gets the number of programs, which begin with
-    a unit each, the second 0.
+    The first three, `[features + 1]`, are in that order, `count_begins` in the layout's. A block is work of the last pass.
+    Features of tables of more than `most_counted` rows have no chunks, and counts begin at -1. The first counter gets the number
+    of programs, which begin with a unit each, the second 0.
     """
     tl.store(counters, num_programs)
     tl.store(counters + 1, 0)
@@ -94,7 +94,7 @@ def embedding_bags_chunks_kernel(
 
 
 def _equals(bits: int) -> str:
-    """Assembly that gives each lane of a warp those lanes, a bit each, whose numbers have equal lowest bits: a vote for each bit."""
+    """Assembly that gives each lane of a warp the lanes whose numbers have equal lowest bits, by a vote for each bit."""
     steps = "".join(
         f"and.b32 t, $1, {1 << bit}; setp.ne.u32 p, t, 0; vote.sync.ballot.b32 t, p, -1; @!p not.b32 t, t; and.b32 m, m, t; "
         for bit in range(bits)
@@ -173,12 +173,12 @@ def embedding_bags_ranks_kernel(
 
 @triton.jit(do_not_specialize=["most_counted"])
 def embedding_bags_bounds_kernel(
-    tables, layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most_counted, FIELDS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    tables, layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most_counted,
+    FIELDS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Sum the counts of a table over chunks and rows: `counts` become places, `bounds` where the lookups of a row begin and end.
 
-    Rows of more than `LONG` lookups get a slot of `long_rows` `[slots, 3]` for each `LONG` of them: row, table, and its first slot.
+    Rows of more than `LONG` lookups get a slot of `long_rows` `[slots, 3]` for each `LONG` of them: row, table, and first slot.
     """
     table = tl.program_id(0).to(tl.int64)
     fields = tables + table * FIELDS

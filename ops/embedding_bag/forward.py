@@ -52,12 +52,23 @@ def place_of(offsets, bag, last, num_lookups):
 
 
 @triton.jit
+def scale_and_bias(pair, exists):
+    """Return what values of quantised rows are multiplied by and what is added; 0 for rows that are not there.
+
+    Both come as one number of 64 bits: half the loads, and fewer registers than two loads or a third dimension take.
+    """
+    both = tl.load(pair, mask=exists, other=0)
+    return both.to(tl.int32).to(tl.float32, bitcast=True), (both >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def sum_of_rows(
-    values, ids, scales, place, is_live, rows, stride, columns, VECTOR: tl.constexpr,
+    values, row_scales, first_row, ids, scales, place, is_live, rows, stride, columns, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Sum rows over the first axis of ids `[unrolled, groups]`: `[groups, columns]` in float32.
 
-    Ids outside of the table count as zeros. `stride` is the rows' width.
+    Ids outside of the table count as zeros. `stride` is the rows' width. With `row_scales`, of which the table's begin at
+    `first_row`, values are those of quantised rows.
     """
     if VECTOR:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
@@ -67,11 +78,21 @@ def sum_of_rows(
     shape: tl.constexpr = [ids.shape[0], ids.shape[1], columns.shape[0]]
     unsigned: tl.constexpr = tl.uint32 if ids.dtype == tl.int32 else tl.uint64
     ids = tl.where(is_live, ids, -1).to(unsigned, bitcast=True)
+    if row_scales is not None:
+        # Rows that are not there have a bias of 0, too.
+        row_scale, row_bias = scale_and_bias(row_scales + first_row + ids.to(tl.int64), ids < rows.to(unsigned))
+        if scales is not None:
+            # Once for a lookup, not for each of its columns.
+            scale = tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)
+            row_scale, row_bias = row_scale * scale, row_bias * scale
     ids = tl.broadcast_to(ids[:, :, None], shape)
     mask = (columns < stride)[None, None, :] & (ids < rows.to(unsigned))
     element = ids.to(tl.uint64) * stride.to(unsigned).to(tl.uint64) + columns[None, None, :].to(tl.uint64)
     tile = tl.load(values + element, mask=mask, other=0.0).to(tl.float32)
-    if scales is not None:
+    if row_scales is not None:
+        # An fma, which the sum contracts no further; see the products below.
+        tile = tl.fma(tile, tl.broadcast_to(row_scale[:, :, None], shape), tl.broadcast_to(row_bias[:, :, None], shape))
+    elif scales is not None:
         # Rounded before it is summed, so that all lanes that have a sum have the same bits.
         scale = tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)
         tile = rounded_product(tile, tl.broadcast_to(scale[:, :, None], shape))
@@ -79,7 +100,7 @@ def sum_of_rows(
 
 
 @triton.jit
-def pooled(values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr):
+def pooled(values, row_scales, first_row, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr):
     """Sum, for some bags that go in step, the rows of their lookups: `[bags, columns]` in float32.
 
     `begin` and `end` are those of each lookup's bag that stands side by side with others, `stride` is the rows' width.
@@ -93,16 +114,18 @@ def pooled(values, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.
         place = first[None, :] + (step + tl.arange(0, UNROLL) * LANES)[:, None]
         is_live = place < end[None, :]
         of_place = tl.load(ids + place, mask=is_live, other=0)
-        total += sum_of_rows(values, of_place, scales, place, is_live, rows, stride, columns, SCHEDULE % 2)
+        total += sum_of_rows(
+            values, row_scales, first_row, of_place, scales, place, is_live, rows, stride, columns, SCHEDULE % 2
+        )  # fmt: skip
     return tl.sum(tl.reshape(total, (GROUPS // LANES, LANES, columns.shape[0])), 1)
 
 
 @triton.jit
 def feature_of(weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS: tl.constexpr):
-    """Return a feature's table, its rows and width, whether means are taken, offsets, bags, and output and its rows' stride."""
+    """Return a feature's table, its first row, rows, width, whether means are taken, offsets, bags, output, its rows' stride."""
     fields = layout + feature * FIELDS
     table = weights + tl.load(fields) // 16 * 16
-    rows, width, is_mean = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4)
+    rows, width, is_mean, first_row = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4), tl.load(fields + 5)
     if indices.dtype.element_ty == tl.int32:
         rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
     if batches is None:
@@ -113,20 +136,20 @@ def feature_of(weights, indices, offsets, output, layout, batches, feature, num_
         num_bags = tl.load(batches + feature * 3 + 1)
         output += tl.load(batches + feature * 3 + 2)
         output_stride = width
-    return table, rows, width, is_mean, offsets, num_bags, output, output_stride
+    return table, first_row, rows, width, is_mean, offsets, num_bags, output, output_stride
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def pool_unit(
-    weights, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags, output_stride,
-    FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+    weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags,
+    output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags and columns of one unit of a feature."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     LANES: tl.constexpr = lanes_by(SCHEDULE)
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
-    table, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
+    table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
         weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
     )
     parts = (width + COLUMNS - 1) // COLUMNS
@@ -137,7 +160,7 @@ def pool_unit(
         left = (last - bag).to(tl.int32)
         own = tl.arange(0, GROUPS) // LANES
         begin, end = span_of(offsets + bag, own, own < left, num_lookups)
-        sums = pooled(table, indices, scales, begin, end, rows, width, columns, SCHEDULE)
+        sums = pooled(table, row_scales, first_row, indices, scales, begin, end, rows, width, columns, SCHEDULE)
         of_sums = tl.arange(0, GROUPS // LANES)
         if is_mean != 0:
             first, after = span_of(offsets + bag, of_sums, of_sums < left, num_lookups)
@@ -148,8 +171,8 @@ def pool_unit(
 
 @triton.jit(noinline=True)
 def pool_in_turn(
-    weights, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags, output_stride,
-    FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+    weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags,
+    output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags of one unit one after the other.
 
@@ -159,7 +182,7 @@ def pool_in_turn(
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
     UNROLL: tl.constexpr = unroll_by(SCHEDULE)
-    table, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
+    table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
         weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
     )
     parts = (width + COLUMNS - 1) // COLUMNS
@@ -177,7 +200,9 @@ def pool_in_turn(
         following = tl.where(is_done, end, place + UNROLL * GROUPS)
         if place < end:
             next_ids = tl.load(indices + following + step, mask=step < num_lookups - following, other=0)
-            total += sum_of_rows(table, ids, scales, place + step, step < end - place, rows, width, columns, SCHEDULE % 2)
+            total += sum_of_rows(
+                table, row_scales, first_row, ids, scales, place + step, step < end - place, rows, width, columns, SCHEDULE % 2
+            )  # fmt: skip
             ids = next_ids
         if is_done:
             sums = tl.sum(total, 0)
@@ -194,12 +219,12 @@ def pool_in_turn(
 
 @triton.jit(noinline=True)
 def pool_slice(
-    weights, indices, offsets, scales, output, layout, batches, slices, sums_of_slices, arrivals, feature, unit, num_lookups,
-    num_bags, output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+    weights, row_scales, indices, offsets, scales, output, layout, batches, slices, sums_of_slices, arrivals, feature, unit,
+    num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool some lookups of one bag; the last program of the bag adds all sums up, in the slices' order, whichever it is."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
-    table, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
+    table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
         weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
     )
     num_slices = tl.load(slices + feature * 3)
@@ -216,7 +241,9 @@ def pool_slice(
     own_scales = scales
     if scales is not None:
         own_scales = scales + first
-    sums = pooled(table, indices + first, own_scales, tl.zeros_like(after), after, rows, width, columns, SCHEDULE)
+    sums = pooled(
+        table, row_scales, first_row, indices + first, own_scales, tl.zeros_like(after), after, rows, width, columns, SCHEDULE
+    )  # fmt: skip
     of_bag = sums_of_slices + tl.load(slices + feature * 3 + 1) + bag * num_slices * width + columns
     tl.store(of_bag + slice_ * width, tl.sum(sums, 0), mask=in_row)
     # All lanes have written before one tells it.
@@ -234,8 +261,8 @@ def pool_slice(
 
 @triton.jit(do_not_specialize=["num_features", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_forward_kernel(
-    weights, indices, offsets, scales, output, layout, batches, order, ends, schedules, slices, sums_of_slices, arrivals, counter,
-    num_features, num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
+    weights, row_scales, indices, offsets, scales, output, layout, batches, order, ends, schedules, slices, sums_of_slices,
+    arrivals, counter, num_features, num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all features; `USED` has a bit for each schedule that is compiled."""
     num_units = tl.load(ends + num_features - 1)
@@ -250,27 +277,27 @@ def embedding_bags_forward_kernel(
                 if (found & SCHEDULE_MASK == i) & (found != i):
                     if is_in_step(i):
                         pool_unit(
-                            weights, indices, offsets, scales, output, layout, batches, feature, unit - before,
+                            weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit - before,
                             found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
                         )  # fmt: skip
                     else:
                         pool_in_turn(
-                            weights, indices, offsets, scales, output, layout, batches, feature, unit - before,
+                            weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit - before,
                             found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
                         )  # fmt: skip
                 if is_of_many(i):  # noqa: SIM102
                     if found == i:
                         pool_slice(
-                            weights, indices, offsets, scales, output, layout, batches, slices, sums_of_slices, arrivals,
-                            feature, unit - before, num_lookups, num_bags, output_stride, FIELDS, i,
+                            weights, row_scales, indices, offsets, scales, output, layout, batches, slices, sums_of_slices,
+                            arrivals, feature, unit - before, num_lookups, num_bags, output_stride, FIELDS, i,
                         )  # fmt: skip
         unit = following
 
 
 @triton.jit(do_not_specialize=["first_part", "units", "unit_bags", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_small_kernel(
-    weights, indices, offsets, scales, output, layout, first_part, units, unit_bags, num_lookups, num_bags, output_stride,
-    FIELDS: tl.constexpr, USED: tl.constexpr,
+    weights, row_scales, indices, offsets, scales, output, layout, first_part, units, unit_bags, num_lookups, num_bags,
+    output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Pool one of the `units` of a part of a feature, of `unit_bags` bags; parts stand in the layout from `first_part` on.
 
@@ -293,13 +320,13 @@ def embedding_bags_small_kernel(
                     side_by_side = tl.maximum(unit_bags, groups_by(i) // lanes_by(i))
                     if unit * side_by_side < num_bags:
                         pool_unit(
-                            weights, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
+                            weights, row_scales, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
                             side_by_side, num_lookups, num_bags, output_stride, FIELDS, i,
                         )  # fmt: skip
                 else:
                     pool_in_turn(
-                        weights, indices, offsets, scales, output, layout, None, feature, unit * parts + part, unit_bags,
-                        num_lookups, num_bags, output_stride, FIELDS, i,
+                        weights, row_scales, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
+                        unit_bags, num_lookups, num_bags, output_stride, FIELDS, i,
                     )  # fmt: skip
 
 
@@ -310,6 +337,7 @@ def is_small(num_bags: int, num_lookups: int) -> bool:
 
 def embedding_bags_forward(
     weights: Tensor,
+    row_scales: Tensor | None,
     indices: Tensor,
     offsets: Tensor,
     per_sample_weights: Tensor | None,
@@ -328,14 +356,18 @@ def embedding_bags_forward(
     num_features, fields = layout.shape
     if not output.numel():
         return output
+    if row_scales is not None:
+        # A row's two numbers as one of 64 bits, which lies at a multiple of 8 bytes.
+        row_scales = (row_scales.clone() if row_scales.storage_offset() % 2 else row_scales).view(torch.int64)
     known = known_of(layout)
     if plan is None and batches is None and is_small(offsets.shape[0] - 1, indices.shape[0]):
         most_programs = SMALL_PROGRAMS * gpu(weights.device).multiprocessors
         unit_bags = max(1, known.num_parts * size // most_programs)
         units = cdiv(size, unit_bags)
         embedding_bags_small_kernel[(known.num_parts * units,)](
-            weights, indices, offsets, per_sample_weights, output, device_layout, device_layout.shape[0] - known.num_parts, units,
-            unit_bags, indices.shape[0], size, width, FIELDS=fields, USED=known.used_by_small, num_warps=1,
+            weights, row_scales, indices, offsets, per_sample_weights, output, device_layout,
+            device_layout.shape[0] - known.num_parts, units, unit_bags, indices.shape[0], size, width, FIELDS=fields,
+            USED=known.used_by_small, num_warps=1,
         )  # fmt: skip
         return output
     first_bags = None
@@ -357,7 +389,7 @@ def embedding_bags_forward(
         num_programs, len(sums_of_slices), len(arrivals), BLOCK=at_once, plan=plan, num_warps=16,
     )  # fmt: skip
     embedding_bags_forward_kernel[(num_programs,)](
-        weights, indices, offsets, per_sample_weights, output, device_layout, batches, order, ends, schedules, slices,
+        weights, row_scales, indices, offsets, per_sample_weights, output, device_layout, batches, order, ends, schedules, slices,
         sums_of_slices, arrivals, counter, num_features, indices.shape[0], size, width, FIELDS=fields,
         USED=known.used, num_warps=1,
     )  # fmt: skip

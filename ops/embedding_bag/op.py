@@ -43,8 +43,8 @@ _LOOKUPS = f"Tensor indices, Tensor offsets, Tensor? per_sample_weights, {_BATCH
 
 _forward = define_operator(
     "embedding_bags",
-    f"(Tensor weights, {_LOOKUPS}, Tensor? plan, int programs, SymInt size, SymInt width, ScalarType output_dtype, "
-    "str backend) -> Tensor",
+    f"(Tensor weights, Tensor? scales, {_LOOKUPS}, Tensor? plan, int programs, SymInt size, SymInt width, "
+    "ScalarType output_dtype, str backend) -> Tensor",
     torch_impl=torch_impl.embedding_bags_forward,
     triton_impl="jagged.ops.embedding_bag.forward:embedding_bags_forward",
     fake=_forward_fake,
@@ -81,6 +81,7 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         ctx: Any,
         weights: Tensor,
         per_sample_weights: Tensor | None,
+        scales: Tensor | None,
         indices: Tensor,
         offsets: Tensor,
         batch: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
@@ -102,13 +103,13 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         saved = weights if needs_rows and optimizer is None else None
         ctx.save_for_backward(saved, per_sample_weights, indices, offsets)
         result: Tensor = _forward(
-            weights, indices, offsets, per_sample_weights, *batch, *plan, size, width, output_dtype, backend
+            weights, scales, indices, offsets, per_sample_weights, *batch, *plan, size, width, output_dtype, backend
         )
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        none = (None,) * 9
+        none = (None,) * 10
         if grad is None:
             return None, None, *none
         weights, per_sample_weights, indices, offsets = ctx.saved_tensors
@@ -139,6 +140,7 @@ def embedding_bags(
     indices: Tensor,
     offsets: Tensor,
     *,
+    scales: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
     batch_sizes: Sequence[int] | None = None,
     optimizer: BagOptimizer | None = None,
@@ -153,15 +155,18 @@ def embedding_bags(
 
     Args:
         weights: `[layout.num_elements]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device): the tables,
-            of which `layout.views(weights)` are the matrices.
+            of which `layout.views(weights)` are the matrices. Or uint8, quantised by `quantize_rows`, for inference.
         layout: the tables, the features that read them, and which bags are means.
         indices: `[S]`, int32 or int64: rows, `0 <= id < rows` of the feature's table. On a GPU others count as rows of zeros
             without a gradient; `JAGGED_VALIDATE=1` refuses them.
         offsets: `[sum of batch_sizes + 1]`, int32 or int64, from 0 to S: where each bag begins, feature after feature.
-        per_sample_weights: `[S]`, any of the dtypes above: what each row is multiplied by, of sums alone; differentiable.
+        scales: `[layout.first_rows[-1], 2]` float32, for uint8 weights and those alone: of each row of all tables what its
+            integers are multiplied by and what is added.
+        per_sample_weights: `[S]`, any float of those above: what each row is multiplied by, of sums alone; differentiable unless
+            weights are uint8.
         batch_sizes: number of bags of each feature; None: the same for all. On a GPU each new list is copied there once.
         optimizer: update the rows that were read in the backward pass, in place, and make no gradient of `weights`.
-        output_dtype: float32, or the dtype of weights.
+        output_dtype: float32, or the dtype of weights; of uint8 weights bfloat16 or float16, too.
         schedules: of a plan for this layout, `BagPlan.schedules(layout, device)`; None: by the lengths of the batch. Triton's
             forward pass alone follows them. The order in which rows are added up, and so a sum's last bits, may differ.
         backend: `"torch"` or `"triton"`; None takes Triton for CUDA tensors and PyTorch for the rest.
@@ -172,7 +177,8 @@ def embedding_bags(
 
     Raises:
         ValueError: shapes, sizes or devices that do not fit, schedules of another layout among them; weights of lookups in a
-            layout with means; with `JAGGED_VALIDATE=1` an id out of range, named by its place.
+            layout with means; uint8 weights with an optimizer, or with what wants a gradient; with `JAGGED_VALIDATE=1` an id out
+            of range, named by its place.
         TypeError: dtypes other than those above.
 
     Source:
@@ -188,7 +194,7 @@ def embedding_bags(
         >>> pooled.shape, pooled[1, :4].count_nonzero().item()
         (torch.Size([2, 7]), 0)
     """
-    check_tensor("weights", weights, "[E]", FLOATS)
+    check_tensor("weights", weights, "[E]", (*FLOATS, torch.uint8))
     check_tensor("indices", indices, "[S]", IDS)
     check_offsets(offsets, indices, total=indices.shape[0])
     if weights.shape[0] != layout.num_elements:
@@ -197,7 +203,9 @@ def embedding_bags(
         raise ValueError(f"weights: expected adjacent elements, got stride {weights.stride(0)}; pass weights.contiguous()")
     if weights.device != indices.device:
         raise ValueError(f"indices: expected the device of weights, {weights.device}, got {indices.device}; move them")
-    if output_dtype not in {torch.float32, weights.dtype}:
+    if weights.dtype == torch.uint8 or scales is not None:
+        _check_quantised(weights, scales, layout, per_sample_weights, optimizer, output_dtype)
+    elif output_dtype not in {torch.float32, weights.dtype}:
         raise TypeError(f"output_dtype: expected torch.float32 or the dtype of weights, {weights.dtype}, got {output_dtype}")
     num_bags, num_features = offsets.shape[0] - 1, layout.num_features
     if batch_sizes is None:
@@ -247,7 +255,7 @@ def embedding_bags(
     batch = (layout.tensor(weights.device), layout.fields, batches, host_batches)
     plan = (None, PROGRAMS) if schedules is None else (schedules.codes.contiguous(), schedules.programs)
     result: Tensor = EmbeddingBagsFunction.apply(  # type: ignore[no-untyped-call]
-        weights, per_sample_weights, indices, offsets, batch, plan, size, layout.width, output_dtype, optimizer,
+        weights, per_sample_weights, scales, indices, offsets, batch, plan, size, layout.width, output_dtype, optimizer,
         resolve_backend(backend, weights),
     )  # fmt: skip
     return result
@@ -259,6 +267,34 @@ class _Batches(NamedTuple):
     on_host: Tensor
     on_device: Tensor
     size: int
+
+
+def _check_quantised(
+    weights: Tensor,
+    scales: Tensor | None,
+    layout: BagLayout,
+    per_sample_weights: Tensor | None,
+    optimizer: BagOptimizer | None,
+    output_dtype: torch.dtype,
+) -> None:
+    """Refuse scales without quantised weights, quantised weights without scales, and what such weights cannot do."""
+    if weights.dtype != torch.uint8:
+        raise ValueError(f"scales: expected None for weights of {weights.dtype}, got a tensor; only uint8 weights have scales")
+    if scales is None:
+        raise ValueError("scales: expected those of the uint8 weights, got None; quantize_rows gives both")
+    check_tensor("scales", scales, "[R, 2]", (torch.float32,))
+    if scales.shape != (layout.first_rows[-1], 2) or scales.device != weights.device or not scales.is_contiguous():
+        raise ValueError(
+            f"scales: expected shape {[layout.first_rows[-1], 2]}, contiguous, on {weights.device}, as the layout has rows, got "
+            f"{list(scales.shape)} of stride {list(scales.stride())} on {scales.device}"
+        )
+    if output_dtype not in FLOATS[:3]:
+        raise TypeError(f"output_dtype: expected torch.float32, bfloat16 or float16 for uint8 weights, got {output_dtype}")
+    if optimizer is not None:
+        raise ValueError("optimizer: expected None for uint8 weights, which are for inference; train the float weights")
+    for name, tensor in (("scales", scales), ("per_sample_weights", per_sample_weights)):
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: has no gradient where weights are uint8; pass {name}.detach(), or call under no_grad")
 
 
 def _batches(layout: BagLayout, batch_sizes: tuple[int, ...], device: torch.device) -> _Batches:

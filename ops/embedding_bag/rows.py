@@ -60,7 +60,7 @@ def gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED: t
 
 @triton.jit
 def next_row(bounds, row, last, end, after):
-    """Return the groups' next rows, where their lookups begin and end, and the ends of the rows after; past `last` none has any."""
+    """Return the groups' next rows, where their lookups begin and end, and the ends of the rows after; from `last` on none."""
     row += 1
     begin, end = end, tl.where(row < last, after, end)
     return row, begin, end, tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
@@ -92,8 +92,8 @@ def rows_unit(
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
-    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. While the gradients of
-    one step are added, those of the next one are under way, and sources of the one after that, of this row or another.
+    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. While the gradients
+    of one step are added, those of the next one are under way, and sources of the one after that, of this row or another.
     """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
@@ -174,7 +174,8 @@ def rows_unit(
 )
 def embedding_bags_counted_rows_kernel(
     grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, num_lookups, grad_size,
-    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all tables' rows, tables of one width after another."""
@@ -196,8 +197,8 @@ def embedding_bags_counted_rows_kernel(
             if (USED >> i) & 1:  # noqa: SIM102
                 if found == i:
                     rows_unit(
-                        grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections, rate,
-                        fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay, rest1,
+                        grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections,
+                        rate, fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay, rest1,
                         rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit

@@ -45,12 +45,15 @@ PLANNED_STEPS = tl.constexpr(STEPS_OF_PLAN)
 
 
 class Known(NamedTuple):
-    """What launches know of a layout: schedules that its features may take, a bit for each, and those of small batches; parts."""
+    """What launches know of a layout; the schedules that its features may take, and those of small batches, have a bit each."""
 
     used: int
     used_by_small: int
     num_parts: int
     widest: int
+    num_rows: int
+    is_aligned: bool
+    has_means: bool
 
 
 def known_of(layout: Tensor) -> Known:
@@ -60,7 +63,14 @@ def known_of(layout: Tensor) -> Known:
         widths = layout[:, 2].tolist()
         of_small = schedules_of(set(widths), SMALL_KINDS, SMALL_COLUMNS.value)
         num_parts = sum(cdiv(width, SMALL_COLUMNS.value) for width in widths)
-        _known[key] = layout, Known(schedules_of(set(widths)), of_small, num_parts, max(widths, default=0))
+        num_rows = max((rows + first_row for rows, first_row in layout[:, [1, 5]].tolist()), default=0)
+        _known[key] = (
+            layout,
+            Known(
+                schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
+                all(width % 4 == 0 for width in widths), bool(layout[:, 4].any()),
+            ),
+        )  # fmt: skip
     return _known[key][1]
 
 

@@ -76,8 +76,15 @@ def table_of(weights: Tensor, feature: Feature) -> Tensor:
     return weights.as_strided((feature.rows, feature.width), (feature.width, 1), weights.storage_offset() + feature.start)
 
 
+def scales_of(row_scales: Tensor, feature: Feature) -> tuple[Tensor, Tensor]:
+    """Return what the integers of a feature's table are multiplied by and what is added, `[rows, 1]` each."""
+    scale, bias = row_scales[feature.first_row : feature.first_row + feature.rows].split(1, 1)
+    return scale, bias
+
+
 def embedding_bags_forward(
     weights: Tensor,
+    row_scales: Tensor | None,
     indices: Tensor,
     offsets: Tensor,
     per_sample_weights: Tensor | None,
@@ -97,10 +104,14 @@ def embedding_bags_forward(
         table, ids, ends = table_of(weights, feature), indices[feature.places], feature.ends
         if weights.dtype != wide:
             # PyTorch rounds what it pools to the dtype of the table. Of a table's rows or of the lookups' whichever are fewer.
-            if feature.rows <= ids.shape[0]:
-                table = table.to(wide)
-            else:
-                table, ids = table.index_select(0, ids).to(wide), torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
+            scale, bias = (None, None) if row_scales is None else scales_of(row_scales, feature)
+            if feature.rows > ids.shape[0]:
+                table = table.index_select(0, ids)
+                scale, bias = (None if of is None else of.index_select(0, ids) for of in (scale, bias))
+                ids = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
+            table = table.to(wide)
+            if scale is not None and bias is not None:
+                table = table.mul_(scale).add_(bias)
         scales = None if per_sample_weights is None else per_sample_weights[feature.places].to(wide)
         ends = ends if ends.dtype == ids.dtype else ends.to(ids.dtype)
         # Not by torch.nn.functional, whose checks take as long as a short feature.

@@ -36,6 +36,7 @@ from jagged.ops import (
     jagged_to_dense,
     jagged_truncate,
     linear_cross_entropy,
+    quantize_rows,
     sampled_linear_cross_entropy,
 )
 from tests.places import PLACE
@@ -195,6 +196,20 @@ def embedding_bag(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, (sums.num_elements,), (len(indices),)))
 
 
+def quantised_bags(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    layout = BagLayout((30, 7), (width, 3), (0, 1, 0), (False, True, False))
+    items = torch.arange(batch.total, device=PLACE.device)
+    indices = torch.cat([items % 30, items % 7, items * 7 % 30])
+    weights, scales = quantize_rows(random_tensor((layout.num_elements,), torch.float32, 0), layout)
+
+    def forward(scales: Tensor) -> list[Tensor]:
+        ends, last = batch.offsets[1:], batch.offsets[-1:]
+        offsets = torch.cat([batch.offsets, ends + last, ends + 2 * last])
+        return [embedding_bags(weights, layout, indices, offsets, scales=scales, output_dtype=dtype, backend=PLACE.backend)]
+
+    return Step(forward, (scales,), is_differentiable=False)
+
+
 def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     offsets, backend = batch.offsets, PLACE.backend
     # Enough for any lengths of 200 rows.
@@ -256,6 +271,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "elementwise": elementwise,
     "embedding_bag": embedding_bag,
     "pair_bmm": pair_bmm,
+    "quantised_bags": quantised_bags,
     "sampled_cross_entropy": sampled_cross_entropy,
     "softmax": softmax,
 }

@@ -14,18 +14,8 @@ from tests.places import PLACE
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 
 LONGS = ("layout", "batches", "ends", "counter", "tables", "step", "indices", "offsets", "widths")
-LONGS += (
-    "slices",
-    "first_bags",
-    "begins",
-    "block_ends",
-    "chunk_begins",
-    "count_begins",
-    "place_begins",
-    "block_begins",
-    "counters",
-    "long_rows",
-)
+LONGS += ("slices", "first_bags", "begins", "block_ends", "chunk_begins", "count_begins", "place_begins", "block_begins")
+LONGS += ("counters", "long_rows", "row_scales")
 FLOATS = (
     "sums_of_slices",
     "scales",
@@ -64,13 +54,15 @@ def used(widths: str) -> int:
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in (*TARGETS, AMD) if arch != 90)])
 @pytest.mark.parametrize("widths", WIDTHS)
-@pytest.mark.parametrize(("dtype", "is_weighted"), [("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize(("dtype", "is_weighted"), [("fp32", False), ("bf16", True), ("u8", False), ("u8", True)])
 def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import forward
 
     constants = {"FIELDS": len(FIELDS), "USED": used(widths), "batches": None}
     if not is_weighted:
         constants["scales"] = None
+    if dtype != "u8":
+        constants["row_scales"] = None
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
     assert resources.spills <= ALLOWED_SPILLS["forward"], resources
     # Layouts of both kinds of widths have twice the branches: the assembler gives functions that are called more then.

@@ -36,6 +36,11 @@ def embedding_bags(
     return outputs
 
 
+def dequantised(tables: Sequence[Tensor], scales: Sequence[Tensor]) -> list[Tensor]:
+    """Tables `[rows, width]` of bytes as the numbers that they stand for, in the dtype of scales `[rows, 2]`."""
+    return [table.to(of.dtype) * of[:, :1] + of[:, 1:] for table, of in zip(tables, scales, strict=True)]
+
+
 def gradients_of_rows(
     num_tables: int,
     features: Sequence[tuple[int, bool]],
