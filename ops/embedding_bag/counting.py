@@ -16,7 +16,7 @@ from jagged.ops._shared.device import find_segment, find_segments
 from jagged.ops.embedding_bag.schedules import span_of
 
 # Exponent of the lookups of a chunk, in batches of fewer than four million lookups and in others. Many short chunks are counted
-# at a time, long ones need few counts: at most four times as many as lookups, for tables of more than 16,384 rows have longer ones.
+# at a time, long ones need few counts: at most four times as many as lookups; tables of more than 16,384 rows have longer ones.
 CHUNK_BITS, MANY_LOOKUPS = (12, 13), 1 << 22
 # Lookups of a row above which several programs sum it, each as many as that.
 LONG = tl.constexpr(256)

@@ -151,8 +151,8 @@ class BagLayout:
         its start, rows, width and first row; behind them a row has the storage's length and the number of all rows. `in_order`
         has the features in the order of their tables, and for a table its first place there. In the column's place stand the
         tables in the order of their widths, the widest first, and in that order in place of `is_mean` after how many units of
-        backward's work each one ends. A part is up to `PART` columns of a feature, its fields are the feature, the part's number among the
-        feature's, and the feature's width; the widest first.
+        backward's work each one ends. A part is up to `PART` columns of a feature, its fields are the feature,
+        the part's number among the feature's, and the feature's width; the widest first.
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:

@@ -86,14 +86,14 @@ def next_step(bounds, place, row, last, begin, end, after):
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def rows_unit(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, grad_size,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, grad_size,
     eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
-    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. While the gradients
-    of one step are added, those of the next one are under way, and sources of the one after that, of this row or another.
+    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. While
+    the gradients of one step are added, those of the next are under way, and sources of the one after, of this row or another.
     """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
@@ -160,7 +160,6 @@ def rows_unit(
 
 @triton.jit(
     do_not_specialize=[
-        "num_lookups",
         "grad_size",
         "num_tables",
         "most_counted",
@@ -173,10 +172,9 @@ def rows_unit(
     ]
 )
 def embedding_bags_counted_rows_kernel(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, num_lookups, grad_size,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, grad_size,
     num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
-    USED: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all tables' rows, tables of one width after another."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
@@ -198,7 +196,7 @@ def embedding_bags_counted_rows_kernel(
                 if found == i:
                     rows_unit(
                         grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections,
-                        rate, fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay, rest1,
+                        rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2, weight_decay, rest1,
                         rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
