@@ -187,7 +187,7 @@ class _Sums:
         )  # fmt: skip
         of_lookups = self.grad, sources, factors, bounds
         embedding_bags_counted_rows_kernel[(self.programs,)](
-            *of_lookups, *self.state, counters, self.grad.numel(), self.num_tables, most, *self.numbers,
+            *of_lookups, *self.state, counters, num_lookups, self.grad.numel(), self.num_tables, most, *self.numbers,
             ALIGNED=self.known.is_aligned, **self.options,
         )  # fmt: skip
         if most_slices:

@@ -73,27 +73,27 @@ def limit_of(begin, end):
 
 
 @triton.jit
-def next_step(bounds, place, row, last, begin, end, after):
-    """Return whether a step is the last one of the rows, and of the step after it the lookups, whether they are, and the rows."""
-    is_more = place + 1 < limit_of(begin, end)
-    is_last = tl.max(is_more.to(tl.int32), 0) == 0
-    place = tl.where(is_more, place + 1, end)
-    if is_last:
-        row, begin, end, after = next_row(bounds, row, last, end, after)
-    return is_last, place, place < limit_of(begin, end), row, begin, end, after
+def weights_of(weights, row, is_read, width, columns, in_row, KIND: tl.constexpr):
+    """Return the rows' weights, `[groups, columns]`, where an update needs them."""
+    old = tl.zeros((row.shape[0], columns.shape[0]), tl.float32)
+    if KIND != "none":
+        mask = is_read[:, None] & in_row[None, :]
+        old = tl.load(weights + elements_of(row, width, columns), mask=mask, other=0.0).to(tl.float32)
+    return old
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def rows_unit(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, grad_size,
-    eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, grad_size, eps,
+    beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
-    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. While
-    the gradients of one step are added, those of the next are under way, and sources of the one after, of this row or another.
+    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. Lookups of a row
+    stand behind those of the row before: the source of the next step, of this row or the next one, is under way while the
+    gradients of this step are.
     """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
@@ -114,52 +114,41 @@ def rows_unit(
     last = tl.minimum(row + TURNS, rows)
     begin, end = tl.load(bounds + row, mask=row < last, other=0), tl.load(bounds + row + 1, mask=row < last, other=0)
     after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
-    # The rows that are summed; `row` and so on go on to be those of the step that sources are loaded for.
-    own_row, own_begin, own_end, own_after = row, begin, end, after
+    limit = limit_of(begin, end)
+    old = weights_of(weights + start, row, limit > begin, width, columns, in_row, KIND)
     total = tl.zeros((GROUPS, COLUMNS), tl.float32)
-    old = total
-    if KIND != "none":
-        mask = (limit_of(begin, end) > begin)[:, None] & in_row[None, :]
-        old = tl.load(weights + start + elements_of(row, width, columns), mask=mask, other=0.0).to(tl.float32)
     place = begin
-    is_live = place < limit_of(begin, end)
-    source = tl.load(sources + place, mask=is_live, other=0)
-    tile = gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED)
-    if factors is not None:
-        factor = tl.load(factors + place, mask=is_live, other=0.0)
-    is_last, place, is_live, row, begin, end, after = next_step(bounds, place, row, last, begin, end, after)
-    source = tl.load(sources + place, mask=is_live, other=0)
+    source = tl.load(sources + place, mask=place < limit, other=0)
     turn = 0
     while turn < TURNS:
-        next_tile = gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED)
+        is_more = place + 1 < limit
+        following = tl.where(is_more, place + 1, end)
+        next_source = tl.load(sources + following, mask=following < num_lookups, other=0)
+        tile = gradients_of(grad, source, place < limit, most_source, columns, in_row, ALIGNED).to(tl.float32)
         if factors is not None:
-            next_factor = tl.load(factors + place, mask=is_live, other=0.0)
-        next_is_last, place, is_live, row, begin, end, after = next_step(bounds, place, row, last, begin, end, after)
-        source = tl.load(sources + place, mask=is_live, other=0)
-        if factors is None:
-            total += tile.to(tl.float32)
-        else:
-            total += tile.to(tl.float32) * factor[:, None]
-            factor = next_factor
-        if is_last:
-            is_read = limit_of(own_begin, own_end) > own_begin
+            tile *= tl.load(factors + place, mask=place < limit, other=0.0)[:, None]
+        total += tile
+        if tl.max(is_more.to(tl.int32), 0) == 0:
+            is_read = limit > begin
             if tl.max(is_read.to(tl.int32), 0) != 0:
-                element = start + elements_of(own_row, width, columns).to(tl.int64)
+                element = start + elements_of(row, width, columns).to(tl.int64)
                 apply_sums(
-                    total, old, is_read, first_row + own_row, element, in_row[None, :], weights, first, second, step, corrections,
+                    total, old, is_read, first_row + row, element, in_row[None, :], weights, first, second, step, corrections,
                     learning_rate, width, numbers, KIND, IS_STOCHASTIC,
                 )  # fmt: skip
             turn += 1
+            row += 1
+            begin, end = end, tl.where(row < last, after, end)
+            after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
+            limit = limit_of(begin, end)
+            old = weights_of(weights + start, row, limit > begin, width, columns, in_row, KIND)
             total = tl.zeros((GROUPS, COLUMNS), tl.float32)
-            own_row, own_begin, own_end, own_after = next_row(bounds, own_row, last, own_end, own_after)
-            if KIND != "none":
-                mask = (limit_of(own_begin, own_end) > own_begin)[:, None] & in_row[None, :]
-                old = tl.load(weights + start + elements_of(own_row, width, columns), mask=mask, other=0.0).to(tl.float32)
-        tile, is_last = next_tile, next_is_last
+        place, source = following, next_source
 
 
 @triton.jit(
     do_not_specialize=[
+        "num_lookups",
         "grad_size",
         "num_tables",
         "most_counted",
@@ -172,8 +161,8 @@ def rows_unit(
     ]
 )
 def embedding_bags_counted_rows_kernel(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, grad_size,
-    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, num_lookups,
+    grad_size, num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all tables' rows, tables of one width after another."""
@@ -196,7 +185,7 @@ def embedding_bags_counted_rows_kernel(
                 if found == i:
                     rows_unit(
                         grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections,
-                        rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2, weight_decay, rest1,
+                        rate, fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay, rest1,
                         rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
