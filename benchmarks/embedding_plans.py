@@ -34,7 +34,7 @@ class Planned(Ours):
             return
         # Tables of random numbers.
         module = ScheduledEmbeddingBagCollection(configs(w), device=w.device)
-        tuned = tune(module, [Features(w).new()], alone=alone, timer=TIMER, progress=False)
+        tuned = tune(module, [Features(w).new()], alone=alone, backward=False, timer=TIMER, progress=False)
         names = [name for of_part in module.feature_names() for name in of_part]
         self.schedules = tuned.plan.schedules(w.layout, w.device, names=names)
         self.facts = {

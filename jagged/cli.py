@@ -289,6 +289,9 @@ def tune(
             show_default=False,
         ),
     ] = None,
+    backward: Annotated[
+        bool, typer.Option("--backward/--no-backward", help="time backward passes, too; not needed where tables are only read")
+    ] = True,
 ) -> None:
     """Measure a plan of schedules for embedding bags.
 
@@ -301,7 +304,7 @@ def tune(
     _prepare()
     from jagged.tuning import tune_recorded as run
 
-    print(run(batches, out, programs=programs or None))
+    print(run(batches, out, programs=programs or None, backward=backward))
 
 
 @app.command()

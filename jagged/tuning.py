@@ -1,10 +1,11 @@
-"""Measuring a plan for embedding bags: which schedule each class of features takes, and how many programs run.
+"""Measuring a plan for embedding bags: which schedule each class of features takes, how many programs run, and what is counted.
 
 Features of one width whose tables, mean lengths and shares of empty bags are alike form a class, which is tuned once. The local
 stage goes through the classes, those that read most first: for every schedule of a class the whole launch is timed, with all
 other features at the best that is known so far, for what a schedule is worth depends on what runs beside it. The global stage
 asks how many programs each multiprocessor should have; if that changes, the local stage is gone through again. A plan is data
-to the kernels, so nothing is compiled for a candidate, and one captured graph serves them all.
+to the kernels, so nothing is compiled for a candidate, and one captured graph serves them all. The backward stage asks up to how
+many rows tables should have whose lookups are counted, which changes what is launched: a graph for each candidate.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,15 +28,20 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from jagged.data import read_batches
 from jagged.modules import ScheduledEmbeddingBagCollection
 from jagged.ops import BagLayout, BagPlan, BagSchedule, BagSchedules, embedding_bags
+from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_PROGRAMS, PROGRAMS, code_of
 
 STEPS = (1, 2, 4, 8, 16, 32, 64)
 CANDIDATES = (BY_MAP, *(code_of(kind, steps) for kind in KINDS for steps in STEPS))
 PROGRAMS_TRIED = (8, 12, 16, 20, 24, 28, 32)
+# Numbers of rows of tables that are tried, beside none and the rule.
+MOST_ROWS_TRIED = 6
 # Times of each candidate, and how many times as many of the best one and of what it is to replace.
 REPEATS, CONFIRMED = 5, 4
 # Classes that are printed.
 SHOWN = 12
+
+Key = TypeVar("Key")
 
 
 class TuningError(ValueError):
@@ -48,11 +55,15 @@ class Trial(NamedTuple):
         features: those that are launched, by their places in the module's output.
         codes: for each of them a schedule, as `BagSchedules` has it.
         programs: for each multiprocessor.
+        is_backward: with the gradient of the tables.
+        counted_rows: most rows of tables whose lookups are counted for it; None: by the rule.
     """
 
     features: tuple[int, ...]
     codes: tuple[int, ...]
     programs: int
+    is_backward: bool = False
+    counted_rows: int | None = None
 
 
 # For each trial as many times as asked for, in microseconds, measured in turns.
@@ -88,6 +99,8 @@ class Tuned(NamedTuple):
         after: with it.
         choices: the classes, those that read most first, and their schedules, -1 where the map chooses.
         seconds: that tuning took.
+        backward: microseconds of all batches' forward and backward passes with the rule of what is counted, and with the plan's
+            number; None where they were not timed.
     """
 
     plan: BagPlan
@@ -95,6 +108,7 @@ class Tuned(NamedTuple):
     after: float
     choices: list[tuple[FeatureClass, int]]
     seconds: float
+    backward: tuple[float, float] | None = None
 
     def __str__(self) -> str:
         count = sum(len(of.features) for of, _ in self.choices)
@@ -107,6 +121,13 @@ class Tuned(NamedTuple):
             lines.append(f"{numbers}  {_words(code)}")
         if len(self.choices) > SHOWN:
             lines.append(f"and {len(self.choices) - SHOWN:,} classes that read less")
+        if self.backward is not None:
+            before, after = self.backward
+            rows = self.plan.counted_rows
+            lines.append(f"tables counted in backward: {'by the rule' if rows is None else f'of up to {rows:,} rows'}")
+            lines.append(
+                f"forward and backward of all batches: {before:,.1f} us by the rule, {after:,.1f} us with the plan's number"
+            )
         lines.append(f"programs for each multiprocessor: {self.plan.programs}")
         lines.append(f"launches of all batches: {self.before:,.1f} us without the plan, {self.after:,.1f} us with it")
         return "\n".join(lines)
@@ -118,6 +139,7 @@ def tune(
     *,
     programs: Sequence[int] = PROGRAMS_TRIED,
     alone: bool = False,
+    backward: bool = True,
     repeats: int = REPEATS,
     timer: Timer | None = None,
     progress: bool = True,
@@ -125,10 +147,12 @@ def tune(
     """Measure a plan for a module's tables on batches of the kind and size that it will see.
 
     Args:
-        module: with its tables on the GPU that the plan is for; forward passes alone are run, and nothing is changed.
+        module: with its tables on the GPU that the plan is for; nothing is changed.
         batches: a few, with keys for all features.
         programs: for each multiprocessor, that are tried beside the default.
         alone: tune each class with no other features in the launch, and combine what was best; for comparison.
+        backward: time backward passes, too, which take as much memory again as the tables, and choose which tables are counted
+            there; False for a module that infers.
         repeats: times of each candidate.
         timer: what measures, for tests; None: replays of CUDA graphs.
         progress: show a progress bar.
@@ -158,12 +182,17 @@ def tune(
     launches = _launches(module, features)
     classes = _classes(launches)
     search = _Search(ReplayTimer(launches) if timer is None else timer, classes, repeats)
-    with _bar(len(classes) + 1, progress) as bar:
+    rows_tried = _rows_tried(launches) if backward else ()
+    times_of_backward = None
+    with _bar(len(classes) + 1 + bool(rows_tried), progress) as bar:
         search.local(bar, alone=alone)
         if not alone and search.occupancy(programs):
             bar.total += len(classes)
             search.local(bar)
         bar.update()
+        if rows_tried:
+            times_of_backward = search.backward(rows_tried)
+            bar.update()
     before, after = search.compared(keep_slower=alone)
     names = [name for of_part in module.feature_names() for name in of_part]
     shapes = [(of.rows[table], of.widths[table]) for of in (launch.layout for launch in launches) for table in of.tables or ()]
@@ -174,7 +203,8 @@ def tune(
     }
     gpu = torch.cuda.get_device_name(module.device) if on_gpu else "CPU"
     choices = [(of, search.codes[of.features[0]]) for of in classes]
-    return Tuned(BagPlan(gpu, chosen, search.programs), before, after, choices, time.perf_counter() - begun)
+    plan = BagPlan(gpu, chosen, search.programs, search.counted_rows)
+    return Tuned(plan, before, after, choices, time.perf_counter() - begun, times_of_backward)
 
 
 def tune_recorded(
@@ -182,6 +212,7 @@ def tune_recorded(
     out: str | os.PathLike[str],
     *,
     programs: Sequence[int] | None = None,
+    backward: bool = True,
     timer: Timer | None = None,
     progress: bool = True,
 ) -> Tuned:
@@ -191,6 +222,7 @@ def tune_recorded(
         batches: the file.
         out: the plan's file; a plan that is there is replaced, and nothing else.
         programs: as in `tune`; None: its default.
+        backward: as in `tune`.
         timer: as in `tune`; on the CPU.
         progress: show a progress bar.
 
@@ -310,6 +342,15 @@ def _counts(lookups: _Lookups, count: int) -> Tensor:
     return torch.tensor([(len(of), int((of > 0).sum()), int(of.sum())) for of in parts], dtype=torch.int64).reshape(-1, 3)
 
 
+def _rows_tried(launches: Sequence[_Launch]) -> tuple[int, ...]:
+    """Up to how many rows tables may be counted: none, and some of the tables' own numbers; empty where no table is so small."""
+    rows = sorted({of for launch in launches for of in launch.layout.rows if of <= MOST_COUNTED})
+    if len(rows) > MOST_ROWS_TRIED:
+        # The fewest and the most among them.
+        rows = [rows[place * (len(rows) - 1) // (MOST_ROWS_TRIED - 1)] for place in range(MOST_ROWS_TRIED)]
+    return (0, *rows) if rows else ()
+
+
 class _Search:
     """The best schedules and number of programs that are known so far."""
 
@@ -319,6 +360,7 @@ class _Search:
         self._repeats = repeats
         self.codes = [BY_MAP] * sum(len(of.features) for of in classes)
         self.programs = PROGRAMS
+        self.counted_rows: int | None = None
 
     def local(self, bar: Any, *, alone: bool = False) -> None:
         """Give every class the schedule that is best for the whole launch, or with `alone` for its own."""
@@ -343,6 +385,29 @@ class _Search:
         self.programs = self._best(trials, former)
         return self.programs != former
 
+    def backward(self, rows_tried: Sequence[int]) -> tuple[float, float] | None:
+        """Take the number of rows that is best for the backward pass; return median times by the rule and with the number.
+
+        None, and the rule, where the gradient finds no memory.
+        """
+        features, codes = tuple(range(len(self.codes))), (BY_MAP,) * len(self.codes)
+        trials = {of: Trial(features, codes, PROGRAMS, True, of) for of in (None, *rows_tried)}
+        try:
+            chosen = self._best(trials, None)
+            times = self._time([trials[of] for of in dict.fromkeys((None, chosen))], CONFIRMED * self._repeats)
+        except torch.OutOfMemoryError:
+            warnings.warn(
+                "backward: found no memory for gradients as large as the tables; the plan does without a number for backward passes",
+                UserWarning,
+                stacklevel=3,
+            )
+            return None
+        if is_faster(times[-1], times[0]):
+            self.counted_rows = chosen
+        else:
+            del times[1:]
+        return statistics.median(times[0]), statistics.median(times[-1])
+
     def compared(self, *, keep_slower: bool) -> tuple[float, float]:
         """Median times without and with what was found, which goes where it is no faster."""
         none = Trial(tuple(range(len(self.codes))), (BY_MAP,) * len(self.codes), PROGRAMS)
@@ -357,7 +422,7 @@ class _Search:
     def _whole(self, programs: int) -> Trial:
         return Trial(tuple(range(len(self.codes))), tuple(self.codes), programs)
 
-    def _best(self, trials: dict[int, Trial], known: int) -> int:
+    def _best(self, trials: Mapping[Key, Trial], known: Key) -> Key:
         """The fastest of some trials where it is faster than the known one in a second comparison too."""
         times = self._time(list(trials.values()), self._repeats)
         medians = dict(zip(trials, map(statistics.median, times), strict=True))
@@ -378,12 +443,23 @@ def is_faster(new: Sequence[float], old: Sequence[float]) -> bool:
     return middle > 2 * error
 
 
+class _Captured(NamedTuple):
+    """What a graph is captured for; see `Trial`."""
+
+    features: tuple[int, ...]
+    programs: int
+    is_backward: bool
+    counted_rows: int | None
+
+
 class ReplayTimer:
     """Times by replays of a graph of all batches' launches; the schedules of a trial are written where the graph reads them."""
 
     def __init__(self, launches: Sequence[_Launch]) -> None:
         self._launches = launches
-        self._captured: dict[tuple[tuple[int, ...], int], tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        self._captured: dict[_Captured, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        # Nobody reads what graphs leave, so that all use the same memory: gradients are as large as the tables.
+        self._pool: Any = None
 
     def __call__(self, trials: Sequence[Trial], repeats: int) -> list[list[float]]:
         """Return for each trial its times in microseconds."""
@@ -406,26 +482,28 @@ class ReplayTimer:
 
     def _run(self, trial: Trial) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]:
         """The graph of a trial, what it reads schedules from, and those of the trial."""
-        if any(features != trial.features for features, _ in self._captured):
-            # Of features that are done with.
+        key = _Captured(trial.features, trial.programs, trial.is_backward, trial.counted_rows)
+        if any((of.features, of.is_backward) != (key.features, key.is_backward) for of in self._captured):
+            # Of features, or of a pass, that are done with.
             self._captured.clear()
-        key = trial.features, trial.programs
+            self._pool = None
         if key not in self._captured:
-            self._captured[key] = self._capture(*key)
+            self._captured[key] = self._capture(key)
         graph, held = self._captured[key]
         device = held[0].device
         wanted = torch.tensor(trial.codes, dtype=torch.int32).to(device).split([len(codes) for codes in held])
         return graph, held, list(wanted)
 
-    def _capture(self, features: tuple[int, ...], programs: int) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-        launches, held = list(_of_features(self._launches, features)), []
+    def _capture(self, key: _Captured) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        launches, held = list(_of_features(self._launches, key.features)), []
         for launch in launches:
             held.append(torch.full((launch.layout.num_features,), BY_MAP, dtype=torch.int32, device=launch.storage.device))
 
         def work() -> None:
             for launch, codes in zip(launches, held, strict=True):
                 for of in launch.batches:
-                    _look_up(launch, of, BagSchedules(codes, programs))
+                    schedules = BagSchedules(codes, key.programs, key.counted_rows)
+                    (_gradient if key.is_backward else _look_up)(launch, of, schedules)
 
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -434,7 +512,8 @@ class ReplayTimer:
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self._pool):
             work()
         return graph, held
 
@@ -461,6 +540,16 @@ def _look_up(launch: _Launch, of: _Lookups, schedules: BagSchedules) -> Tensor:
         output_dtype=launch.output_dtype,
         schedules=schedules,
     )
+
+
+def _gradient(launch: _Launch, of: _Lookups, schedules: BagSchedules) -> Tensor:
+    """The gradient of all tables, for ones."""
+    with torch.enable_grad():
+        storage = launch.storage.detach().requires_grad_()
+        weights = None if of.weights is None else of.weights.detach()
+        output = _look_up(launch._replace(storage=storage), of._replace(weights=weights), schedules)
+    (grad,) = torch.autograd.grad(output, storage, torch.ones_like(output))
+    return grad
 
 
 def _words(code: int) -> str:

@@ -1,7 +1,8 @@
 """Backward pass of embedding bags: the sums of each row's gradients, and of products with the weights of lookups.
 
 The lookups of each row are brought together, in their order, and summed in that order: tables of few rows by counting
-(`counting.py`, `rows.py`), others by a sort (`sorting.py`). What becomes of a sum is in `updates.py`.
+(`counting.py`, `rows.py`), others by a sort (`sorting.py`). A plan says how few, or `most_counted`. What becomes of a sum is in
+`updates.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def _bags(layout: Tensor, offsets: Tensor, batches: Tensor | None, grad: Tensor)
 
 
 def most_counted(num_tables: int, num_lookups: int) -> int:
-    """Return the most rows of tables whose lookups are counted: not far more than a table has lookups in the mean.
+    """Return the most rows of tables whose lookups are counted where no plan says it: not far more than lookups in the mean.
 
     Counting goes through a table's lookups in order: it takes many tables to be done at once, and much to do beside six launches.
     """
@@ -109,6 +110,7 @@ class _Sums:
         layout: Tensor,
         batches: Tensor | None,
         rows: _Rows,
+        counted_rows: int | None,
     ) -> None:
         self.grad, self.indices, self.offsets, self.layout = grad, indices, offsets, layout
         self.batches, self.device_layout = batches, device_layout
@@ -116,6 +118,8 @@ class _Sums:
         self.feature_of_bag, self.num_all, self.num_bags, stride = _bags(layout, offsets, batches, grad)
         num_features, self.fields = layout.shape
         self.num_tables = device_layout.shape[0] - num_features - 1 - self.known.num_parts
+        by_rule = most_counted(self.num_tables, self.num_lookups)
+        self.most = by_rule if counted_rows is None else min(counted_rows, MOST_COUNTED)
         self.tables = device_layout[num_features : num_features + self.num_tables + 1]
         self.programs = PROGRAMS * gpu(self.device).multiprocessors
         self.row_stride = triton.cdiv(self.known.widest, 4) * 4
@@ -141,12 +145,12 @@ class _Sums:
         """Sum, and store or apply the sums."""
         if not self.num_lookups or not self.num_all:
             return
-        most, rows = most_counted(self.num_tables, self.num_lookups), self.layout[:, 1]
-        is_counted = rows <= most
+        rows = self.layout[:, 1]
+        is_counted = rows <= self.most
         if bool(is_counted.any()):
-            self._count(most, rows[is_counted])
+            self._count(self.most, rows[is_counted])
         if not bool(is_counted.all()):
-            self._sort(most)
+            self._sort(self.most)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -256,11 +260,15 @@ def embedding_bags_weights_backward(
     host_batches: Tensor | None,
     num_elements: int,
     weights_dtype: torch.dtype,
+    counted_rows: int | None,
 ) -> Tensor:
-    """Return the gradient of the storage, `[num_elements]`."""
+    """Return the gradient of the storage, `[num_elements]`.
+
+    Tables of up to `counted_rows` rows are counted, None: by the rule.
+    """
     result = grad.new_zeros(num_elements, dtype=weights_dtype)
     rows = _Rows(result, None, None, None, None, "none", (0.0, 0.0, 0.0, 0.0), False)
-    _Sums(grad, indices, offsets, per_sample_weights, device_layout, layout, batches, rows).take()
+    _Sums(grad, indices, offsets, per_sample_weights, device_layout, layout, batches, rows, counted_rows).take()
     return result
 
 
@@ -284,8 +292,12 @@ def embedding_bags_update(
     beta2: float,
     weight_decay: float,
     stochastic_rounding: bool,
+    counted_rows: int | None,
 ) -> None:
-    """Change the rows that were read, and their states, in place; `step` counts this update already."""
+    """Change the rows that were read, and their states, in place; `step` counts this update already.
+
+    Tables of up to `counted_rows` rows are counted, None: by the rule.
+    """
     widest, most = int(layout[:, 2].max()), MOST_COLUMNS.value << (NUM_WIDTHS.value - 6)
     if kind.startswith("rowwise") and widest > most:
         raise ValueError(f"layout: expected at most {most:,} columns for {kind} on a GPU, got {widest:,}; take {kind[8:]}")
@@ -294,7 +306,7 @@ def embedding_bags_update(
         weights, first if has_first else None, second if has_second else None, step, learning_rate, kind,
         (eps, beta1, beta2, weight_decay), stochastic_rounding,
     )  # fmt: skip
-    _Sums(grad, indices, offsets, per_sample_weights, device_layout, layout, batches, rows).take()
+    _Sums(grad, indices, offsets, per_sample_weights, device_layout, layout, batches, rows, counted_rows).take()
 
 
 def embedding_bags_samples_backward(

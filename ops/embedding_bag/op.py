@@ -13,7 +13,7 @@ from jagged.ops._shared.autograd import first_order
 from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor, validation_is_on
 from jagged.ops.embedding_bag import torch_impl
-from jagged.ops.embedding_bag.layout import BagLayout
+from jagged.ops.embedding_bag.layout import MOST_COUNTED, BagLayout
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.plans import MOST_PROGRAMS, PROGRAMS, BagSchedules
 
@@ -26,7 +26,7 @@ def _forward_fake(weights: Tensor, *others: Any) -> Tensor:
 
 
 def _weights_backward_fake(grad: Tensor, *others: Any) -> Tensor:
-    *_, num_elements, weights_dtype, _ = others
+    *_, num_elements, weights_dtype, _, _ = others
     return grad.new_empty(num_elements, dtype=weights_dtype)
 
 
@@ -51,7 +51,7 @@ _forward = define_operator(
 )
 _weights_backward = define_operator(
     "embedding_bags_weights_backward",
-    f"(Tensor grad, {_LOOKUPS}, SymInt num_elements, ScalarType weights_dtype, str backend) -> Tensor",
+    f"(Tensor grad, {_LOOKUPS}, SymInt num_elements, ScalarType weights_dtype, int? counted_rows, str backend) -> Tensor",
     torch_impl=torch_impl.embedding_bags_weights_backward,
     triton_impl="jagged.ops.embedding_bag.backward:embedding_bags_weights_backward",
     fake=_weights_backward_fake,
@@ -66,7 +66,8 @@ _samples_backward = define_operator(
 _update = define_operator(
     "embedding_bags_update",
     f"(Tensor(a!) weights, Tensor(b!) first, Tensor(c!) second, Tensor step, Tensor learning_rate, Tensor grad, {_LOOKUPS}, "
-    "str kind, float eps, float beta1, float beta2, float weight_decay, bool stochastic_rounding, str backend) -> ()",
+    "str kind, float eps, float beta1, float beta2, float weight_decay, bool stochastic_rounding, int? counted_rows, "
+    "str backend) -> ()",
     torch_impl=torch_impl.embedding_bags_update,
     triton_impl="jagged.ops.embedding_bag.backward:embedding_bags_update",
     fake=_update_fake,
@@ -85,7 +86,7 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         indices: Tensor,
         offsets: Tensor,
         batch: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
-        plan: tuple[Tensor | None, int],
+        plan: tuple[Tensor | None, int, int | None],
         size: int,
         width: int,
         output_dtype: torch.dtype,
@@ -97,13 +98,14 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         per_sample_weights = None if per_sample_weights is None else per_sample_weights.contiguous()
         ctx.batch, ctx.optimizer, ctx.backend = batch, optimizer, backend
         ctx.num_elements, ctx.weights_dtype = weights.shape[0], weights.dtype
+        *of_forward, ctx.counted_rows = plan
         needs_rows = per_sample_weights is not None and ctx.needs_input_grad[1]
         # An update changes the weights: of a batch before its own it must not be taken for a mistake.
         ctx.weights = weights if optimizer is not None else None
         saved = weights if needs_rows and optimizer is None else None
         ctx.save_for_backward(saved, per_sample_weights, indices, offsets)
         result: Tensor = _forward(
-            weights, scales, indices, offsets, per_sample_weights, *batch, *plan, size, width, output_dtype, backend
+            weights, scales, indices, offsets, per_sample_weights, *batch, *of_forward, size, width, output_dtype, backend
         )
         return result
 
@@ -125,10 +127,10 @@ class EmbeddingBagsFunction(torch.autograd.Function):
                 optimizer.step.add_(1)
                 _update(
                     weights, optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate, grad, *lookups,
-                    *optimizer.rule, ctx.backend,
+                    *optimizer.rule, ctx.counted_rows, ctx.backend,
                 )  # fmt: skip
         elif ctx.needs_input_grad[0]:
-            grad_weights = _weights_backward(grad, *lookups, ctx.num_elements, ctx.weights_dtype, ctx.backend)
+            grad_weights = _weights_backward(grad, *lookups, ctx.num_elements, ctx.weights_dtype, ctx.counted_rows, ctx.backend)
         found = [x for x in (grad_weights, grad_samples) if x is not None]
         handed = iter(first_order("embedding_bags", tuple(found)))
         return *(None if x is None else next(handed) for x in (grad_weights, grad_samples)), *none
@@ -168,7 +170,7 @@ def embedding_bags(
         optimizer: update the rows that were read in the backward pass, in place, and make no gradient of `weights`.
         output_dtype: float32, or the dtype of weights; of uint8 weights bfloat16 or float16, too.
         schedules: of a plan for this layout, `BagPlan.schedules(layout, device)`; None: by the lengths of the batch. Triton's
-            forward pass alone follows them. The order in which rows are added up, and so a sum's last bits, may differ.
+            kernels alone follow them. The order in which rows are added up, and so a sum's last bits, may differ.
         backend: `"torch"` or `"triton"`; None takes Triton for CUDA tensors and PyTorch for the rest.
 
     Returns:
@@ -245,6 +247,8 @@ def embedding_bags(
             )
         if not 1 <= schedules.programs <= MOST_PROGRAMS:
             raise ValueError(f"schedules: expected 1 to {MOST_PROGRAMS} programs, got {schedules.programs}")
+        if schedules.counted_rows is not None and not 0 <= schedules.counted_rows <= MOST_COUNTED:
+            raise ValueError(f"schedules: expected counted_rows from 0 to {MOST_COUNTED:,}, got {schedules.counted_rows}")
     if validation_is_on():
         _validate(layout, indices, offsets, batch_sizes)
     host_batches = batches = None
@@ -253,7 +257,7 @@ def embedding_bags(
     else:
         host_batches, batches, size = _batches(layout, tuple(batch_sizes), weights.device)
     batch = (layout.tensor(weights.device), layout.fields, batches, host_batches)
-    plan = (None, PROGRAMS) if schedules is None else (schedules.codes.contiguous(), schedules.programs)
+    plan = (None, PROGRAMS, None) if schedules is None else (schedules.codes.contiguous(), *schedules[1:])
     result: Tensor = EmbeddingBagsFunction.apply(  # type: ignore[no-untyped-call]
         weights, per_sample_weights, scales, indices, offsets, batch, plan, size, layout.width, output_dtype, optimizer,
         resolve_backend(backend, weights),

@@ -1,6 +1,7 @@
 """Plans: schedules of features that were measured, in place of those that the map chooses by the mean length.
 
-A plan is plain JSON, a line for each feature. It changes in which order a bag's rows are added up, and nothing else.
+A plan may also say up to how many rows tables have whose lookups the backward pass counts; others are sorted. It is plain JSON, a
+line for each feature. It changes in which order rows are added up, and nothing else.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from jagged.ops.embedding_bag.layout import BagLayout
+from jagged.ops.embedding_bag.layout import MOST_COUNTED, BagLayout
 
 # How many lookups a schedule is made for, by its number.
 KINDS = ("one", "few", "some", "many")
@@ -66,6 +67,8 @@ class BagSchedules(NamedTuple):
     Args:
         codes: `[F]` int32 on the device of the tables; negative where the map is to choose.
         programs: for each multiprocessor.
+        counted_rows: most rows of tables whose lookups the backward pass counts, 0 to 65,536, others are sorted; None: by the
+            numbers of tables and lookups.
 
     Example:
         >>> import torch
@@ -76,6 +79,7 @@ class BagSchedules(NamedTuple):
 
     codes: Tensor
     programs: int = PROGRAMS
+    counted_rows: int | None = None
 
 
 def code_of(kind: str, steps: int) -> int:
@@ -94,6 +98,8 @@ class BagPlan:
         gpu: the name of the GPU that it was measured on.
         features: by name.
         programs: for each multiprocessor, 1 to 64.
+        counted_rows: most rows of tables whose lookups the backward pass brings together by counting, 0 to 65,536; those of
+            larger tables are sorted. None: by the numbers of tables and lookups of each batch.
 
     Raises:
         ValueError: an unknown kind, or numbers out of range.
@@ -108,11 +114,15 @@ class BagPlan:
     gpu: str
     features: Mapping[str, BagSchedule]
     programs: int = PROGRAMS
+    counted_rows: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.gpu, str):
             raise ValueError(f"gpu: expected a name, got {self.gpu!r}")
         _check_number("programs", self.programs, MOST_PROGRAMS)
+        rows = self.counted_rows
+        if rows is not None and (type(rows) is not int or not 0 <= rows <= MOST_COUNTED):
+            raise ValueError(f"counted_rows: expected a number from 0 to {MOST_COUNTED:,} or none, got {rows!r}")
         for name, schedule in self.features.items():
             if schedule.kind not in KINDS:
                 raise ValueError(f"features: expected a kind of {', '.join(KINDS)} for {name!r}, got {schedule.kind!r}")
@@ -123,6 +133,8 @@ class BagPlan:
         """Write the plan as JSON, a line for each feature."""
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(of._asdict())}" for name, of in self.features.items())
         head = {"format": FORMAT, "version": VERSION, "gpu": self.gpu, "programs": self.programs}
+        if self.counted_rows is not None:
+            head["counted_rows"] = self.counted_rows
         shown = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         shown.append('  "features": {\n' + lines + "\n  }" if lines else '  "features": {}')
         # It appears whole or not at all.
@@ -147,7 +159,8 @@ class BagPlan:
         if found.get("version") != VERSION:
             raise ValueError(f"{os.fspath(path)}: expected a plan of version {VERSION}, got {found.get('version')!r}; tune again")
         try:
-            return cls(found["gpu"], _schedules_of(found["features"]), found["programs"])
+            # Plans without a number for backward have none: those that were written before there was one, too.
+            return cls(found["gpu"], _schedules_of(found["features"]), found["programs"], found.get("counted_rows"))
         except KeyError as error:
             raise ValueError(f"{os.fspath(path)}: expected {error.args[0]!r} in a plan, got none; tune again") from None
         except ValueError as error:
@@ -182,7 +195,7 @@ class BagPlan:
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
             _mismatch(f"plan: expected the tables' shapes, got {'; '.join(words)}{more}", mismatch)
             left = {name: of for name, of in self.features.items() if name not in set(others)}
-            return BagPlan(self.gpu, left, self.programs)
+            return replace(self, features=left)
         return self
 
     def schedules(
@@ -214,7 +227,8 @@ class BagPlan:
         if plan is None:
             return None
         codes = [plan.features[name].code if name in plan.features else BY_MAP for name in names]
-        return BagSchedules(torch.tensor(codes, dtype=torch.int32, device="cpu").to(device), plan.programs)
+        of_features = torch.tensor(codes, dtype=torch.int32, device="cpu").to(device)
+        return BagSchedules(of_features, plan.programs, plan.counted_rows)
 
 
 def _schedules_of(features: Any) -> dict[str, BagSchedule]:

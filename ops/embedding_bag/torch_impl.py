@@ -147,8 +147,9 @@ def embedding_bags_weights_backward(
     host_batches: Tensor | None,
     num_elements: int,
     weights_dtype: torch.dtype,
+    counted_rows: int | None,
 ) -> Tensor:
-    """Return the gradient of the storage, `[num_elements]`."""
+    """Return the gradient of the storage, `[num_elements]`; `counted_rows` says nothing to PyTorch."""
     sums = grad.new_zeros(num_elements, dtype=torch.promote_types(weights_dtype, torch.float32))
     for feature, ids, of_rows in _gradients_of_places(
         grad, indices, offsets, per_sample_weights, layout, host_batches, sums.dtype
@@ -198,8 +199,12 @@ def embedding_bags_update(
     beta2: float,
     weight_decay: float,
     stochastic_rounding: bool,
+    counted_rows: int | None,
 ) -> None:
-    """Change the rows that were read, and their states, in place; `step` counts this update already."""
+    """Change the rows that were read, and their states, in place; `step` counts this update already.
+
+    `counted_rows` says nothing to PyTorch.
+    """
     rule = Rule(kind, eps, beta1, beta2, weight_decay, stochastic_rounding)
     parts: dict[int, list[tuple[Feature, Tensor, Tensor]]] = {}
     wide = torch.promote_types(torch.promote_types(weights.dtype, grad.dtype), torch.float32)
