@@ -240,7 +240,7 @@ def tune_recorded(
     device = "cuda" if timer is None else "cpu"
     module = ScheduledEmbeddingBagCollection(recorded.tables, is_weighted, device)
     tried = PROGRAMS_TRIED if programs is None else programs
-    tuned = tune(module, recorded.batches, programs=tried, timer=timer, progress=progress)
+    tuned = tune(module, recorded.batches, programs=tried, backward=backward, timer=timer, progress=progress)
     try:
         tuned.plan.save(target)
     except OSError as error:
@@ -397,7 +397,7 @@ class _Search:
             times = self._time([trials[of] for of in dict.fromkeys((None, chosen))], CONFIRMED * self._repeats)
         except torch.OutOfMemoryError:
             warnings.warn(
-                "backward: found no memory for gradients as large as the tables; the plan does without a number for backward passes",
+                "backward: found no memory for gradients as large as the tables; the plan leaves what is counted to the rule",
                 UserWarning,
                 stacklevel=3,
             )

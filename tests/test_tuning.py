@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,86 @@ def worse_together(trial: Trial) -> float:
     return 100.0 + (5 if len(trial.codes) == 5 else -1) * planned
 
 
+def counted(trial: Trial) -> float:
+    """Backward is best where the tables of 900 rows are counted and larger ones are sorted."""
+    if not trial.is_backward:
+        assert trial.counted_rows is None
+        return separate(trial)
+    return {None: 300.0, 0: 310.0, 900: 250.0, 1000: 280.0}[trial.counted_rows]
+
+
+def test_chooses_what_backward_counts() -> None:
+    tuned = tune(module(), [batch()], timer=Clock(counted), progress=False)
+    assert tuned.plan.counted_rows == 900
+    assert tuned.backward == (300.0, 250.0)
+    assert tuned.plan.features
+    lines = str(tuned).splitlines()
+    assert lines[-4:-2] == [
+        "tables counted in backward: of up to 900 rows",
+        "forward and backward of all batches: 300.0 us by the rule, 250.0 us with the plan's number",
+    ]
+    # Also where no schedule is better.
+    only = tune(module(), [batch()], timer=Clock(lambda trial: counted(trial) if trial.is_backward else 1.0), progress=False)
+    assert only.plan == BagPlan("CPU", {}, counted_rows=900)
+    # Who only infers does without.
+    clock = Clock(lambda trial: 1 / 0 if trial.is_backward else separate(trial))
+    without = tune(module(), [batch()], backward=False, timer=clock, progress=False)
+    assert (without.plan, without.backward) == (replace(tuned.plan, counted_rows=None), None)
+    assert "backward" not in str(without)
+
+
+def test_what_backward_counts_stays_with_the_rule() -> None:
+    noise = [0, 7, -7, 3, -5, 1, 6, -2, 4, -6, 2]
+    little = Clock(lambda trial: 100.0 - 0.001 * (trial.counted_rows or 0), noise)
+    tuned = tune(module(), [batch()], timer=little, progress=False)
+    assert tuned.plan.counted_rows is None
+    assert tuned.backward is not None
+    assert tuned.backward[0] == tuned.backward[1]
+    assert "tables counted in backward: by the rule" in str(tuned)
+
+    def full(trial: Trial) -> float:
+        if trial.is_backward:
+            raise torch.OutOfMemoryError
+        return separate(trial)
+
+    with pytest.warns(UserWarning, match="backward: found no memory for gradients as large as the tables"):
+        tuned = tune(module(), [batch()], timer=Clock(full), progress=False)
+    assert (tuned.plan.counted_rows, tuned.backward) == (None, None)
+    assert tuned.plan.features
+
+
+def test_the_numbers_of_rows_that_are_tried() -> None:
+    def tried(*rows: int) -> tuple[int, ...]:
+        collection = ScheduledEmbeddingBagCollection(
+            [EmbeddingBagConfig(name=f"t{i}", num_embeddings=of, embedding_dim=4) for i, of in enumerate(rows)], device="meta"
+        )
+        return tuning._rows_tried(tuning._launches(collection, []))
+
+    assert tried(70_000) == ()
+    assert tried(65_536, 65_537, 3, 3) == (0, 3, 65_536)
+    assert tried(*range(1, 12)) == (0, 1, 3, 5, 7, 9, 11)
+    # With nothing to choose, nothing is timed.
+    large = ScheduledEmbeddingBagCollection(
+        [EmbeddingBagConfig(name="t", num_embeddings=65_537, embedding_dim=1, feature_names=["long"])]
+    )
+    few = KeyedJaggedTensor(["long"], torch.zeros(3, dtype=torch.int64), lengths=torch.tensor([1, 2]))
+    tuned = tune(large, [few], timer=Clock(lambda trial: 1 / 0 if trial.is_backward else 1.0), progress=False)
+    assert tuned.backward is None
+
+
+@pytest.mark.parametrize("options", [{}, {"ragged": True}, {"weighted": True}])
+def test_gradients_that_are_timed_are_those_of_the_tables(options: dict[str, bool]) -> None:
+    collection = module(is_weighted=options.get("weighted", False))
+    for launch in tuning._launches(collection, [batch(**options)]):
+        codes = torch.full((launch.layout.num_features,), BY_MAP, dtype=torch.int32)
+        storage = launch.storage.detach().requires_grad_()
+        tuning._look_up(launch._replace(storage=storage), launch.batches[0], tuning.BagSchedules(codes)).sum().backward()
+        with torch.no_grad():
+            got = tuning._gradient(launch, launch.batches[0], tuning.BagSchedules(codes, counted_rows=900))
+        assert torch.equal(got, storage.grad)
+        assert launch.storage.grad is None
+
+
 def test_is_faster() -> None:
     assert is_faster([1.0, 1.0, 1.0], [2.0, 2.0, 2.0])
     assert not is_faster([1.0, 1.0], [1.0, 1.0])
@@ -318,6 +399,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         assert BagPlan.load(out).programs == 20
         assert run(patched, "tune", "--batches", str(recorded), "--out", str(out), "--programs", "24", "--programs", "28") == 0
         assert BagPlan.load(out).programs == 24
+        assert "forward and backward of all batches" in capsys.readouterr().out
+        assert run(patched, "tune", "--batches", str(recorded), "--out", str(out), "--no-backward") == 0
+        assert "forward and backward of all batches" not in capsys.readouterr().out
         capsys.readouterr()
         assert run(patched, "tune", "--batches", str(tmp_path / "none.pt"), "--out", str(out)) == 2
         assert "none.pt: found a file that cannot be read" in capsys.readouterr().err

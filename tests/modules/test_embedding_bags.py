@@ -6,7 +6,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -731,6 +731,30 @@ def test_a_plan_is_followed(place: Place, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ours.follow(tmp_path / "none.json")
     assert ours._plan == SOME_PLAN
+
+
+def test_what_a_plan_counts_is_handed_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jagged.ops.embedding_bag import op
+
+    handed: list[int | None] = []
+    for name in ("_update", "_weights_backward"):
+        own = getattr(op, name)
+
+        def noted(*arguments: Any, own: Callable[..., Any] = own) -> Any:
+            handed.append(arguments[-2])
+            return own(*arguments)
+
+        monkeypatch.setattr(op, name, noted)
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    twin = ScheduledEmbeddingBagCollection(
+        some_tables(), device=place.device, optimizer="sgd", optimizer_options={"learning_rate": 1.0}
+    )
+    for plan, expected in ((None, None), (SOME_PLAN, None), (replace(SOME_PLAN, counted_rows=6), 6)):
+        for module in (ours, twin):
+            module.follow(plan)
+            module(Lookups().features()).values().sum().backward()
+        assert handed == [expected] * 2
+        handed.clear()
 
 
 def test_plans_that_do_not_fit(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

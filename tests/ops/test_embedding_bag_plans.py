@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import BagLayout, BagPlan, BagSchedule, BagSchedules, embedding_bags
+from jagged.ops import BagLayout, BagOptimizer, BagPlan, BagSchedule, BagSchedules, embedding_bags
+from jagged.ops.embedding_bag.layout import MOST_COUNTED
+from jagged.ops.embedding_bag.optimizers import Kind
 from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_STEPS, PROGRAMS, code_of
 from tests.ops.test_embedding_bag import ON_CPU, ON_GPU, ON_TRITON, Recorder, batch_of, weights_of, written_out
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
+from tests.strategies import random_tensor
 
 LAYOUT = BagLayout((50, 7, 300, 1), (16, 5, 64, 1), (0, 1, 2, 1, 3, 2), (False, True, False, False, True, True))
 # Of every length: one, mostly none, some, one bag longer than all the rest, none, and some again.
@@ -126,21 +130,73 @@ def test_gradients_do_not_depend_on_a_plan(place: Place) -> None:
     assert torch.equal(*grads)
 
 
-def test_opcheck(place: Place) -> None:
+# What is counted where nothing says it, nothing, some tables, and all.
+@pytest.mark.parametrize("counted_rows", [None, 0, 5, MOST_COUNTED])
+@pytest.mark.parametrize("kind", [None, "adam"])
+def test_gradients_and_updates_are_equal_whatever_is_counted(
+    place: Place, kind: Kind | None, counted_rows: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = BagLayout((9, 5, 3), (4, 3, 6), (0, 1, 0, 2), (False, True, False, False))
+    batch = batch_of(layout, [[3, 0, 2], [1, 4, 0], [0, 2, 5], [6, 1, 1]])
+    ways = _ways_taken(monkeypatch) if place.backend == "triton" else []
+    taken = {None: {"sort"}, 0: {"sort"}, 5: {"count", "sort"}, MOST_COUNTED: {"count"}}[counted_rows]
+    schedules = BagSchedules(schedules_of(*[BY_MAP] * 4).codes, PROGRAMS, counted_rows)
+
+    def ours(weights: Tensor) -> Tensor:
+        return embedding_bags(weights, *batch.arguments, schedules=schedules, backend=place.backend)
+
+    if kind is None:
+        check_three_way(ours, lambda weights: written_out(batch, weights), [weights_of(layout, torch.float32)])
+    results = []
+    for each in (schedules, None):
+        if each is None:
+            assert set(ways) == (taken if place.backend == "triton" else set())
+        weights = weights_of(layout, torch.float32).requires_grad_()
+        optimizer = None if kind is None else BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)
+        output = embedding_bags(weights, *batch.arguments, optimizer=optimizer, schedules=each, backend=place.backend)
+        output.backward(random_tensor(output.shape, torch.float32, 3))
+        results.append(weights.detach() if weights.grad is None else weights.grad)
+    torch.testing.assert_close(*results)
+
+
+def _ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How rows are brought together from now on, pass after pass."""
+    from jagged.ops.embedding_bag.backward import _Sums
+
+    taken: list[str] = []
+    for name in ("count", "sort"):
+        own = getattr(_Sums, f"_{name}")
+
+        def noted(sums: _Sums, *arguments: Any, name: str = name, own: Callable[..., None] = own) -> None:
+            taken.append(name)
+            own(sums, *arguments)
+
+        monkeypatch.setattr(_Sums, f"_{name}", noted)
+    return taken
+
+
+@pytest.mark.parametrize("counted_rows", [None, 20])
+def test_opcheck(place: Place, counted_rows: int | None) -> None:
     batch = batch_of(LAYOUT, LENGTHS)
+    schedules = BagSchedules(schedules_of(*[6] * 6).codes, PROGRAMS, counted_rows)
     calls: list[tuple[Any, tuple[Any, ...]]] = []
     with Recorder(calls):
-        embedding_bags(
-            weights_of(LAYOUT, torch.float32), *batch.arguments, schedules=schedules_of(*[6] * 6), backend=place.backend
-        )
+        for optimizer in (None, BagOptimizer("sgd", LAYOUT, learning_rate=0.1, device=place.device)):
+            weights = weights_of(LAYOUT, torch.float32).requires_grad_()
+            embedding_bags(
+                weights, *batch.arguments, optimizer=optimizer, schedules=schedules, backend=place.backend
+            ).sum().backward()
+    backward = [arguments for operator, arguments in calls if operator._schema.name != "jagged::embedding_bags"]
+    assert [arguments[-2] for arguments in backward] == [counted_rows] * 2
     for operator, arguments in calls:
-        torch.library.opcheck(operator, arguments)
+        plain = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in arguments)
+        torch.library.opcheck(operator, plain)
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 def test_one_graph(place: Place) -> None:
     backend = "inductor" if place.name == "gpu" else "aot_eager"
-    schedules = schedules_of(*[6] * 6)
+    schedules = BagSchedules(schedules_of(*[6] * 6).codes, PROGRAMS, 20)
 
     def function(weights: Tensor, ids: Tensor, offsets: Tensor, schedules: BagSchedules | None) -> Tensor:
         return embedding_bags(weights, LAYOUT, ids, offsets, schedules=schedules, backend=place.backend).square()
@@ -151,6 +207,7 @@ def test_one_graph(place: Place) -> None:
         weights = weights_of(LAYOUT, torch.float32).requires_grad_()
         got, expected = (each(weights, batch.indices, batch.offsets, schedules) for each in (compiled, function))
         torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(of, weights, torch.ones_like(of))[0] for of in (got, expected)))
 
 
 @ON_GPU
@@ -186,6 +243,11 @@ WRONG_SCHEDULES: list[tuple[Any, type[Exception], str]] = [
     (BagSchedules(torch.zeros(6, 1, dtype=torch.int32)), ValueError, "schedules: expected shape"),
     (BagSchedules(torch.zeros(6, dtype=torch.int32, device="meta")), ValueError, "schedules: expected 6 on cpu, got 6 on meta"),
     (BagSchedules(torch.zeros(6, dtype=torch.int32), 65), ValueError, "schedules: expected 1 to 64 programs, got 65"),
+    (
+        BagSchedules(torch.zeros(6, dtype=torch.int32), counted_rows=65_537),
+        ValueError,
+        "schedules: expected counted_rows from 0 to 65,536, got 65537",
+    ),
 ]
 
 
@@ -211,6 +273,25 @@ def test_round_trip(tmp_path: Path) -> None:
     assert '    "a": {"rows": 10, "width": 4, "kind": "some", "steps": 8},' in lines
 
 
+@pytest.mark.parametrize("counted_rows", [None, 0, 4096, MOST_COUNTED])
+def test_what_is_counted_goes_into_the_file_and_to_the_operator(tmp_path: Path, counted_rows: int | None) -> None:
+    plan, path = replace(PLAN, counted_rows=counted_rows), tmp_path / "plan.json"
+    plan.save(path)
+    assert BagPlan.load(path) == plan
+    found = json.loads(path.read_text())
+    # A plan without it is as plans were before.
+    assert found.get("counted_rows", "none") == ("none" if counted_rows is None else counted_rows)
+    path.write_text(json.dumps({**found, "counted_rows": counted_rows}))
+    assert BagPlan.load(path) == plan
+    with pytest.warns(UserWarning, match="expected the tables' shapes"):
+        left = plan.fitting({"a": (11, 4)}, mismatch="warn")
+    assert left is not None
+    assert (set(left.features), left.programs, left.counted_rows) == ({'b "b"\n'}, 24, counted_rows)
+    schedules = plan.schedules(BagLayout((10,), (4,)), "cpu", names=("a",))
+    assert schedules is not None
+    assert (schedules.programs, schedules.counted_rows) == (24, counted_rows)
+
+
 def _without(name: str) -> Callable[[dict[str, Any]], None]:
     return lambda plan: plan.pop(name)
 
@@ -223,6 +304,10 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda plan: plan.update(gpu=3), "gpu: expected a name, got 3"),
     (lambda plan: plan.update(programs=0), "programs: expected a number from 1 to 64, got 0"),
     (lambda plan: plan.update(programs=True), "programs: expected a number from 1 to 64, got True"),
+    (lambda plan: plan.update(counted_rows=-1), "counted_rows: expected a number from 0 to 65,536 or none, got -1"),
+    (lambda plan: plan.update(counted_rows=65_537), "counted_rows: expected a number from 0 to 65,536 or none, got 65537"),
+    (lambda plan: plan.update(counted_rows=True), "counted_rows: expected a number from 0 to 65,536 or none, got True"),
+    (lambda plan: plan.update(counted_rows="all"), "counted_rows: expected a number from 0 to 65,536 or none, got 'all'"),
     (lambda plan: plan.update(features=[]), "features: expected schedules by name, got list"),
     (lambda plan: plan["features"].update(a=3), "features: expected rows, width, kind, steps for 'a', got int"),
     (
