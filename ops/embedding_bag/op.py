@@ -239,12 +239,14 @@ def embedding_bags(
             "make it with device=weights.device"
         )
     if schedules is not None:
-        check_tensor("schedules", schedules.codes, "[F]", (torch.int32,))
-        if schedules.codes.shape[0] != num_features or schedules.codes.device != weights.device:
-            raise ValueError(
-                f"schedules: expected {num_features} on {weights.device}, got {schedules.codes.shape[0]} on "
-                f"{schedules.codes.device}; take those of the plan for this layout and device"
-            )
+        if (codes := schedules.codes) is not None:
+            check_tensor("schedules", codes, "[F]", (torch.int32,))
+            if codes.shape[0] != num_features or codes.device != weights.device:
+                raise ValueError(
+                    f"schedules: expected {num_features} on {weights.device}, got {codes.shape[0]} on {codes.device}; "
+                    "take those of the plan for this layout and device"
+                )
+            schedules = schedules._replace(codes=codes.contiguous())
         if not 1 <= schedules.programs <= MOST_PROGRAMS:
             raise ValueError(f"schedules: expected 1 to {MOST_PROGRAMS} programs, got {schedules.programs}")
         if schedules.counted_rows is not None and not 0 <= schedules.counted_rows <= MOST_COUNTED:
@@ -257,7 +259,7 @@ def embedding_bags(
     else:
         host_batches, batches, size = _batches(layout, tuple(batch_sizes), weights.device)
     batch = (layout.tensor(weights.device), layout.fields, batches, host_batches)
-    plan = (None, PROGRAMS, None) if schedules is None else (schedules.codes.contiguous(), *schedules[1:])
+    plan = (None, PROGRAMS, None) if schedules is None else tuple(schedules)
     result: Tensor = EmbeddingBagsFunction.apply(  # type: ignore[no-untyped-call]
         weights, per_sample_weights, scales, indices, offsets, batch, plan, size, layout.width, output_dtype, optimizer,
         resolve_backend(backend, weights),

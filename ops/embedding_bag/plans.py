@@ -65,7 +65,8 @@ class BagSchedules(NamedTuple):
     """What a launch takes of a plan.
 
     Args:
-        codes: `[F]` int32 on the device of the tables; negative where the map is to choose.
+        codes: `[F]` int32 on the device of the tables; negative where the map is to choose. None: the forward pass goes as
+            without a plan, and small batches without the map.
         programs: for each multiprocessor.
         counted_rows: most rows of tables whose lookups the backward pass counts, 0 to 65,536, others are sorted; None: by the
             numbers of tables and lookups.
@@ -77,7 +78,7 @@ class BagSchedules(NamedTuple):
         32
     """
 
-    codes: Tensor
+    codes: Tensor | None
     programs: int = PROGRAMS
     counted_rows: int | None = None
 
@@ -227,6 +228,8 @@ class BagPlan:
         if plan is None:
             return None
         codes = [plan.features[name].code if name in plan.features else BY_MAP for name in names]
+        if plan.programs == PROGRAMS and all(code == BY_MAP for code in codes):
+            return BagSchedules(None, PROGRAMS, plan.counted_rows)
         of_features = torch.tensor(codes, dtype=torch.int32, device="cpu").to(device)
         return BagSchedules(of_features, plan.programs, plan.counted_rows)
 

@@ -36,6 +36,8 @@ LENGTHS = [
     [5 * bag % 17 for bag in range(BAGS)],
 ]
 
+SMALL = BagLayout((9, 5, 3), (4, 3, 6), (0, 1, 0, 2), (False, True, False, False))
+
 
 def schedules_of(*codes: int, programs: int = PROGRAMS) -> BagSchedules:
     return BagSchedules(torch.tensor(codes, dtype=torch.int32, device=PLACE.device), programs)
@@ -120,6 +122,25 @@ def test_the_map_takes_what_a_plan_says(place: Place) -> None:
         assert of_plan[feature] == -(-BAGS // (at_once * (code // 4)))
 
 
+@ON_TRITON
+def test_small_batches_do_without_the_map_where_a_plan_says_nothing_of_forward(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jagged.ops.embedding_bag import forward
+
+    asked: list[int] = []
+
+    def noted(num_bags: int, num_lookups: int) -> bool:
+        asked.append(num_bags)
+        return False
+
+    monkeypatch.setattr(forward, "is_small", noted)
+    batch = batch_of(SMALL, [[2, 0], [1, 1], [0, 2], [3, 1]])
+    for schedules in (schedules_of(*[BY_MAP] * 4), BagSchedules(None, counted_rows=5), None):
+        embedding_bags(weights_of(SMALL, torch.float32), *batch.arguments, schedules=schedules, backend=place.backend)
+    assert asked == [8, 8]
+
+
 def test_gradients_do_not_depend_on_a_plan(place: Place) -> None:
     batch = batch_of(LAYOUT, LENGTHS)
     grads = []
@@ -128,9 +149,6 @@ def test_gradients_do_not_depend_on_a_plan(place: Place) -> None:
         output = embedding_bags(weights, *batch.arguments, schedules=schedules, backend=place.backend)
         grads += torch.autograd.grad(output, weights, torch.ones_like(output))
     assert torch.equal(*grads)
-
-
-SMALL = BagLayout((9, 5, 3), (4, 3, 6), (0, 1, 0, 2), (False, True, False, False))
 
 
 # What is counted where nothing says it, nothing, some tables, and all.
@@ -142,7 +160,7 @@ def test_gradients_and_updates_are_equal_whatever_is_counted(
     layout, batch = SMALL, batch_of(SMALL, [[3, 0, 2], [1, 4, 0], [0, 2, 5], [6, 1, 1]])
     ways = _ways_taken(monkeypatch) if place.backend == "triton" else []
     taken = {None: {"sort"}, 0: {"sort"}, 5: {"count", "sort"}, MOST_COUNTED: {"count"}}[counted_rows]
-    schedules = BagSchedules(schedules_of(*[BY_MAP] * 4).codes, PROGRAMS, counted_rows)
+    schedules = BagSchedules(None, PROGRAMS, counted_rows)
 
     def ours(weights: Tensor) -> Tensor:
         return embedding_bags(weights, *batch.arguments, schedules=schedules, backend=place.backend)
@@ -292,6 +310,13 @@ def test_what_is_counted_goes_into_the_file_and_to_the_operator(tmp_path: Path, 
     schedules = plan.schedules(BagLayout((10,), (4,)), "cpu", names=("a",))
     assert schedules is not None
     assert (schedules.programs, schedules.counted_rows) == (24, counted_rows)
+    # One that says nothing of forward takes no way from it.
+    alone = BagPlan("any", {}, counted_rows=counted_rows).schedules(BagLayout((10,), (4,)), "cpu")
+    assert alone == BagSchedules(None, PROGRAMS, counted_rows)
+    fewer = BagPlan("any", {}, 24, counted_rows).schedules(BagLayout((10,), (4,)), "cpu")
+    assert fewer is not None
+    assert fewer.codes is not None
+    assert fewer.codes.tolist() == [BY_MAP]
 
 
 def _without(name: str) -> Callable[[dict[str, Any]], None]:
