@@ -164,7 +164,7 @@ class _Sums:
             *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most, bits,
             BLOCK=counting.BLOCK_FEATURES, num_warps=16, **fields,
         )  # fmt: skip
-        # A chunk has so many counts for each of its lookups at most, or, as the last one of its feature, as many as its table rows.
+        # A chunk has so many counts for each of its lookups at most, or, the last one of its feature, as many as its table rows.
         most_chunks = (num_lookups >> bits) + len(rows)
         counts = self._empty((16_384 >> bits) * num_lookups + int(rows.sum()) + 4 * most_chunks, dtype=place_dtype)
         ranks = self._empty(num_lookups, dtype=torch.int16)
