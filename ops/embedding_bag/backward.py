@@ -22,8 +22,8 @@ from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel
-from jagged.ops.embedding_bag.schedules import known_of
-from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, known_of
+from jagged.ops.embedding_bag.updates import NUM_WIDTHS
 
 # Tables, and lookups of all, below which nothing is counted.
 FEWEST_TABLES, FEWEST_LOOKUPS = 128, 1 << 20

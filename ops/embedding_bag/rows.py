@@ -12,8 +12,8 @@ import triton.language as tl
 
 from jagged.ops.embedding_bag.counting import LONG
 from jagged.ops.embedding_bag.layout import TURNS as _TURNS
-from jagged.ops.embedding_bag.schedules import group_of, take_unit
-from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, group_of, take_unit
+from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
 
 # Rows of a unit for each group of lanes.
 TURNS = tl.constexpr(_TURNS)
