@@ -23,8 +23,8 @@ from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel
-from jagged.ops.embedding_bag.schedules import known_of
-from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, known_of
+from jagged.ops.embedding_bag.updates import NUM_WIDTHS
 
 # Tables, and lookups of all, below which nothing is counted.
 FEWEST_TABLES, FEWEST_LOOKUPS = 128, 1 << 20
@@ -168,9 +168,9 @@ class _Sums:
             *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most, bits,
             BLOCK=counting.BLOCK_FEATURES, num_warps=16, **fields,
         )  # fmt: skip
-        # No chunk has less than a quarter as many lookups as its table has rows, but for the last one of each feature.
+        # A chunk has so many counts for each of its lookups at most, or, the last one of its feature, as many as its table rows.
         most_chunks = (num_lookups >> bits) + len(rows)
-        counts = self._empty(4 * num_lookups + int(rows.sum()) + 4 * most_chunks, dtype=place_dtype)
+        counts = self._empty((16_384 >> bits) * num_lookups + int(rows.sum()) + 4 * most_chunks, dtype=place_dtype)
         ranks = self._empty(num_lookups, dtype=torch.int16)
         counting.embedding_bags_ranks_kernel[(most_chunks,)](
             self.indices, *of_features, chunk_begins, count_begins, counts, ranks, num_lookups, num_features, self.num_bags,
@@ -219,24 +219,26 @@ class _Sums:
         begins = torch.searchsorted(keys, self.tables[:, 5].to(keys.dtype))
         ends, block_ends = self._empty(2, num_tables, dtype=wide)
         counter = self._empty(1, dtype=wide)
+        is_large = num_lookups >= sorting.MANY_LOOKUPS
+        stream, split = sorting.STREAM[is_large], sorting.SPLIT[is_large]
         programs = min(self.programs, num_lookups)
         sorting.embedding_bags_rows_map_kernel[(1,)](
-            self.tables, begins, ends, block_ends, counter, num_tables, programs, STREAM=sorting.STREAM, SPLIT=sorting.SPLIT,
+            self.tables, begins, ends, block_ends, counter, num_tables, programs, STREAM=stream, SPLIT=split,
             WHOLE_ROWS=self.is_by_row, BLOCK=sorting.BLOCK_TABLES, num_warps=16, **fields,
         )  # fmt: skip
         # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
-        is_split = num_lookups > sorting.SPLIT
-        num_parts = 2 * (num_lookups // sorting.SPLIT + num_tables) if is_split else 0
+        is_split = num_lookups > split
+        num_parts = 2 * (num_lookups // split + num_tables) if is_split else 0
         parts_of_runs = torch.zeros(num_parts, self.row_stride, device=self.device)
         sorting.embedding_bags_rows_kernel[(programs,)](
             self.grad, sources, factors, keys, parts_of_runs, *self.state, begins, ends, block_ends, counter, num_tables,
-            self.row_stride, *self.numbers, STREAM=sorting.STREAM, SPLIT=sorting.SPLIT, ALIGNED=self.known.is_aligned,
+            self.row_stride, *self.numbers, STREAM=stream, SPLIT=split, ALIGNED=self.known.is_aligned,
             **self.options,
         )  # fmt: skip
         if is_split:
             sorting.embedding_bags_join_kernel[(sorting.JOINING * gpu(self.device).multiprocessors,)](
                 keys, parts_of_runs, *self.state, begins, block_ends, num_tables, self.row_stride, *self.numbers,
-                SPLIT=sorting.SPLIT, **self.options,
+                SPLIT=split, **self.options,
             )  # fmt: skip
 
 

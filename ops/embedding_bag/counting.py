@@ -22,7 +22,7 @@ CHUNK_BITS, MANY_LOOKUPS = (12, 13), 1 << 22
 LONG = tl.constexpr(256)
 # Features that the kernel of the chunks takes at once, and rows and chunks that the one of the bounds does.
 BLOCK_FEATURES, BLOCK_ROWS, BLOCK_CHUNKS = 1024, 1024, 4
-# Lookups that a program of the last pass takes.
+# Lookups that a program of the last pass takes, of one chunk.
 BLOCK_PLACES = tl.constexpr(1024)
 
 

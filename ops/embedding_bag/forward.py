@@ -40,9 +40,10 @@ from jagged.ops.embedding_bag.schedules import (
 
 # Batches of no more bags, and of no more lookups for each bag in the mean, do without the map. Whatever their lengths, the
 # longest bag takes no more steps than there are bags, or twice as many: 32 lookups are one, or 16 of rows that begin anywhere.
-SMALL_BAGS, SMALL_MEAN = 65_536, 32
-# Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together.
-SMALL_PROGRAMS = 128
+SMALL_BAGS, SMALL_MEAN = 330_000, 32
+# Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together; and most bags of
+# each, for larger batches have more programs.
+SMALL_PROGRAMS, SMALL_UNIT = 128, 8
 
 
 @triton.jit
@@ -362,7 +363,7 @@ def embedding_bags_forward(
     known = known_of(layout)
     if plan is None and batches is None and is_small(offsets.shape[0] - 1, indices.shape[0]):
         most_programs = SMALL_PROGRAMS * gpu(weights.device).multiprocessors
-        unit_bags = max(1, known.num_parts * size // most_programs)
+        unit_bags = min(max(1, known.num_parts * size // most_programs), SMALL_UNIT)
         units = cdiv(size, unit_bags)
         embedding_bags_small_kernel[(known.num_parts * units,)](
             weights, row_scales, indices, offsets, per_sample_weights, output, device_layout,

@@ -12,8 +12,8 @@ import triton.language as tl
 
 from jagged.ops.embedding_bag.counting import LONG
 from jagged.ops.embedding_bag.layout import TURNS as _TURNS
-from jagged.ops.embedding_bag.schedules import group_of, take_unit
-from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, group_of, take_unit
+from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
 
 # Rows of a unit for each group of lanes.
 TURNS = tl.constexpr(_TURNS)
@@ -85,8 +85,8 @@ def weights_of(weights, row, is_read, width, columns, in_row, KIND: tl.constexpr
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def rows_unit(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, grad_size, eps,
-    beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, grad_size,
+    eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
     SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
@@ -185,8 +185,8 @@ def embedding_bags_counted_rows_kernel(
                 if found == i:
                     rows_unit(
                         grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections,
-                        rate, fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay, rest1,
-                        rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
+                        rate, fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay,
+                        rest1, rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
 

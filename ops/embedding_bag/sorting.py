@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from jagged.ops.embedding_bag.counting import bags_of
-from jagged.ops.embedding_bag.schedules import group_of, take_unit
-from jagged.ops.embedding_bag.updates import MOST_COLUMNS, NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, group_of, take_unit
+from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
 BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
-# Sorted lookups that a group of lanes takes, and of a block, at whose end a row's sum is cut, so that none has very many of them.
-STREAM, SPLIT = 32, 128
+# Sorted lookups that a group of lanes takes, and of a block, at whose end a row's sum is cut, so that none has very many of them:
+# in batches of fewer than `MANY_LOOKUPS`, and in others.
+STREAM, SPLIT, MANY_LOOKUPS = (16, 32), (64, 128), 1 << 18
 # Tables that the kernel of the units takes at once.
 BLOCK_TABLES = 1024
 # Programs that join what was cut, for each multiprocessor.

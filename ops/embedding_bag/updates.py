@@ -7,11 +7,9 @@ import triton.language as tl
 
 from jagged.ops._shared.device import rounded_product
 
-# Columns of a program; of updates with one number a row all columns, up to 8,192.
-MOST_COLUMNS = tl.constexpr(128)
 # Numbers of a row of lanes.
 NUMBERS = tl.constexpr(128)
-# Widths that programs may have: 4 to 8,192, powers of two.
+# Widths that programs may have: powers of two from 4 on, to `MOST_COLUMNS`, or where an update needs a whole row to 8,192.
 NUM_WIDTHS = tl.constexpr(12)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jagged.ops import BagLayout, BagOptimizer, BagSchedules, embedding_bags
+from tests.gathering import GATHERINGS, gathering
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.embedding_bag import embedding_bags as reference
@@ -31,13 +32,14 @@ MOST = {"cpu": (5, 6, 5), "interpret": (3, 3, 3), "gpu": (5, 8, 70)}[PLACE.name]
 
 
 @pytest.fixture(params=["torch"] if PLACE.name == "cpu" else ["small", "map"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How Triton's forward pass takes batches: small ones by a kernel of their own, as it does, or all of them by the map."""
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How Triton's passes take batches: small ones by a kernel of their own and sorted, or all by the map and counted."""
     if request.param == "map":
         from jagged.ops.embedding_bag import forward
 
         monkeypatch.setattr(forward, "SMALL_BAGS", -1)
-    return str(request.param)
+    with gathering("counted" if request.param == "map" else "sorted"):
+        yield str(request.param)
 
 
 @dataclass(frozen=True)
@@ -169,14 +171,22 @@ def run(place: Place, batch: Batch, weights: Tensor, samples: Tensor | None = No
     st.booleans(),
     st.sampled_from([None, *PLACE.dtypes]),
     st.sampled_from([[True, True], [True, False], [False, True], [False, False]]),
+    st.sampled_from(GATHERINGS),
 )
 def test_three_way(
-    place: Place, batch: Batch, dtype: torch.dtype, is_wide: bool, sample_dtype: torch.dtype | None, wanted: list[bool]
+    place: Place,
+    batch: Batch,
+    dtype: torch.dtype,
+    is_wide: bool,
+    sample_dtype: torch.dtype | None,
+    wanted: list[bool],
+    gathered: str,
 ) -> None:
     if any(batch.layout.means or ()):
         sample_dtype = None
     output_dtype = torch.float32 if is_wide else dtype
-    check(place, batch, dtype, output_dtype=output_dtype, sample_dtype=sample_dtype, wanted=wanted)
+    with gathering(gathered):
+        check(place, batch, dtype, output_dtype=output_dtype, sample_dtype=sample_dtype, wanted=wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -530,8 +540,8 @@ def test_rows_of_many_lookups_are_summed_in_parts(
     """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
     from jagged.ops.embedding_bag import sorting
 
-    monkeypatch.setattr(sorting, "STREAM", chunk)
-    monkeypatch.setattr(sorting, "SPLIT", split)
+    monkeypatch.setattr(sorting, "STREAM", (chunk, chunk))
+    monkeypatch.setattr(sorting, "SPLIT", (split, split))
     layout = BagLayout((3, 1, 50, 2), (6, 140, 8, 4))
     bags = 5 if place.name == "interpret" else 9
     for seed, most in enumerate((5, 33) if place.name == "interpret" else (5, 16, 33)):
@@ -540,19 +550,65 @@ def test_rows_of_many_lookups_are_summed_in_parts(
         check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
 
 
+@ON_TRITON
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_of_many_lookups_are_summed_in_slices(place: Place, weighted: bool) -> None:
+    """Where lookups are counted: rows of as many as are summed at once, one more, and several times as many; several features."""
+    at_once = 8 if place.name == "interpret" else 256
+    layout = BagLayout((1, 3, 50), (140, 6, 8), (1, 0, 2, 1, 0))
+    with gathering("counted", long=at_once):
+        for most in (at_once, at_once + 1, 4 * at_once):
+            lengths = [[most, 3, 0], [most - 1, 0, 1], [5, 0, most], [0, 1, 2], [0, 1, 0]]
+            batch = batch_of(layout, lengths)
+            check(place, batch, torch.float32, sample_dtype=torch.float32 if weighted else None)
+
+
+@ON_TRITON
+@pytest.mark.parametrize("rows", [900, 4000, 20_000])
+def test_chunks_of_a_feature(place: Place, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of a feature and of a table, rows in one of them or in all, more rows than lookups and fewer."""
+    from jagged.ops.embedding_bag import counting
+
+    lengths = [[90, 0, 41], [64], [], [33, 1]]
+    if place.name == "interpret":
+        import triton.language as tl
+
+        # A block is of one chunk.
+        monkeypatch.setattr(counting, "CHUNK_BITS", (5, 5))
+        monkeypatch.setattr(counting, "BLOCK_PLACES", tl.constexpr(16))
+    else:
+        lengths = [[length * 100 for length in bags] for bags in lengths]
+    layout = BagLayout((rows, 40), (4, 8), (0, 1, 0, 0))
+    batch = batch_of(layout, lengths, has_sizes=True)
+    with gathering("counted"):
+        check(place, batch, torch.float32)
+
+
+@ON_TRITON
+@pytest.mark.parametrize(("tables", "lookups", "expected"), [
+    (1000, 10_000_000, 20_000), (1000, 500_000, 0), (26, 10_000_000, 0), (128, 100_000_000, 65_536),
+])  # fmt: skip
+def test_which_tables_are_counted(place: Place, tables: int, lookups: int, expected: int) -> None:
+    from jagged.ops.embedding_bag import backward
+
+    assert backward.most_counted(tables, lookups) == expected
+
+
+@pytest.mark.parametrize("gathered", GATHERINGS)
 @pytest.mark.parametrize("dtype", PLACE.dtypes)
-def test_repeats_are_bit_for_bit_equal(place: Place, dtype: torch.dtype) -> None:
+def test_repeats_are_bit_for_bit_equal(place: Place, dtype: torch.dtype, gathered: str) -> None:
     torch.use_deterministic_algorithms(False)
     scale = {"cpu": 3, "interpret": 1, "gpu": 200}[place.name]
-    layout = BagLayout((5, 3000, 40), (8, 33, 64), (0, 1, 2, 0))
+    layout = BagLayout((5, 300 if PLACE.name == "interpret" else 3000, 40), (8, 33, 64), (0, 1, 2, 0))
     lengths = [[7, 0] * scale, [1, 3] * scale, [0, LONGEST] + [2, 1] * (scale - 1), [1, 1] * scale]
     batch = batch_of(layout, lengths)
     weights, samples = weights_of(layout, dtype), random_tensor(tuple(batch.indices.shape), dtype, 1)
     for scales in (None, samples):
-        expected = run(place, batch, weights, scales)
-        for _ in range({"cpu": 10, "interpret": 1, "gpu": 100}[place.name]):
-            for again, first in zip(run(place, batch, weights, scales), expected, strict=True):
-                assert torch.equal(again, first)
+        with gathering(gathered):
+            expected = run(place, batch, weights, scales)
+            for _ in range({"cpu": 10, "interpret": 1, "gpu": 100}[place.name]):
+                for again, first in zip(run(place, batch, weights, scales), expected, strict=True):
+                    assert torch.equal(again, first)
 
 
 def test_second_derivatives_are_refused(place: Place) -> None:

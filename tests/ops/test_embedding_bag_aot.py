@@ -76,7 +76,11 @@ def test_forward_of_small_batches(dtype: str, is_weighted: bool, widths: str, ar
     from jagged.ops.embedding_bag import forward
     from jagged.ops.embedding_bag.schedules import SMALL_COLUMNS, SMALL_KINDS, schedules_of
 
-    constants = {"FIELDS": 7, "USED": schedules_of(WIDTHS[widths], SMALL_KINDS, SMALL_COLUMNS.value)}
+    constants = {
+        "FIELDS": len(FIELDS),
+        "row_scales": None,
+        "USED": schedules_of(WIDTHS[widths], SMALL_KINDS, SMALL_COLUMNS.value),
+    }
     if not is_weighted:
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_small_kernel, constants, arch, dtype=dtype)
@@ -101,10 +105,10 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
     }
     if kind == "none":
         constants |= dict.fromkeys(("factors", "first", "second", "step", "corrections", "rate"))
-    split, aligned = {"SPLIT": sorting.SPLIT}, {"ALIGNED": True}
+    split, aligned = {"SPLIT": sorting.SPLIT[1]}, {"ALIGNED": True}
     join = {name: value for name, value in constants.items() if name != "factors"} | split
     for kernel, of in (
-        (sorting.embedding_bags_rows_kernel, constants | split | aligned | {"STREAM": sorting.STREAM}),
+        (sorting.embedding_bags_rows_kernel, constants | split | aligned | {"STREAM": sorting.STREAM[1]}),
         (sorting.embedding_bags_join_kernel, join),
         (rows.embedding_bags_counted_rows_kernel, constants | aligned),
         (rows.embedding_bags_long_rows_kernel, constants | aligned),
@@ -132,7 +136,7 @@ def test_small_kernels(name: str, arch: int | str) -> None:
         "large_planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "first_bags": None}, 16),
         "rows_map": (
             sorting,
-            fields | {"STREAM": sorting.STREAM, "SPLIT": sorting.SPLIT, "WHOLE_ROWS": False, "BLOCK": sorting.BLOCK_TABLES},
+            fields | {"STREAM": sorting.STREAM[1], "SPLIT": sorting.SPLIT[1], "WHOLE_ROWS": False, "BLOCK": sorting.BLOCK_TABLES},
             16,
         ),
         "lookups": (sorting, fields | {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS}, 4),

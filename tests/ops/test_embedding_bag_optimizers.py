@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
 from jagged.ops.embedding_bag.optimizers import KINDS, STATES
+from tests.gathering import GATHERINGS, gathering
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.embedding_bag import gradients_of_rows, updated_row
@@ -122,7 +123,8 @@ def test_three_way(place: Place, kind: str, dtype: torch.dtype, weight_decay: fl
 
 @pytest.mark.parametrize("kind", ["sgd", "rowwise_adagrad", "adam"])
 @pytest.mark.parametrize("options", ["weighted", "means", "sizes", "low"])
-def test_three_way_of_other_bags(place: Place, kind: str, options: str) -> None:
+@pytest.mark.parametrize("gathered", GATHERINGS)
+def test_three_way_of_other_bags(place: Place, kind: str, options: str, gathered: str) -> None:
     """Weights of lookups, means, features with batches of their own, and gradients in the dtype of the tables."""
     layout = BagLayout((9, 300), (4, 18), (0, 1, 0), (False, True, True) if options == "means" else None)
     lengths = [[3, 0, 2], [1, 12, 0], [2, 1, 3]] if options != "sizes" else [[3], [1, 12, 0], []]
@@ -149,7 +151,8 @@ def test_three_way_of_other_bags(place: Place, kind: str, options: str) -> None:
         return by_hand(kind, layout, weights, [(ids, ends)], [grad], RATES, *samples)[0]
 
     inputs = [weights, grad, *([] if samples is None else [samples])]
-    check_three_way(ours, written_out, inputs, requires_grad=[False] * len(inputs))
+    with gathering(gathered):
+        check_three_way(ours, written_out, inputs, requires_grad=[False] * len(inputs))
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="float64 is PyTorch's")
@@ -298,8 +301,8 @@ def test_rows_of_more_columns_than_a_program_holds(place: Place, kind: str) -> N
 @pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the Triton kernels alone")
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their gradients are summed in parts, in blocks of eight lookups here, before anything is done with them."""
-    from jagged.ops.embedding_bag import backward
+    """Their gradients are summed in parts, of eight lookups here, before anything is done with them; sorted or counted."""
+    from jagged.ops.embedding_bag import sorting
 
     layout = BagLayout((2, 40), (140, 8))
     lengths = [[7, 20, 3, 0], [13, 1, 0, 5]] if IS_SMALL else [[7, 20, 3, 9], [30, 1, 25, 5]]
@@ -308,13 +311,16 @@ def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypa
     grads = [random_tensor((4, layout.width), torch.float32, seed) for seed in steps]
     weights = random_tensor((layout.num_elements,), torch.float32, 0)
     results = []
-    for split in (backward.SPLIT, 8):
-        monkeypatch.setattr(backward, "STREAM", 8)
-        monkeypatch.setattr(backward, "SPLIT", split)
+    for way, split in (("sorted", 128), ("sorted", 8), ("counted", None), ("counted", 8)):
+        if way == "sorted":
+            monkeypatch.setattr(sorting, "STREAM", (8, 8))
+            monkeypatch.setattr(sorting, "SPLIT", (split, split))
         optimizer = optimizer_of(kind, layout, weight_decay=0.125)
-        results.append([trained(place, weights, optimizer, batches, grads), optimizer.first, optimizer.second])
-    for in_parts, whole in zip(*results[::-1], strict=True):
-        torch.testing.assert_close(in_parts, whole)
+        with gathering(way, long=split):
+            results.append([trained(place, weights, optimizer, batches, grads), optimizer.first, optimizer.second])
+    for result in results[1:]:
+        for in_parts, whole in zip(result, results[0], strict=True):
+            torch.testing.assert_close(in_parts, whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,30 @@
+"""How Triton's backward pass of embedding bags brings the lookups of a row together, chosen by a test."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from jagged.ops.embedding_bag.layout import MOST_COUNTED
+from tests.places import PLACE
+
+# What there is to choose; PyTorch's has one way.
+GATHERINGS = ["torch"] if PLACE.name == "cpu" else ["sorted", "counted"]
+
+
+@contextlib.contextmanager
+def gathering(way: str, long: int | None = None) -> Iterator[None]:
+    """Sort the lookups of all tables, or count them; interpreted, rows of more than `long` lookups are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        if PLACE.name != "cpu":
+            from jagged.ops.embedding_bag import backward, counting, rows
+
+            patch.setattr(backward, "most_counted", lambda *_: MOST_COUNTED if way == "counted" else 0)
+            if long is not None and PLACE.name == "interpret":
+                import triton.language as tl
+
+                for module in (counting, rows):
+                    patch.setattr(module, "LONG", tl.constexpr(long))
+        yield
