@@ -450,6 +450,8 @@ class _Captured(NamedTuple):
     programs: int
     is_backward: bool
     counted_rows: int | None
+    # Nothing is planned, so that small batches do without the map.
+    is_plain: bool
 
 
 class ReplayTimer:
@@ -482,7 +484,8 @@ class ReplayTimer:
 
     def _run(self, trial: Trial) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]:
         """The graph of a trial, what it reads schedules from, and those of the trial."""
-        key = _Captured(trial.features, trial.programs, trial.is_backward, trial.counted_rows)
+        is_plain = trial.programs == PROGRAMS and all(code == BY_MAP for code in trial.codes)
+        key = _Captured(trial.features, trial.programs, trial.is_backward, trial.counted_rows, is_plain)
         if any((of.features, of.is_backward) != (key.features, key.is_backward) for of in self._captured):
             # Of features, or of a pass, that are done with.
             self._captured.clear()
@@ -502,7 +505,7 @@ class ReplayTimer:
         def work() -> None:
             for launch, codes in zip(launches, held, strict=True):
                 for of in launch.batches:
-                    schedules = BagSchedules(codes, key.programs, key.counted_rows)
+                    schedules = BagSchedules(None if key.is_plain else codes, key.programs, key.counted_rows)
                     (_gradient if key.is_backward else _look_up)(launch, of, schedules)
 
         stream = torch.cuda.Stream()

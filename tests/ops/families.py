@@ -15,6 +15,7 @@ from torch import Tensor
 import jagged.ops
 from jagged.ops import (
     BagLayout,
+    BagSchedules,
     Draw,
     array_jagged_bmm_jagged_out,
     catalogue_topk,
@@ -182,15 +183,20 @@ def embedding_bag(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     # So many lookups of a row that its gradient is summed in parts; slow where kernels are interpreted, so once.
     hot = torch.arange(5000, device=PLACE.device) % 2 if dtype == torch.float32 and batch.batch_size == 4 else None
     pair, whole = BagLayout((2,), (4,)), torch.tensor([0, 5000], device=PLACE.device)
+    # By the map, and lookups brought together by counting, in place of a sort.
+    counted, by_count = (
+        BagSchedules(torch.full((count,), -1, dtype=torch.int32, device=PLACE.device), counted_rows=65_536) for count in (2, 1)
+    )
 
     def forward(weights: Tensor, samples: Tensor) -> list[Tensor]:
         offsets = torch.cat([batch.offsets, batch.offsets[1:] + batch.offsets[-1:]])
         outputs = [
             embedding_bags(weights, sums, indices, offsets, per_sample_weights=samples, backend=PLACE.backend),
-            embedding_bags(weights, means, indices, offsets, backend=PLACE.backend),
+            embedding_bags(weights, means, indices, offsets, schedules=counted, backend=PLACE.backend),
         ]
         if hot is not None:
             outputs.append(embedding_bags(weights[:8], pair, hot, whole, backend=PLACE.backend))
+            outputs.append(embedding_bags(weights[:8], pair, hot, whole, schedules=by_count, backend=PLACE.backend))
         return outputs
 
     return Step(forward, _leaves(dtype, (sums.num_elements,), (len(indices),)))
