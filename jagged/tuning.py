@@ -459,7 +459,8 @@ class ReplayTimer:
 
     def __init__(self, launches: Sequence[_Launch]) -> None:
         self._launches = launches
-        self._captured: dict[_Captured, tuple[torch.cuda.CUDAGraph, list[Tensor]]] = {}
+        # With what a graph reads: its schedules, and launches, whose layouts and ids may be its own.
+        self._captured: dict[_Captured, tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]] = {}
         # Nobody reads what graphs leave, so that all use the same memory: gradients are as large as the tables.
         self._pool: Any = None
 
@@ -492,12 +493,12 @@ class ReplayTimer:
             self._pool = None
         if key not in self._captured:
             self._captured[key] = self._capture(key)
-        graph, held = self._captured[key]
+        graph, held, _ = self._captured[key]
         device = held[0].device
         wanted = torch.tensor(trial.codes, dtype=torch.int32).to(device).split([len(codes) for codes in held])
         return graph, held, list(wanted)
 
-    def _capture(self, key: _Captured) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    def _capture(self, key: _Captured) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]:
         launches, held = list(_of_features(self._launches, key.features)), []
         for launch in launches:
             held.append(torch.full((launch.layout.num_features,), BY_MAP, dtype=torch.int32, device=launch.storage.device))
@@ -518,7 +519,7 @@ class ReplayTimer:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self._pool):
             work()
-        return graph, held
+        return graph, held, launches
 
 
 def _of_features(launches: Sequence[_Launch], features: tuple[int, ...]) -> Iterable[_Launch]:

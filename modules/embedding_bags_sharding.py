@@ -24,6 +24,7 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
 from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.types import (
     Awaitable,
@@ -70,6 +71,22 @@ class _ToAll(BaseSparseFeaturesDist):  # type: ignore[misc]
 
     def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         return self._dist(features.permute(self._order, self._order_tensor))
+
+
+class _ToRows(BaseSparseFeaturesDist):  # type: ignore[misc]
+    """Ids to the processes that have their rows; FBGEMM's kernel that deals them out does not run for a batch of no samples."""
+
+    def __init__(self, rows: RwSparseFeaturesDist) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def forward(self, features: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        lengths = features.lengths()
+        if lengths.numel():
+            return self._rows(features)
+        keys = features.keys() * self._rows._world_size
+        nothing = KeyedJaggedTensor(keys, features.values(), features.weights_or_none(), lengths=lengths, stride=0)
+        return self._rows._dist(nothing)
 
 
 class _OwnBags(BaseEmbeddingDist):  # type: ignore[misc]
@@ -153,6 +170,12 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         """Sum dense gradients over the processes; there are none with a fused optimizer."""
         if not self._is_fused:
             super().init_data_parallel()
+
+    def _create_input_dist(self, input_feature_names: list[str]) -> None:
+        super()._create_input_dist(input_feature_names)
+        for place, sharding_type in enumerate(self._sharding_types):
+            if sharding_type == ROW_WISE:
+                self._input_dists[place] = _ToRows(self._input_dists[place])
 
     def _create_output_dist(self) -> None:
         super()._create_output_dist()

@@ -183,7 +183,8 @@ def test_scales_may_begin_anywhere(place: Place) -> None:
     for begin in (0, 1, 2):
         inside = torch.full((40,), float("nan"), device=place.device)[begin : begin + 28].view(14, 2).copy_(scales)
         assert torch.equal(embedding_bags(weights, *batch.arguments, scales=inside, backend=place.backend), expected)
-    plan = BagPlan("", {"0": BagSchedule(9, 4, "many", 2)}).schedules(layout, weights.device)
+    gpu = torch.cuda.get_device_name(weights.device) if weights.is_cuda else ""
+    plan = BagPlan(gpu, {"0": BagSchedule(9, 4, "many", 2)}).schedules(layout, weights.device)
     planned = embedding_bags(weights, *batch.arguments, scales=scales, schedules=plan, backend=place.backend)
     torch.testing.assert_close(planned, expected)
 
