@@ -182,6 +182,14 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
         for place, (sharding, sharding_type) in enumerate(zip(self._embedding_shardings, self._sharding_types, strict=True)):
             if sharding_type == ROW_WISE and dist.get_backend(sharding._pg) != "nccl":
                 self._output_dists[place] = _exchanged_sums(sharding, self._device)
+        if self._is_fused:
+            # Until states are made: TorchRec 1.6 would now wrap the lookups of copies, as `init_data_parallel` does later ones'.
+            self._kept_shardings, self._embedding_shardings = self._embedding_shardings, []
+
+    def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_fused:
+            self._embedding_shardings = self._kept_shardings
+        super()._initialize_torch_state(*args, **kwargs)
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; copies of a data-parallel one are alike."""
