@@ -184,7 +184,8 @@ class ShardedScheduledEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # 
                 self._output_dists[place] = _exchanged_sums(sharding, self._device)
         if self._is_fused:
             # Until states are made: TorchRec 1.6 would now wrap the lookups of copies, as `init_data_parallel` does later ones'.
-            self._kept_shardings, self._embedding_shardings = self._embedding_shardings, []
+            self._kept_shardings: list[Any] = self._embedding_shardings
+            self._embedding_shardings: list[Any] = []
 
     def _initialize_torch_state(self, *args: Any, **kwargs: Any) -> None:
         if self._is_fused:

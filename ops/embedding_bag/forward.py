@@ -41,6 +41,8 @@ from jagged.ops.embedding_bag.schedules import (
 # Batches of no more bags, and of no more lookups for each bag in the mean, do without the map. Whatever their lengths, the
 # longest bag takes no more steps than there are bags, or twice as many: 32 lookups are one, or 16 of rows that begin anywhere.
 SMALL_BAGS, SMALL_MEAN = 330_000, 32
+# Of no more samples either: of few features the map's better balance pays sooner.
+SMALL_SAMPLES = 512
 # Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together; and most bags of
 # each, for larger batches have more programs.
 SMALL_PROGRAMS, SMALL_UNIT = 128, 8
@@ -331,9 +333,9 @@ def embedding_bags_small_kernel(
                     )  # fmt: skip
 
 
-def is_small(num_bags: int, num_lookups: int) -> bool:
+def is_small(num_bags: int, num_lookups: int, num_samples: int) -> bool:
     """Return whether a batch does without the map."""
-    return num_bags <= SMALL_BAGS and num_lookups <= SMALL_MEAN * num_bags
+    return num_bags <= SMALL_BAGS and num_lookups <= SMALL_MEAN * num_bags and num_samples <= SMALL_SAMPLES
 
 
 def embedding_bags_forward(
@@ -361,7 +363,7 @@ def embedding_bags_forward(
         # A row's two numbers as one of 64 bits, which lies at a multiple of 8 bytes.
         row_scales = (row_scales.clone() if row_scales.storage_offset() % 2 else row_scales).view(torch.int64)
     known = known_of(layout)
-    if plan is None and batches is None and is_small(offsets.shape[0] - 1, indices.shape[0]):
+    if plan is None and batches is None and is_small(offsets.shape[0] - 1, indices.shape[0], size):
         most_programs = SMALL_PROGRAMS * gpu(weights.device).multiprocessors
         unit_bags = min(max(1, known.num_parts * size // most_programs), SMALL_UNIT)
         units = cdiv(size, unit_bags)

@@ -239,7 +239,7 @@ def test_small_batches_in_units_of_several_bags(place: Place, monkeypatch: pytes
 
 @ON_TRITON
 def test_which_batches_do_without_the_map(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few bags of few lookups in the mean, as many for all features, and no plan."""
+    """Few bags of few lookups in the mean and of few samples, as many for all features, and no plan."""
     from jagged.ops.embedding_bag import forward
 
     class MappedError(Exception): ...
@@ -261,8 +261,11 @@ def test_which_batches_do_without_the_map(place: Place, monkeypatch: pytest.Monk
         ([[1, 0], [2 * 64 - 1, 0]], {}, False),
         ([[1, 0], [2 * 64, 0]], {}, True),
         ([[0, 0], [0, 0]], {}, False),
+        ([[1, 0, 2], [0, 3, 1]], {"samples": 2}, True),
     ):
         batch = batch_of(layout, lengths)
+        monkeypatch.setattr(forward, "SMALL_SAMPLES", options.get("samples", 512))
+        options = {name: value for name, value in options.items() if name != "samples"}
 
         def call(batch: Batch = batch, options: Any = options) -> Tensor:
             return embedding_bags(weights, *batch.arguments, backend=place.backend, **options)

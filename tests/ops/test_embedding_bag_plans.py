@@ -130,7 +130,7 @@ def test_small_batches_do_without_the_map_where_a_plan_says_nothing_of_forward(
 
     asked: list[int] = []
 
-    def noted(num_bags: int, num_lookups: int) -> bool:
+    def noted(num_bags: int, num_lookups: int, num_samples: int) -> bool:
         asked.append(num_bags)
         return False
 
