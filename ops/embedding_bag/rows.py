@@ -59,14 +59,6 @@ def gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED: t
 
 
 @triton.jit
-def next_row(bounds, row, last, end, after):
-    """Return the groups' next rows, where their lookups begin and end, and the ends of the rows after; from `last` on none."""
-    row += 1
-    begin, end = end, tl.where(row < last, after, end)
-    return row, begin, end, tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
-
-
-@triton.jit
 def limit_of(begin, end):
     """Return where the lookups end that are summed here: rows of very many have none."""
     return tl.where(end - begin <= LONG, end, begin)
