@@ -22,16 +22,23 @@ SLICE_UNROLL = tl.constexpr(4)
 
 
 @triton.jit
-def sum_of_lookups(grad, source, factors, place, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
-    """Sum the gradients of lookups `[unrolled, groups]`, whose sources are known, over the first axis: `[groups, columns]`."""
-    shape: tl.constexpr = [place.shape[0], place.shape[1], columns.shape[0]]
+def known_sources(source, is_live, most_source, ALIGNED: tl.constexpr):
+    """Return sources without sign, and which lookups are live whose sources are within the gradient."""
     # Wrong offsets leave sources that nothing was written to.
     unsigned: tl.constexpr = tl.uint32 if source.dtype == tl.int32 else tl.uint64
     is_live &= source.to(unsigned, bitcast=True) <= most_source.to(unsigned)
     if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         source = source // 4 * 4
-    source = tl.broadcast_to(source[:, :, None], shape).to(unsigned, bitcast=True).to(tl.uint64)
+    return source.to(unsigned, bitcast=True), is_live
+
+
+@triton.jit
+def sum_of_lookups(grad, source, factors, place, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
+    """Sum the gradients of lookups `[unrolled, groups]`, whose sources are known, over the first axis: `[groups, columns]`."""
+    shape: tl.constexpr = [place.shape[0], place.shape[1], columns.shape[0]]
+    source, is_live = known_sources(source, is_live, most_source, ALIGNED)
+    source = tl.broadcast_to(source[:, :, None], shape).to(tl.uint64)
     mask = tl.broadcast_to(is_live[:, :, None], shape) & in_row[None, None, :]
     tile = tl.load(grad + (source + columns[None, None, :].to(tl.uint64)), mask=mask, other=0.0).to(tl.float32)
     if factors is not None:
@@ -48,13 +55,8 @@ def elements_of(row, width, columns):
 @triton.jit
 def gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
     """Load the gradients of a lookup of each group, of which the sources are known: `[groups, columns]`."""
-    # Wrong offsets leave sources that nothing was written to.
-    unsigned: tl.constexpr = tl.uint32 if source.dtype == tl.int32 else tl.uint64
-    is_live &= source.to(unsigned, bitcast=True) <= most_source.to(unsigned)
-    if ALIGNED:
-        # It is; said so that the compiler sees it, and makes loads of 16 bytes.
-        source = source // 4 * 4
-    source = tl.broadcast_to(source[:, None], [source.shape[0], columns.shape[0]]).to(unsigned, bitcast=True).to(tl.uint64)
+    source, is_live = known_sources(source, is_live, most_source, ALIGNED)
+    source = tl.broadcast_to(source[:, None], [source.shape[0], columns.shape[0]]).to(tl.uint64)
     return tl.load(grad + (source + columns[None, :].to(tl.uint64)), mask=is_live[:, None] & in_row[None, :], other=0.0)
 
 
