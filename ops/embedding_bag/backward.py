@@ -117,7 +117,7 @@ class _Sums:
         self.known, self.device, self.num_lookups = known_of(layout), grad.device, indices.shape[0]
         self.feature_of_bag, self.num_all, self.num_bags, stride = _bags(layout, offsets, batches, grad)
         num_features, self.fields = layout.shape
-        self.num_tables = device_layout.shape[0] - num_features - 1 - self.known.num_parts
+        self.num_tables = device_layout.shape[0] - 2 * num_features - 1 - self.known.num_parts
         by_rule = most_counted(self.num_tables, self.num_lookups)
         self.most = by_rule if counted_rows is None else min(counted_rows, MOST_COUNTED)
         self.tables = device_layout[num_features : num_features + self.num_tables + 1]

@@ -35,6 +35,7 @@ from jagged.ops.embedding_bag.schedules import (
     lanes_by,
     span_of,
     take_unit,
+    turn_by,
     unroll_by,
 )
 
@@ -46,6 +47,13 @@ SMALL_SAMPLES = 512
 # Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together; and most bags of
 # each, for larger batches have more programs.
 SMALL_PROGRAMS, SMALL_UNIT = 128, 8
+# Registers of a thread of the other kernel, on NVIDIA's: where rows are floats without weights that begin at multiples of 4
+# elements, and of others. Left alone the assembler takes up to 255 for all branches together, of which none alone needs more than
+# these; with fewer each saves some for its caller, once a unit, and 25 and 16 warps of a multiprocessor run.
+PLAIN_REGISTERS, REGISTERS = 80, 128
+# Turns of a unit of bags that are taken one after the other: four, and one for each million lookups, from 8 to 24. Fewer, and
+# programs of small batches end together; more, and those of large ones look less often for their next unit.
+FEWEST_TURNS, MOST_TURNS = 8, 24
 
 
 @triton.jit
@@ -68,10 +76,11 @@ def scale_and_bias(pair, exists):
 def sum_of_rows(
     values, row_scales, first_row, ids, scales, place, is_live, rows, stride, columns, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Sum rows over the first axis of ids `[unrolled, groups]`: `[groups, columns]` in float32.
+    """Sum rows over the second axis of ids `[groups, unrolled]`: `[groups, columns]` in float32.
 
     Ids outside of the table count as zeros. `stride` is the rows' width. With `row_scales`, of which the table's begin at
-    `first_row`, values are those of quantised rows.
+    `first_row`, values are those of quantised rows. Lookups in registers are the second axis, for of axes that are not contiguous
+    the first gets the lanes that are left: the other way round each step would add up across lanes.
     """
     if VECTOR:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
@@ -99,32 +108,14 @@ def sum_of_rows(
         # Rounded before it is summed, so that all lanes that have a sum have the same bits.
         scale = tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)
         tile = rounded_product(tile, tl.broadcast_to(scale[:, :, None], shape))
-    return tl.sum(tile, 0)
+    return tl.sum(tile, 1)
 
 
 @triton.jit
-def pooled(values, row_scales, first_row, ids, scales, begin, end, rows, stride, columns, SCHEDULE: tl.constexpr):
-    """Sum, for some bags that go in step, the rows of their lookups: `[bags, columns]` in float32.
-
-    `begin` and `end` are those of each lookup's bag that stands side by side with others, `stride` is the rows' width.
-    """
-    GROUPS: tl.constexpr = groups_by(SCHEDULE)
-    LANES: tl.constexpr = lanes_by(SCHEDULE)
-    UNROLL: tl.constexpr = unroll_by(SCHEDULE)
-    first = begin + tl.arange(0, GROUPS) % LANES
-    total = tl.zeros((GROUPS, columns.shape[0]), tl.float32)
-    for step in range(0, tl.max(end - begin, 0), UNROLL * LANES):
-        place = first[None, :] + (step + tl.arange(0, UNROLL) * LANES)[:, None]
-        is_live = place < end[None, :]
-        of_place = tl.load(ids + place, mask=is_live, other=0)
-        total += sum_of_rows(
-            values, row_scales, first_row, of_place, scales, place, is_live, rows, stride, columns, SCHEDULE % 2
-        )  # fmt: skip
-    return tl.sum(tl.reshape(total, (GROUPS // LANES, LANES, columns.shape[0])), 1)
-
-
-@triton.jit
-def feature_of(weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS: tl.constexpr):
+def feature_of(
+    weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
     """Return a feature's table, its first row, rows, width, whether means are taken, offsets, bags, output, its rows' stride."""
     fields = layout + feature * FIELDS
     table = weights + tl.load(fields) // 16 * 16
@@ -133,12 +124,16 @@ def feature_of(weights, indices, offsets, output, layout, batches, feature, num_
         rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
     if batches is None:
         offsets += feature.to(tl.int64) * num_bags
-        output += tl.load(fields + 3)
+        column = tl.load(fields + 3)
     else:
         offsets += tl.load(batches + feature * 3)
         num_bags = tl.load(batches + feature * 3 + 1)
-        output += tl.load(batches + feature * 3 + 2)
+        column = tl.load(batches + feature * 3 + 2)
         output_stride = width
+    if ALIGNED:
+        # All widths are multiples of 4, and so is what is counted in them; said so that the compiler sees it, for stores of 16.
+        width, column, output_stride = width // 4 * 4, column // 4 * 4, output_stride // 4 * 4
+    output += column
     return table, first_row, rows, width, is_mean, offsets, num_bags, output, output_stride
 
 
@@ -146,36 +141,62 @@ def feature_of(weights, indices, offsets, output, layout, batches, feature, num_
 @triton.jit(noinline=True)
 def pool_unit(
     weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags,
-    output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+    output_stride, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
-    """Pool the bags and columns of one unit of a feature."""
+    """Pool the bags of one unit, as many in step as stand side by side.
+
+    Ids of the next step, of these bags or the next ones, are under way while the rows of this step are, and so are the next ones'
+    offsets.
+    """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     LANES: tl.constexpr = lanes_by(SCHEDULE)
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
+    BAGS: tl.constexpr = GROUPS // LANES
+    TURN: tl.constexpr = turn_by(SCHEDULE)
     table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
-        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS, ALIGNED
     )
     parts = (width + COLUMNS - 1) // COLUMNS
     columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
-    start = unit // parts * unit_bags
-    last = tl.minimum(start + unit_bags, num_bags)
-    for bag in range(start, last, GROUPS // LANES):
-        left = (last - bag).to(tl.int32)
-        own = tl.arange(0, GROUPS) // LANES
-        begin, end = span_of(offsets + bag, own, own < left, num_lookups)
-        sums = pooled(table, row_scales, first_row, indices, scales, begin, end, rows, width, columns, SCHEDULE)
-        of_sums = tl.arange(0, GROUPS // LANES)
-        if is_mean != 0:
-            first, after = span_of(offsets + bag, of_sums, of_sums < left, num_lookups)
-            sums /= tl.maximum(after - first, 1).to(tl.float32)[:, None]
-        address = of_feature + (bag + of_sums).to(tl.int64)[:, None] * output_stride + columns[None, :]
-        tl.store(address, sums.to(output.dtype.element_ty), mask=(of_sums < left)[:, None] & (columns < width)[None, :])
+    bag = unit // parts * unit_bags
+    last = tl.minimum(bag + unit_bags, num_bags)
+    of_lookups, of_sums = tl.arange(0, GROUPS) // LANES, tl.arange(0, BAGS)
+    step = tl.arange(0, GROUPS)[:, None] % LANES + tl.arange(0, TURN // LANES)[None, :] * LANES
+    begin, end = span_of(offsets + bag, of_lookups, of_lookups < last - bag, num_lookups)
+    next_begin, next_end = span_of(offsets + bag + BAGS, of_lookups, of_lookups < last - bag - BAGS, num_lookups)
+    ids = tl.load(indices + begin[:, None] + step, mask=step < (end - begin)[:, None], other=0)
+    longest, taken = tl.max(end - begin, 0), tl.zeros((), offsets.dtype.element_ty)
+    total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    while bag < last:
+        is_done = taken + TURN >= longest
+        following, following_end = tl.where(is_done, next_begin, begin + taken + TURN), tl.where(is_done, next_end, end)
+        next_ids = tl.load(indices + following[:, None] + step, mask=step < (following_end - following)[:, None], other=0)
+        place = begin[:, None] + taken + step
+        total += sum_of_rows(
+            table, row_scales, first_row, ids, scales, place, place < end[:, None], rows, width, columns, SCHEDULE % 2
+        )  # fmt: skip
+        ids = next_ids
+        taken += TURN
+        if is_done:
+            sums = tl.sum(tl.reshape(total, (BAGS, LANES, COLUMNS)), 1)
+            left = (last - bag).to(tl.int32)
+            if MEANS:  # noqa: SIM102
+                if is_mean != 0:
+                    first, after = span_of(offsets + bag, of_sums, of_sums < left, num_lookups)
+                    sums /= tl.maximum(after - first, 1).to(tl.float32)[:, None]
+            address = of_feature + (bag + of_sums).to(tl.int64)[:, None] * output_stride + columns[None, :]
+            tl.store(address, sums.to(output.dtype.element_ty), mask=(of_sums < left)[:, None] & (columns < width)[None, :])
+            total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+            bag += BAGS
+            begin, end = next_begin, next_end
+            longest, taken = tl.max(end - begin, 0), tl.zeros((), offsets.dtype.element_ty)
+            next_begin, next_end = span_of(offsets + bag + BAGS, of_lookups, of_lookups < last - bag - BAGS, num_lookups)
 
 
 @triton.jit(noinline=True)
 def pool_in_turn(
     weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags,
-    output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+    output_stride, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags of one unit one after the other.
 
@@ -186,13 +207,13 @@ def pool_in_turn(
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
     UNROLL: tl.constexpr = unroll_by(SCHEDULE)
     table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
-        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS, ALIGNED
     )
     parts = (width + COLUMNS - 1) // COLUMNS
     columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
     bag = unit // parts * unit_bags
     last = tl.minimum(bag + unit_bags, num_bags)
-    step = tl.arange(0, UNROLL)[:, None] * GROUPS + tl.arange(0, GROUPS)[None, :]
+    step = tl.arange(0, GROUPS)[:, None] + tl.arange(0, UNROLL)[None, :] * GROUPS
     begin, end = place_of(offsets, bag, last, num_lookups), place_of(offsets, bag + 1, last, num_lookups)
     end_after = place_of(offsets, bag + 2, last, num_lookups)
     place = begin
@@ -208,9 +229,13 @@ def pool_in_turn(
             )  # fmt: skip
             ids = next_ids
         if is_done:
-            sums = tl.sum(total, 0)
-            if is_mean != 0:
-                sums /= tl.maximum(end - begin, 1).to(tl.float32)
+            sums = tl.zeros((COLUMNS,), tl.float32)
+            # Many bags are empty, and sums over lanes take as long as a step.
+            if begin < end:
+                sums = tl.sum(total, 0)
+                if MEANS:  # noqa: SIM102
+                    if is_mean != 0:
+                        sums /= (end - begin).to(tl.float32)
             address = of_feature + bag * output_stride + columns
             tl.store(address, sums.to(output.dtype.element_ty), mask=columns < width)
             total = tl.zeros((GROUPS, COLUMNS), tl.float32)
@@ -223,12 +248,15 @@ def pool_in_turn(
 @triton.jit(noinline=True)
 def pool_slice(
     weights, row_scales, indices, offsets, scales, output, layout, batches, slices, sums_of_slices, arrivals, feature, unit,
-    num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, SCHEDULE: tl.constexpr,
+    num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr,
+    SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool some lookups of one bag; the last program of the bag adds all sums up, in the slices' order, whichever it is."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
+    GROUPS: tl.constexpr = groups_by(SCHEDULE)
+    UNROLL: tl.constexpr = unroll_by(SCHEDULE)
     table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
-        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS, ALIGNED
     )
     num_slices = tl.load(slices + feature * 3)
     parts = (width + COLUMNS - 1) // COLUMNS
@@ -240,13 +268,17 @@ def pool_slice(
     length = tl.maximum(end - begin, 0).to(tl.int64)
     first = begin + length * slice_ // num_slices
     # Places from the slice's first on are 32-bit numbers.
-    after = tl.full((groups_by(SCHEDULE),), begin + length * (slice_ + 1) // num_slices - first, tl.int32)
+    count = (begin + length * (slice_ + 1) // num_slices - first).to(tl.int32)
     own_scales = scales
     if scales is not None:
         own_scales = scales + first
-    sums = pooled(
-        table, row_scales, first_row, indices + first, own_scales, tl.zeros_like(after), after, rows, width, columns, SCHEDULE
-    )  # fmt: skip
+    lane = tl.arange(0, GROUPS)[:, None] + tl.arange(0, UNROLL)[None, :] * GROUPS
+    sums = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    for step in range(0, count, UNROLL * GROUPS):
+        ids = tl.load(indices + first + step + lane, mask=lane < count - step, other=0)
+        sums += sum_of_rows(
+            table, row_scales, first_row, ids, own_scales, step + lane, lane < count - step, rows, width, columns, SCHEDULE % 2
+        )  # fmt: skip
     of_bag = sums_of_slices + tl.load(slices + feature * 3 + 1) + bag * num_slices * width + columns
     tl.store(of_bag + slice_ * width, tl.sum(sums, 0), mask=in_row)
     # All lanes have written before one tells it.
@@ -257,8 +289,9 @@ def pool_slice(
         for other in range(0, num_slices):
             # What lies beside it in memory may have been read before this was written: not from the L1.
             total += tl.load(of_bag + other * width, mask=in_row, other=0.0, cache_modifier=".cg")
-        if is_mean != 0:
-            total /= tl.maximum(length, 1).to(tl.float32)
+        if MEANS:  # noqa: SIM102
+            if is_mean != 0:
+                total /= tl.maximum(length, 1).to(tl.float32)
         tl.store(address + columns, total.to(output.dtype.element_ty), mask=in_row)
 
 
@@ -266,12 +299,18 @@ def pool_slice(
 def embedding_bags_forward_kernel(
     weights, row_scales, indices, offsets, scales, output, layout, batches, order, ends, schedules, slices, sums_of_slices,
     arrivals, counter, num_features, num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
+    ALIGNED: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
-    """Take units of all features; `USED` has a bit for each schedule that is compiled."""
+    """Take units of all features; `USED` has a bit for each schedule that is compiled.
+
+    Units are taken from both ends of their order in turn, so that wide rows of many lookups, which wait for memory, are read
+    beside narrow and few ones, which do not.
+    """
     num_units = tl.load(ends + num_features - 1)
-    unit = tl.program_id(0).to(tl.int64)
-    while unit < num_units:
+    number = tl.program_id(0).to(tl.int64)
+    while number < num_units:
         following = take_unit(counter)
+        unit = tl.where(number % 2 == 0, number // 2, num_units - 1 - number // 2)
         place, before = group_of(ends, unit, num_features)
         feature = tl.load(order + place)
         found = tl.load(schedules + feature)
@@ -281,26 +320,26 @@ def embedding_bags_forward_kernel(
                     if is_in_step(i):
                         pool_unit(
                             weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit - before,
-                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
+                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
                         )  # fmt: skip
                     else:
                         pool_in_turn(
                             weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit - before,
-                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, i,
+                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
                         )  # fmt: skip
                 if is_of_many(i):  # noqa: SIM102
                     if found == i:
                         pool_slice(
                             weights, row_scales, indices, offsets, scales, output, layout, batches, slices, sums_of_slices,
-                            arrivals, feature, unit - before, num_lookups, num_bags, output_stride, FIELDS, i,
+                            arrivals, feature, unit - before, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
                         )  # fmt: skip
-        unit = following
+        number = following
 
 
 @triton.jit(do_not_specialize=["first_part", "units", "unit_bags", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_small_kernel(
     weights, row_scales, indices, offsets, scales, output, layout, first_part, units, unit_bags, num_lookups, num_bags,
-    output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
+    output_stride, FIELDS: tl.constexpr, USED: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Pool one of the `units` of a part of a feature, of `unit_bags` bags; parts stand in the layout from `first_part` on.
 
@@ -324,12 +363,12 @@ def embedding_bags_small_kernel(
                     if unit * side_by_side < num_bags:
                         pool_unit(
                             weights, row_scales, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
-                            side_by_side, num_lookups, num_bags, output_stride, FIELDS, i,
+                            side_by_side, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
                         )  # fmt: skip
                 else:
                     pool_in_turn(
                         weights, row_scales, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
-                        unit_bags, num_lookups, num_bags, output_stride, FIELDS, i,
+                        unit_bags, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
                     )  # fmt: skip
 
 
@@ -370,7 +409,7 @@ def embedding_bags_forward(
         embedding_bags_small_kernel[(known.num_parts * units,)](
             weights, row_scales, indices, offsets, per_sample_weights, output, device_layout,
             device_layout.shape[0] - known.num_parts, units, unit_bags, indices.shape[0], size, width, FIELDS=fields,
-            USED=known.used_by_small, num_warps=1,
+            USED=known.used_by_small, ALIGNED=known.is_aligned, MEANS=known.has_means, num_warps=1,
         )  # fmt: skip
         return output
     first_bags = None
@@ -386,14 +425,18 @@ def embedding_bags_forward(
     arrivals = torch.empty(most_slices * cdiv(widest, MOST_COLUMNS.value), dtype=torch.int32, device=weights.device)
     # No more than there can be units of narrow features: a program too many costs a wait at the counter.
     num_programs = min(programs * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
+    is_plain = known.is_aligned and row_scales is None and per_sample_weights is None
+    capped = {} if torch.version.hip else {"maxnreg": PLAIN_REGISTERS if is_plain else REGISTERS}
+    unit_turns = min(max(FEWEST_TURNS, 4 + (indices.shape[0] >> 20)), MOST_TURNS)
     at_once = min(BLOCK_GROUPS, triton.next_power_of_2(num_features))
     embedding_bags_map_kernel[(1,)](
-        device_layout[:, 2], fields, first_bags, offsets, order, ends, schedules, slices, arrivals, counter, num_features, size,
-        num_programs, len(sums_of_slices), len(arrivals), BLOCK=at_once, plan=plan, num_warps=16,
+        device_layout, first_bags, offsets, order, ends, schedules, slices, arrivals, counter,
+        device_layout.shape[0] - known.num_parts - num_features, num_features, size, num_programs, unit_turns,
+        len(sums_of_slices), len(arrivals), BLOCK=at_once, FIELDS=fields, plan=plan, num_warps=16,
     )  # fmt: skip
     embedding_bags_forward_kernel[(num_programs,)](
         weights, row_scales, indices, offsets, per_sample_weights, output, device_layout, batches, order, ends, schedules, slices,
         sums_of_slices, arrivals, counter, num_features, indices.shape[0], size, width, FIELDS=fields,
-        USED=known.used, num_warps=1,
+        USED=known.used, ALIGNED=known.is_aligned, MEANS=known.has_means, num_warps=1, **capped,
     )  # fmt: skip
     return output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -147,12 +148,13 @@ class BagLayout:
     def tensor(self, device: torch.device) -> Tensor:
         """Return what kernels read, the same tensor every time; made outside of a graph that is captured.
 
-        The features' fields, after them the tables' and the parts', `[F + tables + 1 + parts, len(FIELDS)]` int64. A table's are
-        its start, rows, width and first row; behind them a row has the storage's length and the number of all rows. `in_order`
-        has the features in the order of their tables, and for a table its first place there. In the column's place stand the
-        tables in the order of their widths, the widest first, and in that order in place of `is_mean` after how many units of
-        backward's work each one ends. A part is up to `PART` columns of a feature, its fields are the feature,
-        the part's number among the feature's, and the feature's width; the widest first.
+        The features' fields, after them the tables', the places' and the parts', `[2 F + tables + 1 + parts, len(FIELDS)]` int64.
+        A table's are its start, rows, width and first row; behind them a row has the storage's length and how many rows there
+        are. `in_order` has the features in the order of their tables, and for a table its first place there. In the column's
+        place stand the tables in the order of their widths, the widest first, and in that order in place of `is_mean` after how
+        many units of backward's work each one ends. A place's are a feature, the widest first, its width, and the places that
+        features of its class (`class_of`) begin and end at. A part is up to `PART` columns of a feature, its fields are the
+        feature, the part's number among the feature's, and the feature's width; the widest first.
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
@@ -182,10 +184,18 @@ class BagLayout:
             for start, rows, width, table, unit_end, first_row, first_reader in shapes
         ]
         features = sorted(range(self.num_features), key=lambda feature: -self.feature_widths[feature])
-        widths = ((feature, self.feature_widths[feature]) for feature in features)
         nothing = (0,) * (len(FIELDS) - 3)
+        by_class = sorted(features, key=lambda feature: class_of(self.feature_widths[feature]), reverse=True)
+        of_classes = [class_of(self.feature_widths[feature]) for feature in by_class]
+        ends = {own: place + 1 for place, own in enumerate(of_classes)}
+        counts = Counter(of_classes)
+        of_places = [
+            (feature, self.feature_widths[feature], ends[own] - counts[own], ends[own], *nothing[1:])
+            for feature, own in zip(by_class, of_classes, strict=True)
+        ]
+        widths = ((feature, self.feature_widths[feature]) for feature in features)
         of_parts = [(feature, part, width, *nothing) for feature, width in widths for part in range(cdiv(width, PART))]
-        rows = [*self._rows_of_fields(), *of_tables, *of_parts]
+        rows = [*self._rows_of_fields(), *of_tables, *of_places, *of_parts]
         return {torch.device("cpu"): torch.tensor(rows, dtype=torch.int64, device="cpu")}
 
     def _rows_of_fields(self) -> list[tuple[int, ...]]:
@@ -197,6 +207,11 @@ class BagLayout:
             (self.starts[table], self.rows[table], width, column, int(is_mean), self.first_rows[table], table, other)
             for table, width, column, is_mean, other in of_features
         ]
+
+
+def class_of(width: int) -> int:
+    """Which rows forward lays out alike: by the power of two that holds 4 to 128 columns, and whether they are multiples of 4."""
+    return max(2, (min(width, 128) - 1).bit_length()) * 2 + int(width % 4 == 0)
 
 
 def units_of(rows: int, width: int) -> int:

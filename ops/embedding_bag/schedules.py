@@ -33,9 +33,8 @@ SMALL_COLUMNS, SMALL_KINDS = tl.constexpr(PART), (0, NUM_KINDS.value - 1)
 NUM_SCHEDULES = tl.constexpr(6 * 4 * 2)
 # Bits of a number that has the schedule and above it the bags of a unit.
 SCHEDULE_BITS, SCHEDULE_MASK = tl.constexpr(8), tl.constexpr(255)
-# Turns of a unit, about: of kinds that go in step, and of the others. Small, so that programs end together; large beside what it
-# takes to find a unit.
-IN_STEP_TURNS, UNIT_TURNS = tl.constexpr(8), tl.constexpr(20)
+# Turns of a unit, about, of kinds that go in step. Few, so that programs end together; many beside what it takes to find a unit.
+IN_STEP_TURNS = tl.constexpr(8)
 # Lookups that a slice of a bag has at least, and most slices of one: where a feature's mean is twice as long, its bags are cut.
 SLICE, MOST_SLICES = tl.constexpr(1024), tl.constexpr(256)
 # Programs of the map: groups that it takes at once.
@@ -101,15 +100,21 @@ def most_lanes_by(kind):
 
 
 @triton.constexpr_function
+def kind_by(schedule):
+    """Return the kind of bags that a schedule is for."""
+    return schedule // 2 % 4
+
+
+@triton.constexpr_function
 def is_of_many(schedule):
     """Return whether a schedule is for bags of many lookups, of which it takes one at a time."""
-    return schedule // 2 % 4 == 3
+    return kind_by(schedule) == 3
 
 
 @triton.constexpr_function
 def is_in_step(schedule):
     """Return whether a schedule is for bags of one lookup or few, some of which stand side by side."""
-    return schedule // 2 % 4 < 2
+    return kind_by(schedule) < 2
 
 
 @triton.constexpr_function
@@ -119,35 +124,33 @@ def columns_by(schedule):
 
 
 @triton.constexpr_function
+def is_wide(schedule):
+    """Return whether rows of a schedule are wide and begin at multiples of 4 elements."""
+    return schedule % 2 == 1 and columns_by(schedule) >= 32
+
+
+@triton.constexpr_function
 def groups_by(schedule):
     """Return the lookups that stand side by side, of all bags."""
-    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
-    is_wide = columns >= 32 and schedule % 2
-    return (256, 128, 128, 128)[kind] * (2 if kind == 0 and is_wide else 1) // columns
+    return numbers_by(kind_by(schedule), is_wide(schedule)) // columns_by(schedule)
 
 
 @triton.constexpr_function
 def lanes_by(schedule):
     """Return the lookups of one bag that stand side by side."""
-    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
-    return min(128 // columns, (1, 4, 32, 32)[kind])
+    return min(128 // columns_by(schedule), most_lanes_by(kind_by(schedule)))
 
 
 @triton.constexpr_function
 def unroll_by(schedule):
     """Return the lookups of a bag that are in registers."""
-    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
-    is_wide = columns >= 32 and schedule % 2
-    return (1, 2, max(1, min(4, columns // 4)), 8 if is_wide else 4)[kind]
+    return (1, 2, max(1, min(4, columns_by(schedule) // 4)), 8 if is_wide(schedule) else 4)[kind_by(schedule)]
 
 
 @triton.constexpr_function
 def turn_by(schedule):
     """Return the lookups of a bag that one turn of the loop takes."""
-    kind, columns = schedule // 2 % 4, 4 << (schedule // 8)
-    lanes = min(128 // columns, (1, 4, 32, 32)[kind])
-    is_wide = columns >= 32 and schedule % 2
-    return lanes * (1, 2, max(1, min(4, columns // 4)), 8 if is_wide else 4)[kind]
+    return lanes_by(schedule) * unroll_by(schedule)
 
 
 @triton.jit
@@ -168,27 +171,63 @@ def kind_of(lookups, bags):
     return (lookups * 2 > bags * 3).to(tl.int32) + (lookups > bags * 6).to(tl.int32) + (lookups > bags * 12).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_groups", "num_bags", "width_stride", "num_programs", "sums_room", "arrivals_room"])
+@triton.jit
+def turns_of(exponent, kind, is_vector):
+    """Return how many bags a schedule takes at once, and the lookups of each: `turn_by`, of schedules known when it runs."""
+    at_once, turn = tl.zeros_like(kind), tl.zeros_like(kind)
+    is_wide = (exponent >= 3) & (is_vector != 0)
+    for i in tl.static_range(NUM_KINDS):
+        lanes = tl.minimum(32 >> exponent, most_lanes_by(i))
+        if i == 0:
+            groups, unroll = tl.where(is_wide, numbers_by(0, True), numbers_by(0, False)) >> (exponent + 2), 1
+        elif i == 1:
+            groups, unroll = numbers_by(i, False) >> (exponent + 2), 2
+        elif i == 2:
+            groups, unroll = lanes, tl.minimum(1 << exponent, 4)
+        else:
+            groups, unroll = lanes, tl.where(is_wide, 8, 4)
+        at_once = tl.where(kind == i, groups // lanes, at_once)
+        turn = tl.where(kind == i, lanes * unroll, turn)
+    return at_once, turn
+
+
+@triton.jit
+def sum_of_counts(packed):
+    """Add up four numbers of 16 bits."""
+    return ((packed & 0xFFFF) + ((packed >> 16) & 0xFFFF) + ((packed >> 32) & 0xFFFF) + ((packed >> 48) & 0xFFFF)).to(tl.int32)
+
+
+@triton.jit(
+    do_not_specialize=["first_place", "num_groups", "num_bags", "num_programs", "unit_turns", "sums_room", "arrivals_room"]
+)
 def embedding_bags_map_kernel(
-    widths, width_stride, first_bags, offsets, order, ends, schedules, slices, arrivals, counter, num_groups, num_bags,
-    num_programs, sums_room, arrivals_room, BLOCK: tl.constexpr, plan=None,
+    layout, first_bags, offsets, order, ends, schedules, slices, arrivals, counter, first_place, num_groups, num_bags,
+    num_programs, unit_turns, sums_room, arrivals_room, BLOCK: tl.constexpr, FIELDS: tl.constexpr, plan=None,
 ):  # fmt: skip
     """For each group of bags of one width its schedule and the bags of its units; in which order groups are taken.
 
     Groups of one schedule follow one another (of each `BLOCK` groups), those with most to read first: programs that run together
     shall run the same code, for a multiprocessor's cache of instructions holds few schedules. `ends` counts units in that order.
+    The layout has groups in the order of their classes, from `first_place` on; the kinds of a class, which depend on the batch,
+    are counted, those of many lookups first.
 
     A group has the bags from `first_bags` on, or `num_bags` each. The counter begins behind the units that programs begin with.
     Groups of very long bags have no bags in a unit, but a slice of one: `slices` `[groups, 3]` gets how many, and where their
-    sums and their counts of arrivals begin, which are set to 0. Where `plan` has a number that is not negative, kind (two bits)
+    sums and their counts of arrivals begin, which are set to 0; of other groups `slices` says nothing. Units of kinds that do not
+    go in step have about `unit_turns` turns. Where `plan` has a number that is not negative, kind (two bits)
     and steps (above them) are those.
     """
     tl.store(counter, num_programs)
     total, total_sums, total_arrivals = tl.zeros((), tl.int64), tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     for start in range(0, num_groups, BLOCK):
-        group = start + tl.arange(0, BLOCK)
-        exists = group < num_groups
-        width = tl.load(widths + group.to(tl.int64) * width_stride, mask=exists, other=1).to(tl.int32)
+        place = start + tl.arange(0, BLOCK)
+        exists = place < num_groups
+        of_place = layout + (first_place + place).to(tl.int64) * FIELDS
+        group = tl.load(of_place, mask=exists, other=0).to(tl.int32)
+        width = tl.load(of_place + 1, mask=exists, other=1).to(tl.int32)
+        # Where groups of the same class begin and end, of those that are here.
+        class_begin = tl.maximum(tl.load(of_place + 2, mask=exists, other=0).to(tl.int32), start)
+        class_end = tl.minimum(tl.load(of_place + 3, mask=exists, other=0).to(tl.int32), start + BLOCK)
         if first_bags is None:
             first = group.to(tl.int64) * num_bags
             last = first + num_bags
@@ -205,47 +244,52 @@ def embedding_bags_map_kernel(
             kind = tl.where(planned < 0, kind, planned % NUM_KINDS)
         # Shifts for powers of two, and float32 for what only divides work up: 64-bit divisions take most of this kernel's time.
         is_vector = (width % 4 == 0).to(tl.int32)
-        schedule = (exponent * NUM_KINDS + kind) * 2 + is_vector
-        at_once = tl.where((exponent >= 3) & (is_vector != 0), numbers_by(0, True), numbers_by(0, False)) >> (exponent + 2)
-        for i in tl.static_range(1, NUM_KINDS):
-            groups = numbers_by(i, False) >> (exponent + 2)
-            at_once = tl.where(kind == i, tl.where(groups > most_lanes_by(i), groups // most_lanes_by(i), 1), at_once)
-        turn = tl.full(kind.shape, 1.0, tl.float32)
-        for i in tl.static_range(NUM_SCHEDULES):
-            turn = tl.where(schedule == i, turn_by(i), turn)
-        turns = tl.where(kind < 2, IN_STEP_TURNS, UNIT_TURNS).to(tl.float32)
+        at_once, turn = turns_of(exponent, kind, is_vector)
+        turns = tl.where(kind < 2, IN_STEP_TURNS, unit_turns).to(tl.float32)
         # Bags of no more lookups than a turn takes are one turn, others as many more as they are longer.
-        of_bag = 1 + lookups.to(tl.float32) / tl.maximum(turn * bags.to(tl.float32), 1.0)
+        of_bag = 1 + lookups.to(tl.float32) / tl.maximum(turn.to(tl.float32) * bags.to(tl.float32), 1.0)
         steps = tl.maximum(turns / of_bag, 1.0).to(tl.int32)
         if plan is not None:
             of_plan = tl.minimum(tl.maximum(planned // NUM_KINDS, 1), PLANNED_STEPS)
             steps = tl.where(planned < 0, steps, of_plan)
-        is_sliced = (kind == NUM_KINDS - 1) & (lookups >= bags * (2 * SLICE)) & (bags > 0)
-        cuts = tl.minimum(lookups // tl.maximum(bags * SLICE, 1), MOST_SLICES)
         parts = (width + columns - 1) >> (exponent + 2)
-        sums, counted = tl.where(is_sliced, bags * cuts * width, 0), tl.where(is_sliced, bags * parts, 0)
-        sums_end, counted_end = total_sums + tl.cumsum(sums, 0), total_arrivals + tl.cumsum(counted, 0)
-        # There is room for all slices of as many lookups as there are; wrong offsets may tell of more.
-        is_sliced &= (sums_end <= sums_room) & (counted_end <= arrivals_room)
-        cuts, steps = tl.where(is_sliced, cuts, 1), tl.where(is_sliced, 1, steps)
+        is_sliced = (kind == NUM_KINDS - 1) & (lookups >= bags * (2 * SLICE)) & (bags > 0)
+        cuts = tl.full((BLOCK,), 1, tl.int64)
+        if tl.max(is_sliced.to(tl.int32), 0) > 0:
+            cuts = tl.minimum(lookups // tl.maximum(bags * SLICE, 1), MOST_SLICES)
+            sums, counted = tl.where(is_sliced, bags * cuts * width, 0), tl.where(is_sliced, bags * parts, 0)
+            sums_end, counted_end = total_sums + tl.cumsum(sums, 0), total_arrivals + tl.cumsum(counted, 0)
+            total_sums += tl.sum(sums, 0)
+            total_arrivals += tl.sum(counted, 0)
+            # There is room for all slices of as many lookups as there are; wrong offsets may tell of more.
+            is_sliced &= (sums_end <= sums_room) & (counted_end <= arrivals_room)
+            cuts, steps = tl.where(is_sliced, cuts, 1), tl.where(is_sliced, 1, steps)
+            of_group = slices + group.to(tl.int64) * 3
+            tl.store(of_group, cuts, mask=is_sliced)
+            tl.store(of_group + 1, sums_end - sums, mask=is_sliced)
+            tl.store(of_group + 2, counted_end - counted, mask=is_sliced)
         of_unit = at_once * steps
         units = tl.where(bags > 0, ((bags - 1).to(tl.int32) // of_unit + 1).to(tl.int64) * parts * cuts, 0)
-        of_group = slices + group.to(tl.int64) * 3
-        tl.store(of_group, cuts, mask=exists)
-        tl.store(of_group + 1, sums_end - sums, mask=exists)
-        tl.store(of_group + 2, counted_end - counted, mask=exists)
-        total_sums += tl.sum(sums, 0)
-        total_arrivals += tl.sum(counted, 0)
+        schedule = (exponent * NUM_KINDS + kind) * 2 + is_vector
         tl.store(schedules + group, schedule | (tl.where(is_sliced, 0, of_unit) << SCHEDULE_BITS), mask=exists)
-        # One number to sort by, schedule and place in the block; the units go through memory.
-        tl.store(ends + group, units, mask=exists)
-        packed = tl.where(exists, (schedule << 16) | tl.arange(0, BLOCK), -1)
-        place = tl.sort(packed, descending=True) & 0xFFFF
+        # The kinds of a class, counted in 16 bits each. What stands at other places goes through memory.
+        shift = (kind * -16 + (NUM_KINDS * 16 - 16)).to(tl.int64)
+        own = tl.where(exists, tl.full((BLOCK,), 1, tl.int64) << shift, 0)
+        counted_here = tl.cumsum(own, 0)
+        tl.store(ends + place, counted_here, mask=exists)
         tl.debug_barrier()
-        units = tl.load(ends + start + place, mask=exists, other=0)
+        before = tl.load(ends + class_begin - 1, mask=exists & (class_begin > start), other=0)
+        of_class = tl.load(ends + class_end - 1, mask=exists, other=0) - before
         tl.debug_barrier()
-        tl.store(order + group, start + place, mask=exists)
-        tl.store(ends + group, total + tl.cumsum(units, 0), mask=exists)
+        earlier = sum_of_counts(of_class & ((tl.full((BLOCK,), 1, tl.int64) << shift) - 1))
+        rank = (((counted_here - own - before) >> shift) & 0xFFFF).to(tl.int32)
+        target = class_begin + earlier + rank
+        tl.store(order + target, group, mask=exists)
+        tl.store(ends + target, units, mask=exists)
+        tl.debug_barrier()
+        units = tl.load(ends + place, mask=exists, other=0)
+        tl.debug_barrier()
+        tl.store(ends + place, total + tl.cumsum(units, 0), mask=exists)
         total += tl.sum(units, 0)
     total_arrivals = tl.minimum(total_arrivals, arrivals_room)
     for start in range(0, total_arrivals, BLOCK):
@@ -261,14 +305,18 @@ def take_unit(counter):
 
 @triton.jit
 def group_of(ends, unit, num_groups, STRIDE: tl.constexpr = 1):
-    """Return the group that a unit of work belongs to, by halving, and the units before it."""
+    """Return the group that a unit of work belongs to, and the units before it.
+
+    Each turn looks at 32 places at once and leaves a 32nd of the groups: of a thousand groups it takes two, where halving takes
+    ten loads that wait for one another.
+    """
     low = tl.zeros((), tl.int32)
-    high = low + num_groups
-    while low < high:
-        middle = (low + high) // 2
-        is_after = tl.load(ends + middle * STRIDE) <= unit
-        low = tl.where(is_after, middle + 1, low)
-        high = tl.where(is_after, high, middle)
+    size = low + num_groups
+    while size > 1:
+        size = (size + 31) // 32
+        place = low + (tl.arange(0, 32) + 1) * size - 1
+        is_before = tl.load(ends + place * STRIDE, mask=place < num_groups, other=2**62) <= unit
+        low += tl.sum(is_before.to(tl.int32), 0) * size
     return low, tl.load(ends + (low - 1) * STRIDE, mask=low > 0, other=0)
 
 

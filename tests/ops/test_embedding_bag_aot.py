@@ -34,16 +34,23 @@ NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
 
-# The most bytes that a kernel with every branch spills on any GPU, in all: some registers that a branch's function saves for its
-# caller, once a unit.
-ALLOWED_SPILLS = {"forward": 364, "rows": 64, "large_map": 128}
+# The most bytes that a kernel spills on any GPU, in all, or for each of its branches.
+ALLOWED_SPILLS = {"branch": 64, "rows": 64, "large_map": 224}
 
 
-def compile_one(kernel: Any, constants: dict[str, Any], arch: int | str, *, dtype: str = "fp32", num_warps: int = 1) -> Any:
+def compile_one(
+    kernel: Any,
+    constants: dict[str, Any],
+    arch: int | str,
+    *,
+    dtype: str = "fp32",
+    num_warps: int = 1,
+    max_registers: int | None = None,
+) -> Any:
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(LONGS, "*i64") | dict.fromkeys(FLOATS, "*fp32")
     types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(NUMBERS, "fp32") | {"weights": f"*{dtype}"}
     signature = {name: types[name] for name in kernel.arg_names if name not in constants}
-    return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps)
+    return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps, max_registers=max_registers)
 
 
 def used(widths: str) -> int:
@@ -58,15 +65,17 @@ def used(widths: str) -> int:
 def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) -> None:
     from jagged.ops.embedding_bag import forward
 
-    constants = {"FIELDS": len(FIELDS), "USED": used(widths), "batches": None}
+    is_aligned, is_plain = widths == "aligned", dtype != "u8" and not is_weighted
+    constants = {"FIELDS": len(FIELDS), "USED": used(widths), "batches": None, "ALIGNED": is_aligned, "MEANS": True}
     if not is_weighted:
         constants["scales"] = None
     if dtype != "u8":
         constants["row_scales"] = None
-    resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype)
-    assert resources.spills <= ALLOWED_SPILLS["forward"], resources
-    # Layouts of both kinds of widths have twice the branches: the assembler gives functions that are called more then.
-    assert arch == AMD or resources.registers <= {"aligned": 128, "any": 168}[widths], resources
+    capped = forward.PLAIN_REGISTERS if is_aligned and is_plain else forward.REGISTERS
+    resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype, max_registers=capped)
+    # Some registers that a branch's function saves for its caller, once a unit.
+    assert resources.spills <= ALLOWED_SPILLS["branch"] * used(widths).bit_count(), resources
+    assert arch == AMD or resources.registers <= capped, resources
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
@@ -80,12 +89,14 @@ def test_forward_of_small_batches(dtype: str, is_weighted: bool, widths: str, ar
         "FIELDS": len(FIELDS),
         "row_scales": None,
         "USED": schedules_of(WIDTHS[widths], SMALL_KINDS, SMALL_COLUMNS.value),
+        "ALIGNED": widths == "aligned",
+        "MEANS": True,
     }
     if not is_weighted:
         constants["scales"] = None
     resources = compile_one(forward.embedding_bags_small_kernel, constants, arch, dtype=dtype)
     assert arch == AMD or resources.spills == 0, resources
-    assert arch == AMD or resources.registers <= (128 if is_weighted else 96), resources
+    assert arch == AMD or resources.registers <= 128, resources
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.long) for arch in TARGETS if arch != 90)])

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,6 +20,7 @@ from jagged.ops import BagLayout, BagOptimizer, BagPlan, BagSchedule, BagSchedul
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import Kind
 from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_STEPS, PROGRAMS, code_of
+from jagged.ops.embedding_bag.schedules import turns_of
 from tests.ops.test_embedding_bag import ON_CPU, ON_GPU, ON_TRITON, Recorder, batch_of, weights_of, written_out
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -75,18 +78,22 @@ def test_any_number_is_a_schedule(place: Place) -> None:
     check(place, schedules_of(0, 2**31 - 1, -(2**31), 3, 1000, -2), torch.float32, False)
 
 
+# All features at once, and two turns of four and two.
 @ON_TRITON
-def test_the_map_takes_what_a_plan_says(place: Place) -> None:
+@pytest.mark.parametrize("block", [8, 4])
+def test_the_map_takes_what_a_plan_says(place: Place, block: int) -> None:
     from jagged.ops.embedding_bag.schedules import (
         SCHEDULE_BITS,
         SCHEDULE_MASK,
         embedding_bags_map_kernel,
         groups_by,
+        known_of,
         lanes_by,
     )
 
     batch = batch_of(LAYOUT, LENGTHS)
     fields = LAYOUT.tensor(place.device)
+    num_parts = known_of(LAYOUT.fields).num_parts
 
     def mapped(plan: Tensor | None) -> tuple[list[int], list[int]]:
         ends = torch.empty(6, dtype=torch.int64, device=place.device)
@@ -94,14 +101,15 @@ def test_the_map_takes_what_a_plan_says(place: Place) -> None:
         counter = torch.ones(1, dtype=torch.int64, device=place.device)
         slices = torch.empty(6, 3, dtype=torch.int64, device=place.device)
         embedding_bags_map_kernel[(1,)](
-            fields[:, 2], fields.shape[1], None, batch.offsets, order, ends, found, slices, counter, counter, 6, BAGS, 7, 0, 0,
-            BLOCK=8, plan=plan,
+            fields, None, batch.offsets, order, ends, found, slices, counter, counter, len(fields) - num_parts - 6, 6,
+            BAGS, 7, 20, 0, 0, BLOCK=block, FIELDS=fields.shape[1], plan=plan,
         )  # fmt: skip
         assert counter.tolist() == [7]
         # Features of one schedule follow one another.
         assert sorted(order.tolist()) == list(range(6))
-        in_order = (found[order] & SCHEDULE_MASK.value).tolist()
-        assert in_order == sorted(in_order, reverse=True)
+        for some in (found[order] & SCHEDULE_MASK.value).split(block):
+            in_order = [(schedule // 8, schedule % 2, schedule // 2 % 4) for schedule in some.tolist()]
+            assert in_order == sorted(in_order, reverse=True)
         units = torch.empty_like(ends)
         units[order.long()] = ends.diff(prepend=ends.new_zeros(1))
         return found.tolist(), units.tolist()
@@ -120,6 +128,24 @@ def test_the_map_takes_what_a_plan_says(place: Place) -> None:
         assert planned[feature] >> SCHEDULE_BITS.value == at_once * (code // 4)
         # Of all widths here one part.
         assert of_plan[feature] == -(-BAGS // (at_once * (code // 4)))
+
+
+@triton.jit
+def turns_kernel(result, NUM_SCHEDULES: tl.constexpr):
+    for i in tl.static_range(NUM_SCHEDULES):
+        schedule = tl.full((1,), i, tl.int32)
+        at_once, turn = turns_of(schedule // 8, schedule // 2 % 4, schedule % 2)
+        tl.store(result + i * 2 + tl.arange(0, 1), at_once)
+        tl.store(result + i * 2 + 1 + tl.arange(0, 1), turn)
+
+
+@ON_TRITON
+def test_the_map_knows_what_schedules_take_at_once(place: Place) -> None:
+    from jagged.ops.embedding_bag.schedules import NUM_SCHEDULES, groups_by, lanes_by, turn_by
+
+    found = torch.empty(NUM_SCHEDULES.value, 2, dtype=torch.int32, device=place.device)
+    turns_kernel[(1,)](found, NUM_SCHEDULES)
+    assert found.tolist() == [[groups_by(i) // lanes_by(i), turn_by(i)] for i in range(NUM_SCHEDULES.value)]
 
 
 @ON_TRITON
