@@ -787,9 +787,11 @@ def test_layout() -> None:
     assert given_.tensor(torch.device("cpu")) is given_.tensor(torch.device("cpu"))
     assert pickle.loads(pickle.dumps(given_)) == given_
     assert BagLayout((), ()).num_elements == 0
-    # Behind features, tables and the storage's end, the features' parts of 32 columns, the widest first.
+    # Behind features, tables and the storage's end, features by the class of their rows, and where each class begins and ends.
     wide = BagLayout((3, 3, 3), (4, 65, 33), (2, 0, 1, 0)).tensor(torch.device("cpu"))
-    assert wide[4 + 3 + 1 :, :3].tolist() == [[2, 0, 65], [2, 1, 65], [2, 2, 65], [0, 0, 33], [0, 1, 33], [1, 0, 4], [3, 0, 4]]
+    assert wide[4 + 3 + 1 : -7, :4].tolist() == [[2, 65, 0, 1], [0, 33, 1, 2], [1, 4, 2, 4], [3, 4, 2, 4]]
+    # Then the features' parts of 32 columns, the widest first.
+    assert wide[-7:, :3].tolist() == [[2, 0, 65], [2, 1, 65], [2, 2, 65], [0, 0, 33], [0, 1, 33], [1, 0, 4], [3, 0, 4]]
 
 
 @ON_CPU
