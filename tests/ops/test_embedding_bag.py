@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
+import io
+import mmap
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +23,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from jagged.ops import BagLayout, BagOptimizer, BagSchedules, embedding_bags
+from jagged.ops.embedding_bag import torch_impl
 from tests.gathering import GATHERINGS, gathering
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -802,6 +810,101 @@ def test_low_weights_of_a_wide_or_of_a_short_batch(place: Place) -> None:
     few = embedding_bags(table.flatten(), BagLayout((50,), (7,)), ids, ends)
     many = embedding_bags(table.flatten(), BagLayout((50,), (7,)), ids.repeat(2), torch.cat([ends, ends[1:] + 40]))
     assert torch.equal(many, few.repeat(2, 1))
+
+
+def faults_of(function: Callable[[], object]) -> int:
+    """Return how many pages the kernel hands out while a function runs."""
+    resource = pytest.importorskip("resource", reason="counts page faults, as Unix does")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    function()
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+
+def large_gradient(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Return tables of 2 to the 24 elements, of which rows 1 and 3 are read, once and twice, and the pooled output."""
+    layout = BagLayout((2**18,), (64,))
+    weights = torch.zeros(layout.num_elements, dtype=dtype, requires_grad=True)
+    return weights, embedding_bags(weights, layout, torch.tensor([1, 3, 3]), torch.tensor([0, 3]))
+
+
+@ON_CPU
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked of Linux")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_gradients_lie_in_huge_pages(place: Place, dtype: torch.dtype) -> None:
+    """Neither the sums nor the gradient nor what autograd keeps of it asks for small pages one by one."""
+    size = 2**26
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    small = size // mmap.PAGESIZE
+    if faults_of(torch.frombuffer(block, dtype=torch.uint8).zero_) > small // 4:
+        pytest.skip("the kernel has no huge pages here")
+    weights, output = large_gradient(dtype)
+    assert faults_of(output.sum().backward) < small // 4
+    assert weights.grad is not None
+    assert weights.grad.view(-1, 64)[:5, 0].tolist() == [0, 1, 0, 2, 0]
+
+
+@ON_CPU
+@pytest.mark.skipif(sys.platform != "linux", reason="huge pages are asked of Linux")
+def test_large_gradients_give_their_memory_back(place: Place) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    weights, output = large_gradient()
+    before = resident()
+    output.sum().backward()
+    assert resident() - before > 2**25
+    weights.grad = None
+    gc.collect()
+    assert resident() - before < 2**24
+
+
+@ON_CPU
+def test_large_gradients_are_ordinary_tensors(place: Place) -> None:
+    weights, output = large_gradient()
+    output.sum().backward()
+    grad = weights.grad
+    assert grad is not None
+    assert grad.untyped_storage().nbytes() == grad.nbytes
+    saved = io.BytesIO()
+    torch.save(grad, saved)
+    saved.seek(0)
+    for copied in (copy.deepcopy(grad), pickle.loads(pickle.dumps(grad)), torch.load(saved, weights_only=True)):
+        assert torch.equal(copied, grad)
+    assert torch.equal(grad.share_memory_(), copied)
+    assert grad.is_shared()
+    grad.untyped_storage().resize_(0)
+    assert not grad.untyped_storage().nbytes()
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_any_size_and_platform(place: Place, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts as large, and whether the platform has huge pages, changes no bit; a storage may be empty."""
+    batch = batch_of(BagLayout((40, 30), (3, 2), (0, 1, 0)), [[2, 0, 3], [1, 1, 4], [3, 0, 1]])
+    nothing = batch_of(BagLayout((), ()), [])
+
+    def gradients() -> list[Tensor]:
+        found = []
+        for of in (batch, nothing):
+            weights = weights_of(of.layout, dtype).requires_grad_()
+            embedding_bags(weights, *of.arguments, **of.options).sum().backward()
+            assert weights.grad is not None
+            found.append(weights.grad)
+        return found
+
+    plain = gradients()
+    monkeypatch.setattr(torch_impl, "LARGE_BYTES", 0)
+    advised = gradients()
+    torch_impl._huge_pages.cache_clear()
+    with monkeypatch.context() as other:
+        other.setattr(sys, "platform", "darwin")
+        assert torch_impl._huge_pages() is None
+    elsewhere = gradients()
+    torch_impl._huge_pages.cache_clear()
+    for expected, *others in zip(plain, advised, elsewhere, strict=True):
+        assert all(torch.equal(other, expected) for other in others)
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
