@@ -36,8 +36,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, other_parts, replay_us, save, seconds_of
-from benchmarks.cross_entropy import relative, time_on_cpu
+from benchmarks.common import ROOT, environment, other_parts, replay_us, save, seconds_of, spread
+from benchmarks.cross_entropy import relative
 from benchmarks.embedding_cases import (
     METHODS,
     MODELS,
@@ -118,7 +118,7 @@ class Ratio(NamedTuple):
 
 
 _LEAST = Ratio("case", "forward", "better", 1.0)
-_KERNELS_ASKED = (Ratio("mean", "forward", "fbgemm", 3.2), _LEAST)
+_KERNELS_ASKED = (Ratio("mean", "forward", "fbgemm", 3.2), Ratio("mean", "forward", "fbgemm_checked", 3.2), _LEAST)
 RATIOS: dict[str, tuple[Ratio, ...]] = {
     **dict.fromkeys(("models", "sizes", "queries"), _KERNELS_ASKED),
     **dict.fromkeys(("mlperf", "mixed", "many"), (_LEAST,)),
@@ -130,7 +130,8 @@ RATIOS: dict[str, tuple[Ratio, ...]] = {
 
 def parts() -> dict[str, Part]:
     """The cases of each part by name."""
-    models: Part = {name: Case(name, (512,), KERNELS, asked=ASKED[name], group="512 samples") for name in MODELS}
+    kernels = (*KERNELS, "fbgemm_checked")
+    models: Part = {name: Case(name, (512,), kernels, asked=ASKED[name], group="512 samples") for name in MODELS}
     sizes: Part = {
         f"{name}, {_samples(size)}": Case(name, (size,), KERNELS, ("forward",), group=_samples(size))
         for size in (1, 8, 64, 2560)
@@ -169,7 +170,12 @@ def cpu_parts() -> dict[str, Part]:
 
 
 def measure(
-    case: Case, device: str, time_it: Timer, copy: float | None = None, keep: Callable[[dict[str, Any]], Any] = lambda row: None
+    case: Case,
+    device: str,
+    time_it: Timer,
+    copy: float | None = None,
+    keep: Callable[[dict[str, Any]], Any] = lambda row: None,
+    settle: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Check each method, and time those that are right; `keep` what there is after each.
 
@@ -179,6 +185,7 @@ def measure(
         time_it: how.
         copy: GB/s of a copy, for the limit.
         keep: what is done with a row that is not whole yet.
+        settle: is called after the last method; until then `time_it` may leave its figures empty.
     """
     w = Workload(case.shape, list(case.sizes), device)
     row: dict[str, Any] = {
@@ -216,6 +223,9 @@ def measure(
         _add_rates(row, name)
         release(w)
         keep(row)
+    settle()
+    for name in case.methods:
+        _add_rates(row, name)
     return row
 
 
@@ -292,8 +302,7 @@ def _add_rates(row: dict[str, Any], name: str) -> None:
     """How a method's times stand to the limit and to the bytes it gathers."""
     of = row[name]
     for way, moved in row.get("bytes", {}).items():
-        if way in of:
-            median = of[way]["median"]
+        if median := of.get(way, {}).get("median"):
             of[way]["gathered_gb_per_s"] = moved["gathered"] / median / 1e3
             if "limit_us" in row:
                 of[way]["of_limit"] = row["limit_us"][way] / median
@@ -317,6 +326,35 @@ def release(w: Workload) -> None:
 def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
     """Microseconds a call by replays of a CUDA graph."""
     return replay_us(prepare=prepare)
+
+
+class InTurns:
+    """Wall-clock times on a CPU of what is to be compared: all of it in turns, for the speed of a virtual machine drifts.
+
+    Args:
+        seconds: of each, at least three calls.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._waiting: list[tuple[Callable[[], Any], dict[str, Any]]] = []
+
+    def later(self, prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
+        """Return a dictionary that `take` will put microseconds a call into."""
+        self._waiting.append((prepare(), {}))
+        return self._waiting[-1][1]
+
+    def take(self) -> None:
+        """Time all that is waiting, its first calls left out."""
+        waiting, self._waiting = self._waiting, []
+        for timed, _ in waiting:
+            timed()
+        times: list[list[float]] = [[] for _ in waiting]
+        while any(len(of) < 3 or sum(of) < self.seconds * 1e6 for of in times):
+            for (timed, _), of in zip(waiting, times, strict=True):
+                of.append(seconds_of(timed)[0] * 1e6)
+        for (_, figures), of in zip(waiting, times, strict=True):
+            figures |= spread(of)
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
@@ -353,6 +391,7 @@ def run(
     copy: float | None = None,
     former: dict[str, Any] | None = None,
     saved: Callable[[dict[str, Any]], Any] = lambda result: None,
+    settle: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
     """Measure every case of a part after the `former` rows; print, and hand on for saving, as it goes."""
     rows: dict[str, Any] = dict(former or {})
@@ -370,7 +409,8 @@ def run(
 
     for name, case in part.items():
         begun = time.perf_counter()
-        row = measure(case, device, time_it, copy, keep)
+        row = measure(case, device, time_it, copy, keep, settle)
+        keep(row)
         print(f"{title}, {name} ({time.perf_counter() - begun:.1f} s): {_line(row)}", flush=True)
     # In the order of the parts, whichever cases were measured last.
     order = [name for name in {**parts(), **cpu_parts()}.get(title, {}) if name in rows]
@@ -421,7 +461,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
     parser.add_argument("--cases", nargs="+", help="cases whose name has one of these; others that the result file has stay")
     parser.add_argument("--without", nargs="+", default=[], choices=list(NAMES), help="methods to leave out")
-    parser.add_argument("--seconds", type=float, default=0.5, help="a way of a method on a CPU")
+    parser.add_argument("--seconds", type=float, default=2.5, help="a way of a method on a CPU")
     options = parser.parse_args()
     device = options.device
     if device == "cuda" and not torch.cuda.is_available():
@@ -442,9 +482,10 @@ def main() -> None:
     for title, part in found.items():
         left = {name: tuple(method for method in case.methods if method not in options.without) for name, case in part.items()}
         found[title] = {name: replace(case, methods=left[name]) for name, case in part.items() if left[name]}
+    turns = InTurns(options.seconds)
+    time_it: Timer = turns.later if device == "cpu" else time_on_gpu
     if device == "cpu":
         torch.set_num_threads(2)
-    time_it: Timer = functools.partial(time_on_cpu, seconds=options.seconds) if device == "cpu" else time_on_gpu
     facts = environment(device)
     print(facts, flush=True)
     if device == "cuda":
@@ -455,7 +496,7 @@ def main() -> None:
     for title, part in found.items():
         former = others.get(title, {}).get("rows", {}) if options.cases or options.without else {}
         saved = functools.partial(save_part, result, title)
-        result[title] = run(title, part, device, time_it, facts.get("copy_gb_per_s"), former, saved)
+        result[title] = run(title, part, device, time_it, facts.get("copy_gb_per_s"), former, saved, turns.take)
         path = save("embedding_bags", result)
         print(f"--- {title}: {time.perf_counter() - begun:.0f} s since the start, saved in {path.relative_to(ROOT)}", flush=True)
     if failed := ours_failed({title: part for title, part in result.items() if title in found}):

@@ -11,6 +11,7 @@ lie between 1 and the maximum; a bag is there with the probability `coverage`, a
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
@@ -290,15 +291,17 @@ class Ours:
 
 
 class Fbgemm:
-    """FBGEMM's table-batched embeddings, without their check of ids.
+    """FBGEMM's table-batched embeddings.
 
     Args:
         w: the workload.
         kind: of the optimizer.
         experimental: the second version of the forward kernel.
+        checked: whether ids are checked first, by a kernel of its own, as they are by default and in TorchRec; our kernels
+            check the ids that they read.
     """
 
-    def __init__(self, w: Workload, kind: Kind | None, experimental: bool) -> None:
+    def __init__(self, w: Workload, kind: Kind | None, *, experimental: bool = False, checked: bool = False) -> None:
         # Its import takes seconds, and it may not be there.
         from fbgemm_gpu.split_embedding_configs import EmbOptimType
         from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode, EmbeddingLocation, PoolingMode
@@ -320,7 +323,7 @@ class Fbgemm:
             beta2=BETAS[1],
             pooling_mode=PoolingMode.SUM,
             device=w.device,
-            bounds_check_mode=BoundsCheckMode.NONE,
+            bounds_check_mode=BoundsCheckMode.WARNING if checked else BoundsCheckMode.NONE,
             use_experimental_tbe=experimental,
         )
         self.views: list[Tensor] = self.tables.split_embedding_weights()
@@ -383,9 +386,10 @@ class Method(NamedTuple):
 
 METHODS: dict[str, Method] = {
     "jagged": Method(Ours),
-    "fbgemm": Method(lambda w, kind: Fbgemm(w, kind, False), empty=False),
-    # Its backward pass is the first version's.
-    "fbgemm_v2": Method(lambda w, kind: Fbgemm(w, kind, True), ("forward",), empty=False),
+    "fbgemm": Method(Fbgemm, empty=False),
+    # Their backward passes are that one's.
+    "fbgemm_v2": Method(functools.partial(Fbgemm, experimental=True), ("forward",), empty=False),
+    "fbgemm_checked": Method(functools.partial(Fbgemm, checked=True), ("forward",), empty=False),
     "per_table": Method(PerTable),
 }
 

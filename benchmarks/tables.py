@@ -550,6 +550,7 @@ EMBEDDING = {
     "jagged": "jagged",
     "fbgemm": "FBGEMM",
     "fbgemm_v2": "FBGEMM, second version",
+    "fbgemm_checked": "FBGEMM, ids checked first",
     "torchrec_fused": "TorchRec, fused",
     "torchrec": "TorchRec",
     "per_table": "PyTorch, table by table",

@@ -95,7 +95,8 @@ def test_cases_and_asked_numbers() -> None:
     assert set(found) == {"models", "sizes", "queries", "mlperf", "mixed", "many", "optimizers", "host", "model", "tuning"}
     assert found["models"]["A"].asked == {"forward": 0.26, "backward": 0.95}
     assert {case.sizes for case in found["sizes"].values()} == {(1,), (8,), (64,), (2560,)}
-    assert {name for part in found.values() for case in part.values() for name in case.methods} == {*KERNELS, *MODULES, *PLANS}
+    methods = {name for part in found.values() for case in part.values() for name in case.methods}
+    assert methods == {*KERNELS, "fbgemm_checked", *MODULES, *PLANS}
     assert {case.shape for part in found.values() for case in part.values()} == set(SHAPES)
     assert found["host"]["A, 8 samples"].asked == {"host": 0.150}
     assert {ratio.times for ratio in embedding_bags.RATIOS["model"]} == {1.85, 1.5}
@@ -313,6 +314,31 @@ def test_cases_that_are_chosen_join_the_others(monkeypatch: pytest.MonkeyPatch, 
     assert "times as fast as PyTorch, table by table, asked 0.833: in " in page
 
 
+def test_times_on_a_cpu_are_taken_in_turns() -> None:
+    called: list[str] = []
+    turns = embedding_bags.InTurns(0.0)
+    first, second = (turns.later(lambda name=name: lambda: called.append(name)) for name in "ab")
+    # Nothing is timed before all are there.
+    assert (called, first, second) == ([], {}, {})
+    turns.take()
+    assert called == list("ab" * 4), "a first call that is left out, and three"
+    assert all(0 < of["min"] <= of["median"] <= of["max"] for of in (first, second))
+    before = dict(first)
+    turns.take()
+    assert (len(called), first) == (8, before), "what was taken is not timed again"
+
+
+def test_fbgemm_checks_ids_where_its_name_says_so() -> None:
+    from fbgemm_gpu.split_table_batched_embeddings_ops_common import BoundsCheckMode
+
+    w = Workload("D", [3], "cpu")
+    modes = {
+        name: BoundsCheckMode(METHODS[name].make(w, "sgd").tables.bounds_check_mode_int).name  # type: ignore[attr-defined]
+        for name in ("fbgemm", "fbgemm_checked")
+    }
+    assert modes == {"fbgemm": "NONE", "fbgemm_checked": "WARNING"}
+
+
 def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def cut_off(w: Workload, kind: Any) -> Any:
         raise KeyboardInterrupt
@@ -378,7 +404,7 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert f"| A | forward | 0.001 | {rows['A']['limit_us']['forward'] / 1e3:.2g} | 0.002 {cell} | 0.008 {cell} |" in page
     assert "| - [1] |\n" in page
     assert "1. RuntimeError: no \\| kernel" in page
-    assert "[2] |\n" in page
+    assert "[2] |" in page
     assert "9 of 10 bounds kept; missed: A, forward (2.00 times)." in page
     assert "- forward, times as fast as FBGEMM, asked 3.2: 1.60 on the mean of 512 samples." in page
     assert "asked 1: in 4 of 5 cases; not in C (0.50)." in page
