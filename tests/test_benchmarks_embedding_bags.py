@@ -5,18 +5,20 @@ FBGEMM and TorchRec run on the CPU as they would on a GPU.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks import embedding_bags, embedding_cases, embedding_models, embedding_plans, figures, tables
+from benchmarks import embedding_bags, embedding_cases, embedding_kernels, embedding_models, embedding_plans, figures, tables
 from benchmarks.embedding_bags import KERNELS, MODULES, Case, Part, cpu_parts, measure, ours_failed, parts, run, summary
 from benchmarks.embedding_cases import METHODS, SHAPES, Batch, Ours, Workload, check_output, check_rows, query_sizes, traffic
 from benchmarks.embedding_models import COLLECTIONS
@@ -426,3 +428,62 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     written = (tmp_path / "pages" / "embedding_bag.md").read_text()
     assert "(../../benchmarks/figures/embedding_bags_A-made-up.png)" in written
     assert "embedding_bags_sizes-made-up" not in written
+
+
+def test_constants_are_changed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jagged.ops.embedding_bag import counting, forward
+
+    # As they are, again, when this is over.
+    for module, name in ((counting, "LONG"), (forward, "FEWEST_TURNS")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    for text in ("counting.LONG=64", "forward.FEWEST_TURNS=12"):
+        embedding_kernels.change(*embedding_kernels.setting_of(text))
+    assert (counting.LONG.value, forward.FEWEST_TURNS) == (64, 12)
+    for wrong, words in (
+        ("nowhere.LONG=1", "no module nowhere"),
+        ("counting.CHUNK_BITS=1", "an integer"),
+        ("counting.NONE=1", "None"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            embedding_kernels.change(*embedding_kernels.setting_of(wrong))
+    for wrong in ("LONG=1", "counting.LONG", "counting.LONG=x"):
+        with pytest.raises(argparse.ArgumentTypeError, match="expected module"):
+            embedding_kernels.setting_of(wrong)
+    assert embedding_kernels.case_of("mlperf:8192") == ("mlperf", 8192)
+    assert embedding_kernels.case_of("A") == ("A", 512)
+    for wrong in ("F", "A:many"):
+        with pytest.raises(argparse.ArgumentTypeError, match="SHAPE:SAMPLES"):
+            embedding_kernels.case_of(wrong)
+
+
+@pytest.mark.parametrize(("way", "kind"), [("forward", "sgd"), ("backward", "sgd"), ("backward", None)])
+def test_kernels_of_a_pass_that_is_right(way: str, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is timed was checked, and runs; kernels that take next to nothing of it are not said."""
+    monkeypatch.setattr(embedding_kernels, "Workload", lambda shape, sizes, device: Workload(shape, sizes, "cpu"))
+    monkeypatch.setattr(embedding_kernels, "replay_us", lambda call: {"median": 1000.0, "ran": call()})
+    found = {"embedding_bags_rows_kernel": 700.0, "fill": 299.0, "tiny": 1.0}
+    monkeypatch.setattr(embedding_kernels, "kernels_us", lambda call: found if call() is None or way == "forward" else {})
+    said = embedding_kernels.line(("D", 7), *embedding_kernels.measure("D", 7, way, kind))
+    assert said == "D, 7 samples: 1000.0 us: rows 700.0, fill 299.0"
+    spoilt = "check_output" if way == "forward" else "check_rows"
+    monkeypatch.setattr(embedding_kernels, spoilt, lambda *_: (_ for _ in ()).throw(ArithmeticError("wrong")))
+    with pytest.raises(ArithmeticError, match="wrong"):
+        embedding_kernels.measure("D", 7, way, kind)
+
+
+def test_times_of_kernels_are_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Profile:
+        def __enter__(self) -> Profile:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def key_averages(self) -> list[SimpleNamespace]:
+            return [SimpleNamespace(key=key, device_time_total=us) for key, us in (("a", 10.0), ("host", 0.0), ("b", 20.0))]
+
+    called: list[int] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda activities: Profile())
+    found = embedding_kernels.kernels_us(lambda: called.append(1))
+    assert list(found.items()) == [("b", 20.0 / embedding_kernels.CALLS), ("a", 10.0 / embedding_kernels.CALLS)]
+    assert len(called) == 1 + embedding_kernels.CALLS
