@@ -21,8 +21,8 @@ PART = 32
 FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table", "in_order")
 # Rows that tables have at most whose lookups backward counts; those of others it sorts.
 MOST_COUNTED = 65_536
-# Rows of a table that backward's unit of work has for each group of lanes.
-TURNS = 8
+# Numbers of rows that stand side by side in backward's unit of work, 8 a lane, and rows one after the other.
+ROW_NUMBERS, TURNS = 256, 8
 
 
 @dataclass(frozen=True)
@@ -216,5 +216,5 @@ def class_of(width: int) -> int:
 
 def units_of(rows: int, width: int) -> int:
     """Units of work of backward for a table whose lookups are counted: `TURNS` rows for each group of lanes, 128 columns."""
-    groups = max(1, 128 // max(4, 1 << (width - 1).bit_length()))
+    groups = min(32, max(1, ROW_NUMBERS // max(4, 1 << (width - 1).bit_length())))
     return 0 if rows > MOST_COUNTED else cdiv(rows, groups * TURNS) * cdiv(width, 128)

@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 
 from jagged.ops.embedding_bag.counting import LONG
+from jagged.ops.embedding_bag.layout import ROW_NUMBERS as _ROW_NUMBERS
 from jagged.ops.embedding_bag.layout import TURNS as _TURNS
 from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, group_of, take_unit
-from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, by_row, columns_by, joined_run, schedule_of
 
 # Rows of a unit for each group of lanes.
-TURNS = tl.constexpr(_TURNS)
+TURNS, ROW_NUMBERS = tl.constexpr(_TURNS), tl.constexpr(_ROW_NUMBERS)
 # Lookups of a slice that are in registers.
 SLICE_UNROLL = tl.constexpr(4)
 
@@ -49,15 +50,20 @@ def sum_of_lookups(grad, source, factors, place, is_live, most_source, columns, 
 @triton.jit
 def elements_of(row, width, columns):
     """Return the elements of rows, from their table's first on: a product of unsigned 32-bit numbers is one instruction."""
-    return (row.to(tl.uint32).to(tl.uint64) * width.to(tl.uint32).to(tl.uint64))[:, None] + columns[None, :].to(tl.uint64)
+    return by_row(row.to(tl.uint32).to(tl.uint64) * width.to(tl.uint32).to(tl.uint64), columns) + columns.to(tl.uint64)
 
 
 @triton.jit
-def gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
-    """Load the gradients of a lookup of each group, of which the sources are known: `[groups, columns]`."""
-    source, is_live = known_sources(source, is_live, most_source, ALIGNED)
-    source = tl.broadcast_to(source[:, None], [source.shape[0], columns.shape[0]]).to(tl.uint64)
-    return tl.load(grad + (source + columns[None, :].to(tl.uint64)), mask=is_live[:, None] & in_row[None, :], other=0.0)
+def gradients_of(grad, source, factors, place, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
+    """Load the gradients of a lookup of each group, of which the sources are known: `[groups, halves, columns]`."""
+    source, is_known = known_sources(source, is_live, most_source, ALIGNED)
+    # In the tile's shape from here on: what moves to its lanes are sources, not addresses of twice their size.
+    source = tl.broadcast_to(by_row(source, columns), [source.shape[0], columns.shape[1], columns.shape[2]])
+    mask = by_row(is_known, columns) & in_row
+    tile = tl.load(grad + (source.to(tl.uint64) + columns.to(tl.uint64)), mask=mask, other=0.0).to(tl.float32)
+    if factors is not None:
+        tile *= by_row(tl.load(factors + place, mask=is_live, other=0.0), columns)
+    return tile
 
 
 @triton.jit
@@ -68,10 +74,10 @@ def limit_of(begin, end):
 
 @triton.jit
 def weights_of(weights, row, is_read, width, columns, in_row, KIND: tl.constexpr):
-    """Return the rows' weights, `[groups, columns]`, where an update needs them."""
-    old = tl.zeros((row.shape[0], columns.shape[0]), tl.float32)
+    """Return the rows' weights, `[groups, halves, columns]`, where an update needs them."""
+    old = tl.zeros((row.shape[0], columns.shape[1], columns.shape[2]), tl.float32)
     if KIND != "none":
-        mask = is_read[:, None] & in_row[None, :]
+        mask = by_row(is_read, columns) & in_row
         old = tl.load(weights + elements_of(row, width, columns), mask=mask, other=0.0).to(tl.float32)
     return old
 
@@ -90,7 +96,8 @@ def rows_unit(
     gradients of this step are.
     """
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
-    GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
+    HALVES: tl.constexpr = 2 if COLUMNS > 4 else 1
+    GROUPS: tl.constexpr = min(32, max(1, ROW_NUMBERS // COLUMNS))
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
     start, rows, width, first_row = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 5)
     rows, width = rows.to(tl.int32), width.to(tl.int32)
@@ -98,7 +105,8 @@ def rows_unit(
     if SCHEDULE % 2:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         width = width // 4 * 4
-    columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, HALVES)[:, None] * (COLUMNS // HALVES)
+    columns = (columns + tl.arange(0, COLUMNS // HALVES)[None, :])[None, :, :]
     in_row = columns < width
     most_source = grad_size - width
     learning_rate = 0.0
@@ -110,7 +118,7 @@ def rows_unit(
     after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
     limit = limit_of(begin, end)
     old = weights_of(weights + start, row, limit > begin, width, columns, in_row, KIND)
-    total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    total = tl.zeros((GROUPS, HALVES, COLUMNS // HALVES), tl.float32)
     place = begin
     source = tl.load(sources + place, mask=place < limit, other=0)
     turn = 0
@@ -118,16 +126,13 @@ def rows_unit(
         is_more = place + 1 < limit
         following = tl.where(is_more, place + 1, end)
         next_source = tl.load(sources + following, mask=following < num_lookups, other=0)
-        tile = gradients_of(grad, source, place < limit, most_source, columns, in_row, ALIGNED).to(tl.float32)
-        if factors is not None:
-            tile *= tl.load(factors + place, mask=place < limit, other=0.0)[:, None]
-        total += tile
+        total += gradients_of(grad, source, factors, place, place < limit, most_source, columns, in_row, ALIGNED)
         if tl.max(is_more.to(tl.int32), 0) == 0:
             is_read = limit > begin
             if tl.max(is_read.to(tl.int32), 0) != 0:
                 element = start + elements_of(row, width, columns).to(tl.int64)
                 apply_sums(
-                    total, old, is_read, first_row + row, element, in_row[None, :], weights, first, second, step, corrections,
+                    total, old, is_read, first_row + row, element, in_row, weights, first, second, step, corrections,
                     learning_rate, width, numbers, KIND, IS_STOCHASTIC,
                 )  # fmt: skip
             turn += 1
@@ -136,7 +141,7 @@ def rows_unit(
             after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
             limit = limit_of(begin, end)
             old = weights_of(weights + start, row, limit > begin, width, columns, in_row, KIND)
-            total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+            total = tl.zeros((GROUPS, HALVES, COLUMNS // HALVES), tl.float32)
         place, source = following, next_source
 
 
