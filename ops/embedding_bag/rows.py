@@ -27,11 +27,12 @@ def known_sources(source, is_live, most_source, ALIGNED: tl.constexpr):
     """Return sources without sign, and which lookups are live whose sources are within the gradient."""
     # Wrong offsets leave sources that nothing was written to.
     unsigned: tl.constexpr = tl.uint32 if source.dtype == tl.int32 else tl.uint64
-    is_live &= source.to(unsigned, bitcast=True) <= most_source.to(unsigned)
+    source = source.to(unsigned, bitcast=True)
+    is_live &= source <= most_source.to(unsigned)
     if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         source = source // 4 * 4
-    return source.to(unsigned, bitcast=True), is_live
+    return source, is_live
 
 
 @triton.jit
