@@ -94,44 +94,80 @@ def embedding_bags_chunks_kernel(
 
 
 def _equals(bits: int) -> str:
-    """Assembly that gives each lane of a warp the lanes whose numbers have equal lowest bits, by a vote for each bit."""
+    """Assembly that compares the lowest bits of two numbers of each lane of a warp, by a vote for each bit of each.
+
+    Gives masks of lanes: whose first number equals the first, whose second the first, whose first the second, whose second the
+    second.
+    """
+    # Of a lane with the bit those that have it are left, of others those that do not.
     steps = "".join(
-        f"and.b32 t, $1, {1 << bit}; setp.ne.u32 p, t, 0; vote.sync.ballot.b32 t, p, -1; @!p not.b32 t, t; and.b32 m, m, t; "
+        f"bfe.s32 s, $4, {bit}, 1; bfe.s32 t, $5, {bit}, 1; "
+        "setp.ne.s32 p, s, 0; vote.sync.ballot.b32 v, p, -1; setp.ne.s32 p, t, 0; vote.sync.ballot.b32 w, p, -1; "
+        "lop3.b32 a, a, v, s, 0x90; lop3.b32 b, b, w, s, 0x90; lop3.b32 c, c, v, t, 0x90; lop3.b32 d, d, w, t, 0x90; "
         for bit in range(bits)
     )
-    return "{ .reg .pred p; .reg .b32 t, m; mov.b32 m, -1; " + steps + "mov.b32 $0, m; }"
+    begin = "{ .reg .pred p; .reg .b32 a, b, c, d, s, t, v, w; mov.b32 a, -1; mov.b32 b, -1; mov.b32 c, -1; mov.b32 d, -1; "
+    return begin + steps + "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
 
 
 EQUALS_10, EQUALS_12, EQUALS_16 = (tl.constexpr(_equals(bits)) for bits in (10, 12, 16))
 
 
 @triton.jit
-def ranks_of_equals(row, is_known, rows, VOTE: tl.constexpr):
-    """Return for each of 32 rows of a warp how many equal ones come before it, and whether it is the last of them.
-
-    `VOTE` takes votes of a warp of NVIDIA's, one for each bit, in place of a thousand comparisons.
-    """
-    lane = tl.arange(0, 32)
+def lanes_with(flag, VOTE: tl.constexpr):
+    """Return for each of 32 lanes the mask of those with a flag."""
     if VOTE:
+        vote: tl.constexpr = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
+        mask = tl.inline_asm_elementwise(vote, "=r,r", [flag.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+        return mask.to(tl.uint32, bitcast=True)
+    return tl.zeros((32,), tl.uint32) + tl.sum(flag.to(tl.uint32) << tl.arange(0, 32), 0)
+
+
+@triton.jit
+def lanes_equal(x, y):
+    """Return for each of 32 numbers the mask of the lanes whose `y` equals it."""
+    return tl.sum((x[:, None] == y[None, :]).to(tl.uint32) << tl.arange(0, 32)[None, :], 1)
+
+
+@triton.jit
+def count_of(mask, VOTE: tl.constexpr):
+    """Return the number of bits that are set."""
+    if VOTE:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.sum(((mask[:, None] >> tl.arange(0, 32)[None, :]) & 1).to(tl.int32), 1)
+
+
+@triton.jit
+def ranks_of_equals(first, second, has_first, has_second, rows, VOTE: tl.constexpr):
+    """Return for each of 64 rows, two of each lane, how many equal ones come before it, and whether it is the last of them.
+
+    All of `first` come before `second`. `VOTE` takes votes of a warp of NVIDIA's in place of thousands of comparisons.
+    """
+    if VOTE:
+        of: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+        kinds: tl.constexpr = "=&r,=&r,=&r,=&r,r,r"
         if rows <= 1024:
-            equals = tl.inline_asm_elementwise(EQUALS_10, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_10, kinds, [first, second], dtype=of, is_pure=False, pack=1)
         elif rows <= 4096:
-            equals = tl.inline_asm_elementwise(EQUALS_12, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_12, kinds, [first, second], dtype=of, is_pure=False, pack=1)
         else:
-            equals = tl.inline_asm_elementwise(EQUALS_16, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
-        known = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }", "=r,r", [is_known.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        equals = (equals & known).to(tl.uint32, bitcast=True)
-        before = equals & ((tl.full((32,), 1, tl.uint32) << lane) - 1)
-        rank = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [before], dtype=tl.int32, is_pure=True, pack=1)
-        is_last = (equals >> lane) == 1
+            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_16, kinds, [first, second], dtype=of, is_pure=False, pack=1)
+        aa, ab = aa.to(tl.uint32, bitcast=True), ab.to(tl.uint32, bitcast=True)
+        ba, bb = ba.to(tl.uint32, bitcast=True), bb.to(tl.uint32, bitcast=True)
     else:
-        is_equal = (row[:, None] == row[None, :]) & (tl.where(is_known, 1, 0)[None, :] != 0)
-        rank = tl.sum((is_equal & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
-        is_last = tl.sum((is_equal & (lane[None, :] > lane[:, None])).to(tl.int32), 1) == 0
-    return rank, is_last
+        aa, ab, ba, bb = (
+            lanes_equal(first, first),
+            lanes_equal(first, second),
+            lanes_equal(second, first),
+            lanes_equal(second, second),
+        )
+    with_first, with_second = lanes_with(has_first, VOTE), lanes_with(has_second, VOTE)
+    lane = tl.arange(0, 32)
+    before = (tl.full((32,), 1, tl.uint32) << lane) - 1
+    aa, ab, ba, bb = aa & with_first, ab & with_second, ba & with_first, bb & with_second
+    rank = count_of(aa & before, VOTE)
+    second_rank = count_of(ba, VOTE) + count_of(bb & before, VOTE)
+    return rank, second_rank, ((aa >> lane) == 1) & (ab == 0), (bb >> lane) == 1
 
 
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
@@ -155,20 +191,31 @@ def embedding_bags_ranks_kernel(
             tl.store(own + row, tl.zeros((BLOCK,), counts.dtype.element_ty), mask=row < counts_of(rows))
         # Lanes read what others have written.
         tl.debug_barrier()
+        indices += begin
+        ranks += begin
         lane = tl.arange(0, 32)
-        ids = tl.load(indices + begin + lane, mask=lane < length, other=-1)
-        for start in range(0, length, 32):
-            place = start + 32 + lane
-            next_ids = tl.load(indices + begin + place, mask=place < length, other=-1)
-            is_known = (ids >= 0) & (ids < rows)
-            row = tl.where(is_known, ids, 0).to(tl.int32)
-            rank, is_last = ranks_of_equals(row, is_known, rows, VOTE)
-            rank += tl.load(own + row, mask=is_known, other=0).to(tl.int32)
-            tl.store(ranks + begin + start + lane, rank.to(tl.int16), mask=is_known)
+        ids = tl.load(indices + lane, mask=lane < length, other=-1)
+        second_ids = tl.load(indices + 32 + lane, mask=lane < length - 32, other=-1)
+        for start in range(0, length, 64):
+            left = length - start
+            is_known, second_is_known = (ids >= 0) & (ids < rows), (second_ids >= 0) & (second_ids < rows)
+            row, second_row = tl.where(is_known, ids, 0).to(tl.int32), tl.where(second_is_known, second_ids, 0).to(tl.int32)
+            count = tl.load(own + row, mask=is_known, other=0).to(tl.int32)
+            second_count = tl.load(own + second_row, mask=second_is_known, other=0).to(tl.int32)
+            ids = tl.load(indices + start + 64 + lane, mask=lane < left - 64, other=-1)
+            second_ids = tl.load(indices + start + 96 + lane, mask=lane < left - 96, other=-1)
+            rank, second_rank, is_last, second_is_last = ranks_of_equals(
+                row, second_row, is_known, second_is_known, rows, VOTE
+            )  # fmt: skip
+            rank += count
+            second_rank += second_count
+            tl.store(ranks + start + lane, rank.to(tl.int16), mask=is_known)
+            tl.store(ranks + start + 32 + lane, second_rank.to(tl.int16), mask=second_is_known)
+            # All lanes have read before one writes, and they read what others have written.
             tl.debug_barrier()
-            tl.store(own + row, (rank + 1).to(counts.dtype.element_ty), mask=is_known & is_last)
+            tl.store(own + row, (rank + 1).to(counts.dtype.element_ty), mask=is_last)
+            tl.store(own + second_row, (second_rank + 1).to(counts.dtype.element_ty), mask=second_is_last)
             tl.debug_barrier()
-            ids = next_ids
 
 
 @triton.jit(do_not_specialize=["most_counted"])
