@@ -18,12 +18,11 @@ from jagged.ops._shared.device import rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.registration import INTERPRETED
 from jagged.ops.embedding_bag import counting, sorting
-from jagged.ops.embedding_bag.counting import bags_of
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
 from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel
-from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, known_of
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, bags_of, known_of
 from jagged.ops.embedding_bag.updates import NUM_WIDTHS
 
 # Tables, and lookups of all, below which nothing is counted.
@@ -186,8 +185,8 @@ class _Sums:
         sources = self._empty(num_lookups, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         counting.embedding_bags_sources_kernel[(num_lookups // counting.BLOCK_PLACES.value + len(rows),)](
-            *self.of_bags, block_begins, count_begins, counts, ranks, sources, factors, num_features, *self.sizes, bits,
-            num_warps=8, **fields,
+            *self.of_bags[:5], block_begins, count_begins, counts, ranks, sources, factors, num_lookups, num_features,
+            *self.sizes[2:], bits, num_warps=8, **fields,
         )  # fmt: skip
         of_lookups = self.grad, sources, factors, bounds
         embedding_bags_counted_rows_kernel[(self.programs,)](

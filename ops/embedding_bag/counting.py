@@ -271,29 +271,10 @@ def embedding_bags_bounds_kernel(
                     tl.store(of_slot + 2, slot, mask=i < slices)
 
 
-@triton.jit
-def bags_of(
-    bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr
-):  # fmt: skip
-    """Return for some bags where their lookups begin and end, their features, and where their output begins."""
-    exists = bag < num_all_bags
-    begin, end = span_of(offsets, bag, exists, num_lookups)
-    if batches is None:
-        feature = bag // num_bags
-        source = (bag - feature * num_bags) * output_stride
-        source += tl.load(layout + feature * FIELDS + 3, mask=exists, other=0)
-    else:
-        feature = tl.load(feature_of_bag + bag, mask=exists, other=0).to(tl.int64)
-        width = tl.load(layout + feature * FIELDS + 2, mask=exists, other=0)
-        source = (bag - tl.load(batches + feature * 3, mask=exists, other=0)) * width
-        source += tl.load(batches + feature * 3 + 2, mask=exists, other=0)
-    return begin, end, feature, source, exists
-
-
-@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_all_bags", "num_bags", "output_stride", "bits"])
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "output_stride", "bits"])
 def embedding_bags_sources_kernel(
-    indices, offsets, scales, layout, batches, feature_of_bag, block_begins, count_begins, counts, ranks, sources, factors,
-    num_features, num_lookups, num_all_bags, num_bags, output_stride, bits, FIELDS: tl.constexpr,
+    indices, offsets, scales, layout, batches, block_begins, count_begins, counts, ranks, sources, factors, num_lookups,
+    num_features, num_bags, output_stride, bits, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Put source and factor of every lookup of a block where its row's lookups stand."""
     block = tl.program_id(0)
@@ -303,15 +284,14 @@ def embedding_bags_sources_kernel(
         fields = layout + feature * FIELDS
         rows = tl.load(fields + 1).to(tl.int32)
         begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
-        in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
-        first_bag = feature * num_bags
+        first_bag, first_source = feature * num_bags, tl.load(fields + 3)
         if batches is not None:
-            first_bag = tl.load(batches + feature * 3)
-            num_bags = tl.load(batches + feature * 3 + 1).to(tl.int32)
+            first_bag, first_source = tl.load(batches + feature * 3), tl.load(batches + feature * 3 + 2)
+            num_bags, output_stride = tl.load(batches + feature * 3 + 1).to(tl.int32), tl.load(fields + 2)
+        offsets += first_bag
+        in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
         begin += in_feature
         length = tl.minimum(end - begin, BLOCK_PLACES).to(tl.int32)
-        low = find_segment(offsets + first_bag, begin, num_bags)
-        width = find_segment(offsets + first_bag, begin + length - 1, num_bags) + 1 - low
         lookup = tl.arange(0, BLOCK_PLACES)
         row = tl.load(indices + begin + lookup, mask=lookup < length, other=-1)
         is_known = (row >= 0) & (row < rows)
@@ -319,12 +299,14 @@ def embedding_bags_sources_kernel(
         own = counts + tl.load(count_begins + feature) + (in_feature >> chunk_bits(rows, bits)) * counts_of(rows)
         target = tl.load(own + row, mask=is_known, other=0).to(tl.int64)
         target += tl.load(ranks + begin + lookup, mask=is_known, other=0)
-        bag = first_bag + low + find_segments(offsets + first_bag + low, begin.to(offsets.dtype.element_ty) + lookup, width)
-        begin_of_bag, end_of_bag, _, source, _ = bags_of(
-            bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS
-        )
+        # Bags of the block's lookups are few: each lookup searches among those between the first's and the last's.
+        low = find_segment(offsets, begin, num_bags)
+        width = find_segment(offsets, begin + length - 1, num_bags) + 1 - low
+        bag = low + find_segments(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width)
+        source = first_source + bag.to(tl.int64) * output_stride
         tl.store(sources + target, source.to(sources.dtype.element_ty), mask=is_known)
         if factors is not None:
+            begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)
             factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
             if scales is not None:
                 factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)

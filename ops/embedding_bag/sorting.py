@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jagged.ops.embedding_bag.counting import bags_of
-from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, group_of, take_unit
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, bags_of, group_of, take_unit
 from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
