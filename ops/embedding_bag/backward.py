@@ -182,16 +182,17 @@ class _Sums:
             self.tables, self.device_layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most,
             BLOCK=counting.BLOCK_ROWS, CHUNKS=counting.BLOCK_CHUNKS, num_warps=8, **fields,
         )  # fmt: skip
-        sources = self._empty(num_lookups, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
+        sources = self._empty(num_lookups + 1, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         counting.embedding_bags_sources_kernel[(num_lookups // counting.BLOCK_PLACES.value + len(rows),)](
             *self.of_bags[:5], block_begins, count_begins, counts, ranks, sources, factors, num_lookups, num_features,
             *self.sizes[2:], bits, num_warps=8, **fields,
         )  # fmt: skip
         of_lookups = self.grad, sources, factors, bounds
+        options = {name: option for name, option in self.options.items() if name != "USED"}
         embedding_bags_counted_rows_kernel[(self.programs,)](
-            *of_lookups, *self.state, counters, num_lookups, self.grad.numel(), self.num_tables, most, *self.numbers,
-            ALIGNED=self.known.is_aligned, **self.options,
+            *of_lookups, *self.state, counters, self.grad.numel(), self.num_tables, most, *self.numbers,
+            ALIGNED=self.known.is_aligned, PIECES=used_pieces(self.layout, is_by_row=self.is_by_row), **options,
         )  # fmt: skip
         if most_slices:
             sums = self._empty(most_slices, self.row_stride, dtype=torch.float32)
@@ -247,6 +248,15 @@ def used_widths(layout: Tensor, *, is_by_row: bool) -> int:
     for width in set(layout[:, 2].tolist()):
         exponent = min(max(2, (width - 1).bit_length()), NUM_WIDTHS.value + 1 if is_by_row else 7)
         used |= 1 << ((exponent - 2) * 2 + int(width % 4 == 0))
+    return used
+
+
+def used_pieces(layout: Tensor, *, is_by_row: bool) -> int:
+    """Return the schedules of sums of counted rows that a layout takes, a bit for each."""
+    used = 0
+    for width in set(layout[:, 2].tolist()):
+        exponent = max(0, (width - 1).bit_length() - 8) if is_by_row else 0
+        used |= 1 << (exponent * 2 + int(width % 4 == 0))
     return used
 
 

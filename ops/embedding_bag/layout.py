@@ -21,8 +21,8 @@ PART = 32
 FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table", "in_order")
 # Rows that tables have at most whose lookups backward counts; those of others it sorts.
 MOST_COUNTED = 65_536
-# Numbers of rows that stand side by side in backward's unit of work, 8 a lane, and rows one after the other.
-ROW_NUMBERS, TURNS = 256, 8
+# Rows that a lane takes one after the other in a unit of backward's work where a row needs one lane alone, and at most.
+FEWEST_TURNS, MOST_TURNS = 4, 8
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,7 @@ def class_of(width: int) -> int:
 
 
 def units_of(rows: int, width: int) -> int:
-    """Units of work of backward for a table whose lookups are counted: `TURNS` rows for each group of lanes, 128 columns."""
-    groups = min(32, max(1, ROW_NUMBERS // max(4, 1 << (width - 1).bit_length())))
-    return 0 if rows > MOST_COUNTED else cdiv(rows, groups * TURNS) * cdiv(width, 128)
+    """Units of work of backward for a table whose lookups are counted: the rows that a warp takes, up to 256 of their columns."""
+    exponent = min(5, max(0, (width - 1).bit_length() - 3))
+    turns = min(FEWEST_TURNS << exponent, MOST_TURNS)
+    return 0 if rows > MOST_COUNTED else cdiv(rows, (32 >> exponent) * turns) * cdiv(width, 256)

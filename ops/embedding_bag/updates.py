@@ -43,8 +43,17 @@ def decayed(grad, old, weight_decay, KIND: tl.constexpr):
 
 @triton.jit
 def by_row(x, tile):
-    """Return a number of each row in a form that goes with tiles `[rows, columns]` and `[rows, halves, columns]`."""
+    """Return a number of each row in a form that goes with tiles `[rows, columns]` and `[lanes, pieces, columns]`."""
     return x[:, None] if len(tile.shape) == 2 else x[:, None, None]
+
+
+@triton.jit
+def sum_of_lanes(x, lanes):
+    """Sum a number of each of a warp's lanes over groups of `lanes`, a power of two; all of a group get the same bits."""
+    for i in tl.static_range(5):
+        other = tl.gather(x, tl.arange(0, 32) ^ (1 << i), 0)
+        x = tl.where(lanes > (1 << i), x + other, x)
+    return x
 
 
 @triton.jit
@@ -96,11 +105,11 @@ def schedule_of(width, WHOLE_ROWS: tl.constexpr):
 @triton.jit
 def apply_sums(
     sums, old, is_stored, row, element, in_row, weights, first, second, step, corrections, rate, width, numbers,
-    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, lanes=None,
 ):  # fmt: skip
-    """Store sums of gradients, `[rows, columns]` or `[rows, halves, columns]`, or update weights and states by them.
+    """Store sums of gradients, `[rows, columns]`, or update weights and states by them; `old` are the weights.
 
-    `old` are the weights.
+    With `lanes` sums are `[32, pieces, columns]`: that many of a warp's lanes have parts of one row.
     """
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     mask = by_row(is_stored, sums) & in_row
@@ -110,7 +119,8 @@ def apply_sums(
         square = tl.zeros(row.shape, tl.float32)
         if BY_ROW:
             squares = rounded_product(sums, sums)
-            square = tl.sum(squares if len(sums.shape) == 2 else tl.sum(squares, 1), 1) / width
+            square = tl.sum(squares, 1) if lanes is None else sum_of_lanes(tl.sum(tl.sum(squares, 2), 1), lanes)
+            square /= width
         new = updated(
             sums, square, old, first, second, element, row, corrections, rate, numbers, mask, is_stored, KIND
         )  # fmt: skip
