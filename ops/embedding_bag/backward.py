@@ -21,7 +21,7 @@ from jagged.ops.embedding_bag import counting, sorting
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
-from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel
+from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel, row_columns
 from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, bags_of, known_of
 from jagged.ops.embedding_bag.updates import NUM_WIDTHS
 
@@ -189,10 +189,10 @@ class _Sums:
             *self.sizes[2:], bits, num_warps=8, **fields,
         )  # fmt: skip
         of_lookups = self.grad, sources, factors, bounds
-        options = {name: option for name, option in self.options.items() if name != "USED"}
+        widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.is_by_row else 1
         embedding_bags_counted_rows_kernel[(self.programs,)](
             *of_lookups, *self.state, counters, self.grad.numel(), self.num_tables, most, *self.numbers,
-            ALIGNED=self.known.is_aligned, PIECES=used_pieces(self.layout, is_by_row=self.is_by_row), **options,
+            ALIGNED=self.known.is_aligned, **self.options | {"USED": widenings},
         )  # fmt: skip
         if most_slices:
             sums = self._empty(most_slices, self.row_stride, dtype=torch.float32)
@@ -251,12 +251,11 @@ def used_widths(layout: Tensor, *, is_by_row: bool) -> int:
     return used
 
 
-def used_pieces(layout: Tensor, *, is_by_row: bool) -> int:
-    """Return the schedules of sums of counted rows that a layout takes, a bit for each."""
-    used = 0
+def used_widenings(layout: Tensor, *, is_aligned: bool) -> int:
+    """Return by which powers of two rows of a layout are wider than `row_columns`, a bit for each exponent."""
+    columns, used = row_columns(is_aligned), 0
     for width in set(layout[:, 2].tolist()):
-        exponent = max(0, (width - 1).bit_length() - 8) if is_by_row else 0
-        used |= 1 << (exponent * 2 + int(width % 4 == 0))
+        used |= 1 << (triton.cdiv(width, columns) - 1).bit_length()
     return used
 
 

@@ -17,9 +17,8 @@ from jagged.ops.embedding_bag.schedules import group_of, take_unit
 from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, by_row, columns_by, joined_run, schedule_of
 
 FEWEST_TURNS, MOST_TURNS = tl.constexpr(_FEWEST_TURNS), tl.constexpr(_MOST_TURNS)
-# Columns of a row that a warp takes at once, 8 a lane in two pieces of 4. Updates that need whole rows take up to 2^5 times as
-# many.
-ROW_COLUMNS, MOST_PIECES = tl.constexpr(256), tl.constexpr(6)
+# How many times as many columns as `row_columns` a warp takes of a row that an update needs whole: 2^6 at most.
+MOST_WIDE = tl.constexpr(7)
 # Lookups of a slice that are in registers.
 SLICE_UNROLL = tl.constexpr(4)
 
@@ -73,9 +72,9 @@ def weights_of(weights, row, is_read, width, in_row, KIND: tl.constexpr):
 
 
 @triton.constexpr_function
-def pieces_by(schedule):
-    """Return the pieces of a schedule, which is (exponent of pieces - 1, whether rows begin at multiples of 4 elements)."""
-    return 2 << (schedule // 2)
+def row_columns(is_aligned):
+    """Return the columns of a row that a warp takes: 8 a lane as two loads of 16 bytes, or 4 loads of one column each."""
+    return 32 * (8 if is_aligned else 4)
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
@@ -83,7 +82,7 @@ def pieces_by(schedule):
 def rows_unit(
     grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, grad_size, eps, beta1,
     beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
-    SCHEDULE: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
@@ -92,22 +91,25 @@ def rows_unit(
     of the row before: the source of the next step, of this row or the next one, is under way while the gradients of this step
     are.
     """
-    PIECES: tl.constexpr = pieces_by(SCHEDULE)
+    COLUMNS: tl.constexpr = row_columns(ALIGNED)
+    # Columns of a lane that are loaded together, and how many times it does.
+    TOGETHER: tl.constexpr = 4 if ALIGNED else 1
+    PIECES: tl.constexpr = (COLUMNS // 32 // TOGETHER) << WIDE
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
     start, rows, width, first_row = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 5)
     rows, width = rows.to(tl.int32), width.to(tl.int32)
     start = start // 16 * 16
-    if SCHEDULE % 2:
+    if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         width = width // 4 * 4
-    exponent = (width > 8).to(tl.int32)
+    exponent = (width > COLUMNS // 32).to(tl.int32)
     for i in tl.static_range(1, 5):
-        exponent += (width > (8 << i)).to(tl.int32)
+        exponent += (width > ((COLUMNS // 32) << i)).to(tl.int32)
     lanes, groups = 1 << exponent, 32 >> exponent
     turns = tl.minimum(lanes * FEWEST_TURNS, MOST_TURNS)
     lane = tl.arange(0, 32)
-    columns = (lane & (lanes - 1))[:, None] * 4 + tl.arange(0, PIECES)[None, :] * (lanes * 4)
-    columns = (part * ROW_COLUMNS).to(tl.int32) + columns[:, :, None] + tl.arange(0, 4)[None, None, :]
+    columns = (lane & (lanes - 1))[:, None] * TOGETHER + tl.arange(0, PIECES)[None, :] * (lanes * TOGETHER)
+    columns = (part * COLUMNS).to(tl.int32) + columns[:, :, None] + tl.arange(0, TOGETHER)[None, None, :]
     in_row = columns < width
     grad += columns
     most_source = grad_size - width
@@ -167,10 +169,12 @@ def rows_unit(
 def embedding_bags_counted_rows_kernel(
     grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, grad_size,
     num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
-    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, PIECES: tl.constexpr,
+    IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
-    """Take units of all tables' rows, tables of one width after another; `PIECES` has a bit for each schedule in use."""
+    """Take units of all tables' rows, tables of one width after another; `USED` has a bit for each exponent
+    by which they are wider than `row_columns` where an update needs whole rows."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    COLUMNS: tl.constexpr = row_columns(ALIGNED)
     num_units = tl.load(tables + (num_tables - 1) * FIELDS + 4)
     unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
@@ -179,17 +183,17 @@ def embedding_bags_counted_rows_kernel(
         table = tl.load(tables + place * FIELDS + 3)
         fields = tables + table * FIELDS
         width = tl.load(fields + 2)
-        parts = (width + ROW_COLUMNS - 1) // ROW_COLUMNS
+        parts = (width + COLUMNS - 1) // COLUMNS
         part = (unit - before) % parts
         # Updates by one number a row take all of its columns at once.
         is_own = (tl.load(fields + 1) <= most_counted) & ((part == 0) | (not BY_ROW))
-        found = (width % 4 == 0).to(tl.int32)
+        wide = tl.zeros((), tl.int32)
         if BY_ROW:
-            for i in tl.static_range(MOST_PIECES - 1):
-                found += 2 * (width > (ROW_COLUMNS << i)).to(tl.int32)
-        for i in tl.static_range(2 * MOST_PIECES):
-            if (PIECES >> i) & 1:  # noqa: SIM102
-                if is_own & (found == i):
+            for i in tl.static_range(MOST_WIDE - 1):
+                wide += (width > (COLUMNS << i)).to(tl.int32)
+        for i in tl.static_range(MOST_WIDE):
+            if (USED >> i) & 1:  # noqa: SIM102
+                if is_own & (wide == i):
                     rows_unit(
                         grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections,
                         rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2,
