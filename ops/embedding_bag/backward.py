@@ -205,18 +205,20 @@ class _Sums:
     def _sort(self, most: int) -> None:
         """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
         num_lookups, num_tables, fields = self.num_lookups, self.num_tables, {"FIELDS": self.fields}
-        narrow, wide, num_rows = torch.int32, torch.int64, self.known.num_rows
-        keys = torch.full((num_lookups,), num_rows, dtype=narrow if num_rows < 2**31 - 1 else wide, device=self.device)
+        narrow, wide = torch.int32, torch.int64
+        # The key of what is not sorted: behind all tables' rows, also those of tables that nothing reads.
+        no_row = self.known.num_rows if self.known.num_read == num_tables else 2**62
+        keys = torch.full((num_lookups,), no_row, dtype=narrow if no_row < 2**31 - 1 else wide, device=self.device)
         sources = self._empty(num_lookups, dtype=narrow if self.grad.numel() < 2**31 else wide)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         sorting.embedding_bags_lookups_kernel[(triton.cdiv(self.num_all, sorting.BLOCK_BAGS),)](
-            *self.of_bags, keys, sources, factors, *self.sizes, num_rows, most, BAGS=sorting.BLOCK_BAGS,
+            *self.of_bags, keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
             LOOKUPS=sorting.BLOCK_LOOKUPS, num_warps=4, **fields,
         )  # fmt: skip
         keys, order = keys.sort(stable=True)
         sources = sources[order]
         factors = None if factors is None else factors[order]
-        begins = torch.searchsorted(keys, self.tables[:, 5].to(keys.dtype))
+        begins = torch.searchsorted(keys, self.tables[:, 5].to(keys.dtype).contiguous())
         ends, block_ends = self._empty(2, num_tables, dtype=wide)
         counter = self._empty(1, dtype=wide)
         is_large = num_lookups >= sorting.MANY_LOOKUPS

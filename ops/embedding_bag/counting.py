@@ -118,8 +118,7 @@ def lanes_with(flag, VOTE: tl.constexpr):
     """Return for each of 32 lanes the mask of those with a flag."""
     if VOTE:
         vote: tl.constexpr = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
-        mask = tl.inline_asm_elementwise(vote, "=r,r", [flag.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
-        return mask.to(tl.uint32, bitcast=True)
+        return tl.inline_asm_elementwise(vote, "=r,r", [flag.to(tl.int32)], dtype=tl.uint32, is_pure=False, pack=1)
     return tl.zeros((32,), tl.uint32) + tl.sum(flag.to(tl.uint32) << tl.arange(0, 32), 0)
 
 
@@ -144,7 +143,7 @@ def ranks_of_equals(first, second, has_first, has_second, rows, VOTE: tl.constex
     All of `first` come before `second`. `VOTE` takes votes of a warp of NVIDIA's in place of thousands of comparisons.
     """
     if VOTE:
-        of: tl.constexpr = (tl.int32, tl.int32, tl.int32, tl.int32)
+        of: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
         kinds: tl.constexpr = "=&r,=&r,=&r,=&r,r,r"
         if rows <= 1024:
             aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_10, kinds, [first, second], dtype=of, is_pure=False, pack=1)
@@ -152,8 +151,6 @@ def ranks_of_equals(first, second, has_first, has_second, rows, VOTE: tl.constex
             aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_12, kinds, [first, second], dtype=of, is_pure=False, pack=1)
         else:
             aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_16, kinds, [first, second], dtype=of, is_pure=False, pack=1)
-        aa, ab = aa.to(tl.uint32, bitcast=True), ab.to(tl.uint32, bitcast=True)
-        ba, bb = ba.to(tl.uint32, bitcast=True), bb.to(tl.uint32, bitcast=True)
     else:
         aa, ab, ba, bb = (
             lanes_equal(first, first),
@@ -230,12 +227,12 @@ def embedding_bags_bounds_kernel(
     table = tl.program_id(0).to(tl.int64)
     fields = tables + table * FIELDS
     rows = tl.load(fields + 1)
-    if rows <= most_counted:
-        begin, end = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
+    begin, end = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
+    # For tables that nothing reads `bounds` may have no room.
+    if (rows <= most_counted) & (begin < end):
         num_chunks = (tl.load(chunk_begins + end) - tl.load(chunk_begins + begin)).to(tl.int32)
         before = tl.load(place_begins + begin)
-        # A table that nothing reads has no chunks either.
-        feature = tl.load(layout + begin * FIELDS + 7, mask=begin < end, other=0)
+        feature = tl.load(layout + begin * FIELDS + 7)
         own = counts + tl.maximum(tl.load(count_begins + feature), 0) // 4 * 4
         bounds += tl.load(fields + 5) + table
         tl.store(bounds, before)
@@ -284,10 +281,10 @@ def embedding_bags_sources_kernel(
         fields = layout + feature * FIELDS
         rows = tl.load(fields + 1).to(tl.int32)
         begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
-        first_bag, first_source = feature * num_bags, tl.load(fields + 3)
+        first_bag, first_source, stride = feature * num_bags, tl.load(fields + 3), output_stride.to(tl.int64)
         if batches is not None:
             first_bag, first_source = tl.load(batches + feature * 3), tl.load(batches + feature * 3 + 2)
-            num_bags, output_stride = tl.load(batches + feature * 3 + 1).to(tl.int32), tl.load(fields + 2)
+            num_bags, stride = tl.load(batches + feature * 3 + 1).to(tl.int32), tl.load(fields + 2)
         offsets += first_bag
         in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
         begin += in_feature
@@ -303,7 +300,7 @@ def embedding_bags_sources_kernel(
         low = find_segment(offsets, begin, num_bags)
         width = find_segment(offsets, begin + length - 1, num_bags) + 1 - low
         bag = low + find_segments(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width)
-        source = first_source + bag.to(tl.int64) * output_stride
+        source = first_source + bag * stride
         tl.store(sources + target, source.to(sources.dtype.element_ty), mask=is_known)
         if factors is not None:
             begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)

@@ -185,8 +185,9 @@ def embedding_bags_counted_rows_kernel(
         width = tl.load(fields + 2)
         parts = (width + COLUMNS - 1) // COLUMNS
         part = (unit - before) % parts
+        is_read = tl.load(fields + 7) < tl.load(fields + FIELDS + 7)
         # Updates by one number a row take all of its columns at once.
-        is_own = (tl.load(fields + 1) <= most_counted) & ((part == 0) | (not BY_ROW))
+        is_own = is_read & (tl.load(fields + 1) <= most_counted) & ((part == 0) | (not BY_ROW))
         wide = tl.zeros((), tl.int32)
         if BY_ROW:
             for i in tl.static_range(MOST_WIDE - 1):

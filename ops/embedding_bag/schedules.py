@@ -50,7 +50,9 @@ class Known(NamedTuple):
     used_by_small: int
     num_parts: int
     widest: int
+    # Of the tables up to the last one that is read; and how many tables are.
     num_rows: int
+    num_read: int
     is_aligned: bool
     has_means: bool
 
@@ -67,6 +69,7 @@ def known_of(layout: Tensor) -> Known:
             layout,
             Known(
                 schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
+                len(set(layout[:, 6].tolist())),
                 all(width % 4 == 0 for width in widths), bool(layout[:, 4].any()),
             ),
         )  # fmt: skip
