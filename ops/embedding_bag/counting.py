@@ -275,6 +275,8 @@ def embedding_bags_sources_kernel(
 ):  # fmt: skip
     """Put source and factor of every lookup of a block where its row's lookups stand."""
     block = tl.program_id(0)
+    # Read ahead by who comes to the last lookup, and not used.
+    tl.store(sources + num_lookups, 0, mask=block == 0)
     if block < tl.load(block_begins + num_features):
         at = find_segment(block_begins, block, num_features)
         feature = tl.load(layout + at * FIELDS + 7)
