@@ -18,12 +18,11 @@ from jagged.ops._shared.device import rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.registration import INTERPRETED
 from jagged.ops.embedding_bag import counting, sorting
-from jagged.ops.embedding_bag.counting import bags_of
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import STATES
 from jagged.ops.embedding_bag.plans import PROGRAMS
-from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel
-from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, known_of
+from jagged.ops.embedding_bag.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel, row_columns
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, bags_of, known_of
 from jagged.ops.embedding_bag.updates import NUM_WIDTHS
 
 # Tables, and lookups of all, below which nothing is counted.
@@ -183,16 +182,17 @@ class _Sums:
             self.tables, self.device_layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most,
             BLOCK=counting.BLOCK_ROWS, CHUNKS=counting.BLOCK_CHUNKS, num_warps=8, **fields,
         )  # fmt: skip
-        sources = self._empty(num_lookups, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
+        sources = self._empty(num_lookups + 1, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         counting.embedding_bags_sources_kernel[(num_lookups // counting.BLOCK_PLACES.value + len(rows),)](
-            *self.of_bags, block_begins, count_begins, counts, ranks, sources, factors, num_features, *self.sizes, bits,
-            num_warps=8, **fields,
+            *self.of_bags[:5], block_begins, count_begins, counts, ranks, sources, factors, num_lookups, num_features,
+            *self.sizes[2:], bits, num_warps=8, **fields,
         )  # fmt: skip
         of_lookups = self.grad, sources, factors, bounds
+        widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.is_by_row else 1
         embedding_bags_counted_rows_kernel[(self.programs,)](
-            *of_lookups, *self.state, counters, num_lookups, self.grad.numel(), self.num_tables, most, *self.numbers,
-            ALIGNED=self.known.is_aligned, **self.options,
+            *of_lookups, *self.state, counters, self.grad.numel(), self.num_tables, most, *self.numbers,
+            ALIGNED=self.known.is_aligned, **self.options | {"USED": widenings},
         )  # fmt: skip
         if most_slices:
             sums = self._empty(most_slices, self.row_stride, dtype=torch.float32)
@@ -205,18 +205,20 @@ class _Sums:
     def _sort(self, most: int) -> None:
         """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
         num_lookups, num_tables, fields = self.num_lookups, self.num_tables, {"FIELDS": self.fields}
-        narrow, wide, num_rows = torch.int32, torch.int64, self.known.num_rows
-        keys = torch.full((num_lookups,), num_rows, dtype=narrow if num_rows < 2**31 - 1 else wide, device=self.device)
+        narrow, wide = torch.int32, torch.int64
+        # The key of what is not sorted: behind all tables' rows, also those of tables that nothing reads.
+        no_row = self.known.num_rows if self.known.num_read == num_tables else 2**62
+        keys = torch.full((num_lookups,), no_row, dtype=narrow if no_row < 2**31 - 1 else wide, device=self.device)
         sources = self._empty(num_lookups, dtype=narrow if self.grad.numel() < 2**31 else wide)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         sorting.embedding_bags_lookups_kernel[(triton.cdiv(self.num_all, sorting.BLOCK_BAGS),)](
-            *self.of_bags, keys, sources, factors, *self.sizes, num_rows, most, BAGS=sorting.BLOCK_BAGS,
+            *self.of_bags, keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
             LOOKUPS=sorting.BLOCK_LOOKUPS, num_warps=4, **fields,
         )  # fmt: skip
         keys, order = keys.sort(stable=True)
         sources = sources[order]
         factors = None if factors is None else factors[order]
-        begins = torch.searchsorted(keys, self.tables[:, 5].to(keys.dtype))
+        begins = torch.searchsorted(keys, self.tables[:, 5].to(keys.dtype).contiguous())
         ends, block_ends = self._empty(2, num_tables, dtype=wide)
         counter = self._empty(1, dtype=wide)
         is_large = num_lookups >= sorting.MANY_LOOKUPS
@@ -248,6 +250,14 @@ def used_widths(layout: Tensor, *, is_by_row: bool) -> int:
     for width in set(layout[:, 2].tolist()):
         exponent = min(max(2, (width - 1).bit_length()), NUM_WIDTHS.value + 1 if is_by_row else 7)
         used |= 1 << ((exponent - 2) * 2 + int(width % 4 == 0))
+    return used
+
+
+def used_widenings(layout: Tensor, *, is_aligned: bool) -> int:
+    """Return by which powers of two rows of a layout are wider than `row_columns`, a bit for each exponent."""
+    columns, used = row_columns(is_aligned), 0
+    for width in set(layout[:, 2].tolist()):
+        used |= 1 << (triton.cdiv(width, columns) - 1).bit_length()
     return used
 
 

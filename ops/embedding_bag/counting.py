@@ -94,44 +94,77 @@ def embedding_bags_chunks_kernel(
 
 
 def _equals(bits: int) -> str:
-    """Assembly that gives each lane of a warp the lanes whose numbers have equal lowest bits, by a vote for each bit."""
+    """Assembly that compares the lowest bits of two numbers of each lane of a warp, by a vote for each bit of each.
+
+    Gives masks of lanes: whose first number equals the first, whose second the first, whose first the second, whose second the
+    second.
+    """
+    # Of a lane with the bit those that have it are left, of others those that do not.
     steps = "".join(
-        f"and.b32 t, $1, {1 << bit}; setp.ne.u32 p, t, 0; vote.sync.ballot.b32 t, p, -1; @!p not.b32 t, t; and.b32 m, m, t; "
+        f"bfe.s32 s, $4, {bit}, 1; bfe.s32 t, $5, {bit}, 1; "
+        "setp.ne.s32 p, s, 0; vote.sync.ballot.b32 v, p, -1; setp.ne.s32 p, t, 0; vote.sync.ballot.b32 w, p, -1; "
+        "lop3.b32 a, a, v, s, 0x90; lop3.b32 b, b, w, s, 0x90; lop3.b32 c, c, v, t, 0x90; lop3.b32 d, d, w, t, 0x90; "
         for bit in range(bits)
     )
-    return "{ .reg .pred p; .reg .b32 t, m; mov.b32 m, -1; " + steps + "mov.b32 $0, m; }"
+    begin = "{ .reg .pred p; .reg .b32 a, b, c, d, s, t, v, w; mov.b32 a, -1; mov.b32 b, -1; mov.b32 c, -1; mov.b32 d, -1; "
+    return begin + steps + "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
 
 
 EQUALS_10, EQUALS_12, EQUALS_16 = (tl.constexpr(_equals(bits)) for bits in (10, 12, 16))
 
 
 @triton.jit
-def ranks_of_equals(row, is_known, rows, VOTE: tl.constexpr):
-    """Return for each of 32 rows of a warp how many equal ones come before it, and whether it is the last of them.
-
-    `VOTE` takes votes of a warp of NVIDIA's, one for each bit, in place of a thousand comparisons.
-    """
-    lane = tl.arange(0, 32)
+def lanes_with(flag, VOTE: tl.constexpr):
+    """Return for each of 32 lanes the mask of those with a flag."""
     if VOTE:
+        vote: tl.constexpr = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
+        return tl.inline_asm_elementwise(vote, "=r,r", [flag.to(tl.int32)], dtype=tl.uint32, is_pure=False, pack=1)
+    return tl.zeros((32,), tl.uint32) + tl.sum(flag.to(tl.uint32) << tl.arange(0, 32), 0)
+
+
+@triton.jit
+def lanes_equal(x, y):
+    """Return for each of 32 numbers the mask of the lanes whose `y` equals it."""
+    return tl.sum((x[:, None] == y[None, :]).to(tl.uint32) << tl.arange(0, 32)[None, :], 1)
+
+
+@triton.jit
+def count_of(mask, VOTE: tl.constexpr):
+    """Return the number of bits that are set."""
+    if VOTE:
+        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], dtype=tl.int32, is_pure=True, pack=1)
+    return tl.sum(((mask[:, None] >> tl.arange(0, 32)[None, :]) & 1).to(tl.int32), 1)
+
+
+@triton.jit
+def ranks_of_equals(first, second, has_first, has_second, rows, VOTE: tl.constexpr):
+    """Return for each of 64 rows, two of each lane, how many equal ones come before it, and whether it is the last of them.
+
+    All of `first` come before `second`. `VOTE` takes votes of a warp of NVIDIA's in place of thousands of comparisons.
+    """
+    if VOTE:
+        of: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
+        kinds: tl.constexpr = "=&r,=&r,=&r,=&r,r,r"
         if rows <= 1024:
-            equals = tl.inline_asm_elementwise(EQUALS_10, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_10, kinds, [first, second], dtype=of, is_pure=False, pack=1)
         elif rows <= 4096:
-            equals = tl.inline_asm_elementwise(EQUALS_12, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
+            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_12, kinds, [first, second], dtype=of, is_pure=False, pack=1)
         else:
-            equals = tl.inline_asm_elementwise(EQUALS_16, "=r,r", [row], dtype=tl.int32, is_pure=False, pack=1)
-        known = tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }", "=r,r", [is_known.to(tl.int32)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        equals = (equals & known).to(tl.uint32, bitcast=True)
-        before = equals & ((tl.full((32,), 1, tl.uint32) << lane) - 1)
-        rank = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [before], dtype=tl.int32, is_pure=True, pack=1)
-        is_last = (equals >> lane) == 1
+            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_16, kinds, [first, second], dtype=of, is_pure=False, pack=1)
     else:
-        is_equal = (row[:, None] == row[None, :]) & (tl.where(is_known, 1, 0)[None, :] != 0)
-        rank = tl.sum((is_equal & (lane[None, :] < lane[:, None])).to(tl.int32), 1)
-        is_last = tl.sum((is_equal & (lane[None, :] > lane[:, None])).to(tl.int32), 1) == 0
-    return rank, is_last
+        aa, ab, ba, bb = (
+            lanes_equal(first, first),
+            lanes_equal(first, second),
+            lanes_equal(second, first),
+            lanes_equal(second, second),
+        )
+    with_first, with_second = lanes_with(has_first, VOTE), lanes_with(has_second, VOTE)
+    lane = tl.arange(0, 32)
+    before = (tl.full((32,), 1, tl.uint32) << lane) - 1
+    aa, ab, ba, bb = aa & with_first, ab & with_second, ba & with_first, bb & with_second
+    rank = count_of(aa & before, VOTE)
+    second_rank = count_of(ba, VOTE) + count_of(bb & before, VOTE)
+    return rank, second_rank, ((aa >> lane) == 1) & (ab == 0), (bb >> lane) == 1
 
 
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
@@ -155,20 +188,31 @@ def embedding_bags_ranks_kernel(
             tl.store(own + row, tl.zeros((BLOCK,), counts.dtype.element_ty), mask=row < counts_of(rows))
         # Lanes read what others have written.
         tl.debug_barrier()
+        indices += begin
+        ranks += begin
         lane = tl.arange(0, 32)
-        ids = tl.load(indices + begin + lane, mask=lane < length, other=-1)
-        for start in range(0, length, 32):
-            place = start + 32 + lane
-            next_ids = tl.load(indices + begin + place, mask=place < length, other=-1)
-            is_known = (ids >= 0) & (ids < rows)
-            row = tl.where(is_known, ids, 0).to(tl.int32)
-            rank, is_last = ranks_of_equals(row, is_known, rows, VOTE)
-            rank += tl.load(own + row, mask=is_known, other=0).to(tl.int32)
-            tl.store(ranks + begin + start + lane, rank.to(tl.int16), mask=is_known)
+        ids = tl.load(indices + lane, mask=lane < length, other=-1)
+        second_ids = tl.load(indices + 32 + lane, mask=lane < length - 32, other=-1)
+        for start in range(0, length, 64):
+            left = length - start
+            is_known, second_is_known = (ids >= 0) & (ids < rows), (second_ids >= 0) & (second_ids < rows)
+            row, second_row = tl.where(is_known, ids, 0).to(tl.int32), tl.where(second_is_known, second_ids, 0).to(tl.int32)
+            count = tl.load(own + row, mask=is_known, other=0).to(tl.int32)
+            second_count = tl.load(own + second_row, mask=second_is_known, other=0).to(tl.int32)
+            ids = tl.load(indices + start + 64 + lane, mask=lane < left - 64, other=-1)
+            second_ids = tl.load(indices + start + 96 + lane, mask=lane < left - 96, other=-1)
+            rank, second_rank, is_last, second_is_last = ranks_of_equals(
+                row, second_row, is_known, second_is_known, rows, VOTE
+            )  # fmt: skip
+            rank += count
+            second_rank += second_count
+            tl.store(ranks + start + lane, rank.to(tl.int16), mask=is_known)
+            tl.store(ranks + start + 32 + lane, second_rank.to(tl.int16), mask=second_is_known)
+            # All lanes have read before one writes, and they read what others have written.
             tl.debug_barrier()
-            tl.store(own + row, (rank + 1).to(counts.dtype.element_ty), mask=is_known & is_last)
+            tl.store(own + row, (rank + 1).to(counts.dtype.element_ty), mask=is_last)
+            tl.store(own + second_row, (second_rank + 1).to(counts.dtype.element_ty), mask=second_is_last)
             tl.debug_barrier()
-            ids = next_ids
 
 
 @triton.jit(do_not_specialize=["most_counted"])
@@ -183,12 +227,12 @@ def embedding_bags_bounds_kernel(
     table = tl.program_id(0).to(tl.int64)
     fields = tables + table * FIELDS
     rows = tl.load(fields + 1)
-    if rows <= most_counted:
-        begin, end = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
+    begin, end = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
+    # For tables that nothing reads `bounds` may have no room.
+    if (rows <= most_counted) & (begin < end):
         num_chunks = (tl.load(chunk_begins + end) - tl.load(chunk_begins + begin)).to(tl.int32)
         before = tl.load(place_begins + begin)
-        # A table that nothing reads has no chunks either.
-        feature = tl.load(layout + begin * FIELDS + 7, mask=begin < end, other=0)
+        feature = tl.load(layout + begin * FIELDS + 7)
         own = counts + tl.maximum(tl.load(count_begins + feature), 0) // 4 * 4
         bounds += tl.load(fields + 5) + table
         tl.store(bounds, before)
@@ -224,47 +268,29 @@ def embedding_bags_bounds_kernel(
                     tl.store(of_slot + 2, slot, mask=i < slices)
 
 
-@triton.jit
-def bags_of(
-    bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr
-):  # fmt: skip
-    """Return for some bags where their lookups begin and end, their features, and where their output begins."""
-    exists = bag < num_all_bags
-    begin, end = span_of(offsets, bag, exists, num_lookups)
-    if batches is None:
-        feature = bag // num_bags
-        source = (bag - feature * num_bags) * output_stride
-        source += tl.load(layout + feature * FIELDS + 3, mask=exists, other=0)
-    else:
-        feature = tl.load(feature_of_bag + bag, mask=exists, other=0).to(tl.int64)
-        width = tl.load(layout + feature * FIELDS + 2, mask=exists, other=0)
-        source = (bag - tl.load(batches + feature * 3, mask=exists, other=0)) * width
-        source += tl.load(batches + feature * 3 + 2, mask=exists, other=0)
-    return begin, end, feature, source, exists
-
-
-@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_all_bags", "num_bags", "output_stride", "bits"])
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "output_stride", "bits"])
 def embedding_bags_sources_kernel(
-    indices, offsets, scales, layout, batches, feature_of_bag, block_begins, count_begins, counts, ranks, sources, factors,
-    num_features, num_lookups, num_all_bags, num_bags, output_stride, bits, FIELDS: tl.constexpr,
+    indices, offsets, scales, layout, batches, block_begins, count_begins, counts, ranks, sources, factors, num_lookups,
+    num_features, num_bags, output_stride, bits, FIELDS: tl.constexpr,
 ):  # fmt: skip
     """Put source and factor of every lookup of a block where its row's lookups stand."""
     block = tl.program_id(0)
+    # Read ahead by who comes to the last lookup, and not used.
+    tl.store(sources + num_lookups, 0, mask=block == 0)
     if block < tl.load(block_begins + num_features):
         at = find_segment(block_begins, block, num_features)
         feature = tl.load(layout + at * FIELDS + 7)
         fields = layout + feature * FIELDS
         rows = tl.load(fields + 1).to(tl.int32)
         begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
-        in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
-        first_bag = feature * num_bags
+        first_bag, first_source, stride = feature * num_bags, tl.load(fields + 3), output_stride.to(tl.int64)
         if batches is not None:
-            first_bag = tl.load(batches + feature * 3)
-            num_bags = tl.load(batches + feature * 3 + 1).to(tl.int32)
+            first_bag, first_source = tl.load(batches + feature * 3), tl.load(batches + feature * 3 + 2)
+            num_bags, stride = tl.load(batches + feature * 3 + 1).to(tl.int32), tl.load(fields + 2)
+        offsets += first_bag
+        in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
         begin += in_feature
         length = tl.minimum(end - begin, BLOCK_PLACES).to(tl.int32)
-        low = find_segment(offsets + first_bag, begin, num_bags)
-        width = find_segment(offsets + first_bag, begin + length - 1, num_bags) + 1 - low
         lookup = tl.arange(0, BLOCK_PLACES)
         row = tl.load(indices + begin + lookup, mask=lookup < length, other=-1)
         is_known = (row >= 0) & (row < rows)
@@ -272,12 +298,14 @@ def embedding_bags_sources_kernel(
         own = counts + tl.load(count_begins + feature) + (in_feature >> chunk_bits(rows, bits)) * counts_of(rows)
         target = tl.load(own + row, mask=is_known, other=0).to(tl.int64)
         target += tl.load(ranks + begin + lookup, mask=is_known, other=0)
-        bag = first_bag + low + find_segments(offsets + first_bag + low, begin.to(offsets.dtype.element_ty) + lookup, width)
-        begin_of_bag, end_of_bag, _, source, _ = bags_of(
-            bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS
-        )
+        # Bags of the block's lookups are few: each lookup searches among those between the first's and the last's.
+        low = find_segment(offsets, begin, num_bags)
+        width = find_segment(offsets, begin + length - 1, num_bags) + 1 - low
+        bag = low + find_segments(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width)
+        source = first_source + bag * stride
         tl.store(sources + target, source.to(sources.dtype.element_ty), mask=is_known)
         if factors is not None:
+            begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)
             factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
             if scales is not None:
                 factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)

@@ -21,8 +21,8 @@ PART = 32
 FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table", "in_order")
 # Rows that tables have at most whose lookups backward counts; those of others it sorts.
 MOST_COUNTED = 65_536
-# Rows of a table that backward's unit of work has for each group of lanes.
-TURNS = 8
+# Rows that a lane takes one after the other in a unit of backward's work where a row needs one lane alone, and at most.
+FEWEST_TURNS, MOST_TURNS = 4, 8
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,8 @@ class BagLayout:
     def _tensors(self) -> dict[torch.device, Tensor]:
         assert self.tables is not None
         by_width = sorted(range(len(self.widths)), key=lambda table: -self.widths[table])
-        units = (units_of(self.rows[table], self.widths[table]) for table in by_width)
+        is_aligned = not any(width % 4 for width in self.feature_widths)
+        units = (units_of(self.rows[table], self.widths[table], is_aligned=is_aligned) for table in by_width)
         readers = [0] * (len(self.widths) + 1)
         for table in self.tables:
             readers[table + 1] += 1
@@ -214,7 +215,12 @@ def class_of(width: int) -> int:
     return max(2, (min(width, 128) - 1).bit_length()) * 2 + int(width % 4 == 0)
 
 
-def units_of(rows: int, width: int) -> int:
-    """Units of work of backward for a table whose lookups are counted: `TURNS` rows for each group of lanes, 128 columns."""
-    groups = max(1, 128 // max(4, 1 << (width - 1).bit_length()))
-    return 0 if rows > MOST_COUNTED else cdiv(rows, groups * TURNS) * cdiv(width, 128)
+def units_of(rows: int, width: int, *, is_aligned: bool) -> int:
+    """Units of work of backward for a table whose lookups are counted.
+
+    A lane has 8 columns, or 4 where not all widths are multiples of 4: `row_columns` of `rows.py`.
+    """
+    columns = 8 if is_aligned else 4
+    exponent = min(5, (cdiv(width, columns) - 1).bit_length())
+    turns = min(FEWEST_TURNS << exponent, MOST_TURNS)
+    return 0 if rows > MOST_COUNTED else cdiv(rows, (32 >> exponent) * turns) * cdiv(width, 32 * columns)

@@ -11,12 +11,14 @@ import triton
 import triton.language as tl
 
 from jagged.ops.embedding_bag.counting import LONG
-from jagged.ops.embedding_bag.layout import TURNS as _TURNS
-from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, group_of, take_unit
-from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.layout import FEWEST_TURNS as _FEWEST_TURNS
+from jagged.ops.embedding_bag.layout import MOST_TURNS as _MOST_TURNS
+from jagged.ops.embedding_bag.schedules import group_of, take_unit
+from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, by_row, columns_by, joined_run, schedule_of
 
-# Rows of a unit for each group of lanes.
-TURNS = tl.constexpr(_TURNS)
+FEWEST_TURNS, MOST_TURNS = tl.constexpr(_FEWEST_TURNS), tl.constexpr(_MOST_TURNS)
+# How many times as many columns as `row_columns` a warp takes of a row that an update needs whole: 2^6 at most.
+MOST_WIDE = tl.constexpr(7)
 # Lookups of a slice that are in registers.
 SLICE_UNROLL = tl.constexpr(4)
 
@@ -26,11 +28,12 @@ def known_sources(source, is_live, most_source, ALIGNED: tl.constexpr):
     """Return sources without sign, and which lookups are live whose sources are within the gradient."""
     # Wrong offsets leave sources that nothing was written to.
     unsigned: tl.constexpr = tl.uint32 if source.dtype == tl.int32 else tl.uint64
-    is_live &= source.to(unsigned, bitcast=True) <= most_source.to(unsigned)
+    source = source.to(unsigned, bitcast=True)
+    is_live &= source <= most_source.to(unsigned)
     if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         source = source // 4 * 4
-    return source.to(unsigned, bitcast=True), is_live
+    return source, is_live
 
 
 @triton.jit
@@ -47,17 +50,9 @@ def sum_of_lookups(grad, source, factors, place, is_live, most_source, columns, 
 
 
 @triton.jit
-def elements_of(row, width, columns):
-    """Return the elements of rows, from their table's first on: a product of unsigned 32-bit numbers is one instruction."""
-    return (row.to(tl.uint32).to(tl.uint64) * width.to(tl.uint32).to(tl.uint64))[:, None] + columns[None, :].to(tl.uint64)
-
-
-@triton.jit
-def gradients_of(grad, source, is_live, most_source, columns, in_row, ALIGNED: tl.constexpr):
-    """Load the gradients of a lookup of each group, of which the sources are known: `[groups, columns]`."""
-    source, is_live = known_sources(source, is_live, most_source, ALIGNED)
-    source = tl.broadcast_to(source[:, None], [source.shape[0], columns.shape[0]]).to(tl.uint64)
-    return tl.load(grad + (source + columns[None, :].to(tl.uint64)), mask=is_live[:, None] & in_row[None, :], other=0.0)
+def elements_of(row, width):
+    """Return the first elements of rows, from their table's on: a product of unsigned 32-bit numbers is one instruction."""
+    return row.to(tl.uint32).to(tl.uint64) * width.to(tl.uint32).to(tl.uint64)
 
 
 @triton.jit
@@ -67,82 +62,99 @@ def limit_of(begin, end):
 
 
 @triton.jit
-def weights_of(weights, row, is_read, width, columns, in_row, KIND: tl.constexpr):
-    """Return the rows' weights, `[groups, columns]`, where an update needs them."""
-    old = tl.zeros((row.shape[0], columns.shape[0]), tl.float32)
+def weights_of(weights, row, is_read, width, in_row, KIND: tl.constexpr):
+    """Return the rows' weights where an update needs them; `weights` are those of row 0, `[lanes, pieces, columns]`."""
+    old = tl.zeros(in_row.shape, tl.float32)
     if KIND != "none":
-        mask = is_read[:, None] & in_row[None, :]
-        old = tl.load(weights + elements_of(row, width, columns), mask=mask, other=0.0).to(tl.float32)
+        mask = by_row(is_read, in_row) & in_row
+        old = tl.load(weights + by_row(elements_of(row, width), in_row), mask=mask, other=0.0).to(tl.float32)
     return old
+
+
+@triton.constexpr_function
+def row_columns(is_aligned):
+    """Return the columns of a row that a warp takes: 8 a lane as two loads of 16 bytes, or 4 loads of one column each."""
+    return 32 * (8 if is_aligned else 4)
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
 @triton.jit(noinline=True)
 def rows_unit(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, num_lookups, grad_size,
-    eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
-    SCHEDULE: tl.constexpr,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, fields, unit, part, grad_size, eps, beta1,
+    beta2, weight_decay, rest1, rest2, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr,
+    WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
-    Each group of lanes takes `TURNS` rows one after the other, a lookup a step, in step with the other groups. Lookups of a row
-    stand behind those of the row before: the source of the next step, of this row or the next one, is under way while the
-    gradients of this step are.
+    Groups of lanes, as many lanes as a row needs, take rows one after the other, a lookup a step, in step with the other groups.
+    All that is known of a row is known in each of its lanes, so nothing moves between lanes. Lookups of a row stand behind those
+    of the row before: the source of the next step, of this row or the next one, is under way while the gradients of this step
+    are.
     """
-    COLUMNS: tl.constexpr = columns_by(SCHEDULE)
-    GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
+    COLUMNS: tl.constexpr = row_columns(ALIGNED)
+    # Columns of a lane that are loaded together, and how many times it does.
+    TOGETHER: tl.constexpr = 4 if ALIGNED else 1
+    PIECES: tl.constexpr = (COLUMNS // 32 // TOGETHER) << WIDE
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
     start, rows, width, first_row = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 5)
     rows, width = rows.to(tl.int32), width.to(tl.int32)
     start = start // 16 * 16
-    if SCHEDULE % 2:
+    if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         width = width // 4 * 4
-    columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
+    exponent = (width > COLUMNS // 32).to(tl.int32)
+    for i in tl.static_range(1, 5):
+        exponent += (width > ((COLUMNS // 32) << i)).to(tl.int32)
+    lanes, groups = 1 << exponent, 32 >> exponent
+    turns = tl.minimum(lanes * FEWEST_TURNS, MOST_TURNS)
+    lane = tl.arange(0, 32)
+    columns = (lane & (lanes - 1))[:, None] * TOGETHER + tl.arange(0, PIECES)[None, :] * (lanes * TOGETHER)
+    columns = (part * COLUMNS).to(tl.int32) + columns[:, :, None] + tl.arange(0, TOGETHER)[None, None, :]
     in_row = columns < width
+    grad += columns
     most_source = grad_size - width
     learning_rate = 0.0
     if KIND != "none":
         learning_rate = tl.load(rate)
-    row = (unit * (GROUPS * TURNS)).to(tl.int32) + tl.arange(0, GROUPS) * TURNS
-    last = tl.minimum(row + TURNS, rows)
+    row = (unit * groups).to(tl.int32) * turns + (lane >> exponent) * turns
+    last = tl.minimum(row + turns, rows)
     begin, end = tl.load(bounds + row, mask=row < last, other=0), tl.load(bounds + row + 1, mask=row < last, other=0)
     after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
     limit = limit_of(begin, end)
-    old = weights_of(weights + start, row, limit > begin, width, columns, in_row, KIND)
-    total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    old = weights_of(weights + start + columns, row, limit > begin, width, in_row, KIND)
+    total = tl.zeros(in_row.shape, tl.float32)
     place = begin
     source = tl.load(sources + place, mask=place < limit, other=0)
-    turn = 0
-    while turn < TURNS:
+    while turns > 0:
         is_more = place + 1 < limit
         following = tl.where(is_more, place + 1, end)
-        next_source = tl.load(sources + following, mask=following < num_lookups, other=0)
-        tile = gradients_of(grad, source, place < limit, most_source, columns, in_row, ALIGNED).to(tl.float32)
+        # Behind the last lookup there is room for one more.
+        next_source = tl.load(sources + following)
+        known, is_live = known_sources(source, place < limit, most_source, ALIGNED)
+        tile = tl.load(grad + by_row(known, in_row), mask=by_row(is_live, in_row) & in_row, other=0.0).to(tl.float32)
         if factors is not None:
-            tile *= tl.load(factors + place, mask=place < limit, other=0.0)[:, None]
+            tile *= by_row(tl.load(factors + place, mask=is_live, other=0.0), in_row)
         total += tile
         if tl.max(is_more.to(tl.int32), 0) == 0:
             is_read = limit > begin
             if tl.max(is_read.to(tl.int32), 0) != 0:
-                element = start + elements_of(row, width, columns).to(tl.int64)
+                element = start + by_row(elements_of(row, width), in_row).to(tl.int64) + columns
                 apply_sums(
-                    total, old, is_read, first_row + row, element, in_row[None, :], weights, first, second, step, corrections,
-                    learning_rate, width, numbers, KIND, IS_STOCHASTIC,
+                    total, old, is_read, first_row + row, element, in_row, weights, first, second, step, corrections,
+                    learning_rate, width, numbers, KIND, IS_STOCHASTIC, lanes,
                 )  # fmt: skip
-            turn += 1
+            turns -= 1
             row += 1
             begin, end = end, tl.where(row < last, after, end)
             after = tl.load(bounds + row + 2, mask=row + 1 < last, other=0)
             limit = limit_of(begin, end)
-            old = weights_of(weights + start, row, limit > begin, width, columns, in_row, KIND)
-            total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+            old = weights_of(weights + start + columns, row, limit > begin, width, in_row, KIND)
+            total = tl.zeros(in_row.shape, tl.float32)
         place, source = following, next_source
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_lookups",
         "grad_size",
         "num_tables",
         "most_counted",
@@ -155,12 +167,14 @@ def rows_unit(
     ]
 )
 def embedding_bags_counted_rows_kernel(
-    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, num_lookups,
-    grad_size, num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, grad_size,
+    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
-    """Take units of all tables' rows, tables of one width after another."""
+    """Take units of all tables' rows, tables of one width after another; `USED` has a bit for each exponent
+    by which they are wider than `row_columns` where an update needs whole rows."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
+    COLUMNS: tl.constexpr = row_columns(ALIGNED)
     num_units = tl.load(tables + (num_tables - 1) * FIELDS + 4)
     unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
@@ -169,18 +183,22 @@ def embedding_bags_counted_rows_kernel(
         table = tl.load(tables + place * FIELDS + 3)
         fields = tables + table * FIELDS
         width = tl.load(fields + 2)
-        parts = (width + MOST_COLUMNS - 1) // MOST_COLUMNS
+        parts = (width + COLUMNS - 1) // COLUMNS
         part = (unit - before) % parts
+        is_read = tl.load(fields + 7) < tl.load(fields + FIELDS + 7)
         # Updates by one number a row take all of its columns at once.
-        is_own = (tl.load(fields + 1) <= most_counted) & ((part == 0) | (not BY_ROW))
-        found = tl.where(is_own, schedule_of(width, BY_ROW), -1)
-        for i in tl.static_range(2 * NUM_WIDTHS):
+        is_own = is_read & (tl.load(fields + 1) <= most_counted) & ((part == 0) | (not BY_ROW))
+        wide = tl.zeros((), tl.int32)
+        if BY_ROW:
+            for i in tl.static_range(MOST_WIDE - 1):
+                wide += (width > (COLUMNS << i)).to(tl.int32)
+        for i in tl.static_range(MOST_WIDE):
             if (USED >> i) & 1:  # noqa: SIM102
-                if found == i:
+                if is_own & (wide == i):
                     rows_unit(
                         grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections,
-                        rate, fields, (unit - before) // parts, part, num_lookups, grad_size, eps, beta1, beta2, weight_decay,
-                        rest1, rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
+                        rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2,
+                        KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
 

@@ -50,7 +50,9 @@ class Known(NamedTuple):
     used_by_small: int
     num_parts: int
     widest: int
+    # Of the tables up to the last one that is read; and how many tables are.
     num_rows: int
+    num_read: int
     is_aligned: bool
     has_means: bool
 
@@ -67,6 +69,7 @@ def known_of(layout: Tensor) -> Known:
             layout,
             Known(
                 schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
+                len(set(layout[:, 6].tolist())),
                 all(width % 4 == 0 for width in widths), bool(layout[:, 4].any()),
             ),
         )  # fmt: skip
@@ -326,3 +329,22 @@ def span_of(offsets, bag, exists, num_lookups):
     begin = tl.load(offsets + bag, mask=exists, other=0)
     end = tl.load(offsets + bag + 1, mask=exists, other=0)
     return tl.maximum(begin, 0), tl.minimum(end, num_lookups)
+
+
+@triton.jit
+def bags_of(
+    bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr
+):  # fmt: skip
+    """Return for some bags where their lookups begin and end, their features, and where their output begins."""
+    exists = bag < num_all_bags
+    begin, end = span_of(offsets, bag, exists, num_lookups)
+    if batches is None:
+        feature = bag // num_bags
+        source = (bag - feature * num_bags) * output_stride
+        source += tl.load(layout + feature * FIELDS + 3, mask=exists, other=0)
+    else:
+        feature = tl.load(feature_of_bag + bag, mask=exists, other=0).to(tl.int64)
+        width = tl.load(layout + feature * FIELDS + 2, mask=exists, other=0)
+        source = (bag - tl.load(batches + feature * 3, mask=exists, other=0)) * width
+        source += tl.load(batches + feature * 3 + 2, mask=exists, other=0)
+    return begin, end, feature, source, exists

@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jagged.ops.embedding_bag.counting import bags_of
-from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, group_of, take_unit
+from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, bags_of, group_of, take_unit
 from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
@@ -27,14 +26,14 @@ BLOCK_TABLES = 1024
 JOINING = 16
 
 
-@triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride", "num_rows", "most_counted"])
+@triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride", "no_row", "most_counted"])
 def embedding_bags_lookups_kernel(
     indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups, num_all_bags, num_bags,
-    output_stride, num_rows, most_counted, FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
+    output_stride, no_row, most_counted, FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
 ):  # fmt: skip
     """Key, source and factor of every lookup of some bags.
 
-    An id that its table does not have gets the key `num_rows`, and so do all of tables of no more than `most_counted` rows.
+    An id that its table does not have gets the key `no_row`, and so do all of tables of no more than `most_counted` rows.
     """
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     begin, end, feature, source, exists = bags_of(
@@ -50,7 +49,7 @@ def embedding_bags_lookups_kernel(
         place = begin[:, None] + step + tl.arange(0, LOOKUPS)[None, :]
         is_live = place < end[:, None]
         row = tl.load(indices + place, mask=is_live, other=0).to(tl.int64)
-        key = tl.where((row >= 0) & (row < rows[:, None]), first_row[:, None] + row, num_rows)
+        key = tl.where((row >= 0) & (row < rows[:, None]), first_row[:, None] + row, no_row)
         tl.store(keys + place, key.to(keys.dtype.element_ty), mask=is_live)
         tl.store(sources + place, (source[:, None] + tl.zeros_like(row)).to(sources.dtype.element_ty), mask=is_live)
         if factors is not None:

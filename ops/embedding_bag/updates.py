@@ -42,6 +42,21 @@ def decayed(grad, old, weight_decay, KIND: tl.constexpr):
 
 
 @triton.jit
+def by_row(x, tile):
+    """Return a number of each row in a form that goes with tiles `[rows, columns]` and `[lanes, pieces, columns]`."""
+    return x[:, None] if len(tile.shape) == 2 else x[:, None, None]
+
+
+@triton.jit
+def sum_of_lanes(x, lanes):
+    """Sum a number of each of a warp's lanes over groups of `lanes`, a power of two; all of a group get the same bits."""
+    for i in tl.static_range(5):
+        other = tl.gather(x, tl.arange(0, 32) ^ (1 << i), 0)
+        x = tl.where(lanes > (1 << i), x + other, x)
+    return x
+
+
+@triton.jit
 def updated(
     grad, square, old, first, second, element, row, corrections, rate, numbers, mask, row_mask, KIND: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +70,7 @@ def updated(
         new = old - rate * grad / (tl.sqrt_rn(state) + eps)
     elif KIND == "rowwise_adagrad":
         state = tl.load(first + row, mask=row_mask, other=0.0) + square
-        new = old - rate * grad / (tl.sqrt_rn(state) + eps)[:, None]
+        new = old - rate * grad / by_row(tl.sqrt_rn(state) + eps, grad)
     else:
         mean = beta1 * tl.load(first + element, mask=mask, other=0.0) + rest1 * grad
         tl.store(first + element, mean, mask=mask)
@@ -67,7 +82,7 @@ def updated(
             divisor = tl.sqrt_rn(variance / correction) + eps
         else:
             variance = beta2 * tl.load(second + row, mask=row_mask, other=0.0) + rest2 * square
-            divisor = (tl.sqrt_rn(variance / correction) + eps)[:, None]
+            divisor = by_row(tl.sqrt_rn(variance / correction) + eps, grad)
         new = old - rate * (unbiased / divisor + weight_decay * old)
     return new
 
@@ -90,17 +105,22 @@ def schedule_of(width, WHOLE_ROWS: tl.constexpr):
 @triton.jit
 def apply_sums(
     sums, old, is_stored, row, element, in_row, weights, first, second, step, corrections, rate, width, numbers,
-    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr, lanes=None,
 ):  # fmt: skip
-    """Store sums `[rows, columns]` of gradients, or update weights and states by them; `old` are the weights."""
+    """Store sums of gradients, `[rows, columns]`, or update weights and states by them; `old` are the weights.
+
+    With `lanes` sums are `[32, pieces, columns]`: that many of a warp's lanes have parts of one row.
+    """
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
-    mask = is_stored[:, None] & in_row
+    mask = by_row(is_stored, sums) & in_row
     new = sums
     if KIND != "none":
         sums = tl.where(mask, decayed(sums, old, numbers[3], KIND), 0.0)
         square = tl.zeros(row.shape, tl.float32)
         if BY_ROW:
-            square = tl.sum(rounded_product(sums, sums), 1) / width
+            squares = rounded_product(sums, sums)
+            square = tl.sum(squares, 1) if lanes is None else sum_of_lanes(tl.sum(tl.sum(squares, 2), 1), lanes)
+            square /= width
         new = updated(
             sums, square, old, first, second, element, row, corrections, rate, numbers, mask, is_stored, KIND
         )  # fmt: skip

@@ -205,6 +205,45 @@ def test_gradients_and_updates_are_equal_whatever_is_counted(
     torch.testing.assert_close(*results)
 
 
+# Of one lane, of the most rows side by side, of lanes with columns that are not there, of several units, of all lanes and more.
+# Widths that are no multiples of 4 have fewer columns a lane; of a table that no feature reads a width changes nothing.
+@pytest.mark.parametrize("kind", [None, "rowwise_adagrad"])
+@pytest.mark.parametrize("widths", [(4, 8, 12), (16, 100, 128), (256, 260), (3, 5, 130), (8, 16, 5)])
+def test_counted_rows_of_every_width(place: Place, widths: tuple[int, ...], kind: Kind | None) -> None:
+    read = (0, 1) if widths[-1] == 5 else tuple(range(len(widths)))
+    layout = BagLayout((150, 37, 3)[: len(widths)], widths, read)
+    batch = batch_of(layout, [[3, 0, 2, 9, 30], [1, 4, 0, 0, 7], [0, 2, 5, 1, 1]][: len(read)])
+    results = []
+    for counted_rows in (MOST_COUNTED, 0):
+        schedules = BagSchedules(None, PROGRAMS, counted_rows)
+        weights = weights_of(layout, torch.float32).requires_grad_()
+        optimizer = None if kind is None else BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)
+        output = embedding_bags(weights, *batch.arguments, optimizer=optimizer, schedules=schedules, backend=place.backend)
+        output.backward(random_tensor(output.shape, torch.float32, 3))
+        results.append(weights.detach() if weights.grad is None else weights.grad)
+    torch.testing.assert_close(*results)
+
+
+# Nothing counted, the first table alone, and all.
+@pytest.mark.parametrize("counted_rows", [0, 30, MOST_COUNTED])
+def test_tables_that_no_feature_reads_get_no_gradient(place: Place, counted_rows: int) -> None:
+    """Neither of ids that their tables do not have, which stand behind all tables' rows, nor of lookups that are not sorted."""
+    layout = BagLayout((20, 50, 6), (4, 8, 4), (0, 1))
+    ids, ends = [1, 2, 3, 4, 49, 7], [0, 2, 3, 4, 6]
+    if place.backend == "triton":
+        ids, ends = [1, 2, 99, 3, 4, 49, -1, 7, 7], [0, 2, 4, 5, 9]
+    weights = weights_of(layout, torch.float32).requires_grad_()
+    indices, offsets = (torch.tensor(of, device=place.device) for of in (ids, ends))
+    schedules = BagSchedules(None, PROGRAMS, counted_rows)
+    embedding_bags(weights, layout, indices, offsets, schedules=schedules, backend=place.backend).sum().backward()
+    assert weights.grad is not None
+    first, second, unread = layout.views(weights.grad)
+    assert first.sum(1).cpu().tolist() == [4.0 * (row in (1, 2, 3)) for row in range(20)]
+    expected = {4: 1, 49: 1, 7: ids.count(7)}
+    assert second.sum(1).cpu().tolist() == [8.0 * expected.get(row, 0) for row in range(50)]
+    assert not unread.any()
+
+
 def _ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How rows are brought together from now on, pass after pass."""
     from jagged.ops.embedding_bag.backward import _Sums
