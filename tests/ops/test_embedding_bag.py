@@ -474,6 +474,33 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], w
         assert not any(bool(view[0].any()) for view in layout.views(results[1]))
 
 
+@pytest.mark.skipif(PLACE.name != "interpret", reason="watches interpreted kernels")
+@pytest.mark.parametrize("gathered", GATHERINGS)
+@pytest.mark.parametrize(("tables", "wrong"), [
+    ((0, 1, 2), None), ((2, 0, 2), None), ((0, 2, 2), [5, 1, 3, 9, 0, -1, 11]), ((0, 0, 2), [-(2**31), 9, 0, 9, 1, 2, 2**31 - 1]),
+])  # fmt: skip
+def test_kernels_stay_inside_their_tensors(
+    place: Place, gathered: str, tables: tuple[int, ...], wrong: list[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ids that no table has, a table that nothing reads, wrong offsets; by the map and without it."""
+    from jagged.ops.embedding_bag import forward
+    from tests.interpreter import accesses_checked
+
+    layout = BagLayout((1, 5, 3), (4, 5, 130), tables)
+    batch = batch_of(layout, [[2, 7], [0, 0], [1, 1]][: len(tables)])
+    batch.indices[1] = 7
+    if wrong is not None:
+        batch = replace(batch, offsets=torch.tensor(wrong, dtype=torch.int32))
+    weights, samples = weights_of(layout, torch.float32), random_tensor(tuple(batch.indices.shape), torch.float32, 1)
+    optimizer = BagOptimizer("rowwise_adagrad", layout, learning_rate=0.1)
+    with gathering(gathered, long=4), accesses_checked():
+        for small_bags in (forward.SMALL_BAGS, -1):
+            monkeypatch.setattr(forward, "SMALL_BAGS", small_bags)
+            run(place, batch, weights, samples)
+            output = embedding_bags(weights.requires_grad_(), *batch.arguments, optimizer=optimizer, backend=place.backend)
+            output.sum().backward()
+
+
 def test_nan_stays_in_its_bag(place: Place) -> None:
     layout = BagLayout((9, 5), (4, 3))
     batch = batch_of(layout, [[3, 1, 2], [1, 0, 12]])
