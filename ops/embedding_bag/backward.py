@@ -233,9 +233,9 @@ class _Sums:
         num_parts = 2 * (num_lookups // split + num_tables) if is_split else 0
         parts_of_runs = torch.zeros(num_parts, self.row_stride, device=self.device)
         sorting.embedding_bags_rows_kernel[(programs,)](
-            self.grad, sources, factors, keys, parts_of_runs, *self.state, begins, ends, block_ends, counter, num_tables,
-            self.row_stride, *self.numbers, STREAM=stream, SPLIT=split, ALIGNED=self.known.is_aligned,
-            **self.options,
+            self.grad, sources, factors, keys, parts_of_runs, *self.state, begins, ends, block_ends, counter,
+            self.grad.numel(), num_tables, self.row_stride, *self.numbers, STREAM=stream, SPLIT=split,
+            ALIGNED=self.known.is_aligned, **self.options,
         )  # fmt: skip
         if is_split:
             sorting.embedding_bags_join_kernel[(sorting.JOINING * gpu(self.device).multiprocessors,)](
@@ -310,7 +310,7 @@ def embedding_bags_update(
 
     Tables of up to `counted_rows` rows are counted, None: by the rule.
     """
-    widest, most = int(layout[:, 2].max()), MOST_COLUMNS.value << (NUM_WIDTHS.value - 6)
+    widest, most = known_of(layout).widest, MOST_COLUMNS.value << (NUM_WIDTHS.value - 6)
     if kind.startswith("rowwise") and widest > most:
         raise ValueError(f"layout: expected at most {most:,} columns for {kind} on a GPU, got {widest:,}; take {kind[8:]}")
     has_first, has_second = (bool(of) for of in STATES[kind])

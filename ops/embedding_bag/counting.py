@@ -66,14 +66,16 @@ def embedding_bags_chunks_kernel(
     tl.store(counters + 1, 0)
     chunks_before, counts_before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
     blocks_before, places_before = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    seen_before = tl.zeros((), tl.int64)
     for start in range(0, num_features, BLOCK):
         at = start + tl.arange(0, BLOCK)
         exists = at < num_features
         feature = tl.load(layout + at.to(tl.int64) * FIELDS + 7, mask=exists, other=0)
         rows = tl.load(layout + feature * FIELDS + 1, mask=exists, other=0)
         begin, end = lookups_of(offsets, batches, feature, exists, num_bags, num_lookups)
-        # Features that lie over one another, which wrong offsets make, would be more than there is room for.
-        is_counted = exists & (rows <= most_counted) & (places_before + tl.cumsum(end - begin, 0) <= num_lookups)
+        # Features that lie over one another, which wrong offsets make, would be more than there is room for. Behind the first
+        # of those none is counted, so that of each table the first ones are.
+        is_counted = exists & (rows <= most_counted) & (seen_before + tl.cumsum(end - begin, 0) <= num_lookups)
         lookups = tl.where(is_counted, end - begin, 0)
         own_bits = chunk_bits(rows, bits)
         chunks = (lookups + (1 << own_bits) - 1) >> own_bits
@@ -88,6 +90,7 @@ def embedding_bags_chunks_kernel(
         blocks_before += tl.sum(blocks, 0)
         counts_before += tl.sum(counts, 0)
         places_before += tl.sum(lookups, 0)
+        seen_before += tl.sum(end - begin, 0)
     tl.store(chunk_begins + num_features, chunks_before)
     tl.store(block_begins + num_features, blocks_before)
     tl.store(place_begins + num_features, places_before)

@@ -328,7 +328,8 @@ def span_of(offsets, bag, exists, num_lookups):
     """Return where the lookups of bags begin and end; wrong offsets never lead outside of the lookups."""
     begin = tl.load(offsets + bag, mask=exists, other=0)
     end = tl.load(offsets + bag + 1, mask=exists, other=0)
-    return tl.maximum(begin, 0), tl.minimum(end, num_lookups)
+    # Both on both sides: their difference, and where the step after this one ends, shall fit into 32 bits.
+    return tl.minimum(tl.maximum(begin, 0), num_lookups), tl.minimum(tl.maximum(end, 0), num_lookups)
 
 
 @triton.jit

@@ -100,7 +100,7 @@ def embedding_bags_rows_map_kernel(
 @triton.jit
 def lookups_at(
     grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width, columns,
-    KIND: tl.constexpr, ALIGNED: tl.constexpr,
+    most_source, KIND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Load one sorted lookup of each group of lanes, and its rows of the gradient and, where a run ends, of the weights.
 
@@ -116,7 +116,9 @@ def lookups_at(
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         source = source // 4 * 4
     in_row = (columns < width)[None, :]
-    tile = tl.load(grad + (source.to(tl.int64)[:, None] + columns[None, :]), mask=is_own[:, None] & in_row, other=0.0)
+    # Where wrong offsets put features over one another, key and source may be of two of them, whose widths differ.
+    is_within = is_own & (source <= most_source)
+    tile = tl.load(grad + (source.to(tl.int64)[:, None] + columns[None, :]), mask=is_within[:, None] & in_row, other=0.0)
     tile = tile.to(tl.float32)
     if factors is not None:
         tile *= tl.load(factors + place, mask=is_own, other=0.0)[:, None]
@@ -131,7 +133,7 @@ def lookups_at(
 @triton.jit(noinline=True)
 def row_unit(
     grad, sources, factors, keys, offset, room, unit, block, parts_of_runs, weights, first, second, step, corrections, rate,
-    fields, row_stride, part, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    fields, row_stride, part, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT: tl.constexpr, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of the rows whose runs begin in a unit of `unit` lookups.
@@ -146,7 +148,7 @@ def row_unit(
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         width = width // 4 * 4
         start = start // 16 * 16
-    row_stride = row_stride // 4 * 4
+    row_stride, most_source = row_stride // 4 * 4, grad_size - width
     columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
     in_row = (columns < width)[None, :]
     in_block = (offset % SPLIT).to(tl.int32)
@@ -174,11 +176,11 @@ def row_unit(
         # All loads of a turn are under way together.
         key0, is_first0, _, is_last0, tile0, old0 = lookups_at(
             grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width,
-            columns, KIND, ALIGNED,
+            columns, most_source, KIND, ALIGNED,
         )  # fmt: skip
         key1, is_first1, is_own1, is_last1, tile1, old1 = lookups_at(
             grad, sources, factors, keys, weights, place + 1, is_alive, last, last_key, not_own, limit, start, first_row, width,
-            columns, KIND, ALIGNED,
+            columns, most_source, KIND, ALIGNED,
         )  # fmt: skip
         for i in tl.static_range(2):
             key, is_first, is_last = (key1, is_first1, is_last1) if i else (key0, is_first0, is_last0)
@@ -203,10 +205,12 @@ def row_unit(
         is_more = tl.max(is_alive.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
+@triton.jit(
+    do_not_specialize=["grad_size", "num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"]
+)
 def embedding_bags_rows_kernel(
     grad, sources, factors, keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins,
-    ends, block_ends, counter, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2,
+    ends, block_ends, counter, grad_size, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2,
     FIELDS: tl.constexpr, STREAM: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
@@ -236,8 +240,8 @@ def embedding_bags_rows_kernel(
                     row_unit(
                         grad, sources + begin, own_factors, keys + begin, offset, room, lookups.to(tl.int32), block,
                         parts_of_runs, weights, first, second, step, corrections, rate, fields, row_stride,
-                        (unit - before) % parts, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT, KIND, IS_STOCHASTIC,
-                        ALIGNED, i,
+                        (unit - before) % parts, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2, SPLIT, KIND,
+                        IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
 

@@ -477,12 +477,13 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], w
 @pytest.mark.skipif(PLACE.name != "interpret", reason="watches interpreted kernels")
 @pytest.mark.parametrize("gathered", GATHERINGS)
 @pytest.mark.parametrize(("tables", "wrong"), [
-    ((0, 1, 2), None), ((2, 0, 2), None), ((0, 2, 2), [5, 1, 3, 9, 0, -1, 11]), ((0, 0, 2), [-(2**31), 9, 0, 9, 1, 2, 2**31 - 1]),
+    ((0, 1, 2), None), ((2, 0, 2), None), ((0,), None), ((0, 2, 2), [5, 1, 3, 9, 0, -1, 11]),
+    ((0, 0, 2), [-(2**31), 9, 0, 9, 1, 2, 2**31 - 1]), ((0, 1), [0, 3, -(2**31), 4, 6]), ((0, 1), [0, 2**31 - 1, -(2**31), 4, 6]),
 ])  # fmt: skip
 def test_kernels_stay_inside_their_tensors(
     place: Place, gathered: str, tables: tuple[int, ...], wrong: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ids that no table has, a table that nothing reads, wrong offsets; by the map and without it."""
+    """Ids that no table has, tables that nothing reads, wrong offsets; by the map and without it."""
     from jagged.ops.embedding_bag import forward
     from tests.interpreter import accesses_checked
 

@@ -531,3 +531,14 @@ def test_no_synchronisation_and_graph_capture(place: Place, kind: str) -> None:
         assert torch.equal(*tables)
         for mine, other in zip(optimizers[1].state().values(), optimizers[0].state().values(), strict=True):
             assert torch.equal(mine, other)
+
+
+def test_a_layout_without_features(place: Place) -> None:
+    """Nothing is read, and nothing is updated."""
+    layout = BagLayout((3,), (4,), ())
+    optimizer = BagOptimizer("adam", layout, learning_rate=0.1, device=place.device)
+    weights = torch.ones(layout.num_elements, device=place.device, requires_grad=True)
+    nothing = torch.zeros(0, dtype=torch.int64, device=place.device)
+    output = embedding_bags(weights, layout, nothing, nothing.new_zeros(1), optimizer=optimizer, backend=place.backend)
+    output.sum().backward()
+    assert bool((weights == 1).all())
