@@ -175,7 +175,7 @@ def measure(
     time_it: Timer,
     copy: float | None = None,
     keep: Callable[[dict[str, Any]], Any] = lambda row: None,
-    settle: Callable[[], Any] = lambda: None,
+    settle: Callable[[int], Any] = lambda methods: None,
 ) -> dict[str, Any]:
     """Check each method, and time those that are right; `keep` what there is after each.
 
@@ -185,7 +185,7 @@ def measure(
         time_it: how.
         copy: GB/s of a copy, for the limit.
         keep: what is done with a row that is not whole yet.
-        settle: is called after the last method; until then `time_it` may leave its figures empty.
+        settle: is called with the number of methods after the last one; until then `time_it` may leave its figures empty.
     """
     w = Workload(case.shape, list(case.sizes), device)
     row: dict[str, Any] = {
@@ -223,7 +223,7 @@ def measure(
         _add_rates(row, name)
         release(w)
         keep(row)
-    settle()
+    settle(len(case.methods))
     for name in case.methods:
         _add_rates(row, name)
     return row
@@ -329,7 +329,7 @@ def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
 
 
 class InTurns:
-    """Wall-clock times on a CPU of what is to be compared: all of it in turns, for the speed of a virtual machine drifts.
+    """Wall-clock times on a CPU, of what is to be compared in turns: the speed of a virtual machine drifts.
 
     Args:
         seconds: of each, at least three calls.
@@ -344,17 +344,24 @@ class InTurns:
         self._waiting.append((prepare(), {}))
         return self._waiting[-1][1]
 
-    def take(self) -> None:
-        """Time all that is waiting, its first calls left out."""
+    def take(self, methods: int) -> None:
+        """Time what is waiting of so many methods, one after the other with the same ways: each way's calls in turns."""
         waiting, self._waiting = self._waiting, []
-        for timed, _ in waiting:
-            timed()
-        times: list[list[float]] = [[] for _ in waiting]
-        while any(len(of) < 3 or sum(of) < self.seconds * 1e6 for of in times):
-            for (timed, _), of in zip(waiting, times, strict=True):
-                of.append(seconds_of(timed)[0] * 1e6)
-        for (_, figures), of in zip(waiting, times, strict=True):
-            figures |= spread(of)
+        ways = max(1, len(waiting) // methods)
+        for way in range(ways):
+            compared = waiting[way::ways]
+            # First calls are left out.
+            for timed, _ in compared:
+                timed()
+            times: list[list[float]] = [[] for _ in compared]
+            while any(len(of) < 3 or sum(of) < self.seconds * 1e6 for of in times):
+                for (timed, _), of in zip(compared, times, strict=True):
+                    start = time.perf_counter()
+                    # What it returns is freed at once, which is part of a call: of a thousand tables it takes milliseconds.
+                    timed()
+                    of.append((time.perf_counter() - start) * 1e6)
+            for (_, figures), of in zip(compared, times, strict=True):
+                figures |= spread(of)
 
 
 def summary(rows: dict[str, Any]) -> dict[str, Any]:
@@ -391,7 +398,7 @@ def run(
     copy: float | None = None,
     former: dict[str, Any] | None = None,
     saved: Callable[[dict[str, Any]], Any] = lambda result: None,
-    settle: Callable[[], Any] = lambda: None,
+    settle: Callable[[int], Any] = lambda methods: None,
 ) -> dict[str, Any]:
     """Measure every case of a part after the `former` rows; print, and hand on for saving, as it goes."""
     rows: dict[str, Any] = dict(former or {})

@@ -319,15 +319,15 @@ def test_cases_that_are_chosen_join_the_others(monkeypatch: pytest.MonkeyPatch, 
 def test_times_on_a_cpu_are_taken_in_turns() -> None:
     called: list[str] = []
     turns = embedding_bags.InTurns(0.0)
-    first, second = (turns.later(lambda name=name: lambda: called.append(name)) for name in "ab")
+    # A way of two methods, and another one of both.
+    all_figures = [turns.later(lambda name=name: lambda: called.append(name)) for name in "aAbB"]
     # Nothing is timed before all are there.
-    assert (called, first, second) == ([], {}, {})
-    turns.take()
-    assert called == list("ab" * 4), "a first call that is left out, and three"
-    assert all(0 < of["min"] <= of["median"] <= of["max"] for of in (first, second))
-    before = dict(first)
-    turns.take()
-    assert (len(called), first) == (8, before), "what was taken is not timed again"
+    assert (called, all_figures) == ([], [{}] * 4)
+    turns.take(2)
+    assert called == list("ab" * 4 + "AB" * 4), "a first call that is left out, and three"
+    assert all(0 < of["min"] <= of["median"] <= of["max"] for of in all_figures)
+    turns.take(2)
+    assert len(called) == 16, "what was taken is not timed again"
 
 
 def test_fbgemm_checks_ids_where_its_name_says_so() -> None:
