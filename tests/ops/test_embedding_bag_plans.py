@@ -21,7 +21,7 @@ from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import Kind
 from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_STEPS, PROGRAMS, code_of
 from jagged.ops.embedding_bag.schedules import turns_of
-from tests.ops.test_embedding_bag import ON_CPU, ON_GPU, ON_TRITON, Recorder, batch_of, weights_of, written_out
+from tests.ops.test_embedding_bag import ON_CPU, ON_GPU, ON_TRITON, Batch, Recorder, batch_of, weights_of, written_out
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
@@ -177,6 +177,15 @@ def test_gradients_do_not_depend_on_a_plan(place: Place) -> None:
     assert torch.equal(*grads)
 
 
+def changed(place: Place, batch: Batch, kind: Kind | None, schedules: BagSchedules | None) -> Tensor:
+    """What a backward pass makes: weights that were updated, or without an optimizer their gradient."""
+    weights = weights_of(batch.layout, torch.float32).requires_grad_()
+    optimizer = None if kind is None else BagOptimizer(kind, batch.layout, learning_rate=0.1, device=place.device)
+    output = embedding_bags(weights, *batch.arguments, optimizer=optimizer, schedules=schedules, backend=place.backend)
+    output.backward(random_tensor(output.shape, torch.float32, 3))
+    return weights.detach() if weights.grad is None else weights.grad
+
+
 # What is counted where nothing says it, nothing, some tables, and all.
 @pytest.mark.parametrize("counted_rows", [None, 0, 5, MOST_COUNTED])
 @pytest.mark.parametrize("kind", [None, "adam"])
@@ -193,16 +202,9 @@ def test_gradients_and_updates_are_equal_whatever_is_counted(
 
     if kind is None:
         check_three_way(ours, lambda weights: written_out(batch, weights), [weights_of(layout, torch.float32)])
-    results = []
-    for each in (schedules, None):
-        if each is None:
-            assert set(ways) == (taken if place.backend == "triton" else set())
-        weights = weights_of(layout, torch.float32).requires_grad_()
-        optimizer = None if kind is None else BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)
-        output = embedding_bags(weights, *batch.arguments, optimizer=optimizer, schedules=each, backend=place.backend)
-        output.backward(random_tensor(output.shape, torch.float32, 3))
-        results.append(weights.detach() if weights.grad is None else weights.grad)
-    torch.testing.assert_close(*results)
+    found = changed(place, batch, kind, schedules)
+    assert set(ways) == (taken if place.backend == "triton" else set())
+    torch.testing.assert_close(found, changed(place, batch, kind, None))
 
 
 # Of one lane, of the most rows side by side, of lanes with columns that are not there, of several units, of all lanes and more.
@@ -213,15 +215,8 @@ def test_counted_rows_of_every_width(place: Place, widths: tuple[int, ...], kind
     read = (0, 1) if widths[-1] == 5 else tuple(range(len(widths)))
     layout = BagLayout((150, 37, 3)[: len(widths)], widths, read)
     batch = batch_of(layout, [[3, 0, 2, 9, 30], [1, 4, 0, 0, 7], [0, 2, 5, 1, 1]][: len(read)])
-    results = []
-    for counted_rows in (MOST_COUNTED, 0):
-        schedules = BagSchedules(None, PROGRAMS, counted_rows)
-        weights = weights_of(layout, torch.float32).requires_grad_()
-        optimizer = None if kind is None else BagOptimizer(kind, layout, learning_rate=0.1, device=place.device)
-        output = embedding_bags(weights, *batch.arguments, optimizer=optimizer, schedules=schedules, backend=place.backend)
-        output.backward(random_tensor(output.shape, torch.float32, 3))
-        results.append(weights.detach() if weights.grad is None else weights.grad)
-    torch.testing.assert_close(*results)
+    counted, sorted_ = (changed(place, batch, kind, BagSchedules(None, PROGRAMS, rows)) for rows in (MOST_COUNTED, 0))
+    torch.testing.assert_close(counted, sorted_)
 
 
 # Nothing counted, the first table alone, and all.
