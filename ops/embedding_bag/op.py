@@ -328,12 +328,5 @@ def _validate(layout: BagLayout, indices: Tensor, offsets: Tensor, batch_sizes: 
     assert layout.tables is not None
     ends, bag = offsets.tolist(), 0
     for feature, (size, table) in enumerate(zip(sizes, layout.tables, strict=True)):
-        ids = indices[ends[bag] : ends[bag + size]]
-        wrong = ((ids < 0) | (ids >= layout.rows[table])).nonzero()
-        if wrong.numel():
-            place = int(wrong[0]) + ends[bag]
-            raise ValueError(
-                f"indices: expected ids from 0 to {layout.rows[table] - 1} for feature {feature}, got {int(indices[place])} "
-                f"at place {place}"
-            )
+        torch_impl.refuse_wrong_ids(indices[ends[bag] : ends[bag + size]], layout.rows[table], feature, ends[bag])
         bag += size

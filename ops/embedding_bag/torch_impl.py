@@ -78,6 +78,20 @@ def factors(feature: Feature, per_sample_weights: Tensor | None, bags: Tensor) -
     return None if per_sample_weights is None else per_sample_weights[feature.places]
 
 
+def refuse_wrong_ids(ids: Tensor, rows: int, feature: int, begin: int) -> None:
+    """Refuse an id that its feature's table of so many rows does not have; the feature's ids begin at place `begin`.
+
+    Raises:
+        ValueError: for the first one.
+    """
+    wrong = ((ids < 0) | (ids >= rows)).nonzero()
+    if wrong.numel():
+        place = int(wrong[0])
+        raise ValueError(
+            f"indices: expected ids from 0 to {rows - 1} for feature {feature}, got {int(ids[place])} at place {begin + place}"
+        )
+
+
 def table_of(weights: Tensor, feature: Feature) -> Tensor:
     """Return the table of a feature, a view `[rows, width]`."""
     return weights.as_strided((feature.rows, feature.width), (feature.width, 1), weights.storage_offset() + feature.start)
@@ -107,27 +121,40 @@ def embedding_bags_forward(
 ) -> Tensor:
     """Return pooled bags, `[B, width]` or, with batches of their own, flat; a plan says nothing to PyTorch."""
     wide, outputs = torch.promote_types(weights.dtype, torch.float32), []
-    for feature in features_of(layout, offsets, indices.shape[0], host_batches):
-        table, ids, ends = table_of(weights, feature), indices[feature.places], feature.ends
-        if weights.dtype != wide:
-            # PyTorch rounds what it pools to the dtype of the table. Of a table's rows or of the lookups' whichever are fewer.
-            scale, bias = (None, None) if row_scales is None else scales_of(row_scales, feature)
-            if feature.rows > ids.shape[0]:
-                table = table.index_select(0, ids)
-                scale, bias = (None if of is None else of.index_select(0, ids) for of in (scale, bias))
-                ids = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
-            table = table.to(wide)
-            if scale is not None and bias is not None:
-                table = table.mul_(scale).add_(bias)
-        scales = None if per_sample_weights is None else per_sample_weights[feature.places].to(wide)
-        ends = ends if ends.dtype == ids.dtype else ends.to(ids.dtype)
-        # Not by torch.nn.functional, whose checks take as long as a short feature.
-        pooled, *_ = torch.embedding_bag(table, ids, ends, False, int(feature.is_mean), False, scales, True, None)
-        outputs.append(pooled)
+    for number, feature in enumerate(features_of(layout, offsets, indices.shape[0], host_batches)):
+        scales = None if per_sample_weights is None else per_sample_weights[feature.places]
+        try:
+            outputs.append(_pooled(weights, row_scales, feature, indices[feature.places], scales, wide))
+        except (RuntimeError, IndexError):
+            # PyTorch says neither which feature it was nor where.
+            refuse_wrong_ids(indices[feature.places], feature.rows, number, feature.places.start)
+            raise
     if not outputs:
         return weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
     flat = torch.cat(outputs, 1) if batches is None else torch.cat([pooled.view(-1) for pooled in outputs])
     return flat.to(output_dtype)
+
+
+def _pooled(
+    weights: Tensor, row_scales: Tensor | None, feature: Feature, ids: Tensor, scales: Tensor | None, wide: torch.dtype
+) -> Tensor:
+    """Return the pooled bags of a feature, `[B, width]` in the dtype `wide`."""
+    table, ends = table_of(weights, feature), feature.ends
+    if weights.dtype != wide:
+        # PyTorch rounds what it pools to the dtype of the table. Of a table's rows or of the lookups' whichever are fewer.
+        scale, bias = (None, None) if row_scales is None else scales_of(row_scales, feature)
+        if feature.rows > ids.shape[0]:
+            table = table.index_select(0, ids)
+            scale, bias = (None if of is None else of.index_select(0, ids) for of in (scale, bias))
+            ids = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
+        table = table.to(wide)
+        if scale is not None and bias is not None:
+            table = table.mul_(scale).add_(bias)
+    scales = None if scales is None else scales.to(wide)
+    ends = ends if ends.dtype == ids.dtype else ends.to(ids.dtype)
+    # Not by torch.nn.functional, whose checks take as long as a short feature.
+    pooled, *_ = torch.embedding_bag(table, ids, ends, False, int(feature.is_mean), False, scales, True, None)
+    return pooled
 
 
 def _gradients_of_places(
