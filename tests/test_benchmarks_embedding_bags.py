@@ -441,7 +441,7 @@ def test_constants_are_changed_where_kernels_read_them(monkeypatch: pytest.Monke
     assert (counting.LONG.value, forward.FEWEST_TURNS) == (64, 12)
     for wrong, words in (
         ("nowhere.LONG=1", "no module nowhere"),
-        ("counting.CHUNK_BITS=1", "an integer"),
+        ("sorting.STREAM=1", "an integer"),
         ("counting.NONE=1", "None"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -157,7 +157,7 @@ class _Sums:
     def _count(self, most: int, rows: Tensor) -> None:
         """Sum the rows of tables of up to `most` rows, whose lookups are counted; `rows` has their numbers."""
         num_features, num_lookups, fields = self.layout.shape[0], self.num_lookups, {"FIELDS": self.fields}
-        bits = counting.CHUNK_BITS[num_lookups >= counting.MANY_LOOKUPS]
+        bits, is_nvidia = counting.CHUNK_BITS, not INTERPRETED and torch.version.hip is None
         place_dtype = torch.int32 if num_lookups < 2**31 else torch.int64
         begins = self._empty(4, num_features + 1, dtype=torch.int64)
         chunk_begins, block_begins, place_begins, count_begins = begins
@@ -169,24 +169,27 @@ class _Sums:
         )  # fmt: skip
         # A chunk has so many counts for each of its lookups at most, or, the last one of its feature, as many as its table rows.
         most_chunks = (num_lookups >> bits) + len(rows)
-        counts = self._empty((16_384 >> bits) * num_lookups + int(rows.sum()) + 4 * most_chunks, dtype=place_dtype)
-        ranks = self._empty(num_lookups, dtype=torch.int16)
-        counting.embedding_bags_ranks_kernel[(most_chunks,)](
-            self.indices, *of_features, chunk_begins, count_begins, counts, ranks, num_lookups, num_features, self.num_bags,
-            bits, BLOCK=counting.BLOCK_ROWS, VOTE=not INTERPRETED and torch.version.hip is None, num_warps=1, **fields,
+        num_counts = (16_384 >> bits) * num_lookups + int(rows.sum()) + 4 * most_chunks
+        starts, places = self._empty(num_counts, dtype=torch.int16), self._empty(num_counts, dtype=place_dtype)
+        positions = self._empty(num_lookups, dtype=torch.int16)
+        room = min(max(triton.next_power_of_2(int(rows.max())), 1024), counting.MOST_SHARED)
+        counting.embedding_bags_orders_kernel[(most_chunks,)](
+            self.indices, *of_features, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
+            self.num_bags, bits, BLOCK=counting.ORDERED_ROWS, ROOM=room if is_nvidia else 0, VOTE=is_nvidia, num_warps=1, **fields,
         )  # fmt: skip
         bounds = self._empty(self.known.num_rows + self.num_tables, dtype=place_dtype)
         most_slices = 2 * (num_lookups // counting.LONG.value)
         long_rows = self._empty(most_slices, 3, dtype=torch.int64)
         counting.embedding_bags_bounds_kernel[(self.num_tables,)](
-            self.tables, self.device_layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most,
-            BLOCK=counting.BLOCK_ROWS, CHUNKS=counting.BLOCK_CHUNKS, num_warps=8, **fields,
+            self.tables, self.device_layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, counters,
+            most, BLOCK=counting.BLOCK_ROWS, CHUNKS=counting.BLOCK_CHUNKS, num_warps=counting.BOUNDS_WARPS, **fields,
         )  # fmt: skip
-        sources = self._empty(num_lookups + 1, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
+        sources = self._empty(num_lookups + 2, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         counting.embedding_bags_sources_kernel[(num_lookups // counting.BLOCK_PLACES.value + len(rows),)](
-            *self.of_bags[:5], block_begins, count_begins, counts, ranks, sources, factors, num_lookups, num_features,
-            *self.sizes[2:], bits, num_warps=8, **fields,
+            *self.of_bags[:5], block_begins, count_begins, starts, places, positions, sources, factors, num_lookups, num_features,
+            *self.sizes[2:], bits, SHARED=is_nvidia and factors is None and sources.dtype == torch.int32,
+            num_warps=counting.PLACES_WARPS, **fields,
         )  # fmt: skip
         of_lookups = self.grad, sources, factors, bounds
         widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.is_by_row else 1

@@ -1,10 +1,10 @@
 """Lookups of each row brought together by counting: for tables of up to 65,536 rows, whose rows most batches read often.
 
-Lookups of a feature are cut into chunks. One warp walks through a chunk in order and counts in an array of its own, as long as
-the table: each lookup learns how many of its row came before it in the chunk. Sums over the chunks, then over the rows, say where
-each row's lookups of each chunk go, and a last pass puts what backward reads of them there: the element of the incoming gradient
-that its bag begins at, and what it is multiplied by. So a row's lookups stand together in their order, whatever order programs
-ran in, and where each row begins is known without a search.
+Lookups of a feature are cut into chunks. One warp counts how many lookups of a chunk each row has, walks through the chunk in
+order, and gives each lookup its place among the chunk's, ordered by their rows. Sums over the chunks, then over the rows, say
+where each row's lookups of each chunk go among the table's, and a last pass puts what backward reads of them there: the element of
+the incoming gradient that its bag begins at, and what it is multiplied by. So a row's lookups stand together in their order,
+whatever order programs ran in, and where each row begins is known without a search.
 """
 
 from __future__ import annotations
@@ -14,16 +14,24 @@ import triton.language as tl
 
 from jagged.ops._shared.device import find_segment, find_segments
 from jagged.ops.embedding_bag.schedules import span_of
+from jagged.ops.embedding_bag.shared_memory import add32, clear, load16, load32, reserve, store16, store32
 
-# Exponent of the lookups of a chunk, in batches of fewer than four million lookups and in others. Many short chunks are counted
-# at a time, long ones need few counts: at most four times as many as lookups; tables of more than 16,384 rows have longer ones.
-CHUNK_BITS, MANY_LOOKUPS = (12, 13), 1 << 22
+# Exponent of the lookups of a chunk. Many short chunks are counted at a time; of long ones neighbours in the order of rows go to
+# places near one another, and they need few counts: tables of more than 16,384 rows have longer ones.
+CHUNK_BITS = 13
+# Rows of tables at most whose chunks are counted in shared memory, in 16 bits each. The more, the fewer chunks at a time.
+MOST_SHARED = 16_384
+# Lookups whose rows a warp counts at once.
+COUNTED_TOGETHER = tl.constexpr(128)
 # Lookups of a row above which several programs sum it, each as many as that.
 LONG = tl.constexpr(256)
-# Features that the kernel of the chunks takes at once, and rows and chunks that the one of the bounds does.
-BLOCK_FEATURES, BLOCK_ROWS, BLOCK_CHUNKS = 1024, 1024, 4
-# Lookups that a program of the last pass takes, of one chunk.
-BLOCK_PLACES = tl.constexpr(1024)
+# Features that the kernel of the chunks takes at once, rows that the one of the orders does, rows and chunks that the one of the
+# bounds does.
+BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS, BLOCK_CHUNKS = 1024, 256, 1024, 2
+# Lookups that a program of the last pass takes, of one chunk: all of it, but of long ones. And how many at once.
+BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS), tl.constexpr(2048)
+# Warps of the programs of the last two passes.
+BOUNDS_WARPS, PLACES_WARPS = 8, 16
 
 
 @triton.jit
@@ -34,8 +42,8 @@ def chunk_bits(rows, bits):
 
 @triton.jit
 def counts_of(rows):
-    """Return the length of a chunk's array of counts: a multiple of 4."""
-    return (rows + 3) // 4 * 4
+    """Return the length of a chunk's array of counts, or of begins of rows and one end: a multiple of 4."""
+    return (rows + 4) // 4 * 4
 
 
 @triton.jit
@@ -170,12 +178,93 @@ def ranks_of_equals(first, second, has_first, has_second, rows, VOTE: tl.constex
     return rank, second_rank, ((aa >> lane) == 1) & (ab == 0), (bb >> lane) == 1
 
 
-@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
-def embedding_bags_ranks_kernel(
-    indices, offsets, layout, batches, chunk_begins, count_begins, counts, ranks, num_lookups, num_features, num_bags,
-    bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr, VOTE: tl.constexpr,
+@triton.jit
+def count_at(own, row, SHARED: tl.constexpr):
+    """Return what a chunk's count of rows says, in shared memory or at `own` in global memory."""
+    return load16(own + row * 2) if SHARED else tl.load(own + row, cache_modifier=".cg").to(tl.int32)
+
+
+@triton.jit
+def set_count(own, row, count, mask, SHARED: tl.constexpr):
+    """Change counts."""
+    if SHARED:
+        store16(own + row * 2, count, mask)
+    else:
+        tl.store(own + row, count.to(own.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def count_chunk(indices, own, length, rows, BLOCK: tl.constexpr, SHARED: tl.constexpr):
+    """Count how many lookups of a chunk each row has."""
+    for start in range(0, rows, BLOCK):
+        if SHARED:
+            # Eight counts at a time.
+            first = start + tl.arange(0, BLOCK // 8) * 8
+            clear(own + first * 2, first < rows)
+        else:
+            row = start + tl.arange(0, BLOCK)
+            tl.store(own + row, tl.zeros((BLOCK,), own.dtype.element_ty), mask=row < rows)
+    tl.debug_barrier()
+    for start in range(0, length, COUNTED_TOGETHER):
+        lookup = start + tl.arange(0, COUNTED_TOGETHER)
+        row = tl.load(indices + lookup, mask=lookup < length, other=-1)
+        is_known = (row >= 0) & (row < rows)
+        row = tl.where(is_known, row, 0).to(tl.int32)
+        if SHARED:
+            # Two counts in a number of 32 bits: a chunk has fewer lookups than 16 bits hold.
+            add32(own + (row >> 1) * 4, 1 << ((row & 1) * 16), is_known)
+        else:
+            tl.atomic_add(own + row, tl.full((COUNTED_TOGETHER,), 1, own.dtype.element_ty), mask=is_known, sem="relaxed")
+    tl.debug_barrier()
+
+
+@triton.jit
+def order_chunk(
+    indices, positions, starts, own, length, rows, BLOCK: tl.constexpr, SHARED: tl.constexpr, VOTE: tl.constexpr
 ):  # fmt: skip
-    """For each lookup of a chunk how many of its row come before it there, and for each row how many the chunk has."""
+    """Give each lookup of a chunk its place among the chunk's in the order of their rows, and `starts` where each row begins."""
+    count_chunk(indices, own, length, rows, BLOCK, SHARED)
+    before = tl.zeros((), tl.int32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        count = tl.where(row < rows, count_at(own, tl.minimum(row, rows - 1), SHARED), 0)
+        begin = before + tl.cumsum(count, 0) - count
+        tl.store(starts + row, begin.to(tl.int16), mask=row < rows)
+        set_count(own, row, begin, row < rows, SHARED)
+        before += tl.sum(count, 0)
+    tl.store(starts + rows, before.to(tl.int16))
+    tl.debug_barrier()
+    lane = tl.arange(0, 32)
+    ids = tl.load(indices + lane, mask=lane < length, other=-1)
+    second_ids = tl.load(indices + 32 + lane, mask=lane < length - 32, other=-1)
+    for start in range(0, length, 64):
+        left = length - start
+        is_known, second_is_known = (ids >= 0) & (ids < rows), (second_ids >= 0) & (second_ids < rows)
+        row, second_row = tl.where(is_known, ids, 0).to(tl.int32), tl.where(second_is_known, second_ids, 0).to(tl.int32)
+        place, second_place = count_at(own, row, SHARED), count_at(own, second_row, SHARED)
+        ids = tl.load(indices + start + 64 + lane, mask=lane < left - 64, other=-1)
+        second_ids = tl.load(indices + start + 96 + lane, mask=lane < left - 96, other=-1)
+        rank, second_rank, is_last, second_is_last = ranks_of_equals(row, second_row, is_known, second_is_known, rows, VOTE)
+        place += rank
+        second_place += second_rank
+        tl.store(positions + start + lane, place.to(tl.int16), mask=is_known)
+        tl.store(positions + start + 32 + lane, second_place.to(tl.int16), mask=second_is_known)
+        # All lanes have read before one writes, and they read what others have written.
+        tl.debug_barrier()
+        set_count(own, row, place + 1, is_last, SHARED)
+        set_count(own, second_row, second_place + 1, second_is_last, SHARED)
+        tl.debug_barrier()
+
+
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
+def embedding_bags_orders_kernel(
+    indices, offsets, layout, batches, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
+    num_bags, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, VOTE: tl.constexpr,
+):  # fmt: skip
+    """Order the lookups of each chunk by their rows: `positions` say where each goes, `starts` where rows begin.
+
+    Tables of up to `ROOM` rows are counted in shared memory, others in the chunk's part of `places`, which is written later.
+    """
     chunk = tl.program_id(0)
     if chunk < tl.load(chunk_begins + num_features):
         at = find_segment(chunk_begins, chunk, num_features)
@@ -185,46 +274,31 @@ def embedding_bags_ranks_kernel(
         begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
         begin += number << chunk_bits(rows, bits)
         length = tl.minimum(end - begin, 1 << chunk_bits(rows, bits)).to(tl.int32)
-        own = counts + tl.load(count_begins + feature) // 4 * 4 + number * counts_of(rows)
-        for start in range(0, rows, BLOCK):
-            row = start + tl.arange(0, BLOCK)
-            tl.store(own + row, tl.zeros((BLOCK,), counts.dtype.element_ty), mask=row < counts_of(rows))
-        # Lanes read what others have written.
-        tl.debug_barrier()
+        own = tl.load(count_begins + feature) // 4 * 4 + number * counts_of(rows)
         indices += begin
-        ranks += begin
-        lane = tl.arange(0, 32)
-        ids = tl.load(indices + lane, mask=lane < length, other=-1)
-        second_ids = tl.load(indices + 32 + lane, mask=lane < length - 32, other=-1)
-        for start in range(0, length, 64):
-            left = length - start
-            is_known, second_is_known = (ids >= 0) & (ids < rows), (second_ids >= 0) & (second_ids < rows)
-            row, second_row = tl.where(is_known, ids, 0).to(tl.int32), tl.where(second_is_known, second_ids, 0).to(tl.int32)
-            count = tl.load(own + row, mask=is_known, other=0).to(tl.int32)
-            second_count = tl.load(own + second_row, mask=second_is_known, other=0).to(tl.int32)
-            ids = tl.load(indices + start + 64 + lane, mask=lane < left - 64, other=-1)
-            second_ids = tl.load(indices + start + 96 + lane, mask=lane < left - 96, other=-1)
-            rank, second_rank, is_last, second_is_last = ranks_of_equals(
-                row, second_row, is_known, second_is_known, rows, VOTE
-            )  # fmt: skip
-            rank += count
-            second_rank += second_count
-            tl.store(ranks + start + lane, rank.to(tl.int16), mask=is_known)
-            tl.store(ranks + start + 32 + lane, second_rank.to(tl.int16), mask=second_is_known)
-            # All lanes have read before one writes, and they read what others have written.
-            tl.debug_barrier()
-            tl.store(own + row, (rank + 1).to(counts.dtype.element_ty), mask=is_last)
-            tl.store(own + second_row, (second_rank + 1).to(counts.dtype.element_ty), mask=second_is_last)
-            tl.debug_barrier()
+        positions += begin
+        if rows <= ROOM:
+            if ROOM:
+                order_chunk(indices, positions, starts + own, reserve(2 * ROOM), length, rows, BLOCK, True, VOTE)
+        else:
+            order_chunk(indices, positions, starts + own, places + own, length, rows, BLOCK, False, VOTE)
+
+
+@triton.jit
+def ends_of(start, mask):
+    """Return where rows begin and end in their chunks, which may have as many lookups as 16 bits hold."""
+    begin, end = tl.load(start, mask=mask, other=0), tl.load(start + 1, mask=mask, other=0)
+    return begin.to(tl.int32) & 0xFFFF, end.to(tl.int32) & 0xFFFF
 
 
 @triton.jit(do_not_specialize=["most_counted"])
 def embedding_bags_bounds_kernel(
-    tables, layout, chunk_begins, count_begins, place_begins, counts, bounds, long_rows, counters, most_counted,
+    tables, layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, counters, most_counted,
     FIELDS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Sum the counts of a table over chunks and rows: `counts` become places, `bounds` where the lookups of a row begin and end.
+    """Sum the counts of a table over chunks and rows: `bounds` get where the lookups of a row begin and end.
 
+    `places` get what is to be added to the place of a lookup in its chunk.
     Rows of more than `LONG` lookups get a slot of `long_rows` `[slots, 3]` for each `LONG` of them: row, table, and first slot.
     """
     table = tl.program_id(0).to(tl.int64)
@@ -236,7 +310,8 @@ def embedding_bags_bounds_kernel(
         num_chunks = (tl.load(chunk_begins + end) - tl.load(chunk_begins + begin)).to(tl.int32)
         before = tl.load(place_begins + begin)
         feature = tl.load(layout + begin * FIELDS + 7)
-        own = counts + tl.maximum(tl.load(count_begins + feature), 0) // 4 * 4
+        own = tl.maximum(tl.load(count_begins + feature), 0) // 4 * 4
+        starts, places = starts + own, places + own
         bounds += tl.load(fields + 5) + table
         tl.store(bounds, before)
         stride = counts_of(rows)
@@ -247,7 +322,8 @@ def embedding_bags_bounds_kernel(
             for chunk in range(0, num_chunks, CHUNKS):
                 of_chunks = chunk + tl.arange(0, CHUNKS)
                 mask = (of_chunks < num_chunks)[:, None] & exists[None, :]
-                total += tl.sum(tl.load(own + of_chunks[:, None] * stride + row[None, :], mask=mask, other=0).to(tl.int32), 0)
+                begin_of_row, end_of_row = ends_of(starts + of_chunks[:, None] * stride + row[None, :], mask)
+                total += tl.sum(end_of_row - begin_of_row, 0)
             place = before + tl.cumsum(total, 0)
             tl.store(bounds + row + 1, place, mask=exists)
             before += tl.sum(total, 0)
@@ -255,10 +331,11 @@ def embedding_bags_bounds_kernel(
             for chunk in range(0, num_chunks, CHUNKS):
                 of_chunks = chunk + tl.arange(0, CHUNKS)
                 mask = (of_chunks < num_chunks)[:, None] & exists[None, :]
-                address = own + of_chunks[:, None] * stride + row[None, :]
-                of_chunk = tl.load(address, mask=mask, other=0).to(tl.int32)
-                ends = place[None, :] + tl.cumsum(of_chunk, 0)
-                tl.store(address, (ends - of_chunk).to(counts.dtype.element_ty), mask=mask)
+                at = of_chunks[:, None] * stride + row[None, :]
+                begin_of_row, end_of_row = ends_of(starts + at, mask)
+                of_chunk = end_of_row - begin_of_row
+                first = place[None, :] + tl.cumsum(of_chunk, 0) - of_chunk
+                tl.store(places + at, (first - begin_of_row).to(places.dtype.element_ty), mask=mask)
                 place += tl.sum(of_chunk, 0)
             slices = tl.where(total > LONG, (total + LONG - 1) // LONG, 0)
             most = tl.max(slices, 0)
@@ -273,13 +350,17 @@ def embedding_bags_bounds_kernel(
 
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "output_stride", "bits"])
 def embedding_bags_sources_kernel(
-    indices, offsets, scales, layout, batches, block_begins, count_begins, counts, ranks, sources, factors, num_lookups,
-    num_features, num_bags, output_stride, bits, FIELDS: tl.constexpr,
+    indices, offsets, scales, layout, batches, block_begins, count_begins, starts, places, positions, sources, factors,
+    num_lookups, num_features, num_bags, output_stride, bits, FIELDS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Put source and factor of every lookup of a block where its row's lookups stand."""
+    """Put source and factor of every lookup of a block where its row's lookups stand.
+
+    Of a chunk that is one block they are put into the order of its rows first, in shared memory (`SHARED`): one behind the other
+    they then go to places near one another, several in a sector of memory, and the places of their rows are read in order.
+    """
     block = tl.program_id(0)
-    # Read ahead by who comes to the last lookup, and not used.
-    tl.store(sources + num_lookups, 0, mask=block == 0)
+    # Read ahead by who comes to the last lookups, and not used.
+    tl.store(sources + num_lookups + tl.arange(0, 2), tl.zeros((2,), sources.dtype.element_ty), mask=block == 0)
     if block < tl.load(block_begins + num_features):
         at = find_segment(block_begins, block, num_features)
         feature = tl.load(layout + at * FIELDS + 7)
@@ -294,22 +375,44 @@ def embedding_bags_sources_kernel(
         in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
         begin += in_feature
         length = tl.minimum(end - begin, BLOCK_PLACES).to(tl.int32)
-        lookup = tl.arange(0, BLOCK_PLACES)
-        row = tl.load(indices + begin + lookup, mask=lookup < length, other=-1)
-        is_known = (row >= 0) & (row < rows)
-        row = tl.where(is_known, row, 0).to(tl.int32)
-        own = counts + tl.load(count_begins + feature) + (in_feature >> chunk_bits(rows, bits)) * counts_of(rows)
-        target = tl.load(own + row, mask=is_known, other=0).to(tl.int64)
-        target += tl.load(ranks + begin + lookup, mask=is_known, other=0)
-        # Bags of the block's lookups are few: each lookup searches among those between the first's and the last's.
+        own_bits = chunk_bits(rows, bits)
+        own = tl.load(count_begins + feature) + (in_feature >> own_bits) * counts_of(rows)
+        places += own
+        # Each lookup searches among the bags between the first lookup's and the last's.
         low = find_segment(offsets, begin, num_bags)
         width = find_segment(offsets, begin + length - 1, num_bags) + 1 - low
-        bag = low + find_segments(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width)
-        source = first_source + bag * stride
-        tl.store(sources + target, source.to(sources.dtype.element_ty), mask=is_known)
-        if factors is not None:
-            begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)
-            factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
-            if scales is not None:
-                factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)
-            tl.store(factors + target, factor, mask=is_known)
+        is_ordered = (1 << own_bits) == BLOCK_PLACES
+        if SHARED:
+            source_at = reserve(6 * BLOCK_PLACES)
+            row_at = source_at + 4 * BLOCK_PLACES
+        for start in range(0, length, PLACES_TOGETHER):
+            lookup = start + tl.arange(0, PLACES_TOGETHER)
+            row = tl.load(indices + begin + lookup, mask=lookup < length, other=-1)
+            is_known = (row >= 0) & (row < rows)
+            row = tl.where(is_known, row, 0).to(tl.int32)
+            position = tl.load(positions + begin + lookup, mask=is_known, other=0).to(tl.int32)
+            bag = low + find_segments(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width)
+            source = first_source + bag * stride
+            is_direct = is_known
+            if SHARED:
+                if is_ordered:
+                    store32(source_at + position * 4, source.to(tl.int32), is_known)
+                    store16(row_at + position * 2, row, is_known)
+                is_direct = is_known & (not is_ordered)
+            target = tl.load(places + row, mask=is_direct, other=0).to(tl.int64) + position
+            tl.store(sources + target, source.to(sources.dtype.element_ty), mask=is_direct)
+            if factors is not None:
+                begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)
+                factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
+                if scales is not None:
+                    factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)
+                tl.store(factors + target, factor, mask=is_known)
+        if SHARED:  # noqa: SIM102
+            if is_ordered:
+                tl.debug_barrier()
+                num_known = tl.load(starts + own + rows).to(tl.int32)
+                for start in range(0, num_known, PLACES_TOGETHER):
+                    position = start + tl.arange(0, PLACES_TOGETHER)
+                    row, source = load16(row_at + position * 2), load32(source_at + position * 4)
+                    target = tl.load(places + row, mask=position < num_known, other=0).to(tl.int64) + position
+                    tl.store(sources + target, source, mask=position < num_known)

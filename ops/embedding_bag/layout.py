@@ -218,9 +218,10 @@ def class_of(width: int) -> int:
 def units_of(rows: int, width: int, *, is_aligned: bool) -> int:
     """Units of work of backward for a table whose lookups are counted.
 
-    A lane has 8 columns, or 4 where not all widths are multiples of 4: `row_columns` of `rows.py`.
+    A lane has 8 columns, or 4 where not all widths are multiples of 4: `row_columns` of `rows.py`. Rows of more than half as many
+    have two.
     """
     columns = 8 if is_aligned else 4
-    exponent = min(5, (cdiv(width, columns) - 1).bit_length())
+    exponent = max(int(width > columns // 2), min(5, (cdiv(width, columns) - 1).bit_length()))
     turns = min(FEWEST_TURNS << exponent, MOST_TURNS)
     return 0 if rows > MOST_COUNTED else cdiv(rows, (32 >> exponent) * turns) * cdiv(width, 32 * columns)

@@ -71,6 +71,16 @@ def weights_of(weights, row, is_read, width, in_row, KIND: tl.constexpr):
     return old
 
 
+@triton.jit
+def gradients_of(grad, source, factors, place, is_live, most_source, in_row, ALIGNED: tl.constexpr):
+    """Return the gradients of a lookup of each lane's row, `[lanes, pieces, columns]`."""
+    source, is_live = known_sources(source, is_live, most_source, ALIGNED)
+    tile = tl.load(grad + by_row(source, in_row), mask=by_row(is_live, in_row) & in_row, other=0.0).to(tl.float32)
+    if factors is not None:
+        tile *= by_row(tl.load(factors + place, mask=is_live, other=0.0), in_row)
+    return tile
+
+
 @triton.constexpr_function
 def row_columns(is_aligned):
     """Return the columns of a row that a warp takes: 8 a lane as two loads of 16 bytes, or 4 loads of one column each."""
@@ -86,10 +96,10 @@ def rows_unit(
 ):  # fmt: skip
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
-    Groups of lanes, as many lanes as a row needs, take rows one after the other, a lookup a step, in step with the other groups.
-    All that is known of a row is known in each of its lanes, so nothing moves between lanes. Lookups of a row stand behind those
-    of the row before: the source of the next step, of this row or the next one, is under way while the gradients of this step
-    are.
+    Groups of lanes, as many lanes as a row needs, take rows one after the other, two lookups a step, in step with the other
+    groups. All that is known of a row is known in each of its lanes, so nothing moves between lanes. Lookups of a row stand behind
+    those of the row before: the sources of the next step, of this row or the next one, are under way while the gradients of this
+    step are.
     """
     COLUMNS: tl.constexpr = row_columns(ALIGNED)
     # Columns of a lane that are loaded together, and how many times it does.
@@ -102,7 +112,8 @@ def rows_unit(
     if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         width = width // 4 * 4
-    exponent = (width > COLUMNS // 32).to(tl.int32)
+    # Two lanes also where one would do: 16 bytes of each of 32 rows, twice, are twice as many requests to the L1.
+    exponent = (width > COLUMNS // 64).to(tl.int32)
     for i in tl.static_range(1, 5):
         exponent += (width > ((COLUMNS // 32) << i)).to(tl.int32)
     lanes, groups = 1 << exponent, 32 >> exponent
@@ -125,16 +136,17 @@ def rows_unit(
     total = tl.zeros(in_row.shape, tl.float32)
     place = begin
     source = tl.load(sources + place, mask=place < limit, other=0)
+    second_source = tl.load(sources + place + 1, mask=place + 1 < limit, other=0)
     while turns > 0:
-        is_more = place + 1 < limit
-        following = tl.where(is_more, place + 1, end)
-        # Behind the last lookup there is room for one more.
-        next_source = tl.load(sources + following)
-        known, is_live = known_sources(source, place < limit, most_source, ALIGNED)
-        tile = tl.load(grad + by_row(known, in_row), mask=by_row(is_live, in_row) & in_row, other=0.0).to(tl.float32)
-        if factors is not None:
-            tile *= by_row(tl.load(factors + place, mask=is_live, other=0.0), in_row)
-        total += tile
+        is_more = place + 2 < limit
+        following = tl.where(is_more, place + 2, end)
+        # Behind the last lookup there is room for two more.
+        next_source, next_second_source = tl.load(sources + following), tl.load(sources + following + 1)
+        tile = gradients_of(grad, source, factors, place, place < limit, most_source, in_row, ALIGNED)
+        second_tile = gradients_of(
+            grad, second_source, factors, place + 1, place + 1 < limit, most_source, in_row, ALIGNED
+        )  # fmt: skip
+        total = total + tile + second_tile
         if tl.max(is_more.to(tl.int32), 0) == 0:
             is_read = limit > begin
             if tl.max(is_read.to(tl.int32), 0) != 0:
@@ -150,7 +162,7 @@ def rows_unit(
             limit = limit_of(begin, end)
             old = weights_of(weights + start + columns, row, limit > begin, width, in_row, KIND)
             total = tl.zeros(in_row.shape, tl.float32)
-        place, source = following, next_source
+        place, source, second_source = following, next_source, next_second_source
 
 
 @triton.jit(

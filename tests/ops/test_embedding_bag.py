@@ -613,8 +613,9 @@ def test_chunks_of_a_feature(place: Place, rows: int, monkeypatch: pytest.Monkey
         import triton.language as tl
 
         # A block is of one chunk.
-        monkeypatch.setattr(counting, "CHUNK_BITS", (5, 5))
-        monkeypatch.setattr(counting, "BLOCK_PLACES", tl.constexpr(16))
+        monkeypatch.setattr(counting, "CHUNK_BITS", 5)
+        for name, number in (("BLOCK_PLACES", 16), ("PLACES_TOGETHER", 8), ("COUNTED_TOGETHER", 16)):
+            monkeypatch.setattr(counting, name, tl.constexpr(number))
     else:
         lengths = [[length * 100 for length in bags] for bags in lengths]
     layout = BagLayout((rows, 40), (4, 8), (0, 1, 0, 0))

@@ -29,7 +29,8 @@ FLOATS = (
     "grad",
     "result",
 )
-INTS = ("arrivals", "order", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan", "counts", "ranks", "bounds")
+INTS = ("arrivals", "order", "schedules", "runs", "feature_of_bag", "keys", "sources", "plan", "places", "bounds")
+SHORTS = ("starts", "positions")
 NUMBERS = ("eps", "beta1", "beta2", "weight_decay", "rest1", "rest2")
 # Of all widths, and of those alone whose rows begin at multiples of 16 bytes.
 WIDTHS = {"any": {*range(1, 131)}, "aligned": {4, 8, 16, 32, 64, 128}}
@@ -48,7 +49,7 @@ def compile_one(
     max_registers: int | None = None,
 ) -> Any:
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(LONGS, "*i64") | dict.fromkeys(FLOATS, "*fp32")
-    types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(NUMBERS, "fp32") | {"weights": f"*{dtype}"}
+    types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(SHORTS, "*i16") | dict.fromkeys(NUMBERS, "fp32") | {"weights": f"*{dtype}"}
     signature = {name: types[name] for name in kernel.arg_names if name not in constants}
     return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps, max_registers=max_registers)
 
@@ -134,7 +135,7 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "map", "planned", "large_map", "large_planned", "rows_map", "lookups", "chunks", "ranks", "bounds", "sources", "samples",
+        "map", "planned", "large_map", "large_planned", "rows_map", "lookups", "chunks", "orders", "bounds", "sources", "samples",
     ],
 )  # fmt: skip
 def test_small_kernels(name: str, arch: int | str) -> None:
@@ -153,9 +154,14 @@ def test_small_kernels(name: str, arch: int | str) -> None:
         ),
         "lookups": (sorting, fields | {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS}, 4),
         "chunks": (counting, fields | {"BLOCK": counting.BLOCK_FEATURES}, 16),
-        "ranks": (counting, fields | {"BLOCK": counting.BLOCK_ROWS, "VOTE": arch != AMD}, 1),
-        "bounds": (counting, fields | {"BLOCK": counting.BLOCK_ROWS, "CHUNKS": counting.BLOCK_CHUNKS}, 8),
-        "sources": (counting, fields, 8),
+        "orders": (
+            counting,
+            fields
+            | {"BLOCK": counting.ORDERED_ROWS, "VOTE": arch != AMD, "ROOM": 0 if arch == AMD else counting.MOST_SHARED},
+            1,
+        ),
+        "bounds": (counting, fields | {"BLOCK": counting.BLOCK_ROWS, "CHUNKS": counting.BLOCK_CHUNKS}, counting.BOUNDS_WARPS),
+        "sources": (counting, fields | {"SHARED": arch != AMD, "factors": None}, counting.PLACES_WARPS),
         "samples": (
             backward,
             fields | {"BAGS": backward.SAMPLE_BAGS, "LOOKUPS": backward.SAMPLE_LOOKUPS, "COLUMNS": backward.SAMPLE_COLUMNS},
