@@ -172,17 +172,17 @@ class _Sums:
         num_counts = (16_384 >> bits) * num_lookups + int(rows.sum()) + 4 * most_chunks
         starts, places = self._empty(num_counts, dtype=torch.int16), self._empty(num_counts, dtype=place_dtype)
         positions = self._empty(num_lookups, dtype=torch.int16)
-        room = min(max(triton.next_power_of_2(int(rows.max())), 1024), counting.MOST_SHARED)
+        warps, room = (counting.ORDER_WARPS, counting.MOST_SHARED) if is_nvidia else (1, 0)
         counting.embedding_bags_orders_kernel[(most_chunks,)](
             self.indices, *of_features, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
-            self.num_bags, bits, BLOCK=counting.ORDERED_ROWS, ROOM=room if is_nvidia else 0, VOTE=is_nvidia, num_warps=1, **fields,
+            self.num_bags, bits, BLOCK=counting.ORDERED_ROWS, ROOM=room, WARPS=warps, MATCH=is_nvidia, num_warps=warps, **fields,
         )  # fmt: skip
         bounds = self._empty(self.known.num_rows + self.num_tables, dtype=place_dtype)
         most_slices = 2 * (num_lookups // counting.LONG.value)
         long_rows = self._empty(most_slices, 3, dtype=torch.int64)
-        counting.embedding_bags_bounds_kernel[(self.num_tables,)](
-            self.tables, self.device_layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, counters,
-            most, BLOCK=counting.BLOCK_ROWS, CHUNKS=counting.BLOCK_CHUNKS, num_warps=counting.BOUNDS_WARPS, **fields,
+        counting.embedding_bags_bounds_kernel[(self.num_tables, counting.BOUNDS_PROGRAMS)](
+            self.tables, self.device_layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows,
+            counters, most, BLOCK=counting.BLOCK_ROWS, num_warps=counting.BOUNDS_WARPS, **fields,
         )  # fmt: skip
         sources = self._empty(num_lookups + 2, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None

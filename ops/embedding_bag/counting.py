@@ -1,10 +1,10 @@
 """Lookups of each row brought together by counting: for tables of up to 65,536 rows, whose rows most batches read often.
 
-Lookups of a feature are cut into chunks. One warp counts how many lookups of a chunk each row has, walks through the chunk in
-order, and gives each lookup its place among the chunk's, ordered by their rows. Sums over the chunks, then over the rows, say
-where each row's lookups of each chunk go among the table's, and a last pass puts what backward reads of them there: the element of
-the incoming gradient that its bag begins at, and what it is multiplied by. So a row's lookups stand together in their order,
-whatever order programs ran in, and where each row begins is known without a search.
+Lookups of a feature are cut into chunks. A few warps count how many lookups of a chunk each row has, walk through the chunk in
+order, and give each lookup its place among the chunk's, ordered by their rows. Sums over the chunks say where each row's lookups
+of each chunk go among the table's, and a last pass puts what backward reads of them there: the element of the incoming gradient
+that its bag begins at, and what it is multiplied by. So a row's lookups stand together in their order, whatever order programs
+ran in, and where each row begins is known without a search.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import triton.language as tl
 
 from jagged.ops._shared.device import find_segment, find_segments
 from jagged.ops.embedding_bag.schedules import span_of
-from jagged.ops.embedding_bag.shared_memory import add32, clear, load16, load32, reserve, store16, store32
+from jagged.ops.embedding_bag.shared_memory import add32, clear, load16, load32, reserve, store16, store32, sync_warp
 
 # Exponent of the lookups of a chunk. Many short chunks are counted at a time; of long ones neighbours in the order of rows go to
 # places near one another, and they need few counts: tables of more than 16,384 rows have longer ones.
 CHUNK_BITS = 13
-# Rows of tables at most whose chunks are counted in shared memory, in 16 bits each. The more, the fewer chunks at a time.
-MOST_SHARED = 16_384
+# Counts of 16 bits in shared memory, and warps of a program: each has counts of its own, if there is room. There is room for four
+# times 4,096 rows, and once for 16,384 (`shared_stride`).
+MOST_SHARED, ORDER_WARPS = 17_408, 4
 # Lookups whose rows a warp counts at once.
 COUNTED_TOGETHER = tl.constexpr(128)
 # Lookups of a row above which several programs sum it, each as many as that.
 LONG = tl.constexpr(256)
-# Features that the kernel of the chunks takes at once, rows that the one of the orders does, rows and chunks that the one of the
-# bounds does.
-BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS, BLOCK_CHUNKS = 1024, 256, 1024, 2
+# Features that the kernel of the chunks takes at once, and rows that those of the orders and of the bounds do.
+BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS = 1024, 1024, 512
 # Lookups that a program of the last pass takes, of one chunk: all of it, but of long ones. And how many at once.
-BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS), tl.constexpr(2048)
-# Warps of the programs of the last two passes.
-BOUNDS_WARPS, PLACES_WARPS = 8, 16
+BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS), tl.constexpr(1024)
+# Programs of a table in the pass before, chunks that one has under way, and warps of the programs of both passes.
+BOUNDS_PROGRAMS, CHUNKS_TOGETHER, BOUNDS_WARPS, PLACES_WARPS = 4, tl.constexpr(4), 4, 16
 
 
 @triton.jit
@@ -44,6 +44,13 @@ def chunk_bits(rows, bits):
 def counts_of(rows):
     """Return the length of a chunk's array of counts, or of begins of rows and one end: a multiple of 4."""
     return (rows + 4) // 4 * 4
+
+
+@triton.jit
+def shared_stride(rows, WARPS: tl.constexpr):
+    """Return the length of an array of counts in shared memory: an odd number of pairs for each thread, and more than rows."""
+    pairs = rows // (64 * WARPS)
+    return (pairs + 1 + pairs % 2) * (64 * WARPS)
 
 
 @triton.jit
@@ -104,83 +111,30 @@ def embedding_bags_chunks_kernel(
     tl.store(place_begins + num_features, places_before)
 
 
-def _equals(bits: int) -> str:
-    """Assembly that compares the lowest bits of two numbers of each lane of a warp, by a vote for each bit of each.
-
-    Gives masks of lanes: whose first number equals the first, whose second the first, whose first the second, whose second the
-    second.
-    """
-    # Of a lane with the bit those that have it are left, of others those that do not.
-    steps = "".join(
-        f"bfe.s32 s, $4, {bit}, 1; bfe.s32 t, $5, {bit}, 1; "
-        "setp.ne.s32 p, s, 0; vote.sync.ballot.b32 v, p, -1; setp.ne.s32 p, t, 0; vote.sync.ballot.b32 w, p, -1; "
-        "lop3.b32 a, a, v, s, 0x90; lop3.b32 b, b, w, s, 0x90; lop3.b32 c, c, v, t, 0x90; lop3.b32 d, d, w, t, 0x90; "
-        for bit in range(bits)
-    )
-    begin = "{ .reg .pred p; .reg .b32 a, b, c, d, s, t, v, w; mov.b32 a, -1; mov.b32 b, -1; mov.b32 c, -1; mov.b32 d, -1; "
-    return begin + steps + "mov.b32 $0, a; mov.b32 $1, b; mov.b32 $2, c; mov.b32 $3, d; }"
-
-
-EQUALS_10, EQUALS_12, EQUALS_16 = (tl.constexpr(_equals(bits)) for bits in (10, 12, 16))
-
-
 @triton.jit
-def lanes_with(flag, VOTE: tl.constexpr):
-    """Return for each of 32 lanes the mask of those with a flag."""
-    if VOTE:
-        vote: tl.constexpr = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, -1; }"
-        return tl.inline_asm_elementwise(vote, "=r,r", [flag.to(tl.int32)], dtype=tl.uint32, is_pure=False, pack=1)
-    return tl.zeros((32,), tl.uint32) + tl.sum(flag.to(tl.uint32) << tl.arange(0, 32), 0)
-
-
-@triton.jit
-def lanes_equal(x, y):
-    """Return for each of 32 numbers the mask of the lanes whose `y` equals it."""
-    return tl.sum((x[:, None] == y[None, :]).to(tl.uint32) << tl.arange(0, 32)[None, :], 1)
-
-
-@triton.jit
-def count_of(mask, VOTE: tl.constexpr):
-    """Return the number of bits that are set."""
-    if VOTE:
-        return tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], dtype=tl.int32, is_pure=True, pack=1)
-    return tl.sum(((mask[:, None] >> tl.arange(0, 32)[None, :]) & 1).to(tl.int32), 1)
-
-
-@triton.jit
-def ranks_of_equals(first, second, has_first, has_second, rows, VOTE: tl.constexpr):
-    """Return for each of 64 rows, two of each lane, how many equal ones come before it, and whether it is the last of them.
-
-    All of `first` come before `second`. `VOTE` takes votes of a warp of NVIDIA's in place of thousands of comparisons.
-    """
-    if VOTE:
-        of: tl.constexpr = (tl.uint32, tl.uint32, tl.uint32, tl.uint32)
-        kinds: tl.constexpr = "=&r,=&r,=&r,=&r,r,r"
-        if rows <= 1024:
-            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_10, kinds, [first, second], dtype=of, is_pure=False, pack=1)
-        elif rows <= 4096:
-            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_12, kinds, [first, second], dtype=of, is_pure=False, pack=1)
-        else:
-            aa, ab, ba, bb = tl.inline_asm_elementwise(EQUALS_16, kinds, [first, second], dtype=of, is_pure=False, pack=1)
+def lanes_equal(x, MATCH: tl.constexpr):
+    """Return for each lane the mask of those of its warp that have the same number; without `MATCH`, NVIDIA's, of 32 lanes."""
+    if MATCH:
+        match: tl.constexpr = "match.any.sync.b32 $0, $1, -1;"
+        mask = tl.inline_asm_elementwise(match, "=r,r", [x], dtype=tl.uint32, is_pure=False, pack=1)
     else:
-        aa, ab, ba, bb = (
-            lanes_equal(first, first),
-            lanes_equal(first, second),
-            lanes_equal(second, first),
-            lanes_equal(second, second),
-        )
-    with_first, with_second = lanes_with(has_first, VOTE), lanes_with(has_second, VOTE)
-    lane = tl.arange(0, 32)
-    before = (tl.full((32,), 1, tl.uint32) << lane) - 1
-    aa, ab, ba, bb = aa & with_first, ab & with_second, ba & with_first, bb & with_second
-    rank = count_of(aa & before, VOTE)
-    second_rank = count_of(ba, VOTE) + count_of(bb & before, VOTE)
-    return rank, second_rank, ((aa >> lane) == 1) & (ab == 0), (bb >> lane) == 1
+        mask = tl.sum((x[:, None] == x[None, :]).to(tl.uint32) << tl.arange(0, 32)[None, :], 1)
+    return mask
+
+
+@triton.jit
+def count_of(mask, MATCH: tl.constexpr):
+    """Return the number of bits that are set."""
+    if MATCH:
+        count = tl.inline_asm_elementwise("popc.b32 $0, $1;", "=r,r", [mask], dtype=tl.int32, is_pure=True, pack=1)
+    else:
+        count = tl.sum(((mask[:, None] >> tl.arange(0, 32)[None, :]) & 1).to(tl.int32), 1)
+    return count
 
 
 @triton.jit
 def count_at(own, row, SHARED: tl.constexpr):
-    """Return what a chunk's count of rows says, in shared memory or at `own` in global memory."""
+    """Return what counts of rows say, in shared memory or at `own` in global memory."""
     return load16(own + row * 2) if SHARED else tl.load(own + row, cache_modifier=".cg").to(tl.int32)
 
 
@@ -194,76 +148,146 @@ def set_count(own, row, count, mask, SHARED: tl.constexpr):
 
 
 @triton.jit
-def count_chunk(indices, own, length, rows, BLOCK: tl.constexpr, SHARED: tl.constexpr):
-    """Count how many lookups of a chunk each row has."""
-    for start in range(0, rows, BLOCK):
+def count_chunk(
+    indices, own, length, rows, num_counts, of_part, stride, WARPS: tl.constexpr, BLOCK: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """Count how many lookups of each part of a chunk each row has."""
+    for start in range(0, num_counts, BLOCK):
         if SHARED:
             # Eight counts at a time.
             first = start + tl.arange(0, BLOCK // 8) * 8
-            clear(own + first * 2, first < rows)
+            clear(own + first * 2, first < num_counts)
         else:
             row = start + tl.arange(0, BLOCK)
-            tl.store(own + row, tl.zeros((BLOCK,), own.dtype.element_ty), mask=row < rows)
+            tl.store(own + row, tl.zeros((BLOCK,), own.dtype.element_ty), mask=row < num_counts)
     tl.debug_barrier()
-    for start in range(0, length, COUNTED_TOGETHER):
-        lookup = start + tl.arange(0, COUNTED_TOGETHER)
-        row = tl.load(indices + lookup, mask=lookup < length, other=-1)
+    number = tl.arange(0, WARPS * COUNTED_TOGETHER)
+    warp, in_part = number // 32 % WARPS, number // (32 * WARPS) * 32 + number % 32
+    for start in range(0, of_part, COUNTED_TOGETHER):
+        lookup = warp * of_part + start + in_part
+        row = tl.load(indices + lookup, mask=(start + in_part < of_part) & (lookup < length), other=-1)
         is_known = (row >= 0) & (row < rows)
         row = tl.where(is_known, row, 0).to(tl.int32)
         if SHARED:
             # Two counts in a number of 32 bits: a chunk has fewer lookups than 16 bits hold.
+            row += warp * stride
             add32(own + (row >> 1) * 4, 1 << ((row & 1) * 16), is_known)
         else:
-            tl.atomic_add(own + row, tl.full((COUNTED_TOGETHER,), 1, own.dtype.element_ty), mask=is_known, sem="relaxed")
+            one = tl.full((WARPS * COUNTED_TOGETHER,), 1, own.dtype.element_ty)
+            tl.atomic_add(own + row, one, mask=is_known, sem="relaxed")
+    tl.debug_barrier()
+
+
+@triton.jit
+def begin_rows(starts, own, rows, BLOCK: tl.constexpr):
+    """Make of counts in global memory the places that the lookups of each row begin at; `starts` get the same."""
+    before = tl.zeros((), tl.int32)
+    for start in range(0, rows, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        # Written by atomics: not what the L1 has.
+        count = tl.load(own + row, mask=row < rows, other=0, cache_modifier=".cg").to(tl.int32)
+        begin = before + tl.cumsum(count, 0) - count
+        tl.store(starts + row, begin.to(tl.int16), mask=row < rows)
+        tl.store(own + row, begin.to(own.dtype.element_ty), mask=row < rows)
+        before += tl.sum(count, 0)
+    tl.store(starts + rows, before.to(tl.int16))
+    tl.debug_barrier()
+
+
+@triton.jit
+def begin_shared_rows(starts, own, rows, parts, stride, WARPS: tl.constexpr):
+    """Make of counts in shared memory the places that the lookups of each row and part begin at; `starts` get the first part's.
+
+    Two numbers of 16 bits at a time. A thread has neighbouring rows, an odd number of pairs, so that threads of a warp read from
+    different banks. Behind the last row stands how many lookups there are.
+    """
+    thread = tl.arange(0, 32 * WARPS)
+    pairs = stride // (64 * WARPS)
+    of_thread = own + thread * pairs * 4
+    both = tl.zeros((32 * WARPS,), tl.int32)
+    for pair in range(0, pairs):
+        for part in range(0, parts):
+            both += load32(of_thread + part * stride * 2 + pair * 4)
+    of_rows = (both & 0xFFFF) + (both >> 16)
+    before = tl.cumsum(of_rows, 0) - of_rows
+    for pair in range(0, pairs):
+        both = tl.zeros((32 * WARPS,), tl.int32)
+        for part in range(0, parts):
+            both += load32(of_thread + part * stride * 2 + pair * 4)
+        even = before + (both & 0xFFFF)
+        begin, before = before | even << 16, even + (both >> 16)
+        for part in range(0, parts):
+            address = of_thread + part * stride * 2 + pair * 4
+            count = load32(address)
+            store32(address, begin, thread >= 0)
+            begin += count
+    tl.debug_barrier()
+    starts = starts.to(tl.pointer_type(tl.int32))
+    for start in range(0, rows // 2 + 1, 32 * WARPS):
+        tl.store(starts + start + thread, load32(own + (start + thread) * 4), mask=start + thread <= rows // 2)
+    # The first part's are changed from here on.
     tl.debug_barrier()
 
 
 @triton.jit
 def order_chunk(
-    indices, positions, starts, own, length, rows, BLOCK: tl.constexpr, SHARED: tl.constexpr, VOTE: tl.constexpr
+    indices, positions, starts, own, length, rows, WARPS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+    MATCH: tl.constexpr,
 ):  # fmt: skip
-    """Give each lookup of a chunk its place among the chunk's in the order of their rows, and `starts` where each row begins."""
-    count_chunk(indices, own, length, rows, BLOCK, SHARED)
-    before = tl.zeros((), tl.int32)
-    for start in range(0, rows, BLOCK):
-        row = start + tl.arange(0, BLOCK)
-        count = tl.where(row < rows, count_at(own, tl.minimum(row, rows - 1), SHARED), 0)
-        begin = before + tl.cumsum(count, 0) - count
-        tl.store(starts + row, begin.to(tl.int16), mask=row < rows)
-        set_count(own, row, begin, row < rows, SHARED)
-        before += tl.sum(count, 0)
-    tl.store(starts + rows, before.to(tl.int16))
-    tl.debug_barrier()
-    lane = tl.arange(0, 32)
-    ids = tl.load(indices + lane, mask=lane < length, other=-1)
-    second_ids = tl.load(indices + 32 + lane, mask=lane < length - 32, other=-1)
-    for start in range(0, length, 64):
-        left = length - start
-        is_known, second_is_known = (ids >= 0) & (ids < rows), (second_ids >= 0) & (second_ids < rows)
-        row, second_row = tl.where(is_known, ids, 0).to(tl.int32), tl.where(second_is_known, second_ids, 0).to(tl.int32)
-        place, second_place = count_at(own, row, SHARED), count_at(own, second_row, SHARED)
-        ids = tl.load(indices + start + 64 + lane, mask=lane < left - 64, other=-1)
-        second_ids = tl.load(indices + start + 96 + lane, mask=lane < left - 96, other=-1)
-        rank, second_rank, is_last, second_is_last = ranks_of_equals(row, second_row, is_known, second_is_known, rows, VOTE)
-        place += rank
-        second_place += second_rank
-        tl.store(positions + start + lane, place.to(tl.int16), mask=is_known)
-        tl.store(positions + start + 32 + lane, second_place.to(tl.int16), mask=second_is_known)
+    """Give each lookup of a chunk its place among the chunk's in the order of their rows, and `starts` where each row begins.
+
+    The chunk is cut into parts, one for each warp, which has counts of its own if there is room for them.
+    """
+    SHARED: tl.constexpr = ROOM > 0
+    parts, stride, num_counts = 1, 0, rows
+    if SHARED:
+        stride = shared_stride(rows, WARPS)
+        parts = tl.minimum(ROOM // stride, WARPS)
+        num_counts = parts * stride
+    of_part = (length + 32 * parts - 1) // (32 * parts) * 32
+    count_chunk(indices, own, length, rows, num_counts, of_part, stride, WARPS, BLOCK, SHARED)
+    if SHARED:
+        begin_shared_rows(starts, own, rows, parts, stride, WARPS)
+    else:
+        begin_rows(starts, own, rows, BLOCK)
+    number = tl.arange(0, 32 * WARPS)
+    warp, lane = number // 32, number % 32
+    if SHARED:
+        own += tl.minimum(warp, parts - 1) * stride * 2
+    indices += warp * of_part + lane
+    positions += warp * of_part + lane
+    left = tl.minimum(length - warp * of_part, of_part) - lane
+    ids = tl.load(indices, mask=left > 0, other=-1)
+    next_ids = tl.load(indices + 32, mask=left > 32, other=-1)
+    before = (tl.full((32 * WARPS,), 1, tl.uint32) << lane) - 1
+    for start in range(0, of_part, 32):
+        is_known = (ids >= 0) & (ids < rows)
+        row = tl.where(is_known, ids, -1).to(tl.int32)
+        place = count_at(own, tl.maximum(row, 0), SHARED)
+        ids, next_ids = next_ids, tl.load(indices + start + 64, mask=left > start + 64, other=-1)
+        equal = lanes_equal(row, MATCH)
+        place += count_of(equal & before, MATCH)
+        tl.store(positions + start, place.to(tl.int16), mask=is_known)
         # All lanes have read before one writes, and they read what others have written.
-        tl.debug_barrier()
-        set_count(own, row, place + 1, is_last, SHARED)
-        set_count(own, second_row, second_place + 1, second_is_last, SHARED)
-        tl.debug_barrier()
+        if SHARED:
+            sync_warp()
+        else:
+            tl.debug_barrier()
+        set_count(own, tl.maximum(row, 0), place + 1, is_known & (equal >> lane == 1), SHARED)
+        if SHARED:
+            sync_warp()
+        else:
+            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
 def embedding_bags_orders_kernel(
     indices, offsets, layout, batches, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
-    num_bags, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, VOTE: tl.constexpr,
+    num_bags, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, WARPS: tl.constexpr, MATCH: tl.constexpr,
 ):  # fmt: skip
     """Order the lookups of each chunk by their rows: `positions` say where each goes, `starts` where rows begin.
 
-    Tables of up to `ROOM` rows are counted in shared memory, others in the chunk's part of `places`, which is written later.
+    Up to `ROOM` counts are in shared memory; those of larger tables in the chunk's part of `places`, which is written later.
     """
     chunk = tl.program_id(0)
     if chunk < tl.load(chunk_begins + num_features):
@@ -277,11 +301,11 @@ def embedding_bags_orders_kernel(
         own = tl.load(count_begins + feature) // 4 * 4 + number * counts_of(rows)
         indices += begin
         positions += begin
-        if rows <= ROOM:
+        if shared_stride(rows, WARPS) <= ROOM:
             if ROOM:
-                order_chunk(indices, positions, starts + own, reserve(2 * ROOM), length, rows, BLOCK, True, VOTE)
+                order_chunk(indices, positions, starts + own, reserve(2 * ROOM), length, rows, WARPS, BLOCK, ROOM, MATCH)
         else:
-            order_chunk(indices, positions, starts + own, places + own, length, rows, BLOCK, False, VOTE)
+            order_chunk(indices, positions, starts + own, places + own, length, rows, WARPS, BLOCK, 0, MATCH)
 
 
 @triton.jit
@@ -294,50 +318,44 @@ def ends_of(start, mask):
 @triton.jit(do_not_specialize=["most_counted"])
 def embedding_bags_bounds_kernel(
     tables, layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, counters, most_counted,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
+    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum the counts of a table over chunks and rows: `bounds` get where the lookups of a row begin and end.
+    """Sum the begins of a table's rows over its chunks: `bounds` get where the lookups of a row begin and end.
 
-    `places` get what is to be added to the place of a lookup in its chunk.
-    Rows of more than `LONG` lookups get a slot of `long_rows` `[slots, 3]` for each `LONG` of them: row, table, and first slot.
+    `places` get what is to be added to the place of a lookup in its chunk. Rows of more than `LONG` lookups get a slot of
+    `long_rows` `[slots, 3]` for each `LONG` of them: row, table, and first slot.
     """
     table = tl.program_id(0).to(tl.int64)
     fields = tables + table * FIELDS
     rows = tl.load(fields + 1)
-    begin, end = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
+    first_feature, last_feature = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
     # For tables that nothing reads `bounds` may have no room.
-    if (rows <= most_counted) & (begin < end):
-        num_chunks = (tl.load(chunk_begins + end) - tl.load(chunk_begins + begin)).to(tl.int32)
-        before = tl.load(place_begins + begin)
-        feature = tl.load(layout + begin * FIELDS + 7)
+    if (rows <= most_counted) & (first_feature < last_feature):
+        num_chunks = (tl.load(chunk_begins + last_feature) - tl.load(chunk_begins + first_feature)).to(tl.int32)
+        before = tl.load(place_begins + first_feature)
+        feature = tl.load(layout + first_feature * FIELDS + 7)
         own = tl.maximum(tl.load(count_begins + feature), 0) // 4 * 4
         starts, places = starts + own, places + own
         bounds += tl.load(fields + 5) + table
-        tl.store(bounds, before)
+        tl.store(bounds, before, mask=tl.program_id(1) == 0)
         stride = counts_of(rows)
-        for start in range(0, rows.to(tl.int32), BLOCK):
+        for start in range(tl.program_id(1) * BLOCK, rows.to(tl.int32), tl.num_programs(1) * BLOCK):
             row = start + tl.arange(0, BLOCK)
             exists = row < rows
-            total = tl.zeros((BLOCK,), tl.int32)
-            for chunk in range(0, num_chunks, CHUNKS):
-                of_chunks = chunk + tl.arange(0, CHUNKS)
-                mask = (of_chunks < num_chunks)[:, None] & exists[None, :]
-                begin_of_row, end_of_row = ends_of(starts + of_chunks[:, None] * stride + row[None, :], mask)
-                total += tl.sum(end_of_row - begin_of_row, 0)
-            place = before + tl.cumsum(total, 0)
-            tl.store(bounds + row + 1, place, mask=exists)
-            before += tl.sum(total, 0)
-            place -= total
-            for chunk in range(0, num_chunks, CHUNKS):
-                of_chunks = chunk + tl.arange(0, CHUNKS)
-                mask = (of_chunks < num_chunks)[:, None] & exists[None, :]
-                at = of_chunks[:, None] * stride + row[None, :]
-                begin_of_row, end_of_row = ends_of(starts + at, mask)
-                of_chunk = end_of_row - begin_of_row
-                first = place[None, :] + tl.cumsum(of_chunk, 0) - of_chunk
-                tl.store(places + at, (first - begin_of_row).to(places.dtype.element_ty), mask=mask)
-                place += tl.sum(of_chunk, 0)
-            slices = tl.where(total > LONG, (total + LONG - 1) // LONG, 0)
+            begin = tl.zeros((BLOCK,), bounds.dtype.element_ty) + before.to(bounds.dtype.element_ty)
+            end = begin
+            for chunk in range(0, num_chunks, CHUNKS_TOGETHER):
+                for i in tl.static_range(CHUNKS_TOGETHER):
+                    in_chunk = ends_of(starts + (chunk + i) * stride + row, exists & (chunk + i < num_chunks))
+                    begin += in_chunk[0]
+                    end += in_chunk[1]
+            tl.store(bounds + row + 1, end, mask=exists)
+            place = begin
+            for chunk in range(0, num_chunks):
+                in_chunk = ends_of(starts + chunk * stride + row, exists)
+                tl.store(places + chunk * stride + row, (place - in_chunk[0]).to(places.dtype.element_ty), mask=exists)
+                place += in_chunk[1] - in_chunk[0]
+            slices = tl.where(exists & (end - begin > LONG), (end - begin + LONG - 1) // LONG, 0).to(tl.int32)
             most = tl.max(slices, 0)
             if most > 0:
                 slot = tl.atomic_add(counters + 1 + tl.zeros_like(row), slices.to(tl.int64), mask=slices > 0, sem="relaxed")
@@ -346,6 +364,13 @@ def embedding_bags_bounds_kernel(
                     tl.store(of_slot, row.to(tl.int64), mask=i < slices)
                     tl.store(of_slot + 1, tl.zeros_like(slot) + table, mask=i < slices)
                     tl.store(of_slot + 2, slot, mask=i < slices)
+
+
+@triton.jit
+def is_below(number, limit):
+    """Return which numbers lie from 0 to below a limit, as all do but where wrong offsets make chunks overlap."""
+    unsigned: tl.constexpr = tl.uint32 if number.dtype == tl.int32 else tl.uint64
+    return number.to(unsigned, bitcast=True) < limit
 
 
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "output_stride", "bits"])
@@ -358,6 +383,7 @@ def embedding_bags_sources_kernel(
     Of a chunk that is one block they are put into the order of its rows first, in shared memory (`SHARED`): one behind the other
     they then go to places near one another, several in a sector of memory, and the places of their rows are read in order.
     """
+    wide: tl.constexpr = sources.dtype.element_ty
     block = tl.program_id(0)
     # Read ahead by who comes to the last lookups, and not used.
     tl.store(sources + num_lookups + tl.arange(0, 2), tl.zeros((2,), sources.dtype.element_ty), mask=block == 0)
@@ -381,8 +407,9 @@ def embedding_bags_sources_kernel(
         # Each lookup searches among the bags between the first lookup's and the last's.
         low = find_segment(offsets, begin, num_bags)
         width = find_segment(offsets, begin + length - 1, num_bags) + 1 - low
-        is_ordered = (1 << own_bits) == BLOCK_PLACES
+        is_direct = True
         if SHARED:
+            is_direct = (1 << own_bits) != BLOCK_PLACES
             source_at = reserve(6 * BLOCK_PLACES)
             row_at = source_at + 4 * BLOCK_PLACES
         for start in range(0, length, PLACES_TOGETHER):
@@ -392,27 +419,30 @@ def embedding_bags_sources_kernel(
             row = tl.where(is_known, row, 0).to(tl.int32)
             position = tl.load(positions + begin + lookup, mask=is_known, other=0).to(tl.int32)
             bag = low + find_segments(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width)
-            source = first_source + bag * stride
-            is_direct = is_known
-            if SHARED:
-                if is_ordered:
-                    store32(source_at + position * 4, source.to(tl.int32), is_known)
+            # Numbers of 32 bits where that is what is stored, whatever is lost above them on the way.
+            source = first_source.to(wide) + bag.to(wide) * stride.to(wide)
+            if is_direct:
+                target = tl.load(places + row, mask=is_known, other=0) + position
+                is_known &= is_below(target, num_lookups)
+                tl.store(sources + target, source, mask=is_known)
+                if factors is not None:
+                    begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)
+                    factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
+                    if scales is not None:
+                        factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)
+                    tl.store(factors + target, factor, mask=is_known)
+            if SHARED:  # noqa: SIM102
+                if not is_direct:
+                    is_known &= is_below(position, BLOCK_PLACES)
+                    store32(source_at + position * 4, source, is_known)
                     store16(row_at + position * 2, row, is_known)
-                is_direct = is_known & (not is_ordered)
-            target = tl.load(places + row, mask=is_direct, other=0).to(tl.int64) + position
-            tl.store(sources + target, source.to(sources.dtype.element_ty), mask=is_direct)
-            if factors is not None:
-                begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)
-                factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
-                if scales is not None:
-                    factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)
-                tl.store(factors + target, factor, mask=is_known)
         if SHARED:  # noqa: SIM102
-            if is_ordered:
+            if not is_direct:
                 tl.debug_barrier()
                 num_known = tl.load(starts + own + rows).to(tl.int32)
                 for start in range(0, num_known, PLACES_TOGETHER):
                     position = start + tl.arange(0, PLACES_TOGETHER)
                     row, source = load16(row_at + position * 2), load32(source_at + position * 4)
-                    target = tl.load(places + row, mask=position < num_known, other=0).to(tl.int64) + position
-                    tl.store(sources + target, source, mask=position < num_known)
+                    is_known = (position < num_known) & (row < rows)
+                    target = tl.load(places + row, mask=is_known, other=0) + position
+                    tl.store(sources + target, source, mask=is_known & is_below(target, num_lookups))

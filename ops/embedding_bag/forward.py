@@ -51,9 +51,11 @@ SMALL_PROGRAMS, SMALL_UNIT = 128, 8
 # elements, and of others. Left alone the assembler takes up to 255 for all branches together, of which none alone needs more than
 # these; with fewer each saves some for its caller, once a unit, and 25 and 16 warps of a multiprocessor run.
 PLAIN_REGISTERS, REGISTERS = 80, 128
-# Turns of a unit of bags that are taken one after the other: four, and one for each million lookups, from 8 to 24. Fewer, and
-# programs of small batches end together; more, and those of large ones look less often for their next unit.
+# Turns of a unit of bags that are taken one after the other: four, and one for each million lookups, from 8 to 24; 12 where
+# features have many bags. Fewer, and programs of small batches end together; more, and those of large ones look less often for
+# their next unit.
 FEWEST_TURNS, MOST_TURNS = 8, 24
+MANY_BAGS, TURNS_OF_MANY_BAGS = 8192, 12
 
 
 @triton.jit
@@ -427,7 +429,9 @@ def embedding_bags_forward(
     num_programs = min(programs * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
     is_plain = known.is_aligned and row_scales is None and per_sample_weights is None
     capped = {} if torch.version.hip else {"maxnreg": PLAIN_REGISTERS if is_plain else REGISTERS}
-    unit_turns = min(max(FEWEST_TURNS, 4 + (indices.shape[0] >> 20)), MOST_TURNS)
+    has_many_bags = offsets.shape[0] > MANY_BAGS * num_features
+    fewest_turns = TURNS_OF_MANY_BAGS if has_many_bags else FEWEST_TURNS
+    unit_turns = min(max(fewest_turns, 4 + (indices.shape[0] >> 20)), MOST_TURNS)
     at_once = min(BLOCK_GROUPS, triton.next_power_of_2(num_features))
     embedding_bags_map_kernel[(1,)](
         device_layout, first_bags, offsets, order, ends, schedules, slices, arrivals, counter,

@@ -22,7 +22,7 @@ FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table", "
 # Rows that tables have at most whose lookups backward counts; those of others it sorts.
 MOST_COUNTED = 65_536
 # Rows that a lane takes one after the other in a unit of backward's work where a row needs one lane alone, and at most.
-FEWEST_TURNS, MOST_TURNS = 4, 8
+FEWEST_TURNS, MOST_TURNS = 2, 8
 
 
 @dataclass(frozen=True)

@@ -97,9 +97,9 @@ def rows_unit(
     """Sum, and store or apply, the gradients of a unit's rows of no more than `LONG` lookups.
 
     Groups of lanes, as many lanes as a row needs, take rows one after the other, two lookups a step, in step with the other
-    groups. All that is known of a row is known in each of its lanes, so nothing moves between lanes. Lookups of a row stand behind
-    those of the row before: the sources of the next step, of this row or the next one, are under way while the gradients of this
-    step are.
+    groups. All that is known of a row is known in each of its lanes, so nothing moves between lanes. Lookups of a row stand
+    behind those of the row before: the sources of the next step, of this row or the next one, are under way while the gradients
+    of this step are.
     """
     COLUMNS: tl.constexpr = row_columns(ALIGNED)
     # Columns of a lane that are loaded together, and how many times it does.

@@ -35,8 +35,6 @@ NUM_SCHEDULES = tl.constexpr(6 * 4 * 2)
 SCHEDULE_BITS, SCHEDULE_MASK = tl.constexpr(8), tl.constexpr(255)
 # Turns of a unit, about, of kinds that go in step. Few, so that programs end together; many beside what it takes to find a unit.
 IN_STEP_TURNS = tl.constexpr(8)
-# Turns more of units of other kinds whose rows have more than 32 columns.
-WIDE_TURNS = tl.constexpr(4)
 # Lookups that a slice of a bag has at least, and most slices of one: where a feature's mean is twice as long, its bags are cut.
 SLICE, MOST_SLICES = tl.constexpr(1024), tl.constexpr(256)
 # Programs of the map: groups that it takes at once.
@@ -250,8 +248,7 @@ def embedding_bags_map_kernel(
         # Shifts for powers of two, and float32 for what only divides work up: 64-bit divisions take most of this kernel's time.
         is_vector = (width % 4 == 0).to(tl.int32)
         at_once, turn = turns_of(exponent, kind, is_vector)
-        of_unit = tl.where(exponent > 3, unit_turns + WIDE_TURNS, unit_turns)
-        turns = tl.where(kind < 2, IN_STEP_TURNS, of_unit).to(tl.float32)
+        turns = tl.where(kind < 2, IN_STEP_TURNS, unit_turns).to(tl.float32)
         # Bags of no more lookups than a turn takes are one turn, others as many more as they are longer.
         of_bag = 1 + lookups.to(tl.float32) / tl.maximum(turn.to(tl.float32) * bags.to(tl.float32), 1.0)
         steps = tl.maximum(turns / of_bag, 1.0).to(tl.int32)

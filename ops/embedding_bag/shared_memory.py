@@ -1,7 +1,7 @@
 """Numbers in a multiprocessor's shared memory at places that are computed when a kernel runs, on NVIDIA's GPUs.
 
 Triton reads and writes shared memory at no index, so these are a few lines of assembly. Addresses are bytes in 32-bit numbers.
-Whoever reads what other lanes have written waits for them first (`tl.debug_barrier`).
+Whoever reads what other lanes have written waits for them first: `sync_warp`, or `tl.debug_barrier` for those of other warps.
 """
 
 from __future__ import annotations
@@ -67,6 +67,14 @@ def add32(address, value, mask):
 def clear(address, mask):
     """Set 16 bytes each to 0."""
     store: tl.constexpr = (
-        "{ .reg .pred p; .reg .b32 z; setp.ne.u32 p, $2, 0; mov.u32 z, 0; @p st.shared.v4.b32 [$1], {z, z, z, z}; mov.u32 $0, 0; }"
+        "{ .reg .pred p; .reg .b32 z; setp.ne.u32 p, $2, 0; mov.u32 z, 0; "
+        "@p st.shared.v4.b32 [$1], {z, z, z, z}; mov.u32 $0, 0; }"
     )
     tl.inline_asm_elementwise(store, "=r,r,r", [address, mask.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def sync_warp():
+    """Let the lanes of a warp see what the others have written."""
+    sync: tl.constexpr = "bar.warp.sync 0xffffffff; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(sync, "=r", [], dtype=tl.int32, is_pure=False, pack=1)

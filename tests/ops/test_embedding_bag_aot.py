@@ -49,7 +49,8 @@ def compile_one(
     max_registers: int | None = None,
 ) -> Any:
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(LONGS, "*i64") | dict.fromkeys(FLOATS, "*fp32")
-    types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(SHORTS, "*i16") | dict.fromkeys(NUMBERS, "fp32") | {"weights": f"*{dtype}"}
+    types |= dict.fromkeys(INTS, "*i32") | dict.fromkeys(SHORTS, "*i16") | dict.fromkeys(NUMBERS, "fp32")
+    types |= {"weights": f"*{dtype}"}
     signature = {name: types[name] for name in kernel.arg_names if name not in constants}
     return compile_kernel(kernel, signature, constants, arch=arch, num_warps=num_warps, max_registers=max_registers)
 
@@ -157,10 +158,15 @@ def test_small_kernels(name: str, arch: int | str) -> None:
         "orders": (
             counting,
             fields
-            | {"BLOCK": counting.ORDERED_ROWS, "VOTE": arch != AMD, "ROOM": 0 if arch == AMD else counting.MOST_SHARED},
-            1,
+            | {
+                "BLOCK": counting.ORDERED_ROWS,
+                "MATCH": arch != AMD,
+                "ROOM": 0 if arch == AMD else counting.MOST_SHARED,
+                "WARPS": 1 if arch == AMD else counting.ORDER_WARPS,
+            },
+            1 if arch == AMD else counting.ORDER_WARPS,
         ),
-        "bounds": (counting, fields | {"BLOCK": counting.BLOCK_ROWS, "CHUNKS": counting.BLOCK_CHUNKS}, counting.BOUNDS_WARPS),
+        "bounds": (counting, fields | {"BLOCK": counting.BLOCK_ROWS}, counting.BOUNDS_WARPS),
         "sources": (counting, fields | {"SHARED": arch != AMD, "factors": None}, counting.PLACES_WARPS),
         "samples": (
             backward,
@@ -173,52 +179,3 @@ def test_small_kernels(name: str, arch: int | str) -> None:
     resources = compile_one(kernel, constants, arch, num_warps=num_warps)
     allowed = ALLOWED_SPILLS["large_map"] if "large" in name else 0
     assert (arch == AMD and "large" in name) or resources.spills <= allowed, resources
-
-
-def run_votes(assembly: str, first: list[int], second: list[int]) -> list[list[int]]:
-    """Do what a warp does with the assembly of `counting._equals`: registers have a number for each of 32 lanes."""
-    begin, *statements = [statement.strip() for statement in assembly.strip("{} ").split(";") if statement.strip()]
-    assert begin == ".reg .pred p"
-    assert statements.pop(0).startswith(".reg .b32")
-    registers = {"$4": first, "$5": second}
-
-    def value(name: str) -> list[int]:
-        return registers[name] if name in registers else [int(name) & 0xFFFFFFFF] * 32
-
-    for statement in statements:
-        opcode, _, operands = statement.partition(" ")
-        target, *names = [name.strip() for name in operands.split(",")]
-        if opcode == "mov.b32":
-            registers[target] = list(value(names[0]))
-        elif opcode == "bfe.s32":
-            assert names[2] == "1", "one bit, which is the sign"
-            registers[target] = [0xFFFFFFFF if x >> int(names[1]) & 1 else 0 for x in value(names[0])]
-        elif opcode == "setp.ne.s32":
-            registers[target] = [int(x != y) for x, y in zip(value(names[0]), value(names[1]), strict=True)]
-        elif opcode == "vote.sync.ballot.b32":
-            assert names[1] == "-1", "all lanes"
-            registers[target] = [sum(bit << lane for lane, bit in enumerate(value(names[0])))] * 32
-        elif opcode == "lop3.b32":
-            table, inputs = int(names[3], 16), [value(name) for name in names[:3]]
-            registers[target] = [
-                sum((table >> ((a >> i & 1) << 2 | (b >> i & 1) << 1 | (c >> i & 1)) & 1) << i for i in range(32))
-                for a, b, c in zip(*inputs, strict=True)
-            ]
-        else:
-            raise AssertionError(f"no such instruction here: {statement}")
-    return [registers[f"${number}"] for number in range(4)]
-
-
-@pytest.mark.parametrize("name", ["EQUALS_10", "EQUALS_12", "EQUALS_16"])
-def test_votes_find_equal_rows(name: str) -> None:
-    """What the assembly says, which the interpreter cannot run, against comparisons."""
-    from jagged.ops.embedding_bag import counting
-
-    bits = int(name[-2:])
-    for most in (1, 2, 40, 1 << bits):
-        generator = torch.Generator().manual_seed(most)
-        first, second = torch.randint(most, (2, 32), generator=generator).tolist()
-        first[3] = second[30] = most - 1
-        found = run_votes(getattr(counting, name).value, first, second)
-        for mask, rows, others in zip(found, (first, first, second, second), (first, second, first, second), strict=True):
-            assert mask == [sum((row == other) << lane for lane, other in enumerate(others)) for row in rows]
