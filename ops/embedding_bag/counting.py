@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.device import find_segment, find_segments
+from jagged.ops._shared.device import find_segment
 from jagged.ops.embedding_bag.schedules import span_of
 from jagged.ops.embedding_bag.shared_memory import add32, clear, load16, load32, reserve, store16, store32, sync_warp
 
@@ -31,7 +31,7 @@ BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS = 1024, 1024, 512
 # Lookups that a program of the last pass takes, of one chunk: all of it, but of long ones. And how many at once.
 BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS), tl.constexpr(1024)
 # Programs of a table in the pass before, chunks that one has under way, and warps of the programs of both passes.
-BOUNDS_PROGRAMS, CHUNKS_TOGETHER, BOUNDS_WARPS, PLACES_WARPS = 4, tl.constexpr(4), 4, 16
+BOUNDS_PROGRAMS, CHUNKS_TOGETHER, BOUNDS_WARPS, PLACES_WARPS = 4, tl.constexpr(4), 4, 8
 
 
 @triton.jit
@@ -112,11 +112,18 @@ def embedding_bags_chunks_kernel(
 
 
 @triton.jit
-def lanes_equal(x, MATCH: tl.constexpr):
-    """Return for each lane the mask of those of its warp that have the same number; without `MATCH`, NVIDIA's, of 32 lanes."""
+def lanes_equal(x, may_equal, MATCH: tl.constexpr):
+    """Return for each lane the mask of those of its warp that have the same number; without `MATCH`, NVIDIA's, of 32 lanes.
+
+    A warp none of whose lanes may have what another has is not asked: `match` takes as long as all else of a step together.
+    """
     if MATCH:
-        match: tl.constexpr = "match.any.sync.b32 $0, $1, -1;"
-        mask = tl.inline_asm_elementwise(match, "=r,r", [x], dtype=tl.uint32, is_pure=False, pack=1)
+        match: tl.constexpr = (
+            "{ .reg .pred p; .reg .b32 l; mov.u32 l, %laneid; mov.b32 $0, 1; shl.b32 $0, $0, l; setp.ne.u32 p, $2, 0; "
+            "vote.sync.any.pred p, p, -1; @!p bra DISTINCT; match.any.sync.b32 $0, $1, -1; DISTINCT: }"
+        )
+        arguments = [x, may_equal.to(tl.int32)]
+        mask = tl.inline_asm_elementwise(match, "=&r,r,r", arguments, dtype=tl.uint32, is_pure=False, pack=1)
     else:
         mask = tl.sum((x[:, None] == x[None, :]).to(tl.uint32) << tl.arange(0, 32)[None, :], 1)
     return mask
@@ -139,12 +146,22 @@ def count_at(own, row, SHARED: tl.constexpr):
 
 
 @triton.jit
-def set_count(own, row, count, mask, SHARED: tl.constexpr):
-    """Change counts."""
+def add_one(own, row, mask, SHARED: tl.constexpr):
+    """Add 1 to the counts of rows, whichever lanes have the same one."""
     if SHARED:
-        store16(own + row * 2, count, mask)
+        # Two counts in a number of 32 bits: a chunk has fewer lookups than 16 bits hold.
+        add32(own + (row >> 1) * 4, 1 << ((row & 1) * 16), mask)
     else:
-        tl.store(own + row, count.to(own.dtype.element_ty), mask=mask)
+        tl.atomic_add(own + row, tl.full(row.shape, 1, own.dtype.element_ty), mask=mask, sem="relaxed")
+
+
+@triton.jit
+def wait(SHARED: tl.constexpr):
+    """Let lanes see what others of their warp have written in shared memory, or what all have in global memory."""
+    if SHARED:
+        sync_warp()
+    else:
+        tl.debug_barrier()
 
 
 @triton.jit
@@ -168,13 +185,7 @@ def count_chunk(
         row = tl.load(indices + lookup, mask=(start + in_part < of_part) & (lookup < length), other=-1)
         is_known = (row >= 0) & (row < rows)
         row = tl.where(is_known, row, 0).to(tl.int32)
-        if SHARED:
-            # Two counts in a number of 32 bits: a chunk has fewer lookups than 16 bits hold.
-            row += warp * stride
-            add32(own + (row >> 1) * 4, 1 << ((row & 1) * 16), is_known)
-        else:
-            one = tl.full((WARPS * COUNTED_TOGETHER,), 1, own.dtype.element_ty)
-            tl.atomic_add(own + row, one, mask=is_known, sem="relaxed")
+        add_one(own, row + warp * stride, is_known, SHARED)
     tl.debug_barrier()
 
 
@@ -263,21 +274,17 @@ def order_chunk(
     for start in range(0, of_part, 32):
         is_known = (ids >= 0) & (ids < rows)
         row = tl.where(is_known, ids, -1).to(tl.int32)
-        place = count_at(own, tl.maximum(row, 0), SHARED)
+        of_row = tl.maximum(row, 0)
+        old = count_at(own, of_row, SHARED)
         ids, next_ids = next_ids, tl.load(indices + start + 64, mask=left > start + 64, other=-1)
-        equal = lanes_equal(row, MATCH)
-        place += count_of(equal & before, MATCH)
+        # All lanes have read before one adds, and they read what others have added.
+        wait(SHARED)
+        add_one(own, of_row, is_known, SHARED)
+        wait(SHARED)
+        new = count_at(own, of_row, SHARED)
+        equal = lanes_equal(row, is_known & (new - old > 1), MATCH)
+        place = new - count_of(equal, MATCH) + count_of(equal & before, MATCH)
         tl.store(positions + start, place.to(tl.int16), mask=is_known)
-        # All lanes have read before one writes, and they read what others have written.
-        if SHARED:
-            sync_warp()
-        else:
-            tl.debug_barrier()
-        set_count(own, tl.maximum(row, 0), place + 1, is_known & (equal >> lane == 1), SHARED)
-        if SHARED:
-            sync_warp()
-        else:
-            tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
@@ -367,6 +374,23 @@ def embedding_bags_bounds_kernel(
 
 
 @triton.jit
+def bags_at(offsets, place, num_bags):
+    """Return the bags, of `num_bags`, that places are in: the last that begin at them or before.
+
+    Not `find_segments`: halves of powers of two take a third of its instructions, and half of this pass is the search.
+    """
+    bag = tl.zeros(place.shape, tl.uint32)
+    half = tl.zeros((), tl.uint32) + 1
+    while half < num_bags:
+        half *= 2
+    while half > 1:
+        half //= 2
+        exists = bag + half < num_bags
+        bag = tl.where(exists & (tl.load(offsets + (bag + half), mask=exists, other=0) <= place), bag + half, bag)
+    return bag
+
+
+@triton.jit
 def is_below(number, limit):
     """Return which numbers lie from 0 to below a limit, as all do but where wrong offsets make chunks overlap."""
     unsigned: tl.constexpr = tl.uint32 if number.dtype == tl.int32 else tl.uint64
@@ -418,7 +442,7 @@ def embedding_bags_sources_kernel(
             is_known = (row >= 0) & (row < rows)
             row = tl.where(is_known, row, 0).to(tl.int32)
             position = tl.load(positions + begin + lookup, mask=is_known, other=0).to(tl.int32)
-            bag = low + find_segments(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width)
+            bag = low + bags_at(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width).to(tl.int32)
             # Numbers of 32 bits where that is what is stored, whatever is lost above them on the way.
             source = first_source.to(wide) + bag.to(wide) * stride.to(wide)
             if is_direct:
