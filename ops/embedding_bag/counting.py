@@ -31,7 +31,7 @@ BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS = 1024, 1024, 512
 # Lookups that a program of the last pass takes, of one chunk: all of it, but of long ones. And how many at once.
 BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS), tl.constexpr(1024)
 # Programs of a table in the pass before, chunks that one has under way, and warps of the programs of both passes.
-BOUNDS_PROGRAMS, CHUNKS_TOGETHER, BOUNDS_WARPS, PLACES_WARPS = 4, tl.constexpr(4), 4, 8
+BOUNDS_PROGRAMS, CHUNKS_TOGETHER, BOUNDS_WARPS, PLACES_WARPS = 4, tl.constexpr(4), 4, 16
 
 
 @triton.jit
@@ -180,11 +180,14 @@ def count_chunk(
     tl.debug_barrier()
     number = tl.arange(0, WARPS * COUNTED_TOGETHER)
     warp, in_part = number // 32 % WARPS, number // (32 * WARPS) * 32 + number % 32
+    indices += warp * of_part + in_part
+    left = tl.minimum(length - warp * of_part, of_part) - in_part
+    ids = tl.load(indices, mask=left > 0, other=-1)
     for start in range(0, of_part, COUNTED_TOGETHER):
-        lookup = warp * of_part + start + in_part
-        row = tl.load(indices + lookup, mask=(start + in_part < of_part) & (lookup < length), other=-1)
-        is_known = (row >= 0) & (row < rows)
-        row = tl.where(is_known, row, 0).to(tl.int32)
+        is_known = (ids >= 0) & (ids < rows)
+        row = tl.where(is_known, ids, 0).to(tl.int32)
+        following = start + COUNTED_TOGETHER
+        ids = tl.load(indices + following, mask=left > following, other=-1)
         add_one(own, row + warp * stride, is_known, SHARED)
     tl.debug_barrier()
 
@@ -436,12 +439,17 @@ def embedding_bags_sources_kernel(
             is_direct = (1 << own_bits) != BLOCK_PLACES
             source_at = reserve(6 * BLOCK_PLACES)
             row_at = source_at + 4 * BLOCK_PLACES
-        for start in range(0, length, PLACES_TOGETHER):
-            lookup = start + tl.arange(0, PLACES_TOGETHER)
-            row = tl.load(indices + begin + lookup, mask=lookup < length, other=-1)
+        # Ids and positions of the next lookups are under way while these ones' bags are searched.
+        following = tl.arange(0, PLACES_TOGETHER)
+        next_id = tl.load(indices + begin + following, mask=following < length, other=-1)
+        next_position = tl.load(positions + begin + following, mask=following < length, other=0)
+        for _ in range(0, length, PLACES_TOGETHER):
+            lookup, row, position = following, next_id, next_position.to(tl.int32)
+            following += PLACES_TOGETHER
+            next_id = tl.load(indices + begin + following, mask=following < length, other=-1)
+            next_position = tl.load(positions + begin + following, mask=following < length, other=0)
             is_known = (row >= 0) & (row < rows)
             row = tl.where(is_known, row, 0).to(tl.int32)
-            position = tl.load(positions + begin + lookup, mask=is_known, other=0).to(tl.int32)
             bag = low + bags_at(offsets + low, begin.to(offsets.dtype.element_ty) + lookup, width).to(tl.int32)
             # Numbers of 32 bits where that is what is stored, whatever is lost above them on the way.
             source = first_source.to(wide) + bag.to(wide) * stride.to(wide)
@@ -464,8 +472,8 @@ def embedding_bags_sources_kernel(
             if not is_direct:
                 tl.debug_barrier()
                 num_known = tl.load(starts + own + rows).to(tl.int32)
-                for start in range(0, num_known, PLACES_TOGETHER):
-                    position = start + tl.arange(0, PLACES_TOGETHER)
+                for start in range(0, num_known, 2 * PLACES_TOGETHER):
+                    position = start + tl.arange(0, 2 * PLACES_TOGETHER)
                     row, source = load16(row_at + position * 2), load32(source_at + position * 4)
                     is_known = (position < num_known) & (row < rows)
                     target = tl.load(places + row, mask=is_known, other=0) + position
