@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What all programs of a launch may have without asking the driver, together with what Triton takes.
-MOST_BYTES = 48 * 1024
+# What a program may have without asking the driver, together with what Triton takes.
+MOST_BYTES = tl.constexpr(48 * 1024)
 
 
 @triton.constexpr_function
@@ -21,6 +21,7 @@ def _reserve(size):
 @triton.jit
 def reserve(SIZE: tl.constexpr):
     """Return the address of `SIZE` bytes that the program has to itself; what they hold is not known. Once in a kernel."""
+    tl.static_assert(SIZE <= MOST_BYTES, "a program may have 48 KiB of shared memory")
     return tl.inline_asm_elementwise(_reserve(SIZE), "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 
 from jagged.ops.embedding_bag.layout import FIELDS
+from jagged.ops.embedding_bag.shared_memory import MOST_BYTES
 from tests.aot import AMD, TARGETS, compile_kernel
 from tests.places import PLACE
 
@@ -179,3 +181,7 @@ def test_small_kernels(name: str, arch: int | str) -> None:
     resources = compile_one(kernel, constants, arch, num_warps=num_warps)
     allowed = ALLOWED_SPILLS["large_map"] if "large" in name else 0
     assert (arch == AMD and "large" in name) or resources.spills <= allowed, resources
+    # Together with what Triton takes, what `reserve` does is within what a launch has without asking.
+    reserved = sum(int(size) for size in re.findall(r"jagged_numbers\[(\d+)\]", resources.assembly))
+    assert (reserved > 0) == (arch != AMD and name in ("orders", "sources")), reserved
+    assert not reserved or reserved + resources.shared_bytes <= MOST_BYTES.value, (reserved, resources)
