@@ -167,9 +167,10 @@ class _Sums:
             *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most, bits,
             BLOCK=counting.BLOCK_FEATURES, num_warps=16, **fields,
         )  # fmt: skip
-        # A chunk has so many counts for each of its lookups at most, or, the last one of its feature, as many as its table rows.
-        most_chunks = (num_lookups >> bits) + len(rows)
-        num_counts = (16_384 >> bits) * num_lookups + int(rows.sum()) + 4 * most_chunks
+        # Full chunks and the last ones of features; chunks that are longer have more counts, but no more for each lookup.
+        full_chunks = num_lookups >> bits
+        most_chunks = full_chunks + len(rows)
+        num_counts = full_chunks * min(int(rows.max()), 16_384) + int(rows.sum()) + 4 * most_chunks
         starts, places = self._empty(num_counts, dtype=torch.int16), self._empty(num_counts, dtype=place_dtype)
         positions = self._empty(num_lookups, dtype=torch.int16)
         warps, room = (counting.ORDER_WARPS, counting.MOST_SHARED) if is_nvidia else (1, 0)
