@@ -454,7 +454,8 @@ WRONG = [[5, 1, 3, 3, 7], [0, -4, 2, 4, 6], [0, 2, 1000, 4, 6], [0, 2, 4, 5, 2**
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], weighted: bool) -> None:
+@pytest.mark.parametrize("gathered", GATHERINGS)
+def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], weighted: bool, gathered: str) -> None:
     """Outside the lookups lie ids of a row, and weights, of 1e30."""
     layout = BagLayout((9, 9), (4, 3))
     fence = torch.zeros(60, dtype=torch.int64, device=place.device)
@@ -467,7 +468,8 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], w
     samples = around[20:26].fill_(1.0) if weighted else None
     for dtype in INDEX_DTYPES:
         offsets = torch.tensor(wrong, device=place.device, dtype=dtype)
-        results = run(place, Batch(layout, indices, offsets, (2, 2)), weights, samples)
+        with gathering(gathered):
+            results = run(place, Batch(layout, indices, offsets, (2, 2)), weights, samples)
         for result in results:
             assert not bool((result[result.isfinite()].abs() > 1e6).any())
         # No lookup reads the first rows.
