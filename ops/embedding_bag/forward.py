@@ -379,6 +379,12 @@ def is_small(num_bags: int, num_lookups: int, num_samples: int) -> bool:
     return num_bags <= SMALL_BAGS and num_lookups <= SMALL_MEAN * num_bags and num_samples <= SMALL_SAMPLES
 
 
+def turns_of_units(num_bags: int, num_lookups: int, num_features: int) -> int:
+    """Return how many turns the units have whose bags are taken one after the other."""
+    fewest = TURNS_OF_MANY_BAGS if num_bags >= MANY_BAGS * num_features else FEWEST_TURNS
+    return min(max(fewest, 4 + (num_lookups >> 20)), MOST_TURNS)
+
+
 def embedding_bags_forward(
     weights: Tensor,
     row_scales: Tensor | None,
@@ -429,9 +435,7 @@ def embedding_bags_forward(
     num_programs = min(programs * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
     is_plain = known.is_aligned and row_scales is None and per_sample_weights is None
     capped = {} if torch.version.hip else {"maxnreg": PLAIN_REGISTERS if is_plain else REGISTERS}
-    has_many_bags = offsets.shape[0] > MANY_BAGS * num_features
-    fewest_turns = TURNS_OF_MANY_BAGS if has_many_bags else FEWEST_TURNS
-    unit_turns = min(max(fewest_turns, 4 + (indices.shape[0] >> 20)), MOST_TURNS)
+    unit_turns = turns_of_units(offsets.shape[0] - 1, indices.shape[0], num_features)
     at_once = min(BLOCK_GROUPS, triton.next_power_of_2(num_features))
     embedding_bags_map_kernel[(1,)](
         device_layout, first_bags, offsets, order, ends, schedules, slices, arrivals, counter,

@@ -636,6 +636,17 @@ def test_which_tables_are_counted(place: Place, tables: int, lookups: int, expec
     assert backward.most_counted(tables, lookups) == expected
 
 
+@ON_TRITON
+@pytest.mark.parametrize(("samples", "lookups", "features", "expected"), [
+    (512, 2_400_000, 1200, 8), (512, 10_400_000, 1000, 13), (2560, 52_000_000, 1000, 24),
+    (8191, 1_750_000, 26, 8), (8192, 1_750_000, 26, 12), (8192, 30_000_000, 26, 24),
+])  # fmt: skip
+def test_how_long_units_are(place: Place, samples: int, lookups: int, features: int, expected: int) -> None:
+    from jagged.ops.embedding_bag import forward
+
+    assert forward.turns_of_units(samples * features, lookups, features) == expected
+
+
 @pytest.mark.parametrize("gathered", GATHERINGS)
 @pytest.mark.parametrize("dtype", PLACE.dtypes)
 def test_repeats_are_bit_for_bit_equal(place: Place, dtype: torch.dtype, gathered: str) -> None:

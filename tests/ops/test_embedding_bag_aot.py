@@ -138,7 +138,8 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "map", "planned", "large_map", "large_planned", "rows_map", "lookups", "chunks", "orders", "bounds", "sources", "samples",
+        "map", "planned", "large_map", "large_planned", "rows_map", "lookups", "chunks", "orders", "bounds", "sources",
+        "factors", "samples",
     ],
 )  # fmt: skip
 def test_small_kernels(name: str, arch: int | str) -> None:
@@ -170,13 +171,16 @@ def test_small_kernels(name: str, arch: int | str) -> None:
         ),
         "bounds": (counting, fields | {"BLOCK": counting.BLOCK_ROWS}, counting.BOUNDS_WARPS),
         "sources": (counting, fields | {"SHARED": arch != AMD, "factors": None}, counting.PLACES_WARPS),
+        # With factors each source goes straight to its place.
+        "factors": (counting, fields | {"SHARED": False}, counting.PLACES_WARPS),
         "samples": (
             backward,
             fields | {"BAGS": backward.SAMPLE_BAGS, "LOOKUPS": backward.SAMPLE_LOOKUPS, "COLUMNS": backward.SAMPLE_COLUMNS},
             2,
         ),
     }[name]
-    kernel = getattr(module, f"embedding_bags_{'map' if module is schedules else name}_kernel")
+    of_kernel = "map" if module is schedules else "sources" if name == "factors" else name
+    kernel = getattr(module, f"embedding_bags_{of_kernel}_kernel")
     # A map of up to 2,048 features at once stores a few numbers of each thread, which costs less than to loop twice.
     resources = compile_one(kernel, constants, arch, num_warps=num_warps)
     allowed = ALLOWED_SPILLS["large_map"] if "large" in name else 0
