@@ -157,18 +157,18 @@ class _Sums:
     def _count(self, most: int, rows: Tensor) -> None:
         """Sum the rows of tables of up to `most` rows, whose lookups are counted; `rows` has their numbers."""
         num_features, num_lookups, fields = self.layout.shape[0], self.num_lookups, {"FIELDS": self.fields}
-        bits, is_nvidia = counting.CHUNK_BITS, not INTERPRETED and torch.version.hip is None
+        is_nvidia = not INTERPRETED and torch.version.hip is None
         place_dtype = torch.int32 if num_lookups < 2**31 else torch.int64
         begins = self._empty(4, num_features + 1, dtype=torch.int64)
         chunk_begins, block_begins, place_begins, count_begins = begins
         counters = self._empty(2, dtype=torch.int64)
         of_features = self.offsets, self.device_layout, self.batches
         counting.embedding_bags_chunks_kernel[(1,)](
-            *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most, bits,
+            *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most,
             BLOCK=counting.BLOCK_FEATURES, num_warps=16, **fields,
         )  # fmt: skip
         # Full chunks and the last ones of features; chunks that are longer have more counts, but no more for each lookup.
-        full_chunks = num_lookups >> bits
+        full_chunks = num_lookups >> counting.CHUNK_BITS.value
         most_chunks = full_chunks + len(rows)
         num_counts = full_chunks * min(int(rows.max()), 16_384) + int(rows.sum()) + 4 * most_chunks
         starts, places = self._empty(num_counts, dtype=torch.int16), self._empty(num_counts, dtype=place_dtype)
@@ -176,7 +176,7 @@ class _Sums:
         warps, room = (counting.ORDER_WARPS, counting.MOST_SHARED) if is_nvidia else (1, 0)
         counting.embedding_bags_orders_kernel[(most_chunks,)](
             self.indices, *of_features, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
-            self.num_bags, bits, BLOCK=counting.ORDERED_ROWS, ROOM=room, WARPS=warps, MATCH=is_nvidia, num_warps=warps, **fields,
+            self.num_bags, BLOCK=counting.ORDERED_ROWS, ROOM=room, WARPS=warps, MATCH=is_nvidia, num_warps=warps, **fields,
         )  # fmt: skip
         bounds = self._empty(self.known.num_rows + self.num_tables, dtype=place_dtype)
         most_slices = 2 * (num_lookups // counting.LONG.value)
@@ -189,7 +189,7 @@ class _Sums:
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
         counting.embedding_bags_sources_kernel[(num_lookups // counting.BLOCK_PLACES.value + len(rows),)](
             *self.of_bags[:5], block_begins, count_begins, starts, places, positions, sources, factors, num_lookups, num_features,
-            *self.sizes[2:], bits, SHARED=is_nvidia and factors is None and sources.dtype == torch.int32,
+            *self.sizes[2:], SHARED=is_nvidia and factors is None and sources.dtype == torch.int32,
             num_warps=counting.PLACES_WARPS, **fields,
         )  # fmt: skip
         of_lookups = self.grad, sources, factors, bounds

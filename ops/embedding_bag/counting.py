@@ -18,7 +18,7 @@ from jagged.ops.embedding_bag.shared_memory import add32, clear, load16, load32,
 
 # Exponent of the lookups of a chunk. Many short chunks are counted at a time; of long ones neighbours in the order of rows go to
 # places near one another, and they need few counts: tables of more than 16,384 rows have longer ones.
-CHUNK_BITS = 13
+CHUNK_BITS = tl.constexpr(13)
 # Counts of 16 bits in shared memory, and warps of a program: each has counts of its own, if there is room. There is room for four
 # times 4,096 rows, and once for 16,384 (`shared_stride`).
 MOST_SHARED, ORDER_WARPS = 17_408, 4
@@ -28,16 +28,17 @@ COUNTED_TOGETHER = tl.constexpr(128)
 LONG = tl.constexpr(256)
 # Features that the kernel of the chunks takes at once, and rows that those of the orders and of the bounds do.
 BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS = 1024, 1024, 512
-# Lookups that a program of the last pass takes, of one chunk: all of it, but of long ones. And how many at once.
-BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS), tl.constexpr(1024)
+# Lookups that a program of the last pass takes, of one chunk, whose length they divide: all of it, but of long ones. And how many
+# at once.
+BLOCK_PLACES, PLACES_TOGETHER = tl.constexpr(1 << CHUNK_BITS.value), tl.constexpr(1024)
 # Programs of a table in the pass before, chunks that one has under way, and warps of the programs of both passes.
 BOUNDS_PROGRAMS, CHUNKS_TOGETHER, BOUNDS_WARPS, PLACES_WARPS = 4, tl.constexpr(4), 4, 16
 
 
 @triton.jit
-def chunk_bits(rows, bits):
-    """Return the exponent of a chunk's length: `bits`, and more for tables of very many rows."""
-    return (rows > 16384).to(tl.int32) + (rows > 32768).to(tl.int32) + bits
+def chunk_bits(rows):
+    """Return the exponent of a chunk's length."""
+    return (rows > 16384).to(tl.int32) + (rows > 32768).to(tl.int32) + CHUNK_BITS
 
 
 @triton.jit
@@ -66,10 +67,10 @@ def lookups_of(offsets, batches, feature, exists, num_bags, num_lookups):
     return begin, tl.maximum(begin, end)
 
 
-@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "num_programs", "most_counted", "bits"])
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "num_programs", "most_counted"])
 def embedding_bags_chunks_kernel(
     offsets, layout, batches, chunk_begins, block_begins, place_begins, count_begins, counters, num_lookups, num_features,
-    num_bags, num_programs, most_counted, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    num_bags, num_programs, most_counted, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the chunks, blocks, sorted lookups and counts of every feature begin, features in the order of their tables.
 
@@ -92,7 +93,7 @@ def embedding_bags_chunks_kernel(
         # of those none is counted, so that of each table the first ones are.
         is_counted = exists & (rows <= most_counted) & (seen_before + tl.cumsum(end - begin, 0) <= num_lookups)
         lookups = tl.where(is_counted, end - begin, 0)
-        own_bits = chunk_bits(rows, bits)
+        own_bits = chunk_bits(rows)
         chunks = (lookups + (1 << own_bits) - 1) >> own_bits
         blocks = (lookups + BLOCK_PLACES - 1) // BLOCK_PLACES
         counts = chunks * counts_of(rows)
@@ -290,10 +291,10 @@ def order_chunk(
         tl.store(positions + start, place.to(tl.int16), mask=is_known)
 
 
-@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "bits"])
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags"])
 def embedding_bags_orders_kernel(
     indices, offsets, layout, batches, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
-    num_bags, bits, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, WARPS: tl.constexpr, MATCH: tl.constexpr,
+    num_bags, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, WARPS: tl.constexpr, MATCH: tl.constexpr,
 ):  # fmt: skip
     """Order the lookups of each chunk by their rows: `positions` say where each goes, `starts` where rows begin.
 
@@ -306,8 +307,8 @@ def embedding_bags_orders_kernel(
         feature = tl.load(layout + at * FIELDS + 7)
         rows = tl.load(layout + feature * FIELDS + 1).to(tl.int32)
         begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
-        begin += number << chunk_bits(rows, bits)
-        length = tl.minimum(end - begin, 1 << chunk_bits(rows, bits)).to(tl.int32)
+        begin += number << chunk_bits(rows)
+        length = tl.minimum(end - begin, 1 << chunk_bits(rows)).to(tl.int32)
         own = tl.load(count_begins + feature) // 4 * 4 + number * counts_of(rows)
         indices += begin
         positions += begin
@@ -356,15 +357,15 @@ def embedding_bags_bounds_kernel(
             end = begin
             for chunk in range(0, num_chunks, CHUNKS_TOGETHER):
                 for i in tl.static_range(CHUNKS_TOGETHER):
-                    in_chunk = ends_of(starts + (chunk + i) * stride + row, exists & (chunk + i < num_chunks))
-                    begin += in_chunk[0]
-                    end += in_chunk[1]
+                    first, after = ends_of(starts + (chunk + i) * stride + row, exists & (chunk + i < num_chunks))
+                    begin += first
+                    end += after
             tl.store(bounds + row + 1, end, mask=exists)
             place = begin
             for chunk in range(0, num_chunks):
-                in_chunk = ends_of(starts + chunk * stride + row, exists)
-                tl.store(places + chunk * stride + row, (place - in_chunk[0]).to(places.dtype.element_ty), mask=exists)
-                place += in_chunk[1] - in_chunk[0]
+                first, after = ends_of(starts + chunk * stride + row, exists)
+                tl.store(places + chunk * stride + row, (place - first).to(places.dtype.element_ty), mask=exists)
+                place += after - first
             slices = tl.where(exists & (end - begin > LONG), (end - begin + LONG - 1) // LONG, 0).to(tl.int32)
             most = tl.max(slices, 0)
             if most > 0:
@@ -400,10 +401,10 @@ def is_below(number, limit):
     return number.to(unsigned, bitcast=True) < limit
 
 
-@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "output_stride", "bits"])
+@triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "output_stride"])
 def embedding_bags_sources_kernel(
     indices, offsets, scales, layout, batches, block_begins, count_begins, starts, places, positions, sources, factors,
-    num_lookups, num_features, num_bags, output_stride, bits, FIELDS: tl.constexpr, SHARED: tl.constexpr,
+    num_lookups, num_features, num_bags, output_stride, FIELDS: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Put source and factor of every lookup of a block where its row's lookups stand.
 
@@ -428,7 +429,7 @@ def embedding_bags_sources_kernel(
         in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
         begin += in_feature
         length = tl.minimum(end - begin, BLOCK_PLACES).to(tl.int32)
-        own_bits = chunk_bits(rows, bits)
+        own_bits = chunk_bits(rows)
         own = tl.load(count_begins + feature) + (in_feature >> own_bits) * counts_of(rows)
         places += own
         # Each lookup searches among the bags between the first lookup's and the last's.

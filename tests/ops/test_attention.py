@@ -14,6 +14,7 @@ from torch import Tensor
 
 from jagged.ops import jagged_attention
 from jagged.ops.attention import torch_impl
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.attention import padded_attention, visible_keys
@@ -579,23 +580,11 @@ def test_no_synchronisation_and_graph_capture(place: Place, dtype: torch.dtype) 
         results = [plain, masked[0], masked[1].clamp(min=-1e3)]
         return [*results, *torch.autograd.grad(results, leaves, [x.detach() for x in results])]
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for lengths in ((100, 0, 100), (200, 0, 0), (1, 2, 197), (0, 0, 200), (64, 128, 8)):
         offsets.copy_(jagged_of(lengths).offsets)
         graph.replay()
-        for got, want in zip(captured, step(), strict=True):
+        for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)
 
 

@@ -26,6 +26,7 @@ from jagged.ops.attention.bias_gradients import (
 )
 from jagged.ops.attention.scores import Biases
 from jagged.ops.attention.tiles import Place as Sight
+from tests.graphs import captured
 from tests.ops.test_attention import BATCHES, MASKS, Case, cases, inputs_of, output_and_lse
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -851,23 +852,7 @@ def test_no_synchronisation_and_graph_capture(place: Place, kind: str) -> None:
         )  # fmt: skip
         return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
 
-    def captured(own_seed: Tensor | None) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            step(own_seed)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            results = step(own_seed)
-        return graph, results
-
-    step(None)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step(None)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph, results = captured(seed)
+    graph, results = captured(lambda: step(seed))
     for number, lengths in enumerate(((100, 0, 100), (200, 0, 0), (1, 2, 197), (0, 0, 200), (64, 128, 8))):
         offsets.copy_(jagged_of(lengths).offsets)
         times.copy_(random_times(total, number, 40))
@@ -875,7 +860,7 @@ def test_no_synchronisation_and_graph_capture(place: Place, kind: str) -> None:
         graph.replay()
         for got, want in zip(results, step(seed), strict=True):
             assert torch.equal(got, want)
-    graph, results = captured(None)
+    graph, results = captured(lambda: step(None))
     graph.replay()
     first = results[0].clone()
     graph.replay()

@@ -14,6 +14,7 @@ from torch import Tensor
 from jagged.ops import jagged_attention, jagged_hstu_attention
 from jagged.ops.attention import kernels
 from jagged.ops.attention.configurations import SPECIALISED
+from tests.graphs import captured
 from tests.ops.test_attention import Case, check, inputs_of
 from tests.ops.test_hstu_attention import functions
 from tests.oracle import check_three_way
@@ -242,17 +243,11 @@ class TestOnHopper:
                 different += (again != expected).sum()
         torch.cuda.set_sync_debug_mode("default")
         assert int(different) == 0
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
+        graph, results = captured(step)
         for lengths in ((total, 0, 0), (1, 2, total - 3), (0, 0, total), (64, 128, total - 192), (500, total - 900, 400)):
             offsets.copy_(jagged_of(lengths).offsets)
             graph.replay()
-            for got, want in zip(captured, step(), strict=True):
+            for got, want in zip(results, step(), strict=True):
                 assert torch.equal(got, want)
 
     @pytest.mark.usefixtures("backward_calls")

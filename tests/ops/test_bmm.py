@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm
 from jagged.ops.bmm import tiles
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import bmm as reference
@@ -276,22 +277,11 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
         (grad,) = torch.autograd.grad(out.square().sum(), a)
         return grad
 
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    again = step()
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(again, expected)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for lengths in ((10, 0, 50), (5, 50, 5), (0, 0, 60)):
         batch.offsets.copy_(jagged_of(lengths).offsets)
         graph.replay()
-        assert torch.equal(captured, step())
+        assert torch.equal(results, step())
 
 
 @ON_GPU

@@ -17,6 +17,7 @@ from jagged.ops import catalogue_topk
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops.catalogue_topk import DEFAULT_MAX_BYTES, torch_impl
 from jagged.ops.catalogue_topk.keys import reorder_, restore
+from tests.graphs import captured
 from tests.memory import PeakMemory
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -380,23 +381,12 @@ def test_no_synchronisation_and_graph_capture(place: Place, k: int) -> None:
     def step() -> list[Tensor]:
         return list(catalogue_topk(hidden, weight, k, exclude=(ids, batch.offsets), bias=weight[:, 0]))
 
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    again = step()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(again, expected, rtol=0, atol=0)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed in range(3):
         hidden.copy_(random_tensor((300, 64), torch.bfloat16, seed))
         ids.random_(0, 3000)
         graph.replay()
-        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+        torch.testing.assert_close(results, step(), rtol=0, atol=0)
 
 
 @ON_GPU

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagged import ops
+from tests.graphs import captured
 from tests.places import PLACE, Place
 from tests.reference import conversion as reference
 from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, random_tensor, seeds
@@ -274,23 +275,12 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
         (grad,) = torch.autograd.grad(joined.square().sum(), values)
         return grad
 
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    again = step()
-    torch.cuda.set_sync_debug_mode("default")
-    same(again, expected)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for lengths in ((10, 0, 50), (5, 50, 5), (0, 0, 60)):
         offsets.copy_(jagged_of(lengths).offsets)
         graph.replay()
         if sum(min(n, 15) for n in lengths) == 25:
-            same(captured, step())
+            same(results, step())
 
 
 @ON_GPU

@@ -20,6 +20,7 @@ from jagged.ops import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.cross_entropy import strategy as strategies
 from jagged.ops.cross_entropy import torch_impl
 from jagged.ops.cross_entropy.strategy import chunk_items_of
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.cross_entropy import linear_cross_entropy as reference
@@ -631,22 +632,11 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
         loss, lse = linear_cross_entropy(hidden, weight, target, return_lse=True)
         return [loss.detach(), *torch.autograd.grad(loss + lse.sum(), [hidden, weight])]
 
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    again = step()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(again, expected, rtol=0, atol=0)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for ignored in (0.3, 0.9, 0.0):
         target.copy_(targets_of(300, 1000, 1, ignored))
         graph.replay()
-        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+        torch.testing.assert_close(results, step(), rtol=0, atol=0)
 
 
 @ON_GPU

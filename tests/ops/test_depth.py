@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import LONG
+from tests.graphs import captured
 from tests.memory import Flat
 from tests.ops.families import FAMILIES, kernels, small_steps
 from tests.places import PLACE, Place
@@ -69,18 +70,11 @@ def test_sums_by_atomics_are_seen_to_differ(place: Place) -> None:
 def test_replays_with_lengths_going_down_then_up(place: Place, family: str, dtype: torch.dtype) -> None:
     batch = jagged_of(REPLAYS[0])
     step = FAMILIES[family](batch, dtype, 64)
-    step.run()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step.run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step.run()
+    graph, results = captured(step.run)
     for lengths in REPLAYS:
         batch.offsets.copy_(jagged_of(lengths).offsets)
         graph.replay()
-        for got, want in zip(captured, step.run(), strict=True):
+        for got, want in zip(results, step.run(), strict=True):
             assert torch.equal(got, want), f"{lengths}"
 
 

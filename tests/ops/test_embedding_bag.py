@@ -25,6 +25,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from jagged.ops import BagLayout, BagOptimizer, BagSchedules, embedding_bags
 from jagged.ops.embedding_bag import torch_impl
 from tests.gathering import GATHERINGS, gathering
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.embedding_bag import embedding_bags as reference
@@ -615,8 +616,7 @@ def test_chunks_of_a_feature(place: Place, rows: int, monkeypatch: pytest.Monkey
         import triton.language as tl
 
         # A block is of one chunk.
-        monkeypatch.setattr(counting, "CHUNK_BITS", 5)
-        for name, number in (("BLOCK_PLACES", 16), ("PLACES_TOGETHER", 8), ("COUNTED_TOGETHER", 16)):
+        for name, number in (("CHUNK_BITS", 5), ("BLOCK_PLACES", 16), ("PLACES_TOGETHER", 8), ("COUNTED_TOGETHER", 16)):
             monkeypatch.setattr(counting, name, tl.constexpr(number))
     else:
         lengths = [[length * 100 for length in bags] for bags in lengths]
@@ -1048,24 +1048,13 @@ def test_no_synchronisation_and_graph_capture(place: Place, weighted: bool, has_
         output = embedding_bags(weights, *batch.arguments, per_sample_weights=scales, **batch.options)
         return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
 
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    again = step()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(again, expected, rtol=0, atol=0)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed, most in ((1, 3), (2, 14), (3, 1), (4, 9)):
         other = batch_of(layout, lengths(most), seed)
         batch.indices.copy_(other.indices)
         batch.offsets.copy_(other.offsets)
         graph.replay()
-        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+        torch.testing.assert_close(results, step(), rtol=0, atol=0)
 
 
 @ON_GPU

@@ -13,6 +13,7 @@ from torch import Tensor
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
 from jagged.ops.embedding_bag.optimizers import KINDS, STATES
 from tests.gathering import GATHERINGS, gathering
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.embedding_bag import gradients_of_rows, updated_row
@@ -506,17 +507,7 @@ def test_no_synchronisation_and_graph_capture(place: Place, kind: str) -> None:
         output = embedding_bags(tables[index], SHARED, ids, offsets, optimizer=optimizers[index])
         output.backward(grad)
 
-    step(0)
-    torch.cuda.set_sync_debug_mode("error")
-    step(0)
-    torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step(0)
+    graph, _ = captured(lambda: step(0))
     with torch.no_grad():
         tables[1].copy_(tables[0])
         for mine, other in zip(optimizers[1].state().values(), optimizers[0].state().values(), strict=True):

@@ -21,6 +21,7 @@ from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import Kind
 from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_STEPS, PROGRAMS, code_of
 from jagged.ops.embedding_bag.schedules import turns_of
+from tests.graphs import captured
 from tests.ops.test_embedding_bag import ON_CPU, ON_GPU, ON_TRITON, Batch, Recorder, batch_of, weights_of, written_out
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -298,23 +299,14 @@ def test_no_synchronisation_and_a_plan_that_changes_between_replays(place: Place
         return embedding_bags(weights, *batch.arguments, schedules=schedules)
 
     expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    step()
-    torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for code in (6, code_of("many", 64), BY_MAP, code_of("one", 1)):
         schedules.codes.fill_(code)
-        captured.fill_(torch.nan)
+        results.fill_(torch.nan)
         graph.replay()
         # Another schedule sums in another order.
-        torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-5)
-        assert torch.equal(captured, step())
+        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
+        assert torch.equal(results, step())
 
 
 WRONG_SCHEDULES: list[tuple[Any, type[Exception], str]] = [

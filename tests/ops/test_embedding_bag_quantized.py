@@ -16,6 +16,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from jagged.ops import BagLayout, BagOptimizer, BagPlan, BagSchedule, embedding_bags, quantize_rows
 from jagged.ops.embedding_bag import quantized
+from tests.graphs import captured
 from tests.ops.test_embedding_bag import (
     INDEX_DTYPES,
     LONGEST,
@@ -313,24 +314,13 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
     def step() -> Tensor:
         return embedding_bags(weights, *batch.arguments, scales=scales)
 
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    again = step()
-    torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(again, expected)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed, most in ((1, 3), (2, 14), (3, 1)):
         other = batch_of(layout, lengths(most), seed)
         batch.indices.copy_(other.indices)
         batch.offsets.copy_(other.offsets)
         graph.replay()
-        assert torch.equal(captured, step())
+        assert torch.equal(results, step())
 
 
 @ON_GPU

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jagged.ops import jagged_hstu_attention, pair_offsets
 from jagged.ops.attention import torch_impl
+from tests.graphs import captured
 from tests.ops.test_attention import MASKS, Case, cases, inputs_of
 from tests.ops.test_attention_biases import SMALL_BATCHES, expanded, num_pairs, random_times, terms, with_more_heads
 from tests.oracle import check_three_way
@@ -366,22 +367,10 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
         )
         return [output.detach(), *torch.autograd.grad(output, leaves, output.detach())]
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for number, lengths in enumerate(((100, 0, 100), (200, 0, 0), (1, 2, 197), (0, 0, 200), (64, 128, 8))):
         offsets.copy_(jagged_of(lengths).offsets)
         times.copy_(random_times(total, number, 40))
         graph.replay()
-        for got, want in zip(captured, step(), strict=True):
+        for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)

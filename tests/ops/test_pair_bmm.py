@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jagged import ops
 from jagged.ops._shared import blocks
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import pair_bmm as reference
@@ -387,23 +388,11 @@ def test_no_synchronisation_and_graph_capture(place: Place, dtype: torch.dtype) 
         sums = ops.array_jagged_bmm_jagged_out(scores, b, offsets)
         return [sums, *torch.autograd.grad(sums.square().sum(), (a, b))]
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for lengths in ((100, 0, 100), (200, 0, 0), (1, 2, 197), (0, 0, 200), (64, 128, 8)):
         offsets.copy_(jagged_of(lengths).offsets)
         graph.replay()
-        for got, want in zip(captured, step(), strict=True):
+        for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)
 
 

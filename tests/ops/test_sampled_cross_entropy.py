@@ -17,6 +17,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from jagged.ops import Draw, drawn_negatives, sampled_linear_cross_entropy
 from jagged.ops.sampled_cross_entropy import draws, torch_impl
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.sampled_cross_entropy import kept_negatives
@@ -886,23 +887,12 @@ def test_no_synchronisation_and_graph_capture(place: Place, rows_per_draw: int |
         of_hidden, of_weight = torch.autograd.grad(loss + lse.sum(), [hidden, weight])
         return [loss.detach(), of_hidden, *((of_weight._indices(), of_weight._values()) if sparse else (of_weight,))]
 
-    expected = step()
-    torch.cuda.set_sync_debug_mode("error")
-    again = step()
-    torch.cuda.set_sync_debug_mode("default")
-    torch.testing.assert_close(again, expected, rtol=0, atol=0)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for seed, ignored in ((3, 0.3), (4, 0.9), (5, 0.0)):
         target.copy_(targets_of(300, 1000, 1, ignored))
         draw.seed.fill_(seed)
         graph.replay()
-        torch.testing.assert_close(captured, step(), rtol=0, atol=0)
+        torch.testing.assert_close(results, step(), rtol=0, atol=0)
 
 
 @ON_GPU

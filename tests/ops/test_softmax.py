@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagged import ops
+from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import softmax as reference
@@ -399,20 +400,11 @@ def test_no_synchronisation_and_graph_capture(place: Place, division: None, star
 
     # Without their graph: nodes that remember the stream they were made on would not be captured on another.
     expected = [x.detach() for x in step()]
-    torch.cuda.set_sync_debug_mode("error")
-    step()
-    torch.cuda.set_sync_debug_mode("default")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for lengths in ((10, 0, 50), (50, 0, 10), (0, 10, 50)):
         offsets.copy_(jagged_of(lengths).offsets)
         graph.replay()
-        for got, want in zip(captured, step(), strict=True):
+        for got, want in zip(results, step(), strict=True):
             assert torch.equal(got, want)
     offsets.copy_(jagged_of((10, 0, 50)).offsets)
     for got, want in zip(step(), expected, strict=True):
