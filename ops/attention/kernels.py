@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, find_tile, load_segment, rounded_product
+from jagged.ops._shared.matrices import float32_products
 from jagged.ops.attention.bias_gradients import (
     BINS,
     MOST_COPIES,
@@ -856,7 +857,6 @@ def _grid(rows: Tensor, offsets: Tensor, tiles: Tiles) -> tuple[int, int]:
 
 
 def _constants(q: Tensor, k: Tensor, causal: bool, apart: bool, tiles: Tiles) -> dict[str, Any]:
-    tf32 = q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     if tiles.tma:
         # Descriptors lie in memory that Triton asks for at each launch, from an allocator that belongs to the thread.
         triton.set_allocator(_allocate)
@@ -868,7 +868,7 @@ def _constants(q: Tensor, k: Tensor, causal: bool, apart: bool, tiles: Tiles) ->
         "GROUP": q.shape[1] // k.shape[1],
         "HEAD_DIM": q.shape[2],
         "BLOCK_D": padded_width(q.shape[2]),
-        "INPUT_PRECISION": "tf32" if tf32 else "ieee",
+        "INPUT_PRECISION": float32_products() if q.dtype == torch.float32 else "ieee",
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
         **({"maxnreg": tiles.max_registers} if limited else {}),

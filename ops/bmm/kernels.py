@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_product
+from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm import tiles
 
@@ -225,7 +226,7 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
         jagged_dense_bmm_kernel[((batch_size + num_later) * cdiv(t, tile.block_t),)](
             values, offsets.contiguous(), dense, output, num_later, batch_size, total, *values.stride(), *dense.stride(), D=d,
             T=t, BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // itemsize, USE_DOT=tile.use_dot,
-            PRECISION=_precision(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+            PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
     return output
 
@@ -250,14 +251,10 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     jagged_jagged_bmm_kernel[((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),)](
         a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
         D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t,
-        USE_DOT=tile.use_dot, PRECISION=_precision(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+        USE_DOT=tile.use_dot, PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
     if num_later:
         jagged_jagged_bmm_reduce_kernel[num_later, cdiv(d * t, REDUCE_ELEMENTS)](
             partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS
         )
     return output
-
-
-def _precision() -> str:
-    return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_tile, load_segment, pairs_before
 from jagged.ops._shared.kernels import pair_starts
+from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.sizes import cdiv
 
 # A second grid dimension of a launch has at most so many programs.
@@ -305,7 +306,7 @@ def _precision(dtype: torch.dtype) -> str:
     """Float32 as the sum of two TF32 numbers and its products of three on NVIDIA's matrix instructions, as exact as float32's."""
     if dtype != torch.float32:
         return "ieee"
-    if torch.get_float32_matmul_precision() != "highest":
+    if float32_products() == "tf32":
         return "tf32"
     return "ieee" if torch.version.hip else "tf32x3"
 

@@ -1,10 +1,18 @@
-"""How walks over one side of a product are cut into parts."""
+"""How walks over one side of a product are cut into parts, and the precision of products."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Iterator
+from pathlib import Path
 
-from jagged.ops._shared.matrices import balanced_parts
+import pytest
+import torch
+
+import jagged.ops
+from jagged.ops._shared.matrices import balanced_parts, float32_products
+from tests.ops.families import FAMILIES
+from tests.places import Place
+from tests.strategies import jagged_of
 
 MULTIPROCESSORS = 132
 
@@ -41,3 +49,28 @@ def test_parts_are_no_fewer_than_asked(steps: int, blocks: int, least: int) -> N
     assert (parts - 1) * length < steps <= parts * length
     assert length <= -(-steps // least)
     assert parts <= max(least, most)
+
+
+@pytest.fixture
+def _precision_is_restored() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision  # type: ignore[attr-defined]
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before  # type: ignore[attr-defined]
+
+
+@pytest.mark.usefixtures("_precision_is_restored")
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize("family", ["attention", "bmm", "cross_entropy", "pair_bmm"])
+def test_operators_run_whichever_api_set_the_precision(place: Place, family: str, precision: str) -> None:
+    """After PyTorch's new setting its old one, `get_float32_matmul_precision`, raises."""
+    torch.backends.cuda.matmul.fp32_precision = precision  # type: ignore[attr-defined]
+    assert float32_products() == precision
+    for dtype in (torch.float32, torch.bfloat16):
+        FAMILIES[family](jagged_of((3, 0, 5)), dtype, 16).run()
+
+
+def test_the_setting_has_one_reader() -> None:
+    (folder,) = jagged.ops.__path__
+    words = "float32_matmul_precision", "fp32_precision", "allow_tf32"
+    readers = [path.name for path in Path(folder).rglob("*.py") if any(word in path.read_text() for word in words)]
+    assert readers == ["matrices.py"]
