@@ -267,7 +267,7 @@ class InBatchSampler(Sampler):
             return
         _check_counts(counts, 1.0)
         device = counts.device if device is None else torch.device(device)
-        self.register_buffer("log_q", torch.empty(len(counts), device=device))
+        self.register_buffer("log_q", torch.empty(len(counts), dtype=torch.float32, device=device))
         if not (counts.is_meta or device.type == "meta"):
             self.set_counts(counts)
 
@@ -287,7 +287,7 @@ class InBatchSampler(Sampler):
         if self.log_q is None:
             return Negatives(ids)
         # The correction counts places; an ignored row's place is none.
-        share = _log_share(counted.sum(), ids)
+        share = _log_share(counted.sum(), ids, self.log_q.dtype)
         return Negatives(ids, _at(self.log_q, ids) + share, _at(self.log_q, targets) + share)
 
     def extra_repr(self) -> str:
@@ -338,9 +338,10 @@ class MixedSampler(Sampler):
         ids = torch.where(counted, targets.to(torch.int64), NO_ITEM)
         ids = torch.cat([ids, drawn_negatives(draw, 1, self.drawn.num_items)[0]])
         source = source_of(draw, 1, self.drawn.num_items, ids.device)
-        of_batch, of_drawn = _log_share(counted.sum(), ids), _log_share(ids.new_full((), draw.count), ids)
         assert self.in_batch.log_q is not None
         log_q = self.in_batch.log_q
+        of_batch = _log_share(counted.sum(), ids, log_q.dtype)
+        of_drawn = _log_share(ids.new_full((), draw.count), ids, log_q.dtype)
 
         def mixture(items: Tensor) -> Tensor:
             inside = items.clamp(0, self.drawn.num_items - 1).to(torch.int64)
@@ -399,9 +400,9 @@ def _alias_table(q: Tensor) -> tuple[Tensor, Tensor]:
     return probability.clamp(0, 1), alias
 
 
-def _log_share(count: Tensor, ids: Tensor) -> Tensor:
+def _log_share(count: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logarithm of the share that a count, of at least 1, has of all places; on the device, whatever their number."""
-    return (count.clamp(min=1) / ids.new_full((), len(ids))).log()
+    return (count.clamp(min=1).to(dtype) / ids.new_full((), len(ids), dtype=dtype)).log()
 
 
 def _at(log_q: Tensor, items: Tensor) -> Tensor:

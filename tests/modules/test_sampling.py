@@ -102,6 +102,26 @@ def test_in_batch_negatives_are_the_targets_that_count(place: Place, dtype: torc
     assert torch.equal(target_log_q[[0, 2, 3]], log_q[[0, 2, 3]])
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_tables_are_float32_under_another_default_dtype(dtype: torch.dtype) -> None:
+    counts, targets = torch.arange(1, ITEMS + 1), torch.tensor([0, 3, -100, 8])
+    expected = InBatchSampler(counts)(targets)
+    torch.set_default_dtype(dtype)
+    try:
+        sampler = InBatchSampler(counts)
+        found = sampler(targets)
+        mixed = MixedSampler(sampler, UniformSampler(ITEMS, 4, rows_per_draw=None))(targets)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert sampler.log_q is not None
+    assert sampler.log_q.dtype == torch.float32
+    for ours, wanted in zip(found, expected, strict=True):
+        assert torch.equal(cast(Tensor, ours), cast(Tensor, wanted))
+        assert cast(Tensor, ours).dtype == cast(Tensor, wanted).dtype
+    assert mixed.negative_log_q is not None
+    assert mixed.negative_log_q.dtype == torch.float32
+
+
 def test_in_batch_of_nothing_and_of_ignored_rows(place: Place) -> None:
     for sampler in (InBatchSampler(), InBatchSampler(torch.ones(4))):
         for targets in (torch.zeros(0, dtype=torch.int64), torch.full((3,), -100)):
