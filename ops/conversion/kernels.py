@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,13 +45,14 @@ def to_dense_kernel(
     position = tl.program_id(0) % tiles * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
     start, end = load_segment(offsets, sample, total)
+    padding = padding_value.to(tl.int64).to(tl.float64, bitcast=True) if values.dtype.element_ty == tl.float64 else padding_value
     source = start + position
     filled = (position < length) & (source < end)
     feature_exists = feature < num_features
     tile = tl.load(
         values + source[:, None] * values_stride + feature[None, :],
         mask=filled[:, None] & feature_exists[None, :],
-        other=padding_value,
+        other=padding,
     )
     row = sample * length + position
     mask = (position < length)[:, None] & feature_exists[None, :]
@@ -109,6 +112,9 @@ def to_dense(values: Tensor, offsets: Tensor, length: int, padding_value: float)
     dense = values.new_empty(batch_size, length, *values.shape[1:])
     if dense.numel():
         block_rows, block_features = tile_of(length, num_features)
+        if values.dtype == torch.float64:
+            # A kernel takes a float in 32 bits, hence the bits of one of 64.
+            (padding_value,) = struct.unpack("q", struct.pack("d", padding_value))
         to_dense_kernel[batch_size * cdiv(length, block_rows), cdiv(num_features, block_features)](
             rows, offsets.contiguous(), dense, length, total, num_features, rows.stride(0), padding_value,
             BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=NUM_WARPS,

@@ -22,7 +22,7 @@ def _rows_of(values: Tensor, offsets: Tensor, total: int, keep_last: bool, backe
 
 _to_dense = define_operator(
     "to_dense",
-    "(Tensor values, Tensor offsets, SymInt length, float padding_value, str backend) -> Tensor",
+    "(Tensor values, Tensor offsets, SymInt length, Scalar padding_value, str backend) -> Tensor",
     torch_impl=padding.to_dense,
     triton_impl="jagged.ops.conversion.kernels:to_dense",
     fake=lambda values, offsets, length, padding_value, backend: values.new_empty(
@@ -166,14 +166,14 @@ def jagged_to_dense(
         values: `[S, *F]`, any floating-point or integer dtype; gradients flow for floating-point ones.
         offsets: `[B + 1]`, int32 or int64, from 0 to S.
         length: rows per sample in the output; longer samples lose the rest.
-        padding_value: fills the places of shorter samples.
+        padding_value: fills the places of shorter samples; for integers a whole number that their dtype holds.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:
         `[B, length, *F]` in the dtype of `values`.
 
     Raises:
-        ValueError: wrong shapes or devices, or a negative length.
+        ValueError: wrong shapes or devices, a negative length, or a padding value that the dtype of `values` does not hold.
         TypeError: offsets that are not int32 or int64.
 
     Example:
@@ -187,7 +187,7 @@ def jagged_to_dense(
     check_offsets(offsets, values, total=values.shape[0])
     if length < 0:
         raise ValueError(f"length: expected at least 0, got {length}")
-    return ToDenseFunction.apply(values, offsets, length, padding_value, _backend(backend, values))
+    return ToDenseFunction.apply(values, offsets, length, _padding_of(values.dtype, padding_value), _backend(backend, values))
 
 
 def dense_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None, *, backend: str | None = None) -> Tensor:
@@ -358,6 +358,16 @@ def jagged_truncate(
     parts = [offsets - new_offsets, new_offsets] if keep == "last" else [new_offsets, offsets - new_offsets]
     kept = TruncateFunction.apply(values, torch.stack(parts), total, keep == "last", _backend(backend, values))
     return kept, new_offsets
+
+
+def _padding_of(dtype: torch.dtype, value: float) -> float:
+    """Return a padding value as a number of the kind of the dtype: an integer goes through no float on its way."""
+    if dtype.is_floating_point:
+        return float(value)
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if value != int(value) or not least <= value <= most:
+        raise ValueError(f"padding_value: expected a whole number from {least} to {most} for values of {dtype}, got {value}")
+    return int(value)
 
 
 def _backend(backend: str | None, tensor: Tensor) -> str:

@@ -110,6 +110,30 @@ def test_ids_move_too(place: Place, dtype: torch.dtype) -> None:
     assert ops.dense_to_jagged(dense, batch.offsets, 5, backend=place.backend).tolist() == ids.tolist()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "padding"),
+    [
+        (torch.int64, 20_000_001),
+        (torch.int64, 2**62 + 1),
+        (torch.int64, -(2**63)),
+        (torch.int32, 2**31 - 1),
+        (torch.int8, -7),
+        (torch.bool, True),
+        (torch.float64, 0.1),
+        (torch.float64, -1e300),
+        (torch.float64, 16),
+        (torch.float32, 0.1),
+        (torch.float16, float("-inf")),
+    ],
+)
+def test_padding_is_exact(place: Place, dtype: torch.dtype, padding: float) -> None:
+    batch = jagged_of((2, 0, 1))
+    values = torch.arange(3, device=place.device).to(dtype)
+    dense = ops.jagged_to_dense(values, batch.offsets, 2, padding, backend=place.backend)
+    same(dense, reference.to_dense(values, batch.lengths, 2, padding))
+    assert dense[1].tolist() == torch.tensor([padding, padding], dtype=dtype).tolist()
+
+
 def test_strided_offsets(place: Place) -> None:
     offsets = jagged_of((2, 0, 3)).offsets
     strided = torch.stack([offsets, offsets + 100], 1)[:, 0]
@@ -166,6 +190,16 @@ def test_messages_name_argument_and_cure(place: Place) -> None:
             r"values\[1\]: expected features \[2\]",
         ),
         (lambda: ops.jagged_split(values, [offsets, offsets], [1, 1]), ValueError, r"expected as many rows as the parts have"),
+        (
+            lambda: ops.jagged_to_dense(values.int(), offsets, 2, 2**31),
+            ValueError,
+            r"^padding_value: expected a whole number from -2147483648 to 2147483647 for values of torch.int32, got 2147483648$",
+        ),
+        (
+            lambda: ops.jagged_to_dense(values.to(torch.int8), offsets, 2, 0.5),
+            ValueError,
+            r"^padding_value: expected a whole number from -128 to 127 for values of torch.int8, got 0.5$",
+        ),
         (lambda: ops.jagged_to_dense("x", offsets, 2), TypeError, "expected a tensor"),  # type: ignore[arg-type]
     ]
     for call, error, message in cases:

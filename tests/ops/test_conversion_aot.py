@@ -17,17 +17,20 @@ INTEGERS = {
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])
-@pytest.mark.parametrize(("dtype", "offsets"), [("bf16", "i32"), ("fp32", "i64")])
+@pytest.mark.parametrize(
+    ("dtype", "offsets", "padding"),
+    [("bf16", "i32", "fp32"), ("fp32", "i64", "fp32"), ("fp64", "i64", "i64"), ("i64", "i64", "i32")],
+)
 @pytest.mark.parametrize("features", [1, 50, 64, 1024])
-def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: str, features: int) -> None:
+def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: str, padding: str, features: int) -> None:
     from jagged.ops.conversion import kernels
 
     block_rows, block_features = kernels.tile_of(10_000, features)
     pointers = dict.fromkeys(("values", "dense", "source", "target"), f"*{dtype}")
-    types = {**INTEGERS, **pointers, "offsets": f"*{offsets}", "padding_value": "fp32"}
+    types = {**INTEGERS, **pointers, "offsets": f"*{offsets}", "padding_value": padding}
     divisible = () if features % 16 else ("num_features", *(name for name in INTEGERS if name.endswith("stride")))
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}
-    to_jagged_warps = kernels.to_jagged_warps(features, 2 if dtype == "bf16" else 4)
+    to_jagged_warps = kernels.to_jagged_warps(features, {"bf16": 2, "fp32": 4}.get(dtype, 8))
     for kernel, num_warps, options in (
         (kernels.to_dense_kernel, kernels.NUM_WARPS, {}),
         (kernels.to_jagged_kernel, to_jagged_warps, {}),
