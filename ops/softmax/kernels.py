@@ -10,6 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import find_segment, load_segment
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
+from jagged.ops.softmax.spec import BackwardInputs, Gradient, Inputs, Options, Weights
 from jagged.ops.softmax.tiles import (
     merge,
     statistics,
@@ -191,61 +194,71 @@ def jagged_softmax_backward_kernel(
             )
 
 
-def jagged_softmax_forward(values: Tensor, offsets: Tensor) -> Tensor:
-    """Launch `jagged_softmax_forward_kernel`, after `jagged_softmax_statistics_kernel` where samples may be long: `[S, T]`."""
+_launch_statistics = Launcher(jagged_softmax_statistics_kernel)
+_launch_forward = Launcher(jagged_softmax_forward_kernel)
+_launch_products = Launcher(jagged_softmax_products_kernel)
+_launch_backward = Launcher(jagged_softmax_backward_kernel)
+
+
+def softmax(x: Inputs, o: Options) -> Weights:
+    """Launch `jagged_softmax_forward_kernel`, after `jagged_softmax_statistics_kernel` where samples may be long."""
+    values, offsets = x
     output = torch.empty(values.shape, dtype=values.dtype, device=values.device)
     batch_size = offsets.shape[0] - 1
     if not batch_size or not values.numel():
-        return output
+        return Weights(output)
     offsets = offsets.contiguous()
     tile, chunk, slots = _division(values, batch_size)
     total, num_features = values.shape
-    feature_tiles = triton.cdiv(num_features, tile.vectors)
+    feature_tiles = cdiv(num_features, tile.vectors)
     strides = values.stride()
     largest = weight = None
     if slots:
         largest, weight = torch.empty(2, slots, num_features, dtype=torch.float32, device=values.device)
-        jagged_softmax_statistics_kernel[(slots, feature_tiles)](
-            values, offsets, largest, weight, batch_size, total, chunk, num_features, *strides,
+        _launch_statistics(
+            (slots, feature_tiles), values, offsets, largest, weight, batch_size, total, chunk, num_features, *strides,
             BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
         )  # fmt: skip
-    jagged_softmax_forward_kernel[(slots + batch_size, feature_tiles)](
+    _launch_forward(
+        (slots + batch_size, feature_tiles),
         values, offsets, largest, weight, output, batch_size, total, chunk, slots, num_features, *strides,
         IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
     )  # fmt: skip
-    return output
+    return Weights(output)
 
 
-def jagged_softmax_backward(grad: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Launch `jagged_softmax_backward_kernel`, after `jagged_softmax_products_kernel` where samples may be long: `[S, T]`."""
+def softmax_backward(x: BackwardInputs, o: Options) -> Gradient:
+    """Launch `jagged_softmax_backward_kernel`, after `jagged_softmax_products_kernel` where samples may be long."""
+    grad, weights, offsets = x
     weights = weights.contiguous()
     output = torch.empty_like(weights)
     batch_size = offsets.shape[0] - 1
     if not batch_size or not weights.numel():
-        return output
+        return Gradient(output)
     offsets = offsets.contiguous()
     tile, chunk, slots = _division(weights, batch_size)
     total, num_features = weights.shape
-    feature_tiles = triton.cdiv(num_features, tile.vectors)
+    feature_tiles = cdiv(num_features, tile.vectors)
     strides = grad.stride()
     products = None
     if slots:
         products = torch.empty(slots, num_features, dtype=torch.float32, device=weights.device)
-        jagged_softmax_products_kernel[(slots, feature_tiles)](
-            grad, weights, offsets, products, batch_size, total, chunk, num_features, *strides,
+        _launch_products(
+            (slots, feature_tiles), grad, weights, offsets, products, batch_size, total, chunk, num_features, *strides,
             BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
         )  # fmt: skip
-    jagged_softmax_backward_kernel[(slots + batch_size, feature_tiles)](
+    _launch_backward(
+        (slots + batch_size, feature_tiles),
         grad, weights, offsets, products, output, batch_size, total, chunk, slots, num_features, *strides,
         IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
     )  # fmt: skip
-    return output
+    return Gradient(output)
 
 
 def _division(values: Tensor, batch_size: int) -> tuple[Tile, int, int]:
     """Return the tile, the rows of a chunk, and the slots for chunks: none where long samples are not split."""
     total, num_features = values.shape
     tile = softmax_tile(total, batch_size, num_features)
-    chunk = max(CHUNK_ELEMENTS // tile.vectors, triton.next_power_of_2(triton.cdiv(total, MAX_CHUNKS)))
+    chunk = max(CHUNK_ELEMENTS // tile.vectors, next_power_of_2(cdiv(total, MAX_CHUNKS)))
     is_serial = total * tile.vectors <= SERIAL_ELEMENTS and total <= batch_size * tile.elements
     return tile, chunk, 0 if is_serial else 2 * (total // chunk)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import find_segment, pairs_before
 from jagged.ops._shared.kernels import pair_starts
+from jagged.ops._shared.launch import Launcher
+from jagged.ops.softmax.spec import Gradient, PairBackwardInputs, PairInputs, PairOptions, Weights
 from jagged.ops.softmax.tiles import (
     statistics,
     store_gradients,
@@ -194,26 +195,27 @@ def jagged2_softmax_backward_kernel(
             )  # fmt: skip
 
 
-def jagged2_softmax_forward(
-    scores: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
-) -> Tensor:
-    """Launch `jagged2_softmax_forward_kernel`: `[sum La_i * Lb_i]`."""
-    output = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
-    _launch(jagged2_softmax_forward_kernel, (scores,), a_offsets, b_offsets, pair_offsets, output, by_columns)
-    return output
+_launch_forward = Launcher(jagged2_softmax_forward_kernel)
+_launch_backward = Launcher(jagged2_softmax_backward_kernel)
 
 
-def jagged2_softmax_backward(
-    grad: Tensor, weights: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
-) -> Tensor:
-    """Launch `jagged2_softmax_backward_kernel`: `[sum La_i * Lb_i]`."""
-    weights = weights.contiguous()
+def pair_softmax(x: PairInputs, o: PairOptions) -> Weights:
+    """Launch `jagged2_softmax_forward_kernel`."""
+    output = torch.empty(x.values.shape, dtype=x.values.dtype, device=x.values.device)
+    _launch(_launch_forward, (x.values,), x, output, o.by_columns)
+    return Weights(output)
+
+
+def pair_softmax_backward(x: PairBackwardInputs, o: PairOptions) -> Gradient:
+    """Launch `jagged2_softmax_backward_kernel`."""
+    weights = x.weights.contiguous()
     output = torch.empty_like(weights)
-    _launch(jagged2_softmax_backward_kernel, (grad, weights), a_offsets, b_offsets, pair_offsets, output, by_columns)
-    return output
+    _launch(_launch_backward, (x.grad, weights), x, output, o.by_columns)
+    return Gradient(output)
 
 
-def _launch(kernel, inputs, a_offsets, b_offsets, pair_offsets, output, by_columns):
+def _launch(launch, values, x, output, by_columns):
+    a_offsets, b_offsets, pair_offsets = x.a_offsets, x.b_offsets, x.pair_offsets
     batch_size, num_pairs = a_offsets.shape[0] - 1, output.shape[0]
     if not batch_size or not num_pairs:
         return
@@ -224,12 +226,12 @@ def _launch(kernel, inputs, a_offsets, b_offsets, pair_offsets, output, by_colum
         pair_offsets = pair_starts(a_offsets, a_offsets if b_offsets is None else b_offsets)
     else:
         pair_offsets = pair_offsets.contiguous()
-    stride = inputs[0].stride(0)
+    stride = values[0].stride(0)
     tile = COLUMNS if by_columns else ROWS
     # As many vectors as square blocks can have at most, and all that the list has to spare. Of others programs take several.
     programs = math.isqrt(num_pairs * batch_size) // tile.vectors + batch_size
-    kernel[(programs,)](
-        *inputs, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride, BY_COLUMNS=by_columns,
+    launch(
+        (programs,), *values, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride, BY_COLUMNS=by_columns,
         INDEX=tl.int32 if num_pairs * max(stride, 1) < 2**31 else tl.int64, VECTORS=tile.vectors, STEPS=tile.steps,
         LANES=tile.lanes, num_warps=tile.num_warps, maxnreg=tile.max_registers,
     )  # fmt: skip

@@ -12,47 +12,54 @@ from torch import Tensor
 from jagged.ops._shared.blocks import chunks, extended
 from jagged.ops._shared.offsets import pair_offsets as offsets_of_pairs
 from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops.softmax.spec import (
+    BackwardInputs,
+    Gradient,
+    Inputs,
+    Options,
+    PairBackwardInputs,
+    PairInputs,
+    PairOptions,
+    Weights,
+)
 
 
-def jagged_softmax_forward(values: Tensor, offsets: Tensor) -> Tensor:
-    """Softmax over each sample's rows: `[S, T]`."""
-    return _softmax(values, sample_of_row(offsets, values.shape[0]), offsets.shape[0] - 1)
+def softmax(x: Inputs, o: Options) -> Weights:
+    """Softmax over each sample's rows."""
+    return Weights(_softmax(x.values, sample_of_row(x.offsets, x.values.shape[0]), x.offsets.shape[0] - 1))
 
 
-def jagged_softmax_backward(grad: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-    """Gradient of the values, `[S, T]`."""
-    return _softmax_backward(grad, weights, sample_of_row(offsets, weights.shape[0]), offsets.shape[0] - 1)
+def softmax_backward(x: BackwardInputs, o: Options) -> Gradient:
+    """Gradient of the values."""
+    samples = sample_of_row(x.offsets, x.weights.shape[0])
+    return Gradient(_softmax_backward(x.grad, x.weights, samples, x.offsets.shape[0] - 1))
 
 
-def jagged2_softmax_forward(
-    scores: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
-) -> Tensor:
-    """Softmax over each row or column of samples' blocks: `[sum La_i * Lb_i]`."""
-    if scores.is_cpu:
-        wide = torch.promote_types(scores.dtype, torch.float32)
-        filled, output = extended(scores, -torch.inf), scores.new_empty(scores.shape[0] + 1)
-        for chunk in chunks(a_offsets, _columns(a_offsets, b_offsets), scores.shape[0], pair_offsets=pair_offsets):
-            weights = chunk.blocks(filled).softmax(1 if by_columns else 2, dtype=wide)
-            output.scatter_(0, chunk.pairs, weights.flatten().to(output.dtype))
-        return output[:-1]
-    vectors = _vector_of_pair(a_offsets, b_offsets, pair_offsets, scores.shape[0], by_columns)
-    return _softmax(scores, vectors, scores.shape[0])
+def pair_softmax(x: PairInputs, o: PairOptions) -> Weights:
+    """Softmax over each row or column of samples' blocks."""
+    scores = x.values
+    if not scores.is_cpu:
+        return Weights(_softmax(scores, _vector_of_pair(x, scores.shape[0], o.by_columns), scores.shape[0]))
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    filled, output = extended(scores, -torch.inf), scores.new_empty(scores.shape[0] + 1)
+    for chunk in chunks(x.a_offsets, _columns(x), scores.shape[0], pair_offsets=x.pair_offsets):
+        weights = chunk.blocks(filled).softmax(1 if o.by_columns else 2, dtype=wide)
+        output.scatter_(0, chunk.pairs, weights.flatten().to(output.dtype))
+    return Weights(output[:-1])
 
 
-def jagged2_softmax_backward(
-    grad: Tensor, weights: Tensor, a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, by_columns: bool
-) -> Tensor:
-    """Gradient of the scores, `[sum La_i * Lb_i]`."""
-    if weights.is_cpu:
-        wide = torch.promote_types(weights.dtype, torch.float32)
-        filled, output = (extended(grad, 0), extended(weights, 0)), weights.new_empty(weights.shape[0] + 1)
-        for chunk in chunks(a_offsets, _columns(a_offsets, b_offsets), weights.shape[0], pair_offsets=pair_offsets):
-            blocks = (chunk.blocks(x).to(wide) for x in filled)
-            grads = torch.ops.aten._softmax_backward_data(*blocks, 1 if by_columns else 2, wide)
-            output.scatter_(0, chunk.pairs, grads.flatten().to(output.dtype))
-        return output[:-1]
-    vectors = _vector_of_pair(a_offsets, b_offsets, pair_offsets, weights.shape[0], by_columns)
-    return _softmax_backward(grad, weights, vectors, weights.shape[0])
+def pair_softmax_backward(x: PairBackwardInputs, o: PairOptions) -> Gradient:
+    """Gradient of the scores."""
+    grad, weights = x.grad, x.weights
+    if not weights.is_cpu:
+        return Gradient(_softmax_backward(grad, weights, _vector_of_pair(x, weights.shape[0], o.by_columns), weights.shape[0]))
+    wide = torch.promote_types(weights.dtype, torch.float32)
+    filled, output = (extended(grad, 0), extended(weights, 0)), weights.new_empty(weights.shape[0] + 1)
+    for chunk in chunks(x.a_offsets, _columns(x), weights.shape[0], pair_offsets=x.pair_offsets):
+        blocks = (chunk.blocks(padded).to(wide) for padded in filled)
+        grads = torch.ops.aten._softmax_backward_data(*blocks, 1 if o.by_columns else 2, wide)
+        output.scatter_(0, chunk.pairs, grads.flatten().to(output.dtype))
+    return Gradient(output[:-1])
 
 
 def _softmax(values: Tensor, vectors: Tensor, num_vectors: int) -> Tensor:
@@ -85,17 +92,15 @@ def _sums(values: Tensor, vectors: Tensor, num_vectors: int) -> Tensor:
     return sums.index_add_(0, vectors, values.double()).to(values.dtype)
 
 
-def _vector_of_pair(
-    a_offsets: Tensor, b_offsets: Tensor | None, pair_offsets: Tensor | None, total: int, by_columns: bool
-) -> Tensor:
+def _vector_of_pair(x: PairInputs | PairBackwardInputs, total: int, by_columns: bool) -> Tensor:
     """Return the row or column `[total]` (int64) that each pair belongs to, named by the place of its first pair.
 
     Such a place is below `total`, so that no number of rows or columns needs to be known.
     """
-    if not total or a_offsets.shape[0] < 2:
-        return torch.zeros(total, dtype=torch.int64, device=a_offsets.device)
-    columns = _columns(a_offsets, b_offsets)
-    starts = offsets_of_pairs(a_offsets, b_offsets) if pair_offsets is None else pair_offsets
+    if not total or x.a_offsets.shape[0] < 2:
+        return torch.zeros(total, dtype=torch.int64, device=x.a_offsets.device)
+    columns = _columns(x)
+    starts = offsets_of_pairs(x.a_offsets, x.b_offsets) if x.pair_offsets is None else x.pair_offsets
     samples = sample_of_row(starts, total)
     position = position_of_row(starts, samples)
     column = position.remainder_(columns.diff().clamp_(min=1)[samples])
@@ -103,5 +108,5 @@ def _vector_of_pair(
     return (first.add_(column) if by_columns else first.sub_(column)).clamp_(0, total - 1)
 
 
-def _columns(a_offsets: Tensor, b_offsets: Tensor | None) -> Tensor:
-    return a_offsets if b_offsets is None else b_offsets
+def _columns(x: PairInputs | PairBackwardInputs) -> Tensor:
+    return x.a_offsets if x.b_offsets is None else x.b_offsets

@@ -214,7 +214,7 @@ def test_wrong_offsets_reach_no_foreign_memory(
     for dtype in (torch.int32, torch.int64):
         offsets = torch.tensor(wrong, device=place.device, dtype=dtype)
         layout = offsets, place.backend
-        check(torch.ops.jagged.jagged_softmax_forward(values, *layout), 1 / 80, 1)
+        check(torch.ops.jagged.jagged_softmax(values, *layout), 1 / 80, 1)
         check(torch.ops.jagged.jagged_softmax_backward(grad, values, *layout), -80, 1)
         small = offsets.clamp(-9, 9)
         for a, b, pairs in (
@@ -225,7 +225,7 @@ def test_wrong_offsets_reach_no_foreign_memory(
         ):
             for by_columns in (False, True):
                 layout2 = a, b, pairs, by_columns, place.backend
-                check(torch.ops.jagged.jagged2_softmax_forward(values.flatten(), *layout2), 1 / 80, 1)
+                check(torch.ops.jagged.jagged2_softmax(values.flatten(), *layout2), 1 / 80, 1)
                 check(torch.ops.jagged.jagged2_softmax_backward(grad.flatten(), values.flatten(), *layout2), -80, 1)
     assert len(fenced) >= 4 or place.backend == "torch"
     for block in fenced:
@@ -301,12 +301,12 @@ def test_opcheck(place: Place) -> None:
     values, scores = random_tensor((5, 4), torch.float32, 0), random_tensor((13,), torch.float32, 0)
     pairs = ops.pair_offsets(batch.offsets)
     for name, arguments in (
-        ("jagged_softmax_forward", (values, batch.offsets)),
-        ("jagged_softmax_forward", (values.t().contiguous().t(), batch.offsets)),
+        ("jagged_softmax", (values, batch.offsets)),
+        ("jagged_softmax", (values.t().contiguous().t(), batch.offsets)),
         ("jagged_softmax_backward", (values, values, batch.offsets)),
         ("jagged_softmax_backward", (values.t().contiguous().t(), values, batch.offsets)),
-        ("jagged2_softmax_forward", (scores, batch.offsets, None, None, False)),
-        ("jagged2_softmax_forward", (scores, batch.offsets, batch.offsets, pairs, True)),
+        ("jagged2_softmax", (scores, batch.offsets, None, None, False)),
+        ("jagged2_softmax", (scores, batch.offsets, batch.offsets, pairs, True)),
         ("jagged2_softmax_backward", (scores, scores, batch.offsets, batch.offsets, None, True)),
         ("jagged2_softmax_backward", (scores, scores, batch.offsets, batch.offsets, pairs, False)),
     ):

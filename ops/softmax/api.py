@@ -1,106 +1,13 @@
-"""Public softmaxes, their gradients and their operators. Gradients of any order are right."""
+"""Public softmaxes."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import pair_offsets as offsets_of_pairs
-from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, validation_is_on
-from jagged.ops.softmax import torch_impl
-
-_forward = define_operator(
-    "jagged_softmax_forward",
-    "(Tensor values, Tensor offsets, str backend) -> Tensor",
-    torch_impl=torch_impl.jagged_softmax_forward,
-    triton_impl="jagged.ops.softmax.kernels:jagged_softmax_forward",
-    fake=lambda values, offsets, backend: values.new_empty(values.shape),
-)
-_backward = define_operator(
-    "jagged_softmax_backward",
-    "(Tensor grad, Tensor weights, Tensor offsets, str backend) -> Tensor",
-    torch_impl=torch_impl.jagged_softmax_backward,
-    triton_impl="jagged.ops.softmax.kernels:jagged_softmax_backward",
-    fake=lambda grad, weights, offsets, backend: weights.new_empty(weights.shape),
-)
-_forward2 = define_operator(
-    "jagged2_softmax_forward",
-    "(Tensor scores, Tensor a_offsets, Tensor? b_offsets, Tensor? pair_offsets, bool by_columns, str backend) -> Tensor",
-    torch_impl=torch_impl.jagged2_softmax_forward,
-    triton_impl="jagged.ops.softmax.pair_kernels:jagged2_softmax_forward",
-    fake=lambda scores, a_offsets, b_offsets, pair_offsets, by_columns, backend: scores.new_empty(scores.shape),
-)
-_backward2 = define_operator(
-    "jagged2_softmax_backward",
-    "(Tensor grad, Tensor weights, Tensor a_offsets, Tensor? b_offsets, Tensor? pair_offsets, bool by_columns, str backend) "
-    "-> Tensor",
-    torch_impl=torch_impl.jagged2_softmax_backward,
-    triton_impl="jagged.ops.softmax.pair_kernels:jagged2_softmax_backward",
-    fake=lambda grad, weights, a_offsets, b_offsets, pair_offsets, by_columns, backend: weights.new_empty(weights.shape),
-)
-
-
-class SoftmaxFunction(torch.autograd.Function):
-    """Softmax of values; `layout` is what the operator of either function takes after them, three offsets for blocks.
-
-    Torch's compiler takes a forward with as many parameters as there are arguments after the context for one without a context,
-    so the arguments come as one tuple.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        values, *layout = arguments
-        weights: Tensor = _forward(values, *layout) if len(layout) == 2 else _forward2(values, *layout)
-        offsets, ctx.options = _parts(layout)
-        ctx.save_for_backward(weights, *offsets)
-        return weights
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weights, *offsets = ctx.saved_tensors
-        layout = *offsets, *ctx.options
-        return apply_in_backward(SoftmaxBackwardFunction, grad, weights, *layout), *(None for _ in layout)
-
-
-class SoftmaxBackwardFunction(torch.autograd.Function):
-    """The gradient of `SoftmaxFunction`, `weights * (grad - sum(weights * grad))`, itself differentiable.
-
-    It is symmetric in the gradient, so its own gradient there is the same function again.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Tensor:
-        grad, weights, *layout = arguments
-        offsets, ctx.options = _parts(layout)
-        ctx.save_for_backward(grad, weights, *offsets)
-        result: Tensor = _backward(grad, weights, *layout) if len(layout) == 2 else _backward2(grad, weights, *layout)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        grad, weights, *offsets = ctx.saved_tensors
-        layout = *offsets, *ctx.options
-
-        def sums(x: Tensor) -> Tensor:
-            # Weights of 1 leave the sum of each vector taken from its elements.
-            return x - SoftmaxBackwardFunction.apply(x, torch.ones_like(weights), *layout)
-
-        of_grad = of_weights = None
-        if ctx.needs_input_grad[0]:
-            of_grad = SoftmaxBackwardFunction.apply(upstream, weights, *layout)
-        if ctx.needs_input_grad[1]:
-            of_weights = upstream * (grad - sums(weights * grad)) - grad * sums(weights * upstream)
-        return of_grad, of_weights, *(None for _ in layout)
-
-
-def _parts(layout: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Split a layout into offsets, which may be None, and options."""
-    count = 1 if len(layout) == 2 else 3
-    return layout[:count], layout[count:]
+from jagged.ops.softmax.spec import PAIR_SOFTMAX, SOFTMAX, Inputs, Options, PairInputs, PairOptions
 
 
 def jagged_softmax(values: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
@@ -135,7 +42,7 @@ def jagged_softmax(values: Tensor, offsets: Tensor, *, backend: str | None = Non
     """
     check_tensor("values", values, "[S, T]", FLOATS)
     check_offsets(offsets, values, total=values.shape[0])
-    return SoftmaxFunction.apply(values, offsets, resolve_backend(backend, values))
+    return SOFTMAX(Inputs(values, offsets), Options(), backend).weights
 
 
 def jagged2_softmax(
@@ -183,7 +90,6 @@ def jagged2_softmax(
     check_tensor("scores", scores, "[P]", FLOATS)
     check_offsets(a_offsets, scores, "a_offsets")
     if b_offsets is a_offsets:
-        # The compiler refuses a function that is given one tensor twice.
         b_offsets = None
     if b_offsets is not None:
         check_offsets(b_offsets, scores, "b_offsets")
@@ -197,7 +103,8 @@ def jagged2_softmax(
         raise ValueError(f"dim: expected -1 for the blocks' rows or -2 for their columns, got {dim}")
     if validation_is_on():
         _validate_pairs(offsets_of_pairs(a_offsets, b_offsets), pair_offsets, scores.shape[0])
-    return SoftmaxFunction.apply(scores, a_offsets, b_offsets, pair_offsets, dim == -2, resolve_backend(backend, scores))
+    inputs = PairInputs(scores, a_offsets, b_offsets, pair_offsets)
+    return PAIR_SOFTMAX(inputs, PairOptions(by_columns=dim == -2), backend).weights
 
 
 def _validate_pairs(expected: Tensor, given: Tensor | None, total: int) -> None:

@@ -1,0 +1,610 @@
+"""Operators whose arguments are declared once: schema, fake, autograd, autocast, backends and guards follow from the declaration.
+
+A family's `spec.py` has NamedTuples of its tensors (`Inputs`), its plain numbers (`Options`) and its results (`Outputs`), and
+calls `operator`. Implementations take and return these; nothing is found by its place among other arguments.
+
+    class Inputs(NamedTuple):
+        values: Differentiable
+        offsets: Tensor
+        weights: Differentiable | None
+
+    class Options(NamedTuple):
+        scale: float = 1.0
+
+    class Outputs(NamedTuple):
+        sums: Tensor
+
+    SEGMENT_SUM = operator(
+        "segment_sum", Inputs, Options, Outputs,
+        shapes=lambda x, o: Outputs(x.values.new_empty(x.offsets.shape[0] - 1, x.values.shape[1])),
+        torch="jagged.ops.segment_sum.torch_impl:forward,backward",
+        triton="jagged.ops.segment_sum.triton.launch:forward,backward",
+        autocast=("values", "weights"),
+    )
+
+    sums = SEGMENT_SUM(Inputs(values, offsets, weights), Options(scale), backend).sums
+
+`forward(x, o) -> Outputs`, and `backward(grads, x, out, o, wanted) -> {name: gradient}`: `grads` is an `Outputs` of gradients,
+each None where there is none, and `wanted` maps the names of the inputs whose gradients are needed to the dtypes of these (a
+gradient in another dtype is converted). Such a backward is an operator of its own, `<name>_backward`, and refuses to be
+differentiated. An operator whose gradient is made of other operators gives `gradient(grads, x, out, o, wanted, backend) -> {name:
+gradient}` in its place; then gradients of any order are right.
+
+How a call goes: where a mode, a tensor subclass, a transform, a tracer or a profiler may want to see the operator, it goes
+through the dispatcher, and autograd has a function with `setup_context`. Otherwise the implementation is called at once, and
+autograd has a function with `ctx`, which costs the host a third of that.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.autograd import first_order
+from jagged.ops._shared.registration import resolve_backend
+
+_DIFFERENTIABLE = "differentiable"
+#: A tensor with a gradient, among inputs.
+Differentiable = Annotated[Tensor, _DIFFERENTIABLE]
+
+In = TypeVar("In", bound=tuple[Any, ...])
+Op = TypeVar("Op", bound=tuple[Any, ...])
+Out = TypeVar("Out", bound=tuple[Any, ...])
+Gradients = Mapping[str, Tensor | None]
+
+_Importer = Callable[[], Callable[..., Any]]
+_PLAIN = (Tensor, torch.nn.Parameter)
+_SCHEMA: dict[Any, str] = {
+    Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
+
+
+class Absent(NamedTuple):
+    """What a gradient knows of an input or output that was not `saved`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Field(NamedTuple):
+    """One field of a declaration: of which type, and whether it may be None, is a tuple of its type, or gets a gradient."""
+
+    name: str
+    kind: Any
+    is_optional: bool
+    is_many: bool
+    is_differentiable: bool
+
+    def schema(self, prefix: str = "", is_optional: bool = False) -> str:
+        """Return the declaration of an argument."""
+        kind = _SCHEMA[self.kind] + ("[]" if self.is_many else "?" if self.is_optional or is_optional else "")
+        return f"{kind} {prefix}{self.name}"
+
+
+def _fields(declaration: type) -> tuple[_Field, ...]:
+    found = []
+    for name, hint in typing.get_type_hints(declaration, include_extras=True).items():
+        parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
+        kind = next(part for part in parts if part is not types.NoneType)
+        is_many = typing.get_origin(kind) is tuple
+        kind = typing.get_args(kind)[0] if is_many else kind
+        is_differentiable = typing.get_origin(kind) is Annotated and _DIFFERENTIABLE in kind.__metadata__
+        kind = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+        if kind not in _SCHEMA:
+            raise TypeError(f"{declaration.__name__}.{name}: expected one of {list(_SCHEMA.values())}, got {hint}")
+        found.append(_Field(name, kind, len(parts) > 1, is_many, is_differentiable))
+    return tuple(found)
+
+
+class Operator(Generic[In, Op, Out]):
+    """A differentiable operator; made by `operator`, called with inputs, options and the backend that the user asked for."""
+
+    def __init__(self, name: str, inputs: type[In], rules: _Rules, float64_on_triton: bool) -> None:
+        self.name, self.rules, self.float64_on_triton = name, rules, float64_on_triton
+        self.names = tuple(inputs._fields)  # type: ignore[attr-defined]
+        #: The operator as the dispatcher knows it: inputs, options and the backend, one behind the other.
+        self.dispatched = rules.dispatched
+        self._function = _dispatched_function(name, rules)
+        self._short = _short_function(name, rules)
+
+    def __call__(self, x: In, o: Op, backend: str | None = None) -> Out:
+        """Run.
+
+        Raises:
+            ValueError: tensors on different devices, or a backend that cannot serve these.
+        """
+        rules = self.rules
+        first, wants_grad, is_plain = None, False, True
+        for tensor in _spread(x) if rules.is_many else x:
+            if tensor is None:
+                continue
+            if first is None:
+                first, device = tensor, tensor.device
+            elif tensor.device != device:
+                self._refuse_devices(x, device)
+            wants_grad = wants_grad or tensor.requires_grad
+            is_plain = is_plain and type(tensor) in _PLAIN
+        assert first is not None
+        backend = resolve_backend(backend, first, float64_on_triton=self.float64_on_triton)
+        cast = _autocast_dtype(device.type) if rules.autocast else None
+        wants_grad = wants_grad and torch.is_grad_enabled()
+        is_short = is_plain and device.type != "meta" and not _is_watched()
+        if wants_grad and _needs_gradient(x, rules):
+            if is_short:
+                tensors = [tensor for name in rules.differentiable for tensor in _each(getattr(x, name))]
+                results = self._short.apply((x, o, first, backend, cast), *tensors)
+            else:
+                # Dynamo refuses a function that is given one tensor twice.
+                x = _each_once(x, rules.inputs) if torch.compiler.is_compiling() else x
+                results = self._function.apply(*_spread(x), *o, backend, cast)
+            return rules.outputs(*(results if isinstance(results, tuple) else (results,)))
+        x = _cast(x, cast, rules.autocast)
+        # An input without a gradient here may require one; no graph is made of what is done with it.
+        with torch.no_grad() if wants_grad else nullcontext():
+            if is_short:
+                return rules.run(first, backend, x, o)  # type: ignore[no-any-return]
+            results = rules.dispatched(*x, *o, backend)
+        return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
+
+    def _refuse_devices(self, x: In, device: torch.device) -> None:
+        names = [name for name, value in zip(self.names, x, strict=True) if value is not None]
+        for name, value in zip(self.names, x, strict=True):
+            for tensor in _each(value):
+                if tensor is not None and tensor.device != device:
+                    raise ValueError(
+                        f"{name}: expected the device of {names[0]}, {device}, got {tensor.device}; move it with .to(...)"
+                    )
+
+
+class _Rules(NamedTuple):
+    """What both ways of a call know of an operator."""
+
+    inputs: type
+    options: type
+    outputs: type
+    num_inputs: int
+    is_many: bool  # the first field of inputs is a tuple of tensors
+    differentiable: tuple[str, ...]
+    autocast: tuple[str, ...]
+    saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
+    unchecked: tuple[str, ...]
+    title: str | Callable[[Any], str]
+    run: Callable[..., Any]
+    dispatched: Callable[..., Any]
+    run_backward: Callable[..., Gradients] | None
+    dispatched_backward: Callable[..., Any] | None
+    gradient: Callable[..., Gradients] | None
+    is_first_order: bool
+    extra: tuple[str, ...]
+    finish: Callable[..., Gradients] | None
+
+
+def operator(
+    name: str,
+    inputs: type[In],
+    options: type[Op],
+    outputs: type[Out],
+    *,
+    shapes: Callable[[In, Op], Out],
+    torch: str,
+    triton: str,
+    gradient: Callable[..., Gradients] | None = None,
+    is_first_order: bool | None = None,
+    saved: Iterable[str] | Callable[[Op], Iterable[str]] | None = None,
+    unchecked: Iterable[str] = (),
+    autocast: Iterable[str] = (),
+    mutates: Iterable[str] = (),
+    title: str | Callable[[Op], str] | None = None,
+    gradient_shapes: Callable[..., Gradients] | None = None,
+    extra: Iterable[str] = (),
+    finish: Callable[..., Gradients] | None = None,
+    float64_on_triton: bool = False,
+) -> Operator[In, Op, Out]:
+    """Define `jagged::<name>`, and `jagged::<name>_backward` where a backward is given, and return what calls it.
+
+    Args:
+        name: operator name without namespace.
+        inputs: NamedTuple of tensors, `Tensor`, `Differentiable`, either with `| None`; or the first field alone a tuple of them.
+        options: NamedTuple of numbers, strings and dtypes, each also `| None` or `tuple[..., ...]`.
+        outputs: NamedTuple of tensors; without fields for an operator that mutates.
+        shapes: `(x, o) -> outputs` of the right shapes, dtypes and devices, made without reading a value.
+        torch: the PyTorch implementation, `"package.module:forward"` or `"package.module:forward,backward"`, imported when it is
+            first run. It runs on the device of the tensors, which need not be the current one.
+        triton: the Triton implementation, alike. Machines without Triton never meet it.
+        gradient: `(grads, x, out, o, wanted, backend) -> {name: gradient}`, made of differentiable operators.
+        is_first_order: refuse a second derivative; None: where backward is an operator. A `gradient` of a first-order operator is
+            called without a graph.
+        saved: names of inputs and outputs that the gradient reads, or a function of the options that gives them; None: all. In a
+            `gradient` the others are `Absent`, in a backward None.
+        unchecked: names of saved inputs that may have changed in place when the gradient reads them.
+        autocast: names of inputs that are cast to autocast's dtype. Gradients come back in the inputs' own dtypes.
+        mutates: names of inputs that are changed in place.
+        title: what messages call the operator, or a function of the options that gives it; None: its name.
+        gradient_shapes: `(grads, x, out, o, wanted) -> {name: tensor}`, of a backward whose gradients have other shapes than
+            their inputs, or whose inputs are not saved.
+        extra: names of further tensors that a backward returns, for `finish`.
+        finish: `(found, x, o, wanted) -> {name: gradient}` of what a backward returned, outside of the operator.
+        float64_on_triton: the kernels move float64 as they are, or compute in it.
+
+    Source:
+        `torch.library`'s contract of custom operators, PyTorch 2.11.
+    """
+    of_inputs, of_options, of_outputs = _fields(inputs), _fields(options), _fields(outputs)
+    count, is_many = len(of_inputs), bool(of_inputs) and of_inputs[0].is_many
+    differentiable = tuple(field.name for field in of_inputs if field.is_differentiable)
+    mutates, extra, unchecked = tuple(mutates), tuple(extra), tuple(unchecked)
+    forwards, backwards = zip(*(_functions_of(path) for path in (torch, triton)), strict=True)
+    has_backward = backwards[0] is not None
+    if has_backward != (backwards[1] is not None) or (has_backward and gradient is not None):
+        raise TypeError(f"{name}: expected a backward of both backends, or a gradient made of operators, or neither")
+    if shared := set(inputs._fields) & set(outputs._fields):  # type: ignore[attr-defined]
+        raise TypeError(f"{name}: expected other names for outputs than for inputs, got {sorted(shared)} in both")
+    if not callable(saved):
+        saved = tuple(inputs._fields + outputs._fields if saved is None else saved)  # type: ignore[attr-defined]
+
+    aliases = {field: f"Tensor({chr(ord('a') + place)}!)" for place, field in enumerate(mutates)}
+    arguments = [f"{aliases[f.name]} {f.name}" if f.name in aliases else f.schema() for f in of_inputs]
+    arguments += [*(f.schema() for f in of_options), "str backend"]
+    returns = ", ".join("Tensor[]" if f.is_many else "Tensor" for f in of_outputs)
+
+    def packed(flat: tuple[Any, ...]) -> tuple[Any, Any, str]:
+        """Return inputs, options and the backend from the dispatcher's arguments."""
+        return inputs(*_tuples(flat[:count])), options(*_tuples(flat[count:-1])), flat[-1]
+
+    run = _implementation(*forwards)
+
+    def implementation(*flat: Any) -> Any:
+        x, o, backend = packed(flat)
+        first = next(tensor for tensor in _spread(x) if tensor is not None)
+        return _returned(run(first, backend, x, o))
+
+    def fake(*flat: Any) -> Any:
+        x, o, _ = packed(flat)
+        return _returned(shapes(x, o))
+
+    dispatched = _define(name, f"({', '.join(arguments)}) -> ({returns})", implementation, fake)
+    run_backward = dispatched_backward = None
+    if has_backward:
+        run_backward = _implementation(*backwards)
+        dispatched_backward = _define_backward(
+            name,
+            (of_inputs, of_options, of_outputs),
+            (inputs, options, outputs),
+            differentiable,
+            extra,
+            run_backward,
+            gradient_shapes,
+        )
+    rules = _Rules(
+        inputs, options, outputs, count, is_many, differentiable, tuple(autocast), saved, unchecked,
+        title or name, run, dispatched,
+        run_backward, dispatched_backward, gradient,
+        has_backward if is_first_order is None else is_first_order, extra, finish,
+    )  # fmt: skip
+    return Operator(name, inputs, rules, float64_on_triton)
+
+
+def _define_backward(
+    name: str,
+    fields: tuple[tuple[_Field, ...], ...],
+    declarations: tuple[type, type, type],
+    differentiable: tuple[str, ...],
+    extra: tuple[str, ...],
+    run: Callable[..., Gradients],
+    shapes: Callable[..., Gradients] | None,
+) -> Callable[..., Any]:
+    """Define `<name>_backward`: gradients of outputs, inputs, outputs, options, a dtype for each wanted gradient, the backend."""
+    of_inputs, of_options, of_outputs = fields
+    inputs, options, outputs = declarations
+    n, m = len(of_outputs), len(of_inputs)
+    arguments = [
+        *(f.schema("grad_", is_optional=True) for f in of_outputs),
+        *(f.schema(is_optional=True) for f in of_inputs),
+        *(f.schema(is_optional=True) for f in of_outputs),
+        *(f.schema() for f in of_options),
+        *(f"ScalarType? {field}_dtype" for field in differentiable),
+        "str backend",
+    ]
+
+    def packed(flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        grads, x, out = outputs(*flat[:n]), inputs(*flat[n : n + m]), outputs(*flat[n + m : 2 * n + m])
+        rest = flat[2 * n + m : -1]
+        dtypes = rest[len(of_options) :]
+        wanted = {field: dtype for field, dtype in zip(differentiable, dtypes, strict=True) if dtype is not None}
+        return grads, x, out, options(*_tuples(rest[: len(of_options)])), wanted
+
+    def returned(found: Gradients, like: Tensor) -> tuple[Tensor, ...]:
+        given = (found.get(field) for field in (*differentiable, *extra))
+        return tuple(like.new_empty(0) if gradient is None else gradient for gradient in given)
+
+    def implementation(*flat: Any) -> Any:
+        like = next(value for value in flat if isinstance(value, Tensor))
+        return _returned(returned(run(like, flat[-1], *packed(flat)), like))
+
+    def fake(*flat: Any) -> Any:
+        grads, x, out, o, wanted = packed(flat)
+        if shapes is not None:
+            found = shapes(grads, x, out, o, wanted)
+        else:
+            found = {field: getattr(x, field).new_empty(getattr(x, field).shape, dtype=dtype) for field, dtype in wanted.items()}
+        return _returned(returned(found, next(x for x in flat if isinstance(x, Tensor))))
+
+    returns = ", ".join(["Tensor"] * len((*differentiable, *extra)))
+    return _define(f"{name}_backward", f"({', '.join(arguments)}) -> ({returns})", implementation, fake)
+
+
+def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    qualified = f"jagged::{name}"
+    torch.library.define(qualified, schema)
+    torch.library.impl(qualified, ("cpu", "cuda"), implementation)
+    torch.library.register_fake(qualified, fake)
+    defined: Callable[..., Any] = getattr(torch.ops.jagged, name).default
+    return defined
+
+
+def _functions_of(path: str) -> tuple[_Importer, _Importer | None]:
+    """Return what imports the forward and the backward that a path names."""
+    module, _, names = path.partition(":")
+
+    def importer(name: str) -> _Importer:
+        @functools.cache
+        def found() -> Callable[..., Any]:
+            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+            return function
+
+        return found
+
+    forward, _, backward = names.partition(",")
+    return importer(forward), importer(backward) if backward else None
+
+
+def _implementation(
+    torch_impl: Callable[[], Callable[..., Any]], triton_impl: Callable[[], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return `(tensor, backend, *arguments)`: an implementation, outside of autocast and on the device of the tensor."""
+
+    def run(tensor: Tensor, backend: str, *arguments: Any) -> Any:
+        function = triton_impl() if backend == "triton" else torch_impl()
+        kind = tensor.device.type
+        is_cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+        # A guard costs more than the question whether it is needed.
+        if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+            with torch.cuda.device_of(tensor), torch.autocast("cuda", enabled=False):
+                return function(*arguments)
+        if is_cast:
+            with torch.autocast(kind, enabled=False):
+                return function(*arguments)
+        return function(*arguments)
+
+    return run
+
+
+def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
+    """Return the function of eager calls: what is differentiated are its arguments, all else is one."""
+
+    def forward(ctx: Any, call: tuple[Any, Any, Tensor, str, torch.dtype | None], *tensors: Tensor | None) -> Any:
+        x, o, first, backend, cast = call
+        ctx.set_materialize_grads(False)
+        x = _cast(x, cast, rules.autocast)
+        out = rules.run(first, backend, x, o)
+        _keep(ctx, rules, x, o, out, backend, [None if tensor is None else tensor.dtype for tensor in tensors])
+        return _returned(out)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        return None, *_gradients(ctx, rules, grads, ctx.needs_input_grad[1:], is_direct=True)
+
+    return _function(f"{name}_eager", forward=forward, backward=backward)
+
+
+def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
+    """Return the function of compilers and transforms: `(*inputs, *options, backend, dtype of autocast)`, all flat."""
+    fixed = rules.num_inputs - rules.is_many
+    # Of each differentiable input its place, counted from the first behind the many.
+    places = tuple(rules.inputs._fields.index(field) - rules.is_many for field in rules.differentiable)  # type: ignore[attr-defined]
+    num_options = len(rules.options._fields)  # type: ignore[attr-defined]
+
+    def unpacked(flat: tuple[Any, ...]) -> tuple[Any, Any, str, torch.dtype | None]:
+        many = len(flat) - fixed - num_options - 2
+        values = (flat[:many], *flat[many : many + fixed]) if rules.is_many else flat[: rules.num_inputs]
+        return rules.inputs(*values), rules.options(*flat[many + fixed : -2]), flat[-2], flat[-1]
+
+    def forward(*flat: Any) -> Any:
+        x, o, backend, cast = unpacked(flat)
+        return rules.dispatched(*_cast(x, cast, rules.autocast), *o, backend)
+
+    def setup_context(ctx: Any, flat: tuple[Any, ...], output: Any) -> None:
+        x, o, backend, cast = unpacked(flat)
+        ctx.set_materialize_grads(False)
+        tensors = [tensor for field in rules.differentiable for tensor in _each(getattr(x, field))]
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        out = rules.outputs(*(output if isinstance(output, (tuple, list)) else (output,)))
+        _keep(ctx, rules, _cast(x, cast, rules.autocast), o, out, backend, dtypes)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        many = len(ctx.needs_input_grad) - fixed - num_options - 2
+        at = [range(many) if place < 0 else (many + place,) for place in places]
+        needs = [ctx.needs_input_grad[place] for group in at for place in group]
+        found = iter(_gradients(ctx, rules, grads, needs, is_direct=False))
+        results: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        for group in at:
+            for place in group:
+                results[place] = next(found)
+        return tuple(results)
+
+    return _function(f"{name}_traced", forward=forward, setup_context=setup_context, backward=backward)
+
+
+def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.Function]:
+    return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
+
+
+def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtypes: list[torch.dtype | None]) -> None:
+    """Keep what the gradient reads: tensors with autograd, which frees them and sees changes in place, the rest on `ctx`."""
+    names = rules.saved if isinstance(rules.saved, tuple) else tuple(rules.saved(o))
+    tensors: list[Tensor | None] = []
+    rest: list[Any] = []
+    for name, value in zip(rules.inputs._fields + rules.outputs._fields, (*x, *out), strict=True):  # type: ignore[attr-defined]
+        if name in rules.unchecked or value is None:
+            rest.append(value)
+        elif name in names:
+            tensors.extend(_each(value))
+            rest.append(len(value) if isinstance(value, tuple) else -1)
+        elif rules.gradient is None:
+            rest.append(None)
+        else:
+            absent = [Absent(tensor.shape, tensor.dtype, tensor.device) for tensor in _each(value)]
+            rest.append(tuple(absent) if isinstance(value, tuple) else absent[0])
+    ctx.save_for_backward(*tensors)
+    ctx.rest, ctx.o, ctx.backend, ctx.dtypes = rest, o, backend, dtypes
+
+
+def _gradients(
+    ctx: Any, rules: _Rules, grads: tuple[Tensor | None, ...], needs: Sequence[bool], *, is_direct: bool
+) -> list[Tensor | None]:
+    """Return the gradient of each differentiable tensor, None where it is not needed."""
+    given = [grad for grad in grads if grad is not None]
+    if not given or not any(needs):
+        return [None] * len(needs)
+    saved = iter(ctx.saved_tensors)
+    values = []
+    for kept in ctx.rest:
+        # A number is how many tensors of this field autograd kept, -1 one that is no tuple.
+        if isinstance(kept, int):
+            kept = next(saved) if kept < 0 else tuple(next(saved) for _ in range(kept))
+        values.append(kept)
+    x, out, o = rules.inputs(*values[: rules.num_inputs]), rules.outputs(*values[rules.num_inputs :]), ctx.o
+    sizes = [len(_each(getattr(x, name))) for name in rules.differentiable]
+    wanted: dict[str, torch.dtype] = {}
+    for place, name in enumerate(_repeated(rules.differentiable, sizes)):
+        if needs[place]:
+            wanted[name] = ctx.dtypes[place]
+    if not rules.is_first_order:
+        found = _composed(rules, grads, x, out, o, wanted, ctx.backend)
+    else:
+        with torch.no_grad():
+            if rules.gradient is not None:
+                found = _composed(rules, grads, x, out, o, wanted, ctx.backend)
+            elif is_direct:
+                assert rules.run_backward is not None
+                found = rules.run_backward(given[0], ctx.backend, rules.outputs(*grads), x, out, o, wanted)
+            else:
+                assert rules.dispatched_backward is not None
+                dtypes = [wanted.get(name) for name in rules.differentiable]
+                results = rules.dispatched_backward(*grads, *x, *out, *o, *dtypes, ctx.backend)
+                results = results if isinstance(results, (tuple, list)) else (results,)
+                found = dict(zip((*rules.differentiable, *rules.extra), results, strict=True))
+            if rules.finish is not None:
+                found = rules.finish(found, x, o, wanted)
+    flat = [gradient for name in rules.differentiable for gradient in _each(found.get(name))]
+    converted: list[Tensor | None] = []
+    for gradient, need, dtype in zip(flat, needs, ctx.dtypes, strict=True):
+        if not need or gradient is None:
+            converted.append(None)
+        else:
+            converted.append(gradient if gradient.dtype == dtype else gradient.to(dtype))
+    if rules.is_first_order and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        title = rules.title if isinstance(rules.title, str) else rules.title(o)
+        guarded = iter(first_order(title, [gradient for gradient in converted if gradient is not None]))
+        converted = [None if gradient is None else next(guarded) for gradient in converted]
+    return converted
+
+
+def _composed(rules: _Rules, grads: Any, x: Any, out: Any, o: Any, wanted: dict[str, torch.dtype], backend: str) -> Gradients:
+    """Return gradients made of other operators, which autocast is not to cast again."""
+    assert rules.gradient is not None
+    kind = next(grad for grad in grads if grad is not None).device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return rules.gradient(rules.outputs(*grads), x, out, o, wanted, backend)
+    return rules.gradient(rules.outputs(*grads), x, out, o, wanted, backend)
+
+
+def _repeated(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
+    return [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
+
+
+def _each(value: Any) -> tuple[Any, ...]:
+    """Return the tensors of a field: of one that is no tuple itself, which may be None."""
+    return value if type(value) is tuple else (value,)
+
+
+def _spread(x: Any) -> tuple[Any, ...]:
+    """Return inputs with the tensors of their first field, where it is a tuple, in its place."""
+    return (*x[0], *x[1:]) if x and type(x[0]) is tuple else tuple(x)
+
+
+def _tuples(options: Sequence[Any]) -> list[Any]:
+    """Return options with tuples where the dispatcher makes lists."""
+    return [tuple(option) if isinstance(option, list) else option for option in options]
+
+
+def _returned(results: Any) -> Any:
+    """Return outputs as operators do: the one alone, several in a tuple, none as None."""
+    return results[0] if len(results) == 1 else tuple(results) if results else None
+
+
+def _cast(x: Any, dtype: torch.dtype | None, names: tuple[str, ...]) -> Any:
+    """Return inputs with the named ones in autocast's dtype, which leaves float64 and integers as they are."""
+    if dtype is None:
+        return x
+    return x._replace(**{name: _to(getattr(x, name), dtype) for name in names})
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_to(tensor, dtype) for tensor in value)
+    if value is None or value.dtype == torch.float64 or not value.dtype.is_floating_point:
+        return value
+    return value.to(dtype)
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    # Autocast knows no meta device.
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _needs_gradient(x: Any, rules: _Rules) -> bool:
+    for name in rules.differentiable:
+        for tensor in _each(getattr(x, name)):
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def _is_watched() -> bool:
+    """Tell whether a mode, a transform, a tracer, a compiler or a profiler may want to see the operator."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+    )
+
+
+def _each_once(x: Any, inputs: type) -> Any:
+    """Return inputs of which none is a tensor that stands there before; a second one is a view."""
+    seen: list[Tensor] = []
+    found: list[Any] = []
+    for value in x:
+        tensors = []
+        for tensor in _each(value):
+            if tensor is not None and any(tensor is other for other in seen):
+                tensor = tensor.view_as(tensor)
+            elif tensor is not None:
+                seen.append(tensor)
+            tensors.append(tensor)
+        found.append(tuple(tensors) if type(value) is tuple else tensors[0])
+    return inputs(*found)
