@@ -48,7 +48,6 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.autograd import first_order
 from jagged.ops._shared.registration import resolve_backend
 
 _DIFFERENTIABLE = "differentiable"
@@ -65,6 +64,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
+
+
+#: Every operator by its name, as far as its family is imported.
+OPERATORS: dict[str, Operator[Any, Any, Any]] = {}
 
 
 class Absent(NamedTuple):
@@ -108,9 +111,10 @@ def _fields(declaration: type) -> tuple[_Field, ...]:
 class Operator(Generic[In, Op, Out]):
     """A differentiable operator; made by `operator`, called with inputs, options and the backend that the user asked for."""
 
-    def __init__(self, name: str, inputs: type[In], rules: _Rules, float64_on_triton: bool) -> None:
+    def __init__(self, name: str, rules: _Rules, float64_on_triton: bool, implementations: tuple[str, str]) -> None:
         self.name, self.rules, self.float64_on_triton = name, rules, float64_on_triton
-        self.names = tuple(inputs._fields)  # type: ignore[attr-defined]
+        #: Paths of the PyTorch and of the Triton implementation.
+        self.implementations = implementations
         #: The operator as the dispatcher knows it: inputs, options and the backend, one behind the other.
         self.dispatched = rules.dispatched
         self._function = _dispatched_function(name, rules)
@@ -156,8 +160,9 @@ class Operator(Generic[In, Op, Out]):
         return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
 
     def _refuse_devices(self, x: In, device: torch.device) -> None:
-        names = [name for name, value in zip(self.names, x, strict=True) if value is not None]
-        for name, value in zip(self.names, x, strict=True):
+        fields = self.rules.inputs._fields  # type: ignore[attr-defined]
+        names = [name for name, value in zip(fields, x, strict=True) if value is not None]
+        for name, value in zip(fields, x, strict=True):
             for tensor in _each(value):
                 if tensor is not None and tensor.device != device:
                     raise ValueError(
@@ -290,7 +295,9 @@ def operator(
         run_backward, dispatched_backward, gradient,
         has_backward if is_first_order is None else is_first_order, extra, finish,
     )  # fmt: skip
-    return Operator(name, inputs, rules, float64_on_triton)
+    made: Operator[In, Op, Out] = Operator(name, rules, float64_on_triton, (torch, triton))
+    OPERATORS[name] = made
+    return made
 
 
 def _define_backward(
@@ -511,11 +518,35 @@ def _gradients(
             converted.append(None)
         else:
             converted.append(gradient if gradient.dtype == dtype else gradient.to(dtype))
+    # A compiled backward is refused a second derivative by the compiler itself.
     if rules.is_first_order and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         title = rules.title if isinstance(rules.title, str) else rules.title(o)
-        guarded = iter(first_order(title, [gradient for gradient in converted if gradient is not None]))
+        handed = [gradient for gradient in converted if gradient is not None]
+        sources = [t for name in rules.differentiable for t in _each(getattr(x, name)) if t is not None and t.requires_grad]
+        guarded = iter(_FirstOrder.apply(title, len(handed), *handed, *given, *sources))
         converted = [None if gradient is None else next(guarded) for gradient in converted]
     return converted
+
+
+class _FirstOrder(torch.autograd.Function):
+    """Hand gradients on; differentiating them again is an error, where a constant would be silently wrong.
+
+    Behind the gradients come the tensors that they depend on, so that the error comes exactly where a second derivative is asked
+    for. `once_differentiable` says nothing where the incoming gradient is a constant, as in a gradient penalty.
+    """
+
+    @staticmethod
+    def forward(title: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        # A sparse gradient has no views.
+        return tuple(tensor.detach() if tensor.is_sparse else tensor.view_as(tensor) for tensor in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.title = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(f"{ctx.title} has no second derivative; for one, use torch's own operations on padded tensors")
 
 
 def _composed(rules: _Rules, grads: Any, x: Any, out: Any, o: Any, wanted: dict[str, torch.dtype], backend: str) -> Gradients:
