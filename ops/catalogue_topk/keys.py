@@ -1,8 +1,9 @@
 """One order of scored items on every device, as the order of integers.
 
-A score and its item make one int64 key: the score's bits, reordered so that integers compare as the floats do, above the item id
-counted down. Keys are unique, so "higher score first, smaller id first among equal scores" is plain integer order, and the best
-items are the same however rows and items are cut. NaN comes after every number, an item that a row must not get after that.
+The bits of scores are reordered so that integers compare as the floats do. NaN comes after every number, an item that a row must
+not get after that, as the least integer. For the kernels a score and its item make one int64 key, the score's bits above the
+item id counted down. Keys are unique, so "higher score first, smaller id first among equal scores" is plain integer order, and
+the best items are the same however rows and items are cut.
 """
 
 from __future__ import annotations

@@ -1,21 +1,22 @@
-"""The best items of a catalogue in plain PyTorch: tiles of keys in one bounded buffer, matrix products by the BLAS."""
+"""The best items of a catalogue in plain PyTorch: tiles of scores in one bounded buffer, products and top-k by PyTorch.
+
+`torch.topk` leaves open which of several equal scores it takes, and takes NaN first. On a CPU it is asked for one score more
+than is wanted: where the last one wanted is above that one and the first is a number, its choice is the only one there is. Rows
+without that certainty, and all rows elsewhere, go through integers of the scores' order (`_best`).
+"""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from jagged.ops._shared.offsets import sample_of_row
-from jagged.ops.catalogue_topk.keys import ID_MASK, NO_ITEM, decode, reorder_, restore
+from jagged.ops.catalogue_topk.keys import reorder_, restore
 
-# Score, int64 key, a temporary and what top-k or the sort works in, by bytes of a score.
-_BYTES_PER_SCORE = {4: 18, 8: 48}
-# Fewer rows than this share each pass over the item table only where memory forces it.
-_MIN_ROWS = 16
-# On a CPU the keys should stay in the cache between the passes over them.
-_CPU_TILE_BYTES = 4 * 2**20
+# Bytes that `_best` takes by score, beside an integer of the score's own width and another one on the way to it.
+_EXACT_BYTES = 12
+# Rows and items of a tile from which on the BLAS gains little; rows that share a pass over the item table wherever it is cut.
+_ENOUGH_ROWS, _ENOUGH_ITEMS, _FEWEST_ROWS = 256, 4096, 16
 
 
 @torch.no_grad()
@@ -35,79 +36,95 @@ def catalogue_topk(
     ids = hidden.new_full((num_rows, k), -1, dtype=torch.int64)
     if num_rows * num_items == 0:
         return scores, ids
-    best_of_rows = _best_keys if dtype == torch.float32 else _best_by_sorting
-    # A table in another dtype is converted tile by tile.
-    item_bytes = 16 + (0 if weight.dtype == dtype else dtype.itemsize * weight.shape[1])
-    step, tile = _plan(num_rows, num_items, max_bytes, item_bytes, dtype.itemsize, hidden.device)
+    # Ids of the items of a tile, and a table in another dtype is converted tile by tile.
+    item_bytes = 8 + (0 if weight.dtype == dtype else dtype.itemsize * weight.shape[1])
+    step, tile, exact_rows = _plan(num_rows, num_items, max_bytes, item_bytes, dtype.itemsize)
     excluded = None
     if exclude_ids is not None and exclude_offsets is not None and exclude_ids.numel():
         excluded = exclude_ids.to(torch.int64), sample_of_row(exclude_offsets, exclude_ids.shape[0])
     with torch.autocast(hidden.device.type, enabled=False):
         # One cell more than a tile has, for what is written nowhere.
-        cells = torch.empty(step * tile + 1, dtype=torch.int64, device=hidden.device)
+        cells = torch.empty(step * tile + 1, dtype=dtype, device=hidden.device)
         for first in range(0, num_rows, step):
             queries = hidden[first : first + step].to(dtype)
             of_rows = None if excluded is None else _rows_of(excluded, first, queries.shape[0])
-            best = best_of_rows(_tiles(queries, weight, bias, of_rows, tile, cells), k)
-            width = best[0].shape[1]
-            scores[first : first + step, :width], ids[first : first + step, :width] = best
+            best = None
+            for low in range(0, num_items, tile):
+                part = weight[low : low + tile].to(dtype).t()
+                shape = queries.shape[0], part.shape[1]
+                logits = torch.mm(queries, part, out=cells[: shape[0] * shape[1]].view(shape))
+                if bias is not None:
+                    logits.add_(bias[low : low + tile].to(dtype))
+                of_tile = None if of_rows is None else (of_rows[0] - low, of_rows[1])
+                top, item = _best_of_tile(cells, shape, of_tile, min(k, shape[1]), exact_rows)
+                item += low
+                if best is not None:
+                    # Among equal scores the earlier tiles' ids are smaller, and each tile's own are in order.
+                    top, item = torch.cat([best[0], top], 1), torch.cat([best[1], item], 1)
+                    top, place = _best(top, min(k, top.shape[1]))
+                    item = item.gather(1, place)
+                best = top, item
+            assert best is not None
+            none = best[0] == torch.iinfo(best[0].dtype).min
+            width = none.shape[1]
+            scores[first : first + step, :width] = restore(best[0]).masked_fill_(none, -torch.inf)
+            ids[first : first + step, :width] = best[1].masked_fill_(none, -1)
     return scores, ids
 
 
-def _best_keys(tiles: Iterator[tuple[int, Tensor]], k: int) -> tuple[Tensor, Tensor]:
-    best = None
-    for _, keys in tiles:
-        top = torch.topk(keys, min(k, keys.shape[1]), dim=1).values
-        if best is not None:
-            top = torch.cat([best, top], 1)
-            top = torch.topk(top, min(k, top.shape[1]), dim=1).values
-        best = top
-    assert best is not None
-    return decode(best)
+def _best_of_tile(
+    cells: Tensor, shape: tuple[int, int], excluded: tuple[Tensor, Tensor] | None, k: int, exact_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Return the k best scores `[rows, k]` of a tile, reordered, and their columns; the least integer for no item.
 
-
-def _best_by_sorting(tiles: Iterator[tuple[int, Tensor]], k: int) -> tuple[Tensor, Tensor]:
-    """A float64 score and an id do not fit into one integer: a stable sort keeps smaller ids first."""
-    best = None
-    for low, order in tiles:
-        top, ids = torch.sort(order, dim=1, stable=True, descending=True)
-        top, ids = top[:, :k].contiguous(), ids[:, :k] + low
-        if best is not None:
-            top, ids = torch.cat([best[0], top], 1), torch.cat([best[1], ids], 1)
-            top, place = torch.sort(top, dim=1, stable=True, descending=True)
-            top, ids = top[:, :k].contiguous(), ids.gather(1, place[:, :k])
-        best = top, ids
-    assert best is not None
-    none = best[0] == NO_ITEM
-    return restore(best[0]).masked_fill_(none, -torch.inf), best[1].masked_fill(none, -1)
-
-
-def _tiles(
-    queries: Tensor, weight: Tensor, bias: Tensor | None, excluded: tuple[Tensor, Tensor] | None, tile: int, cells: Tensor
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the first item of each tile and its keys `[rows, items]`, of float64 reordered scores, in the memory of `cells`."""
-    num_rows, num_items = queries.shape[0], weight.shape[0]
-    for low in range(0, num_items, tile):
-        high = min(low + tile, num_items)
-        keys = cells[: num_rows * (high - low)].view(num_rows, high - low)
-        part = weight[low:high].to(queries.dtype).t()
-        if queries.dtype == torch.float64:
-            order = reorder_(_logits(queries, part, bias, low, keys.view(torch.float64)))
-            assert order.data_ptr() == keys.data_ptr()
-        else:
-            keys.copy_(reorder_(_logits(queries, part, bias, low, None))).bitwise_left_shift_(32)
-            keys.add_(torch.arange(ID_MASK - low, ID_MASK - high, -1, device=keys.device))
+    `excluded` are columns and rows of what is no item of a row; `exact_rows` is how many rows `_best` may take at once.
+    """
+    num_rows, width = shape
+    scores = cells[: num_rows * width].view(shape)
+    if cells.is_cpu and k < width:
+        _fill(cells, shape, excluded, -torch.inf)
+        top, column = scores.topk(k + 1, dim=1)
+        is_sure = ~top[:, 0].isnan() & (top[:, k - 1] > top[:, k])
+        column, place = column[:, :k].sort(dim=1)
+        top, place = reorder_(top.gather(1, place)).sort(dim=1, descending=True, stable=True)
+        column = column.gather(1, place)
+        unsure = is_sure.logical_not_().nonzero().flatten()
+    else:
+        top = reorder_(scores.new_empty(num_rows, k))
+        column = torch.empty_like(top, dtype=torch.int64)
+        unsure = torch.arange(num_rows, device=cells.device)
+    for rows in unsure.split(exact_rows) if unsure.numel() else ():
+        some = torch.empty(len(rows) * width + 1, dtype=cells.dtype, device=cells.device)
+        torch.index_select(scores, 0, rows, out=some[:-1].view(-1, width))
+        order = reorder_(some)
         if excluded is not None:
-            ids, rows = excluded
-            column = ids - low
-            inside = (column >= 0) & (column < high - low) & (rows >= 0) & (rows < num_rows)
-            cells.index_fill_(0, torch.where(inside, rows * (high - low) + column, keys.numel()), NO_ITEM)
-        yield low, keys
+            # Rows that are not among these are none.
+            place_of_row = rows.new_full((num_rows + 1,), -1).index_copy_(0, rows, torch.arange(len(rows), device=rows.device))
+            place = place_of_row[torch.where((excluded[1] >= 0) & (excluded[1] < num_rows), excluded[1], num_rows)]
+            _fill(order, (len(rows), width), (excluded[0], place), torch.iinfo(order.dtype).min)
+        top[rows], column[rows] = _best(order[:-1].view(-1, width), k)
+    return top, column
 
 
-def _logits(queries: Tensor, part: Tensor, bias: Tensor | None, low: int, out: Tensor | None) -> Tensor:
-    logits = torch.mm(queries, part, out=out)
-    return logits if bias is None else logits.add_(bias[low : low + part.shape[1]].to(logits.dtype))
+def _best(order: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest integers of each row and their columns; of equal ones those of the smallest columns, these first."""
+    border = order.topk(k, dim=1).values[:, -1:]
+    chosen, is_border = order > border, order == border
+    missing = k - chosen.sum(1, keepdim=True)
+    chosen |= is_border & (is_border.cumsum(1, dtype=torch.int32) <= missing)
+    width = order.shape[1]
+    left = torch.arange(width, 0, -1, dtype=torch.int32, device=order.device)
+    column = width - torch.where(chosen, left, 0).topk(k, dim=1).values.to(torch.int64)
+    top, place = order.gather(1, column).sort(dim=1, descending=True, stable=True)
+    return top, column.gather(1, place)
+
+
+def _fill(cells: Tensor, shape: tuple[int, int], excluded: tuple[Tensor, Tensor] | None, value: float) -> None:
+    """Set the cells of some columns and rows of a tile; those outside it fall into the cell after it."""
+    if excluded is not None:
+        (column, row), (num_rows, width) = excluded, shape
+        inside = (column >= 0) & (column < width) & (row >= 0) & (row < num_rows)
+        cells.index_fill_(0, torch.where(inside, row * width + column, num_rows * width), value)
 
 
 def _rows_of(excluded: tuple[Tensor, Tensor], first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -119,16 +136,16 @@ def _rows_of(excluded: tuple[Tensor, Tensor], first: int, count: int) -> tuple[T
     return ids, rows - first
 
 
-def _plan(
-    num_rows: int, num_items: int, max_bytes: int, item_bytes: int, score_bytes: int, device: torch.device
-) -> tuple[int, int]:
-    """Rows and items of a tile: whole catalogues as long as `_MIN_ROWS` rows of them fit, and tiles of items beyond."""
-    per_score = _BYTES_PER_SCORE[score_bytes]
-    of_row = num_items * per_score
-    rows = (max_bytes - num_items * item_bytes) // of_row
-    if rows >= min(num_rows, _MIN_ROWS):
-        if device.type == "cpu":
-            rows = min(rows, max(_CPU_TILE_BYTES // of_row, _MIN_ROWS))
-        return min(rows, num_rows), num_items
-    rows = min(num_rows, _MIN_ROWS)
-    return rows, max(max_bytes // (rows * per_score + item_bytes), 1)
+def _plan(num_rows: int, num_items: int, max_bytes: int, item_bytes: int, score_bytes: int) -> tuple[int, int, int]:
+    """Return rows and items of a tile, and rows that `_best` takes at once.
+
+    A tile is the whole catalogue where enough rows of it fit into one half of the memory; the other half is for `_best`.
+    """
+    exact_bytes = 2 * score_bytes + _EXACT_BYTES
+    by_score = score_bytes + exact_bytes
+    enough = min(num_rows, max(_FEWEST_ROWS, min(_ENOUGH_ROWS, max_bytes // (by_score * _ENOUGH_ITEMS))))
+    rows = max_bytes // 2 // (num_items * score_bytes)
+    exact_rows = (max_bytes // 2 - num_items * item_bytes) // (num_items * exact_bytes)
+    if rows >= enough and exact_rows >= 1:
+        return min(rows, num_rows), num_items, exact_rows
+    return enough, max(max_bytes // (enough * by_score + item_bytes), 1), enough

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from jagged.ops import catalogue_topk
 from jagged.ops._shared.matrices import float32_products
@@ -275,6 +277,38 @@ def test_memory_is_bounded_and_chunks_change_nothing(place: Place, max_bytes: in
     given = weight.nbytes + hidden.nbytes + 2 * 16 * rows * k + 64 * exclude[0].numel()
     assert 0.4 * max_bytes < memory.peak < max_bytes + given
     torch.testing.assert_close(cut, whole, rtol=0, atol=0)
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operators put out, but for views, empty memory, and few numbers filled in."""
+
+    aside = (torch.ops.aten.empty.memory_format, torch.ops.aten.index_fill_.int_Scalar)
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func not in self.aside:
+            self.count += sum(leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        return result
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("rows_with_ties", [0, 3])
+def test_a_score_is_written_once(dtype: torch.dtype, rows_with_ties: int) -> None:
+    """Products are what ranking costs: nothing else goes over all scores, unless ties at the border ask for it, in their rows."""
+    rows, items, k = 64, 5000, 10
+    hidden, weight = random_tensor((rows, 8), dtype, 0), random_tensor((items, 8), dtype, 1)
+    hidden[:rows_with_ties] = 0
+    exclude = excluded(rows, items, "some", torch.int64)
+    assert exclude is not None
+    with Written() as written:
+        got = torch_impl.catalogue_topk(hidden, weight, None, *exclude, k, DEFAULT_MAX_BYTES)
+    # The exact way writes a score fewer than 16 times.
+    assert written.count < (1.1 * rows + 16 * rows_with_ties) * items
+    want = reference(hidden, weight, k, exclude=exclude)
+    assert got[1].tolist() == want[1].tolist()
 
 
 @ON_CPU
