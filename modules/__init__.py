@@ -12,6 +12,7 @@ from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollecti
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import JaggedFeatureInteraction
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
@@ -40,6 +41,7 @@ __all__ = [
     "JaggedCrossAttention",
     "JaggedFeatureInteraction",
     "JaggedMLP",
+    "JaggedModule",
     "JaggedPooling",
     "JaggedSelfAttention",
     "JaggedTransformerBlock",

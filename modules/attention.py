@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.positions import positions_with_targets, rotate
 from jagged.ops import jagged_attention
@@ -30,12 +31,6 @@ def draw_biases(*biases: nn.Parameter | None) -> None:
     for bias in biases:
         if bias is not None:
             nn.init.normal_(bias, std=0.02)
-
-
-def show_biases(relative_bias: Tensor | None, time_bias: Tensor | None) -> str:
-    """The arguments that `bias_parameters` was called with, for `extra_repr`."""
-    max_distance = None if relative_bias is None else relative_bias.shape[1] // 2
-    return f"max_distance={max_distance}, num_time_buckets={None if time_bias is None else time_bias.shape[1]}"
 
 
 def check_times(times: Tensor | None, time_bias: Tensor | None) -> None:
@@ -64,7 +59,7 @@ def _check_heads(embedding_dim: int, num_heads: int, num_key_heads: int) -> None
         )
 
 
-class JaggedSelfAttention(nn.Module):
+class JaggedSelfAttention(JaggedModule):
     """Multi-head softmax self-attention within each sample: projections, `jagged_attention`, output projection.
 
     A sample's last rows may be targets, as candidates to be ranked are: each sees the history before them and itself, and
@@ -123,6 +118,11 @@ class JaggedSelfAttention(nn.Module):
         torch.Size([7, 32])
     """
 
+    shown = (
+        "num_heads", "causal", "num_key_heads", "window", "num_contextual", "rotary", "max_distance", "num_time_buckets",
+        "attention_dropout",
+    )  # fmt: skip
+
     def __init__(
         self,
         embedding_dim: int,
@@ -148,6 +148,8 @@ class JaggedSelfAttention(nn.Module):
         self.window = window
         self.num_contextual = num_contextual
         self.rotary = rotary
+        self.max_distance = max_distance
+        self.num_time_buckets = num_time_buckets
         self.attention_dropout = attention_dropout
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         draw_biases(self.relative_bias, self.time_bias)
@@ -158,8 +160,7 @@ class JaggedSelfAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Draw new weights: torch's defaults for linear layers, biases of scores with a standard deviation of 0.02."""
         draw_biases(self.relative_bias, self.time_bias)
-        self.qkv_projection.reset_parameters()
-        self.output_projection.reset_parameters()
+        super().reset_parameters()
 
     def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, times: Tensor | None = None) -> JaggedTensor:
         """Attend within each sample."""
@@ -189,16 +190,8 @@ class JaggedSelfAttention(nn.Module):
         )
         return with_values(x, self.output_projection(attended.flatten(1)))
 
-    def extra_repr(self) -> str:
-        """Show what the children do not."""
-        return (
-            f"num_heads={self.num_heads}, causal={self.causal}, num_key_heads={self.num_key_heads}, window={self.window}, "
-            f"num_contextual={self.num_contextual}, rotary={self.rotary}, {show_biases(self.relative_bias, self.time_bias)}, "
-            f"attention_dropout={self.attention_dropout}"
-        )
 
-
-class JaggedCrossAttention(nn.Module):
+class JaggedCrossAttention(JaggedModule):
     """Multi-head softmax attention of each sample's queries to all of its rows of another feature, the memory.
 
     Args:
@@ -232,6 +225,8 @@ class JaggedCrossAttention(nn.Module):
         torch.Size([3, 5, 32])
     """
 
+    shown = ("num_heads", "num_key_heads", "attention_dropout")
+
     def __init__(
         self,
         embedding_dim: int,
@@ -254,12 +249,6 @@ class JaggedCrossAttention(nn.Module):
         self.kv_projection = nn.Linear(key_dim, embedding_dim // num_heads * 2 * num_key_heads, device=device)
         self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
 
-    def reset_parameters(self) -> None:
-        """Draw new weights, torch's defaults for linear layers."""
-        self.q_projection.reset_parameters()
-        self.kv_projection.reset_parameters()
-        self.output_projection.reset_parameters()
-
     def forward(self, queries: JaggedTensor | Tensor, memory: JaggedTensor) -> JaggedTensor | Tensor:
         """Attend to the memory; the result has the form of the queries."""
         rows, k_offsets, width = memory.values(), memory.offsets(), self.q_projection.in_features
@@ -280,7 +269,3 @@ class JaggedCrossAttention(nn.Module):
         dropout = self.attention_dropout if self.training else 0.0
         output = self.output_projection(jagged_attention(q, k, v, q_offsets, k_offsets, dropout_p=dropout).flatten(1))
         return output.view(queries.shape) if isinstance(queries, Tensor) else with_values(queries, output)
-
-    def extra_repr(self) -> str:
-        """Show what the children do not."""
-        return f"num_heads={self.num_heads}, num_key_heads={self.num_key_heads}, attention_dropout={self.attention_dropout}"

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.sampling import Sampler
 from jagged.modules.split import RowSplit
 from jagged.modules.targets import next_item_targets
@@ -23,7 +24,7 @@ class HeadOutput(NamedTuple):
     logits: Tensor
 
 
-class CutCrossEntropyHead(nn.Module):
+class CutCrossEntropyHead(JaggedModule):
     """Cross-entropy of every row over all items, without the logits in memory. Has no parameters: the item table is passed.
 
     Args:
@@ -181,7 +182,7 @@ class CutCrossEntropyHead(nn.Module):
         return ", ".join(parts if self._split is None else [*parts, repr(self._split)])
 
 
-class SampledCrossEntropyHead(nn.Module):
+class SampledCrossEntropyHead(JaggedModule):
     """Loss of every row's target against sampled items. Has no parameters: the item table is passed.
 
     Args:
@@ -213,6 +214,11 @@ class SampledCrossEntropyHead(nn.Module):
         >>> head(hidden, torch.zeros(100, 16), items).loss.exp()
         tensor(11.0000)
     """
+
+    shown = (
+        "loss", "correction", "positive", "mask_hits", "renormalise", "gbce_t", "temperature", "filter_eps", "sparse",
+        "ignore_index",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -273,15 +279,6 @@ class SampledCrossEntropyHead(nn.Module):
             sparse=self.sparse,
         )
         return HeadOutput(loss, target_logits(values, weight, targets, self.ignore_index) / self.temperature)
-
-    def extra_repr(self) -> str:
-        """Show the options."""
-        names = ["loss", "correction", "positive", "mask_hits", "renormalise", "temperature", "filter_eps", "ignore_index"]
-        if self.sparse:
-            names.append("sparse")
-        if self.loss == "gbce":
-            names.insert(1, "gbce_t")
-        return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
 
 def check_sampled_options(

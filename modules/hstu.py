@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules.attention import bias_parameters, check_times, draw_biases, show_biases
+from jagged.modules.attention import bias_parameters, check_times, draw_biases
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.ops import jagged_hstu_attention
 
 
-class HSTUBlock(nn.Module):
+class HSTUBlock(JaggedModule):
     """A hierarchical sequential transduction unit: causal attention without softmax, gated, added to its input.
 
     Each row x of a sample becomes, with one linear layer f1 for all four parts and the attention within the sample,
@@ -70,6 +71,8 @@ class HSTUBlock(nn.Module):
         torch.Size([7, 32])
     """
 
+    shown = ("num_heads", "window", "num_contextual", "max_distance", "num_time_buckets", "normalizer")
+
     def __init__(
         self,
         embedding_dim: int,
@@ -95,6 +98,8 @@ class HSTUBlock(nn.Module):
         self.num_heads = num_heads
         self.window = window
         self.num_contextual = num_contextual
+        self.max_distance = max_distance
+        self.num_time_buckets = num_time_buckets
         self.normalizer = normalizer
         self.relative_bias, self.time_bias = bias_parameters(num_heads, max_distance, num_time_buckets, device)
         width = num_heads * (embedding_dim // num_heads if head_dim is None else head_dim)
@@ -138,10 +143,3 @@ class HSTUBlock(nn.Module):
         )
         gated = self.attention_norm(attended.flatten(1)) * u.flatten(1)
         return with_values(x, values + self.output_projection(self.dropout(gated)))
-
-    def extra_repr(self) -> str:
-        """Show what the children do not."""
-        return (
-            f"num_heads={self.num_heads}, window={self.window}, num_contextual={self.num_contextual}, "
-            f"{show_biases(self.relative_bias, self.time_bias)}, normalizer={self.normalizer}"
-        )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
 
 
-class JaggedFeatureInteraction(nn.Module):
+class JaggedFeatureInteraction(JaggedModule):
     """Score each row of a jagged feature against its sample's target items and sum the rows by their scores.
 
     With rows `x_i` and targets `y_t` of one sample: `score_it = scale * x_i . y_t`, `out_t = sum_i softmax_i(score_it) x_i`, or
@@ -30,6 +31,8 @@ class JaggedFeatureInteraction(nn.Module):
         2024, Figure 1.
     """
 
+    shown = ("softmax", "scale")
+
     def __init__(self, *, softmax: bool = True, scale: float | None = None) -> None:
         super().__init__()
         self.softmax = softmax
@@ -47,7 +50,3 @@ class JaggedFeatureInteraction(nn.Module):
         scores = jagged_dense_bmm(values, offsets, targets.transpose(1, 2) * scale)
         weights = jagged_softmax(scores, offsets) if self.softmax else scores
         return jagged_jagged_bmm(values, weights, offsets).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        """Show the options."""
-        return f"softmax={self.softmax}, scale={'1 / sqrt(D)' if self.scale is None else self.scale}"

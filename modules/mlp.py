@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.ops import jagged_linear
 from jagged.ops.elementwise import ACTIVATIONS, Activation
 
 
-class JaggedMLP(nn.Module):
+class JaggedMLP(JaggedModule):
     """A multilayer perceptron on every row, which may also see features of the row's sample.
 
     With context features the first layer is that of rows with their sample's features beside them; these are projected once a
@@ -36,6 +37,8 @@ class JaggedMLP(nn.Module):
     Raises:
         ValueError: no layer, an unknown activation, a context where none is expected or none where one is.
     """
+
+    shown = ("activation",)
 
     def __init__(
         self,
@@ -60,12 +63,6 @@ class JaggedMLP(nn.Module):
             self.context_projection = nn.Linear(context_features, widths[1], bias=False, device=device)
         self.dropout = nn.Dropout(dropout)
 
-    def reset_parameters(self) -> None:
-        """Draw new weights, torch's defaults for linear layers."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
-
     def forward(self, x: JaggedTensor, context: Tensor | None = None) -> JaggedTensor:
         """Transform each row."""
         if (context is None) != (self.context_projection is None):
@@ -79,7 +76,3 @@ class JaggedMLP(nn.Module):
             if k < last:
                 values = self.dropout(values)
         return with_values(x, values)
-
-    def extra_repr(self) -> str:
-        """Show what the children do not."""
-        return f"activation={self.activation!r}"

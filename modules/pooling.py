@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.ops import jagged_jagged_bmm, jagged_softmax
 
 KINDS = ("sum", "mean", "max", "last", "softmax")
 
 
-class JaggedPooling(nn.Module):
+class JaggedPooling(JaggedModule):
     """Pool the rows of each sample into one vector; an empty sample gets zeros.
 
     Args:
@@ -27,6 +28,8 @@ class JaggedPooling(nn.Module):
         JaggedTensor with values `[sum L, D]` in, `[B, D]` out.
     """
 
+    shown = ("embedding_dim", "kind")
+
     def __init__(self, embedding_dim: int, kind: str = "mean", *, device: torch.device | str | None = None) -> None:
         super().__init__()
         if kind not in KINDS:
@@ -35,11 +38,6 @@ class JaggedPooling(nn.Module):
         self.kind = kind
         # A bias would move all scores of a sample alike, which the softmax does not see.
         self.score = nn.Linear(embedding_dim, 1, bias=False, device=device) if kind == "softmax" else None
-
-    def reset_parameters(self) -> None:
-        """Draw new weights, where there are any."""
-        if self.score is not None:
-            self.score.reset_parameters()
 
     def forward(self, x: JaggedTensor) -> Tensor:
         """Return one vector a sample."""
@@ -58,7 +56,3 @@ class JaggedPooling(nn.Module):
             weights = values.new_ones(values.shape[0], 1)
         pooled = jagged_jagged_bmm(values, weights, offsets).squeeze(2)
         return pooled / lengths.clamp(min=1) if self.kind == "mean" else pooled
-
-    def extra_repr(self) -> str:
-        """Show the options."""
-        return f"{self.embedding_dim}, kind={self.kind!r}"

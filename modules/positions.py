@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.ops import row_positions
 from jagged.ops._shared.offsets import position_of_row, sample_of_row
@@ -67,7 +68,7 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((turned, x[..., 2 * pairs :]), -1) if x.shape[-1] % 2 else turned
 
 
-class PositionalEncoding(nn.Module):
+class PositionalEncoding(JaggedModule):
     """Add a learned vector for each row's place in its sample, counted from the sample's last row.
 
     Counted from the end, the most recent event always has the same position, however long the history; this is what
@@ -88,8 +89,12 @@ class PositionalEncoding(nn.Module):
         ValueError: `num_targets` of another shape, or negative.
     """
 
+    shown = ("max_length", "embedding_dim")
+
     def __init__(self, max_length: int, embedding_dim: int, *, device: torch.device | str | None = None) -> None:
         super().__init__()
+        self.max_length = max_length
+        self.embedding_dim = embedding_dim
         self.weight = nn.Parameter(torch.empty(max_length, embedding_dim, device=device))
         self.reset_parameters()
 
@@ -101,9 +106,5 @@ class PositionalEncoding(nn.Module):
         """Add the positions' vectors."""
         values = x.values()
         positions = positions_with_targets(x.offsets(), values.shape[0], num_targets, from_end=True)
-        positions = positions.clamp(max=self.weight.shape[0] - 1)
+        positions = positions.clamp(max=self.max_length - 1)
         return with_values(x, values + nn.functional.embedding(positions, self.weight))
-
-    def extra_repr(self) -> str:
-        """Show the sizes."""
-        return f"max_length={self.weight.shape[0]}, embedding_dim={self.weight.shape[1]}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.ops import Draw, drawn_negatives
 from jagged.ops.sampled_cross_entropy.draws import item_log_probability, source_of
 
@@ -26,7 +27,7 @@ class Negatives(NamedTuple):
     target_log_q: Tensor | None = None
 
 
-class Sampler(nn.Module):
+class Sampler(JaggedModule):
     """Base of the samplers: `forward(targets, *, ignore_index=-100)` gives `Negatives` for the rows of a batch.
 
     Attributes:
@@ -47,6 +48,7 @@ class Sampler(nn.Module):
 class _DrawingSampler(Sampler):
     """Draws from the catalogue by a seed that every training forward raises by one, in place and on its device."""
 
+    shown: ClassVar[tuple[str, ...]] = ("num_items", "count", "rows_per_draw")
     kind: Any
     count: int
     num_items: int
@@ -92,11 +94,6 @@ class _DrawingSampler(Sampler):
     def _tables(self) -> dict[str, Tensor]:
         return {}
 
-    def extra_repr(self) -> str:
-        """Show the options."""
-        shown = f"num_items={self.num_items}, count={self.count}, rows_per_draw={self.rows_per_draw}"
-        return shown if self.replacement else f"{shown}, replacement=False"
-
 
 class UniformSampler(_DrawingSampler):
     """Negatives of which every item is as probable.
@@ -121,6 +118,7 @@ class UniformSampler(_DrawingSampler):
         16
     """
 
+    shown = (*_DrawingSampler.shown, "replacement")
     kind = "uniform"
 
     def __init__(
@@ -192,6 +190,7 @@ class PopularitySampler(_DrawingSampler):
         tensor([0.7500, 0.2500, 0.2500])
     """
 
+    shown = (*_DrawingSampler.shown, "power")
     kind = "popularity"
     alias_probability: Tensor
     alias: Tensor
@@ -231,10 +230,6 @@ class PopularitySampler(_DrawingSampler):
     def _tables(self) -> dict[str, Tensor]:
         return {"alias_probability": self.alias_probability, "alias": self.alias, "log_q": self.log_q}
 
-    def extra_repr(self) -> str:
-        """Show the options."""
-        return f"{super().extra_repr()}, power={self.power}"
-
 
 class InBatchSampler(Sampler):
     """The targets of the batch's rows that count are the negatives of all rows.
@@ -255,6 +250,7 @@ class InBatchSampler(Sampler):
         Yi et al., Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations, RecSys 2019.
     """
 
+    shown = ("num_items",)
     log_q: Tensor | None
 
     def __init__(self, counts: Tensor | None = None, *, device: torch.device | str | None = None) -> None:
@@ -289,10 +285,6 @@ class InBatchSampler(Sampler):
         # The correction counts places; an ignored row's place is none.
         share = _log_share(counted.sum(), ids, self.log_q.dtype)
         return Negatives(ids, _at(self.log_q, ids) + share, _at(self.log_q, targets) + share)
-
-    def extra_repr(self) -> str:
-        """Show the size."""
-        return f"num_items={self.num_items}"
 
 
 class MixedSampler(Sampler):

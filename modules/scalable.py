@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.heads import HeadOutput, target_logits, targets_of
+from jagged.modules.jagged_module import JaggedModule
 from jagged.ops import catalogue_topk
 
 
-class ScalableCrossEntropyHead(nn.Module):
+class ScalableCrossEntropyHead(JaggedModule):
     """Cross-entropy of the rows and items with high scores alone. Has no parameters: the item table is passed.
 
     Each bucket has a random mixture of the hidden states as its centre, and holds the rows and the items of the highest products
@@ -48,6 +49,8 @@ class ScalableCrossEntropyHead(nn.Module):
         >>> ScalableCrossEntropyHead(2, 4, 100)(hidden, torch.zeros(100, 16), items).loss.exp()
         tensor(100.0000)
     """
+
+    shown = ("num_buckets", "rows_per_bucket", "items_per_bucket", "max_bytes", "ignore_index")
 
     def __init__(
         self,
@@ -110,11 +113,6 @@ class ScalableCrossEntropyHead(nn.Module):
             for chunk in zip(*chunks, strict=True)
         ]
         return torch.cat(parts)
-
-    def extra_repr(self) -> str:
-        """Show the options."""
-        names = ["num_buckets", "rows_per_bucket", "items_per_bucket", "max_bytes", "ignore_index"]
-        return ", ".join(f"{name}={getattr(self, name)}" for name in names)
 
 
 def _bucket_losses(rows: Tensor, items: Tensor, positive: Tensor, targets: Tensor, ids: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 
 
@@ -125,7 +126,7 @@ def _exchange(values: Tensor, sent: list[int], received: list[int], group: dist.
     return output
 
 
-class SplitEmbeddingCollection(nn.Module):
+class SplitEmbeddingCollection(JaggedModule):
     """An `EmbeddingCollection` of one table of which each process of a group holds a block of rows; looked up together.
 
     Each process gathers the ids of all, finds those whose rows it holds, and sends the rows to the process that asked. Backward

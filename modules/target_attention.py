@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width
 from jagged.ops import jagged_dense_add, jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
 from jagged.ops.elementwise import ACTIVATIONS, Activation
 
 
-class TargetAttention(nn.Module):
+class TargetAttention(JaggedModule):
     """Sum each sample's history for each of its targets, every row weighted by what a small network makes of row and target.
 
     With rows `h_i` and a target `t` of one sample: `a_i = MLP([h_i, t, h_i - t, h_i * t])`, a number, and `out = sum_i a_i h_i`.
@@ -50,6 +51,8 @@ class TargetAttention(nn.Module):
         torch.Size([3, 5, 16])
     """
 
+    shown = ("activation", "softmax")
+
     def __init__(
         self,
         embedding_dim: int,
@@ -73,11 +76,6 @@ class TargetAttention(nn.Module):
         self.layers = nn.ModuleList(
             nn.Linear(a, b, bias, device=device) for (a, b), bias in zip(itertools.pairwise(widths), biases, strict=True)
         )
-
-    def reset_parameters(self) -> None:
-        """Draw new weights, torch's defaults for linear layers."""
-        for layer in self.layers:
-            cast(nn.Linear, layer).reset_parameters()
 
     def forward(self, history: JaggedTensor, targets: Tensor) -> Tensor:
         """Return each target's weighted sum of the history."""
@@ -110,7 +108,3 @@ class TargetAttention(nn.Module):
         if self.softmax:
             weights = jagged_softmax(weights, offsets)
         return jagged_jagged_bmm(values, weights, offsets).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        """Show what the children do not."""
-        return f"activation={self.activation!r}, softmax={self.softmax}"

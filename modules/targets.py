@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops.sampled_cross_entropy.draws import philox
@@ -62,7 +63,7 @@ class MaskedItems(NamedTuple):
     targets: Tensor
 
 
-class ItemMasking(nn.Module):
+class ItemMasking(JaggedModule):
     """Hide items at random, to be predicted from both sides.
 
     Which rows are hidden depends on a seed and the row's place in the batch alone, the same on every device. Each training
@@ -94,6 +95,7 @@ class ItemMasking(nn.Module):
         (tensor([100, 100, 100, 100]), tensor([5, 6, 7, 8]))
     """
 
+    shown = ("mask_id", "probability", "ignore_index")
     seed: Tensor
 
     def __init__(
@@ -129,7 +131,3 @@ class ItemMasking(nn.Module):
         return MaskedItems(
             with_values(items, torch.where(hidden, self.mask_id, values)), torch.where(hidden, values, self.ignore_index)
         )
-
-    def extra_repr(self) -> str:
-        """Show the options."""
-        return f"mask_id={self.mask_id}, probability={self.probability}, ignore_index={self.ignore_index}"

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.attention import JaggedSelfAttention
+from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 
 
-class JaggedTransformerBlock(nn.Module):
+class JaggedTransformerBlock(JaggedModule):
     """A transformer block: attention and a feed-forward network, each added to its input and normalised.
 
     Args:
@@ -36,6 +37,8 @@ class JaggedTransformerBlock(nn.Module):
         Vaswani et al., Attention Is All You Need, NeurIPS 2017 (`"post"`); Xiong et al., On Layer Normalization in the
         Transformer Architecture, ICML 2020 (`"pre"`).
     """
+
+    shown = ("norm",)
 
     def __init__(
         self,
@@ -83,15 +86,6 @@ class JaggedTransformerBlock(nn.Module):
         )
         self.dropout = nn.Dropout(dropout)
 
-    def reset_parameters(self) -> None:
-        """Draw new weights in every part."""
-        self.attention_norm.reset_parameters()
-        self.attention.reset_parameters()
-        self.feed_forward_norm.reset_parameters()
-        for layer in self.feed_forward:
-            if isinstance(layer, nn.Linear):
-                layer.reset_parameters()
-
     def forward(self, x: JaggedTensor, num_targets: int | Tensor | None = None, times: Tensor | None = None) -> JaggedTensor:
         """Attend, then transform each row."""
         values = x.values()
@@ -104,7 +98,3 @@ class JaggedTransformerBlock(nn.Module):
             values = self.attention_norm(values + self.dropout(attended.values()))
             values = self.feed_forward_norm(values + self.dropout(self.feed_forward(values)))
         return with_values(x, values)
-
-    def extra_repr(self) -> str:
-        """Show what the children do not."""
-        return f"norm={self.norm!r}"

@@ -523,22 +523,3 @@ def test_compiles_to_one_graph(place: Place, block: type[nn.Module]) -> None:
         results = [function(values, *arguments) for function in (compiled, run)]
         torch.testing.assert_close(*results)
         torch.testing.assert_close(*(torch.autograd.grad(result.sum(), values) for result in results))
-
-
-def test_are_leaves_under_tracing() -> None:
-    from torchrec.fx import Tracer
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.cross = JaggedTransformerBlock(DIM, 3, rotary=True), JaggedCrossAttention(DIM, 3)
-
-        def forward(self, x: JaggedTensor, num_targets: Tensor, items: Tensor) -> Tensor:
-            return self.cross(items, self.block(x, num_targets))
-
-    model = Model()
-    graph = Tracer(leaf_modules=["JaggedTransformerBlock", "JaggedCrossAttention"]).trace(model)
-    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["block", "cross"]
-    x = JaggedTensor(values=torch.randn(3, DIM), offsets=torch.tensor([0, 1, 3]))
-    arguments = x, torch.tensor([0, 1]), torch.randn(2, 4, DIM)
-    assert torch.equal(torch.fx.GraphModule(model, graph)(*arguments), model(*arguments))

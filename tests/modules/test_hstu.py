@@ -180,22 +180,3 @@ def test_messages() -> None:
         HSTUBlock(DIM, 3)(rows, times=torch.zeros(4, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"num_targets: expected \[2\], one for each sample, got \[3\]"):
         HSTUBlock(DIM, 3)(rows, torch.zeros(3, dtype=torch.int64))
-
-
-def test_is_a_leaf_of_a_traced_model() -> None:
-    from torchrec.fx import Tracer
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = HSTUBlock(DIM, 3, num_time_buckets=8)
-
-        def forward(self, x: JaggedTensor, num_targets: Tensor, times: Tensor) -> JaggedTensor:
-            return self.block(x, num_targets, times)
-
-    model = Model()
-    graph = Tracer(leaf_modules=["HSTUBlock"]).trace(model)
-    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["block"]
-    x = JaggedTensor(values=torch.randn(3, DIM), offsets=torch.tensor([0, 1, 3]))
-    arguments = x, torch.tensor([0, 1]), torch.tensor([0, 5, 9])
-    assert torch.equal(torch.fx.GraphModule(model, graph)(*arguments).values(), model(*arguments).values())

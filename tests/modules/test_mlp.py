@@ -109,22 +109,3 @@ def test_dropout_is_drawn_in_training_only(place: Place) -> None:
     assert not torch.equal(mlp(x).values(), mlp(x).values())
     mlp.eval()
     assert torch.equal(mlp(x).values(), mlp(x).values())
-
-
-def test_is_a_leaf_of_a_traced_model() -> None:
-    from torchrec.fx import Tracer
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = JaggedMLP(WIDTH, [4], context_features=2)
-
-        def forward(self, x: JaggedTensor, context: Tensor) -> JaggedTensor:
-            return self.mlp(x, context)
-
-    model = Model()
-    graph = Tracer(leaf_modules=["JaggedMLP"]).trace(model)
-    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["mlp"]
-    x = JaggedTensor(values=torch.randn(3, WIDTH), offsets=torch.tensor([0, 1, 3]))
-    context = torch.randn(2, 2)
-    assert torch.equal(torch.fx.GraphModule(model, graph)(x, context).values(), model(x, context).values())

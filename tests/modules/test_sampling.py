@@ -206,4 +206,4 @@ def test_messages() -> None:
 def test_shown_with_their_options() -> None:
     assert repr(PopularitySampler(torch.ones(3), 2)) == "PopularitySampler(num_items=3, count=2, rows_per_draw=1, power=1.0)"
     assert repr(InBatchSampler(torch.ones(3))) == "InBatchSampler(num_items=3)"
-    assert "UniformSampler(num_items=9, count=4, rows_per_draw=None)" in repr(BUILDERS["mixed"]())
+    assert "UniformSampler(num_items=9, count=4, rows_per_draw=None, replacement=True)" in repr(BUILDERS["mixed"]())

@@ -135,21 +135,3 @@ def test_messages() -> None:
         module(history, torch.zeros(DIM))
     with pytest.raises(ValueError, match=r"targets: expected those of 2 samples, as many as history has, got \[3, 6\]"):
         module(history, torch.zeros(3, DIM))
-
-
-def test_is_a_leaf_of_a_traced_model() -> None:
-    from torchrec.fx import Tracer
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.attention = TargetAttention(DIM)
-
-        def forward(self, history: JaggedTensor, targets: Tensor) -> Tensor:
-            return self.attention(history, targets)
-
-    model = Model()
-    graph = Tracer(leaf_modules=["TargetAttention"]).trace(model)
-    assert [node.target for node in graph.nodes if node.op == "call_module"] == ["attention"]
-    history, targets = JaggedTensor(values=torch.randn(3, DIM), offsets=torch.tensor([0, 1, 3])), torch.randn(2, DIM)
-    assert torch.equal(torch.fx.GraphModule(model, graph)(history, targets), model(history, targets))

@@ -1,0 +1,267 @@
+"""What every module has to stand: to be traced, under TorchRec's pipeline too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.fx import Tracer
+from torchrec.modules.embedding_configs import EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+import jagged.modules
+from jagged.models import SASRec
+from jagged.modules import (
+    CutCrossEntropyHead,
+    HSTUBlock,
+    InBatchSampler,
+    ItemMasking,
+    JaggedCrossAttention,
+    JaggedFeatureInteraction,
+    JaggedMLP,
+    JaggedModule,
+    JaggedPooling,
+    JaggedSelfAttention,
+    JaggedTransformerBlock,
+    LogUniformSampler,
+    MixedSampler,
+    PopularitySampler,
+    PositionalEncoding,
+    SampledCrossEntropyHead,
+    Sampler,
+    ScalableCrossEntropyHead,
+    TargetAttention,
+    UniformSampler,
+)
+from jagged.training.processes import process_group
+from tests.places import PLACE
+
+DIM, ITEMS, TARGETS = 8, 11, 2
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Embedded rows, the rows' items, target items of every sample, and the item table."""
+
+    rows: JaggedTensor
+    items: JaggedTensor
+    targets: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a module is built, and one number of each of its outputs."""
+
+    build: Callable[[], nn.Module]
+    use: Callable[[Any, Inputs], Tensor]
+
+
+def on_rows(build: Callable[[], nn.Module]) -> Case:
+    return Case(build, lambda module, x: module(x.rows).values())
+
+
+def of_head(build: Callable[[], nn.Module]) -> Case:
+    return Case(build, lambda module, x: module(x.rows, x.weight, x.items).loss)
+
+
+def of_sampler(build: Callable[[], Sampler], **options: Any) -> Case:
+    return of_head(lambda: SampledCrossEntropyHead(build(), **options))
+
+
+def counts() -> Tensor:
+    return torch.arange(ITEMS) + 1
+
+
+def masked(module: ItemMasking, x: Inputs) -> Tensor:
+    hidden: Tensor = module(x.items).targets >= 0
+    return torch.where(hidden[:, None], x.rows.values(), 0)
+
+
+CASES = {
+    "self-attention": Case(
+        lambda: JaggedSelfAttention(
+            DIM, 2, num_key_heads=1, rotary=True, max_distance=3, num_time_buckets=5, attention_dropout=0.3
+        ),
+        lambda module, x: module(x.rows, 1, x.items.values()).values(),
+    ),
+    "cross-attention": Case(
+        lambda: JaggedCrossAttention(DIM, 2, attention_dropout=0.3), lambda module, x: module(x.targets, x.rows)
+    ),
+    "cross-attention of rows": Case(
+        lambda: JaggedCrossAttention(DIM, 2), lambda module, x: module(x.rows, memory=x.rows).values()
+    ),
+    "transformer": on_rows(lambda: JaggedTransformerBlock(DIM, 2, dropout=0.2, attention_dropout=0.1)),
+    "hstu": Case(
+        lambda: HSTUBlock(DIM, 2, max_distance=3, num_time_buckets=5, dropout=0.2, normalizer=7),
+        lambda module, x: module(x.rows, 1, times=x.items.values()).values(),
+    ),
+    "positions": Case(lambda: PositionalEncoding(4, DIM), lambda module, x: module(x.rows, num_targets=1).values()),
+    "mlp": Case(
+        lambda: JaggedMLP(DIM, [6, 3], context_features=DIM, dropout=0.2),
+        lambda module, x: module(x.rows, x.targets[:, 0]).values(),
+    ),
+    "interaction": Case(JaggedFeatureInteraction, lambda module, x: module(x.rows, x.targets)),
+    "target attention": Case(lambda: TargetAttention(DIM, (6, 4)), lambda module, x: module(x.rows, x.targets)),
+    **{
+        f"{kind} pooling": Case(functools.partial(JaggedPooling, DIM, kind), lambda module, x: module(x.rows))
+        for kind in ("sum", "mean", "max", "last", "softmax")
+    },
+    "masking": Case(lambda: ItemMasking(ITEMS - 1, 0.5), masked),
+    "cut head": of_head(lambda: CutCrossEntropyHead(label_smoothing=0.1, softcap=5.0)),
+    "scalable head": of_head(lambda: ScalableCrossEntropyHead(2, 4, 5)),
+    "uniform": of_sampler(lambda: UniformSampler(ITEMS, 4)),
+    "log-uniform": of_sampler(lambda: LogUniformSampler(ITEMS, 4), correction="both"),
+    "popularity": of_sampler(lambda: PopularitySampler(counts(), 4), correction="negatives"),
+    "in-batch": of_sampler(lambda: InBatchSampler(counts()), correction="negatives"),
+    "mixed": of_sampler(
+        lambda: MixedSampler(InBatchSampler(counts()), UniformSampler(ITEMS, 4, rows_per_draw=None)), correction="negatives"
+    ),
+}
+
+every_module = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+class Model(nn.Module):
+    """A module in a list, as stacked blocks are."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([case.build()])
+        self.use = case.use
+        self.weight = nn.Parameter(torch.linspace(-1, 1, ITEMS * DIM).sin().view(ITEMS, DIM))
+
+    def forward(self, rows: JaggedTensor, items: JaggedTensor, targets: Tensor) -> Tensor:
+        for part in self.parts:
+            result = self.use(part, Inputs(rows, items, targets, self.weight))
+        return result
+
+
+def inputs(
+    lengths: tuple[int, ...] = (3, 0, 5, 1), dtype: torch.dtype = torch.float32
+) -> tuple[JaggedTensor, JaggedTensor, Tensor]:
+    offsets = torch.tensor((0, *lengths)).cumsum(0)
+    generator = torch.Generator().manual_seed(len(lengths))
+    rows = torch.randn(sum(lengths), DIM, generator=generator).to(dtype)
+    items = torch.randint(ITEMS - 1, (sum(lengths),), generator=generator)
+    targets = torch.randn(len(lengths), TARGETS, DIM, generator=generator).to(dtype)
+    here = PLACE.device
+    return (
+        JaggedTensor(rows.to(here), offsets=offsets.to(here)),
+        JaggedTensor(items.to(here), offsets=offsets.to(here)),
+        targets.to(here),
+    )
+
+
+def seeded(call: Callable[..., Any], *arguments: Any) -> Any:
+    torch.manual_seed(0)
+    return call(*arguments)
+
+
+def test_no_module_is_left_out() -> None:
+    built = [module for case in CASES.values() for module in case.build().modules()]
+    every = {value for value in vars(jagged.modules).values() if isinstance(value, type) and issubclass(value, JaggedModule)}
+    # Tables are tested on their own.
+    collections = {jagged.modules.SplitEmbeddingCollection}
+    assert every - {JaggedModule, Sampler} - collections == {type(module) for module in built if isinstance(module, JaggedModule)}
+
+
+@every_module
+@pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda model: torch.fx.GraphModule(model, Tracer().trace(model))])
+def test_is_a_leaf_of_every_trace(case: Case, trace: Callable[[nn.Module], torch.fx.GraphModule]) -> None:
+    model = Model(case).to(PLACE.device).eval()
+    traced = trace(model)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["parts.0"]
+    assert torch.equal(seeded(traced, *inputs()), seeded(model, *inputs()))
+
+
+class Recommender(nn.Module):
+    """Lookups, then modules in a list, as a train pipeline wants them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        table = EmbeddingConfig(name="item_id", embedding_dim=DIM, num_embeddings=ITEMS, feature_names=["item_id"])
+        self.embeddings = EmbeddingCollection(tables=[table], device=PLACE.device)
+        self.parts = nn.ModuleList([PositionalEncoding(4, DIM), JaggedTransformerBlock(DIM, 2), HSTUBlock(DIM, 2)])
+        self.pooling = JaggedPooling(DIM, "softmax")
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        x = self.embeddings(features)["item_id"]
+        for part in self.parts:
+            x = part(x)
+        pooled = self.pooling(x)
+        return pooled.square().mean(), pooled.detach()
+
+
+class OfSASRec(nn.Module):
+    """A model that holds its lookups itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = SASRec(ITEMS, embedding_dim=DIM, dropout=0.0)
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        hidden = self.model(features).values()
+        return hidden.square().mean(), hidden.detach()
+
+
+class Holder(JaggedModule):
+    """One of ours that holds lookups, and is therefore traced through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Recommender()
+
+    def forward(self, features: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
+        return self.held(features)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("build", "path"),
+    [(Recommender, "embeddings"), (OfSASRec, "model.item_embeddings"), (lambda: nn.Sequential(Holder()), "0.held.embeddings")],
+    ids=["list", "sasrec", "holder"],
+)
+def test_trains_in_torchrecs_pipeline_as_without(build: Callable[[], nn.Module], path: str) -> None:
+    """The pipeline traces the model to find the lookups that it starts ahead of time."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for lengths in ((2, 0, 3), (1, 4, 4), (5, 1, 1), (0, 2, 2)):
+        ids = torch.randint(ITEMS, (sum(lengths),), generator=generator)
+        batches.append(KeyedJaggedTensor(["item_id"], ids, lengths=torch.tensor(lengths)).to(PLACE.device))
+    results = []
+    with process_group(PLACE.device):
+        for is_piped in (False, True):
+            model, sharder = seeded(lambda: build().to(PLACE.device)), EmbeddingCollectionSharder()
+            plan = construct_module_sharding_plan(
+                model.get_submodule(path), {"item_id": table_wise(0, compute_kernel="fused")}, sharder, 1, 1, PLACE.device.type
+            )
+            parallel = DistributedModelParallel(
+                model, device=PLACE.device, plan=ShardingPlan({path: plan}), sharders=[sharder], init_parameters=False
+            )
+            optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+            if is_piped:
+                pipeline, feed = TrainPipelineSparseDist(parallel, optimizer, PLACE.device), iter(batches)
+                results.append([pipeline.progress(feed) for _ in batches])
+                assert [module.forward.name for module in pipeline._pipelined_modules] == [path]
+                continue
+            results.append([])
+            for features in batches:
+                optimizer.zero_grad()
+                loss, found = parallel(features)
+                loss.backward()
+                optimizer.step()
+                results[0].append(found)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
