@@ -40,6 +40,19 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
         raise ValueError(f"{name}: expected the device of {other_name}, {other.device}, got {tensor.device}; move one of them")
 
 
+def holds(condition: bool) -> bool:
+    """Tell whether a condition on sizes holds; one that a compiler cannot know yet, the compiled graph checks when it runs."""
+    if not torch.compiler.is_compiling():
+        return condition
+    # Imported where it is needed, because sympy comes with it.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    if not guard_or_true(condition):
+        return False
+    torch._check(condition)
+    return True
+
+
 def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype that hidden states and item weights are multiplied in: autocast's, or the one that both have."""
     device = hidden.device.type

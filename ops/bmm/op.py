@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor
+from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, holds
 from jagged.ops.bmm import torch_impl
 
 _jagged_dense_bmm = define_operator(
@@ -101,7 +101,7 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, *, backend:
     check_tensor("dense", dense, "[B, D, T]", FLOATS)
     check_offsets(offsets, values, total=values.shape[0])
     check_same("dense", dense, "values", values)
-    if dense.shape[0] != offsets.shape[0] - 1 or dense.shape[1] != values.shape[1]:
+    if not (holds(dense.shape[0] == offsets.shape[0] - 1) and holds(dense.shape[1] == values.shape[1])):
         raise ValueError(
             f"dense: expected shape [{offsets.shape[0] - 1}, {values.shape[1]}, T], a matrix for each sample of the offsets "
             f"with a row for each column of values, got {list(dense.shape)}"
@@ -145,6 +145,6 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor, *, backend: str | N
     check_tensor("b", b, "[S, T]", FLOATS)
     check_offsets(offsets, a, total=a.shape[0])
     check_same("b", b, "a", a)
-    if b.shape[0] != a.shape[0]:
+    if not holds(b.shape[0] == a.shape[0]):
         raise ValueError(f"b: expected shape [{a.shape[0]}, T], a row for each row of a, got {list(b.shape)}")
     return JaggedJaggedBmmFunction.apply(a, b, offsets, resolve_backend(backend, a))

@@ -10,7 +10,7 @@ from torch import Tensor
 from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import scan_pairs
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, resolve_total, validation_is_on
+from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, holds, resolve_total, validation_is_on
 from jagged.ops.bmm import pair_torch_impl
 
 _pair_scores = define_operator(
@@ -129,10 +129,10 @@ def jagged_jagged_bmm_jagged_out(
     check_tensor("b", b, "[Sb, D]", FLOATS)
     a, b = _autocast(a, b)
     check_same("b", b, "a", a)
-    if a.shape[1] != b.shape[1]:
+    if not holds(a.shape[1] == b.shape[1]):
         raise ValueError(f"b: expected shape [Sb, {a.shape[1]}], as wide as a {list(a.shape)}, got {list(b.shape)}")
     b_offsets = _check_pair_offsets(a_offsets, b_offsets, b, a.shape[0])
-    if b_offsets is a_offsets and a.shape[0] != b.shape[0]:
+    if b_offsets is a_offsets and not holds(a.shape[0] == b.shape[0]):
         raise ValueError(f"b: expected {a.shape[0]} rows as a has, got {b.shape[0]}; give b_offsets where lengths differ")
     backend = resolve_backend(backend, a)
     if total is None or validation_is_on():
@@ -192,7 +192,7 @@ def array_jagged_bmm_jagged_out(
     scores, b = _autocast(scores, b)
     check_same("b", b, "scores", scores)
     if b_offsets is None:
-        if a_total not in (None, b.shape[0]):
+        if a_total is not None and not holds(a_total == b.shape[0]):
             raise ValueError(f"a_total: expected {b.shape[0]}, the rows of b, got {a_total}; give b_offsets where lengths differ")
         a_total = b.shape[0]
     b_offsets = _check_pair_offsets(a_offsets, b_offsets, b, a_total)
@@ -218,7 +218,7 @@ def _check_pair_offsets(a_offsets: Tensor, b_offsets: Tensor | None, b: Tensor, 
         return a_offsets
     check_offsets(b_offsets, b, "b_offsets", total=b.shape[0])
     check_same("b_offsets", b_offsets, "a_offsets", a_offsets)
-    if b_offsets.shape != a_offsets.shape:
+    if not holds(b_offsets.shape[0] == a_offsets.shape[0]):
         raise ValueError(f"b_offsets: expected {list(a_offsets.shape)} as a_offsets, got {list(b_offsets.shape)}")
     return b_offsets
 

@@ -12,7 +12,7 @@ from jagged.ops._shared import padding
 from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import uniform_offsets
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import check_offsets, check_same, check_tensor, resolve_total
+from jagged.ops._shared.validation import check_offsets, check_same, check_tensor, holds, resolve_total
 from jagged.ops.conversion import torch_impl
 
 
@@ -311,7 +311,7 @@ def jagged_split(
         for k in jagged_parts[:-1]:
             sizes[k] = resolve_total(None, parts[k], "totals")
         sizes[jagged_parts[-1]] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != jagged_parts[-1])
-    if sum(sizes) != values.shape[0] or min(sizes) < 0:
+    if not (holds(sum(sizes) == values.shape[0]) and all(holds(size >= 0) for size in sizes)):
         raise ValueError(f"values: expected as many rows as the parts have together, {sizes}; got {values.shape[0]}")
     outputs = SplitFunction.apply(values, torch.stack(parts), sizes, _backend(backend, values))
     return tuple(
@@ -382,7 +382,7 @@ def _first_jagged(offsets: Sequence[Tensor | None]) -> Tensor:
 
 
 def _check_alike(name: str, offsets: Tensor, others: Tensor) -> None:
-    if offsets.shape != others.shape or offsets.dtype != others.dtype:
+    if not holds(offsets.shape[0] == others.shape[0]) or offsets.dtype != others.dtype:
         raise ValueError(
             f"{name}: expected [{others.shape[0]}] of {others.dtype} as the other parts, "
             f"got {list(offsets.shape)} of {offsets.dtype}"
@@ -390,5 +390,5 @@ def _check_alike(name: str, offsets: Tensor, others: Tensor) -> None:
 
 
 def _check_batch(name: str, dense: Tensor, offsets: Tensor) -> None:
-    if dense.shape[0] != offsets.shape[0] - 1:
+    if not holds(dense.shape[0] == offsets.shape[0] - 1):
         raise ValueError(f"{name}: expected {offsets.shape[0] - 1} samples as the offsets have, got {dense.shape[0]}")

@@ -12,7 +12,7 @@ from torch import Tensor
 from jagged.ops._shared.autograd import apply_in_backward, first_order
 from jagged.ops._shared.offsets import scan_pairs
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, resolve_total
+from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, holds, resolve_total
 from jagged.ops.elementwise import torch_impl
 
 Activation = Literal["relu", "silu", "gelu"]
@@ -400,7 +400,7 @@ def _length(dense: Tensor) -> int | None:
 
 def _check_rows(values: Tensor, offsets: Tensor) -> None:
     check_offsets(offsets, values, total=values.shape[0])
-    if offsets.shape[0] == 1 and values.shape[0]:
+    if not holds((offsets.shape[0] > 1) | (values.shape[0] == 0)):
         raise ValueError(f"offsets: expected shape [B + 1] with samples for the {values.shape[0]} rows of values, got [1]")
 
 
@@ -411,7 +411,7 @@ def _check_dense(values: Tensor, offsets: Tensor, dense: Tensor) -> None:
         check_tensor("dense", dense, "[B, F]")
     check_same("dense", dense, "values", values)
     batch_size, num_features = offsets.shape[0] - 1, values.shape[1]
-    if dense.shape[0] != batch_size or dense.shape[-1] != num_features:
+    if not (holds(dense.shape[0] == batch_size) and holds(dense.shape[-1] == num_features)):
         raise ValueError(
             f"dense: expected [{batch_size}, {num_features}] or [{batch_size}, L, {num_features}], with the samples of the "
             f"offsets and the features of values, got {list(dense.shape)}"
@@ -431,7 +431,7 @@ def _check_layer(
         if tensor is None:
             continue
         check_tensor(name, tensor, "[out]" if len(shape) == 1 else "[out, in]" if tensor is weight else "[B, out]", FLOATS)
-        if list(tensor.shape) != shape:
+        if not all(holds(got == expected) for got, expected in zip(tensor.shape, shape, strict=True)):
             raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
         # Autocast takes other dtypes, not other devices.
         if not autocast or tensor.device != values.device:

@@ -1,0 +1,69 @@
+"""Operators in a model exported from a `KeyedJaggedTensor`, whose sizes the exporter does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from jagged import ops
+
+# Of rows of two features, those of `b` one a sample.
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "array_jagged_bmm_jagged_out": lambda a, ao, b, bo: ops.array_jagged_bmm_jagged_out(a[:, 0], b, ao, bo, a.shape[0]),
+    "dense_to_jagged": lambda a, ao, b, bo: ops.dense_to_jagged(b[:, None], ao, a.shape[0]),
+    "jagged_concat": lambda a, ao, b, bo: ops.jagged_concat([a, b, b[:, None]], [ao, bo, None])[0],
+    "jagged_dense_add": lambda a, ao, b, bo: ops.jagged_dense_add(a, ao, b),
+    "jagged_dense_bmm": lambda a, ao, b, bo: ops.jagged_dense_bmm(a, ao, b[:, :, None]),
+    "jagged_dense_mul": lambda a, ao, b, bo: ops.jagged_dense_mul(a, ao, b[:, None]),
+    "jagged_jagged_bmm": lambda a, ao, b, bo: ops.jagged_jagged_bmm(b, 2 * b, bo),
+    "jagged_jagged_bmm_jagged_out": lambda a, ao, b, bo: ops.jagged_jagged_bmm_jagged_out(a, b, ao, bo, a.shape[0]),
+    "jagged_linear": lambda a, ao, b, bo: ops.jagged_linear(a, ao, torch.ones(8, 8), context=b, activation="silu"),
+    "jagged_pairwise_difference": lambda a, ao, b, bo: ops.jagged_pairwise_difference(b[:, 0], bo, b.shape[0]),
+    "jagged_split": lambda a, ao, b, bo: ops.jagged_split(a, [ao - bo, 1], [a.shape[0] - b.shape[0]])[0],
+    "jagged_to_dense": lambda a, ao, b, bo: ops.jagged_to_dense(a, ao, 3),
+    "jagged_truncate": lambda a, ao, b, bo: ops.jagged_truncate(a, ao, 1, total=b.shape[0])[0],
+}
+
+
+class Model(nn.Module):
+    """Embeds two features and calls an operator."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.table = function, nn.Embedding(50, 8)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        a, b = (features.to_dict()[key] for key in "ab")
+        return self.function(self.table(a.values()), a.offsets(), self.table(b.values()), b.offsets())
+
+
+def features_of(*lengths: int) -> KeyedJaggedTensor:
+    both = torch.tensor([*lengths, *[1] * len(lengths)])
+    return KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(int(both.sum())), lengths=both)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_operators_are_exported_with_dynamic_sizes(name: str, strict: bool) -> None:
+    model = Model(FUNCTIONS[name]).eval()
+    sizes = [{0: Dim.DYNAMIC}, None, {0: Dim.DYNAMIC}, None, None, None]
+    exported = torch.export.export(model, (features_of(2, 1, 3),), dynamic_shapes=(sizes,), strict=strict).module()
+    for lengths in ((2, 1, 3), (1, 1, 5, 2, 1)):
+        features = features_of(*lengths)
+        torch.testing.assert_close(exported(features), model(features), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_exported_graph_checks_sizes_when_it_runs() -> None:
+    model = Model(FUNCTIONS["jagged_dense_add"]).eval()
+    sizes = [{0: Dim.DYNAMIC}, None, {0: Dim.DYNAMIC}, None, None, None]
+    exported = torch.export.export(model, (features_of(2, 1, 3),), dynamic_shapes=(sizes,)).module()
+    wrong = KeyedJaggedTensor(keys=["a", "b"], values=torch.arange(8), lengths=torch.tensor([2, 1, 3, 1]))
+    with pytest.raises(RuntimeError, match="Runtime assertion failed for expression"):
+        exported(wrong)
