@@ -177,6 +177,8 @@ def validate_offsets(offsets: Tensor, total: int | None = None, *, name: str = "
         >>> validate_offsets(torch.tensor([0, 2, 2, 5]), total=5)
     """
     check_tensor(name, offsets, "[B + 1]", (torch.int32, torch.int64))
+    if total is not None:
+        _check_total(total)
     values = offsets.detach().cpu()
     if values.shape[0] < 1:
         raise ValueError(f"{name}: expected shape [B + 1], got [0]; an empty batch has one offset, 0")
@@ -199,12 +201,23 @@ def validate_offsets(offsets: Tensor, total: int | None = None, *, name: str = "
 def resolve_total(total: int | None, offsets: Tensor, name: str = "total") -> int:
     """Return `total`, or read it from the last offset: one device synchronisation, refused where none may happen."""
     if total is not None:
+        _check_total(total, name)
         return total
     if torch.compiler.is_compiling() or (offsets.is_cuda and torch.cuda.is_current_stream_capturing()):
         raise ValueError(
             f"{name}: must be given in a compiled or captured call, because reading it from the offsets synchronises"
         )
-    return int(offsets[-1])
+    total = int(offsets[-1])
+    if total < 0:
+        raise ValueError(
+            f"{name}: expected the last of the offsets, at least 0, got {total}; offsets count rows from the start of the values"
+        )
+    return total
+
+
+def _check_total(total: int, name: str = "total") -> None:
+    if not holds(total >= 0):
+        raise ValueError(f"{name}: expected a number of rows, at least 0, got {total}")
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

@@ -12,7 +12,15 @@ from jagged.ops._shared import padding
 from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import uniform_offsets
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import check_offsets, check_same, check_tensor, holds, resolve_total
+from jagged.ops._shared.validation import (
+    check_offsets,
+    check_same,
+    check_tensor,
+    holds,
+    resolve_total,
+    validate_offsets,
+    validation_is_on,
+)
 from jagged.ops.conversion import torch_impl
 
 
@@ -303,16 +311,21 @@ def jagged_split(
             parts.append(uniform_offsets(batch_size, part, batch_offsets))
             sizes.append(batch_size * part)
         else:
-            check_offsets(part, values, f"offsets[{k}]")
+            total = None if totals is None else totals[jagged_parts.index(k)]
+            check_offsets(part, values, f"offsets[{k}]", total=total)
             _check_alike(f"offsets[{k}]", part, batch_offsets)
             parts.append(part)
-            sizes.append(-1 if totals is None else totals[jagged_parts.index(k)])
+            sizes.append(-1 if total is None else total)
     if totals is None:
-        for k in jagged_parts[:-1]:
+        *others, last = jagged_parts
+        for k in others:
             sizes[k] = resolve_total(None, parts[k], "totals")
-        sizes[jagged_parts[-1]] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != jagged_parts[-1])
+        sizes[last] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != last)
     if not (holds(sum(sizes) == values.shape[0]) and all(holds(size >= 0) for size in sizes)):
         raise ValueError(f"values: expected as many rows as the parts have together, {sizes}; got {values.shape[0]}")
+    if totals is None and validation_is_on():
+        # The size of the last part follows from the others; of these it was read from their offsets.
+        validate_offsets(parts[last], sizes[last], name=f"offsets[{last}]")
     outputs = SplitFunction.apply(values, torch.stack(parts), sizes, _backend(backend, values))
     return tuple(
         rows.reshape(batch_size, part, *rows.shape[1:]) if isinstance(part, int) else rows
@@ -353,7 +366,11 @@ def jagged_truncate(
         raise ValueError(f"length: expected at least 0, got {length}")
     lengths = offsets.diff(prepend=offsets[:1]).clamp_(min=0, max=length)
     new_offsets = lengths.cumsum(0, dtype=offsets.dtype)
+    if total is not None and validation_is_on() and total != new_offsets[-1]:
+        raise ValueError(f"total: expected {int(new_offsets[-1])}, the number of rows that are kept, got {total}")
     total = resolve_total(total, new_offsets)
+    if not holds(total <= values.shape[0]):
+        raise ValueError(f"total: expected at most {values.shape[0]}, the rows of values, got {total}")
     # What is kept and what is dropped are two parts of each sample.
     parts = [offsets - new_offsets, new_offsets] if keep == "last" else [new_offsets, offsets - new_offsets]
     kept = TruncateFunction.apply(values, torch.stack(parts), total, keep == "last", _backend(backend, values))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -204,6 +206,57 @@ def test_messages_name_argument_and_cure(place: Place) -> None:
     ]
     for call, error, message in cases:
         with pytest.raises(error, match=message):
+            call()
+
+
+def test_sizes_are_no_less_than_nothing_and_no_more_than_there_is(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAGGED_VALIDATE", "0")
+    values, offsets = torch.zeros(3, 2, device=place.device), torch.tensor([0, 1, 3], device=place.device)
+    dense, negative = torch.zeros(2, 2, 2, device=place.device), torch.tensor([0, 1, -1], device=place.device)
+    for call, message in (
+        (lambda: ops.dense_to_jagged(dense, offsets, -1), "total: expected a number of rows, at least 0, got -1"),
+        (lambda: ops.jagged_truncate(values, offsets, 1, total=-1), "total: expected a number of rows, at least 0, got -1"),
+        (lambda: ops.jagged_truncate(values, offsets, 1, total=4), "total: expected at most 3, the rows of values, got 4"),
+        (
+            lambda: ops.dense_to_jagged(dense, negative),
+            "total: expected the last of the offsets, at least 0, got -1; offsets count rows from the start of the values",
+        ),
+        (
+            lambda: ops.jagged_split(values, [negative, offsets]),
+            "totals: expected the last of the offsets, at least 0, got -1; offsets count rows from the start of the values",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            call()
+
+
+def test_values_that_make_no_sense_are_named(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, offsets = torch.zeros(5, 2, device=place.device), torch.tensor([0, 2, 3], device=place.device)
+    overrun = torch.tensor([0, 2, 9], device=place.device)
+    monkeypatch.setenv("JAGGED_VALIDATE", "1")
+    for call, message in (
+        (
+            lambda: ops.jagged_split(values, [overrun, 1]),
+            "offsets[0][2]: expected 3, the number of rows, got 9; the last offset is the total length",
+        ),
+        (
+            lambda: ops.jagged_split(values, [overrun, 1], [3]),
+            "offsets[0][2]: expected 3, the number of rows, got 9; the last offset is the total length",
+        ),
+        (
+            lambda: ops.dense_to_jagged(values[:2, None], offsets, -1),
+            "total: expected a number of rows, at least 0, got -1",
+        ),
+        (
+            lambda: ops.jagged_split(values, [overrun, offsets]),
+            "values: expected as many rows as the parts have together, [9, -4]; got 5",
+        ),
+        (
+            lambda: ops.jagged_truncate(values[:3], offsets, 1, total=3),
+            "total: expected 2, the number of rows that are kept, got 3",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call()
 
 
