@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.modules.jagged_module import JaggedModule
+from jagged.modules.seeded import SeededModule
 from jagged.ops import Draw, drawn_negatives
 from jagged.ops.sampled_cross_entropy.draws import item_log_probability, source_of
 
@@ -45,14 +46,13 @@ class Sampler(JaggedModule):
         raise NotImplementedError
 
 
-class _DrawingSampler(Sampler):
-    """Draws from the catalogue by a seed that every training forward raises by one, in place and on its device."""
+class _DrawingSampler(SeededModule, Sampler):
+    """Draws from the catalogue."""
 
     shown: ClassVar[tuple[str, ...]] = ("num_items", "count", "rows_per_draw")
     kind: Any
     count: int
     num_items: int
-    seed: Tensor
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _DrawingSampler(Sampler):
         seed: int,
         device: torch.device | str | None,
     ) -> None:
-        super().__init__()
+        super().__init__(seed, device)
         if not 0 < num_items < 2**31:
             raise ValueError(f"num_items: expected from 1 to 2^31 - 1 items, got {num_items}")
         if count < 1:
@@ -77,19 +77,11 @@ class _DrawingSampler(Sampler):
             )
         self.num_items, self.count = num_items, count
         self.rows_per_draw, self.replacement = rows_per_draw, replacement
-        self._first_seed = seed
-        self.register_buffer("seed", torch.tensor([seed], device=device))
-
-    def reset_parameters(self) -> None:
-        """Start again with the first seed."""
-        self.seed.fill_(self._first_seed)
 
     def forward(self, targets: Tensor, *, ignore_index: int = -100) -> Negatives:
-        """Return the draw of this step; in evaluation every call gives the same."""
-        if self.training:
-            self.seed.add_(1)
-        # A copy: the next forward may come before this one's backward, which draws again.
-        return Negatives(Draw(self.kind, self.count, self.seed.clone(), self.rows_per_draw, self.replacement, **self._tables()))
+        """Return a draw; in evaluation every call gives the same."""
+        draw = Draw(self.kind, self.count, self.next_seed(), self.rows_per_draw, self.replacement, **self._tables())
+        return Negatives(draw)
 
     def _tables(self) -> dict[str, Tensor]:
         return {}
@@ -104,7 +96,7 @@ class UniformSampler(_DrawingSampler):
         rows_per_draw: rows that share their negatives: 1 draws for each row, R for each block of R rows, None once for the batch,
             which costs least.
         replacement: False draws no item twice; `count` is then at most V.
-        seed: of the first draw; each training forward takes the next.
+        seed: of every draw in evaluation. In training torch's random state gives the seeds.
         device: where the seed lives.
 
     Raises:

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
+from jagged.modules.seeded import SeededModule
+from jagged.ops import Draw, drawn_negatives
 from jagged.ops._shared.offsets import sample_of_row
-from jagged.ops.sampled_cross_entropy.draws import philox
 
-# Third word of the counter, beside those of negatives.
-_MASKS = 2
+# A row is hidden where its number, one of so many, is small.
+_NUMBERS = 2**31 - 1
+# Numbers of a sampler of the same seed are others.
+_SALT = 0x5DEECE66D
 
 
 def next_item_targets(items: JaggedTensor, next_items: Tensor | None = None, *, ignore_index: int = -100) -> Tensor:
@@ -63,17 +65,18 @@ class MaskedItems(NamedTuple):
     targets: Tensor
 
 
-class ItemMasking(JaggedModule):
+class ItemMasking(SeededModule):
     """Hide items at random, to be predicted from both sides.
 
-    Which rows are hidden depends on a seed and the row's place in the batch alone, the same on every device. Each training
-    forward raises the seed by one, in place, replays of a CUDA graph included; in evaluation every call hides the same.
+    Which rows are hidden depends on a seed and the row's place in the batch alone. In training torch's random state gives the
+    seed, so that `torch.manual_seed` repeats it and activation checkpointing hides the same rows again; in evaluation every call
+    hides the same.
 
     Args:
         mask_id: id that stands for a hidden item: a row of the model's table that is no item.
         probability: that a row is hidden, in [0, 1].
         ignore_index: target of rows that are not hidden.
-        seed: of the first draw.
+        seed: of every draw in evaluation.
         device: where the seed lives.
 
     Raises:
@@ -96,7 +99,6 @@ class ItemMasking(JaggedModule):
     """
 
     shown = ("mask_id", "probability", "ignore_index")
-    seed: Tensor
 
     def __init__(
         self,
@@ -107,27 +109,18 @@ class ItemMasking(JaggedModule):
         seed: int = 0,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(seed, device)
         if not 0 <= probability <= 1:
             raise ValueError(f"probability: expected a number in [0, 1], got {probability}")
         self.mask_id, self.probability, self.ignore_index = mask_id, probability, ignore_index
-        self._first_seed = seed
-        self.register_buffer("seed", torch.tensor([seed], device=device))
-
-    def reset_parameters(self) -> None:
-        """Start again with the first seed."""
-        self.seed.fill_(self._first_seed)
 
     def forward(self, items: JaggedTensor) -> MaskedItems:
         """Return the items with some hidden, and those as targets."""
         values = items.values()
         if values.dim() != 1:
             raise ValueError(f"items: expected ids [sum L], got values of shape {list(values.shape)}; pass ids, not embeddings")
-        if self.training:
-            self.seed.add_(1)
-        rows = torch.arange(len(values), device=values.device)
-        number = philox(self.seed, rows, torch.zeros_like(rows), _MASKS)[0]
-        hidden = number < round(self.probability * 2**32)
+        numbers = drawn_negatives(Draw("uniform", 1, self.next_seed() ^ _SALT), len(values), _NUMBERS)[:, 0]
+        hidden = numbers < round(self.probability * _NUMBERS)
         return MaskedItems(
             with_values(items, torch.where(hidden, self.mask_id, values)), torch.where(hidden, values, self.ignore_index)
         )

@@ -46,7 +46,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, task: nn.Module, config: TrainConfig, precision: str, processes: Processes) -> None:
         self.model = model
-        # A head's samplers have a seed that steps move on.
+        # Samplers have tables, and a seed of evaluation.
         self._head = task.head if isinstance(task, TrainTask) else nn.Module()
         self.processes = processes
         device = processes.device
@@ -219,7 +219,7 @@ class _Step(nn.Module):
         self._graphs: GraphedSteps | None = None
         if graphs:
             assert isinstance(task, TrainTask)
-            self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device, task.head.buffers())
+            self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device)
             self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:

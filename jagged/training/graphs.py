@@ -97,7 +97,6 @@ class GraphedSteps:
         forward: loss (0-dim) and logits (`[rows]`) of a batch, with nothing that waits for the device.
         parameters: what has gradients.
         device: a CUDA device.
-        state: tensors that a step moves on in place, such as the seed of a sampler.
     """
 
     def __init__(
@@ -105,9 +104,8 @@ class GraphedSteps:
         forward: Callable[[SequenceBatch], tuple[Tensor, Tensor]],
         parameters: Iterable[nn.Parameter],
         device: torch.device,
-        state: Iterable[Tensor] = (),
     ) -> None:
-        self._forward, self._device, self._state = forward, device, list(state)
+        self._forward, self._device = forward, device
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._gradients: list[Tensor] = []
         self._graphs: dict[tuple[int, int], _Graph] = {}
@@ -137,15 +135,13 @@ class GraphedSteps:
     def _capture(self, inputs: Filled, num_items: int | None) -> _Graph:
         self._gradients = self._gradients or [torch.zeros_like(parameter) for parameter in self._parameters]
         self._set_gradients()
-        random_state, state = torch.cuda.get_rng_state(self._device), [tensor.clone() for tensor in self._state]
+        random_state = torch.cuda.get_rng_state(self._device)
         # Once outside of a graph, for kernels and libraries that set themselves up at their first call.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             self._run(inputs.batch(num_items))
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.set_rng_state(random_state, self._device)
-        for tensor, before in zip(self._state, state, strict=True):
-            tensor.copy_(before)
         graph = torch.cuda.CUDAGraph()
         # The loader's thread may page-lock memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):

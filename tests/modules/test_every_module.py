@@ -1,4 +1,4 @@
-"""What every module has to stand: to be traced, under TorchRec's pipeline too."""
+"""What every module has to stand: to be traced, under TorchRec's pipeline too, and computed again by activation checkpointing."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -186,6 +187,27 @@ def test_is_a_leaf_of_every_trace(case: Case, trace: Callable[[nn.Module], torch
     traced = trace(model)
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["parts.0"]
     assert torch.equal(seeded(traced, *inputs()), seeded(model, *inputs()))
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor | None]:
+    return list(torch.autograd.grad(loss, leaves, allow_unused=True))
+
+
+@every_module
+def test_checkpointing_computes_the_same_again(case: Case) -> None:
+    """Two forwards before the first one's backward, as in gradient accumulation: each draws again what it drew."""
+    model = Model(case).to(PLACE.device)
+    arguments = inputs(), inputs((1, 6, 2))
+    leaves = [*model.parameters(), *(rows.values().requires_grad_() for rows, _, _ in arguments)]
+    results = []
+    for run in (model, lambda *given: checkpoint(model, *given, use_reentrant=False)):
+        torch.manual_seed(0)
+        losses = [run(*given).square().sum() for given in arguments]
+        results.append([losses, *(gradients(loss, leaves) for loss in reversed(losses))])
+    for expected, found in zip(*results, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            assert (one is None) == (other is None)
+            assert one is None or torch.equal(one, other)
 
 
 class Recommender(nn.Module):
