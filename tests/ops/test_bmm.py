@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,6 +284,45 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
         batch.offsets.copy_(jagged_of(lengths).offsets)
         graph.replay()
         assert torch.equal(results, step())
+
+
+def far(shape: tuple[int, ...], dim: int, dtype: torch.dtype, file: Path) -> Tensor:
+    """Return a view whose last index of a dimension lies past 2^31 elements, in memory of which nothing else is touched."""
+    stride = 2**31 // (shape[dim] - 1) + 64
+    size = (shape[dim] - 1) * stride + math.prod(shape)
+    if PLACE.name == "gpu":
+        memory = torch.zeros(size, dtype=dtype, device=PLACE.device)
+    else:
+        # A file of holes takes neither memory nor disk.
+        memory = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
+    others = [n for k, n in enumerate(shape) if k != dim]
+    strides = [math.prod(others[k + 1 :]) for k in range(len(others))]
+    strides.insert(dim, stride)
+    return memory.as_strided(shape, strides).copy_(random_tensor(shape, dtype, 0))
+
+
+# By the way a kernel takes: wide through matrix instructions, narrow on either side by sums in registers.
+@pytest.mark.skipif(PLACE.name == "cpu", reason="PyTorch's own arithmetic")
+@pytest.mark.parametrize(
+    ("dtype", "d", "t"),
+    [(torch.bfloat16, 20, 24), (torch.bfloat16, 3, 20), (torch.float32, 20, 24), (torch.float32, 20, 3)],
+)
+def test_columns_past_2_to_the_31(place: Place, tmp_path: Path, dtype: torch.dtype, d: int, t: int) -> None:
+    batch = jagged_of((4, 0, 3))
+    a, b, dense = bmm_inputs(batch, d, t, dtype, 1, strided=False)
+    for number, (operand, dim) in enumerate(((a, 1), (b, 1), (dense, 1), (dense, 2))):
+        view = far(tuple(operand.shape), dim, dtype, tmp_path / str(number))
+        results = []
+        for instead in (view, view.contiguous()):
+            x, y, matrices = (instead if one is operand else one for one in (a, b, dense))
+            results.append(
+                [
+                    jagged_dense_bmm(x, batch.offsets, matrices, backend=place.backend),
+                    jagged_jagged_bmm(x, y, batch.offsets, backend=place.backend),
+                ]
+            )
+        for got, expected in zip(*results, strict=True):
+            assert torch.equal(got, expected)
 
 
 @ON_GPU
