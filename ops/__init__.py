@@ -17,6 +17,7 @@ from jagged.ops.bmm import (
 )
 from jagged.ops.catalogue_topk import catalogue_topk
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
+from jagged.ops.conversion.nested import from_nested
 from jagged.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.elementwise import (
     jagged_dense_add,
@@ -49,6 +50,7 @@ __all__ = [
     "dense_to_jagged",
     "drawn_negatives",
     "embedding_bags",
+    "from_nested",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",

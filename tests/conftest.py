@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -69,3 +70,12 @@ def _fresh_memory_is_nan(request: pytest.FixtureRequest) -> object:
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
     if PLACE.name == "gpu":
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Leave values unchecked, which on a CPU are checked by default: what kernels make of wrong ones is to be seen."""
+    from jagged.ops import trust_values
+
+    with trust_values():
+        yield

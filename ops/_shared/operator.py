@@ -47,6 +47,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from jagged.ops._shared.registration import resolve_backend
 
@@ -60,7 +61,6 @@ Out = TypeVar("Out", bound=tuple[Any, ...])
 Gradients = Mapping[str, Tensor | None]
 
 _Importer = Callable[[], Callable[..., Any]]
-_PLAIN = (Tensor, torch.nn.Parameter)
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
@@ -135,23 +135,29 @@ class Operator(Generic[In, Op, Out]):
                 first, device = tensor, tensor.device
             elif tensor.device != device:
                 self._refuse_devices(x, device)
-            wants_grad = wants_grad or tensor.requires_grad
-            is_plain = is_plain and type(tensor) in _PLAIN
+            if tensor.requires_grad:
+                wants_grad = True
+            kind = type(tensor)
+            if kind is not Tensor and kind is not Parameter:
+                is_plain = False
         assert first is not None
         backend = resolve_backend(backend, first, float64_on_triton=self.float64_on_triton)
         cast = _autocast_dtype(device.type) if rules.autocast else None
-        wants_grad = wants_grad and torch.is_grad_enabled()
-        is_short = is_plain and device.type != "meta" and not _is_watched()
+        if wants_grad:
+            wants_grad = torch.is_grad_enabled()
+        is_short = is_plain and not first.is_meta and not _is_watched()
         if wants_grad and _needs_gradient(x, rules):
             if is_short:
-                tensors = [tensor for name in rules.differentiable for tensor in _each(getattr(x, name))]
-                results = self._short.apply((x, o, first, backend, cast), *tensors)
+                results = self._short.apply((x, o, first, backend, cast), *_differentiable_of(x, rules))
             else:
                 # Dynamo refuses a function that is given one tensor twice.
                 x = _each_once(x, rules.inputs) if torch.compiler.is_compiling() else x
                 results = self._function.apply(*_spread(x), *o, backend, cast)
             return rules.outputs(*(results if isinstance(results, tuple) else (results,)))
-        x = _cast(x, cast, rules.autocast)
+        if cast is not None:
+            x = _cast(x, cast, rules.autocast)
+        if is_short and not wants_grad:
+            return rules.run(first, backend, x, o)  # type: ignore[no-any-return]
         # An input without a gradient here may require one; no graph is made of what is done with it.
         with torch.no_grad() if wants_grad else nullcontext():
             if is_short:
@@ -178,9 +184,12 @@ class _Rules(NamedTuple):
     outputs: type
     num_inputs: int
     is_many: bool  # the first field of inputs is a tuple of tensors
+    fields: tuple[str, ...]  # of inputs, then of outputs
     differentiable: tuple[str, ...]
+    places: tuple[int, ...]  # of the differentiable among the inputs
     autocast: tuple[str, ...]
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
+    is_saved: tuple[bool, ...] | None  # of each field; None where that follows the options
     unchecked: tuple[str, ...]
     title: str | Callable[[Any], str]
     run: Callable[..., Any]
@@ -253,8 +262,11 @@ def operator(
         raise TypeError(f"{name}: expected a backward of both backends, or a gradient made of operators, or neither")
     if shared := set(inputs._fields) & set(outputs._fields):  # type: ignore[attr-defined]
         raise TypeError(f"{name}: expected other names for outputs than for inputs, got {sorted(shared)} in both")
+    names: tuple[str, ...] = inputs._fields + outputs._fields  # type: ignore[attr-defined]
+    is_saved = None
     if not callable(saved):
-        saved = tuple(inputs._fields + outputs._fields if saved is None else saved)  # type: ignore[attr-defined]
+        saved = names if saved is None else tuple(saved)
+        is_saved = tuple(name in saved and name not in unchecked for name in names)
 
     aliases = {field: f"Tensor({chr(ord('a') + place)}!)" for place, field in enumerate(mutates)}
     arguments = [f"{aliases[f.name]} {f.name}" if f.name in aliases else f.schema() for f in of_inputs]
@@ -290,11 +302,28 @@ def operator(
             gradient_shapes,
         )
     rules = _Rules(
-        inputs, options, outputs, count, is_many, differentiable, tuple(autocast), saved, unchecked,
-        title or name, run, dispatched,
-        run_backward, dispatched_backward, gradient,
-        has_backward if is_first_order is None else is_first_order, extra, finish,
-    )  # fmt: skip
+        inputs=inputs,
+        options=options,
+        outputs=outputs,
+        num_inputs=count,
+        is_many=is_many,
+        fields=names,
+        differentiable=differentiable,
+        places=tuple(place for place, field in enumerate(of_inputs) if field.is_differentiable),
+        autocast=tuple(autocast),
+        saved=saved,
+        is_saved=is_saved,
+        unchecked=unchecked,
+        title=title or name,
+        run=run,
+        dispatched=dispatched,
+        run_backward=run_backward,
+        dispatched_backward=dispatched_backward,
+        gradient=gradient,
+        is_first_order=has_backward if is_first_order is None else is_first_order,
+        extra=extra,
+        finish=finish,
+    )
     made: Operator[In, Op, Out] = Operator(name, rules, float64_on_triton, (torch, triton))
     OPERATORS[name] = made
     return made
@@ -401,10 +430,11 @@ def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
     def forward(ctx: Any, call: tuple[Any, Any, Tensor, str, torch.dtype | None], *tensors: Tensor | None) -> Any:
         x, o, first, backend, cast = call
         ctx.set_materialize_grads(False)
-        x = _cast(x, cast, rules.autocast)
+        if cast is not None:
+            x = _cast(x, cast, rules.autocast)
         out = rules.run(first, backend, x, o)
         _keep(ctx, rules, x, o, out, backend, [None if tensor is None else tensor.dtype for tensor in tensors])
-        return _returned(out)
+        return out[0] if len(out) == 1 else tuple(out)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         return None, *_gradients(ctx, rules, grads, ctx.needs_input_grad[1:], is_direct=True)
@@ -431,8 +461,7 @@ def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Functi
     def setup_context(ctx: Any, flat: tuple[Any, ...], output: Any) -> None:
         x, o, backend, cast = unpacked(flat)
         ctx.set_materialize_grads(False)
-        tensors = [tensor for field in rules.differentiable for tensor in _each(getattr(x, field))]
-        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        dtypes = [None if tensor is None else tensor.dtype for tensor in _differentiable_of(x, rules)]
         out = rules.outputs(*(output if isinstance(output, (tuple, list)) else (output,)))
         _keep(ctx, rules, _cast(x, cast, rules.autocast), o, out, backend, dtypes)
 
@@ -456,73 +485,80 @@ def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.F
 
 def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtypes: list[torch.dtype | None]) -> None:
     """Keep what the gradient reads: tensors with autograd, which frees them and sees changes in place, the rest on `ctx`."""
-    names = rules.saved if isinstance(rules.saved, tuple) else tuple(rules.saved(o))
-    tensors: list[Tensor | None] = []
-    rest: list[Any] = []
-    for name, value in zip(rules.inputs._fields + rules.outputs._fields, (*x, *out), strict=True):  # type: ignore[attr-defined]
-        if name in rules.unchecked or value is None:
-            rest.append(value)
-        elif name in names:
-            tensors.extend(_each(value))
-            rest.append(len(value) if isinstance(value, tuple) else -1)
-        elif rules.gradient is None:
-            rest.append(None)
-        else:
-            absent = [Absent(tensor.shape, tensor.dtype, tensor.device) for tensor in _each(value)]
-            rest.append(tuple(absent) if isinstance(value, tuple) else absent[0])
-    ctx.save_for_backward(*tensors)
-    ctx.rest, ctx.o, ctx.backend, ctx.dtypes = rest, o, backend, dtypes
+    values = (*x, *out)
+    is_saved = rules.is_saved
+    if is_saved is None:
+        assert callable(rules.saved)
+        names = tuple(rules.saved(o))
+        is_saved = tuple([name in names and name not in rules.unchecked for name in rules.fields])
+    # A tuple of tensors comes last.
+    many = values[0] if rules.is_many and is_saved[0] else ()
+    tensors = [value if kept else None for value, kept in zip(values, is_saved, strict=True)]
+    if rules.is_many:
+        tensors[0] = None
+    ctx.save_for_backward(*tensors, *many)
+    rest = []
+    if rules.gradient is not None or rules.unchecked:
+        for place, (name, value, kept) in enumerate(zip(rules.fields, values, is_saved, strict=True)):
+            if name in rules.unchecked:
+                rest.append((place, value))
+            elif not kept and value is not None and rules.gradient is not None:
+                absent = tuple([Absent(tensor.shape, tensor.dtype, tensor.device) for tensor in _each(value)])
+                rest.append((place, absent if type(value) is tuple else absent[0]))
+    ctx.kept = rest, o, backend, dtypes
 
 
 def _gradients(
     ctx: Any, rules: _Rules, grads: tuple[Tensor | None, ...], needs: Sequence[bool], *, is_direct: bool
-) -> list[Tensor | None]:
+) -> Sequence[Tensor | None]:
     """Return the gradient of each differentiable tensor, None where it is not needed."""
     given = [grad for grad in grads if grad is not None]
-    if not given or not any(needs):
+    if not given or True not in needs:
         return [None] * len(needs)
-    saved = iter(ctx.saved_tensors)
-    values = []
-    for kept in ctx.rest:
-        # A number is how many tensors of this field autograd kept, -1 one that is no tuple.
-        if isinstance(kept, int):
-            kept = next(saved) if kept < 0 else tuple(next(saved) for _ in range(kept))
-        values.append(kept)
-    x, out, o = rules.inputs(*values[: rules.num_inputs]), rules.outputs(*values[rules.num_inputs :]), ctx.o
-    sizes = [len(_each(getattr(x, name))) for name in rules.differentiable]
-    wanted: dict[str, torch.dtype] = {}
-    for place, name in enumerate(_repeated(rules.differentiable, sizes)):
-        if needs[place]:
-            wanted[name] = ctx.dtypes[place]
+    rest, o, backend, dtypes = ctx.kept
+    values = list(ctx.saved_tensors)
+    if rules.is_many:
+        values[0] = tuple(values[len(rules.fields) :])
+    for place, value in rest:
+        values[place] = value
+    x = rules.inputs(*values[: rules.num_inputs])
+    out = rules.outputs(*values[rules.num_inputs : len(rules.fields)])
+    names = rules.differentiable
+    if rules.is_many:
+        names = tuple([name for name in names for _ in _each(getattr(x, name))])
+    wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
+    is_differentiated = torch.is_grad_enabled()
+    if is_direct and rules.run_backward is not None and not is_differentiated and rules.finish is None:
+        # As below, without what costs the host time.
+        found = rules.run_backward(given[0], backend, rules.outputs(*grads), x, out, o, wanted)
+        return [_in(found[name], dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
-        found = _composed(rules, grads, x, out, o, wanted, ctx.backend)
+        found = _composed(rules, grads, x, out, o, wanted, backend)
     else:
         with torch.no_grad():
             if rules.gradient is not None:
-                found = _composed(rules, grads, x, out, o, wanted, ctx.backend)
+                found = _composed(rules, grads, x, out, o, wanted, backend)
             elif is_direct:
                 assert rules.run_backward is not None
-                found = rules.run_backward(given[0], ctx.backend, rules.outputs(*grads), x, out, o, wanted)
+                found = rules.run_backward(given[0], backend, rules.outputs(*grads), x, out, o, wanted)
             else:
                 assert rules.dispatched_backward is not None
-                dtypes = [wanted.get(name) for name in rules.differentiable]
-                results = rules.dispatched_backward(*grads, *x, *out, *o, *dtypes, ctx.backend)
+                of_wanted = [wanted.get(name) for name in rules.differentiable]
+                results = rules.dispatched_backward(*grads, *x, *out, *o, *of_wanted, backend)
                 results = results if isinstance(results, (tuple, list)) else (results,)
                 found = dict(zip((*rules.differentiable, *rules.extra), results, strict=True))
             if rules.finish is not None:
                 found = rules.finish(found, x, o, wanted)
-    flat = [gradient for name in rules.differentiable for gradient in _each(found.get(name))]
-    converted: list[Tensor | None] = []
-    for gradient, need, dtype in zip(flat, needs, ctx.dtypes, strict=True):
-        if not need or gradient is None:
-            converted.append(None)
-        else:
-            converted.append(gradient if gradient.dtype == dtype else gradient.to(dtype))
+    flat: list[Tensor | None] = []
+    for name in rules.differentiable:
+        gradient = found.get(name)
+        flat.extend([None] * names.count(name) if gradient is None else _each(gradient))
+    converted = [_in(gradient, dtype) if need else None for gradient, need, dtype in zip(flat, needs, dtypes, strict=True)]
     # A compiled backward is refused a second derivative by the compiler itself.
-    if rules.is_first_order and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if rules.is_first_order and is_differentiated and not torch.compiler.is_compiling():
         title = rules.title if isinstance(rules.title, str) else rules.title(o)
         handed = [gradient for gradient in converted if gradient is not None]
-        sources = [t for name in rules.differentiable for t in _each(getattr(x, name)) if t is not None and t.requires_grad]
+        sources = [tensor for tensor in _differentiable_of(x, rules) if isinstance(tensor, Tensor) and tensor.requires_grad]
         guarded = iter(_FirstOrder.apply(title, len(handed), *handed, *given, *sources))
         converted = [None if gradient is None else next(guarded) for gradient in converted]
     return converted
@@ -559,8 +595,8 @@ def _composed(rules: _Rules, grads: Any, x: Any, out: Any, o: Any, wanted: dict[
     return rules.gradient(rules.outputs(*grads), x, out, o, wanted, backend)
 
 
-def _repeated(names: Sequence[str], sizes: Sequence[int]) -> list[str]:
-    return [name for name, size in zip(names, sizes, strict=True) for _ in range(size)]
+def _in(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return gradient if gradient is None or gradient.dtype == dtype else gradient.to(dtype)
 
 
 def _each(value: Any) -> tuple[Any, ...]:
@@ -606,11 +642,14 @@ def _autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def _needs_gradient(x: Any, rules: _Rules) -> bool:
-    for name in rules.differentiable:
-        for tensor in _each(getattr(x, name)):
-            if tensor is not None and tensor.requires_grad:
-                return True
-    return False
+    return True in [tensor is not None and tensor.requires_grad for tensor in _differentiable_of(x, rules)]
+
+
+def _differentiable_of(x: Any, rules: _Rules) -> list[Tensor | None]:
+    """Return the tensors that may get a gradient, in the order of their fields."""
+    if rules.is_many:
+        return [tensor for place in rules.places for tensor in _each(x[place])]
+    return [x[place] for place in rules.places]
 
 
 def _is_watched() -> bool:

@@ -1,4 +1,4 @@
-"""Checks of arguments: of metadata always, of values on demand because they cost a device synchronisation."""
+"""Checks of arguments: of metadata always; of values on CPU tensors, and elsewhere on demand, for there they synchronise."""
 
 from __future__ import annotations
 
@@ -17,16 +17,58 @@ _trusted = ContextVar("jagged_trusted_values", default=False)
 
 def check_tensor(name: str, tensor: Tensor, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
     """Check the rank of a tensor against a shape as documentation writes it, `"[S, H, D]"`, and its dtype."""
+    if not isinstance(tensor, Tensor) or tensor.is_nested:
+        raise TypeError(f"{name}: expected a tensor {shape}, got {_container(name, tensor)}")
     rank = shape.count(",") + 1
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor {shape}, got {type(tensor).__name__}")
-    if "*" in shape:
-        if tensor.dim() < rank - 1:
-            raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
-    elif tensor.dim() != rank:
-        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}")
+    if tensor.dim() != rank and ("*" not in shape or tensor.dim() < rank - 1):
+        # Of a padded batch, [B, L, ...], one dimension is too many.
+        cure = "; a padded batch becomes rows by dense_to_jagged(x, offsets)"
+        is_padded = shape.startswith("[S") and tensor.dim() == rank + 1
+        raise ValueError(f"{name}: expected shape {shape}, got {list(tensor.shape)}{cure if is_padded else ''}")
     if dtypes and tensor.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {_names(dtypes)}, got {_names((tensor.dtype,))}; convert it with .to(...)")
+
+
+def _container(name: str, given: object) -> str:
+    """Return what was given in place of a tensor, and the line that converts it."""
+    if isinstance(given, Tensor):
+        return "a nested tensor; pass the values and offsets of jagged.ops.from_nested(x)"
+    kind = type(given).__name__
+    if kind in ("JaggedTensor", "KeyedJaggedTensor"):
+        part = "offsets" if "offsets" in name else "values"
+        return (
+            f"a {kind}; pass its .{part}()"
+            if kind == "JaggedTensor"
+            else f"a {kind}; take one key, x[key], and pass its .{part}()"
+        )
+    return kind
+
+
+def check_device(name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """Check that a tensor lies where another does."""
+    if tensor.device != like.device:
+        raise ValueError(f"{name}: expected the device of {like_name}, {like.device}, got {tensor.device}; move one of them")
+
+
+def check_choice(name: str, given: object, choices: tuple[str, ...]) -> None:
+    """Check that an option is one of some words."""
+    if given not in choices:
+        raise ValueError(f"{name}: got {given!r}, expected {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}")
+
+
+def check_number(name: str, given: object, is_right: bool, expected: str) -> None:
+    """Check a number by what the caller found; `expected` says it in words."""
+    if not is_right:
+        raise ValueError(f"{name}: expected {expected}, got {given}")
+
+
+def check_vector(name: str, vector: Tensor | None, shape: str, length: int, of: str, like: Tensor) -> None:
+    """Check floats, one for each of `length` things, of which `like` has a row each; None is right."""
+    if vector is None:
+        return
+    check_tensor(name, vector, shape, FLOATS)
+    if vector.shape[0] != length:
+        raise ValueError(f"{name}: expected shape [{length}], one number per {of} {list(like.shape)}, got {list(vector.shape)}")
 
 
 def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
@@ -36,8 +78,7 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
             f"{name}: expected the dtype of {other_name}, {_names((other.dtype,))}, "
             f"got {_names((tensor.dtype,))}; convert one of them"
         )
-    if tensor.device != other.device:
-        raise ValueError(f"{name}: expected the device of {other_name}, {other.device}, got {tensor.device}; move one of them")
+    check_device(name, tensor, other_name, other)
 
 
 def holds(condition: bool) -> bool:
@@ -69,19 +110,30 @@ def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def check_offsets(offsets: Tensor, like: Tensor, name: str = "offsets", total: int | None = None) -> None:
-    """Check what metadata shows of offsets `[B + 1]`; with `JAGGED_VALIDATE=1` their values too, against `total` rows."""
+    """Check what metadata shows of offsets `[B + 1]`, and where `validation_is_on` their values too, against `total` rows."""
     check_tensor(name, offsets, "[B + 1]", (torch.int32, torch.int64))
     if offsets.shape[0] < 1:
         raise ValueError(f"{name}: expected shape [B + 1], got [0]; an empty batch has one offset, 0")
     if offsets.device != like.device:
         raise ValueError(f"{name}: expected the device of the values, {like.device}, got {offsets.device}; move it with .to(...)")
-    if validation_is_on():
+    if validation_is_on(offsets):
         validate_offsets(offsets, total, name=name)
 
 
-def validation_is_on() -> bool:
-    """Tell whether operators are to check values: `JAGGED_VALIDATE=1`, and not inside a compiled or captured region."""
-    return os.environ.get("JAGGED_VALIDATE") == "1" and _may_synchronise()
+def validation_is_on(values: Tensor) -> bool:
+    """Tell whether operators are to check these values.
+
+    They are on a CPU, where it takes microseconds, unless they are trusted; by `JAGGED_VALIDATE=1` on every device, and by
+    `JAGGED_VALIDATE=0` on none. Never in a compiled or captured region, or of a tensor without values of its own.
+    """
+    if not _may_synchronise():
+        return False
+    setting = os.environ.get("JAGGED_VALIDATE")
+    if setting == "0" or (setting != "1" and (not values.is_cpu or _trusted.get())):
+        return False
+    # A mode may have made these values up, a transform may have wrapped them.
+    is_plain = type(values) in (Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()
+    return is_plain and torch._C._functorch.peek_interpreter_stack() is None
 
 
 def values_are_trusted() -> bool:
@@ -97,10 +149,10 @@ def values_are_trusted() -> bool:
 
 @contextmanager
 def trust_values() -> Iterator[None]:
-    """Let the models called inside leave ids and offsets unchecked, which on a GPU saves one synchronisation a call.
+    """Let models and operators called inside leave ids and offsets unchecked, which on a GPU saves one synchronisation a call.
 
-    For values that were checked on the host, as a `BatchLoader`'s batches are. An id out of range then ends in a device-side
-    assertion, after which the process can use the GPU no more.
+    `JAGGED_VALIDATE=1` checks them all the same. For values that were checked on the host, as a `BatchLoader`'s batches are. An
+    id out of range then ends in a device-side assertion, after which the process can use the GPU no more.
 
     Example:
         >>> from jagged.ops import trust_values

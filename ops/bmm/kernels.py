@@ -93,7 +93,6 @@ def jagged_dense_bmm_kernel(
     values, offsets, dense, output, num_later, batch_size, total, values_stride, values_column_stride, dense_batch_stride,
     dense_stride, dense_column_stride, D: tl.constexpr, T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, VECTOR: tl.constexpr, USE_DOT: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    INDEX: tl.constexpr,
 ):  # fmt: skip
     """output[s] = values[s] @ dense[sample of s], for at most BLOCK_M rows of one sample and BLOCK_T columns."""
     COLUMN_BLOCKS: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
@@ -102,7 +101,7 @@ def jagged_dense_bmm_kernel(
     if first >= end:
         return
     row = first + tl.arange(0, BLOCK_M)
-    column = (program % COLUMN_BLOCKS * BLOCK_T + tl.arange(0, BLOCK_T)).to(INDEX)
+    column = program % COLUMN_BLOCKS * BLOCK_T + tl.arange(0, BLOCK_T)
     row_exists = row < end
     column_exists = column < T
     dense += sample * dense_batch_stride
@@ -111,20 +110,19 @@ def jagged_dense_bmm_kernel(
     if USE_DOT:
         result = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
         for start in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
-            inner = (start + tl.arange(0, BLOCK_D)).to(INDEX)
+            inner = start + tl.arange(0, BLOCK_D)
             left = load_tile(values, row, values_stride, row_exists, inner, values_column_stride, inner < D)
             right = load_tile(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
             result = dot(left, right, result, PRECISION)
         tl.store(places, result.to(output.dtype.element_ty), mask=mask)
     elif D <= BLOCK_D and BLOCK_D <= 8:
-        inner = tl.arange(0, BLOCK_D).to(INDEX)
+        inner = tl.arange(0, BLOCK_D)
         # Read as it lies when it comes transposed from a gradient: the few inner elements of a column are adjacent.
         right = load_tile(dense, column, dense_column_stride, column_exists, inner, dense_stride, inner < D)
         rights = split_columns(right, BLOCK_D)
         result = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
         for d in tl.static_range(D):
-            place = row * values_stride + tl.cast(d, INDEX) * values_column_stride
-            left = tl.load(values + place, mask=row_exists, other=0.0).to(tl.float32)
+            left = tl.load(values + row * values_stride + d * values_column_stride, mask=row_exists, other=0.0).to(tl.float32)
             left = tl.broadcast_to(left[:, None], [BLOCK_M, BLOCK_T])
             result = tl.fma(left, tl.broadcast_to(rights[d].to(tl.float32)[None, :], [BLOCK_M, BLOCK_T]), result)
         tl.store(places, result.to(output.dtype.element_ty), mask=mask)
@@ -133,7 +131,7 @@ def jagged_dense_bmm_kernel(
         LANES: tl.constexpr = BLOCK_D // VECTOR
         sums = (tl.zeros([BLOCK_M, LANES], tl.float32),) * BLOCK_T
         for start in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
-            inner = (start + tl.arange(0, BLOCK_D)).to(INDEX)
+            inner = start + tl.arange(0, BLOCK_D)
             left = load_tile(values, row, values_stride, row_exists, inner, values_column_stride, inner < D).to(tl.float32)
             right = load_tile(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
             rights = split_columns(right, BLOCK_T)
@@ -151,7 +149,6 @@ def jagged_jagged_bmm_kernel(
     a, b, offsets, output, partial, num_later, batch_size, total, chunk, a_stride, a_column_stride, b_stride, b_column_stride,
     D: tl.constexpr, T: tl.constexpr, D_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, USE_DOT: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
-    INDEX: tl.constexpr,
 ):  # fmt: skip
     """output[sample] = a[rows].T @ b[rows], a block of it; of a sample with several chunks partial[slot] for each of them.
 
@@ -166,8 +163,8 @@ def jagged_jagged_bmm_kernel(
     if (index < num_later) & (first >= sample_end):
         return
     end = tl.minimum(first + chunk, sample_end)
-    d = (block % D_BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)).to(INDEX)
-    t = (block // D_BLOCKS * BLOCK_T + tl.arange(0, BLOCK_T)).to(INDEX)
+    d = block % D_BLOCKS * BLOCK_D + tl.arange(0, BLOCK_D)
+    t = block // D_BLOCKS * BLOCK_T + tl.arange(0, BLOCK_T)
     d_exists = d < D
     t_exists = t < T
     if USE_DOT:
@@ -185,8 +182,7 @@ def jagged_jagged_bmm_kernel(
             new_sums = ()
             for column in tl.static_range(BLOCK_T):
                 exists = (row < end) & (column < T)
-                place = row * b_stride + tl.cast(column, INDEX) * b_column_stride
-                right = tl.load(b + place, mask=exists, other=0.0).to(tl.float32)
+                right = tl.load(b + row * b_stride + column * b_column_stride, mask=exists, other=0.0).to(tl.float32)
                 product = rounded_product(left, tl.broadcast_to(right[:, None], [BLOCK_M, BLOCK_D]))
                 new_sums += (sums[column] + tl.sum(product, 0),)  # type: ignore[assignment]
             sums = new_sums
@@ -230,8 +226,7 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
         jagged_dense_bmm_kernel[((batch_size + num_later) * cdiv(t, tile.block_t),)](
             values, offsets.contiguous(), dense, output, num_later, batch_size, total, *values.stride(), *dense.stride(), D=d,
             T=t, BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // itemsize, USE_DOT=tile.use_dot,
-            PRECISION=float32_products(), NUM_STAGES=tile.num_stages,
-            INDEX=_index(d * values.stride(1), d * dense.stride(1) + t * dense.stride(2)), num_warps=tile.num_warps,
+            PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
     return output
 
@@ -256,16 +251,10 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     jagged_jagged_bmm_kernel[((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),)](
         a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
         D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t,
-        USE_DOT=tile.use_dot, PRECISION=float32_products(), NUM_STAGES=tile.num_stages,
-        INDEX=_index(d * a.stride(1), t * b.stride(1)), num_warps=tile.num_warps,
+        USE_DOT=tile.use_dot, PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
     if num_later:
         jagged_jagged_bmm_reduce_kernel[num_later, cdiv(d * t, REDUCE_ELEMENTS)](
             partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS
         )
     return output
-
-
-def _index(*elements: int) -> tl.dtype:
-    """Return what counts the elements that columns of a row or a matrix lie apart; int64 costs a tile its registers."""
-    return tl.int32 if max(elements) < 2**31 else tl.int64

@@ -135,9 +135,9 @@ def jagged_jagged_bmm_jagged_out(
     if b_offsets is a_offsets and not holds(a.shape[0] == b.shape[0]):
         raise ValueError(f"b: expected {a.shape[0]} rows as a has, got {b.shape[0]}; give b_offsets where lengths differ")
     backend = resolve_backend(backend, a)
-    if total is None or validation_is_on():
+    if total is None or validation_is_on(a_offsets):
         pair_offsets = scan_pairs(a_offsets, b_offsets, backend)
-        if validation_is_on():
+        if validation_is_on(a_offsets):
             _validate_pairs("total", total, pair_offsets)
         total = resolve_total(total, pair_offsets)
     return PairScoresFunction.apply(a, b, a_offsets, b_offsets, total, backend)
@@ -197,7 +197,7 @@ def array_jagged_bmm_jagged_out(
         a_total = b.shape[0]
     b_offsets = _check_pair_offsets(a_offsets, b_offsets, b, a_total)
     backend = resolve_backend(backend, b)
-    if validation_is_on():
+    if validation_is_on(a_offsets):
         _validate_pairs("scores", scores.shape[0], scan_pairs(a_offsets, b_offsets, backend))
     a_total = resolve_total(a_total, a_offsets, "a_total")
     return PairSumsFunction.apply(scores, b, a_offsets, b_offsets, a_total, False, backend)

@@ -323,7 +323,7 @@ def jagged_split(
         sizes[last] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != last)
     if not (holds(sum(sizes) == values.shape[0]) and all(holds(size >= 0) for size in sizes)):
         raise ValueError(f"values: expected as many rows as the parts have together, {sizes}; got {values.shape[0]}")
-    if totals is None and validation_is_on():
+    if totals is None and validation_is_on(batch_offsets):
         # The size of the last part follows from the others; of these it was read from their offsets.
         validate_offsets(parts[last], sizes[last], name=f"offsets[{last}]")
     outputs = SplitFunction.apply(values, torch.stack(parts), sizes, _backend(backend, values))
@@ -366,7 +366,7 @@ def jagged_truncate(
         raise ValueError(f"length: expected at least 0, got {length}")
     lengths = offsets.diff(prepend=offsets[:1]).clamp_(min=0, max=length)
     new_offsets = lengths.cumsum(0, dtype=offsets.dtype)
-    if total is not None and validation_is_on() and total != new_offsets[-1]:
+    if total is not None and validation_is_on(offsets) and total != new_offsets[-1]:
         raise ValueError(f"total: expected {int(new_offsets[-1])}, the number of rows that are kept, got {total}")
     total = resolve_total(total, new_offsets)
     if not holds(total <= values.shape[0]):

@@ -346,7 +346,7 @@ def linear_cross_entropy(
     if memory_budget < 0:
         raise ValueError(f"memory_budget: expected a number of bytes, got {memory_budget}")
     compute_dtype = compute_dtype_of(hidden, weight)
-    if validation_is_on():
+    if validation_is_on(target):
         validate_ids(target, weight.shape[0], name="target", ignore_index=ignore_index)
     if normalize:
         # What ignored rows hold would come back through the norms as NaN.

@@ -350,7 +350,7 @@ def sampled_linear_cross_entropy(
     if target_log_q is not None and correction != "both":
         raise ValueError(f"target_log_q: is used with correction='both' alone, got correction={correction!r}; leave it out")
     excluded, exclude_offsets = _check_exclude(exclude, num_rows, hidden)
-    if validation_is_on():
+    if validation_is_on(target):
         validate_ids(target, num_items, name="target", ignore_index=ignore_index)
         if isinstance(negatives, Tensor):
             validate_ids(negatives, num_items, name="negatives", ignore_index=-1)

@@ -101,7 +101,7 @@ def jagged2_softmax(
         check_offsets(pair_offsets, scores, "pair_offsets", total=scores.shape[0])
     if dim not in (-1, -2):
         raise ValueError(f"dim: expected -1 for the blocks' rows or -2 for their columns, got {dim}")
-    if validation_is_on():
+    if validation_is_on(a_offsets):
         _validate_pairs(offsets_of_pairs(a_offsets, b_offsets), pair_offsets, scores.shape[0])
     inputs = PairInputs(scores, a_offsets, b_offsets, pair_offsets)
     return PAIR_SOFTMAX(inputs, PairOptions(by_columns=dim == -2), backend).weights

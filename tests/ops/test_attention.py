@@ -314,6 +314,7 @@ def test_hidden_keys_change_nothing(place: Place, mask: dict[str, object]) -> No
             assert torch.equal(before, after) == (not hidden.any())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Offsets that decrease, begin before 0 or run past the end mix rows of the tensors, never a neighbour's into them."""
     fence = torch.full((3, 140, 1, 16), 1e30, device=place.device)
@@ -511,6 +512,7 @@ def test_meta_tensors_have_shapes(place: Place) -> None:
     assert jagged_attention(q, k[:3], v[:3], offsets, offsets).shape == (5, 6, 8)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(3, 2, 4, device=place.device)
     offsets = torch.tensor([0, 3], device=place.device)

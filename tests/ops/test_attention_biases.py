@@ -544,6 +544,7 @@ def test_batches_without_rows(place: Place, kind: str, lengths: tuple[int, ...])
         assert not grad.any()
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Neither do a jagged bias of another length than the offsets say, nor its gradient."""
     fence = torch.full((3, 140, 1, 16), 1e30, device=place.device)
@@ -767,6 +768,7 @@ def test_compiled_dropout_draws_anew(place: Place) -> None:
         torch.testing.assert_close((grad * leaves[2]).sum(), output.square().sum())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(3, 2, 4, device=place.device)
     offsets = torch.tensor([0, 3], device=place.device)

@@ -28,8 +28,6 @@ def check(used: Resources, arch: int | str, where: str) -> None:
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bf16", 2), ("fp32", 4)])
 @pytest.mark.parametrize(("d", "t"), WIDTHS)
 def test_jagged_dense_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t: int) -> None:
-    import triton.language as tl
-
     from jagged.ops.bmm import kernels
 
     tile = tiles.dense_tile(d, t, itemsize)
@@ -38,7 +36,6 @@ def test_jagged_dense_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t:
     constants = {
         "D": d, "T": t, "BLOCK_M": tile.rows, "BLOCK_D": tile.block_d, "BLOCK_T": tile.block_t, "VECTOR": 16 // itemsize,
         "USE_DOT": tile.use_dot, "PRECISION": "ieee", "NUM_STAGES": tile.num_stages, "values_column_stride": 1,
-        "INDEX": tl.int32,
     }  # fmt: skip
     kernel = kernels.jagged_dense_bmm_kernel
     # As the forward finds its matrices, and as gradients do.
@@ -54,8 +51,6 @@ def test_jagged_dense_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t:
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bf16", 2), ("fp32", 4)])
 @pytest.mark.parametrize(("d", "t"), [pair for pair in WIDTHS if pair != (4, 1024)])
 def test_jagged_jagged_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t: int) -> None:
-    import triton.language as tl
-
     from jagged.ops.bmm import kernels
 
     # The launcher makes the narrower side the second one.
@@ -66,7 +61,6 @@ def test_jagged_jagged_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t
     constants = {
         "D": d, "T": t, "BLOCK_M": tile.rows, "BLOCK_D": tile.block_d, "BLOCK_T": tile.block_t, "USE_DOT": tile.use_dot,
         "PRECISION": "ieee", "NUM_STAGES": tile.num_stages, "a_column_stride": 1, "b_column_stride": 1,
-        "INDEX": tl.int32,
     }  # fmt: skip
     kernel = kernels.jagged_jagged_bmm_kernel
     for d_stride, t_stride in ((t, 1), (1, d)):

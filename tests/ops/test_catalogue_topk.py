@@ -247,6 +247,7 @@ def test_gradients_stop_and_autocast_has_no_say(place: Place) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_offsets_reach_no_foreign_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight = integers((4, 3), torch.float32, 0), integers((200, 3), torch.float32, 1)
     ids = torch.tensor([5, 2**62, -(2**62), 7, 199], device=place.device)
@@ -383,6 +384,7 @@ HIDDEN, WEIGHT, IDS, OFFSETS = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros
         (lambda: catalogue_topk(HIDDEN.double(), WEIGHT.double(), 1, backend="triton"), TypeError, "float64"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()

@@ -398,6 +398,7 @@ def test_rows_of_very_different_scales(place: Place) -> None:
     check(place, [hidden * torch.logspace(-4, 4, 6, device=place.device)[:, None], weight], targets_of(6, 37), reduction="none")
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_unknown_items_reach_no_foreign_memory(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(6, 9, 4, torch.float32)
     target = torch.tensor([0, 9, -1, 2**40, -(2**62), 8], device=place.device)

@@ -215,6 +215,7 @@ def test_relu_keeps_nan(place: Place) -> None:
     assert str(output.tolist()) == "[[nan, 0.0, 2.0]]"
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Offsets that decrease, begin before 0 or run past the end mix rows of the tensors, never a neighbour's into them."""
     fence = torch.full((60, 4), 1e30, device=place.device)
@@ -243,6 +244,7 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     assert bool((fence[40:] == 1e30).all())
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(place: Place) -> None:
     values, offsets = torch.zeros(3, 2, device=place.device), torch.tensor([0, 3], device=place.device)
     weight, dense = torch.zeros(4, 2, device=place.device), torch.zeros(1, 2, device=place.device)

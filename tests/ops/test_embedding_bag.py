@@ -453,6 +453,7 @@ def test_values_are_checked_on_demand(place: Place, monkeypatch: pytest.MonkeyPa
 WRONG = [[5, 1, 3, 3, 7], [0, -4, 2, 4, 6], [0, 2, 1000, 4, 6], [0, 2, 4, 5, 2**31 - 1], [-(2**31), 3, 2, 9, -1], [9, 9, 9, 9, 9]]
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("gathered", GATHERINGS)
@@ -483,6 +484,7 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], w
     ((0, 1, 2), None), ((2, 0, 2), None), ((0,), None), ((0, 2, 2), [5, 1, 3, 9, 0, -1, 11]),
     ((0, 0, 2), [-(2**31), 9, 0, 9, 1, 2, 2**31 - 1]), ((0, 1), [0, 3, -(2**31), 4, 6]), ((0, 1), [0, 2**31 - 1, -(2**31), 4, 6]),
 ])  # fmt: skip
+@pytest.mark.usefixtures("unchecked")
 def test_kernels_stay_inside_their_tensors(
     place: Place, gathered: str, tables: tuple[int, ...], wrong: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -816,6 +818,7 @@ def layout(*arguments: Any, **options: Any) -> Callable[[], object]:
         (layout((4, 3), (5, 2), means=(True,)), ValueError, "means: expected one for each of the 2 features, got 1"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(function: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         function()

@@ -325,6 +325,7 @@ def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
     assert graphs == 1
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.zeros(3, 2, 4, device=place.device)
     offsets = torch.tensor([0, 3], device=place.device)

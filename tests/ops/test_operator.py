@@ -40,6 +40,10 @@ def test_gradients_are_right_both_ways(way: str) -> None:
         assert torch.autograd.gradcheck(lambda v: _segment_sum(v, weights.detach()), (values,))
         assert torch.autograd.gradcheck(lambda w: _segment_sum(values.detach(), w), (weights,))
         parts = _values(2, 2, 3), _values(3, 4, 3), _values(4, 3)
+        assert torch.autograd.gradcheck(
+            lambda f: JOIN(Parts((parts[0].detach(), parts[1].detach()), f), NoOptions()).joined, parts[2]
+        )
+        assert torch.autograd.gradcheck(lambda b: JOIN(Parts((parts[0].detach(), b), parts[2]), NoOptions()).joined, parts[1])
         assert torch.autograd.gradcheck(lambda a, b, f: JOIN(Parts((a, b), f), NoOptions()).joined, parts)
         assert torch.autograd.gradgradcheck(lambda a, b, f: JOIN(Parts((a, b), f), NoOptions()).joined, parts)
 

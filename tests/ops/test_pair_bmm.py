@@ -187,6 +187,7 @@ def test_blocks_are_found_in_either_way(place: Place, dtype: torch.dtype, monkey
             assert torch.equal(got, want)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     """Offsets that decrease, begin before 0 or run past the end, and totals too small, mix rows of the tensors alone."""
     fence = torch.full((4, 140, 16), 1e30, device=place.device)

@@ -391,6 +391,7 @@ def test_no_valid_row_is_no_step(place: Place, rows: int) -> None:
         assert part.isfinite().all()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("rows_per_draw", [1, 16])
 def test_unknown_items_reach_no_foreign_memory(place: Place, rows_per_draw: int, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(6, 9, 4, torch.float32)
@@ -839,6 +840,7 @@ def call(negatives: Any = NEGATIVES, hidden: Tensor = HIDDEN, weight: Tensor = W
         (call(hidden=HIDDEN.double(), weight=WEIGHT.double(), backend="triton"), TypeError, "float64"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_messages_name_argument_and_cure(function: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         function()

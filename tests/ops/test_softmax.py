@@ -195,6 +195,7 @@ def fenced(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return blocks
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.filterwarnings("ignore:.*(invalid value|divide by zero|overflow):RuntimeWarning")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_offsets_reach_no_foreign_memory(
