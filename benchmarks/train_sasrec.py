@@ -41,7 +41,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "ce": {},
     "cce": {},
     "cce-uniform": {"head": "sampled"},
-    "cce-popularity": {"head": "sampled", "sampler": "popularity"},
+    "cce-popularity": {"head": "sampled", "sampler": "popularity", "correction": "none"},
     "in-batch": {"head": "sampled", "sampler": "in-batch", "correction": "negatives"},
     "mixed": {"head": "sampled", "sampler": "mixed", "correction": "negatives"},
     "refined": {"head": "sampled", "sampler": "in-batch", "correction": "negatives", "sampled_loss": "refined"},

@@ -73,8 +73,8 @@ class TrainConfig(BaseModel):
     num_negatives: int = Field(256, ge=1, description="sampled: negatives drawn; in-batch draws none")
     negatives_per: Literal["row", "batch"] = Field("row", description="sampled: who has a draw of its own; mixed has one a batch")
     sampled_loss: Literal["softmax", "refined", "bce", "gbce"] = Field("softmax", description="sampled: the loss")
-    correction: Literal["none", "negatives", "both"] = Field(
-        "none", description="sampled: whose logits are corrected by how probable they were drawn"
+    correction: Literal["auto", "none", "negatives", "both"] = Field(
+        "auto", description="sampled: whose logits are corrected by how probable they were drawn; auto: as the sampler needs it"
     )
     gbce_t: float = Field(0.75, ge=0, le=1, description="sampled, gbce: 0 for bce, 1 for scores as over all items")
     num_buckets: int = Field(128, ge=1, description="scalable: number of buckets")
@@ -121,14 +121,19 @@ class TrainConfig(BaseModel):
             raise ValueError("valid_fraction + test_fraction must stay below 1, or nothing is left to train on")
         if self.max_tokens is not None and self.max_tokens < self.max_seq_len:
             raise ValueError(f"max_tokens ({self.max_tokens}) must be at least max_seq_len ({self.max_seq_len})")
-        if self.sampled_loss == "refined" and self.correction != "negatives":
+        if self.sampled_loss == "refined" and self.correction not in ("auto", "negatives"):
             raise ValueError(
                 f"sampled_loss refined corrects the negatives alone: correction ({self.correction}) must be negatives"
             )
-        if self.sampled_loss in ("bce", "gbce") and self.correction != "none":
+        if self.sampled_loss in ("bce", "gbce") and self.correction not in ("auto", "none"):
             raise ValueError(f"sampled_loss {self.sampled_loss} has no correction: correction ({self.correction}) must be none")
         if self.sampled_loss == "gbce" and self.sampler in ("in-batch", "mixed"):
             raise ValueError(f"sampled_loss gbce needs a fixed number of negatives: sampler ({self.sampler}) must draw them all")
+        if self.sampled_loss in ("bce", "gbce") and self.sampler != "uniform" and self.correction == "auto":
+            raise ValueError(
+                f"sampled_loss {self.sampled_loss} has no correction, without which popular items rank last where sampler "
+                f"({self.sampler}) draws them more often: sampler must be uniform; correction none has it so"
+            )
         return self
 
     @classmethod

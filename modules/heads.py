@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.sampling import Sampler
 from jagged.modules.split import RowSplit
 from jagged.modules.targets import next_item_targets
-from jagged.ops import linear_cross_entropy, sampled_linear_cross_entropy
+from jagged.ops import Draw, linear_cross_entropy, sampled_linear_cross_entropy
 from jagged.ops.cross_entropy.strategy import MEMORY_BUDGET, StrategyName
 from jagged.ops.sampled_cross_entropy.op import Correction, Loss, Positive
 
@@ -188,8 +188,11 @@ class SampledCrossEntropyHead(JaggedModule):
     Args:
         sampler: of `jagged.modules`: `UniformSampler`, `LogUniformSampler`, `PopularitySampler`, `InBatchSampler` or
             `MixedSampler`.
-        loss: `"softmax"`, `"refined"`, `"bce"` or `"gbce"`.
-        correction: whose logits are corrected by how probable they were drawn: `"none"`, `"negatives"` or `"both"`.
+        loss: `"softmax"`, `"refined"`, `"bce"` or `"gbce"`. The operator's sums of bce and gbce are divided by the number of
+            predictions of a row, its target and its negatives, so that losses do not grow with the number of negatives.
+        correction: whose logits are corrected by how probable they were drawn: `"none"`, `"negatives"` or `"both"`. `"auto"` is
+            `"negatives"`, where the sampler draws every item as often and the loss is not refined `"none"`. Without a correction
+            scores come out relative to how often items are drawn, so that popular items rank last.
         positive, mask_hits, renormalise, gbce_t, filter_eps, sparse: as for `jagged.ops.sampled_linear_cross_entropy`.
         temperature: what logits are divided by, > 0.
         ignore_index: rows with this target have no loss, and are nobody's negatives.
@@ -197,7 +200,8 @@ class SampledCrossEntropyHead(JaggedModule):
     Raises:
         ValueError: options that do not go together: see the operator. Where the batch decides how many negatives there are,
             gbce and `renormalise`, which need their number, are refused, and so is a correction by a sampler that knows no
-            probabilities.
+            probabilities. `correction="auto"` refuses what needs a correction and cannot have one: bce and gbce, unless every
+            item is drawn as often, and a sampler that knows no probabilities.
 
     Shape:
         hidden: JaggedTensor with values `[sum L, D]`; weight: `[num_items, D]`; targets: `[sum L]`, int32 or int64, or a
@@ -225,7 +229,7 @@ class SampledCrossEntropyHead(JaggedModule):
         sampler: Sampler,
         *,
         loss: Loss = "softmax",
-        correction: Correction = "none",
+        correction: Correction | Literal["auto"] = "auto",
         positive: Positive = "inside",
         mask_hits: bool = True,
         renormalise: bool = False,
@@ -236,6 +240,8 @@ class SampledCrossEntropyHead(JaggedModule):
         ignore_index: int = -100,
     ) -> None:
         super().__init__()
+        if correction == "auto":
+            correction = _needed_correction(loss, sampler)
         check_sampled_options(loss, correction, sampler.count is not None, sampler.knows_probabilities, renormalise)
         if not temperature > 0:
             raise ValueError(f"temperature: expected a number above 0, got {temperature}")
@@ -278,7 +284,31 @@ class SampledCrossEntropyHead(JaggedModule):
             filter_eps=self.filter_eps,
             sparse=self.sparse,
         )
+        if self.loss in ("bce", "gbce"):
+            loss = loss / (1 + _number_of(negatives.negatives))
         return HeadOutput(loss, target_logits(values, weight, targets, self.ignore_index) / self.temperature)
+
+
+def _number_of(negatives: Draw | Tensor) -> int | Tensor:
+    """Return how many negatives a row is given; those of the batch are as many as its targets."""
+    return negatives.count if isinstance(negatives, Draw) else (negatives >= 0).sum()
+
+
+def _needed_correction(loss: Loss, sampler: Sampler) -> Correction:
+    """Return the correction with which items rank by how probable they are as the next one."""
+    if sampler.is_uniform and loss != "refined":
+        return "none"
+    if loss in ("bce", "gbce"):
+        raise ValueError(
+            f"loss: got {loss!r}, which has no correction, with {type(sampler).__name__}, which draws popular items more often: "
+            "popular items would rank last; take UniformSampler or loss='softmax', or say correction='none' to have it so"
+        )
+    if not sampler.knows_probabilities:
+        raise ValueError(
+            f"sampler: got {type(sampler).__name__} without counts, expected one whose draws can be corrected: popular items "
+            "would rank last; build it with counts, or say correction='none' to have it so"
+        )
+    return "negatives"
 
 
 def check_sampled_options(

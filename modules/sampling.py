@@ -35,11 +35,13 @@ class Sampler(JaggedModule):
         num_items: size of the catalogue; None for any.
         count: negatives of a row; None where the batch's rows decide.
         knows_probabilities: whether losses can be corrected by them.
+        is_uniform: whether every item is as probable, so that losses need no correction.
     """
 
     num_items: int | None
     count: int | None
     knows_probabilities = True
+    is_uniform = False
 
     def forward(self, targets: Tensor, *, ignore_index: int = -100) -> Negatives:
         """Return negatives for rows of these targets `[N]`."""
@@ -112,6 +114,7 @@ class UniformSampler(_DrawingSampler):
 
     shown = (*_DrawingSampler.shown, "replacement")
     kind = "uniform"
+    is_uniform = True
 
     def __init__(
         self,
@@ -226,10 +229,10 @@ class PopularitySampler(_DrawingSampler):
 class InBatchSampler(Sampler):
     """The targets of the batch's rows that count are the negatives of all rows.
 
-    An item comes as often as it is a target, so popular ones come often: `counts` allow for a correction.
+    An item comes as often as it is a target, so popular ones come often and have to be corrected by their `counts`.
 
     Args:
-        counts: `[V]`, how often each item is a target, or None without a correction.
+        counts: `[V]`, how often each item is a target; None for heads with `correction="none"` alone.
         device: where the table lives; by default where `counts` is.
 
     Attributes:

@@ -62,10 +62,15 @@ def test_choices_are_those_of_the_field() -> None:
         ("monitor = 'ndcg@7'", "monitor: String should match pattern"),
         ("num_heads = 3", "embedding_dim (256) must be a multiple of num_heads (3)"),
         ("max_tokens = 49", "max_tokens (49) must be at least max_seq_len (50)"),
-        ("sampled_loss = 'refined'", "correction (none) must be negatives"),
+        ("sampled_loss = 'refined'\ncorrection = 'none'", "correction (none) must be negatives"),
         ("sampled_loss = 'bce'\ncorrection = 'both'", "correction (both) must be none"),
         ("sampled_loss = 'gbce'\nsampler = 'in-batch'", "sampler (in-batch) must draw them all"),
         ("sampled_loss = 'gbce'\nsampler = 'mixed'", "sampler (mixed) must draw them all"),
+        (
+            "sampled_loss = 'bce'\nsampler = 'in-batch'",
+            "sampled_loss bce has no correction, without which popular items rank last where sampler (in-batch) draws them more "
+            "often: sampler must be uniform; correction none has it so",
+        ),
         ("head = 'softmax'", "head: Input should be 'cross-entropy', 'sampled' or 'scalable'; got 'softmax'"),
         ("valid_fraction = 0.6\ntest_fraction = 0.5", "valid_fraction + test_fraction must stay below 1"),
         ("data = ['a', 'b']", "data: Input should be a valid string; got ['a', 'b']"),

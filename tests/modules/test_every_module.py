@@ -126,11 +126,9 @@ CASES = {
     "scalable head": of_head(lambda: ScalableCrossEntropyHead(2, 4, 5)),
     "uniform": of_sampler(lambda: UniformSampler(ITEMS, 4)),
     "log-uniform": of_sampler(lambda: LogUniformSampler(ITEMS, 4), correction="both"),
-    "popularity": of_sampler(lambda: PopularitySampler(counts(), 4), correction="negatives"),
-    "in-batch": of_sampler(lambda: InBatchSampler(counts()), correction="negatives"),
-    "mixed": of_sampler(
-        lambda: MixedSampler(InBatchSampler(counts()), UniformSampler(ITEMS, 4, rows_per_draw=None)), correction="negatives"
-    ),
+    "popularity": of_sampler(lambda: PopularitySampler(counts(), 4)),
+    "in-batch": of_sampler(lambda: InBatchSampler(counts())),
+    "mixed": of_sampler(lambda: MixedSampler(InBatchSampler(counts()), UniformSampler(ITEMS, 4, rows_per_draw=None))),
 }
 
 every_module = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

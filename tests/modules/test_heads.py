@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any, cast
 
 import pytest
@@ -44,13 +46,16 @@ OPTIONS: list[dict[str, Any]] = [
     {"filter_eps": 0.0},
 ]
 LOSSES: list[dict[str, Any]] = [
-    {"loss": "softmax", "temperature": 0.5},
+    {"loss": "softmax", "correction": "none", "temperature": 0.5},
     {"loss": "softmax", "correction": "negatives", "positive": "outside"},
     {"loss": "softmax", "correction": "both", "mask_hits": False},
     {"loss": "refined", "correction": "negatives"},
-    {"loss": "bce"},
+    {"loss": "bce", "correction": "none"},
 ]
-OF_FIXED_COUNT: list[dict[str, Any]] = [{"loss": "gbce", "gbce_t": 0.3}, {"loss": "softmax", "renormalise": True}]
+OF_FIXED_COUNT: list[dict[str, Any]] = [
+    {"loss": "gbce", "correction": "none", "gbce_t": 0.3},
+    {"loss": "softmax", "correction": "none", "renormalise": True},
+]
 
 
 def jagged(values: Tensor, batch: Jagged) -> JaggedTensor:
@@ -166,10 +171,13 @@ def test_sampled_head(place: Place, batch: Jagged, seed: int, ignored: int | Non
     ids, log_q, target_log_q = written_out(sampler, targets, mark)
     known = {key: value for key, value in options.items() if key != "temperature"} | {"scale": 1 / head.temperature}
 
+    predictions = 1 + int((ids[0] >= 0).sum()) if options.get("loss") in ("bce", "gbce") and len(ids) else 1
+
     def reference(hidden: Tensor, weight: Tensor) -> Tensor:
-        return sampled_cross_entropy.sampled_linear_cross_entropy(
+        loss = sampled_cross_entropy.sampled_linear_cross_entropy(
             hidden, weight, targets, ids, log_q=log_q, target_log_q=target_log_q, ignore_index=mark, **known
         )[0]
+        return loss / predictions
 
     check_three_way(lambda h, w: head(jagged(h, batch), w, targets).loss, reference, inputs)
     found = head(jagged(inputs[0], batch), inputs[1], targets).logits
@@ -261,6 +269,67 @@ def test_masking_hides_the_share_it_says_and_other_rows_in_every_step(place: Pla
     assert 0.07 < (first & second).float().mean().item() < 0.11
 
 
+@pytest.mark.parametrize("name", list(samplers()))
+def test_by_default_items_rank_by_how_probable_they_are(place: Place, name: str) -> None:
+    """The best scores of a model that sees nothing are the logarithms of the items' probabilities."""
+    probabilities = counts().double() / counts().sum()
+    targets = torch.multinomial(probabilities.cpu(), 4096, replacement=True, generator=torch.Generator().manual_seed(0))
+    batch = JaggedTensor(values=torch.ones(4096, 1, device=place.device), offsets=torch.tensor([0, 4096], device=place.device))
+    head = SampledCrossEntropyHead(samplers()[name], sparse=False).to(place.device)
+    weight = torch.zeros(ITEMS, 1, device=place.device, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=0.1)
+    torch.manual_seed(0)
+    for _ in range(150):
+        optimizer.zero_grad()
+        head(batch, weight, targets.to(place.device)).loss.backward()
+        optimizer.step()
+    learnt = weight.detach()[:, 0].double()
+    # Of every two items of which one is twice as probable as the other, that one ranks first.
+    twice = probabilities[:, None] > 2 * probabilities
+    assert bool((learnt[:, None] > learnt)[twice].all())
+
+
+@pytest.mark.parametrize("name", ["uniform", "in-batch"])
+@pytest.mark.parametrize("loss", ["softmax", "bce", "gbce"])
+def test_losses_of_a_blind_model_say_nothing_but_how_many_could_be_right(place: Place, name: str, loss: Any) -> None:
+    """Of equal scores every prediction is one of two, or the row's one of the target and its negatives."""
+    head = SampledCrossEntropyHead(samplers()["uniform"], loss=loss, mask_hits=False, gbce_t=0.0).to(place.device)
+    if name == "in-batch":
+        if loss == "gbce":
+            return
+        head = SampledCrossEntropyHead(InBatchSampler(), loss=loss, mask_hits=False, correction="none").to(place.device)
+    batch = jagged_of((5, 0, 4))
+    targets = targets_for(batch, 0, ignore=True)
+    count = 6 if name == "uniform" else int((targets >= 0).sum())
+    found = head(
+        jagged(torch.zeros(9, DIM, device=place.device), batch), torch.zeros(ITEMS, DIM, device=place.device), targets
+    ).loss
+    torch.testing.assert_close(found.exp(), torch.tensor(1.0 + count if loss == "softmax" else 2.0, device=place.device))
+
+
+def test_what_cannot_rank_items_so_is_refused() -> None:
+    """And can be had by saying so."""
+    for build, message in [
+        (
+            lambda **options: SampledCrossEntropyHead(InBatchSampler(), **options),
+            "sampler: got InBatchSampler without counts, expected one whose draws can be corrected: popular items would rank "
+            "last; build it with counts, or say correction='none' to have it so",
+        ),
+        *(
+            (
+                functools.partial(SampledCrossEntropyHead, samplers()[name], loss="bce"),
+                f"loss: got 'bce', which has no correction, with {type(samplers()[name]).__name__}, which draws popular items "
+                "more often: popular items would rank last; take UniformSampler or loss='softmax', or say correction='none' to "
+                "have it so",
+            )
+            for name in ("log-uniform", "popularity", "in-batch", "mixed")
+        ),
+    ]:
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            build()
+        assert build(correction="none").correction == "none"
+
+
 def test_messages() -> None:
     in_batch, split = InBatchSampler(), cast(RowSplit, object())
     items = JaggedTensor(values=torch.zeros(3, 2), offsets=torch.tensor([0, 3]))
@@ -268,9 +337,15 @@ def test_messages() -> None:
     hidden = JaggedTensor(values=torch.zeros(3, DIM), offsets=torch.tensor([0, 3]))
     for call, message in [
         (lambda: SampledCrossEntropyHead(in_batch, correction="both"), "correction: got 'both', but the sampler knows no prob"),
-        (lambda: SampledCrossEntropyHead(in_batch, loss="gbce"), "loss='gbce': needs a fixed number of negatives"),
-        (lambda: SampledCrossEntropyHead(in_batch, renormalise=True), "renormalise: needs a fixed number of negatives"),
-        (lambda: SampledCrossEntropyHead(in_batch, temperature=0), "temperature: expected a number above 0, got 0"),
+        (
+            lambda: SampledCrossEntropyHead(in_batch, loss="gbce", correction="none"),
+            "loss='gbce': needs a fixed number of negatives",
+        ),
+        (
+            lambda: SampledCrossEntropyHead(in_batch, renormalise=True, correction="none"),
+            "renormalise: needs a fixed number of negatives",
+        ),
+        (lambda: SampledCrossEntropyHead(samplers()["in-batch"], temperature=0), "temperature: expected a number above 0, got 0"),
         (lambda: SampledCrossEntropyHead(UniformSampler(5, 2))(hidden, torch.zeros(6, DIM), ids), "weight: expected 5 items"),
         (lambda: CutCrossEntropyHead(softcap=3.0, split=split), "softcap: a head whose items are split over processes"),
         (lambda: CutCrossEntropyHead(class_weight=torch.ones(3), split=split), "class_weight: a head whose items are split"),

@@ -32,8 +32,8 @@ from tests.training.support import at_step, kill_self, outcome, run, tiny_datase
 HEADS: dict[str, dict[str, Any]] = {
     "uniform": {"sampled_loss": "gbce"},
     "popularity": {"sampler": "popularity", "correction": "both", "negatives_per": "batch"},
-    "in-batch": {"sampler": "in-batch", "correction": "negatives", "sampled_loss": "refined"},
-    "mixed": {"sampler": "mixed", "correction": "negatives"},
+    "in-batch": {"sampler": "in-batch", "sampled_loss": "refined"},
+    "mixed": {"sampler": "mixed"},
     "scalable": {"head": "scalable", "num_buckets": 8, "rows_per_bucket": 16, "items_per_bucket": 16},
 }
 
@@ -54,7 +54,7 @@ def test_heads_are_built_as_configured() -> None:
         head = build_head(TrainConfig(sampler=name, **options), counts)
         assert isinstance(head, SampledCrossEntropyHead)
         assert type(head.sampler) is kind
-        assert (head.loss, head.correction) == ("softmax", "none")
+        assert (head.loss, head.correction) == ("softmax", "none" if name == "uniform" else "negatives")
         if name in ("uniform", "popularity"):
             assert (head.sampler.count, head.sampler.rows_per_draw, head.sampler.seed.item()) == (7, 1, 4)
             shared = build_head(TrainConfig(sampler=name, negatives_per="batch", **options), counts)
