@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.interpreter import patch_once_a_launch
+from tests.interpreter import make_fast
 from tests.places import PLACE, Place
 
 # Deterministic mode, below, refuses cuBLAS without it; read when CUDA starts.
@@ -32,7 +32,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jagged")
 
 if PLACE.name == "interpret":
-    patch_once_a_launch()
+    make_fast()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
