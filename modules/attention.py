@@ -10,7 +10,6 @@ from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
 from jagged.modules.positions import positions_with_targets, rotate
 from jagged.ops import jagged_attention
-from jagged.ops._shared.offsets import uniform_offsets
 
 
 def bias_parameters(
@@ -255,7 +254,8 @@ class JaggedCrossAttention(JaggedModule):
         check_width("memory", rows, self.kv_projection.in_features)
         if isinstance(queries, Tensor):
             check_width("queries", queries, width, "[B, n, D]")
-            values, q_offsets = queries.flatten(0, 1), uniform_offsets(queries.shape[0], queries.shape[1], k_offsets)
+            every = torch.arange(queries.shape[0] + 1, device=k_offsets.device, dtype=k_offsets.dtype)
+            values, q_offsets = queries.flatten(0, 1), every * queries.shape[1]
         else:
             values, q_offsets = queries.values(), queries.offsets().to(k_offsets.dtype)
             check_width("queries", values, width)

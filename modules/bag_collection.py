@@ -21,8 +21,7 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.ops import BagLayout, BagPlan, BagSchedules
-from jagged.ops.embedding_bag.plans import Mismatch
+from jagged.ops import BagLayout, BagPlan, BagSchedules, PlanMismatch
 
 
 class Lookups(NamedTuple):
@@ -95,7 +94,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         self._embedding_names = [name for names in get_embedding_names_by_table(tables) for name in names]
         self._widths = [table.embedding_dim for table in tables for _ in table.feature_names]
 
-    def _plan_with(self, plan: BagPlan | str | os.PathLike[str] | None, mismatch: Mismatch) -> None:
+    def _plan_with(self, plan: BagPlan | str | os.PathLike[str] | None, mismatch: PlanMismatch) -> None:
         self._plan: BagPlan | None = None
         self._mismatch = mismatch
         self._schedules = {}

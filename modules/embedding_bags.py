@@ -17,9 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.bag_collection import BagCollection, KeyOrder
 from jagged.modules.table_storage import TableStorage
-from jagged.ops import BagLayout, BagOptimizer, BagPlan, embedding_bags
-from jagged.ops.embedding_bag.optimizers import Kind
-from jagged.ops.embedding_bag.plans import Mismatch
+from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind, BagPlan, PlanMismatch, embedding_bags
 
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -108,11 +106,11 @@ class ScheduledEmbeddingBagCollection(BagCollection):
         is_weighted: bool = False,
         device: torch.device | str | None = None,
         *,
-        optimizer: Kind | None = None,
+        optimizer: BagOptimizerKind | None = None,
         optimizer_options: dict[str, Any] | None = None,
         output_dtype: torch.dtype = torch.float32,
         plan: BagPlan | str | os.PathLike[str] | None = None,
-        plan_mismatch: Mismatch = "refuse",
+        plan_mismatch: PlanMismatch = "refuse",
     ) -> None:
         super().__init__()
         check_tables(tables, is_weighted, output_dtype)
@@ -329,7 +327,7 @@ def check_tables(
             raise ValueError(f"is_weighted: only sums are weighted, but {table.name!r} has MEAN pooling")
 
 
-def _optimizer_maker(kind: Kind | None, options: dict[str, Any] | None) -> functools.partial[BagOptimizer] | None:
+def _optimizer_maker(kind: BagOptimizerKind | None, options: dict[str, Any] | None) -> functools.partial[BagOptimizer] | None:
     if kind is None:
         if options is not None:
             raise ValueError("optimizer_options: expected None without an optimizer; name one with optimizer")
@@ -345,7 +343,7 @@ def _optimizer_maker(kind: Kind | None, options: dict[str, Any] | None) -> funct
     return maker
 
 
-def _bag_optimizer(kind: Kind, options: dict[str, Any], layout: BagLayout, device: torch.device) -> BagOptimizer:
+def _bag_optimizer(kind: BagOptimizerKind, options: dict[str, Any], layout: BagLayout, device: torch.device) -> BagOptimizer:
     return BagOptimizer(kind, layout, device=device, **options)
 
 

@@ -14,8 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.bag_collection import BagCollection, KeyOrder
 from jagged.modules.embedding_bags import OUTPUT_DTYPES, check_tables
-from jagged.ops import BagLayout, BagPlan, embedding_bags, quantize_rows
-from jagged.ops.embedding_bag.plans import Mismatch
+from jagged.ops import BagLayout, BagPlan, PlanMismatch, embedding_bags, quantize_rows
 
 # What a qconfig may name; all mean 8 bits for each number.
 BYTES = (torch.int8, torch.uint8, torch.qint8, torch.quint8)
@@ -76,7 +75,7 @@ class QuantizedEmbeddingBagCollection(BagCollection):
         *,
         output_dtype: torch.dtype = torch.float32,
         plan: BagPlan | str | os.PathLike[str] | None = None,
-        plan_mismatch: Mismatch = "refuse",
+        plan_mismatch: PlanMismatch = "refuse",
     ) -> None:
         super().__init__()
         check_tables(tables, is_weighted, output_dtype, of_any_type=True)

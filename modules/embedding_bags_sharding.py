@@ -43,7 +43,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from jagged.modules.bag_collection import on_device
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
 from jagged.modules.embedding_bags_shards import DATA_PARALLEL, ROW_WISE, ShardLookup, optimizers_of
-from jagged.ops.embedding_bag.layout import ALIGNMENT
+from jagged.ops import BagLayout
 
 TABLE_WISE, COLUMN_WISE = ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
 SHARDING_TYPES = [TABLE_WISE, COLUMN_WISE, ROW_WISE, DATA_PARALLEL]
@@ -294,10 +294,10 @@ def _check_widths(name: str, sharding: ParameterSharding) -> None:
         sizes.setdefault(rank, []).append(shard.shard_sizes)
     for rank, of_rank in sizes.items():
         widths = [width for _, width in of_rank]
-        if len(of_rank) > 1 and (len(set(widths)) > 1 or of_rank[0][0] * widths[0] % ALIGNMENT):
+        if len(of_rank) > 1 and (len(set(widths)) > 1 or of_rank[0][0] * widths[0] % BagLayout.alignment):
             raise ValueError(
-                f"params: expected several column shards in one process to have the same width, a multiple of {ALIGNMENT}, got "
-                f"{widths} of {name!r} in process {rank}; give each process one"
+                "params: expected several column shards in one process to have the same width, a multiple of "
+                f"{BagLayout.alignment}, got {widths} of {name!r} in process {rank}; give each process one"
             )
 
 

@@ -22,7 +22,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.embedding_bags import DTYPES, ScheduledEmbeddingBagCollection
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
-from jagged.ops.embedding_bag.optimizers import STATES
 
 ROW_WISE, DATA_PARALLEL = ShardingType.ROW_WISE.value, ShardingType.DATA_PARALLEL.value
 
@@ -50,7 +49,7 @@ def _states_of_tables(optimizer: BagOptimizer) -> list[dict[str, Tensor]]:
     """For each table views of an optimizer's tensors, `[rows, width]`, `[rows]` and `[]`, by name."""
     layout = optimizer.layout
     states: list[dict[str, Tensor]] = [{} for _ in layout.rows]
-    for name, of in zip(("first", "second"), STATES[optimizer.rule.kind], strict=True):
+    for name, of in zip(("first", "second"), optimizer.states_of, strict=True):
         if of:
             whole = getattr(optimizer, name)
             for table, state in zip(states, layout.views(whole) if of == "element" else whole.split(layout.rows), strict=True):

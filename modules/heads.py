@@ -12,9 +12,16 @@ from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.sampling import Sampler
 from jagged.modules.split import RowSplit
 from jagged.modules.targets import next_item_targets
-from jagged.ops import Draw, linear_cross_entropy, sampled_linear_cross_entropy
-from jagged.ops.cross_entropy.strategy import MEMORY_BUDGET, StrategyName
-from jagged.ops.sampled_cross_entropy.op import Correction, Loss, Positive
+from jagged.ops import (
+    MEMORY_BUDGET,
+    Correction,
+    Draw,
+    Loss,
+    Positive,
+    StrategyName,
+    linear_cross_entropy,
+    sampled_linear_cross_entropy,
+)
 
 
 class HeadOutput(NamedTuple):

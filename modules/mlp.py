@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
-from jagged.ops import jagged_linear
-from jagged.ops.elementwise import ACTIVATIONS, Activation
+from jagged.ops import ACTIVATIONS, Activation, jagged_linear
 
 
 class JaggedMLP(JaggedModule):

@@ -8,8 +8,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
-from jagged.ops import row_positions
-from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops import row_positions, sample_of_row
 
 
 def positions_with_targets(offsets: Tensor, total: int, num_targets: int | Tensor | None, *, from_end: bool = False) -> Tensor:
@@ -40,7 +39,7 @@ def positions_with_targets(offsets: Tensor, total: int, num_targets: int | Tenso
         raise ValueError(f"num_targets: expected 0 or more, got {num_targets}; use None for no targets")
     samples = sample_of_row(offsets, total)
     history = (lengths - num_targets).clamp(min=0)[samples]
-    places = torch.minimum(position_of_row(offsets, samples), history)
+    places = torch.minimum(row_positions(offsets, total), history)
     return history - places if from_end else places
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.seeded import SeededModule
 from jagged.ops import Draw, drawn_negatives
-from jagged.ops.sampled_cross_entropy.draws import item_log_probability, source_of
 
 # What stands in the place of an ignored target among in-batch negatives: no item, which the operator masks.
 NO_ITEM = -1
@@ -304,7 +303,7 @@ class MixedSampler(Sampler):
         torch.Size([18])
     """
 
-    def __init__(self, in_batch: InBatchSampler, drawn: _DrawingSampler) -> None:
+    def __init__(self, in_batch: InBatchSampler, drawn: UniformSampler | LogUniformSampler | PopularitySampler) -> None:
         super().__init__()
         if in_batch.log_q is None:
             raise ValueError("in_batch: expected a sampler with counts, got one without; a mixture's probabilities need them")
@@ -324,7 +323,6 @@ class MixedSampler(Sampler):
         counted = targets != ignore_index
         ids = torch.where(counted, targets.to(torch.int64), NO_ITEM)
         ids = torch.cat([ids, drawn_negatives(draw, 1, self.drawn.num_items)[0]])
-        source = source_of(draw, 1, self.drawn.num_items, ids.device)
         assert self.in_batch.log_q is not None
         log_q = self.in_batch.log_q
         of_batch = _log_share(counted.sum(), ids, log_q.dtype)
@@ -332,7 +330,7 @@ class MixedSampler(Sampler):
 
         def mixture(items: Tensor) -> Tensor:
             inside = items.clamp(0, self.drawn.num_items - 1).to(torch.int64)
-            drawn = item_log_probability(source, inside, self.drawn.num_items, log_q.dtype)
+            drawn = draw.log_probability(inside, self.drawn.num_items, dtype=log_q.dtype)
             return torch.logaddexp(log_q[inside] + of_batch, drawn + of_drawn)
 
         return Negatives(ids, mixture(ids), mixture(targets))

@@ -12,8 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width
-from jagged.ops import jagged_dense_add, jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
-from jagged.ops.elementwise import ACTIVATIONS, Activation
+from jagged.ops import ACTIVATIONS, Activation, jagged_dense_add, jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
 
 
 class TargetAttention(JaggedModule):

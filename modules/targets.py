@@ -10,8 +10,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.seeded import SeededModule
-from jagged.ops import Draw, drawn_negatives
-from jagged.ops._shared.offsets import sample_of_row
+from jagged.ops import Draw, drawn_negatives, sample_of_row
 
 # A row is hidden where its number, one of so many, is small.
 _NUMBERS = 2**31 - 1

@@ -6,7 +6,7 @@ if __name__ != "jagged.ops":
         f"this package was imported as {__name__!r}; import it as 'jagged.ops' (the folder `ops/` is that package's home)"
     )
 
-from jagged.ops._shared.offsets import pair_offsets, row_positions
+from jagged.ops._shared.offsets import pair_offsets, row_positions, sample_of_row
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
 from jagged.ops.attention import jagged_attention, jagged_hstu_attention
 from jagged.ops.bmm import (
@@ -18,8 +18,10 @@ from jagged.ops.bmm import (
 from jagged.ops.catalogue_topk import catalogue_topk
 from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
 from jagged.ops.conversion.nested import from_nested
-from jagged.ops.cross_entropy import linear_cross_entropy, linear_cross_entropy_strategy
+from jagged.ops.cross_entropy import MEMORY_BUDGET, Strategy, StrategyName, linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.elementwise import (
+    ACTIVATIONS,
+    Activation,
     jagged_dense_add,
     jagged_dense_mul,
     jagged_linear,
@@ -29,22 +31,43 @@ from jagged.ops.elementwise import (
 from jagged.ops.embedding_bag import (
     BagLayout,
     BagOptimizer,
+    BagOptimizerKind,
     BagPlan,
     BagSchedule,
     BagSchedules,
+    PlanMismatch,
     embedding_bags,
     quantize_rows,
 )
-from jagged.ops.sampled_cross_entropy import Draw, drawn_negatives, sampled_linear_cross_entropy
+from jagged.ops.sampled_cross_entropy import (
+    Correction,
+    Draw,
+    Loss,
+    Positive,
+    Reduction,
+    drawn_negatives,
+    sampled_linear_cross_entropy,
+)
 from jagged.ops.softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
+    "ACTIVATIONS",
+    "MEMORY_BUDGET",
+    "Activation",
     "BagLayout",
     "BagOptimizer",
+    "BagOptimizerKind",
     "BagPlan",
     "BagSchedule",
     "BagSchedules",
+    "Correction",
     "Draw",
+    "Loss",
+    "PlanMismatch",
+    "Positive",
+    "Reduction",
+    "Strategy",
+    "StrategyName",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
     "dense_to_jagged",
@@ -72,6 +95,7 @@ __all__ = [
     "pair_offsets",
     "quantize_rows",
     "row_positions",
+    "sample_of_row",
     "sampled_linear_cross_entropy",
     "trust_values",
     "validate_ids",

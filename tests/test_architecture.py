@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import jagged.modules
+import jagged.ops
 
 ROOT = Path(__file__).parent.parent
 ENGINE = ("torchrec", "fbgemm_gpu", "pyarrow", "pydantic", "typer", "numpy")
@@ -50,8 +55,9 @@ def offences(source: str, package: str, at: Path) -> list[str]:
             own = not inner or not (ROOT / "ops" / inner[0]).is_dir() or inner == ["_shared"] or inner == family or not family
             bad = top in ENGINE or (top == "jagged" and not (f"{name}.".startswith("jagged.ops.") and own))
         elif package.startswith("jagged.modules"):
+            is_public = name.removeprefix("jagged.ops.") in jagged.ops.__all__
             bad = top in ("pydantic", "typer", "pyarrow") or (
-                top == "jagged" and not f"{name}.".startswith(("jagged.modules.", "jagged.ops."))
+                top == "jagged" and not f"{name}.".startswith("jagged.modules.") and not is_public
             )
         if top in ("ops", "modules") or bad:
             found.append(f"{at}:{line}: {package} imports {name}")
@@ -77,6 +83,9 @@ def test_nothing_imports_upward(folder: str) -> None:
         ("jagged.ops", "from jagged import config"),
         ("jagged.modules", "import jagged.models"),
         ("jagged.modules", "from jagged import data"),
+        ("jagged.modules", "from jagged.ops.attention import jagged_attention"),
+        ("jagged.modules", "from jagged.ops import _shared"),
+        ("jagged.modules", "import jagged.ops"),
         ("jagged.modules", "from ..training import train"),
         ("jagged.models", "from modules import attention"),
         ("jagged", "import ops"),
@@ -99,3 +108,33 @@ def test_an_upward_import_would_be_found(package: str, source: str) -> None:
 )
 def test_a_downward_import_is_allowed(package: str, source: str) -> None:
     assert offences(source, package, Path("planted.py")) == []
+
+
+def types_of(call: Any) -> Iterator[tuple[str, Any]]:
+    """The names in a signature's annotations that are not those of other libraries, and what they stand for."""
+    function = inspect.unwrap(call.__init__ if isinstance(call, type) else call)
+    if not inspect.isfunction(function) or function.__module__.partition(".")[0] != "jagged":
+        return
+    tree = ast.parse(inspect.getsource(inspect.getmodule(function)))
+    foreign = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not str(node.module).startswith("jagged"))
+        for alias in node.names
+    }
+    for annotation in filter(lambda x: isinstance(x, str), function.__annotations__.values()):
+        for node in ast.walk(ast.parse(annotation, mode="eval")):
+            if isinstance(node, ast.Name) and node.id in function.__globals__ and node.id not in foreign:
+                yield node.id, function.__globals__[node.id]
+
+
+@pytest.mark.parametrize("package", [jagged.ops, jagged.modules], ids=lambda package: package.__name__)
+def test_types_of_public_signatures_are_public(package: Any) -> None:
+    public = [getattr(of, name) for of in (jagged.ops, jagged.modules) for name in of.__all__]
+    private = [
+        f"{name}: {type_name}"
+        for name in package.__all__
+        for type_name, named in types_of(getattr(package, name))
+        if not any(named is known or (type(named) is type(known) and named == known) for known in public)
+    ]
+    assert private == []

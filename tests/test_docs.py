@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -97,7 +98,10 @@ def test_examples_in_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.M
 def test_every_public_op_has_an_example() -> None:
     import jagged.ops
 
-    without = [name for name in jagged.ops.__all__ if ">>> " not in (getattr(jagged.ops, name).__doc__ or "")]
+    public = {name: getattr(jagged.ops, name) for name in jagged.ops.__all__}
+    # Types of options and results are shown by the examples of those who take and return them.
+    made = {name: of for name, of in public.items() if isinstance(of, (FunctionType, type)) and not hasattr(of, "_fields")}
+    without = [name for name, of in made.items() if ">>> " not in (of.__doc__ or "")]
     assert without == []
 
 

@@ -17,10 +17,22 @@ def covering(offsets: Tensor, total: int) -> Tensor:
 
 
 def sample_of_row(offsets: Tensor, total: int) -> Tensor:
-    """Return the sample `[total]` (int64) each row belongs to; rows that no sample covers get the last one's index.
+    """Return the sample each row belongs to, without synchronisation. Plain PyTorch on every device.
 
-    Wrong offsets never lead outside the batch. On a CPU repeating samples is several times faster than a search.
+    Args:
+        offsets: `[B + 1]`, int32 or int64, ending at `total`.
+        total: number of rows.
+
+    Returns:
+        `[total]`, int64; rows that no sample covers get the last one's index, so that wrong offsets never lead outside the batch.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import sample_of_row
+        >>> sample_of_row(torch.tensor([0, 3, 3, 5]), total=5)
+        tensor([0, 0, 0, 2, 2])
     """
+    # On a CPU repeating samples is several times faster than a search.
     if offsets.is_cpu and offsets.shape[0] > 1:
         return torch.repeat_interleave(covering(offsets, total).diff(), output_size=total)
     rows = torch.arange(total, device=offsets.device, dtype=offsets.dtype)

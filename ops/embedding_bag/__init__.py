@@ -3,7 +3,19 @@
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.op import embedding_bags
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
+from jagged.ops.embedding_bag.optimizers import Kind as BagOptimizerKind
 from jagged.ops.embedding_bag.plans import BagPlan, BagSchedule, BagSchedules
+from jagged.ops.embedding_bag.plans import Mismatch as PlanMismatch
 from jagged.ops.embedding_bag.quantized import quantize_rows
 
-__all__ = ["BagLayout", "BagOptimizer", "BagPlan", "BagSchedule", "BagSchedules", "embedding_bags", "quantize_rows"]
+__all__ = [
+    "BagLayout",
+    "BagOptimizer",
+    "BagOptimizerKind",
+    "BagPlan",
+    "BagSchedule",
+    "BagSchedules",
+    "PlanMismatch",
+    "embedding_bags",
+    "quantize_rows",
+]

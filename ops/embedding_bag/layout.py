@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,6 +45,9 @@ class BagLayout:
         >>> layout.num_elements, layout.width
         (63, 11)
     """
+
+    # Every table begins at a multiple of so many elements.
+    alignment: ClassVar[int] = ALIGNMENT
 
     rows: tuple[int, ...]
     widths: tuple[int, ...]

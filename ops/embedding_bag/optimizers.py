@@ -58,6 +58,7 @@ class BagOptimizer:
         device: of the states; None: the default device.
 
     Attributes:
+        states_of: what `first` and `second` have a number for: `"element"`, `"row"`, or `""` for nothing.
         learning_rate: `[]` float32.
         step: `[]` int64, the number of updates.
         first, second: float32 states, `[num_elements]` or `[rows of all tables]`, or empty.
@@ -98,7 +99,8 @@ class BagOptimizer:
         self.learning_rate = torch.tensor(learning_rate, dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         lengths = {"": 0, "element": layout.num_elements, "row": layout.first_rows[-1]}
-        self.first, self.second = (torch.zeros(lengths[of], device=device) for of in STATES[kind])
+        self.states_of = STATES[kind]
+        self.first, self.second = (torch.zeros(lengths[of], device=device) for of in self.states_of)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that go on from step to step, for a checkpoint."""

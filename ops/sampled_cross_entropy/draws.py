@@ -72,6 +72,10 @@ class Draw:
     alias: Tensor | None = None
     log_q: Tensor | None = None
 
+    def log_probability(self, items: Tensor, num_items: int, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the logarithms of the probabilities of items, which lie in `[0, num_items)`, in one draw."""
+        return item_log_probability(source_of(self, 1, num_items, items.device), items, num_items, dtype)
+
 
 class Source(NamedTuple):
     """Negatives as operators take them.
