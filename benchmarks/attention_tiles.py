@@ -4,9 +4,9 @@
     python -m benchmarks.attention_tiles "256 x 1024 x 4 x 64: both biases" dq # tiles like the shipped but for one thing
     python -m benchmarks.attention_tiles "256 x 1024 x 4 x 64: both biases" dq --tiles 64,16,4,3,168 64,32,8,2
 
-Tiles are as in `jagged/ops/attention/configurations.py`: rows of its own, rows that it visits, warps, stages, and at most so many
-registers; TMA as the shipped have it. Times are the kernel's alone, from a profile; the other kernels keep their tiles. Nothing
-is saved: what is faster goes into the table, and the benchmark then measures it.
+Tiles are as in `jagged/ops/attention/triton/configurations.py`: rows of its own, rows that it visits, warps, stages, and at
+most so many registers; TMA as the shipped have it. Times are the kernel's alone, from a profile; the other kernels keep their
+tiles. Nothing is saved: what is faster goes into the table, and the benchmark then measures it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 from benchmarks.attention import parts
 from benchmarks.attention_cases import Size, Workload, ours
 from benchmarks.common import spread
-from jagged.ops.attention import kernels
-from jagged.ops.attention.configurations import Configuration, Tiles
+from jagged.ops.attention.triton import launch
+from jagged.ops.attention.triton.configurations import Configuration, Tiles
 
 KERNELS = {"forward": "attention_forward_kernel", "dq": "attention_backward_dq_kernel", "dkv": "attention_backward_dkv_kernel"}
 PROFILES, CALLS = 5, 4
@@ -54,18 +54,18 @@ def neighbours(tiles: Tiles) -> list[Tiles]:
 @contextlib.contextmanager
 def replaced(kernel: str, tiles: Tiles | None) -> Iterator[list[Tiles]]:
     """Give one kernel other tiles, unless they are None; the list gets those that would have been chosen."""
-    configuration, chosen = kernels.configuration, []
+    configuration, chosen = launch.configuration, []
 
     def choose(*arguments: Any, **options: Any) -> Configuration:
         own = configuration(*arguments, **options)
         chosen.append(getattr(own, kernel))
         return own if tiles is None else own._replace(**{kernel: tiles})
 
-    kernels.configuration = choose
+    launch.configuration = choose
     try:
         yield chosen
     finally:
-        kernels.configuration = configuration
+        launch.configuration = configuration
 
 
 def kernel_us(call: Callable[[], Any], name: str) -> dict[str, float]:

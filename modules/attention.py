@@ -38,7 +38,7 @@ def check_times(times: Tensor | None, time_bias: Tensor | None) -> None:
         raise ValueError(f"times: expected None, got {list(times.shape)}; a module built with num_time_buckets takes times")
     if time_bias is not None and times is None:
         raise ValueError(
-            "times: expected [sum L], int64, one for each row, got None; the module was built with "
+            "times: expected [sum L], int32 or int64, one for each row, got None; the module was built with "
             f"num_time_buckets={time_bias.shape[1]}"
         )
 
@@ -85,8 +85,8 @@ class JaggedSelfAttention(JaggedModule):
 
     Shape:
         JaggedTensor with values `[sum L, D]` in and out. `num_targets`: how many of each sample's last rows are targets, one
-        number or a tensor `[B]`, int32 or int64; None for no targets. `times`: int64 `[sum L]`, in any unit, where there are time
-        buckets; None where there are not.
+        number or a tensor `[B]`, int32 or int64; None for no targets. `times`: int32 or int64 `[sum L]`, in any unit, where there
+        are time buckets; None where there are not.
 
     Raises:
         ValueError: `num_heads` does not divide `embedding_dim`, or `num_key_heads` does not divide `num_heads`; rows of another

@@ -32,7 +32,7 @@ from benchmarks.jagged_ops import (
 )
 from benchmarks.train_sasrec import HEADS
 from jagged.config import TrainConfig
-from jagged.ops.attention import kernels
+from jagged.ops.attention.triton import launch
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +398,7 @@ def test_tiles_replace_those_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     timed = []
 
     def kernel_us(call: object, name: str) -> dict[str, float]:
-        chosen = kernels.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False)
+        chosen = launch.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False)
         assert chosen._replace(dq=shipped.dq) == shipped
         if chosen.dq.own == 128:
             raise RuntimeError("out of shared memory\nsecond line")
@@ -407,13 +407,13 @@ def test_tiles_replace_those_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(attention_tiles, "kernel_us", kernel_us)
     monkeypatch.setattr(attention_tiles, "Workload", lambda size, device: attention_cases.Workload(size, "cpu"))
-    shipped = kernels.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False)
+    shipped = launch.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False)
     size = attention_cases.Size(2, 5, 1, 64)
     measured = list(attention_tiles.measure(size, "dq", candidates))
     assert [tiles for tiles, _ in measured] == [shipped.dq, *candidates]
     assert timed == [shipped.dq, *candidates[:2]]
     assert measured[-1][1] == "RuntimeError: out of shared memory"
-    assert kernels.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False) == shipped
+    assert launch.configuration(64, torch.bfloat16, 10_000, 10, allows_tma=False) == shipped
     beside = attention_tiles.neighbours(shipped.dq)
     assert [tiles for tiles, _ in attention_tiles.measure(size, "dq", [])] == [shipped.dq, *beside]
     assert shipped.dq not in beside

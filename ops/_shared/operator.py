@@ -379,9 +379,14 @@ def _define_backward(
 
 
 def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    def without_graph(*arguments: Any) -> Any:
+        # An exported program calls an operator outside of its autograd function, where an implementation could not run.
+        with torch.no_grad():
+            return implementation(*arguments)
+
     qualified = f"jagged::{name}"
     torch.library.define(qualified, schema)
-    torch.library.impl(qualified, ("cpu", "cuda"), implementation)
+    torch.library.impl(qualified, ("cpu", "cuda"), without_graph)
     torch.library.register_fake(qualified, fake)
     defined: Callable[..., Any] = getattr(torch.ops.jagged, name).default
     return defined

@@ -34,14 +34,14 @@ def rows_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor
 
 
 @gluon.jit
-def make_ring(source, PLACES: gl.constexpr, READERS: gl.constexpr):
-    """Return room for that many tiles of a descriptor, each of which that many groups read."""
+def make_ring(source, PLACES: gl.constexpr, READERS: gl.constexpr, TILES: gl.constexpr = None):
+    """Return room for that many tiles of a descriptor, each of which that many groups read; or for more `TILES` than places."""
     full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PLACES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
-    shape: gl.constexpr = [PLACES] + source.block_type.shape  # noqa: RUF005
+    shape: gl.constexpr = [PLACES if TILES is None else TILES] + source.block_type.shape  # noqa: RUF005
     return Ring(gl.allocate_shared_memory(source.dtype, shape, source.layout), full, empty)
 
 

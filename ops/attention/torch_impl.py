@@ -11,13 +11,15 @@ The query heads that share a key head lie side by side: queries are `[Sq * Hkv, 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from jagged.ops.attention.spec import Inputs, Options, Outputs
 
 # 1 MiB in float32: the scores of a chunk stay in the L2 cache between the passes over them.
 _CHUNK_SCORES = 2**18
@@ -26,16 +28,6 @@ _SHORTEST_CLASS = 8
 # SiLU and its derivative are exactly 0 here, as softmax's weight is at minus infinity, where SiLU is not a number.
 _SILU_NOTHING = -1e4
 _32_BITS = 2**32 - 1
-
-
-@dataclass
-class _Mask:
-    """Which keys a query sees, as `jagged_attention` says it; a window of 0 is none."""
-
-    num_targets: Tensor | None  # [B]
-    causal: bool
-    window: int
-    num_contextual: int
 
 
 @dataclass
@@ -86,36 +78,36 @@ class _Chunk:
         """Those of q, k and v."""
         return self.queries, self.keys, self.keys
 
-    def blocks(self, mask: _Mask) -> Iterator[_Block]:
+    def blocks(self, x: Inputs, o: Options) -> Iterator[_Block]:
         """Yield blocks that hold every query."""
         for first in range(0, self.queries.longest, self.query_block):
             last = min(first + self.query_block, self.queries.longest)
             position = self.shift + torch.arange(first, last, device=self.shift.device)[:, None, None]
             # Targets look back from the end of the history.
-            place = position if mask.num_targets is None else torch.minimum(position, self.history)
-            end = torch.minimum(place + 1, self.history) if mask.causal else self.history
-            if mask.window:
-                begin, context_end = place - (mask.window - 1), end.clamp(max=mask.num_contextual)
-                end = torch.minimum(end, place + mask.window)
-            if mask.num_contextual:
-                sees_all = position < mask.num_contextual
+            place = position if x.num_targets is None else torch.minimum(position, self.history)
+            end = torch.minimum(place + 1, self.history) if o.causal else self.history
+            if o.window:
+                begin, context_end = place - (o.window - 1), end.clamp(max=o.num_contextual)
+                end = torch.minimum(end, place + o.window)
+            if o.num_contextual:
+                sees_all = position < o.num_contextual
                 end = torch.where(sees_all, self.history, end)
-                if mask.window:
+                if o.window:
                     begin = begin.masked_fill_(sees_all, 0)
             # The keys that any row sees, and one at least, though it be hidden from all.
             low, high = 0, self.keys.longest
-            if mask.causal or mask.window:
-                stop = end if mask.num_targets is None else torch.maximum(end, position + 1)
-                high = min(max(int(stop.max()), mask.num_contextual, 1), high)
-            if mask.window and not mask.num_contextual:
+            if o.causal or o.window:
+                stop = end if x.num_targets is None else torch.maximum(end, position + 1)
+                high = min(max(int(stop.max()), o.num_contextual, 1), high)
+            if o.window and not o.num_contextual:
                 low = min(max(int(begin.min()), 0), high - 1)
             key = torch.arange(low, high, device=self.shift.device)
             hidden = key >= end
-            if mask.window:
+            if o.window:
                 hidden = hidden | (key < begin)
-                if mask.num_contextual:
+                if o.num_contextual:
                     hidden &= key >= context_end
-            if mask.num_targets is not None:
+            if x.num_targets is not None:
                 hidden = hidden & (key != position)
             rows = slice(first * self.group, last * self.group)
             yield _Block(slice(first, last), rows, slice(low, high), position, hidden)
@@ -138,32 +130,28 @@ class _Chunk:
 class _Biases:
     """What is added to scores, and its gradients."""
 
-    def __init__(
-        self,
-        relative_bias: Tensor | None,
-        time_bias: Tensor | None,
-        q_times: Tensor | None,
-        k_times: Tensor | None,
-        bias: Tensor | None,
-        bias_offsets: Tensor | None,
-        wanted: Sequence[bool],
-    ) -> None:
+    def __init__(self, x: Inputs, wanted: Mapping[str, torch.dtype]) -> None:
         # Tables `[H, N]`, of which each pair of a query and a key reads one column; a dense bias is none.
-        self.tables = [relative_bias, time_bias, None if bias_offsets is None else bias]
-        self.times, self.pairs = (q_times, k_times), bias_offsets
-        self.dense = bias if bias_offsets is None else None
+        self.tables = {
+            "relative_bias": (x.relative_bias, self._distances),
+            "time_bias": (x.time_bias, self._buckets),
+            "bias": (None if x.bias_offsets is None else x.bias, self._pairs),
+        }
+        self.times, self.pairs = (x.q_times, x.q_times if x.k_times is None else x.k_times), x.bias_offsets
+        self.dense = x.bias if x.bias_offsets is None else None
         # A table's gradient is a sum of millions; a pair's own bias has that of one score, which may be rounded at once.
-        self.grads = [
-            None if x is None or not want else torch.zeros(x.shape, dtype=kept or x.dtype, device=x.device)
-            for x, want, kept in zip((relative_bias, time_bias, bias), wanted, (torch.float64, torch.float64, None), strict=True)
-        ]
+        self.grads = {
+            name: torch.zeros(like.shape, dtype=wanted[name] if name == "bias" else torch.float64, device=like.device)
+            for name, like in (("relative_bias", x.relative_bias), ("time_bias", x.time_bias), ("bias", x.bias))
+            if like is not None and name in wanted
+        }
 
-    def _columns(self, chunk: _Chunk, block: _Block) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the place of each table, the table, and the column `[n, queries, keys]` that is read for each pair."""
-        for place, (table, columns) in enumerate(zip(self.tables, (self._distances, self._buckets, self._pairs), strict=True)):
+    def _columns(self, chunk: _Chunk, block: _Block) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Yield the name of each table, the table, and the column `[n, queries, keys]` that is read for each pair."""
+        for name, (table, columns) in self.tables.items():
             # Only wrong offsets have pairs where there is no bias, or more of them.
             if table is not None and table.shape[1]:
-                yield place, table, columns(chunk, block, table.shape[1])
+                yield name, table, columns(chunk, block, table.shape[1])
 
     def _distances(self, chunk: _Chunk, block: _Block, width: int) -> Tensor:
         key = torch.arange(block.keys.start, block.keys.stop, device=chunk.shift.device)
@@ -206,13 +194,13 @@ class _Biases:
 
     def take_gradient(self, grad_scores: Tensor, chunk: _Chunk, block: _Block) -> None:
         """Add a block's scores' gradients `[n, Hkv, queries, group, keys]` to those of the biases."""
-        for place, _, column in self._columns(chunk, block):
-            grad = self.grads[place]
+        for name, _, column in self._columns(chunk, block):
+            grad = self.grads.get(name)
             if grad is not None:
                 by_column = grad_scores.permute(1, 3, 0, 2, 4).reshape(grad.shape[0], -1).to(grad.dtype)
                 grad.scatter_add_(1, column.flatten().to(torch.int64).expand(grad.shape[0], -1), by_column)
-        if self.dense is not None and self.grads[2] is not None:
-            part, inside = self._of_dense(self.grads[2], block)
+        if self.dense is not None and "bias" in self.grads:
+            part, inside = self._of_dense(self.grads["bias"], block)
             by_row = grad_scores[inside].transpose(2, 3).flatten(1, 2)
             part.index_copy_(0, chunk.sample, by_row.to(part.dtype))
 
@@ -245,15 +233,15 @@ def _hash(x: Tensor) -> Tensor:
     return x
 
 
-def _chunks(q: Tensor, k: Tensor, q_offsets: Tensor, k_offsets: Tensor | None, mask: _Mask) -> Iterator[_Chunk]:
+def _chunks(x: Inputs) -> Iterator[_Chunk]:
     """Yield chunks that hold every sample with queries and keys."""
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
-    sides = [q_offsets.to(torch.int64).clamp(0, q.shape[0])]
-    if k_offsets is not None:
-        sides.append(k_offsets.to(torch.int64).clamp(0, k.shape[0]))
+    heads, group = x.k.shape[1], x.q.shape[1] // x.k.shape[1]
+    sides = [x.q_offsets.to(torch.int64).clamp(0, x.q.shape[0])]
+    if x.k_offsets is not None:
+        sides.append(x.k_offsets.to(torch.int64).clamp(0, x.k.shape[0]))
     limits = torch.stack(sides)
     lengths, starts = limits.diff(), limits[:, :-1]
-    targets = lengths.new_zeros(lengths.shape[1]) if mask.num_targets is None else mask.num_targets.to(torch.int64)
+    targets = lengths.new_zeros(lengths.shape[1]) if x.num_targets is None else x.num_targets.to(torch.int64)
     history = lengths[-1] - torch.minimum(targets.clamp(min=0), lengths[-1])
 
     kept = (lengths > 0).all(0).nonzero().flatten()
@@ -301,67 +289,44 @@ def _flat(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return x.reshape(x.shape[0] * heads, x.shape[1] // heads * x.shape[2]).to(dtype)
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor | None,
-    num_targets: Tensor | None,
-    relative_bias: Tensor | None,
-    time_bias: Tensor | None,
-    q_times: Tensor | None,
-    k_times: Tensor | None,
-    bias: Tensor | None,
-    bias_offsets: Tensor | None,
-    dropout_seed: Tensor | None,
-    causal: bool,
-    window: int,
-    num_contextual: int,
-    scale: float,
-    dropout_p: float,
-    pointwise: bool,
-    normalizer: float,
-) -> tuple[Tensor, Tensor]:
-    """Return output `[Sq, H, D]` and log-sum-exp `[H, Sq]` (natural logarithm, float32 or float64), `[0]` with `pointwise`."""
-    dtype, (heads, width) = torch.promote_types(q.dtype, torch.float32), k.shape[1:]
-    mask = _Mask(num_targets, causal, window, num_contextual)
-    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, [False] * 3)
-    dropout = None if dropout_seed is None else _Dropout(dropout_seed, dropout_p)
+def forward(x: Inputs, o: Options) -> Outputs:
+    """Return output and log-sum-exp."""
+    dtype, (heads, width) = torch.promote_types(x.q.dtype, torch.float32), x.k.shape[1:]
+    biases = _Biases(x, {})
+    dropout = None if x.dropout_seed is None else _Dropout(x.dropout_seed, o.dropout_p)
     # What sees no key stays as it is here, and so do rows that no sample covers, which only wrong offsets have.
-    output = torch.zeros_like(_flat(q, heads, dtype))
+    output = torch.zeros_like(_flat(x.q, heads, dtype))
     lse = output.new_full((output.shape[0], output.shape[1] // width), -torch.inf)
-    with torch.autocast(q.device.type, enabled=False):
-        flat = [_flat(x, heads, dtype) for x in (q, k, v)]
-        for chunk in _chunks(q, k, q_offsets, k_offsets, mask):
-            query, key, value = (side.pad(x, width) for side, x in zip(chunk.sides, flat, strict=True))
-            query *= scale
-            result, sums = torch.empty_like(query), query.new_empty(*query.shape[:2], 1)
-            for block in chunk.blocks(mask):
-                if pointwise:
-                    weights = F.silu(chunk.scores(query, key, block, biases, _SILU_NOTHING), inplace=True)
-                    torch.bmm(weights, value[:, block.keys], out=result[:, block.rows])
-                    continue
-                scores = chunk.scores(query, key, block, biases, -torch.inf)
-                # Where no key is seen the largest score is minus infinity, from which nothing can be subtracted.
-                largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
-                weights = scores.sub_(largest).exp_()
-                total = weights.sum(-1, keepdim=True)
-                if dropout is not None:
-                    chunk.by_head(weights).mul_(dropout.keeps(chunk, block))
+    flat = [_flat(rows, heads, dtype) for rows in x[:3]]
+    for chunk in _chunks(x):
+        query, key, value = (side.pad(rows, width) for side, rows in zip(chunk.sides, flat, strict=True))
+        query *= o.scale
+        result, sums = torch.empty_like(query), query.new_empty(*query.shape[:2], 1)
+        for block in chunk.blocks(x, o):
+            if o.pointwise:
+                weights = F.silu(chunk.scores(query, key, block, biases, _SILU_NOTHING), inplace=True)
                 torch.bmm(weights, value[:, block.keys], out=result[:, block.rows])
-                # A sum has the 1 of its largest score in it, or nothing.
-                result[:, block.rows] /= total.clamp(min=1)
-                sums[:, block.rows] = total.log_().add_(largest)
-            if pointwise:
-                _normalize(result, chunk, normalizer)
+                continue
+            scores = chunk.scores(query, key, block, biases, -torch.inf)
+            # Where no key is seen the largest score is minus infinity, from which nothing can be subtracted.
+            largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
+            weights = scores.sub_(largest).exp_()
+            total = weights.sum(-1, keepdim=True)
             if dropout is not None:
-                result /= 1 - dropout_p
-            chunk.queries.unpad_into(output, result)
-            if not pointwise:
-                chunk.queries.unpad_into(lse, sums)
-    lse = output.new_empty(0) if pointwise else lse.view(q.shape[:2]).t().contiguous()
-    return output.view(q.shape).to(q.dtype), lse
+                chunk.by_head(weights).mul_(dropout.keeps(chunk, block))
+            torch.bmm(weights, value[:, block.keys], out=result[:, block.rows])
+            # A sum has the 1 of its largest score in it, or nothing.
+            result[:, block.rows] /= total.clamp(min=1)
+            sums[:, block.rows] = total.log_().add_(largest)
+        if o.pointwise:
+            _normalize(result, chunk, o.normalizer)
+        if dropout is not None:
+            result /= 1 - o.dropout_p
+        chunk.queries.unpad_into(output, result)
+        if not o.pointwise:
+            chunk.queries.unpad_into(lse, sums)
+    lse = output.new_empty(0) if o.pointwise else lse.view(x.q.shape[:2]).t().contiguous()
+    return Outputs(output.view(x.q.shape).to(x.q.dtype), lse)
 
 
 def _normalize(x: Tensor, chunk: _Chunk, normalizer: float) -> None:
@@ -369,94 +334,65 @@ def _normalize(x: Tensor, chunk: _Chunk, normalizer: float) -> None:
     x.view(chunk.length.shape[0], -1).div_(normalizer or chunk.length[:, None])
 
 
-def backward(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    output: Tensor,
-    lse: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor | None,
-    num_targets: Tensor | None,
-    relative_bias: Tensor | None,
-    time_bias: Tensor | None,
-    q_times: Tensor | None,
-    k_times: Tensor | None,
-    bias: Tensor | None,
-    bias_offsets: Tensor | None,
-    dropout_seed: Tensor | None,
-    causal: bool,
-    window: int,
-    num_contextual: int,
-    scale: float,
-    dropout_p: float,
-    pointwise: bool,
-    normalizer: float,
-    wanted: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Return the gradients of q `[Sq, H, D]`, k and v `[Sk, Hkv, D]`, and of the three biases, `[0]` where not wanted."""
-    heads, width = k.shape[1:]
-    mask = _Mask(num_targets, causal, window, num_contextual)
-    biases = _Biases(relative_bias, time_bias, q_times, k_times, bias, bias_offsets, wanted)
-    dropout = None if dropout_seed is None else _Dropout(dropout_seed, dropout_p)
-    with torch.autocast(q.device.type, enabled=False):
-        flat = [_flat(x, heads, lse.dtype) for x in (q, grad, k, v)]
-        grads = [torch.zeros_like(x) for x in (flat[0], *flat[2:])]
-        if not pointwise:
-            flat_output = _flat(output, heads, lse.dtype)
-            # An infinite log-sum-exp gives no weight to any key: here to rows that see none, below to those past a sample's end.
-            flat_lse = _flat(lse.t()[..., None], heads, lse.dtype)
-            flat_lse = flat_lse.masked_fill(flat_lse == -torch.inf, torch.inf)
-            flat_grad_lse = None if grad_lse is None else _flat(grad_lse.t()[..., None], heads, lse.dtype)
-        for chunk in _chunks(q, k, q_offsets, k_offsets, mask):
-            query, upstream = (chunk.queries.pad(x, width) for x in flat[:2])
-            key, value = (chunk.keys.pad(x, width) for x in flat[2:])
-            query *= scale
-            valid = chunk.queries.valid
-            if pointwise:
-                _normalize(upstream, chunk, normalizer)
-                inside = torch.zeros_like(upstream[..., :1])
-                inside.view(-1, chunk.group)[valid] = 1
-                upstream *= inside
+def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return the gradients of q, k and v, and of the biases that are wanted."""
+    heads, width = x.k.shape[1:]
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    biases = _Biases(x, wanted)
+    dropout = None if x.dropout_seed is None else _Dropout(x.dropout_seed, o.dropout_p)
+    # A log-sum-exp may be all that has a gradient.
+    grad = x.q.new_zeros(()).expand(x.q.shape) if grads.output is None else grads.output
+    flat = [_flat(rows, heads, dtype) for rows in (x.q, grad, x.k, x.v)]
+    sums_of = [torch.zeros_like(rows) for rows in (flat[0], *flat[2:])]
+    if not o.pointwise:
+        flat_output = _flat(out.output, heads, dtype)
+        # An infinite log-sum-exp gives no weight to any key: here to rows that see none, below to those past a sample's end.
+        flat_lse = _flat(out.lse.t()[..., None], heads, dtype)
+        flat_lse = flat_lse.masked_fill(flat_lse == -torch.inf, torch.inf)
+        flat_grad_lse = None if grads.lse is None else _flat(grads.lse.t()[..., None], heads, dtype)
+    for chunk in _chunks(x):
+        query, upstream = (chunk.queries.pad(rows, width) for rows in flat[:2])
+        key, value = (chunk.keys.pad(rows, width) for rows in flat[2:])
+        query *= o.scale
+        valid = chunk.queries.valid
+        if o.pointwise:
+            _normalize(upstream, chunk, o.normalizer)
+            inside = torch.zeros_like(upstream[..., :1])
+            inside.view(-1, chunk.group)[valid] = 1
+            upstream *= inside
+        else:
+            sums = torch.full_like(query[..., :1], torch.inf)
+            sums.view(-1, chunk.group)[valid] = flat_lse[chunk.queries.rows[valid]]
+            delta = (upstream * chunk.queries.pad(flat_output, width)).sum(-1, keepdim=True)
+            if flat_grad_lse is not None:
+                delta -= chunk.queries.pad(flat_grad_lse, 1)
+        if dropout is not None:
+            upstream /= 1 - o.dropout_p
+        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for block in chunk.blocks(x, o):
+            rows, keys = block.rows, block.keys
+            if o.pointwise:
+                scores = chunk.scores(query, key, block, biases, _SILU_NOTHING)
+                gate = scores.sigmoid()
+                weights = scores.mul_(gate)
+                slope = gate + weights * (1 - gate)
             else:
-                sums = torch.full_like(query[..., :1], torch.inf)
-                sums.view(-1, chunk.group)[valid] = flat_lse[chunk.queries.rows[valid]]
-                delta = (upstream * chunk.queries.pad(flat_output, width)).sum(-1, keepdim=True)
-                if flat_grad_lse is not None:
-                    delta -= chunk.queries.pad(flat_grad_lse, 1)
+                scores = chunk.scores(query, key, block, biases, -torch.inf)
+                weights = slope = scores.sub_(sums[:, rows]).exp_()
+            grad_scores = torch.bmm(upstream[:, rows], value[:, keys].transpose(1, 2))
             if dropout is not None:
-                upstream /= 1 - dropout_p
-            grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-            for block in chunk.blocks(mask):
-                rows, keys = block.rows, block.keys
-                if pointwise:
-                    scores = chunk.scores(query, key, block, biases, _SILU_NOTHING)
-                    gate = scores.sigmoid()
-                    weights = scores.mul_(gate)
-                    slope = gate + weights * (1 - gate)
-                else:
-                    scores = chunk.scores(query, key, block, biases, -torch.inf)
-                    weights = slope = scores.sub_(sums[:, rows]).exp_()
-                grad_scores = torch.bmm(upstream[:, rows], value[:, keys].transpose(1, 2))
-                if dropout is not None:
-                    keeps = dropout.keeps(chunk, block)
-                    weights = (chunk.by_head(weights) * keeps).view_as(weights)
-                    chunk.by_head(grad_scores).mul_(keeps)
-                grad_value[:, keys].baddbmm_(weights.transpose(1, 2), upstream[:, rows])
-                if not pointwise:
-                    grad_scores.sub_(delta[:, rows])
-                grad_scores.mul_(slope)
-                biases.take_gradient(chunk.by_head(grad_scores), chunk, block)
-                torch.bmm(grad_scores, key[:, keys], out=grad_query[:, rows])
-                grad_key[:, keys].baddbmm_(grad_scores.transpose(1, 2), query[:, rows])
-            grad_query *= scale
-            for side, target, part in zip(chunk.sides, grads, (grad_query, grad_key, grad_value), strict=True):
-                side.unpad_into(target, part)
-    of_rows = (x.view(like.shape).to(like.dtype) for x, like in zip(grads, (q, k, v), strict=True))
-    of_biases = (
-        q.new_empty(0) if x is None or like is None else x.to(like.dtype)
-        for x, like in zip(biases.grads, (relative_bias, time_bias, bias), strict=True)
-    )
-    return *of_rows, *of_biases
+                keeps = dropout.keeps(chunk, block)
+                weights = (chunk.by_head(weights) * keeps).view_as(weights)
+                chunk.by_head(grad_scores).mul_(keeps)
+            grad_value[:, keys].baddbmm_(weights.transpose(1, 2), upstream[:, rows])
+            if not o.pointwise:
+                grad_scores.sub_(delta[:, rows])
+            grad_scores.mul_(slope)
+            biases.take_gradient(chunk.by_head(grad_scores), chunk, block)
+            torch.bmm(grad_scores, key[:, keys], out=grad_query[:, rows])
+            grad_key[:, keys].baddbmm_(grad_scores.transpose(1, 2), query[:, rows])
+        grad_query *= o.scale
+        for side, target, part in zip(chunk.sides, sums_of, (grad_query, grad_key, grad_value), strict=True):
+            side.unpad_into(target, part)
+    found = {name: rows.view(like.shape).to(like.dtype) for name, rows, like in zip(Inputs._fields, sums_of, x, strict=False)}
+    return found | {name: rows.to(wanted[name]) for name, rows in biases.grads.items()}

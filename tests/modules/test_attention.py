@@ -493,7 +493,7 @@ def test_messages() -> None:
         with pytest.raises(ValueError, match="num_time_buckets: expected 1 or more, got 0"):
             module(DIM, 3, num_time_buckets=0)
         with pytest.raises(
-            ValueError, match=r"times: expected \[sum L\], int64, one for each row, got None; .* num_time_buckets=7"
+            ValueError, match=r"times: expected \[sum L\], int32 or int64, one for each row, got None; .* num_time_buckets=7"
         ):
             module(DIM, 3, num_time_buckets=7)(rows)
         with pytest.raises(ValueError, match=r"times: expected \[4\], one for each row, got \[2\]"):

@@ -174,7 +174,9 @@ def test_messages() -> None:
         HSTUBlock(DIM, 3, normalizer=0)(rows)
     with pytest.raises(ValueError, match=r"x: expected values \[sum L, D\] with D = 12, got \[4, 5\]"):
         HSTUBlock(DIM, 3)(JaggedTensor(values=torch.zeros(4, 5), offsets=torch.tensor([0, 1, 4])))
-    with pytest.raises(ValueError, match=r"times: expected \[sum L\], int64, one for each row, got None; .* num_time_buckets=7"):
+    with pytest.raises(
+        ValueError, match=r"times: expected \[sum L\], int32 or int64, one for each row, got None; .* num_time_buckets=7"
+    ):
         HSTUBlock(DIM, 3, num_time_buckets=7)(rows)
     with pytest.raises(ValueError, match=r"times: expected None, got \[4\]"):
         HSTUBlock(DIM, 3)(rows, times=torch.zeros(4, dtype=torch.int64))

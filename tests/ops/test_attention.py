@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import jagged_attention
+from jagged.ops import jagged_attention, jagged_hstu_attention
 from jagged.ops.attention import torch_impl
+from jagged.ops.attention.spec import Inputs, Options
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -389,19 +390,17 @@ def test_opcheck(place: Place, dtype: torch.dtype) -> None:
     batch, keys = jagged_of((2, 0, 3)), jagged_of((4, 1, 2))
     fused = random_tensor((batch.total, 3, 2, 4), dtype, 0).unbind(1)
     across = Case(batch, keys, 2, 3, 4, dtype, 0, {}).inputs()
-    forward, backward = torch.ops.jagged.attention_forward.default, torch.ops.jagged.attention_backward.default
+    forward, backward = torch.ops.jagged.attention.default, torch.ops.jagged.attention_backward.default
     targets = torch.tensor([1, 0, 2], device=place.device)
-    no_biases, softmax = (None,) * 7, (0.0, False, 0.0)
-    for (q, k, v), with_lse, options in (
-        (fused, False, (batch.offsets, None, None, *no_biases, True, 0, 0, 0.5, *softmax)),
-        (across, True, (batch.offsets, keys.offsets, targets, *no_biases, False, 2, 1, 0.5, *softmax)),
+    for x, o, with_lse in (
+        (Inputs(*fused, batch.offsets), Options(causal=True, scale=0.5), False),
+        (Inputs(*across, batch.offsets, keys.offsets, targets), Options(window=2, num_contextual=1, scale=0.5), True),
     ):
-        torch.library.opcheck(forward, (q, k, v, *options, place.backend))
-        output, lse = forward(q, k, v, *options, place.backend)
-        assert lse.shape == (q.shape[1], batch.total)
-        grad_lse = torch.ones_like(lse) if with_lse else None
-        saved = (torch.ones_like(output), grad_lse, q, k, v, output, lse)
-        torch.library.opcheck(backward, (*saved, *options, [False] * 3, place.backend))
+        torch.library.opcheck(forward, (*x, *o, place.backend))
+        output, lse = forward(*x, *o, place.backend)
+        assert lse.shape == (x.q.shape[1], batch.total)
+        grads = torch.ones_like(output), torch.ones_like(lse) if with_lse else None
+        torch.library.opcheck(backward, (*grads, *x, output, lse, *o, *[dtype] * 3, None, None, None, place.backend))
 
 
 def test_log_sum_exp_merges_sets_of_keys(place: Place) -> None:
@@ -463,6 +462,29 @@ def test_one_graph_for_all_jagged_shapes(place: Place, across: bool) -> None:
             for got, want in zip(torch.autograd.grad(ours.square().sum(), leaves), wanted, strict=True):
                 torch.testing.assert_close(got, want)
     assert graphs == 1
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_outside_of_no_grad(place: Place, strict: bool) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.project = torch.nn.Linear(16, 48)
+
+        def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+            q, k, v = self.project(x).view(-1, 3, 2, 8).unbind(1)
+            # One tensor twice, too.
+            return jagged_attention(q, k, v, offsets, causal=True) + jagged_hstu_attention(q, q, v, offsets)
+
+    net, first, second = Net().to(place.device), jagged_of((3, 0, 7)), jagged_of((2, 5))
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = {0: dynamic}, {0: dynamic}
+    rows = random_tensor((first.total, 16), torch.float32, 0)
+    program = torch.export.export(net, (rows, first.offsets), dynamic_shapes=shapes, strict=strict)
+    for batch in (first, second):
+        rows = random_tensor((batch.total, 16), torch.float32, 1)
+        torch.testing.assert_close(program.module()(rows, batch.offsets), net(rows, batch.offsets))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 
-from jagged.ops.attention.configurations import TABLE
+from jagged.ops.attention.triton.configurations import TABLE
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -81,9 +82,7 @@ def compile_row(
     has_options: bool = False,
     extras: tuple[str, ...] = (),
 ) -> Resources:
-    from jagged.ops.attention import kernels
-
-    kernel = getattr(kernels, f"attention_{name}_kernel")
+    kernel = getattr(importlib.import_module(f"jagged.ops.attention.triton.{name}"), f"attention_{name}_kernel")
     size, width, kind = row
     tiles = TABLE[row][KERNELS.index(name)]
     block_m, block_n = (tiles.visit, tiles.own) if name == "backward_dkv" else (tiles.own, tiles.visit)
@@ -147,18 +146,18 @@ def test_common_tiles(name: str, arch: int) -> None:
 )
 def test_warps_that_specialise(name: str, dtype: str, causal: bool, head_dim: int, group: int, offsets: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
-    from jagged.ops.attention import hopper, hopper_backward
+    from jagged.ops.attention.hopper import backward, forward
 
     is_pointwise, name = name == "pointwise", name.replace("pointwise", "forward")
-    kernel = getattr(hopper if name == "forward" else hopper_backward, f"attention_{name}_hopper_kernel")
+    kernel = getattr(forward if name == "forward" else backward, f"attention_{name}_hopper_kernel")
     constants = {"IS_CAUSAL": causal, "IS_POINTWISE": is_pointwise, "GROUP": group, "HEAD_DIM": head_dim}
     signature = dict.fromkeys(kernel.arg_names, "i32") | {"offsets": offsets, "key_offsets": offsets}
     signature |= dict.fromkeys(("scale", "normalizer"), "fp32")
     signature |= dict.fromkeys(("output", "grad_query", "grad_key", "grad_value"), f"*{dtype}") | {"counter": "*i32"}
     signature |= dict.fromkeys(("lse", "grad_lse", "statistics"), "*fp32")
     for rows in ("query", "key", "value", "grad"):
-        block = hopper.BLOCK_N if name == "forward" and rows in ("key", "value") else hopper.GROUP_M
-        signature[rows] = f"tensordesc<{dtype}{[1, 1, 1, block.value, hopper.WIDTH.value]},{hopper.LAYOUT!r}>"
+        block = forward.BLOCK_N if name == "forward" and rows in ("key", "value") else forward.GROUP_M
+        signature[rows] = f"tensordesc<{dtype}{[1, 1, 1, block.value, forward.WIDTH.value]},{forward.LAYOUT!r}>"
     if causal:
         constants["grad_lse"] = None
     wanted = set(kernel.arg_names)

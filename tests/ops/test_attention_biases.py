@@ -16,16 +16,20 @@ from torch import Tensor
 
 from jagged.ops import jagged_attention, pair_offsets
 from jagged.ops.attention import torch_impl
-from jagged.ops.attention.bias_gradients import (
+from jagged.ops.attention.spec import Inputs, Options
+from jagged.ops.attention.triton.bias_gradients import (
     BINS,
     BiasGradients,
+    GradientNumbers,
     add_exactly,
     add_relative_gradient,
     no_sums,
     sum_bins_kernel,
 )
-from jagged.ops.attention.scores import Biases
-from jagged.ops.attention.tiles import Place as Sight
+from jagged.ops.attention.triton.biases import Biases, BiasNumbers
+from jagged.ops.attention.triton.masks import Sight
+from jagged.ops.attention.triton.samples import Sample
+from jagged.ops.attention.triton.scores import Rules
 from tests.graphs import captured
 from tests.ops.test_attention import BATCHES, MASKS, Case, cases, inputs_of, output_and_lse
 from tests.oracle import check_three_way
@@ -316,13 +320,13 @@ def sum_diagonals_kernel(
     scores = tl.dot(
         tl.load(tile + row[:, None] * KEYS + column[None, :]), tl.load(unit + column[:, None] * KEYS + column[None, :])
     )  # fmt: skip
-    place = Sight(tl.program_id(0), 0, 0, key_length, key_length, 0, history, None, None, num_targets)
-    biases = Biases(
-        None, bins, farthest, None, None, None, None, None, None, None, None, None, None, None, None, None
-    )  # fmt: skip
-    grads = BiasGradients(bins, 2 * farthest + 1, None, None, None, None, None, None)
+    zero = tl.program_id(0)
+    sample = Sample(zero, zero, 0, 0, key_length, key_length, 0, history)
+    numbers = BiasNumbers(1.0, farthest, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    rules = Rules(Sight(None, None, num_targets), Biases(bins, None, None, None, None), numbers, None)
+    grads = BiasGradients(bins, None, None, GradientNumbers(2 * farthest + 1, 0, 0, 0, 0))
     sums, _ = no_sums(ROWS, 1)
-    below, above = add_relative_gradient(sums, scores, first_query, first_key, place, biases, grads)
+    below, above = add_relative_gradient(sums, scores, first_query, first_key, sample, rules, grads)
     tl.store(ends, tl.sum(tl.sum(below, 1), 0))
     tl.store(ends + 1, tl.sum(tl.sum(above, 1), 0))
 
@@ -421,6 +425,18 @@ def test_times(place: Place, kind: str, base: int) -> None:
     bias = random_tensor((2, 100), torch.float32, 1)
     # With ties a query's keys may all lie in one bucket.
     check(place, batch, inputs, {"time_bias": bias}, keys, q_times=q_times, k_times=k_times, return_lse=True)
+
+
+def test_times_in_32_bits(place: Place) -> None:
+    batch, table = jagged_of((20, 0, 3)), random_tensor((2, 90), torch.float32, 1)
+    inputs = inputs_of(batch, 2, 8, torch.float32)
+    # Their differences need a bit more.
+    times = random_tensor((batch.total,), torch.float64, 2).sign().mul(2**31 - 2).to(torch.int32)
+    outputs = [
+        jagged_attention(*inputs, batch.offsets, time_bias=table, q_times=each, backend=place.backend)
+        for each in (times, times.long())
+    ]
+    assert torch.equal(*outputs)
 
 
 @pytest.mark.parametrize("kind", ["ascending", "descending", "in no order"])
@@ -684,15 +700,15 @@ def test_opcheck(place: Place, kind: str, wanted: list[bool]) -> None:
     starts = None if kind == "dense" else pair_offsets(batch.offsets, keys.offsets)
     tables = random_tensor((2, 5), torch.float32, 2), random_tensor((2, 8), torch.bfloat16, 3)
     times = random_times(batch.total, 0, 9), random_times(keys.total, 1, 9)
-    tensors = (batch.offsets, keys.offsets, None, *tables, *times, bias, starts, seed_of(5))
-    options = (False, 2, 1, 0.5, 0.3, False, 0.0)
-    forward, backward = torch.ops.jagged.attention_forward.default, torch.ops.jagged.attention_backward.default
-    torch.library.opcheck(forward, (q, k, v, *tensors, *options, place.backend))
-    output, lse = forward(q, k, v, *tensors, *options, place.backend)
-    saved = (torch.ones_like(output), torch.ones_like(lse), q, k, v, output, lse)
-    torch.library.opcheck(backward, (*saved, *tensors, *options, wanted, place.backend))
-    grads = backward(*saved, *tensors, *options, wanted, place.backend)
-    for grad, like, want in zip(grads[3:], (*tables, bias), wanted, strict=True):
+    x = Inputs(q, k, v, batch.offsets, keys.offsets, None, *tables, *times, bias, starts, seed_of(5))
+    o = Options(window=2, num_contextual=1, scale=0.5, dropout_p=0.3)
+    forward, backward = torch.ops.jagged.attention.default, torch.ops.jagged.attention_backward.default
+    torch.library.opcheck(forward, (*x, *o, place.backend))
+    output, lse = forward(*x, *o, place.backend)
+    dtypes = [like.dtype if want else None for like, want in zip((q, k, v, *tables, bias), [True] * 3 + wanted, strict=True)]
+    saved = (torch.ones_like(output), torch.ones_like(lse), *x, output, lse, *o, *dtypes, place.backend)
+    torch.library.opcheck(backward, saved)
+    for grad, like, want in zip(backward(*saved)[3:], (*tables, bias), wanted, strict=True):
         assert (grad.shape, grad.dtype) == ((like.shape, like.dtype) if want else ((0,), q.dtype))
 
 
@@ -798,7 +814,7 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
         ({"q_times": times}, ValueError, "q_times: got times, but no time_bias that reads them"),
         ({"k_times": times}, ValueError, "k_times: got times, but no time_bias that reads them"),
         ({"time_bias": zeros(2, 3), "q_times": times[:2]}, ValueError, r"q_times: expected \[3\], one for each row, got \[2\]"),
-        ({"time_bias": zeros(2, 3), "q_times": times.int()}, TypeError, "q_times: expected dtype int64, got int32"),
+        ({"time_bias": zeros(2, 3), "q_times": times.float()}, TypeError, "q_times: expected dtype int32, int64, got float32"),
         ({"time_bias": zeros(2, 3), "q_times": times.to("meta")}, ValueError, "q_times: expected the device of q, .* meta"),
         (
             {"time_bias": zeros(2, 3), "q_times": times, "k_times": times.to("meta")},

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jagged.ops import jagged_attention, jagged_hstu_attention
-from jagged.ops.attention import kernels
-from jagged.ops.attention.configurations import SPECIALISED
+from jagged.ops.attention import hopper
+from jagged.ops.attention.hopper import INPUTS, OPTIONS, SPECIALISED
+from jagged.ops.attention.spec import Inputs, Options, Outputs
+from jagged.ops.attention.triton import launch
 from tests.graphs import captured
 from tests.ops.test_attention import Case, check, inputs_of
 from tests.ops.test_hstu_attention import functions
@@ -40,18 +42,18 @@ def long_enough(lengths: tuple[int, ...], dtype: torch.dtype = torch.int64) -> J
 @pytest.fixture(name="calls")
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Fail unless the forward kernel was launched, and unless no other was than those for Hopper."""
-    from jagged.ops.attention import hopper, hopper_backward
+    from jagged.ops.attention.hopper import backward, forward
 
     calls: list[str] = []
 
     def record(module: Any, name: str) -> None:
-        launch = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *arguments: (calls.append(name), launch(*arguments))[1])
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *arguments: (calls.append(name), function(*arguments))[1])
 
-    record(hopper, "forward")
-    record(hopper_backward, "backward")
-    for name in ("forward", "backward_dq", "backward_dkv"):
-        monkeypatch.setattr(kernels, f"attention_{name}_kernel", None)
+    record(forward, "forward")
+    record(backward, "backward")
+    for name in ("forward", "dq", "dkv"):
+        monkeypatch.setattr(launch, f"_launch_{name}", None)
     yield calls
     assert "forward" in calls
 
@@ -271,79 +273,97 @@ class TestOnHopper:
         check(place, jagged_of((last,)), list(tail.unbind(1)), causal=True)
 
 
-PLAIN: dict[str, Any] = dict.fromkeys(
-    ("k_offsets", "num_targets", "relative_bias", "time_bias", "q_times", "k_times", "bias", "bias_offsets", "dropout_seed")
-) | {
-    "causal": True, "window": 0, "num_contextual": 0, "scale": 1.0, "dropout_p": 0.0, "pointwise": False, "normalizer": 0.0,
-}  # fmt: skip
 ROWS = 2 * SPECIALISED + 1
 Q = torch.zeros(ROWS, 2, 128, dtype=torch.bfloat16)
 
 
+GIVEN = torch.ones(1, dtype=torch.int64)
+GENERATION = "the GPU is of another generation, which has other matrix instructions"
+NARROW = "rows are not of 65 to 128 columns of 16 bits, and narrower heads have too little to multiply"
+ALIGNED = "rows do not begin at 16 bytes"
+
+
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels choose alike")
 @pytest.mark.parametrize(
-    ("kernel", "q", "options"),
+    ("reason", "q", "options"),
     [
-        ("hopper", Q, {}),
-        ("hopper", Q[..., :96].half(), {"causal": False}),
-        ("hopper", Q.new_zeros(ROWS, 3, 2, 72)[:, 1], {}),
-        ("hopper", Q, {"pointwise": True}),
-        ("other", Q, {"capability": (10, 0)}),
-        ("other", Q, {"keys": Q[:0], "k_offsets": torch.zeros(3, dtype=torch.int64)}),
-        ("other", Q[1:], {}),
-        ("other", Q[..., :64], {}),
-        ("other", Q.new_zeros(ROWS, 2, 136), {}),
-        ("other", Q.float(), {}),
-        ("other", Q.new_zeros(ROWS, 2, 136)[..., 1:129], {}),
-        ("other", Q[..., :100].clone(), {}),
-        ("other", Q, {"window": 3}),
-        ("other", Q, {"num_contextual": 1}),
-        ("other", Q, {"num_targets": torch.ones(2, dtype=torch.int64)}),
-        ("other", Q, {"relative_bias": torch.zeros(2, 3)}),
-        ("other", Q, {"time_bias": torch.zeros(2, 3)}),
-        ("other", Q, {"bias": torch.zeros(2, 2, 1, 1)}),
-        ("other", Q, {"dropout_p": 0.5, "dropout_seed": torch.ones(1, dtype=torch.int64)}),
+        (None, Q, {}),
+        (None, Q[..., :96].half(), {"causal": False}),
+        (None, Q.new_zeros(ROWS, 3, 2, 72)[:, 1], {}),
+        (None, Q, {"pointwise": True, "normalizer": 5.0}),
+        (GENERATION, Q, {"capability": (10, 0)}),
+        ("there are no keys", Q, {"k": Q[:0], "k_offsets": torch.zeros(3, dtype=torch.int64)}),
+        ("samples are short", Q[1:], {}),
+        (NARROW, Q[..., :64], {}),
+        (NARROW, Q.new_zeros(ROWS, 2, 136), {}),
+        (NARROW, Q.float(), {}),
+        (ALIGNED, Q.new_zeros(ROWS, 2, 136)[..., 1:129], {}),
+        (ALIGNED, Q[..., :100].clone(), {}),
+        ("window is 3", Q, {"window": 3}),
+        ("num_contextual is 1", Q, {"num_contextual": 1}),
+        ("num_targets is given", Q, {"num_targets": torch.ones(2, dtype=torch.int64)}),
+        ("relative_bias is given", Q, {"relative_bias": torch.zeros(2, 3)}),
+        ("time_bias is given", Q, {"time_bias": torch.zeros(2, 3)}),
+        ("bias is given", Q, {"bias": torch.zeros(2, 2, 1, 1)}),
+        ("dropout_seed is given", Q, {"dropout_p": 0.5, "dropout_seed": GIVEN}),
     ],
 )
-def test_which_kernels_are_launched(monkeypatch: pytest.MonkeyPatch, kernel: str, q: Tensor, options: dict[str, Any]) -> None:
+def test_which_kernels_are_launched(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, q: Tensor, options: dict[str, Any]
+) -> None:
     """All but the launch is done on the CPU. Gradients that begin elsewhere, or are of pointwise weights, have the others."""
-    from jagged.ops.attention import hopper, hopper_backward
+    from jagged.ops.attention.hopper import backward, forward
 
     launched: list[str] = []
 
-    class Recorded:
-        def __getitem__(self, grid: object) -> Any:
-            return lambda *arguments, **constants: launched.append("other")
+    def record_other(*arguments: object, **constants: object) -> None:
+        launched.append("other")
 
-    def record(*arguments: object) -> tuple[Tensor, ...]:
+    def record(*arguments: object) -> object:
         launched.append("hopper")
-        return q, q, q
+        return None
 
-    for name in ("attention_forward_kernel", "attention_backward_dq_kernel", "attention_backward_dkv_kernel"):
-        monkeypatch.setattr(kernels, name, Recorded())
-    monkeypatch.setattr(kernels, "prepare_biases_kernel", Recorded())
-    monkeypatch.setattr(kernels, "_capability", lambda device: options.get("capability", (9, 0)))
-    monkeypatch.setattr(hopper, "forward", record)
-    monkeypatch.setattr(hopper_backward, "backward", record)
-    keys = options.get("keys", q)
-    chosen = PLAIN | {name: option for name, option in options.items() if name not in ("capability", "keys")}
-    offsets = torch.tensor([0, 5, q.shape[0]])
-    kernels.forward(q, keys, keys, offsets, **chosen)
-    assert launched.pop() == kernel
-    lse = torch.zeros(q.shape[1], q.shape[0])
+    for name in ("forward", "dq", "dkv", "prepare_biases"):
+        monkeypatch.setattr(launch, f"_launch_{name}", record_other)
+    capability = options.get("capability", (9, 0))
+    for module in (hopper, launch):
+        monkeypatch.setattr(module, "capability", lambda device: capability)
+    monkeypatch.setattr(forward, "forward", record)
+    monkeypatch.setattr(backward, "backward", record)
+    tensors = {"k": q, "v": options.get("k", q)} | {name: given for name, given in options.items() if name in Inputs._fields}
+    x = Inputs(q=q, q_offsets=torch.tensor([0, 5, q.shape[0]]), **tensors)
+    o = Options(**{"causal": True} | {name: given for name, given in options.items() if name in Options._fields})
+    assert hopper.supports(x, o) == reason
+    launch.forward(x, o)
+    assert launched.pop() == ("hopper" if reason is None else "other")
+    out = Outputs(q.contiguous(), torch.zeros(q.shape[1], q.shape[0]))
     odd = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
-    of_softmax = "other" if options.get("pointwise") else kernel
-    for grad, expected in ((torch.zeros_like(q), of_softmax), (odd, "other")):
-        kernels.backward(grad, None, q, keys, keys, q.contiguous(), lse, offsets, **chosen, wanted=[False] * 3)
-        assert launched.pop() == expected
+    for grad, of_grad in ((torch.zeros_like(q), None), (odd, ALIGNED)):
+        expected = reason or ("pointwise weights have no backward pass here" if o.pointwise else of_grad)
+        assert hopper.supports(x, o, grad) == expected
+        launch.backward(Outputs(grad, None), x, out, o, {})  # type: ignore[arg-type]
+        assert launched.pop() == ("hopper" if expected is None else "other")
+
+
+def test_what_is_new_is_refused() -> None:
+    """Kernels serve an input or an option only once it is named as one that they have been taught."""
+    assert set(Inputs._fields) >= INPUTS
+    assert set(Options._fields) >= OPTIONS
+    for name in set(Options._fields) - OPTIONS:
+        default = Options._field_defaults[name]
+        changed = Options(**{name: not default if isinstance(default, bool) else default + 1})
+        assert hopper.supports(Inputs(Q, Q, Q, GIVEN), changed) == f"{name} is {getattr(changed, name)}"
+    for name in set(Inputs._fields) - INPUTS:
+        x = Inputs(Q, Q, Q, GIVEN)._replace(**{name: GIVEN})
+        assert hopper.supports(x, Options()) == f"{name} is given"
 
 
 def test_other_kernels_serve_without_gluon() -> None:
     code = (
         "import sys\n"
         "sys.modules['triton.experimental.gluon'] = None\n"
-        "from jagged.ops.attention import kernels\n"
-        "print(kernels._has_gluon())"
+        "from jagged.ops.attention import hopper\n"
+        "print(hopper._has_gluon())"
     )
     assert run(code).strip() == "False"
     assert run(code.replace("sys.modules", "_ = {}; _")).strip() == "True"

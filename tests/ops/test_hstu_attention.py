@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jagged.ops import jagged_hstu_attention, pair_offsets
 from jagged.ops.attention import torch_impl
+from jagged.ops.attention.spec import Inputs, Options
 from tests.graphs import captured
 from tests.ops.test_attention import MASKS, Case, cases, inputs_of
 from tests.ops.test_attention_biases import SMALL_BATCHES, expanded, num_pairs, random_times, terms, with_more_heads
@@ -268,14 +269,14 @@ def test_opcheck(place: Place) -> None:
     bias, starts = random_tensor((2, 13), torch.float16, 1), pair_offsets(batch.offsets)
     times = random_times(batch.total, 0, 9)
     tables = random_tensor((2, 5), torch.float32, 2), random_tensor((2, 8), torch.bfloat16, 3)
-    forward, backward = torch.ops.jagged.attention_forward.default, torch.ops.jagged.attention_backward.default
-    tensors = (batch.offsets, None, None, *tables, times, times.clone(), bias, starts, None)
-    options = (True, 0, 0, 0.5, 0.0, True, 0.0)
-    torch.library.opcheck(forward, (q, k, v, *tensors, *options, place.backend))
-    output, lse = forward(q, k, v, *tensors, *options, place.backend)
+    forward, backward = torch.ops.jagged.attention.default, torch.ops.jagged.attention_backward.default
+    x = Inputs(q, k, v, batch.offsets, None, None, *tables, times, None, bias, starts)
+    o = Options(causal=True, scale=0.5, pointwise=True)
+    torch.library.opcheck(forward, (*x, *o, place.backend))
+    output, lse = forward(*x, *o, place.backend)
     assert (lse.shape, lse.dtype) == ((0,), torch.float32)
-    saved = (torch.ones_like(output), None, q, k, v, output, lse)
-    torch.library.opcheck(backward, (*saved, *tensors, *options, [True, True, False], place.backend))
+    dtypes = (*[x.q.dtype] * 3, *(table.dtype for table in tables), None)
+    torch.library.opcheck(backward, (torch.ones_like(output), None, *x, None, None, *o, *dtypes, place.backend))
 
 
 def test_meta_tensors_have_shapes(place: Place) -> None:

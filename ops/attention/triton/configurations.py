@@ -81,11 +81,6 @@ TABLE = {
 }
 
 
-# Mean number of queries of a sample above which the kernels for Hopper take the place of the tiles for long samples: from the
-# shortest that was measured on the forward pass is 1.1 to 1.5 times as fast, at widths 96 to 128, with and without `causal`.
-SPECIALISED = 96
-
-
 def padded_width(head_dim: int) -> int:
     """Return the width of a tile that holds `head_dim` columns: a power of two, at least the 16 that a matrix unit takes."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -107,8 +102,3 @@ def configuration(
         length = "pointwise"
     chosen = TABLE.get((size, width, "short" if head_dim % 16 else length), TABLE[size, width, "long"])
     return TABLE[size, width, "pointers"] if chosen.dq.tma and not allows_tma else chosen
-
-
-def is_specialised(head_dim: int, dtype: torch.dtype, total: int, batch_size: int) -> bool:
-    """Whether what the kernels for Hopper can compute is faster there; narrower heads have too little to multiply."""
-    return dtype.itemsize == 2 and padded_width(head_dim) == 128 and 0 < SPECIALISED * batch_size < total

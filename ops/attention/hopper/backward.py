@@ -1,4 +1,4 @@
-"""Gradients of attention of long samples on Hopper, in warps that specialise as those of `hopper`, by whose protocol they work.
+"""Gradients of attention of long samples on Hopper, in warps that specialise as those of `forward`.
 
 A tile has 128 rows of two kinds of its own, which stay in shared memory, and meets two kinds of others, 64 rows at a time, which
 are streamed through two rings: queries and the gradients of their outputs meet keys and values, for the gradients of queries; the
@@ -22,29 +22,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jagged.ops.attention.hopper import (
+from jagged.ops._shared.ring import await_left, await_tile, leave_tile, make_ring
+from jagged.ops.attention.hopper.forward import (
     BLOCK_M,
     FIELDS,
     GROUP_M,
     WIDTH,
-    await_left,
-    await_rows,
+    addresses_of,
     copy_rows,
     end_groups,
     field_of,
     find_tile,
     key_tiles,
-    leave_rows,
-    make_ring,
-    places_of,
     programs_for,
     ragged_descriptor,
-    rows_of,
+    ring_tile,
     send_rows,
-    tile_of,
+    visited_rows,
     write_fields,
 )
-from jagged.ops.attention.tiles import LOG2_E
+from jagged.ops.attention.spec import Inputs, Options, Outputs
+from jagged.ops.attention.triton.scores import LOG2_E
 
 # Rows that a tile meets at a time, and places of both rings, as many as fit: of keys and values; of queries, with statistics.
 BLOCK_N = gl.constexpr(64)
@@ -163,8 +161,8 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_column: gl.constexpr = gl.SliceLayout(0, s_layout)
     factor = scale * LOG2_E
-    k = tile_of(own, WHICH)
-    v = tile_of(own, 2 + WHICH)
+    k = ring_tile(own, WHICH)
+    v = ring_tile(own, 2 + WHICH)
     mbarrier.wait(own.full.index(0), 0)
     length = field_of(fields, 1)
     visit = length * 0
@@ -179,10 +177,10 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
         first_key += GROUP_M * WHICH
         row = first
 
-        await_rows(queries, visit)
-        await_rows(grads, visit)
-        s = begin(k, rows_of(queries, visit), s_layout)
-        dp = begin(v, rows_of(grads, visit), s_layout)
+        await_tile(queries, visit)
+        await_tile(grads, visit)
+        s = begin(k, visited_rows(queries, visit), s_layout)
+        dp = begin(v, visited_rows(grads, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
         place = visit % QUERY_STAGES
         p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
@@ -193,35 +191,35 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
         dk = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
         dv = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
         for _ in range(1, tiles * GROUP):
-            await_rows(queries, visit + 1)
-            await_rows(grads, visit + 1)
-            dv = warpgroup_mma(p, rows_of(grads, visit), dv, is_async=True)
-            dk = warpgroup_mma(ds, rows_of(queries, visit), dk, is_async=True)
-            s = begin(k, rows_of(queries, visit + 1), s_layout)
+            await_tile(queries, visit + 1)
+            await_tile(grads, visit + 1)
+            dv = warpgroup_mma(p, visited_rows(grads, visit), dv, is_async=True)
+            dk = warpgroup_mma(ds, visited_rows(queries, visit), dk, is_async=True)
+            s = begin(k, visited_rows(queries, visit + 1), s_layout)
             dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
-            dp = begin(v, rows_of(grads, visit + 1), s_layout)
-            leave_rows(grads, visit)
-            leave_rows(queries, visit)
+            dp = begin(v, visited_rows(grads, visit + 1), s_layout)
+            leave_tile(grads, visit)
+            leave_tile(queries, visit)
             visit += 1
             s = warpgroup_mma_wait(1, deps=(s,))
             place = visit % QUERY_STAGES
             row, _ = next_row(row, first, query_length)
             p = weights_of_keys(s, numbers, place, factor, first_key, row + shift, IS_CAUSAL)
             # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
-            await_rows(grads, visit)
+            await_tile(grads, visit)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = p * (dp - numbers.index(place + QUERY_STAGES).load(s_column)[None, :])
             p = gl.convert_layout(p.to(dtype), p_layout)
             ds = gl.convert_layout(ds.to(dtype), p_layout)
         mbarrier.arrive(own.empty.index(0), count=1)
-        dv = warpgroup_mma(p, rows_of(grads, visit), dv, is_async=True)
-        dk = warpgroup_mma(ds, rows_of(queries, visit), dk, is_async=True)
+        dv = warpgroup_mma(p, visited_rows(grads, visit), dv, is_async=True)
+        dk = warpgroup_mma(ds, visited_rows(queries, visit), dk, is_async=True)
         dv, dk = warpgroup_mma_wait(0, deps=(dv, dk))
-        leave_rows(grads, visit)
-        leave_rows(queries, visit)
+        leave_tile(grads, visit)
+        leave_tile(queries, visit)
         visit += 1
 
-        places, is_there = places_of(o_layout, start, first_key, length, num_heads, head, HEAD_DIM)
+        places, is_there = addresses_of(o_layout, start, first_key, length, num_heads, head, HEAD_DIM)
         gl.store(grad_value + places, dv.to(dtype), mask=is_there)
         gl.store(grad_key + places, (dk * scale).to(dtype), mask=is_there)
         tile += 1
@@ -233,7 +231,7 @@ def sum_dkv(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, GROUP: gl.c
 def row_statistics(output, lse, grad_lse, statistics, grad, total, start, first, length, num_heads, head, HEAD_DIM: gl.constexpr):
     """Compute and store what is subtracted in each row: from scores the log-sum-exp, infinite where no key is seen, and delta."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])
-    places, is_there = places_of(layout, start, first, length, num_heads, head, HEAD_DIM)
+    places, is_there = addresses_of(layout, start, first, length, num_heads, head, HEAD_DIM)
     delta = gl.sum(gl.load(output + places, mask=is_there, other=0.0).to(gl.float32) * grad.load(layout).to(gl.float32), 1)
     rows = first + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout))
     place = head.to(gl.int64) * total + start + rows
@@ -267,8 +265,8 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     factor = scale * LOG2_E
-    q = tile_of(own, WHICH)
-    o = tile_of(own, 2 + WHICH)
+    q = ring_tile(own, WHICH)
+    o = ring_tile(own, 2 + WHICH)
     mbarrier.wait(own.full.index(0), 0)
     length = field_of(fields, 1)
     visit = length * 0
@@ -287,14 +285,14 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl
         log_sum = gl.convert_layout(log_sum, s_row)[:, None]
         delta = gl.convert_layout(delta, s_row)[:, None]
 
-        await_rows(keys, visit)
-        await_rows(values, visit)
-        s = begin(q, rows_of(keys, visit), s_layout)
-        dp = begin(o, rows_of(values, visit), s_layout)
+        await_tile(keys, visit)
+        await_tile(values, visit)
+        s = begin(q, visited_rows(keys, visit), s_layout)
+        dp = begin(o, visited_rows(values, visit), s_layout)
         s = warpgroup_mma_wait(1, deps=(s,))
         p = gl.exp2(s * factor - log_sum)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-        leave_rows(values, visit)
+        leave_tile(values, visit)
         ds = p * (dp - delta)
         if tiles > whole:
             ds = seen_by_queries(ds, position, key_length, (tiles - 1) * BLOCK_N, IS_CAUSAL)
@@ -302,31 +300,31 @@ def sum_dq(arguments, WHICH: gl.constexpr, IS_CAUSAL: gl.constexpr, HEAD_DIM: gl
         dq = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
         for j in range(1, tiles):
             left = tiles - 1 - j
-            await_rows(keys, visit + 1)
-            await_rows(values, visit + 1)
-            dq = warpgroup_mma(ds, rows_of(keys, visit), dq, is_async=True)
-            s = begin(q, rows_of(keys, visit + 1), s_layout)
+            await_tile(keys, visit + 1)
+            await_tile(values, visit + 1)
+            dq = warpgroup_mma(ds, visited_rows(keys, visit), dq, is_async=True)
+            s = begin(q, visited_rows(keys, visit + 1), s_layout)
             dq = warpgroup_mma_wait(1, deps=(dq,))
-            dp = begin(o, rows_of(values, visit + 1), s_layout)
-            leave_rows(keys, visit)
+            dp = begin(o, visited_rows(values, visit + 1), s_layout)
+            leave_tile(keys, visit)
             visit += 1
             s = warpgroup_mma_wait(1, deps=(s,))
             p = gl.exp2(s * factor - log_sum)
             # As above: the wait has to stand below the weights.
-            await_rows(values, visit)
+            await_tile(values, visit)
             dp = warpgroup_mma_wait(0, deps=(dp,))
-            leave_rows(values, visit)
+            leave_tile(values, visit)
             ds = p * (dp - delta)
             if left >= whole:
                 ds = seen_by_queries(ds, position, key_length, left * BLOCK_N, IS_CAUSAL)
             ds = gl.convert_layout(ds.to(dtype), p_layout)
         mbarrier.arrive(own.empty.index(0), count=1)
-        dq = warpgroup_mma(ds, rows_of(keys, visit), dq, is_async=True)
+        dq = warpgroup_mma(ds, visited_rows(keys, visit), dq, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        leave_rows(keys, visit)
+        leave_tile(keys, visit)
         visit += 1
 
-        places, is_there = places_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
+        places, is_there = addresses_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
         gl.store(grad_query + places, (dq * scale).to(dtype), mask=is_there)
         tile += 1
         mbarrier.wait(own.full.index(0), tile & 1)
@@ -344,9 +342,9 @@ def attention_backward_dq_hopper_kernel(
     Delta is a row's dot product of output and its gradient, less the gradient of its log-sum-exp.
     """
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    own = make_ring(query, 4, GROUP_M, 1)
-    keys = make_ring(key, KEY_STAGES, BLOCK_N, KEY_STAGES)
-    values = make_ring(value, KEY_STAGES, BLOCK_N, KEY_STAGES)
+    own = make_ring(query, 1, 2, TILES=4)
+    keys = make_ring(key, KEY_STAGES, 2)
+    values = make_ring(value, KEY_STAGES, 2)
     fence_async_shared()
     loads = (
         query, grad, key, value, None, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
@@ -371,9 +369,9 @@ def attention_backward_dkv_hopper_kernel(
     """
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], flat)
-    own = make_ring(key, 4, GROUP_M, 1)
-    queries = make_ring(query, QUERY_STAGES, BLOCK_N, QUERY_STAGES)
-    grads = make_ring(grad, QUERY_STAGES, BLOCK_N, QUERY_STAGES)
+    own = make_ring(key, 1, 2, TILES=4)
+    queries = make_ring(query, QUERY_STAGES, 2)
+    grads = make_ring(grad, QUERY_STAGES, 2)
     # Of each place of `queries` what is subtracted from scores, and then of each what is from gradients of weights.
     numbers = gl.allocate_shared_memory(gl.float32, [2 * QUERY_STAGES, BLOCK_N], flat)
     fence_async_shared()
@@ -392,27 +390,24 @@ def attention_backward_dkv_hopper_kernel(
     )  # fmt: skip
 
 
-def backward(
-    grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor,
-    q_offsets: Tensor, k_offsets: Tensor | None, causal: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch both kernels: as `kernels.backward`; every row of every head has to begin at 16 bytes."""
-    total, heads, head_dim = q.shape
-    num_samples = q_offsets.shape[0] - 1
-    grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    statistics = torch.empty(*lse.shape, 2, dtype=torch.float32, device=q.device)
-    counters = torch.zeros(2, dtype=torch.int32, device=q.device)
-    offsets = q_offsets, q_offsets if k_offsets is None else k_offsets
-    constants = {"IS_CAUSAL": causal, "GROUP": heads // k.shape[1], "HEAD_DIM": head_dim, "num_warps": 4}
+def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options) -> dict[str, Tensor]:
+    """Launch both kernels for what `supports` has nothing against."""
+    total, heads, head_dim = x.q.shape
+    num_samples = x.q_offsets.shape[0] - 1
+    grad_q, grad_k, grad_v = (torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) for rows in x[:3])
+    statistics = torch.empty(*out.lse.shape, 2, dtype=torch.float32, device=x.q.device)
+    counters = torch.zeros(2, dtype=torch.int32, device=x.q.device)
+    offsets = x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets
+    constants = {"IS_CAUSAL": o.causal, "GROUP": heads // x.k.shape[1], "HEAD_DIM": head_dim, "num_warps": 4}
     # Tiles of queries and the rows that are streamed are cut alike.
-    rows = [ragged_descriptor(x, GROUP_M.value) for x in (q, k, v)]
-    upstream = ragged_descriptor(grad, GROUP_M.value)
-    attention_backward_dq_hopper_kernel[programs_for(q, num_samples)](
-        upstream, grad_lse, *rows, output, lse, *offsets, grad_q, statistics, counters[0], num_samples, total,
-        k.shape[0], heads, scale, **constants,
+    rows = [ragged_descriptor(each, GROUP_M.value) for each in x[:3]]
+    upstream = ragged_descriptor(grads.output, GROUP_M.value)
+    attention_backward_dq_hopper_kernel[programs_for(x.q, num_samples)](
+        upstream, grads.lse, *rows, out.output, out.lse, *offsets, grad_q, statistics, counters[0], num_samples, total,
+        x.k.shape[0], heads, o.scale, **constants,
     )  # fmt: skip
-    attention_backward_dkv_hopper_kernel[programs_for(k, num_samples)](
-        upstream, *rows, statistics, *offsets, grad_k, grad_v, counters[1], num_samples, total, k.shape[0], k.shape[1], scale,
-        **constants,
+    attention_backward_dkv_hopper_kernel[programs_for(x.k, num_samples)](
+        upstream, *rows, statistics, *offsets, grad_k, grad_v, counters[1], num_samples, total, x.k.shape[0], x.k.shape[1],
+        o.scale, **constants,
     )  # fmt: skip
-    return grad_q, grad_k, grad_v
+    return {"q": grad_q, "k": grad_k, "v": grad_v}

@@ -10,7 +10,15 @@ import triton
 import triton.language as tl
 
 from jagged.ops._shared.device import INTERPRETED
-from jagged.ops.attention.scores import FIRST_BUCKET, FLOAT_BUCKETS, HAS_PTX, bits_of_time, bucket_range, is_far
+from jagged.ops.attention.triton.biases import (
+    FIRST_BUCKET,
+    FLOAT_BUCKETS,
+    HAS_PTX,
+    bits_of_time,
+    bucket_range,
+    find_pairs,
+    is_far,
+)
 
 # Rows of which gradients of tables are summed together: with most layouts of scores one warp has all of them.
 BAND = tl.constexpr(16)
@@ -24,17 +32,59 @@ FEW = tl.constexpr(4)
 BINS = tl.constexpr(33)
 
 
-class BiasGradients(NamedTuple):
-    """Where gradients of biases go: of tables as `add_exactly` has them, with the strides of bins; of pairs as they are."""
+class GradientNumbers(NamedTuple):
+    """Strides of the tables' bins, and where the gradients of a sample's pairs begin and how they lie."""
 
-    relative: Any
     relative_stride: Any
-    of_time: Any
     time_stride: Any
-    pairs: Any
     first_pair: Any
     head_stride: Any
     row_stride: Any
+
+
+class BiasGradients(NamedTuple):
+    """Where gradients of biases go: of tables as `add_exactly` has them, of pairs as they are."""
+
+    relative: Any
+    of_time: Any
+    pairs: Any
+    numbers: Any
+
+
+@triton.jit
+def find_gradients(grad_bias, bias_offsets, sample, max_distance, num_buckets, rows, keys):
+    """Return the numbers of a sample's `BiasGradients`; those of pairs lie as contiguous biases do."""
+    num_heads = tl.num_programs(1)
+    head_stride = rows.to(tl.int64) * keys
+    first_pair, row_stride, _, _ = find_pairs(grad_bias, bias_offsets, sample, num_heads * head_stride, keys, 1, rows, keys)
+    return GradientNumbers(
+        num_heads * (2 * max_distance + 1), num_heads * num_buckets, first_pair, head_stride, row_stride
+    )  # fmt: skip
+
+
+@triton.jit
+def own_copy(bins, copies, stride):
+    """Return the copy of a table's sums that a program adds to; None without a table."""
+    if bins is not None:
+        bins += (tl.program_id(0) % copies * BINS).to(tl.int64) * stride
+    return bins
+
+
+@triton.jit
+def add_sums(of_distance, of_time, sample, numbers, bias_grads, BLOCK_T: tl.constexpr):
+    """Add what a program has collected: sums of distances at and past the ends of the table, and of buckets."""
+    if bias_grads.relative is not None:
+        below, above = of_distance
+        stride, last = bias_grads.numbers.relative_stride, 2 * numbers.max_distance
+        first_entry = sample.head * (last + 1)
+        add_exactly(bias_grads.relative, stride, first_entry, tl.sum(tl.sum(below, 1), 0), True)
+        add_exactly(bias_grads.relative, stride, first_entry + last, tl.sum(tl.sum(above, 1), 0), True)
+    if bias_grads.of_time is not None:
+        bucket = tl.arange(0, BLOCK_T)
+        histogram, run, bucket_of_run = of_time
+        sums = tl.sum(add_to_bucket(histogram, tl.sum(run, 1), bucket_of_run), 0)
+        entries = sample.head * numbers.num_buckets + bucket
+        add_exactly(bias_grads.of_time, bias_grads.numbers.time_stride, entries, sums, bucket < numbers.num_buckets)
 
 
 @triton.jit
@@ -50,8 +100,8 @@ def add_exactly(bins, stride, entries, numbers, mask):
     whole = ((bits & 0x7FFFFF) | 0x800000) << (exponent & 7)
     whole = tl.where(exponent == 255, 1, tl.where(bits < 0, -whole, whole))
     its_bin = (exponent + (exponent == 255).to(tl.int32)) >> 3
-    places = bins + its_bin.to(tl.int64) * stride + entries
-    tl.atomic_add(places, whole.to(tl.int64), mask=mask & (exponent > 0), sem="relaxed")
+    addresses = bins + its_bin.to(tl.int64) * stride + entries
+    tl.atomic_add(addresses, whole.to(tl.int64), mask=mask & (exponent > 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["entries"])
@@ -78,16 +128,16 @@ def no_sums(ROWS: tl.constexpr, NUM_BUCKETS: tl.constexpr):
 
 
 @triton.jit
-def add_relative_gradient(sums, grad_scores, first_query, first_key, place, biases, bias_grads):
+def add_relative_gradient(sums, grad_scores, first_query, first_key, sample, rules, bias_grads):
     """Add a tile's sums along its diagonals, on each of which queries and keys are one distance apart.
 
     Those nearer than the table's ends go to memory; the others are collected in `sums`, as is all of a far tile.
     """
     below, above = sums
-    if is_far(first_query, first_key, place, biases, grad_scores.shape[1]):
+    if is_far(first_query, first_key, sample, rules, grad_scores.shape[1]):
         above += sums_in_threads(grad_scores)
     else:
-        below, above = add_diagonals(below, above, grad_scores, first_query, first_key, place, biases.max_distance, bias_grads)
+        below, above = add_diagonals(below, above, grad_scores, first_query, first_key, sample, rules, bias_grads)
     return below, above
 
 
@@ -125,29 +175,30 @@ def by_lanes(tile):
 
 
 @triton.jit
-def add_diagonals(below, above, grad_scores, first_query, first_key, place, farthest, bias_grads):
+def add_diagonals(below, above, grad_scores, first_query, first_key, sample, rules, bias_grads):
     """`add_relative_gradient` of a tile with several distances."""
+    farthest = rules.numbers.max_distance
     BANDS: tl.constexpr = grad_scores.shape[0] // BAND
     KEYS: tl.constexpr = grad_scores.shape[1]
     of_targets = grad_scores
-    if place.num_targets is not None:
+    if rules.sight.num_targets is not None:
         row = tl.arange(0, BANDS * BAND)
-        is_target = (first_query + place.shift + row > place.history)[:, None]
+        is_target = (first_query + sample.shift + row > sample.history)[:, None]
         of_targets = tl.where(is_target, grad_scores, 0.0)
         grad_scores = tl.where(is_target, 0.0, grad_scores)
-    middle = place.head * (2 * farthest + 1) + farthest
-    least = first_query + place.shift - first_key - KEYS
+    middle = sample.head * (2 * farthest + 1) + farthest
+    least = first_query + sample.shift - first_key - KEYS
     sums = sum_diagonals(grad_scores)
     if (least >= -farthest) & (least + (BANDS * BAND + KEYS) <= farthest):
         add_between_ends(sums, least, middle, bias_grads, BANDS, KEYS)
     else:
         below, above = add_at_ends(below, above, sums, least, middle, farthest, bias_grads, KEYS)
-    if place.num_targets is not None:
+    if rules.sight.num_targets is not None:
         column = tl.arange(0, KEYS)
-        apart = place.history - tl.minimum(first_key + column, place.history)
+        apart = sample.history - tl.minimum(first_key + column, sample.history)
         entries = middle + tl.minimum(apart, farthest)
-        mask = first_key + column < place.key_length
-        add_exactly(bias_grads.relative, bias_grads.relative_stride, entries, tl.sum(of_targets, 0), mask)
+        mask = first_key + column < sample.key_length
+        add_exactly(bias_grads.relative, bias_grads.numbers.relative_stride, entries, tl.sum(of_targets, 0), mask)
     return below, above
 
 
@@ -166,7 +217,7 @@ def add_between_ends(sums, least, middle, bias_grads, BANDS: tl.constexpr, KEYS:
     entries = middle + least + diagonal
     for i in tl.static_range(len(sums)):
         mask = 4 * i + eight < KEYS // 8 + 2
-        add_exactly(bias_grads.relative, bias_grads.relative_stride, entries + LANES * i, sums[i], mask)
+        add_exactly(bias_grads.relative, bias_grads.numbers.relative_stride, entries + LANES * i, sums[i], mask)
 
 
 @triton.jit
@@ -180,7 +231,7 @@ def add_at_ends(below, above, sums, least, middle, farthest, bias_grads, KEYS: t
         outside = tl.where(is_between, 0.0, own)
         above += tl.reshape(tl.where(apart > 0, outside, 0.0), above.shape)
         below += tl.reshape(tl.where(apart > 0, 0.0, outside), below.shape)
-        add_exactly(bias_grads.relative, bias_grads.relative_stride, middle + apart, own, is_between)
+        add_exactly(bias_grads.relative, bias_grads.numbers.relative_stride, middle + apart, own, is_between)
         apart += LANES
     return below, above
 
@@ -280,7 +331,7 @@ def is_equal(numbers, number):
 
 
 @triton.jit
-def add_time_gradient(sums, grad_scores, rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.constexpr):
+def add_time_gradient(sums, grad_scores, rows, keys, first_query, first_key, sample, rules, IS_WHOLE: tl.constexpr):
     """Add a tile's sums by bucket; most tiles have few, since buckets grow with the time.
 
     Tiles of one bucket are collected in `run` until there comes another one.
@@ -288,7 +339,7 @@ def add_time_gradient(sums, grad_scores, rows, keys, first_query, first_key, pla
     histogram, run, bucket_of_run = sums
     ROWS: tl.constexpr = grad_scores.shape[0]
     KEYS: tl.constexpr = grad_scores.shape[1]
-    least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
+    least, largest = bucket_range(first_query, first_key, sample, rules, ROWS, KEYS)
     if least == largest:
         if least != bucket_of_run:
             histogram = add_to_bucket(histogram, tl.sum(run, 1), bucket_of_run)
@@ -296,7 +347,7 @@ def add_time_gradient(sums, grad_scores, rows, keys, first_query, first_key, pla
             bucket_of_run = least
         run += sums_in_threads(grad_scores)
     else:
-        bits = bits_of_time(rows, keys, first_query, first_key, place, biases, IS_WHOLE)
+        bits = bits_of_time(rows, keys, first_query, first_key, sample, rules, IS_WHOLE)
         buckets = ((bits >> 22) % (FLOAT_BUCKETS // 2)).to(tl.int32) - FIRST_BUCKET
         buckets = tl.minimum(tl.maximum(buckets, least), largest)
         buckets -= least
@@ -324,15 +375,16 @@ def add_to_bucket(histogram, sums, bucket):
 
 @triton.jit
 def add_bias_gradients(
-    of_distance, of_time, grad_scores, rows, keys, first_query, first_key, place, biases, bias_grads, IS_WHOLE: tl.constexpr
+    of_distance, of_time, grad_scores, rows, keys, first_query, first_key, sample, rules, bias_grads, IS_WHOLE: tl.constexpr
 ):  # fmt: skip
     """Take the gradients of a tile of scores into those of the biases: sums by distance and by bucket, and each by itself."""
     if bias_grads.relative is not None:
-        of_distance = add_relative_gradient(of_distance, grad_scores, first_query, first_key, place, biases, bias_grads)
+        of_distance = add_relative_gradient(of_distance, grad_scores, first_query, first_key, sample, rules, bias_grads)
     if bias_grads.of_time is not None:
-        of_time = add_time_gradient(of_time, grad_scores, rows, keys, first_query, first_key, place, biases, IS_WHOLE)
+        of_time = add_time_gradient(of_time, grad_scores, rows, keys, first_query, first_key, sample, rules, IS_WHOLE)
     if bias_grads.pairs is not None:
-        at = bias_grads.first_pair + place.head * bias_grads.head_stride + rows.to(tl.int64) * bias_grads.row_stride + keys
-        mask = (rows < biases.rows) & (keys < biases.keys)
+        numbers = bias_grads.numbers
+        at = numbers.first_pair + sample.head * numbers.head_stride + rows.to(tl.int64) * numbers.row_stride + keys
+        mask = (rows < rules.numbers.rows) & (keys < rules.numbers.keys)
         tl.store(bias_grads.pairs + at, grad_scores.to(bias_grads.pairs.dtype.element_ty), mask=mask)
     return of_distance, of_time

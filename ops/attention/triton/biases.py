@@ -1,4 +1,4 @@
-"""What attention kernels add to scores and do to weights: three kinds of bias, dropout and SiLU.
+"""What attention kernels add to scores: biases by distance, by time, and of every pair.
 
 A tensor that is absent is None, so that nothing of it is compiled. Index tensors of rows and keys broadcast against each other,
 whichever of them lies along which dimension of a tile.
@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.device import INTERPRETED, exp_of_difference, find_tile
+from jagged.ops._shared.device import INTERPRETED, find_tile
 
 HAS_PTX = tl.constexpr(torch.version.hip is None)
-# Half the score of a hidden key before SiLU, whose value and slope there are 0; minus infinity would give NaN. Biases below it
-# hide their keys, too.
+# Biases below it hide their keys.
 HIDDEN = tl.constexpr(-1e30)
 # Entries that `expand_tables` adds at either end of a relative bias: at least the rows and the keys of a tile.
 PADDING = tl.constexpr(256)
@@ -28,22 +27,14 @@ FLOAT_BUCKETS, FIRST_BUCKET = tl.constexpr(1024), tl.constexpr(253)
 MOST_BUCKETS = FLOAT_BUCKETS.value // 2 - FIRST_BUCKET.value
 
 
-class Biases(NamedTuple):
-    """What is added to scores.
-
-    `relative`, `of_time` and times are what `prepare_biases_kernel` makes of them; `pairs` of a sample begin at `first_pair`.
-    """
+class BiasNumbers(NamedTuple):
+    """Sizes of tables and of times, and where the biases of a sample's pairs begin and how they lie."""
 
     inverse_scale: Any
-    relative: Any
     max_distance: Any
-    of_time: Any
     num_buckets: Any
-    q_times: Any
-    k_times: Any
-    q_bounds: Any
-    k_bounds: Any
-    pairs: Any
+    num_queries: Any
+    num_keys: Any
     first_pair: Any
     head_stride: Any
     row_stride: Any
@@ -52,12 +43,14 @@ class Biases(NamedTuple):
     keys: Any
 
 
-class Dropout(NamedTuple):
-    """A weight is left where its number reaches `threshold`, and then multiplied by `kept_scale`; none without a `seed`."""
+class Biases(NamedTuple):
+    """What is added to scores; `relative`, `of_time` and times are what `prepare_biases_kernel` makes of them."""
 
-    seed: Any
-    threshold: Any
-    kept_scale: Any
+    relative: Any
+    of_time: Any
+    q_times: Any
+    k_times: Any
+    pairs: Any
 
 
 @triton.jit(do_not_specialize=["max_distance", "num_buckets", "blocks", "num_samples", "key_total", "query_total"])
@@ -152,59 +145,63 @@ def pair_of_floats(packed):
 
 
 @triton.jit
-def pairs_of(bias, bias_offsets, sample, query_length, key_length, batch_stride, row_stride, key_stride, rows, keys):
+def find_pairs(bias, bias_offsets, sample, batch_stride, row_stride, key_stride, rows, keys):
     """Return where a sample's biases begin, the stride of their rows, and how many rows and keys of them there are.
 
     A jagged bias has one row of all pairs; a sample's rows end with it, whatever the offsets say.
     """
-    first = sample * 0
+    first = sample.index * 0
     row_stride = first + row_stride
     if bias_offsets is not None:
-        pair = tl.minimum(tl.maximum(tl.load(bias_offsets + sample), 0), keys.to(tl.int64))
-        rows = tl.minimum(query_length, (keys - pair) // tl.maximum(key_length, 1)).to(tl.int32)
+        pair = tl.minimum(tl.maximum(tl.load(bias_offsets + sample.index), 0), keys.to(tl.int64))
+        rows = tl.minimum(sample.query_length, (keys - pair) // tl.maximum(sample.key_length, 1)).to(tl.int32)
         first = pair * key_stride
-        row_stride = key_length.to(tl.int64) * key_stride
-        keys = key_length
+        row_stride = sample.key_length.to(tl.int64) * key_stride
+        keys = sample.key_length
     elif bias is not None:
-        first = sample * batch_stride
-        rows, keys = tl.minimum(query_length, rows), tl.minimum(key_length, keys)
+        first = sample.index * batch_stride
+        rows, keys = tl.minimum(sample.query_length, rows), tl.minimum(sample.key_length, keys)
     return first, row_stride, rows, keys
 
 
 @triton.jit
-def load_in_place(places):
+def bias_numbers(
+    bias, bias_offsets, sample, scale, max_distance, num_buckets, num_queries, num_keys,
+    batch_stride, head_stride, row_stride, key_stride, rows, keys,
+):  # fmt: skip
+    """Return the numbers of a sample's biases."""
+    first, row_stride, rows, keys = find_pairs(bias, bias_offsets, sample, batch_stride, row_stride, key_stride, rows, keys)
+    return BiasNumbers(
+        1.0 / scale, max_distance, num_buckets, num_queries, num_keys, first, head_stride, row_stride, key_stride, rows, keys
+    )  # fmt: skip
+
+
+@triton.jit
+def load_in_place(addresses):
     """Load from read-only tables in the layout in which a tile is needed.
 
     A plain load of so many numbers gets a layout of its own, and each tile then goes through shared memory. This is also free
     to leave a loop in which it always loads the same.
     """
     if INTERPRETED or not HAS_PTX:
-        return tl.load(places)
-    elif places.dtype.element_ty == tl.float32:
-        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [places], tl.float32, is_pure=True, pack=1)
+        return tl.load(addresses)
+    elif addresses.dtype.element_ty == tl.float32:
+        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [addresses], tl.float32, is_pure=True, pack=1)
     else:
-        return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [places], tl.int64, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise("ld.global.nc.b64 $0, [$1];", "=l,l", [addresses], tl.int64, is_pure=True, pack=1)
 
 
 @triton.jit
 def load_times(times, first, rows, length, IS_WHOLE: tl.constexpr):
     """Load the two floats that `split_times` made of rows' times; unless `IS_WHOLE`, the last row stands in for missing ones."""
-    places = times + first + (rows - first).to(tl.int64) if IS_WHOLE else times + tl.minimum(rows, length - 1)
-    return pair_of_floats(load_in_place(places))
+    addresses = times + first + (rows - first).to(tl.int64) if IS_WHOLE else times + tl.minimum(rows, length - 1)
+    return pair_of_floats(load_in_place(addresses))
 
 
 @triton.jit
-def bounds_of(times, total, start, sample):
-    """Return where the bounds of a sample's times begin; None without times."""
-    bounds = None
-    if times is not None:
-        bounds = times + total + (start // SPAN + sample)
-    return bounds
-
-
-@triton.jit
-def load_bounds(bounds, first, length, ROWS: tl.constexpr):
+def load_bounds(times, total, index, start, first, length, ROWS: tl.constexpr):
     """Load two numbers between which the times of a tile lie, and maybe those of rows beside it."""
+    bounds = times + total + (start // SPAN + index)
     least, largest = pair_of_floats(load_in_place(bounds + first // SPAN))
     for tile in tl.static_range(SPAN, ROWS, SPAN):
         other = pair_of_floats(load_in_place(bounds + tl.minimum(first + tile, length - 1) // SPAN))
@@ -213,21 +210,21 @@ def load_bounds(bounds, first, length, ROWS: tl.constexpr):
 
 
 @triton.jit
-def distances(rows, keys, place):
+def distances(rows, keys, sample, rules):
     """From keys to queries, where all targets stand right behind the history."""
-    positions = rows + place.shift
-    if place.num_targets is not None:
-        positions, keys = tl.minimum(positions, place.history), tl.minimum(keys, place.history)
+    positions = rows + sample.shift
+    if rules.sight.num_targets is not None:
+        positions, keys = tl.minimum(positions, sample.history), tl.minimum(keys, sample.history)
     return positions - keys
 
 
 @triton.jit
-def bits_of_time(rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.constexpr):
+def bits_of_time(rows, keys, first_query, first_key, sample, rules, IS_WHOLE: tl.constexpr):
     """The bits of the time from a key to a query as a float. No row is missing of those visited, the columns, if `IS_WHOLE`."""
     ARE_KEYS_VISITED: tl.constexpr = rows.shape[1] == 1
-    q_times, k_times = biases.q_times + place.start, biases.k_times + place.key_start
-    q_high, q_low = load_times(q_times, first_query, rows, place.query_length, IS_WHOLE and not ARE_KEYS_VISITED)
-    k_high, k_low = load_times(k_times, first_key, keys, place.key_length, IS_WHOLE and ARE_KEYS_VISITED)
+    q_times, k_times = rules.biases.q_times + sample.start, rules.biases.k_times + sample.key_start
+    q_high, q_low = load_times(q_times, first_query, rows, sample.query_length, IS_WHOLE and not ARE_KEYS_VISITED)
+    k_high, k_low = load_times(k_times, first_key, keys, sample.key_length, IS_WHOLE and ARE_KEYS_VISITED)
     return ((q_high - k_high) + (q_low - k_low)).to(tl.uint32, bitcast=True)
 
 
@@ -239,24 +236,29 @@ def time_buckets(bits, num_buckets):
 
 
 @triton.jit
-def bucket_range(first_query, first_key, place, biases, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def bucket_range(first_query, first_key, sample, rules, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Return the least and the largest bucket that pairs of a tile may have. Bounds may be too wide, by roundings."""
-    q_least, q_largest = load_bounds(biases.q_bounds, first_query, place.query_length, ROWS)
-    k_least, k_largest = load_bounds(biases.k_bounds, first_key, place.key_length, KEYS)
+    numbers = rules.numbers
+    q_least, q_largest = load_bounds(
+        rules.biases.q_times, numbers.num_queries, sample.index, sample.start, first_query, sample.query_length, ROWS
+    )  # fmt: skip
+    k_least, k_largest = load_bounds(
+        rules.biases.k_times, numbers.num_keys, sample.index, sample.key_start, first_key, sample.key_length, KEYS
+    )  # fmt: skip
     least = tl.maximum(tl.maximum(q_least - k_largest, k_least - q_largest), 0.0) * (1.0 - ROUNDING)
     largest = tl.maximum(q_largest - k_least, k_largest - q_least) * (1.0 + ROUNDING)
-    least = time_buckets(least.to(tl.uint32, bitcast=True), biases.num_buckets)
-    return least, time_buckets(largest.to(tl.uint32, bitcast=True), biases.num_buckets)
+    least = time_buckets(least.to(tl.uint32, bitcast=True), numbers.num_buckets)
+    return least, time_buckets(largest.to(tl.uint32, bitcast=True), numbers.num_buckets)
 
 
 @triton.jit
-def is_far(first_query, first_key, place, biases, KEYS: tl.constexpr):
+def is_far(first_query, first_key, sample, rules, KEYS: tl.constexpr):
     """Whether all queries of a tile are so far behind all of its keys that they share the last bias of the table."""
-    return distances(first_query, first_key + KEYS - 1, place) >= biases.max_distance
+    return distances(first_query, first_key + KEYS - 1, sample, rules) >= rules.numbers.max_distance
 
 
 @triton.jit
-def relative_biases(rows, keys, first_query, first_key, place, biases):
+def relative_biases(rows, keys, first_query, first_key, sample, rules):
     """Load a tile's biases by distance. Of an address only what the tile shares is computed for each tile.
 
     What is added along a tile's columns the compiler folds into the loads, what is subtracted it does not. With queries as rows
@@ -264,12 +266,12 @@ def relative_biases(rows, keys, first_query, first_key, place, biases):
     """
     ROWS: tl.constexpr = rows.shape[0] * rows.shape[1]
     KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
-    farthest = biases.max_distance
-    table = relative_table(place, biases)
-    if place.num_targets is not None:
-        bias = load_in_place(table + tl.minimum(tl.maximum(distances(rows, keys, place), -farthest), farthest))
+    farthest = rules.numbers.max_distance
+    table = relative_table(sample, rules)
+    if rules.sight.num_targets is not None:
+        bias = load_in_place(table + tl.minimum(tl.maximum(distances(rows, keys, sample, rules), -farthest), farthest))
     else:
-        apart = tl.minimum(tl.maximum(first_query + place.shift - first_key, -farthest - ROWS), farthest + KEYS)
+        apart = tl.minimum(tl.maximum(first_query + sample.shift - first_key, -farthest - ROWS), farthest + KEYS)
         query, key = (rows - first_query).to(tl.int64), (keys - first_key).to(tl.int64)
         if rows.shape[1] == 1:
             bias = load_in_place((table + 2 * (farthest + PADDING) + 1 - apart - query) + key)
@@ -279,14 +281,14 @@ def relative_biases(rows, keys, first_query, first_key, place, biases):
 
 
 @triton.jit
-def relative_table(place, biases):
+def relative_table(sample, rules):
     """Return where the bias of distance 0 stands."""
-    reach = biases.max_distance + PADDING
-    return biases.relative + 2 * place.head * (2 * reach + 1) + reach
+    reach = rules.numbers.max_distance + PADDING
+    return rules.biases.relative + 2 * sample.head * (2 * reach + 1) + reach
 
 
 @triton.jit
-def biases_of(rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.constexpr):
+def biases_of(rows, keys, first_query, first_key, sample, rules, IS_WHOLE: tl.constexpr):
     """Return a tile's biases over the scale of scores, where sums of products begin, less its `common_bias`; None without any.
 
     Loads under a condition are not begun ahead of their loop's turn, which would take each number through shared memory.
@@ -295,40 +297,40 @@ def biases_of(rows, keys, first_query, first_key, place, biases, IS_WHOLE: tl.co
     KEYS: tl.constexpr = keys.shape[0] * keys.shape[1]
     tl.static_assert(ROWS + KEYS <= PADDING)
     bias = None
-    if biases.relative is not None or biases.of_time is not None or biases.pairs is not None:
+    if rules.biases.relative is not None or rules.biases.of_time is not None or rules.biases.pairs is not None:
         bias = tl.zeros([rows.shape[0] * keys.shape[0], rows.shape[1] * keys.shape[1]], tl.float32)
-    if biases.pairs is not None:
-        at = biases.first_pair + place.head * biases.head_stride
-        at += rows.to(tl.int64) * biases.row_stride + keys.to(tl.int64) * biases.key_stride
-        mask = (rows < biases.rows) & (keys < biases.keys)
-        bias += over_scale(tl.load(biases.pairs + at, mask=mask, other=0.0), biases.inverse_scale)
-    if biases.relative is not None:  # noqa: SIM102
-        if not is_far(first_query, first_key, place, biases, KEYS):
-            near = relative_biases(rows, keys, first_query, first_key, place, biases)
-            bias = near if biases.pairs is None else bias + near
-    if biases.of_time is not None:
-        least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
+    if rules.biases.pairs is not None:
+        at = rules.numbers.first_pair + sample.head * rules.numbers.head_stride
+        at += rows.to(tl.int64) * rules.numbers.row_stride + keys.to(tl.int64) * rules.numbers.key_stride
+        mask = (rows < rules.numbers.rows) & (keys < rules.numbers.keys)
+        bias += over_scale(tl.load(rules.biases.pairs + at, mask=mask, other=0.0), rules.numbers.inverse_scale)
+    if rules.biases.relative is not None:  # noqa: SIM102
+        if not is_far(first_query, first_key, sample, rules, KEYS):
+            near = relative_biases(rows, keys, first_query, first_key, sample, rules)
+            bias = near if rules.biases.pairs is None else bias + near
+    if rules.biases.of_time is not None:
+        least, largest = bucket_range(first_query, first_key, sample, rules, ROWS, KEYS)
         if least != largest:
-            bits = bits_of_time(rows, keys, first_query, first_key, place, biases, IS_WHOLE)
-            of_time = load_in_place(biases.of_time + place.head * FLOAT_BUCKETS + (bits >> 22))
-            bias = of_time if biases.relative is None and biases.pairs is None else bias + of_time
+            bits = bits_of_time(rows, keys, first_query, first_key, sample, rules, IS_WHOLE)
+            of_time = load_in_place(rules.biases.of_time + sample.head * FLOAT_BUCKETS + (bits >> 22))
+            bias = of_time if rules.biases.relative is None and rules.biases.pairs is None else bias + of_time
     return bias
 
 
 @triton.jit
-def common_bias(first_query, first_key, place, biases, ROWS: tl.constexpr, KEYS: tl.constexpr):
+def common_bias(first_query, first_key, sample, rules, ROWS: tl.constexpr, KEYS: tl.constexpr):
     """Return what all of a tile's biases have in common, over the scale of scores, which costs a score nothing; None without any.
 
     Most tiles are farther than a table of distances, or have one bucket of time. `biases_of` adds what this leaves out; they are
     two functions because Triton 3.6 returns no tuple with None in it.
     """
     common = None
-    if biases.relative is not None:
-        farthest = load_in_place(relative_table(place, biases) + biases.max_distance)
-        common = tl.where(is_far(first_query, first_key, place, biases, KEYS), farthest, 0.0)
-    if biases.of_time is not None:
-        least, largest = bucket_range(first_query, first_key, place, biases, ROWS, KEYS)
-        of_time = load_in_place(biases.of_time + place.head * FLOAT_BUCKETS + FIRST_BUCKET + least)
+    if rules.biases.relative is not None:
+        farthest = load_in_place(relative_table(sample, rules) + rules.numbers.max_distance)
+        common = tl.where(is_far(first_query, first_key, sample, rules, KEYS), farthest, 0.0)
+    if rules.biases.of_time is not None:
+        least, largest = bucket_range(first_query, first_key, sample, rules, ROWS, KEYS)
+        of_time = load_in_place(rules.biases.of_time + sample.head * FLOAT_BUCKETS + FIRST_BUCKET + least)
         of_time = tl.where(least == largest, of_time, 0.0)
         common = of_time if common is None else common + of_time
     return common
@@ -341,40 +343,3 @@ def less_common(subtrahend, common, factor):
         return subtrahend
     else:
         return subtrahend - common * factor
-
-
-@triton.jit
-def hashed(number):
-    """A permutation of the 32-bit numbers whose every bit depends on every bit (Wellons, "lowbias32")."""
-    number ^= number >> 16
-    number *= 0x7FEB352D
-    number ^= number >> 15
-    number *= 0x846CA68B
-    return number ^ (number >> 16)
-
-
-@triton.jit
-def kept(rows, keys, place, dropout):
-    """Tell which weights dropout leaves; a pair's number depends on nothing but the seed, its query, its head and its key."""
-    seed = tl.load(dropout.seed)
-    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    of_row = hashed(hashed((place.start + rows).to(tl.uint32) ^ low) + place.head.to(tl.uint32) * 0x9E3779B9)
-    of_key = hashed(keys.to(tl.uint32) + high)
-    return hashed(of_row ^ of_key) >= dropout.threshold.to(tl.uint32)
-
-
-@triton.jit
-def silu(halves, ACCURATE: tl.constexpr):
-    """Return SiLU and its slope at scores given as halves, `h = s / 2`; both exactly 0 where a key is hidden.
-
-    With t = tanh(h) they are h (1 + t) and (1 + t) (1 + h (1 - t)) / 2. 16-bit weights take t from NVIDIA's `tanh.approx`, of at
-    most 2^-11 relative error: one instruction where an exponential and a reciprocal are many.
-    """
-    if ACCURATE or INTERPRETED or not HAS_PTX:
-        # 1 + t, without the error of a difference far below 0, nor an infinite exponential, of which the interpreter warns.
-        share = tl.where(halves < -44.0, 0.0, 2.0 / (1.0 + exp_of_difference(tl.minimum(-2.0 * halves, 88.0), ACCURATE)))
-        return halves * share, share * (0.5 + halves * (1.0 - 0.5 * share))
-    else:
-        tanh = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [halves], tl.float32, is_pure=True, pack=1)
-        rest = 0.5 + 0.5 * (halves - halves * tanh)
-        return halves * tanh + halves, rest * tanh + rest

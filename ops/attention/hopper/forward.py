@@ -7,15 +7,10 @@ A group begins the product of queries and one tile of keys together with that of
 `S_j = Q K_j^T` and `O += P_(j-1) V_(j-1)`, and turns S_j into weights P_j, by a running softmax or by SiLU, while the second
 still runs.
 
-A place has two barriers: `full` hears when the bytes have come (one arrival, and their number), `empty` when they have been read
-(an arrival of each group). Visit n of N places is the `n // N`-th to place `n % N`. A barrier completes once for each visit to
-its place. To wait for completion k, counted from 0, is to wait for parity `k & 1`, and a wait for completion -1 of a new barrier
-returns at once: a place not yet used is empty. The place for queries has both too, and visits are tiles.
+The protocol is that of `_shared.ring`. The place for queries has both barriers too, and visits are tiles.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jagged.ops.attention.tiles import LN_2, LOG2_E
+from jagged.ops._shared.ring import await_left, await_tile, leave_tile, make_ring
+from jagged.ops.attention.spec import Inputs, Options, Outputs
+from jagged.ops.attention.triton.scores import LN_2, LOG2_E
 
 # Rows of a sample end where this coordinate does; more than any tensor has.
 ROWS = gl.constexpr(2**30)
@@ -47,14 +44,6 @@ LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=
 LOWEST = gl.constexpr(-3.4028234663852886e38)
 
 
-class Ring(NamedTuple):
-    """Places in shared memory and their barriers."""
-
-    tiles: Any
-    full: Any
-    empty: Any
-
-
 def ragged_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
     """Describe `[S, H, D]` so that a load of `block` rows of one head ends at a sample's last row, with zeros after it.
 
@@ -69,26 +58,9 @@ def ragged_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def make_ring(source, TILES: gl.constexpr, BLOCK: gl.constexpr, PLACES: gl.constexpr):
-    """Return room for that many tiles of a descriptor, and barriers for that many places."""
-    full = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [PLACES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PLACES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=2)
-    return Ring(gl.allocate_shared_memory(source.dtype, [TILES, 1, 1, 1, BLOCK, WIDTH], source.layout), full, empty)
-
-
-@gluon.jit
 def copy_rows(source, end, length, first, head, barrier, place):
     """Begin to copy rows `first ..` of the sample that ends before row `end` of its tensor."""
     tma.async_copy_global_to_shared(source, [ROWS, end, head, ROWS - length + first, 0], barrier, place)
-
-
-@gluon.jit
-def await_left(ring, visit):
-    """Wait until both groups have left the place that a visit is to use."""
-    mbarrier.wait(ring.empty.index(visit % ring.full.shape[0]), (visit // ring.full.shape[0] & 1) ^ 1)
 
 
 @gluon.jit
@@ -101,27 +73,15 @@ def send_rows(source, end, length, first, head, ring, visit):
 
 
 @gluon.jit
-def await_rows(ring, visit):
-    """Wait until what a visit brings is there."""
-    mbarrier.wait(ring.full.index(visit % ring.full.shape[0]), visit // ring.full.shape[0] & 1)
-
-
-@gluon.jit
-def tile_of(ring, index):
+def ring_tile(ring, index):
     """Return one of a ring's tiles."""
     return ring.tiles.index(index).reshape([ring.tiles.shape[4], WIDTH])
 
 
 @gluon.jit
-def rows_of(ring, visit):
+def visited_rows(ring, visit):
     """Return what a visit has brought, `[BLOCK, WIDTH]`."""
-    return tile_of(ring, visit % ring.full.shape[0])
-
-
-@gluon.jit
-def leave_rows(ring, visit):
-    """Tell that this group has read what a visit brought."""
-    mbarrier.arrive(ring.empty.index(visit % ring.full.shape[0]), count=1)
+    return ring_tile(ring, visit % ring.full.shape[0])
 
 
 @gluon.jit
@@ -232,7 +192,7 @@ def field_of(fields, INDEX: gl.constexpr):
 
 
 @gluon.jit
-def places_of(layout: gl.constexpr, start, first, length, num_heads, head, HEAD_DIM: gl.constexpr):
+def addresses_of(layout: gl.constexpr, start, first, length, num_heads, head, HEAD_DIM: gl.constexpr):
     """Return where a group's rows and columns stand in `[S, H, D]`, and which of them are there."""
     rows = first + gl.arange(0, GROUP_M, layout=gl.SliceLayout(1, layout))
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, layout))
@@ -281,7 +241,7 @@ def weigh_group(
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
     zero = gl.zeros([GROUP_M, BLOCK_N], gl.float32, s_layout)
-    q = tile_of(queries, WHICH)
+    q = ring_tile(queries, WHICH)
     tile = total * 0
     visit = total * 0
     mbarrier.wait(queries.full.index(0), 0)
@@ -298,38 +258,38 @@ def weigh_group(
         largest = gl.full([GROUP_M], LOWEST, gl.float32, s_row)
         weight = gl.zeros([GROUP_M], gl.float32, s_row)
 
-        await_rows(keys, visit)
-        s = warpgroup_mma(q, rows_of(keys, visit).permute((1, 0)), zero, use_acc=False, is_async=True)
+        await_tile(keys, visit)
+        s = warpgroup_mma(q, visited_rows(keys, visit).permute((1, 0)), zero, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=(s,))
-        leave_rows(keys, visit)
+        leave_tile(keys, visit)
         p, _, largest, weight = weigh(
             s, largest, weight, factor, position, (tiles - 1) * BLOCK_N, key_length, tiles > whole, IS_CAUSAL, IS_POINTWISE
         )
         p = gl.convert_layout(p.to(dtype), p_layout)
         o = gl.zeros([GROUP_M, WIDTH], gl.float32, o_layout)
-        await_rows(values, visit)
+        await_tile(values, visit)
         for j in range(1, tiles):
             left = tiles - 1 - j
-            await_rows(keys, visit + 1)
-            s = warpgroup_mma(q, rows_of(keys, visit + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-            o = warpgroup_mma(p, rows_of(values, visit), o, is_async=True)
+            await_tile(keys, visit + 1)
+            s = warpgroup_mma(q, visited_rows(keys, visit + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+            o = warpgroup_mma(p, visited_rows(values, visit), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=(s,))
-            leave_rows(keys, visit + 1)
+            leave_tile(keys, visit + 1)
             p, correction, largest, weight = weigh(
                 s, largest, weight, factor, position, left * BLOCK_N, key_length, left >= whole, IS_CAUSAL, IS_POINTWISE
             )
             # The assembler moves a wait for products up to the last branch: this one has to stand below the weights.
-            await_rows(values, visit + 1)
+            await_tile(values, visit + 1)
             o = warpgroup_mma_wait(0, deps=(o,))
-            leave_rows(values, visit)
+            leave_tile(values, visit)
             if not IS_POINTWISE:
                 o = o * gl.convert_layout(correction, o_row)[:, None]
             p = gl.convert_layout(p.to(dtype), p_layout)
             visit += 1
         mbarrier.arrive(queries.empty.index(0), count=1)
-        o = warpgroup_mma(p, rows_of(values, visit), o, is_async=True)
+        o = warpgroup_mma(p, visited_rows(values, visit), o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
-        leave_rows(values, visit)
+        leave_tile(values, visit)
         visit += 1
 
         if IS_POINTWISE:
@@ -338,7 +298,7 @@ def weigh_group(
             # A query that sees no key has an output of zeros and a log-sum-exp of -inf.
             divisor = gl.where(weight == 0.0, 1.0, weight)
             o = o * gl.convert_layout(1.0 / divisor, o_row)[:, None]
-        places, is_there = places_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
+        places, is_there = addresses_of(o_layout, start, first_query, length, num_heads, head, HEAD_DIM)
         gl.store(output + places, o.to(dtype), mask=is_there)
         if not IS_POINTWISE:
             rows = first_query + gl.arange(0, GROUP_M, layout=s_row)
@@ -359,9 +319,9 @@ def attention_forward_hopper_kernel(
     Or pointwise, `O = SiLU(scale * Q K^T) V / normalizer`, by a sample's number of keys where that is 0, and nothing in `lse`.
     """
     fields = gl.allocate_shared_memory(gl.int32, [FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queries = make_ring(query, 2, GROUP_M, 1)
-    keys = make_ring(key, STAGES, BLOCK_N, STAGES)
-    values = make_ring(value, STAGES, BLOCK_N, STAGES)
+    queries = make_ring(query, 1, 2, TILES=2)
+    keys = make_ring(key, STAGES, 2)
+    values = make_ring(value, STAGES, 2)
     fence_async_shared()
     loads = (
         query, key, value, offsets, key_offsets, counter, num_samples, total, key_total, num_heads,
@@ -384,29 +344,19 @@ def attention_forward_hopper_kernel(
     )  # fmt: skip
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor | None,
-    causal: bool,
-    scale: float,
-    pointwise: bool,
-    normalizer: float,
-) -> tuple[Tensor, Tensor]:
-    """Launch `attention_forward_hopper_kernel`: as `kernels.forward`; every row of every head has to begin at 16 bytes."""
-    total, heads, head_dim = q.shape
-    num_samples = q_offsets.shape[0] - 1
-    output = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty((0,) if pointwise else (heads, total), dtype=torch.float32, device=q.device)
-    attention_forward_hopper_kernel[programs_for(q, num_samples)](
-        ragged_descriptor(q, GROUP_M.value), ragged_descriptor(k, BLOCK_N.value), ragged_descriptor(v, BLOCK_N.value),
-        q_offsets, q_offsets if k_offsets is None else k_offsets, output, lse,
-        torch.zeros(1, dtype=torch.int32, device=q.device), num_samples, total, k.shape[0], heads, scale, normalizer,
-        IS_CAUSAL=causal, IS_POINTWISE=pointwise, GROUP=heads // k.shape[1], HEAD_DIM=head_dim, num_warps=4,
+def forward(x: Inputs, o: Options) -> Outputs:
+    """Launch `attention_forward_hopper_kernel` for what `supports` has nothing against."""
+    total, heads, head_dim = x.q.shape
+    num_samples = x.q_offsets.shape[0] - 1
+    output = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device)
+    lse = torch.empty((0,) if o.pointwise else (heads, total), dtype=torch.float32, device=x.q.device)
+    attention_forward_hopper_kernel[programs_for(x.q, num_samples)](
+        ragged_descriptor(x.q, GROUP_M.value), ragged_descriptor(x.k, BLOCK_N.value), ragged_descriptor(x.v, BLOCK_N.value),
+        x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets, output, lse,
+        torch.zeros(1, dtype=torch.int32, device=x.q.device), num_samples, total, x.k.shape[0], heads, o.scale, o.normalizer,
+        IS_CAUSAL=o.causal, IS_POINTWISE=o.pointwise, GROUP=heads // x.k.shape[1], HEAD_DIM=head_dim, num_warps=4,
     )  # fmt: skip
-    return output, lse
+    return Outputs(output, lse)
 
 
 def programs_for(rows: Tensor, num_samples: int) -> tuple[int]:

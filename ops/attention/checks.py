@@ -1,0 +1,148 @@
+"""Checks of attention's arguments."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.offsets import scan_pairs
+from jagged.ops._shared.validation import FLOATS, check_device, check_same, check_tensor, validation_is_on
+
+MAX_HEAD_DIM = 256
+# Rows inside a sample are counted in int32 by the kernels, tiles that reach past the end included.
+MAX_ROWS = 2**30
+
+
+def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> None:
+    """Check queries, keys and values against one another; under autocast, which casts them, also of several dtypes."""
+    check_tensor("q", q, "[Sq, H, D]", FLOATS)
+    check_tensor("k", k, "[Sk, Hkv, D]", FLOATS)
+    check_tensor("v", v, "[Sk, Hkv, D]", FLOATS)
+    is_cast = q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type)
+    for name, x in (("k", k), ("v", v)):
+        if not is_cast or torch.float64 in (q.dtype, x.dtype):
+            check_same(name, x, "q", q)
+    if not 1 <= q.shape[2] <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected a head width D of 1 to {MAX_HEAD_DIM}, got {q.shape[2]}; use more and narrower heads")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k: expected the head width of q, {q.shape[2]}, got {k.shape[2]}; project both to one width")
+    if not 1 <= k.shape[1] <= q.shape[1] or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"k: expected a number of heads Hkv that divides the {q.shape[1]} of q, got {k.shape[1]}; "
+            "each key head serves as many query heads"
+        )
+    if v.shape != k.shape:
+        raise ValueError(f"v: expected the shape of k, {list(k.shape)}, got {list(v.shape)}")
+    if k_offsets is None and k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"k: expected the {q.shape[0]} rows of q, got {k.shape[0]}; for keys of other lengths give their k_offsets"
+        )
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[0] > MAX_ROWS:
+            raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {x.shape[0]}; split the batch")
+
+
+def check_mask(
+    q: Tensor, offsets: Tensor, window: int | None, num_targets: int | Tensor | None, num_contextual: int
+) -> Tensor | None:
+    """Check the masks' options, and return the targets of each sample, `[B]`."""
+    batch_size = offsets.shape[0] - 1
+    if window is not None and window < 1:
+        raise ValueError(f"window: expected 1 or more, which is a row itself, got {window}; use None for no window")
+    if num_contextual < 0:
+        raise ValueError(f"num_contextual: expected 0 or more, got {num_contextual}")
+    if isinstance(num_targets, Tensor):
+        check_tensor("num_targets", num_targets, "[B]", (torch.int32, torch.int64))
+        if num_targets.shape[0] != batch_size:
+            raise ValueError(f"num_targets: expected [{batch_size}], one for each sample, got {list(num_targets.shape)}")
+        return num_targets
+    if num_targets is None:
+        return None
+    if num_targets < 0:
+        raise ValueError(f"num_targets: expected 0 or more, got {num_targets}; use None for no targets")
+    return offsets.new_full((batch_size,), min(num_targets, MAX_ROWS))
+
+
+def check_biases(
+    q: Tensor,
+    k: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor | None,
+    relative_bias: Tensor | None,
+    time_bias: Tensor | None,
+    times: dict[str, Tensor | None],
+    bias: Tensor | None,
+    backend: str,
+) -> Tensor | None:
+    """Check biases, and the times of queries and keys by their names; return where a jagged bias's samples begin."""
+    heads = q.shape[1]
+    shapes = {"relative_bias": (relative_bias, "[H, 2M + 1]"), "time_bias": (time_bias, "[H, T]")}
+    for name, (table, shape) in shapes.items():
+        if table is None:
+            continue
+        check_tensor(name, table, shape)
+        _check_bias_dtype(name, table, q)
+        if table.shape[0] != heads:
+            raise ValueError(f"{name}: expected {shape} with the {heads} heads of q, got {list(table.shape)}")
+    if relative_bias is not None and relative_bias.shape[1] % 2 == 0:
+        raise ValueError(
+            f"relative_bias: expected an odd number of columns, 2M + 1 for the distances -M to M, got {relative_bias.shape[1]}"
+        )
+    if time_bias is not None and not time_bias.shape[1]:
+        raise ValueError("time_bias: expected [H, T] with one bucket or more, got 0 columns")
+    for place, ((name, each), x) in enumerate(zip(times.items(), (q, k), strict=False)):
+        if each is None:
+            # Where keys are the queries' rows they have their times.
+            if time_bias is not None and (place == 0 or k_offsets is not None):
+                raise ValueError(f"{name}: expected [{x.shape[0]}] beside time_bias, got None; give the time of every row")
+            continue
+        if time_bias is None:
+            raise ValueError(f"{name}: got times, but no time_bias that reads them; give both or neither")
+        check_tensor(name, each, "[S]", (torch.int32, torch.int64))
+        if each.shape[0] != x.shape[0]:
+            raise ValueError(f"{name}: expected [{x.shape[0]}], one for each row, got {list(each.shape)}")
+        check_device(name, each, "q", q)
+    if bias is None:
+        return None
+    if not isinstance(bias, Tensor) or bias.dim() not in (2, 4):
+        got = list(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise ValueError(f"bias: expected a dense [B, H, Lq, Lk] or a jagged [H, P], got {got}")
+    _check_bias_dtype("bias", bias, q)
+    if bias.dim() == 4:
+        if bias.shape[:2] != (q_offsets.shape[0] - 1, heads):
+            raise ValueError(
+                f"bias: expected [{q_offsets.shape[0] - 1}, {heads}, Lq, Lk], the samples and the heads of q, "
+                f"got {list(bias.shape)}; expand what all share"
+            )
+        return None
+    if bias.shape[0] != heads:
+        raise ValueError(f"bias: expected [{heads}, P], the heads of q, got {list(bias.shape)}")
+    starts: Tensor = scan_pairs(q_offsets, q_offsets if k_offsets is None else k_offsets, backend)
+    # More of them, as for a CUDA graph whose lengths change, are never read.
+    if validation_is_on(starts) and int(starts[-1]) > bias.shape[1]:
+        raise ValueError(f"bias: expected {int(starts[-1])} columns, one for each pair of a query and a key, got {bias.shape[1]}")
+    return starts
+
+
+def _check_bias_dtype(name: str, bias: Tensor, q: Tensor) -> None:
+    if bias.dtype not in FLOATS or (bias.dtype == torch.float64 and q.dtype != torch.float64):
+        raise TypeError(
+            f"{name}: expected dtype float32, bfloat16 or float16, or float64 beside float64 q, got "
+            f"{str(bias.dtype).removeprefix('torch.')}; convert it with .to(...)"
+        )
+
+
+def positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """Return queries and a factor above 0 that together scale the scores.
+
+    The kernels find the largest product before they scale it, and hide those of keys out of sight by minus infinity.
+    """
+    factor = 1 / math.sqrt(q.shape[2]) if scale is None else float(scale)
+    # Dynamo, which may hold the factor as a symbol, does not trace math.isfinite.
+    if not -math.inf < factor < math.inf:
+        raise ValueError(f"scale: expected a finite number, got {scale}; leave it out for 1 / sqrt(D)")
+    if factor > 0:
+        return q, factor
+    return (-q, -factor) if factor else (q * 0.0, 1.0)
