@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.launch import Launcher
 from tests.conftest import LONG
 from tests.graphs import captured
 from tests.memory import Flat
@@ -123,6 +124,13 @@ def test_small_steps_launch_every_kernel(place: Place, monkeypatch: pytest.Monke
 
     found = kernels()
     assert found
+    launch = Launcher.__call__
+
+    def launch_recorded(self: Launcher, *given: Any, **named: Any) -> None:
+        launched.update({self.kernel.__name__} & set(found))
+        launch(self, *given, **named)
+
+    monkeypatch.setattr(Launcher, "__call__", launch_recorded)
     # A kernel may be launched by another module than its own.
     modules = [module for path, module in list(sys.modules.items()) if path.startswith("jagged.ops.")]
     for name, own in found.items():

@@ -382,7 +382,7 @@ def test_batch_sizes_of_features(place: Place) -> None:
 @ON_TRITON
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_unknown_ids_are_rows_of_zeros(place: Place, way: str, index_dtype: torch.dtype, weighted: bool) -> None:
+def test_unknown_ids_are_rows_of_zeros(place: Place, unchecked: None, way: str, index_dtype: torch.dtype, weighted: bool) -> None:
     """Without a gradient; a mean counts them among its bag's."""
     layout = BagLayout((9, 5), (4, 19), means=None if weighted else (False, True))
     batch = batch_of(layout, [[3, 1, 2], [1, 0, 12]], index_dtype=index_dtype)
