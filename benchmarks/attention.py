@@ -1,7 +1,8 @@
-"""Jagged attention beside FlashAttention-2, FBGEMM-GPU, padding, FlexAttention and nested tensors.
+"""Jagged attention beside FlashAttention-2 and -4, FBGEMM-GPU, padding, FlexAttention and nested tensors.
 
     python -m benchmarks.attention                        # every part
     python -m benchmarks.attention --only table skew      # these parts; others that the result file has stay
+    python -m benchmarks.attention --quick                # a few cases of three parts, in minutes
     python -m benchmarks.attention --device cpu           # two threads, beside padding
 
 `table`: five sizes, full and causal. `paper`: time and memory against the maximum length, 2^18 rows with padding, as in Figure 2
@@ -13,6 +14,9 @@ Ours is checked against float64 on samples from the shortest to the longest, out
 every row. What is wrong, fails, needs more than 60 GB or takes over a second gets the reason in place of a time. Useful work is
 4 P H D FLOPs forward, with P pairs of a query and a key that it sees, and 2.5 times that backward, which must compute the scores
 again: no padding and no masked tile counts. A backward is timed alone, on a graph that is kept.
+
+A time is the median of bursts of about ten milliseconds. Ours and FlashAttention's have beside it `sustained`, the mean under
+seconds of work without a pause, at the clock that the power then leaves.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ from benchmarks.attention_cases import (
     ours_with_padding,
 )
 from benchmarks.attention_reference import reference, rows_of, some_samples
-from benchmarks.common import ROOT, environment, event_us, other_parts, replay_us, save, seconds_of, spread
+from benchmarks.common import ROOT, environment, event_us, lasting, other_parts, replay_us, save, seconds_of, some_of, spread
 from benchmarks.tables import PAPER_CLAIMS
 
 # The issue's milliseconds, forward and backward, of full attention.
@@ -87,10 +91,18 @@ BIASES = {
     "HSTU": Case(Terms(pointwise=True), asked=HSTU),
     "HSTU, both biases": Case(Terms(distances=401, buckets=32, pointwise=True), beside="both biases", asked=HSTU),
 }
-TABLE_PEERS = ("fa2", "sll", "padded_math", "padded_flash", "padded_cudnn", "flex", "nested")
+TABLE_PEERS = ("fa2", "fa4", "fa4_deterministic", "sll", "padded_math", "padded_flash", "padded_cudnn", "flex", "nested")
 PAPER_PEERS = ("padded_math", "padded_flash", "sll_dense", "sll")
 # What is compiled when it is first called.
-COMPILED = ("jagged", "sll", "sll_dense", "flex")
+COMPILED = ("jagged", "sll", "sll_dense", "flex", "fa4", "fa4_deterministic")
+# Whose times under work that lasts are measured beside those of bursts.
+LASTING = ("jagged", "fa2", "fa4", "fa4_deterministic")
+# Cases of each part that `--quick` measures.
+QUICK = {
+    "table": ("256 x 1024 x 4 x 64 full", "128 x 2048 x 4 x 128 causal", "64 x 8192 x 4 x 128 full"),
+    "options": ("128 x 2048 x 4 x 128: causal", "128 x 2048 x 4 x 128: 8 heads, 2 key heads"),
+    "biases": ("256 x 1024 x 4 x 64: plain", "256 x 1024 x 4 x 64: both biases"),
+}
 MOST_BYTES = 60e9
 MOST_SECONDS = 1.0
 # A peer may differ from ours by as much, in the Euclidean norm and relative to ours.
@@ -122,10 +134,11 @@ def parts() -> dict[str, Part]:
             "16 targets, causal": sized(width, Mask(causal=True, num_targets=16)),
             "8 contextual, causal": sized(width, Mask(causal=True, num_contextual=8)),
             "one key head": sized(width, key_heads=1),
+            "8 heads, 2 key heads": Size(samples, length, 8, width, key_heads=2),
             "16 queries a sample": sized(width, queries=16),
             "head width 256": sized(256),
         }.items():
-            options[f"{samples} x {length} x {heads} x {width}: {name}"] = of, ("fa2",)
+            options[f"{samples} x {length} x {heads} x {width}: {name}"] = of, ("fa2", "fa4")
     biases: Part = {}
     for samples, length, heads, width in ((256, 1024, 4, 64), (1024, 128, 4, 64)):
         for name, case in BIASES.items():
@@ -218,8 +231,9 @@ def _reason(error: Exception) -> str:
     return line if isinstance(error, ArithmeticError) else f"{type(error).__name__}: {line[:160]}"
 
 
-def measure(w: Workload, peers: tuple[str, ...], time_it: Timer) -> dict[str, Any]:
-    """Check ours and each peer, and time those that are right."""
+def measure(w: Workload, peers: tuple[str, ...], time_it: Timer, long_timer: Timer | None = None) -> dict[str, Any]:
+    """Check ours and each peer, and time those that are right, those of `LASTING` by `long_timer` if there is one."""
+    timers = dict.fromkeys(LASTING, long_timer or time_it)
     row: dict[str, Any] = {
         "size": w.size.described,
         **{"queries": w.q.shape[0], "keys": w.k.shape[0], "pairs": w.pairs, "longest": int(w.key_lengths.max())},
@@ -230,7 +244,7 @@ def measure(w: Workload, peers: tuple[str, ...], time_it: Timer) -> dict[str, An
         implementation = ours(w)
         expected = dict(implementation.results())
         row["jagged"] = {"errors": accuracy(w, expected)}
-        row["jagged"] |= _figures(implementation, row["flops"], time_it)
+        row["jagged"] |= _figures(implementation, row["flops"], timers["jagged"])
         with_padding: dict[str, Tensor] = {}
         if not w.mask.causal and any(name.startswith("padded") for name in peers):
             with_padding = dict(ours_with_padding(w).results())
@@ -239,7 +253,7 @@ def measure(w: Workload, peers: tuple[str, ...], time_it: Timer) -> dict[str, An
         row["jagged"] = {"failed": _reason(error)}
         return row
     for name in peers:
-        row[name] = measure_peer(PEERS[name], w, expected, with_padding, row["flops"], time_it)
+        row[name] = measure_peer(PEERS[name], w, expected, with_padding, row["flops"], timers.get(name, time_it))
         _release(w)
     return row
 
@@ -314,8 +328,11 @@ def memory(implementation: Implementation, with_backward: bool) -> dict[str, int
     return figures
 
 
-def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, float]:
-    """Microseconds a call: up to a few milliseconds, where the host's share shows, by replays of a CUDA graph, else by events."""
+def time_on_gpu(prepare: Callable[[], Callable[[], Any]], sustained: float = 0.0) -> dict[str, Any]:
+    """Microseconds a call: up to a few milliseconds, where the host's share shows, by replays of a CUDA graph, else by events.
+
+    `sustained` is as in `replay_us`.
+    """
     timed = prepare()
     rough = seconds_of(timed)[0]
     if rough > MOST_SECONDS:
@@ -323,9 +340,15 @@ def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, float]:
     # The first calls of all load kernels and start threads.
     rough = min(seconds_of(timed)[0] for _ in range(3))
     if rough < 3e-3:
-        return replay_us(prepare=prepare)
+        return replay_us(prepare=prepare, sustained=sustained)
     calls, repeats = max(1, round(10e-3 / rough)), 3 if rough > 50e-3 else 7
-    return {**spread(event_us(lambda: [timed() for _ in range(calls)], repeats, calls)), "captured": False}
+
+    def several() -> None:
+        for _ in range(calls):
+            timed()
+
+    figures = {**spread(event_us(several, repeats, calls)), "captured": False}
+    return figures | lasting(several, calls, sustained) if sustained else figures
 
 
 def time_on_cpu(prepare: Callable[[], Callable[[], Any]], seconds: float) -> dict[str, float]:
@@ -409,13 +432,19 @@ def paper_ratios(part: dict[str, Any], peer: str) -> dict[str, float]:
 
 
 def run(
-    title: str, part: Part, device: str, time_it: Timer, saved: Callable[[dict[str, Any]], Any] = lambda rows: None
+    title: str,
+    part: Part,
+    device: str,
+    time_it: Timer,
+    saved: Callable[[dict[str, Any]], Any] = lambda rows: None,
+    long_timer: Timer | None = None,
+    former: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure every case of a part; print, and hand on for saving, as it goes."""
-    rows: dict[str, Any] = {}
+    """Measure every case of a part after the `former` rows; print, and hand on for saving, as it goes."""
+    rows: dict[str, Any] = dict(former or {})
     for name, (size, peers) in part.items():
         begun = time.perf_counter()
-        rows[name] = row = measure(Workload(size, device), peers, time_it)
+        rows[name] = row = measure(Workload(size, device), peers, time_it, long_timer)
         if title == "table":
             row["asked_ms"] = _asked(row, size)
         if title == "biases":
@@ -495,6 +524,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
+    parser.add_argument("--cases", nargs="+", help="cases whose name has one of these; others that the result file has stay")
+    parser.add_argument("--quick", action="store_true", help="a few cases of three parts")
+    parser.add_argument("--without", nargs="+", default=[], choices=PEERS, help="peers to leave out")
+    parser.add_argument(
+        "--sustained", type=float, default=2.0, help="seconds of work without a pause, in the table and the options; 0 for none"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="a direction of an implementation on a CPU")
     options = parser.parse_args()
     device = options.device
@@ -505,6 +540,15 @@ def main() -> None:
         if device == "cpu":
             parser.error("--only: got --device cpu, which has one part; leave it out")
         found = {title: part for title, part in found.items() if title in options.only}
+    if options.quick and device == "cuda":
+        found = {title: {name: found[title][name] for name in names} for title, names in QUICK.items() if title in found}
+    if options.cases and not (found := some_of(found, options.cases)):
+        parser.error(f"--cases: no case has {' or '.join(map(repr, options.cases))} in its name")
+    for title, part in found.items():
+        left_out = {*options.without}
+        found[title] = {
+            name: (size, tuple(peer for peer in peers if peer not in left_out)) for name, (size, peers) in part.items()
+        }
     begun = time.perf_counter()
 
     def elapsed(what: str) -> None:
@@ -524,9 +568,15 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(MOST_BYTES / torch.cuda.get_device_properties(0).total_memory)
         # Thrown away: the first capture of all finds libraries and threads that have yet to begin.
         measure(Workload(Size(64, 128, 4, 64), "cuda"), (), time_it)
-    result = {"environment": facts, **(other_parts("attention", facts) if options.only else {})}
+    some = options.cases or options.quick or options.without
+    others = other_parts("attention", facts) if options.only or some else {}
+    result = {"environment": facts, **others}
     for title, part in found.items():
-        result[title] = run(title, part, device, time_it, functools.partial(save_part, result, title))
+        lasts = device == "cuda" and title in ("table", "options")
+        long_timer = functools.partial(time_on_gpu, sustained=options.sustained) if lasts else None
+        former = others.get(title, {}).get("rows", {}) if some else {}
+        saved = functools.partial(save_part, result, title)
+        result[title] = run(title, part, device, time_it, saved, long_timer, former)
         path = save("attention", result)
         elapsed(f"{title}, saved in {path.relative_to(ROOT)}")
     if failed := ours_failed(result):

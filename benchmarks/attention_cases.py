@@ -301,13 +301,42 @@ def varlen(w: Workload) -> Implementation:
         # PyTorch 2.11 and 2.13 say it differently.
         known = "is_causal" in inspect.signature(varlen_attn).parameters
         options |= {"is_causal": True} if known else {"window_size": (-1, 0)}
-    if w.q.shape[1] != w.k.shape[1]:
+    # PyTorch 2.11 takes fewer key heads as they are; later ones want to be told.
+    if w.q.shape[1] != w.k.shape[1] and "enable_gqa" in inspect.signature(varlen_attn).parameters:
         options["enable_gqa"] = True
     q_offsets, k_offsets = w.q_offsets.int(), w.k_offsets.int()
     most = w.size.queries or w.longest
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output: Tensor = varlen_attn(q, k, v, q_offsets, k_offsets, most, w.longest, **options)
+        return output
+
+    return Implementation((w.q, w.k, w.v), w.upstream, call)
+
+
+def flash4(deterministic: bool, w: Workload) -> Implementation:
+    """FlashAttention-4's kernels for Hopper, in CuTe."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    mask = w.mask
+    if mask.num_targets is not None or mask.num_contextual:
+        raise NotImplementedError("no such mask")
+    window = (None, None) if mask.window is None else (mask.window - 1, 0 if mask.causal else mask.window - 1)
+    attend = functools.partial(
+        flash_attn_varlen_func,
+        cu_seqlens_q=w.q_offsets.int(),
+        cu_seqlens_k=w.k_offsets.int(),
+        max_seqlen_q=w.size.queries or w.longest,
+        max_seqlen_k=w.longest,
+        causal=mask.causal and mask.window is None,
+        window_size=window,
+        deterministic=deterministic,
+    )
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = attend(q, k, v)
+        # Some versions return the log-sum-exp too.
+        output: Tensor = result[0] if isinstance(result, tuple) else result
         return output
 
     return Implementation((w.q, w.k, w.v), w.upstream, call)
@@ -501,6 +530,8 @@ def _by_heads(w: Workload, divisor: int, call: Callable[..., Tensor]) -> Impleme
 
 PEERS: dict[str, Callable[[Workload], Implementation]] = {
     "fa2": varlen,
+    "fa4": functools.partial(flash4, False),
+    "fa4_deterministic": functools.partial(flash4, True),
     "sll": sll,
     "sll_dense": sll_dense,
     "padded_math": functools.partial(padded, SDPBackend.MATH),

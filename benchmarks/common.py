@@ -68,6 +68,19 @@ def other_parts(name: str, facts: dict[str, Any]) -> dict[str, Any]:
     return {title: part for title, part in former.items() if title != "environment"} if same else {}
 
 
+def some_of(parts: dict[str, dict[str, Any]], words: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The cases of each part whose name has one of these words, commas aside; parts that have none are left out."""
+
+    def plain(name: str) -> str:
+        return name.replace(",", "")
+
+    chosen = {
+        title: {name: case for name, case in part.items() if any(plain(of) in plain(name) for of in words)}
+        for title, part in parts.items()
+    }
+    return {title: part for title, part in chosen.items() if part}
+
+
 def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:
     """Wall-clock seconds of one call, the device's work included, and what it returned."""
     _wait()
@@ -77,24 +90,63 @@ def seconds_of(function: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, value
 
 
+def host_us(call: Callable[[], Any], calls: int = 1_000, rounds: int = 3) -> dict[str, float]:
+    """Microseconds of the host's time a call, of so many calls in a row for which the device is not waited.
+
+    That holds where the device needs less time for a call than the host: a queue that is full makes the host wait.
+    """
+    for _ in range(20):
+        call()
+    times = []
+    for _ in range(rounds):
+        _wait()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - start) / calls * 1e6)
+    _wait()
+    return spread(times)
+
+
+def eager_us(call: Callable[[], Any], calls: int = 100) -> dict[str, float]:
+    """Microseconds of an eager call: the mean of so many in a row up to the end of the last, and the median of single ones.
+
+    Returns:
+        mean; `host`, the part after which the calls had returned; `synchronised`, one call and its end.
+    """
+    for _ in range(5):
+        call()
+    _wait()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    returned = time.perf_counter()
+    _wait()
+    ended = time.perf_counter()
+    single = statistics.median(seconds_of(call)[0] for _ in range(20))
+    return {"mean": (ended - start) / calls * 1e6, "host": (returned - start) / calls * 1e6, "synchronised": single * 1e6}
+
+
 def replay_us(
     function: Callable[[], Any] | None = None,
     *,
     prepare: Callable[[], Callable[[], Any]] | None = None,
     cold: bool = False,
-) -> dict[str, float]:
+    sustained: float = 0.0,
+) -> dict[str, Any]:
     """Microseconds of GPU time a call, from replays of a CUDA graph of several calls; eager calls where one cannot be captured.
 
-    Short calls are repeated more often than long ones: about a millisecond a replay and ten in all.
+    Short calls are repeated more often than long ones: about a millisecond a replay and ten in all, a burst.
 
     Args:
         function: what is timed.
         prepare: in place of it, what runs on the capturing stream before the capture and returns what is timed: a forward pass
             that returns its backward.
         cold: write over the L2 cache before each call; the time of writing, measured alone, is taken off.
+        sustained: seconds of work without a pause that are measured after the burst; 0 for none.
 
     Returns:
-        median, smallest and largest, and `captured`: whether a graph was replayed.
+        median, smallest and largest, `captured`: whether a graph was replayed, and `sustained` as `sustained_us` has it.
     """
     # One stream for all: memory that another freed is not given back for this one.
     stream = _stream()
@@ -110,17 +162,75 @@ def replay_us(
     calls = min(20, max(2, round(1_000 / rough)))
     repeats = min(20, max(5, round(10_000 / rough / calls)))
     before = _spoiled().zero_ if cold else lambda: None
+    work = timed
     if captured:
         try:
-            times = _graph_us(timed, calls, repeats, before)
+            work = _graph_of(timed, calls, before).replay
         except RuntimeError:
             torch.cuda.synchronize()
             captured = False
-    if not captured:
+    if captured:
+        times = event_us(work, repeats, calls)
+        if cold:
+            times = [value - _flush_us() for value in times]
+    else:
         times = event_us(timed, repeats, 1, before)
-    elif cold:
-        times = [value - _flush_us() for value in times]
-    return {**spread(times), "captured": captured}
+    figures = {**spread(times), "captured": captured}
+    if sustained:
+        figures |= lasting(work, calls if captured else 1, sustained)
+    return figures
+
+
+def lasting(work: Callable[[], Any], calls: int, seconds: float) -> dict[str, Any]:
+    """What is known of a burst that has just ended, its clock, and the figures of `sustained_us`."""
+    clock = {"sm_mhz": of["sm_mhz"]} if (of := gpu_state()) else {}
+    return {**clock, "sustained": sustained_us(work, calls, seconds)}
+
+
+def sustained_us(work: Callable[[], Any], calls: int, seconds: float) -> dict[str, float]:
+    """Mean microseconds a call of `work`, which makes `calls` calls, under at least so many seconds of work without a pause.
+
+    There is always more work waiting than the GPU is at, so that it never rests.
+
+    Returns:
+        mean, `seconds` that were measured, and of the second half of them the mean clock of the multiprocessors, `sm_mhz`, and
+        the mean power, `watts`, where NVML tells them.
+    """
+    rough = statistics.median(event_us(work, 3, 1))
+    several = max(1, round(50_000 / rough))
+
+    def chunk() -> torch.cuda.Event:
+        for _ in range(several):
+            work()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+        return end
+
+    begun = torch.cuda.Event(enable_timing=True)
+    begun.record()
+    former, ends = chunk(), 1
+    states: list[dict[str, float]] = []
+    while True:
+        last = chunk()
+        ends += 1
+        former.synchronize()
+        states.append(gpu_state())
+        if begun.elapsed_time(former) >= seconds * 1e3:
+            break
+        former = last
+    last.synchronize()
+    milliseconds = begun.elapsed_time(last)
+    settled = [state for state in states[len(states) // 2 :] if state]
+    means = {name: statistics.mean(state[name] for state in settled) for name in settled[0]} if settled else {}
+    return {"mean": milliseconds * 1e3 / (ends * several * calls), "seconds": milliseconds / 1e3, **means}
+
+
+def gpu_state() -> dict[str, float]:
+    """The clock of the multiprocessors now, in MHz, and the power in watts; empty where NVML is not to be had."""
+    try:
+        return {"sm_mhz": torch.cuda.clock_rate(), "watts": torch.cuda.power_draw() / 1e3}
+    except Exception:  # NVML fails in ways of its own, and no time depends on it.
+        return {}
 
 
 def _synchronises(function: Callable[[], Any]) -> bool:
@@ -148,16 +258,16 @@ def _spoiled() -> torch.Tensor:
 
 @functools.cache
 def _flush_us() -> float:
-    return statistics.median(_graph_us(_spoiled().zero_, 20, 20, lambda: None))
+    return statistics.median(event_us(_graph_of(_spoiled().zero_, 20, lambda: None).replay, 20, 20))
 
 
-def _graph_us(work: Callable[[], Any], calls: int, repeats: int, before: Callable[[], Any]) -> list[float]:
+def _graph_of(work: Callable[[], Any], calls: int, before: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=_stream()):
         for _ in range(calls):
             before()
             work()
-    return event_us(graph.replay, repeats, calls)
+    return graph
 
 
 def event_us(work: Callable[[], Any], repeats: int, calls: int, before: Callable[[], Any] = lambda: None) -> list[float]:

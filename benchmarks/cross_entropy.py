@@ -3,6 +3,7 @@
     python -m benchmarks.cross_entropy                                    # every part
     python -m benchmarks.cross_entropy --only full --cases 256000         # cases whose name has this; others in the file stay
     python -m benchmarks.cross_entropy --only full --without cut liger    # what these gave before stays
+    python -m benchmarks.cross_entropy --quick                            # a few cases and no slow peers, in minutes
     python -m benchmarks.cross_entropy --device cpu                       # two threads, small sizes
 
 `full`: three sizes, our ways of a backward pass beside cut-cross-entropy, Liger, `torch.compile` and plain PyTorch. `filter`: the
@@ -17,12 +18,12 @@ row and an item, and 4 P D backward: logits that a backward pass computes again 
 pass in one; a `backward` is timed alone, on a graph that is kept. Inputs require gradients in a forward pass too, as in training:
 Liger computes them there. Memory is that beyond hidden states, weights and targets.
 
-Batch sizes, lengths and numbers of negatives of `papers` and `steps` are those of SASRec in the paper's repository (Zhelnin et
-al., Faster and Memory-Efficient Training of Sequential Recommendation Models for Large Catalogs, 2025;
+A time is the median of bursts of about ten milliseconds. Three parts have beside it `sustained`, the mean under seconds of work
+without a pause, at the clock that the power then leaves.
+
+Catalogues, batch sizes, lengths and numbers of negatives of `papers` and `steps` are those of SASRec in the paper and its
+repository (Zhelnin et al., Faster and Memory-Efficient Training of Sequential Recommendation Models for Large Catalogs, 2025;
 On-Point-RND/MemoryEfficientSRS): those of CE with CE-'s negatives, and those of CCE-. Ids are synthetic and no row is padding.
-Catalogues are rounded: Megamarket's as the paper has it, MovieLens-20M's and Gowalla's those of the public data (Gowalla's of
-users and items with five events), the others estimated from the peak memory that the repository reports for CE, at the 17 bytes
-a logit that fit Megamarket and Gowalla.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, event_us, other_parts, replay_us, save, seconds_of, spread
+from benchmarks.common import ROOT, environment, event_us, lasting, other_parts, replay_us, save, seconds_of, some_of, spread
 from benchmarks.cross_entropy_cases import (
     DTYPES,
     METHODS,
@@ -117,12 +118,21 @@ class Dataset(NamedTuple):
 
 DATASETS = {
     "Megamarket": Dataset(1_660_000, (16, 128, 255), (5120, 320, 1023)),
-    "Zvuk": Dataset(600_000, (64, 96, 256), (1024, 128, 2047)),
-    "30Music": Dataset(950_000, (32, 128, 511), (256, 720, 4095)),
-    "Gowalla": Dataset(173_511, (256, 64, 512), (1024, 320, 511)),
-    "Beauty": Dataset(92_000, (1024, 32, 512), (1024, 32, 511)),
-    "MovieLens-20M": Dataset(26_744, (64, 512, 1512), (256, 512, 511)),
+    "Zvuk": Dataset(893_000, (64, 96, 256), (1024, 128, 2047)),
+    "30Music": Dataset(909_000, (32, 128, 511), (256, 720, 4095)),
+    "Gowalla": Dataset(309_000, (256, 64, 512), (1024, 320, 511)),
+    "Beauty": Dataset(176_000, (1024, 32, 512), (1024, 32, 511)),
+    "MovieLens-20M": Dataset(15_000, (64, 512, 1511), (256, 512, 511)),
 }
+# Parts with times under work that lasts, and the cases of each part that `--quick` measures, without these peers.
+LASTING_PARTS = ("full", "filter", "sampled")
+QUICK = {
+    "full": ("8,192 x 100,000 x 64", "25,600 x 1,000,000 x 256"),
+    "filter": ("8,192 x 100,000 x 64", "25,600 x 1,000,000 x 256"),
+    "sampled": ("8,192 x 100,000 x 64: 511 a row", "25,600 x 1,000,000 x 256: 8,192 of the batch"),
+    "topk": ("k = 100",),
+}
+QUICK_WITHOUT = ("liger", "eager", "cut", "cut_filtered", "jagged_fused", "jagged_chunked")
 # With a gradient of the whole table, and of the items drawn alone.
 SPARSE = ("jagged_sampled", "jagged_sparse")
 # CE, CCE and their sampled kin.
@@ -456,8 +466,11 @@ def release(w: Workload) -> None:
         torch.cuda.empty_cache()
 
 
-def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
-    """Microseconds a call: up to ten milliseconds by replays of a CUDA graph, else by events; what is slow is called seldom."""
+def time_on_gpu(prepare: Callable[[], Callable[[], Any]], sustained: float = 0.0) -> dict[str, Any]:
+    """Microseconds a call: up to ten milliseconds by replays of a CUDA graph, else by events; what is slow is called seldom.
+
+    `sustained` is as in `replay_us`.
+    """
     timed = prepare()
     first = seconds_of(timed)[0]
     if first > SLOW:
@@ -468,7 +481,7 @@ def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
     if rough < 10e-3:
         # A graph that lives keeps its leaves on the stream it was made on, and no other could be captured.
         del timed
-        return replay_us(prepare=prepare)
+        return replay_us(prepare=prepare, sustained=sustained)
     calls, repeats = max(1, round(10e-3 / rough)), 3 if rough > 50e-3 else 7
 
     def several() -> None:
@@ -476,7 +489,8 @@ def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
         for _ in range(calls):
             timed()
 
-    return {**spread(event_us(several, repeats, calls)), "captured": False}
+    figures = {**spread(event_us(several, repeats, calls)), "captured": False}
+    return figures | lasting(several, calls, sustained) if sustained else figures
 
 
 def time_on_cpu(prepare: Callable[[], Callable[[], Any]], seconds: float) -> dict[str, Any]:
@@ -578,6 +592,10 @@ def main() -> None:
         "--cases", nargs="+", help="cases whose name has one of these, commas aside; others that the result file has stay"
     )
     parser.add_argument("--without", nargs="+", default=[], choices=[*METHODS, "plain"], help="methods to leave out")
+    parser.add_argument("--quick", action="store_true", help="a few cases, without slow peers")
+    parser.add_argument(
+        "--sustained", type=float, default=2.0, help=f"seconds of work without a pause, in {', '.join(LASTING_PARTS)}; 0 for none"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="a direction of a method on a CPU")
     options = parser.parse_args()
     device = options.device
@@ -588,20 +606,16 @@ def main() -> None:
         if device == "cpu":
             parser.error("--only: got --device cpu, which has one part; leave it out")
         found = {title: part for title, part in found.items() if title in options.only}
-    if options.cases:
-        chosen = {
-            title: {name: case for name, case in part.items() if any(_plain(words) in _plain(name) for words in options.cases)}
-            for title, part in found.items()
-        }
-        found = {title: part for title, part in chosen.items() if part}
-        if not found:
-            parser.error(f"--cases: no case has {' or '.join(map(repr, options.cases))} in its name")
+    if options.quick and device == "cuda":
+        options.without = [*options.without, *QUICK_WITHOUT]
+        found = {title: {name: found[title][name] for name in names} for title, names in QUICK.items() if title in found}
+    if options.cases and not (found := some_of(found, options.cases)):
+        parser.error(f"--cases: no case has {' or '.join(map(repr, options.cases))} in its name")
     for part in found.values():
         for name, case in part.items():
             part[name] = replace(case, methods=tuple(method for method in case.methods if method not in options.without))
     if device == "cpu":
         torch.set_num_threads(2)
-    time_it: Timer = functools.partial(time_on_cpu, seconds=options.seconds) if device == "cpu" else time_on_gpu
     facts = environment(device) | {"cut_cross_entropy": _installed("cut-cross-entropy"), "liger": _installed("liger-kernel")}
     print(facts, flush=True)
     if device == "cuda":
@@ -613,16 +627,14 @@ def main() -> None:
     begun = time.perf_counter()
     for title, part in found.items():
         former = others.get(title, {}).get("rows", {}) if options.cases or options.without else {}
+        time_it: Timer = functools.partial(time_on_gpu, sustained=options.sustained if title in LASTING_PARTS else 0.0)
+        if device == "cpu":
+            time_it = functools.partial(time_on_cpu, seconds=options.seconds)
         result[title] = run(title, part, device, time_it, former, functools.partial(save_part, result, title))
         path = save("cross_entropy", result)
         print(f"--- {title}: {time.perf_counter() - begun:.0f} s since the start, saved in {path.relative_to(ROOT)}", flush=True)
     if failed := ours_failed({title: part for title, part in result.items() if title in found}):
         sys.exit("\n".join(["jagged failed:", *failed]))
-
-
-def _plain(name: str) -> str:
-    """A name without the commas of its numbers."""
-    return name.replace(",", "")
 
 
 def _installed(package: str) -> str | None:

@@ -3,6 +3,7 @@
     python -m benchmarks.embedding_bags                               # every part
     python -m benchmarks.embedding_bags --only models --cases A B     # cases whose name has one of these; others in the file stay
     python -m benchmarks.embedding_bags --without fbgemm_v2           # what these gave before stays
+    python -m benchmarks.embedding_bags --quick                       # a few cases, in minutes
     python -m benchmarks.embedding_bags --device cpu                  # two threads
 
 `models`: RecFlex's five models, 512 samples, forward and backward with SGD. `sizes`: other batches. `queries`: 128 batches of the
@@ -14,8 +15,9 @@ plan that is tuned, by one whose classes are tuned each alone, and by the cost m
 All get the same float32 tables, int32 ids and gradients, and FBGEMM is spared its check of ids. Each is checked against float64
 on some bags and, after one update, on some rows of twenty features; outputs of peers against all of ours, too. What is wrong or
 fails gets the reason in place of a time. Times are the GPU's, by replays of a graph; a backward is timed alone, on a graph that
-is kept, and updates the tables in every replay. FBGEMM's second version has the backward pass of the first, and its versions are
-spared the batches of `queries` that have no samples.
+is kept, and updates the tables in every replay. They are medians of bursts of about ten milliseconds; three parts have beside
+them `sustained`, the mean under seconds of work without a pause, at the clock that the power then leaves. FBGEMM's second
+version has the backward pass of the first, and its versions are spared the batches of `queries` that have no samples.
 
 `of_limit` is the share of a time that its bytes would take at the speed of a copy, rows that are read, output, ids and offsets
 counted once; `gathered_gb_per_s` the rate of the rows of all lookups, most of which come from the L2 cache.
@@ -36,7 +38,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, other_parts, replay_us, save, seconds_of, spread
+from benchmarks.common import ROOT, environment, other_parts, replay_us, save, seconds_of, some_of, spread
 from benchmarks.cross_entropy import relative
 from benchmarks.embedding_cases import (
     METHODS,
@@ -88,6 +90,9 @@ Part = dict[str, Case]
 
 KERNELS = ("jagged", "fbgemm", "fbgemm_v2")
 MODULES = tuple(COLLECTIONS)
+# Parts with times under work that lasts, and the cases of each part that `--quick` measures.
+LASTING_PARTS = ("models", "mlperf", "mixed")
+QUICK = {"models": ("A", "D"), "mixed": ("512 samples",), "optimizers": ("A, row-wise Adagrad",), "host": ("A, 8 samples",)}
 # Of all that results have.
 NAMES = {**METHODS, **COLLECTIONS, **PLANS}
 MODEL_WAYS = ("forward", "forward_gpu", "step", "step_gpu")
@@ -323,9 +328,9 @@ def release(w: Workload) -> None:
         torch.cuda.empty_cache()
 
 
-def time_on_gpu(prepare: Callable[[], Callable[[], Any]]) -> dict[str, Any]:
-    """Microseconds a call by replays of a CUDA graph."""
-    return replay_us(prepare=prepare)
+def time_on_gpu(prepare: Callable[[], Callable[[], Any]], sustained: float = 0.0) -> dict[str, Any]:
+    """Microseconds a call by replays of a CUDA graph; `sustained` is as in `replay_us`."""
+    return replay_us(prepare=prepare, sustained=sustained)
 
 
 class InTurns:
@@ -468,6 +473,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=parts(), help="parts to measure; cuda alone")
     parser.add_argument("--cases", nargs="+", help="cases whose name has one of these; others that the result file has stay")
     parser.add_argument("--without", nargs="+", default=[], choices=list(NAMES), help="methods to leave out")
+    parser.add_argument("--quick", action="store_true", help="a few cases")
+    parser.add_argument(
+        "--sustained", type=float, default=2.0, help=f"seconds of work without a pause, in {', '.join(LASTING_PARTS)}; 0 for none"
+    )
     parser.add_argument("--seconds", type=float, default=2.5, help="a way of a method on a CPU")
     options = parser.parse_args()
     device = options.device
@@ -478,30 +487,29 @@ def main() -> None:
         if device == "cpu":
             parser.error("--only: got --device cpu, which has one part; leave it out")
         found = {title: part for title, part in found.items() if title in options.only}
-    if options.cases:
-        chosen = {
-            title: {name: case for name, case in part.items() if any(words in name for words in options.cases)}
-            for title, part in found.items()
-        }
-        found = {title: part for title, part in chosen.items() if part}
-        if not found:
-            parser.error(f"--cases: no case has {' or '.join(map(repr, options.cases))} in its name")
+    if options.quick and device == "cuda":
+        found = {title: {name: found[title][name] for name in names} for title, names in QUICK.items() if title in found}
+    if options.cases and not (found := some_of(found, options.cases)):
+        parser.error(f"--cases: no case has {' or '.join(map(repr, options.cases))} in its name")
     for title, part in found.items():
         left = {name: tuple(method for method in case.methods if method not in options.without) for name, case in part.items()}
         found[title] = {name: replace(case, methods=left[name]) for name, case in part.items() if left[name]}
     turns = InTurns(options.seconds)
-    time_it: Timer = turns.later if device == "cpu" else time_on_gpu
     if device == "cpu":
         torch.set_num_threads(2)
     facts = environment(device)
     print(facts, flush=True)
     if device == "cuda":
         torch.cuda.empty_cache()
-    others = other_parts("embedding_bags", facts) if options.only or options.cases or options.without else {}
+    some = options.cases or options.without or options.quick
+    others = other_parts("embedding_bags", facts) if options.only or some else {}
     result = {"environment": facts, **others}
     begun = time.perf_counter()
     for title, part in found.items():
-        former = others.get(title, {}).get("rows", {}) if options.cases or options.without else {}
+        former = others.get(title, {}).get("rows", {}) if some else {}
+        time_it: Timer = functools.partial(time_on_gpu, sustained=options.sustained if title in LASTING_PARTS else 0.0)
+        if device == "cpu":
+            time_it = turns.later
         saved = functools.partial(save_part, result, title)
         result[title] = run(title, part, device, time_it, facts.get("copy_gb_per_s"), former, saved, turns.take)
         path = save("embedding_bags", result)

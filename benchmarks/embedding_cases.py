@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from benchmarks.common import ROOT
 from jagged.ops import BagLayout, BagOptimizer, embedding_bags
-from jagged.ops.embedding_bag.optimizers import Kind
+
+if TYPE_CHECKING:
+    from jagged.ops.embedding_bag.optimizers import Kind
 
 MODELS: dict[str, list[dict[str, Any]]] = json.loads((ROOT / "workloads" / "recflex_models.json").read_text())
 MOST_ROWS = 10_000_000

@@ -167,6 +167,8 @@ def _median(row: dict[str, Any], who: str, way: str) -> float | None:
 ATTENTION_COLOURS = {
     "jagged": "#1f6f8b",
     "fa2": "#d1495b",
+    "fa4": "#8f2d3c",
+    "fa4_deterministic": "#e59aa5",
     "sll": "#d9a066",
     "sll_dense": "#a4707c",
     "padded_math": "#8d99ae",
@@ -179,6 +181,8 @@ ATTENTION_COLOURS = {
 }
 ATTENTION_NAMES = {
     "fa2": "FlashAttention-2",
+    "fa4": "FlashAttention-4",
+    "fa4_deterministic": "FlashAttention-4, deterministic",
     "sll": "FBGEMM sll, flash",
     "sll_dense": "FBGEMM sll, not flash",
     "padded_math": "padded, math (dense)",

@@ -2,13 +2,16 @@
 
     python -m benchmarks.jagged_ops                              # Table 1 of the Jagged Flash Attention paper, then the sweeps
     python -m benchmarks.jagged_ops --only table host            # these parts; others that the result file has stay
+    python -m benchmarks.jagged_ops --quick                      # the table in bfloat16; float32 in the file stays
     python -m benchmarks.jagged_ops --device cpu                 # two threads, beside padding
 
-The table's sizes: 1,024 samples, lengths uniform on 0..100, D = 1024, T = 4. `padded` copies the rows into zeros by an index that
-is made once, computes, and takes the rows out; the gradients of both copies use the same index. `sll` are the Triton kernels of
-FBGEMM-GPU, `fbgemm` its C++ operators, `copy` is a copy that reads and writes as many bytes as the operator must. Every
-implementation is checked against float64, gradients too, before it is timed; one that is wrong or fails gets the reason in place
-of a time.
+The table's sizes: 1,024 samples, lengths uniform on 0..100, D = 1024, T = 4. `padded` copies the rows into zeros by an index
+that is made once, computes, and takes the rows out; the gradients of both copies use the same index. `sll` are the Triton
+kernels of FBGEMM-GPU, `fbgemm` its C++ operators, `copy` is a copy that reads and writes as many bytes as the operator must.
+Every implementation is checked against float64, gradients too, before it is timed; one that is wrong or fails gets the reason
+in place of a time. Times are medians of bursts of about ten milliseconds; ours have in the table beside them `sustained`, the
+mean under seconds of work without a pause, at the clock that the power then leaves. `host` is the host's time of eager calls on
+a small batch (`benchmarks/host_time.py` has more of them).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.common import ROOT, environment, other_parts, replay_us, save, spread
+from benchmarks.common import ROOT, environment, host_us, other_parts, replay_us, save, spread
 from benchmarks.jagged_cases import CASES, Case, Function, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -70,7 +73,7 @@ def parts(dtypes: Sequence[str]) -> dict[str, Part]:
     maxima = {longest: sweep(1024, 100, declared=longest) for longest in (100, 400, 1600)}
     return {
         "table": Part("dtype", {name: Size(1024, 100, 1024, dtype=name) for name in dtypes}, cold=True),
-        "host": Part("dtype", {dtypes[0]: sweep(16, 8, 64)}),
+        "host": Part("dtype", {dtypes[0]: sweep(64, 40, 64)}),
         "max_length": Part("declared maximum length", _named(maxima), declared),
         "mean_length": Part("mean length, 65,536 rows in all", _named(means)),
         "batch_size": Part("samples", _named(batches)),
@@ -179,8 +182,11 @@ def measure(case: Case, time_it: Callable[[Case, Function, Reference, bool], dic
     return row
 
 
-def time_on_gpu(case: Case, function: Function, reference: Reference, with_backward: bool, *, cold: bool) -> dict[str, Any]:
-    """Times by graph replay, and memory, of one implementation that is right."""
+def time_on_gpu(
+    case: Case, function: Function, reference: Reference, with_backward: bool, *, cold: bool, sustained: float
+) -> dict[str, Any]:
+    """Times by graph replay, and memory, of one implementation that is right; `sustained` of ours is as in `replay_us`."""
+    seconds = sustained if function is case.ours else 0.0
     figures = _memory(case, function, reference, with_backward)
 
     def forward() -> Any:
@@ -191,11 +197,11 @@ def time_on_gpu(case: Case, function: Function, reference: Reference, with_backw
         outputs = _tensors(function(*case.inputs))
         return lambda: torch.autograd.grad(outputs, case.inputs, reference.upstream, retain_graph=True)
 
-    figures["forward"] = replay_us(forward)
+    figures["forward"] = replay_us(forward, sustained=seconds)
     if cold:
         figures["forward_cold"] = replay_us(forward, cold=True)
     if with_backward:
-        figures["backward"] = replay_us(prepare=backward)
+        figures["backward"] = replay_us(prepare=backward, sustained=seconds)
         if cold:
             figures["backward_cold"] = replay_us(prepare=backward, cold=True)
     return figures
@@ -238,9 +244,9 @@ def copy_us(moved: int, cold: bool) -> dict[str, float]:
     return replay_us(lambda: target.copy_(source), cold=cold)
 
 
-def measure_on_gpu(case: Case, copy_gb_per_s: float, cold: bool) -> dict[str, Any]:
+def measure_on_gpu(case: Case, copy_gb_per_s: float, cold: bool, sustained: float = 0.0) -> dict[str, Any]:
     """Every implementation, a copy, and the time that the bytes need."""
-    row = measure(case, functools.partial(time_on_gpu, cold=cold))
+    row = measure(case, functools.partial(time_on_gpu, cold=cold, sustained=sustained))
     ways = {"forward": row["bytes_forward"], "backward": row["bytes_backward"]}
     for name in case.implementations:
         if "forward" in row[name]:
@@ -255,29 +261,16 @@ def measure_on_gpu(case: Case, copy_gb_per_s: float, cold: bool) -> dict[str, An
 
 
 def time_on_host(case: Case, function: Function, reference: Reference, with_backward: bool) -> dict[str, Any]:
-    """Host time of eager calls on a small batch, where the GPU is never waited for."""
+    """Host time of eager calls on a small batch."""
 
     def forward() -> None:
         with torch.no_grad():
             function(*case.inputs)
 
-    figures = {"forward": _host(forward)}
+    figures = {"forward": host_us(forward)}
     if with_backward:
-        figures["forward_backward"] = _host(lambda: _run(function, case.inputs, reference.upstream))
+        figures["forward_backward"] = host_us(lambda: _run(function, case.inputs, reference.upstream))
     return figures
-
-
-def _host(call: Callable[[], Any], rounds: int = 5, calls: int = 60) -> dict[str, float]:
-    for _ in range(20):
-        call()
-    times = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
-    return spread(times)
 
 
 def measure_on_cpu(case: Case, seconds: float) -> dict[str, Any]:
@@ -391,9 +384,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", metavar="PART", help=f"of {', '.join(parts(['bf16']))}; cuda alone")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="of the table; the first of the sweeps")
+    parser.add_argument("--quick", action="store_true", help="the table in the first dtype alone")
+    parser.add_argument("--sustained", type=float, default=2.0, help="seconds of work without a pause, in the table; 0 for none")
     parser.add_argument("--seconds", type=float, default=4.0, help="a case on a CPU")
     options = parser.parse_args()
     device = options.device
+    if options.quick:
+        options.only, options.dtypes = ["table"], options.dtypes[:1]
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("found no NVIDIA GPU; --device cpu measures the PyTorch implementations")
     found = parts(options.dtypes) if device == "cuda" else CPU_PARTS
@@ -424,8 +421,12 @@ def main() -> None:
         elif title == "host":
             measured = functools.partial(measure, time_it=time_on_host)
         else:
-            measured = functools.partial(measure_on_gpu, copy_gb_per_s=facts["copy_gb_per_s"], cold=part.cold)
+            seconds = options.sustained if title == "table" else 0.0
+            measured = functools.partial(measure_on_gpu, copy_gb_per_s=facts["copy_gb_per_s"], cold=part.cold, sustained=seconds)
+        former = result.get(title, {}) if options.quick else {}
         result[title] = run(title, part, device, measured)
+        for kind in ("sizes", "by"):
+            result[title][kind] = {**former.get(kind, {}), **result[title][kind]}
         path = save("jagged_ops", result)
         gc.collect()
         elapsed(f"{title}, saved in {path.relative_to(ROOT)}")

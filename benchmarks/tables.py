@@ -43,6 +43,8 @@ def page(result: dict[str, Any], operators: tuple[str, ...]) -> str:
     if "table" in result:
         blocks += ["Caches cold, microseconds:", *_times(result["table"], operators, ("forward_cold", "backward_cold"))]
         blocks += _costs(result["table"], operators)
+        timed = {f"`{name}`, {dtype}": row for dtype, name, row in _rows(result["table"], operators)}
+        blocks += under_load(timed, {"jagged": "jagged"})
     if "host" in result:
         blocks += ["Host time of an eager call on a small batch, microseconds:"]
         blocks += _times(result["host"], operators, ("forward", "forward_backward"))
@@ -65,6 +67,33 @@ def where_not(result: dict[str, Any], operators: tuple[str, ...]) -> Iterator[st
                 if ours and faster:
                     peers = ", ".join(f"{label} {_us(time)} ({ours / time:.2f} times)" for label, time in faster.items())
                     yield f"`{name}`, {place}, {words}: {_us(ours)} µs; {peers}"
+
+
+def under_load(rows: dict[str, Any], names: dict[str, str]) -> list[str]:
+    """A table of bursts beside work that lasts, with clocks and watts, of the `names` that have both; nothing where none has."""
+    lines = []
+    for case, row in rows.items():
+        for who, label in names.items():
+            of = row.get(who, {})
+            for way, figure in of.items() if isinstance(of, dict) else ():
+                if isinstance(figure, dict) and "sustained" in figure:
+                    lasting = figure["sustained"]
+                    cells = [case, label, way, _ms(figure["median"]), _clock(figure), _ms(lasting["mean"]), _clock(lasting)]
+                    watts = f"{lasting['watts']:.0f}" if "watts" in lasting else "-"
+                    lines.append(f"| {' | '.join(cells)} | {lasting['mean'] / figure['median']:.2f} | {watts} |")
+    head = "| | | | burst, ms | MHz | sustained, ms | MHz | sustained / burst | W |\n|---|---|---|---:|---:|---:|---:|---:|---:|"
+    words = (
+        "Medians of bursts of about ten milliseconds, and means of work without a pause, for which the power lowers the clock:"
+    )
+    return [words, "\n".join([head, *lines])] if lines else []
+
+
+def _ms(microseconds: float) -> str:
+    return f"{microseconds / 1e3:.4g}"
+
+
+def _clock(figure: dict[str, Any]) -> str:
+    return f"{figure['sm_mhz']:,.0f}" if "sm_mhz" in figure else "-"
 
 
 def _machine(facts: dict[str, Any]) -> str:
@@ -177,6 +206,8 @@ def _scaled(number: float) -> str:
 ATTENTION = {
     "jagged": "jagged",
     "fa2": "FA2",
+    "fa4": "FA4",
+    "fa4_deterministic": "FA4, deterministic",
     "sll": "FBGEMM `sll`",
     "sll_dense": "FBGEMM `sll`, not flash",
     "padded_math": "padded, math",
@@ -216,7 +247,7 @@ def attention_page(result: dict[str, Any]) -> str:
     for title, words in ATTENTION_PARTS.items():
         if title in result:
             rows = result[title]["rows"]
-            blocks += [words, *_attention_times(rows), *_attention_summary(title, result[title])]
+            blocks += [words, *_attention_times(rows), *under_load(rows, ATTENTION), *_attention_summary(title, result[title])]
             if title in ("table", "paper", "biases") and _on_gpu(facts):
                 blocks += _attention_memory(rows, inputs=title != "table")
     return "\n\n".join(blocks) + "\n"
@@ -419,7 +450,7 @@ def cross_entropy_page(result: dict[str, Any], name: str, machine: str = "") -> 
             key: row for key, row in result.get(title, {}).get("rows", {}).items() if title == "papers" or _is_of(row, family)
         }
         if rows:
-            blocks += [words, *_cross_entropy_times(rows, facts), *_cross_entropy_memory(rows)]
+            blocks += [words, *_cross_entropy_times(rows, facts), *under_load(rows, CROSS_ENTROPY), *_cross_entropy_memory(rows)]
             blocks += _cross_entropy_filter(result[title]) if title == "filter" else []
             blocks += _cross_entropy_bounds(rows)
     if name == "cross_entropy" and "steps" in result:
@@ -604,7 +635,8 @@ def embedding_page(result: dict[str, Any], machine: str = "") -> str:
             blocks.append(f"![{words}](../../benchmarks/figures/{figure}-{machine}.png)")
     for title, words in EMBEDDING_PARTS.items():
         if result.get(title, {}).get("rows"):
-            blocks += [words, *_embedding_times(result[title]["rows"]), *_embedding_bounds(result[title])]
+            rows = result[title]["rows"]
+            blocks += [words, *_embedding_times(rows), *under_load(rows, EMBEDDING), *_embedding_bounds(result[title])]
     return "\n\n".join(blocks) + "\n"
 
 

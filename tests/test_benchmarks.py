@@ -15,7 +15,18 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import attention, attention_cases, attention_tiles, figures, jagged_ops, tables, train_sasrec
+from benchmarks import (
+    attention,
+    attention_cases,
+    attention_tiles,
+    common,
+    cross_entropy,
+    embedding_bags,
+    figures,
+    jagged_ops,
+    tables,
+    train_sasrec,
+)
 from benchmarks.attention_cases import Implementation, Mask, Terms
 from benchmarks.jagged_cases import CASES, Case, Workload
 from benchmarks.jagged_ops import (
@@ -65,9 +76,9 @@ def test_what_is_wrong_gets_no_time(workload: Workload) -> None:
 def test_what_a_gpu_measures(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the GPU's clock and memory, which stand still here: what they are asked to measure runs."""
 
-    def replay(function: Any = None, *, prepare: Any = None, cold: bool = False) -> dict[str, float]:
+    def replay(function: Any = None, *, prepare: Any = None, cold: bool = False, sustained: float = 0.0) -> dict[str, Any]:
         (function or prepare())()
-        return {"median": 4.0 if cold else 2.0}
+        return {"median": 4.0 if cold else 2.0, "seconds": sustained}
 
     monkeypatch.setattr(jagged_ops, "replay_us", replay)
     monkeypatch.setattr(jagged_ops, "copy_us", lambda moved, cold: {"median": float(moved)})
@@ -76,7 +87,7 @@ def test_what_a_gpu_measures(workload: Workload, monkeypatch: pytest.MonkeyPatch
     case = CASES["jagged_split"](workload)
     needed = case.inputs[0].nbytes
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2 * needed)
-    row = measure_on_gpu(case, copy_gb_per_s=1e-3 / 0.82, cold=True)
+    row = measure_on_gpu(case, copy_gb_per_s=1e-3 / 0.82, cold=True, sustained=1.5)
     assert not ours_failed({"table": {"by": {"fp32": {"jagged_split": row}}}})
     ours = row["jagged"]
     assert ours["peak_ratio_forward"] == 3 / 2
@@ -84,10 +95,14 @@ def test_what_a_gpu_measures(workload: Workload, monkeypatch: pytest.MonkeyPatch
     assert ours["peak_ratio_both"] == 4 / 4
     ways = ("forward", "forward_cold", "backward", "backward_cold")
     assert [ours[way]["median"] for way in ways] == [2, 4, 2, 4]
+    # Ours alone, and not with a cold cache.
+    assert [ours[way]["seconds"] for way in ways] == [1.5, 0, 1.5, 0]
+    assert {row["padded"][way]["seconds"] for way in ways} == {0}
     assert {row["copy"][way]["median"] for way in ways} == {row["bytes_forward"]} == {2 * needed}
     # A byte a microsecond.
     assert row["ideal_us"]["backward"] == pytest.approx(row["bytes_backward"])
     assert ours["gb_per_s"] == pytest.approx(row["bytes_forward"] / 2000)
+    monkeypatch.setattr(jagged_ops, "host_us", partial(common.host_us, calls=2))
     assert measure(case, time_on_host)["jagged"].keys() == {"forward", "forward_backward"}
 
 
@@ -188,7 +203,7 @@ def test_attention_is_checked_and_counted_under_every_option(name: str) -> None:
     w = attention_cases.Workload(small(ATTENTION_SIZES[name], samples=12, length=20), "cpu")
     row = attention.measure(w, (), at_once)
     assert row["jagged"]["errors"].keys() == {"output", "q", "k", "v", *w.biases}, row
-    assert row["jagged"]["backward"]["tflop_per_s"] == pytest.approx(2.5 * row["pairs"] * 4 * 4 * 8 / 2e6)
+    assert row["jagged"]["backward"]["tflop_per_s"] == pytest.approx(2.5 * row["pairs"] * 4 * w.size.heads * 8 / 2e6)
     seen = [w.mask.seen(q, k, w.device).sum() for q, k in zip(w.query_lengths, w.key_lengths, strict=True)]
     assert row["pairs"] == sum(seen) > 0
 
@@ -314,21 +329,99 @@ def test_blocks_of_the_document_mask(causal: bool, block: int) -> None:
 
 def test_how_a_gpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are replayed for short calls, events lie around long ones, and what takes over a second is left out."""
-    monkeypatch.setattr(attention, "replay_us", lambda prepare: {"median": 1.0, "captured": True})
+    monkeypatch.setattr(attention, "replay_us", lambda prepare, sustained: {"median": 1.0, "captured": True, "for": sustained})
+    monkeypatch.setattr(attention, "lasting", lambda work, calls_each, seconds: {"sustained": (calls_each, seconds)})
     calls: list[int] = []
     monkeypatch.setattr(attention, "event_us", lambda work, repeats, calls_each: (work(), [8.0] * repeats)[1])
 
-    def timed(seconds: float) -> dict[str, float]:
+    def timed(seconds: float, sustained: float = 0.0) -> dict[str, Any]:
         calls.clear()
         monkeypatch.setattr(attention, "seconds_of", lambda work: (seconds, work()))
-        return attention.time_on_gpu(lambda: lambda: calls.append(0))
+        return attention.time_on_gpu(lambda: lambda: calls.append(0), sustained)
 
-    assert timed(0.9e-3) == {"median": 1.0, "captured": True}
-    assert timed(5e-3) == {"median": 8.0, "min": 8.0, "max": 8.0, "captured": False}
+    assert timed(0.9e-3, 2.0) == {"median": 1.0, "captured": True, "for": 2.0}
+    long = {"median": 8.0, "min": 8.0, "max": 8.0, "captured": False}
+    assert timed(5e-3, 2.0) == {**long, "sustained": (2, 2.0)}
+    assert timed(5e-3) == long
     # The first, three that tell how long it takes, two that are timed.
     assert len(calls) == 1 + 3 + 2
     with pytest.raises(TimeoutError, match=r"takes 1\.5 s"):
         timed(1.5)
+
+
+class MadeUpEvent:
+    """An event of a GPU that works for a millisecond of each that its clock has; a call is 10 ms."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = MadeUpEvent.now
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: MadeUpEvent) -> float:
+        return end.at - self.at
+
+
+def test_time_under_work_that_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work is queued in chunks of 50 ms, of which one always waits; clock and power are those of the second half."""
+    states = iter([{"sm_mhz": 1980.0, "watts": 100.0}] * 6 + [{"sm_mhz": 1600.0, "watts": 700.0}] * 100)
+    monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
+    monkeypatch.setattr(common, "gpu_state", lambda: next(states))
+    queued = []
+
+    def work() -> None:
+        queued.append(0)
+        MadeUpEvent.now += 10.0
+
+    found = common.lasting(work, 4, 0.5)
+    # The first five are timed alone. Then chunks of five, until one ends half a second after the start, and the one that waited.
+    assert len(queued) == 5 + 11 * 5
+    assert found == {
+        "sm_mhz": 1980.0,
+        "sustained": {"mean": 2500.0, "seconds": pytest.approx(0.55), "sm_mhz": 1600.0, "watts": 700.0},
+    }
+    monkeypatch.setattr(common, "gpu_state", dict)
+    assert common.lasting(work, 4, 0.5) == {"sustained": {"mean": 2500.0, "seconds": pytest.approx(0.55)}}
+
+
+def test_table_of_work_that_lasts() -> None:
+    lasting = {"mean": 110.0, "seconds": 2.0, "sm_mhz": 1740.0, "watts": 699.6}
+    rows = {"case": {"size": {}, "asked": {}, "fa2": {"forward": {"median": 100.0, "sm_mhz": 1980.0, "sustained": lasting}}}}
+    rows["case"]["jagged"] = {
+        "forward": {"median": 50.0, "sustained": {"mean": 60.0, "seconds": 2.0}},
+        "backward": {"median": 1.0},
+    }
+    found = tables.under_load(rows, tables.ATTENTION)
+    assert found[1].splitlines()[2:] == [
+        "| case | jagged | forward | 0.05 | - | 0.06 | - | 1.20 | - |",
+        "| case | FA2 | forward | 0.1 | 1,980 | 0.11 | 1,740 | 1.10 | 700 |",
+    ]
+    assert tables.under_load({"case": {"jagged": {"forward": {"median": 1.0}}}}, tables.ATTENTION) == []
+
+
+def test_clock_and_power_without_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda: 1980)
+    monkeypatch.setattr(torch.cuda, "power_draw", lambda: 693_500)
+    assert common.gpu_state() == {"sm_mhz": 1980, "watts": 693.5}
+
+    def fails() -> int:
+        raise ModuleNotFoundError("nvidia-ml-py does not seem to be installed")
+
+    monkeypatch.setattr(torch.cuda, "power_draw", fails)
+    assert common.gpu_state() == {}
+
+
+def test_cases_are_chosen_by_words_of_their_names() -> None:
+    found = {"full": {"8,192 x 64": 1, "25,600 x 64": 2}, "topk": {"k = 10": 3}}
+    assert common.some_of(found, ["8192", "k = 1"]) == {"full": {"8,192 x 64": 1}, "topk": {"k = 10": 3}}
+    assert common.some_of(found, ["nothing"]) == {}
+    for module in (attention, cross_entropy, embedding_bags):
+        parts = module.parts()
+        assert {(title, name) for title, names in module.QUICK.items() for name in names if name not in parts[title]} == set()
 
 
 def test_memory_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:

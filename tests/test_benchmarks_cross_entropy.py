@@ -228,7 +228,7 @@ def test_best_items_are_checked(dtype: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_how_a_gpu_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Graphs are replayed for short calls, events lie around longer ones, and what is slow is called seldom."""
-    monkeypatch.setattr(cross_entropy, "replay_us", lambda prepare: {"median": 1.0, "captured": True})
+    monkeypatch.setattr(cross_entropy, "replay_us", lambda prepare, sustained: {"median": 1.0, "captured": True})
     monkeypatch.setattr(cross_entropy, "event_us", lambda work, repeats, calls_each: (work(), [8.0] * repeats)[1])
     calls: list[int] = []
 

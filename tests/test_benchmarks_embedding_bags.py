@@ -254,8 +254,8 @@ def test_collections_that_are_wrong_get_no_time(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_how_a_gpu_and_modules_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedding_bags, "replay_us", lambda prepare: {"median": prepare()()})
-    assert embedding_bags.time_on_gpu(lambda: lambda: 5.0) == {"median": 5.0}
+    monkeypatch.setattr(embedding_bags, "replay_us", lambda prepare, sustained: {"median": prepare()(), "for": sustained})
+    assert embedding_bags.time_on_gpu(lambda: lambda: 5.0, 2.0) == {"median": 5.0, "for": 2.0}
     calls: list[int] = []
     w = Workload("D", [2], "cpu")
     monkeypatch.setattr(embedding_models, "LEAST", 3)
