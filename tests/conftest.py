@@ -11,6 +11,7 @@ import torch
 
 from tests.interpreter import make_fast
 from tests.places import PLACE, Place
+from tests.seeds import SEED, run_in_halves
 
 # Deterministic mode, below, refuses cuBLAS without it; read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -25,7 +26,7 @@ hypothesis.settings.register_profile(
     "jagged",
     max_examples=EXAMPLES,
     deadline=None,
-    derandomize=not LONG,
+    derandomize=True,
     database=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
@@ -33,6 +34,22 @@ hypothesis.settings.load_profile("jagged")
 
 if PLACE.name == "interpret":
     make_fast()
+
+
+def pytest_report_header() -> str:
+    """Say how to draw again what this run draws."""
+    return f"JAGGED_TEST_SEED={SEED} repeats what this run draws"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Let half of the examples be drawn anew in every run."""
+    test = pyfuncitem.obj
+    if not hypothesis.is_hypothesis_test(test):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    run_in_halves(getattr(test, "__func__", test), lambda: test(**arguments))
+    return True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

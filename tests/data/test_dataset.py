@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import pickle
-import random
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from jagged.data import DataError, SequenceDataset, read_events
 from jagged.data import events as events_module
 from jagged.data.dataset import EVENTS, ITEMS, MANIFEST, USERS, write_manifest
 from tests.data import oracle
+from tests.seeds import generators
 
 LONG = os.environ.get("JAGGED_TEST_LONG") == "1"
 EVENT_ROWS = [(f"u{i % 13}", f"i{i * i % 31}", i) for i in range(200)]
@@ -93,10 +93,9 @@ def test_a_pickle_of_a_dataset_is_the_name_of_its_directory(saved: Path) -> None
 
 
 def test_every_damaged_byte_is_found_and_its_file_named(saved: Path) -> None:
-    rng = random.Random(0)
     files = [saved / name for name in (EVENTS, USERS, ITEMS, MANIFEST)]
     found = 0
-    for trial in range(300 if LONG else 60):
+    for trial, rng in enumerate(generators(300 if LONG else 60)):
         path = files[trial % 4]
         whole = path.read_bytes()
         at = rng.randrange(len(whole))

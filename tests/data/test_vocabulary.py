@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 
 from jagged.data import DataError, Vocabulary
 from jagged.data.vocabulary import digest, infer_integers
+from tests.seeds import generators
 
 INTEGERS = st.lists(st.integers(-(2**63), 2**63 - 1), unique=True)
 STRINGS = st.lists(st.text(st.characters(codec="utf-8"), max_size=6), unique=True)
@@ -92,9 +92,8 @@ def test_damage_is_found_or_harmless(tmp_path: Path, ids: list[object]) -> None:
     vocabulary = Vocabulary(ids)
     vocabulary.save(path)
     whole = path.read_bytes()
-    rng = random.Random(0)
     found = 0
-    for _ in range(200):
+    for rng in generators(200):
         at = rng.randrange(len(whole))
         path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
         try:

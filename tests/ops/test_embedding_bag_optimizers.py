@@ -270,7 +270,7 @@ def test_gradients_beside_an_update(place: Place) -> None:
 
 @ON_TRITON
 @pytest.mark.parametrize("kind", KINDS)
-def test_unknown_ids_update_nothing(place: Place, kind: str) -> None:
+def test_unknown_ids_update_nothing(place: Place, unchecked: None, kind: str) -> None:
     layout = BagLayout((9, 5), (4, 19))
     good, offsets = lookups_of(layout, [[3, 1], [1, 4]], 0, 1.0)
     bad = torch.tensor([-1, 9, 2**40, -(2**62)], device=place.device)

@@ -222,7 +222,7 @@ def test_counted_rows_of_every_width(place: Place, widths: tuple[int, ...], kind
 
 # Nothing counted, the first table alone, and all.
 @pytest.mark.parametrize("counted_rows", [0, 30, MOST_COUNTED])
-def test_tables_that_no_feature_reads_get_no_gradient(place: Place, counted_rows: int) -> None:
+def test_tables_that_no_feature_reads_get_no_gradient(place: Place, unchecked: None, counted_rows: int) -> None:
     """Neither of ids that their tables do not have, which stand behind all tables' rows, nor of lookups that are not sorted."""
     layout = BagLayout((20, 50, 6), (4, 8, 4), (0, 1))
     ids, ends = [1, 2, 3, 4, 49, 7], [0, 2, 3, 4, 6]

@@ -136,7 +136,7 @@ def test_very_long_bags_are_cut(place: Place, weighted: bool, monkeypatch: pytes
 @ON_TRITON
 @pytest.mark.parametrize("index_dtype", INDEX_DTYPES)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_unknown_ids_are_rows_of_zeros(place: Place, index_dtype: torch.dtype, weighted: bool) -> None:
+def test_unknown_ids_are_rows_of_zeros(place: Place, unchecked: None, index_dtype: torch.dtype, weighted: bool) -> None:
     """Of their bias, too."""
     layout = BagLayout((9, 5), (4, 19), means=None if weighted else (False, True))
     batch = batch_of(layout, [[3, 1, 2], [1, 0, 12]], index_dtype=index_dtype)
@@ -161,7 +161,7 @@ def test_unknown_ids_are_errors_on_a_cpu(place: Place, length: int) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[5, 1, 3, 3, 7], [0, -4, 2, 4, 6], [0, 2, 1000, 4, 6]])
-def test_wrong_offsets_and_neighbours_change_nothing(place: Place, wrong: list[int]) -> None:
+def test_wrong_offsets_and_neighbours_change_nothing(place: Place, unchecked: None, wrong: list[int]) -> None:
     """Outside the scales and in the first rows, which no lookup reads, lies 1e30."""
     layout = BagLayout((9, 9), (4, 3))
     weights = torch.ones(layout.num_elements, dtype=torch.uint8, device=place.device)

@@ -238,7 +238,9 @@ def test_around_the_tiles(place: Place, rows_per_draw: int, dtype: torch.dtype, 
 
 @ON_TRITON
 @pytest.mark.parametrize("options", [{"correction": "negatives"}, {"loss": "bce"}, {"renormalise": True}])
-def test_copied_rows_are_the_rows(place: Place, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copied_rows_are_the_rows(
+    place: Place, unchecked: None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where many rows share a draw the draw's items are copied side by side; ids that are no items are zeros there."""
     from jagged.ops.sampled_cross_entropy import blocks
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 from jagged.training import CheckpointError, manifest
 from jagged.training import checkpoint as checkpoints
 from tests.conftest import LONG
+from tests.seeds import generators
 
 DAMAGES = 300 if LONG else 30
 
@@ -109,10 +109,9 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["flip", "truncate", "extend", "zero"])
 def test_every_damage_is_found_and_the_file_named(saved: Path, kind: str) -> None:
-    generator = random.Random(kind)
     files = sorted(saved.iterdir())
     originals = {path: path.read_bytes() for path in files}
-    for _ in range(DAMAGES if kind == "flip" else DAMAGES // 3):
+    for generator in generators(DAMAGES if kind == "flip" else DAMAGES // 3):
         path = generator.choice(files)
         content = bytearray(originals[path])
         place = generator.randrange(len(content))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import random
 import resource
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from jagged.models import SASRec
 from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.training import CheckpointError, manifest
 from tests.conftest import LONG
+from tests.seeds import generators
 from tests.training.support import tiny_config
 from tests.training.test_checkpoint import Planted
 
@@ -91,9 +91,8 @@ def test_no_directory_and_an_empty_one(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_is_found_and_the_file_named(saved: Path) -> None:
-    generator = random.Random(0)
     files = sorted(saved.iterdir())
-    for _ in range(300 if LONG else 30):
+    for generator in generators(300 if LONG else 30):
         path = generator.choice(files)
         original = path.read_bytes()
         content = bytearray(original)
