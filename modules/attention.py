@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
-from jagged.modules.jagged_tensor import check_width, with_values
+from jagged.modules.jagged_tensor import check_samples, check_width, with_values
 from jagged.modules.positions import positions_with_targets, rotate
 from jagged.ops import jagged_attention
 
@@ -259,11 +259,9 @@ class JaggedCrossAttention(JaggedModule):
         else:
             values, q_offsets = queries.values(), queries.offsets().to(k_offsets.dtype)
             check_width("queries", values, width)
-        if q_offsets.shape != k_offsets.shape:
-            raise ValueError(
-                f"memory: expected {q_offsets.shape[0] - 1} samples as queries, got {k_offsets.shape[0] - 1}; a sample without "
-                "memory is one of length 0"
-            )
+        check_samples(
+            "memory", k_offsets.shape[0] - 1, "queries", q_offsets.shape[0] - 1, "a sample without memory is one of length 0"
+        )
         q = self.q_projection(values).unflatten(1, (self.num_heads, -1))
         k, v = self.kv_projection(rows).unflatten(1, (2, self.num_key_heads, -1)).unbind(1)
         dropout = self.attention_dropout if self.training else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -23,3 +24,21 @@ def check_width(name: str, values: Tensor, width: int, shape: str = "[sum L, D]"
             f"{name}: expected values {shape} with D = {width}, got {list(values.shape)}; the module's width is set where it is "
             "built"
         )
+
+
+def check_samples(name: str, rows: int, like: str, samples: int, cure: str) -> None:
+    """Check that there is one for each sample; in a compiled model the graph checks it when it runs."""
+    if torch.compiler.is_compiling():
+        torch._check(rows == samples)
+    elif rows != samples:
+        raise ValueError(f"{name}: expected {samples} samples, as many as {like} has, got {rows}; {cure}")
+
+
+def may_be_empty(rows: Tensor) -> bool:
+    """Tell whether there are no rows, or none are possible by what a compiler knows."""
+    if not torch.compiler.is_compiling():
+        return rows.shape[0] == 0
+    # Imported where it is needed, because sympy comes with it.
+    from torch.fx.experimental.symbolic_shapes import guard_or_true
+
+    return guard_or_true(rows.shape[0] == 0)

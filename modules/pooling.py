@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
+from jagged.modules.jagged_tensor import may_be_empty
 from jagged.ops import jagged_jagged_bmm, jagged_softmax
 
 KINDS = ("sum", "mean", "max", "last", "softmax")
@@ -44,8 +45,9 @@ class JaggedPooling(JaggedModule):
         values, offsets = x.values(), x.offsets()
         lengths = offsets.diff()[:, None]
         if self.kind == "last":
-            if values.shape[0] == 0:
-                return values.sum(0).expand(lengths.shape[0], -1)
+            if may_be_empty(values):
+                # What the samples of a batch without rows read, before it is hidden.
+                values = torch.cat([values, values.new_zeros(1, values.shape[1])])
             return values[(offsets[1:] - 1).clamp(min=0)].masked_fill(lengths == 0, 0.0)
         if self.kind == "max":
             largest = torch.segment_reduce(values, "max", offsets=offsets, axis=0, unsafe=True)

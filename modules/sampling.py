@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.modules.jagged_module import JaggedModule
+from jagged.modules.jagged_tensor import may_be_empty
 from jagged.modules.seeded import SeededModule
 from jagged.ops import Draw, drawn_negatives
 
@@ -272,8 +273,10 @@ class InBatchSampler(Sampler):
     def forward(self, targets: Tensor, *, ignore_index: int = -100) -> Negatives:
         """Return the targets as negatives, without those that are ignored."""
         counted = targets != ignore_index
-        # An operator wants at least one negative, of an empty batch too.
-        ids = torch.where(counted, targets, NO_ITEM) if len(targets) else targets.new_full((1,), NO_ITEM)
+        ids = torch.where(counted, targets, NO_ITEM)
+        if may_be_empty(ids):
+            # The operator wants at least one negative, of an empty batch too.
+            ids = torch.cat([ids, ids.new_full((1,), NO_ITEM)])
         if self.log_q is None:
             return Negatives(ids)
         # The correction counts places; an ignored row's place is none.
@@ -387,7 +390,7 @@ def _alias_table(q: Tensor) -> tuple[Tensor, Tensor]:
 
 def _log_share(count: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logarithm of the share that a count, of at least 1, has of all places; on the device, whatever their number."""
-    return (count.clamp(min=1).to(dtype) / ids.new_full((), len(ids), dtype=dtype)).log()
+    return (count.clamp(min=1).to(dtype) / ids.new_full((), ids.shape[0], dtype=dtype)).log()
 
 
 def _at(log_q: Tensor, items: Tensor) -> Tensor:

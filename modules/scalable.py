@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.heads import HeadOutput, target_logits, targets_of
 from jagged.modules.jagged_module import JaggedModule
+from jagged.modules.jagged_tensor import may_be_empty
 from jagged.ops import catalogue_topk
 
 
@@ -75,25 +76,23 @@ class ScalableCrossEntropyHead(JaggedModule):
         # Nothing of an ignored row may come into a centre.
         values = torch.where(counted[:, None], hidden.values(), 0).to(weight.dtype)
         logits = target_logits(values, weight, targets, self.ignore_index)
-        if not len(values):
-            return HeadOutput(values.sum() + weight[:0].sum(), logits)
+        mixture = torch.randn(self.num_buckets, values.shape[0], device=values.device, dtype=values.dtype)
+        if may_be_empty(values):
+            # A row that is ignored, so that there is something to put into buckets.
+            values = torch.cat([values, values.new_zeros(1, values.shape[1])])
+            counted = torch.cat([counted, counted.new_zeros(1)])
+            targets = torch.cat([targets, targets.new_full((1,), self.ignore_index)])
         with torch.no_grad(), torch.autocast(values.device.type, enabled=False):
-            rows, items = self._buckets(values, weight, counted)
+            centres = nn.functional.normalize(mixture @ values[: mixture.shape[1]], dim=1)
+            unwanted = torch.where(counted, 0.0, -torch.inf)
+            _, rows = catalogue_topk(centres, values, self.rows_per_bucket, bias=unwanted)
+            _, items = catalogue_topk(centres, weight.detach(), self.items_per_bucket)
         losses = self._losses(values, weight, targets, rows.clamp(min=0), items)
         # A place behind the last row takes what belongs to none.
-        places = torch.where((rows >= 0) & counted[rows], rows, len(values)).flatten()
-        largest = losses.new_zeros(len(values) + 1).scatter_reduce(0, places, losses.flatten(), "amax")
+        places = torch.where((rows >= 0) & counted[rows], rows, values.shape[0]).flatten()
+        largest = losses.new_zeros(values.shape[0] + 1).scatter_reduce(0, places, losses.flatten(), "amax")
         selected = torch.zeros_like(largest).scatter_(0, places, 1.0)[:-1]
         return HeadOutput(largest[:-1].sum() / selected.sum().clamp(min=1), logits)
-
-    def _buckets(self, values: Tensor, weight: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each bucket's rows `[num_buckets, rows]` and items `[num_buckets, items]`, -1 where there are too few."""
-        mixture = torch.randn(self.num_buckets, len(values), device=values.device, dtype=values.dtype)
-        centres = nn.functional.normalize(mixture @ values, dim=1)
-        unwanted = torch.where(counted, 0.0, -torch.inf)
-        _, rows = catalogue_topk(centres, values, self.rows_per_bucket, bias=unwanted)
-        _, items = catalogue_topk(centres, weight.detach(), self.items_per_bucket)
-        return rows, items
 
     def _losses(self, values: Tensor, weight: Tensor, targets: Tensor, rows: Tensor, items: Tensor) -> Tensor:
         """Return the loss of each bucket's rows `[num_buckets, rows]`."""

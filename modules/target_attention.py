@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
-from jagged.modules.jagged_tensor import check_width
+from jagged.modules.jagged_tensor import check_samples, check_width
 from jagged.ops import ACTIVATIONS, Activation, jagged_dense_add, jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
 
 
@@ -81,11 +81,7 @@ class TargetAttention(JaggedModule):
         values, offsets, dim = history.values(), history.offsets(), self.embedding_dim
         check_width("history", values, dim)
         check_width("targets", targets, dim, "[B, D]" if targets.dim() == 2 else "[B, n, D]")
-        if targets.shape[0] != offsets.shape[0] - 1:
-            raise ValueError(
-                f"targets: expected those of {offsets.shape[0] - 1} samples, as many as history has, got {list(targets.shape)}; "
-                "a sample without history is one of length 0"
-            )
+        check_samples("targets", targets.shape[0], "history", offsets.shape[0] - 1, "a sample without history is one of length 0")
         if targets.dim() == 2:
             return self.forward(history, targets[:, None]).squeeze(1)
         first, *others = cast("list[nn.Linear]", self.layers)

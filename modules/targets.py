@@ -47,14 +47,14 @@ def next_item_targets(items: JaggedTensor, next_items: Tensor | None = None, *, 
     values, offsets = items.values(), items.offsets()
     if values.dim() != 1:
         raise ValueError(f"items: expected ids [sum L], got values of shape {list(values.shape)}; pass the ids, not embeddings")
-    if next_items is not None and next_items.shape != (len(offsets) - 1,):
-        raise ValueError(f"next_items: expected shape [{len(offsets) - 1}], an item per sample, got {list(next_items.shape)}")
-    if not len(values):
-        return values
-    samples = sample_of_row(offsets, len(values))
-    is_last = torch.arange(1, len(values) + 1, device=values.device) == offsets[1:][samples]
+    if next_items is not None and next_items.shape != (offsets.shape[0] - 1,):
+        raise ValueError(f"next_items: expected shape [{offsets.shape[0] - 1}], an item per sample, got {list(next_items.shape)}")
+    total = values.shape[0]
+    samples = sample_of_row(offsets, total)
+    following = torch.arange(1, total + 1, device=values.device)
+    is_last = following == offsets[1:][samples]
     after = ignore_index if next_items is None else next_items.to(values.dtype)[samples]
-    return torch.where(is_last, after, values.roll(-1))
+    return torch.where(is_last, after, values[following.clamp(max=total - 1)])
 
 
 class MaskedItems(NamedTuple):
@@ -118,7 +118,7 @@ class ItemMasking(SeededModule):
         values = items.values()
         if values.dim() != 1:
             raise ValueError(f"items: expected ids [sum L], got values of shape {list(values.shape)}; pass ids, not embeddings")
-        numbers = drawn_negatives(Draw("uniform", 1, self.next_seed() ^ _SALT), len(values), _NUMBERS)[:, 0]
+        numbers = drawn_negatives(Draw("uniform", 1, self.next_seed() ^ _SALT), values.shape[0], _NUMBERS)[:, 0]
         hidden = numbers < round(self.probability * _NUMBERS)
         return MaskedItems(
             with_values(items, torch.where(hidden, self.mask_id, values)), torch.where(hidden, values, self.ignore_index)

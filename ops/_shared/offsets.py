@@ -69,8 +69,6 @@ def row_positions(offsets: Tensor, total: int, *, from_end: bool = False) -> Ten
         tensor([2, 1, 0, 1, 0])
     """
     check_offsets(offsets, offsets, total=total)
-    if total == 0:
-        return torch.zeros(0, dtype=torch.int64, device=offsets.device)
     samples = sample_of_row(offsets, total)
     if not from_end:
         return position_of_row(offsets, samples).clamp_(min=0)

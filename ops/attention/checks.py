@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.offsets import scan_pairs
-from jagged.ops._shared.validation import FLOATS, check_device, check_same, check_tensor, validation_is_on
+from jagged.ops._shared.validation import FLOATS, check_device, check_same, check_tensor, holds, validation_is_on
 
 MAX_HEAD_DIM = 256
 # Rows inside a sample are counted in int32 by the kernels, tiles that reach past the end included.
@@ -35,12 +35,12 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> Non
         )
     if v.shape != k.shape:
         raise ValueError(f"v: expected the shape of k, {list(k.shape)}, got {list(v.shape)}")
-    if k_offsets is None and k.shape[0] != q.shape[0]:
+    if k_offsets is None and not holds(k.shape[0] == q.shape[0]):
         raise ValueError(
             f"k: expected the {q.shape[0]} rows of q, got {k.shape[0]}; for keys of other lengths give their k_offsets"
         )
     for name, x in (("q", q), ("k", k)):
-        if x.shape[0] > MAX_ROWS:
+        if not holds(x.shape[0] <= MAX_ROWS):
             raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {x.shape[0]}; split the batch")
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor
+from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor, holds
 from jagged.ops.catalogue_topk import torch_impl
 
 #: Bound on the memory that grows with rows times items.
@@ -96,7 +96,7 @@ def catalogue_topk(
         raise ValueError(
             f"weight: expected shape [V, {hidden.shape[1]}], as wide as hidden {list(hidden.shape)}, got {list(weight.shape)}"
         )
-    if weight.shape[0] >= 2**31:
+    if not holds(weight.shape[0] < 2**31):
         raise ValueError(f"weight: expected fewer than 2^31 items, got {weight.shape[0]}; split the catalogue and merge the best")
     if weight.dtype != hidden.dtype and not (hidden.dtype == torch.float32 and weight.dtype in _HALVES):
         raise TypeError(
@@ -110,7 +110,7 @@ def catalogue_topk(
     given = [("weight", weight)]
     if bias is not None:
         check_tensor("bias", bias, "[V]", FLOATS)
-        if bias.shape[0] != weight.shape[0]:
+        if not holds(bias.shape[0] == weight.shape[0]):
             raise ValueError(f"bias: expected shape [{weight.shape[0]}], one number per item, got {list(bias.shape)}")
         given.append(("bias", bias))
     ids, offsets = None, None

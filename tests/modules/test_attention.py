@@ -481,7 +481,7 @@ def test_messages() -> None:
         cross(torch.zeros(2, DIM), rows)
     with pytest.raises(ValueError, match=r"memory: expected values \[sum L, D\] with D = 12, got \[4, 5\]"):
         cross(rows, narrow)
-    with pytest.raises(ValueError, match="memory: expected 3 samples as queries, got 2"):
+    with pytest.raises(ValueError, match="memory: expected 3 samples, as many as queries has, got 2; a sample without"):
         cross(torch.zeros(3, 1, DIM), rows)
     for module in (JaggedSelfAttention, JaggedCrossAttention, JaggedTransformerBlock):
         for probability in (-0.1, 1):

@@ -133,5 +133,8 @@ def test_messages() -> None:
         module(history, torch.zeros(2, 5))
     with pytest.raises(ValueError, match=r"targets: expected values \[B, n, D\] with D = 6, got \[6\]"):
         module(history, torch.zeros(DIM))
-    with pytest.raises(ValueError, match=r"targets: expected those of 2 samples, as many as history has, got \[3, 6\]"):
+    with pytest.raises(
+        ValueError,
+        match="targets: expected 2 samples, as many as history has, got 3; a sample",
+    ):
         module(history, torch.zeros(3, DIM))

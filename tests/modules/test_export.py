@@ -1,0 +1,66 @@
+"""Every module in a model that reads a `KeyedJaggedTensor`, exported and compiled whole, for all sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from tests.modules.test_every_module import CASES, DIM, ITEMS, TARGETS, Case, Inputs, seeded
+from tests.places import PLACE
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+# A jagged history and one candidate a sample.
+KEYS = ["history", "candidate"]
+BATCHES = ((2, 1, 3), (1, 1, 5, 2, 1))
+
+
+class FromKeyed(nn.Module):
+    """Lookups in one table, then a module."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.part, self.use = case.build(), case.use
+        self.table = nn.Embedding.from_pretrained(torch.linspace(-1, 1, ITEMS * DIM).sin().view(ITEMS, DIM), freeze=False)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        items, candidates = (features.to_dict()[key] for key in KEYS)
+        items = JaggedTensor(items.values(), offsets=items.offsets())
+        rows = JaggedTensor(self.table(items.values()), offsets=items.offsets())
+        targets = self.table(candidates.values())[:, None].expand(-1, TARGETS, -1)
+        return self.use(self.part, Inputs(rows, items, targets, self.table.weight))
+
+
+def features_of(*lengths: int) -> KeyedJaggedTensor:
+    both = torch.tensor([*lengths, *[1] * len(lengths)])
+    features = KeyedJaggedTensor(keys=KEYS, values=torch.arange(int(both.sum())) % (ITEMS - 1), lengths=both)
+    return features.to(PLACE.device)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_is_exported_with_dynamic_sizes(name: str, strict: bool) -> None:
+    model = FromKeyed(CASES[name]).to(PLACE.device).eval()
+    sizes = [{0: Dim.DYNAMIC}, None, {0: Dim.DYNAMIC}, None, None, None]
+    exported = torch.export.export(model, (features_of(*BATCHES[0]),), dynamic_shapes=(sizes,), strict=strict).module()
+    for lengths in BATCHES:
+        features = features_of(*lengths)
+        torch.testing.assert_close(seeded(exported, features), seeded(model, features), rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_is_compiled_whole_with_dynamic_sizes(name: str) -> None:
+    model = FromKeyed(CASES[name]).to(PLACE.device).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for lengths in BATCHES:
+        features, leaf = features_of(*lengths), model.table.weight
+        found, expected = seeded(compiled, features), seeded(model, features)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        ours, theirs = (torch.autograd.grad(x.square().sum(), leaf)[0] for x in (found, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
