@@ -19,7 +19,7 @@ CODE := find jagged ops modules -name '*.py' -type f
 TESTS := find tests -name '*.py' -type f
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-long lint types docs package clean
+.PHONY: help demo test test-all test-long lint types docs package clean
 
 help: ## show this list
 	@echo "make TARGET, where TARGET is one of (each does the set-up it needs):"
@@ -30,14 +30,17 @@ demo: $(VENV)/.runtime ## train on a built-in sample, evaluate, recommend: minut
 
 test: $(VENV)/.dev ## every test: the Triton kernels under the interpreter, then all others
 	@echo "Testing the Triton kernels under the interpreter"
-	@TRITON_INTERPRET=1 $(PYTEST) -q -m interpret tests/ops --cov --cov-report=
+	@TRITON_INTERPRET=1 $(PYTEST) -m interpret tests/ops $(if $(COVERED),--cov --cov-report=)
 	@echo "Testing everything else"
 	@$(CODE) -exec cat {} + | wc -l > $(VENV)/.code-lines; $(TESTS) -exec cat {} + | wc -l | \
 		awk -v code=$$(cat $(VENV)/.code-lines) '{ printf "%d lines of tests, %d of code: %.2f to 1\n", $$1, code, $$1 / code }'
-	@$(PYTEST) --cov --cov-append --cov-report=term:skip-covered
+	@$(PYTEST) $(if $(COVERED),--cov --cov-append --cov-report=term:skip-covered)
+
+test-all: COVERED = 1
+test-all: test ## the same, and the lines that no test runs; half as long again
 
 test-long: export JAGGED_TEST_LONG = 1
-test-long: test ## the same with the full counts: hours
+test-long: test-all ## the same with the full counts: hours
 
 lint: types ## ruff and mypy
 	@$(PY) -m ruff check .
