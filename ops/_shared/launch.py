@@ -43,20 +43,20 @@ class Launcher:
 
 # What is known of a tensor, an integer and a float, for the key and for the launch; others go Triton's way.
 _WALK = """\
-    kind = {name}.__class__
-    if kind is Tensor or kind is Parameter:
-        key_{name} = {name}.dtype
+    _kind = {name}.__class__
+    if _kind is _Tensor or _kind is _Parameter:
+        _key_{name} = {name}.dtype
         {pointer} = {name}.data_ptr()
-        align_{name} = {pointer} & 15 == 0
-    elif kind is int:
-        key_{name} = {integer}
-        {pointer}, align_{name} = {name}, int
+        _align_{name} = {pointer} & 15 == 0
+    elif _kind is int:
+        _key_{name} = {integer}
+        {pointer}, _align_{name} = {name}, int
     elif {name} is None:
-        {pointer} = key_{name} = align_{name} = None
-    elif kind is float:
-        {pointer}, key_{name}, align_{name} = {name}, float, None
+        {pointer} = _key_{name} = _align_{name} = None
+    elif _kind is float:
+        {pointer}, _key_{name}, _align_{name} = {name}, float, None
     else:
-        return kernel[grid]({call})
+        return _kernel[_grid]({call})
 """
 _WIDE = "(-2147483648 <= {name} < 2147483648)"
 _SPECIALISED = "({name} == 1, {name} % 16 == 0, -2147483648 <= {name} < 2147483648)"
@@ -65,9 +65,9 @@ _SPECIALISED = "({name} == 1, {name} % 16 == 0, -2147483648 <= {name} < 21474836
 def _make_run(kernel: Any, compiled: dict[tuple[Any, ...], Any]) -> Any:
     """Return a function of the kernel's own signature, which finds the compiled kernel and launches it."""
     parameters = kernel.params
-    defaults = {f"default_{p.name}": p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    heads = [p.name if f"default_{p.name}" not in defaults else f"{p.name}=default_{p.name}" for p in parameters]
-    call = ", ".join([f"{p.name}={p.name}" for p in parameters] + ["**options"])
+    defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    heads = [p.name if f"_default_{p.name}" not in defaults else f"{p.name}=_default_{p.name}" for p in parameters]
+    call = ", ".join([f"{p.name}={p.name}" for p in parameters] + ["**_options"])
     walk, key, launched = [], [], []
     for p in parameters:
         if p.is_constexpr:
@@ -76,30 +76,31 @@ def _make_run(kernel: Any, compiled: dict[tuple[Any, ...], Any]) -> Any:
             launched.append(p.name)
             continue
         integer = (_WIDE if p.do_not_specialize else _SPECIALISED).format(name=p.name)
-        walk.append(_WALK.format(name=p.name, pointer=f"at_{p.name}", integer=integer, call=call))
-        key += [f"key_{p.name}", f"align_{p.name}"]
-        launched.append(f"at_{p.name}")
+        walk.append(_WALK.format(name=p.name, pointer=f"_at_{p.name}", integer=integer, call=call))
+        key += [f"_key_{p.name}", f"_align_{p.name}"]
+        launched.append(f"_at_{p.name}")
+    # No name but the parameters' own begins without an underscore: a kernel may have a parameter `key`.
     source = f"""\
-def run(grid, {", ".join(heads)}, **options):
+def run(_grid, {", ".join(heads)}, **_options):
 {"".join(walk)}\
-    device = current_device()
-    key = (device, {", ".join(key)}, *options.items())
-    found = compiled.get(key)
-    if found is None:
-        compiled[key] = kernel[grid]({call})
+    _device = _current_device()
+    _key = (_device, {", ".join(key)}, *_options.items())
+    _found = _compiled.get(_key)
+    if _found is None:
+        _compiled[_key] = _kernel[_grid]({call})
         return
-    run_compiled, function, metadata = found.run, found.function, found.packed_metadata
-    y = grid[1] if len(grid) > 1 else 1
-    z = grid[2] if len(grid) > 2 else 1
-    run_compiled(grid[0], y, z, current_stream(device), function, metadata, None, None, None, {", ".join(launched)})
+    _run, _function, _metadata = _found.run, _found.function, _found.packed_metadata
+    _y = _grid[1] if len(_grid) > 1 else 1
+    _z = _grid[2] if len(_grid) > 2 else 1
+    _run(_grid[0], _y, _z, _current_stream(_device), _function, _metadata, None, None, None, {", ".join(launched)})
 """
     names: dict[str, Any] = {
-        "Tensor": Tensor,
-        "Parameter": torch.nn.Parameter,
-        "kernel": kernel,
-        "compiled": compiled,
-        "current_device": torch.cuda.current_device,
-        "current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        "_Tensor": Tensor,
+        "_Parameter": torch.nn.Parameter,
+        "_kernel": kernel,
+        "_compiled": compiled,
+        "_current_device": torch.cuda.current_device,
+        "_current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
         **defaults,
     }
     exec(compile(source, f"<launch of {kernel.__name__}>", "exec"), names)
