@@ -195,7 +195,7 @@ ATTENTION_NAMES = {
 
 
 def attention_rates(part: str, result: dict[str, Any], path: Path) -> None:
-    """TFLOP/s of useful work of each case and implementation, both directions, with the bounds that were asked."""
+    """TFLOP/s of useful work of each case and implementation, both directions."""
     rows = result[part]["rows"]
     present = _present(rows)
     figure, axes = plt.subplots(2, 1, figsize=(max(7, 1.6 * len(rows)), 7.6), layout="constrained", sharex=True)
@@ -207,9 +207,6 @@ def attention_rates(part: str, result: dict[str, Any], path: Path) -> None:
                 x = place + (k - (len(known) - 1) / 2) * 0.8 / len(present)
                 axis.bar(x, rate, 0.72 / len(present), color=ATTENTION_COLOURS[who])
                 axis.annotate(f"{rate:.3g}", (x, rate), ha="center", va="bottom", fontsize=6, rotation=90)
-            if bound := row.get("asked_ms", {}).get(way):
-                asked = row["flops"][way] / bound / 1e9
-                axis.hlines(asked, place - 0.45, place + 0.45, color="black", linewidth=0.9, linestyle="--")
         axis.set_title(way, fontsize=9)
         axis.set_ylabel("TFLOP/s of useful work", fontsize=8)
         axis.margins(y=0.15)
@@ -218,9 +215,6 @@ def attention_rates(part: str, result: dict[str, Any], path: Path) -> None:
     axes[1].set_xticks(range(len(rows)), labels, fontsize=7)
     handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=ATTENTION_COLOURS[who]) for who in present]
     names = [ATTENTION_NAMES.get(who, who) for who in present]
-    if any(row.get("asked_ms") for row in rows.values()):
-        handles.append(plt.Line2D([], [], color="black", linestyle="--", linewidth=0.9))
-        names.append("asked")
     figure.legend(handles, names, loc="outside right upper", fontsize=8)
     dtype = next(iter(rows.values()))["size"]["dtype"]
     figure.suptitle(f"Attention, {dtype}, {result['environment']['device']}", fontsize=10)
@@ -242,8 +236,6 @@ def attention_biases(result: dict[str, Any], path: Path) -> None:
                 ratio, y = row["compared"]["ratio"][way], place + side
                 axis.barh(y, ratio, 0.36, color=ATTENTION_COLOURS["jagged"], alpha=1.0 if way == "forward" else 0.55)
                 axis.annotate(f" {ratio:.2f}", (ratio, y), va="center", fontsize=7)
-                if bound := row["compared"]["asked"].get(way):
-                    axis.vlines(bound, y - 0.2, y + 0.2, color="black", linewidth=1.2, linestyle="--")
         against = [row["compared"]["with"] for row in of_shape.values()]
         labels = [f"{name.split(': ')[1]}\n/ {other}" for name, other in zip(of_shape, against, strict=True)]
         axis.set_yticks(range(len(of_shape)), labels, fontsize=7)
@@ -254,8 +246,7 @@ def attention_biases(result: dict[str, Any], path: Path) -> None:
     axes[0][0].invert_yaxis()
     colour = ATTENTION_COLOURS["jagged"]
     handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=colour), plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.55)]
-    handles.append(plt.Line2D([], [], color="black", linestyle="--", linewidth=1.2))
-    figure.legend(handles, ["forward", "backward", "asked at most"], loc="outside right upper", fontsize=8)
+    figure.legend(handles, ["forward", "backward"], loc="outside right upper", fontsize=8)
     figure.suptitle(f"Attention with biases, bf16, {result['environment']['device']}", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -326,7 +317,7 @@ CROSS_ENTROPY_NAMES = {
 
 
 def cross_entropy_methods(result: dict[str, Any], path: Path) -> None:
-    """Time forward and of both passes, and memory, of each size by method, with what was asked."""
+    """Time forward and of both passes, and memory, of each size by method."""
     rows = result["full"]["rows"]
     present = [who for who in CROSS_ENTROPY_COLOURS if any(who in row for row in rows.values())]
     panels: dict[str, tuple[str, Callable[[dict[str, Any]], float | None]]] = {
@@ -338,7 +329,7 @@ def cross_entropy_methods(result: dict[str, Any], path: Path) -> None:
         ),
     }
     figure, axes = plt.subplots(len(panels), 1, figsize=(8.5, 9), layout="constrained", sharex=True)
-    for axis, (key, (title, value)) in zip(axes, panels.items(), strict=True):
+    for axis, (title, value) in zip(axes, panels.values(), strict=True):
         for place, row in enumerate(rows.values()):
             for k, who in enumerate(present):
                 x = place + (k - (len(present) - 1) / 2) * 0.8 / len(present)
@@ -350,16 +341,13 @@ def cross_entropy_methods(result: dict[str, Any], path: Path) -> None:
                 axis.bar(x, number, 0.72 / len(present), color=CROSS_ENTROPY_COLOURS[who])
                 text = f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
                 axis.annotate(text, (x, number), ha="center", va="bottom", fontsize=6, rotation=90)
-            if bound := row["asked"].get(key):
-                axis.hlines(bound, place - 0.45, place + 0.45, color="black", linewidth=0.9, linestyle="--")
         axis.set_yscale("log")
         axis.set_title(title, fontsize=9)
         axis.margins(y=0.2)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xticks(range(len(rows)), list(rows), fontsize=8)
     handles: list[Any] = [plt.Rectangle((0, 0), 1, 1, color=CROSS_ENTROPY_COLOURS[who]) for who in present]
-    handles.append(plt.Line2D([], [], color="black", linestyle="--", linewidth=0.9))
-    names = [*(CROSS_ENTROPY_NAMES.get(who, who) for who in present), "asked"]
+    names = [CROSS_ENTROPY_NAMES.get(who, who) for who in present]
     figure.legend(handles, names, loc="outside right upper", fontsize=8)
     figure.suptitle(f"Cross-entropy over all items, N x V x D, bf16, {result['environment']['device']}", fontsize=10)
     figure.savefig(path, dpi=130)
@@ -471,7 +459,7 @@ EMBEDDING_METHODS = {
 
 
 def embedding_bags_model(name: str, result: dict[str, Any], path: Path) -> None:
-    """Time of a model by implementation, both directions, with what was asked and the limit."""
+    """Time of a model by implementation, both directions, with the limit."""
     row = result["models"]["rows"].get(name)
     if row is None:
         return
@@ -484,8 +472,6 @@ def embedding_bags_model(name: str, result: dict[str, Any], path: Path) -> None:
             axis.annotate(f" {number:.3g}", (number, place), va="center", fontsize=8)
         axis.set_yticks(range(len(known)), [EMBEDDING_METHODS[who][1] for who in known], fontsize=8)
         axis.invert_yaxis()
-        if bound := row["asked"].get(way):
-            axis.axvline(bound, color="black", linewidth=0.9, linestyle="--")
         if "limit_us" in row:
             axis.axvline(row["limit_us"][way] / 1e3, color="black", linewidth=0.9, linestyle=":")
         axis.set_xlim(left=0)
@@ -493,8 +479,8 @@ def embedding_bags_model(name: str, result: dict[str, Any], path: Path) -> None:
         axis.set_title(f"{words}, milliseconds", fontsize=9)
         axis.tick_params(axis="x", labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
-    lines = [plt.Line2D([], [], color="black", linewidth=0.9, linestyle=style) for style in ("--", ":")]
-    figure.legend(lines, ["asked", "limit: bytes at the speed of a copy"], loc="outside lower center", fontsize=8, ncols=2)
+    lines = [plt.Line2D([], [], color="black", linewidth=0.9, linestyle=":")]
+    figure.legend(lines, ["limit: bytes at the speed of a copy"], loc="outside lower center", fontsize=8)
     machine = result["environment"]["device"]
     figure.suptitle(f"Model {name}: {row['features']:,} features, {row['samples']} samples, {machine}", fontsize=10)
     figure.savefig(path, dpi=130)

@@ -222,7 +222,7 @@ ATTENTION_PARTS = {
     "table": "bfloat16, lengths uniform on 0..N; rows are B x N x heads x width:",
     "cpu": "float32, lengths uniform on 0..N; rows are B x N x heads x width:",
     "paper": "Figure 2 of the Jagged Flash Attention paper: 2^18 rows with padding, 4 heads of width 64, by the maximum length:",
-    "skew": "Lognormal lengths (sigma 1) beside equal lengths of the same work, of whose rate they are asked to keep 0.90:",
+    "skew": "Lognormal lengths (sigma 1) beside equal lengths of the same work:",
     "options": "What the options cost; rows are B x N x heads x width:",
     "biases": (
         "Biases with their gradients (401 distances, 32 buckets of times unless said, a number for every pair), a tenth of the "
@@ -240,7 +240,7 @@ PEAKS = {"peak_bytes_forward": "forward", "peak_bytes_both": "both ways"}
 
 
 def attention_page(result: dict[str, Any]) -> str:
-    """Markdown of a result file of attention: times, rates, memory, accuracy, and how they stand to what was asked or claimed."""
+    """Markdown of a result file of attention: times, rates, memory, accuracy, and how they stand to peers and claims."""
     facts = result["environment"]
     limit = f" Products of bfloat16 matrices of 8192^3: {facts['bf16_matmul_tflops']:,.0f} TFLOP/s." if _on_gpu(facts) else ""
     blocks = [_machine(facts) + limit]
@@ -261,14 +261,11 @@ def _attention_times(rows: dict[str, Any]) -> list[str]:
     """A line for each direction of each case: milliseconds and TFLOP/s of useful work."""
     notes: list[str] = []
     present = _present(rows)
-    asked = any(row.get("asked_ms") for row in rows.values())
-    columns = ["", "", *(["asked"] if asked else []), *(ATTENTION[who] for who in present)]
+    columns = ["", "", *(ATTENTION[who] for who in present)]
     lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
     for name, row in rows.items():
         for way in ("forward", "backward"):
-            bound = row.get("asked_ms", {}).get(way)
-            cells = [name, way, *([f"{bound:.3g}" if bound else ""] if asked else [])]
-            cells += [_attention_cell(row.get(who), way, notes) for who in present]
+            cells = [name, way, *(_attention_cell(row.get(who), way, notes) for who in present)]
             lines.append(f"| {' | '.join(cells)} |")
     lines.append("\nMilliseconds, medians, and in parentheses TFLOP/s of useful work.")
     return ["\n".join(lines), *(["\n".join(f"{number}. {note}" for number, note in enumerate(notes, 1))] if notes else [])]
@@ -311,34 +308,16 @@ def _attention_summary(title: str, part: dict[str, Any]) -> list[str]:
         ]
     if title == "biases":
         return [_compared(part["rows"])]
-    return [*_reached(part["rows"]), *_errors(part["rows"])] if title == "table" else []
+    return _errors(part["rows"]) if title == "table" else []
 
 
 def _compared(rows: dict[str, Any]) -> str:
-    """Ratios to the time of another case, beside what was asked."""
-    lines = ["| | times as long as | forward | asked | backward | asked |", "|---|---|---:|---:|---:|---:|"]
+    """Ratios to the time of another case."""
+    lines = ["| | times as long as | forward | backward |", "|---|---|---:|---:|"]
     for name, of in ((name, row["compared"]) for name, row in rows.items() if "compared" in row):
-        cells = [
-            f"{of[kind][way]:.2f}" if way in of[kind] else "-" for way in ("forward", "backward") for kind in ("ratio", "asked")
-        ]
+        cells = [f"{of['ratio'][way]:.2f}" if way in of["ratio"] else "-" for way in ("forward", "backward")]
         lines.append(f"| {name} | {of['with']} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _reached(rows: dict[str, Any]) -> list[str]:
-    """Which of the bounds are kept, and by what factor the others are missed."""
-    missed, kept = [], 0
-    for name, row in rows.items():
-        for way, bound in row.get("asked_ms", {}).items():
-            took = row["jagged"].get(way, {}).get("median")
-            if took is None or took / 1e3 > bound:
-                missed.append(
-                    f"{name}, {way}" + (f" ({took / 1e3 / bound:.2f} times as long)" if took is not None else " (failed)")
-                )
-            else:
-                kept += 1
-    words = f"{kept} of {kept + len(missed)} bounds kept" + (f"; missed: {'; '.join(missed)}" if missed else "")
-    return [f"{words}. Asked of causal attention: 1.5 times FA2's speed forward, 1.35 times backward."]
 
 
 def _errors(rows: dict[str, Any]) -> list[str]:
@@ -400,7 +379,7 @@ CROSS_ENTROPY_PAGES: dict[str, tuple[str | None, dict[str, str]]] = {
             "full": "bfloat16, normal logits; rows are N x V x D:",
             "filter": (
                 "The backward pass alone where gradients below 2^-12 are left out, on logits as after training (bfloat16, "
-                "N x V x D), asked to be 1.8 times as fast:"
+                "N x V x D):"
             ),
             "scaling": "One size at a time, from 8,192 rows, 1,000,000 items and width 128 (bfloat16):",
             "cpu": "float32, N x V x D:",
@@ -417,8 +396,9 @@ CROSS_ENTROPY_PAGES: dict[str, tuple[str | None, dict[str, str]]] = {
     "catalogue_topk": ("topk", {"topk": "bfloat16, 2,048 rows, 1,000,000 items, width 256:", "cpu": "float32, N x V x D:"}),
 }
 PAPERS = (
-    "The loss of one step, both passes, at the sizes of the CCE- paper (batch x length and negatives of each row; float16, "
-    "width 256, no padding): CE is PyTorch, CE- gathered rows, CCE and CCE- ours over all items and sampled:"
+    "The loss of one step, both passes, with the batches of the CCE- paper (batch x length and negatives of each row; float16, "
+    "width 256, no padding; catalogues of {items} items): CE is PyTorch, CE- gathered rows, CCE and CCE- ours over all items and "
+    "sampled:"
 )
 STEPS = (
     "A training step of SASRec with these losses, body, gradients and Adam with it (two blocks and heads; float32 weights, "
@@ -428,7 +408,7 @@ UNMEASURED = "No results yet: `python -m benchmarks.cross_entropy` measures them
 
 
 def cross_entropy_page(result: dict[str, Any], name: str, machine: str = "") -> str:
-    """Markdown of the parts of a result file that a page has: times, rates, memory, and how they stand to what is asked."""
+    """Markdown of the parts of a result file that a page has: times, rates and memory."""
     facts = result["environment"]
     limit = f" Products of bfloat16 matrices of 8192^3: {facts['bf16_matmul_tflops']:,.0f} TFLOP/s." if _on_gpu(facts) else ""
     peers = [f"{title} {facts.get(key)}" for key, title in (("cut_cross_entropy", "cut-cross-entropy"), ("liger", "Liger"))]
@@ -450,9 +430,11 @@ def cross_entropy_page(result: dict[str, Any], name: str, machine: str = "") -> 
             key: row for key, row in result.get(title, {}).get("rows", {}).items() if title == "papers" or _is_of(row, family)
         }
         if rows:
+            if title == "papers":
+                sizes = {key.split(",")[0]: row["size"]["items"] for key, row in rows.items()}
+                words = words.format(items=", ".join(f"{items:,} ({dataset})" for dataset, items in sizes.items()))
             blocks += [words, *_cross_entropy_times(rows, facts), *under_load(rows, CROSS_ENTROPY), *_cross_entropy_memory(rows)]
             blocks += _cross_entropy_filter(result[title]) if title == "filter" else []
-            blocks += _cross_entropy_bounds(rows)
     if name == "cross_entropy" and "steps" in result:
         blocks += [STEPS, *_cross_entropy_steps(result["steps"]["rows"])]
     return "\n\n".join(blocks) + "\n"
@@ -484,16 +466,13 @@ def _cross_entropy_times(rows: dict[str, Any], facts: dict[str, Any]) -> list[st
     """A line for each direction of each case: milliseconds and TFLOP/s of useful work."""
     notes: list[str] = []
     present = [who for who in CROSS_ENTROPY if any(who in row for row in rows.values())]
-    asked = any(way in row["asked"] for row in rows.values() for way in BOTH)
     bounds = any("along" in row for row in rows.values()) and "copy_gb_per_s" in facts
-    extra = [*(["asked"] if asked else []), *(["copy of the gradients"] if bounds else [])]
-    columns = ["", "", *extra, *(CROSS_ENTROPY[who] for who in present)]
+    columns = ["", "", *(["copy of the gradients"] if bounds else []), *(CROSS_ENTROPY[who] for who in present)]
     lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
     for name, row in rows.items():
         ways = [way for way in BOTH if any(way in row.get(who, {}) for who in present)] or ["both"]
         for way in ways:
-            bound = row["asked"].get(way)
-            cells = [name, BOTH[way], *([f"{bound:.3g}" if bound else ""] if asked else [])]
+            cells = [name, BOTH[way]]
             if bounds:
                 cells.append(f"{row['gradient_bytes'] / facts['copy_gb_per_s'] / 1e6:.3g}" if way == "both" else "")
             cells += [_cross_entropy_cell(row.get(who), way, notes) for who in present]
@@ -523,12 +502,10 @@ def _cross_entropy_memory(rows: dict[str, Any]) -> list[str]:
     if key is None:
         return []
     present = [who for who in CROSS_ENTROPY if any(key in row.get(who, {}) for row in rows.values())]
-    asked = any("memory" in row["asked"] for row in rows.values())
-    columns = ["", *(["asked"] if asked else []), *(CROSS_ENTROPY[who] for who in present)]
+    columns = ["", *(CROSS_ENTROPY[who] for who in present)]
     lines = [f"| {' | '.join(columns)} |", f"|---|{'---:|' * (len(columns) - 1)}"]
     for name, row in rows.items():
-        cells = [name, *([f"{row['asked'].get('memory', 0):,.0f}"] if asked else [])]
-        cells += [f"{row[who][key] / 1e6:,.0f}" if key in row.get(who, {}) else "-" for who in present]
+        cells = [name, *(f"{row[who][key] / 1e6:,.0f}" if key in row.get(who, {}) else "-" for who in present)]
         lines.append(f"| {' | '.join(cells)} |")
     beyond = "beyond inputs and results, both passes" if key == keys[0] else "beyond inputs"
     return [f"Peak memory {beyond}, MB:", "\n".join(lines)]
@@ -545,25 +522,6 @@ def _cross_entropy_filter(part: dict[str, Any]) -> list[str]:
                 f"weights off by {apart['hidden']:.2g} and {apart['weight']:.2g} of the norm of our exact ones"
             )
     return ["\n".join(lines)] if lines else []
-
-
-def _cross_entropy_bounds(rows: dict[str, Any]) -> list[str]:
-    """Which of the bounds our operators keep, and by what factor they miss the others."""
-    missed, kept = [], 0
-    for name, row in rows.items():
-        of = row.get("jagged", row.get("jagged_sampled", {}))
-        for way, bound in row["asked"].items():
-            if way == "memory":
-                took = of["beyond_bytes_both"] / 1e6 if "beyond_bytes_both" in of else None
-            else:
-                took = of[way]["median"] / 1e3 if way in of else None
-            if took is None or took > bound:
-                missed.append(f"{name}, {BOTH.get(way, way)} " + ("(failed)" if took is None else f"({took / bound:.2f} times)"))
-            else:
-                kept += 1
-    if not kept + len(missed):
-        return []
-    return [f"{kept} of {kept + len(missed)} bounds kept" + (f"; missed: {'; '.join(missed)}." if missed else ".")]
 
 
 def write_cross_entropy() -> None:
@@ -587,7 +545,7 @@ EMBEDDING = {
     "per_table": "PyTorch, table by table",
     "better": "the better of FBGEMM's",
     "alone": "jagged, each class tuned alone",
-    "cost_model": "jagged without a plan",
+    "cost_model": "jagged, a plan without features",
 }
 EMBEDDING_PARTS = {
     "models": "RecFlex's models, 512 samples, float32, int32 ids, SGD inside the backward pass:",
@@ -621,7 +579,7 @@ EMBEDDING_FIGURES = {
 
 
 def embedding_page(result: dict[str, Any], machine: str = "") -> str:
-    """Markdown of a result file of embedding bags: times beside their limit, and how they stand to what is asked."""
+    """Markdown of a result file of embedding bags: times beside their limit, and how they stand to peers."""
     facts = result["environment"]
     words = "Times are milliseconds, medians."
     if _on_gpu(facts):
@@ -636,7 +594,9 @@ def embedding_page(result: dict[str, Any], machine: str = "") -> str:
     for title, words in EMBEDDING_PARTS.items():
         if result.get(title, {}).get("rows"):
             rows = result[title]["rows"]
-            blocks += [words, *_embedding_times(rows), *under_load(rows, EMBEDDING), *_embedding_bounds(result[title])]
+            blocks += [words, *_embedding_times(rows), *under_load(rows, EMBEDDING), *_embedding_ratios(result[title])]
+            if title == "tuning" and _on_gpu(facts):
+                blocks.append(_embedding_gains(rows, result["models"]["rows"]))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -644,16 +604,13 @@ def _embedding_times(rows: dict[str, Any]) -> list[str]:
     """A line for each way of each case: milliseconds, and how they stand to the limit."""
     notes: list[str] = []
     present = [who for who in EMBEDDING if any(who in row for row in rows.values())]
-    asked = any(row["asked"] for row in rows.values())
     limits = any("limit_us" in row for row in rows.values())
-    columns = ["", "", *(["asked"] if asked else []), *(["limit"] if limits else []), *(EMBEDDING[who] for who in present)]
+    columns = ["", "", *(["limit"] if limits else []), *(EMBEDDING[who] for who in present)]
     lines = [f"| {' | '.join(columns)} |", f"|---|---|{'---:|' * (len(columns) - 2)}"]
     for name, row in rows.items():
         # What fails in every way shall be seen, too.
         for way in [way for way in EMBEDDING_WAYS if any(way in row.get(who, {}) for who in present)] or ["forward"]:
             cells = [name, EMBEDDING_WAYS[way]]
-            if asked:
-                cells.append(f"{row['asked'][way]:.3g}" if way in row["asked"] else "")
             if limits:
                 cells.append(f"{row['limit_us'][way] / 1e3:.2g}" if way in row.get("limit_us", {}) else "")
             cells += [_embedding_cell(row.get(who), way, notes) for who in present]
@@ -672,33 +629,31 @@ def _embedding_cell(of: dict[str, Any] | None, way: str, notes: list[str]) -> st
     return shown + (f" [{_note(notes, EAGER)}]" if figure.get("captured") is False else "")
 
 
-def _embedding_bounds(part: dict[str, Any]) -> list[str]:
-    """What of the milliseconds and ratios that are asked is kept, and how far off the others are."""
-    missed, kept = [], 0
-    for name, row in part["rows"].items():
-        for way, bound in row["asked"].items():
-            took = row.get("jagged", {}).get(way, {}).get("median")
-            if took is not None and took / 1e3 <= bound:
-                kept += 1
-            else:
-                words = "failed" if took is None else f"{took / 1e3 / bound:.2f} times"
-                missed.append(f"{name}, {EMBEDDING_WAYS[way]} ({words})")
-    blocks, lines = [], []
-    if kept or missed:
-        blocks.append(f"{kept} of {kept + len(missed)} bounds kept" + (f"; missed: {'; '.join(missed)}." if missed else "."))
-    for asked in part["asked_ratios"]:
-        way, who, times = asked["way"], asked["who"], asked["times"]
-        found = part["summary"]["means" if asked["by"] == "mean" else "cases"]
+def _embedding_ratios(part: dict[str, Any]) -> list[str]:
+    """How many times as fast as some peers ours are."""
+    lines = []
+    for of_peer in part["asked_ratios"]:
+        way, who = of_peer["way"], of_peer["who"]
+        found = part["summary"]["means" if of_peer["by"] == "mean" else "cases"]
         ratios = {name: of[way][who] for name, of in found.items() if who in of.get(way, {})}
-        if not ratios:
+        if not ratios or who == "cost_model":
             continue
-        if asked["by"] == "mean":
+        if of_peer["by"] == "mean":
             said = ", ".join(f"{ratio:.2f} on the mean of {name}" for name, ratio in ratios.items())
         else:
-            below = [f"{name} ({ratio:.2f})" for name, ratio in ratios.items() if ratio < times]
-            said = f"in {len(ratios) - len(below)} of {len(ratios)} cases" + (f"; not in {', '.join(below)}" if below else "")
-        lines.append(f"- {EMBEDDING_WAYS[way]}, times as fast as {EMBEDDING[who]}, asked {times:.3g}: {said}.")
-    return [*blocks, *(["\n".join(lines)] if lines else [])]
+            said = f"{min(ratios.values()):.2f} to {max(ratios.values()):.2f} in {len(ratios)} cases"
+        lines.append(f"- {EMBEDDING_WAYS[way]}, times as fast as {EMBEDDING[who]}: {said}.")
+    return ["\n".join(lines)] if lines else []
+
+
+def _embedding_gains(tuned: dict[str, Any], untuned: dict[str, Any]) -> str:
+    """What tuned plans gain over no plan, which the models' own part has measured."""
+    gains = [
+        f"{name} {untuned[name]['jagged']['forward']['median'] / row['jagged']['forward']['median'] - 1:+.1%}"
+        for name, row in tuned.items()
+        if "forward" in row.get("jagged", {}) and "forward" in untuned.get(name, {}).get("jagged", {})
+    ]
+    return f"Speed that a tuned plan adds to calls without a plan, of which the first table tells: {', '.join(gains)}."
 
 
 def write_embedding_bags() -> None:
