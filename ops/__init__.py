@@ -7,6 +7,7 @@ if __name__ != "jagged.ops":
     )
 
 from jagged.ops._shared.offsets import pair_offsets, row_positions, sample_of_row
+from jagged.ops._shared.tracing import recorded
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
 from jagged.ops.attention import jagged_attention, jagged_hstu_attention
 from jagged.ops.bmm import (
@@ -102,3 +103,34 @@ __all__ = [
     "validate_offsets",
     "values_are_trusted",
 ]
+
+# Functions of tensors, which a symbolic trace records as they are called.
+for _name in (
+    "array_jagged_bmm_jagged_out",
+    "catalogue_topk",
+    "dense_to_jagged",
+    "embedding_bags",
+    "jagged2_softmax",
+    "jagged_attention",
+    "jagged_concat",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_hstu_attention",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "jagged_linear",
+    "jagged_mlp",
+    "jagged_pairwise_difference",
+    "jagged_softmax",
+    "jagged_split",
+    "jagged_to_dense",
+    "jagged_truncate",
+    "linear_cross_entropy",
+    "pair_offsets",
+    "quantize_rows",
+    "row_positions",
+    "sample_of_row",
+    "sampled_linear_cross_entropy",
+):
+    globals()[_name] = recorded(globals()[_name])

@@ -45,6 +45,7 @@ from jagged.modules import (
     TargetAttention,
     UniformSampler,
 )
+from jagged.ops import jagged_jagged_bmm, jagged_softmax
 from jagged.training.processes import process_group
 from tests.places import PLACE
 
@@ -209,7 +210,7 @@ def test_checkpointing_computes_the_same_again(case: Case) -> None:
 
 
 class Recommender(nn.Module):
-    """Lookups, then modules in a list, as a train pipeline wants them."""
+    """Lookups, then modules in a list and functions, as a train pipeline wants them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ class Recommender(nn.Module):
         x = self.embeddings(features)["item_id"]
         for part in self.parts:
             x = part(x)
-        pooled = self.pooling(x)
+        pooled = self.pooling(x) * jagged_jagged_bmm(x.values(), jagged_softmax(x.values(), x.offsets()), x.offsets()).mean(2)
         return pooled.square().mean(), pooled.detach()
 
 
