@@ -668,10 +668,50 @@ def write_embedding_bags() -> None:
 UNMEASURED_BAGS = "No results yet: `python -m benchmarks.embedding_bags` measures them.\n"
 
 
+HOST = {"jagged": "jagged", "sll": "FBGEMM `sll`", "fbgemm": "FBGEMM C++", "fa2": "FA2", "before": "jagged before"}
+UNMEASURED_HOST = "No results yet: `python -m benchmarks.host_time` measures them.\n"
+
+
+def host_page(result: dict[str, Any]) -> str:
+    """Markdown of a result file of host times: operators on a small batch, then calls of a common size."""
+    rows = result["operators"]["rows"]
+    present = [who for who in HOST if any(who in row for row in rows.values())]
+    lines = [f"| | {' | '.join(HOST[who] for who in present)} |", f"|---|{'---:|' * len(present)}"]
+    for name, row in rows.items():
+        cells = [" / ".join(_host(row[who].get(way)) for way in ("forward", "forward_backward")) if who in row else ""
+                 for who in present]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cell if set(cell) & set('0123456789') else '-' for cell in cells)} |")
+    words = "64 samples of mean length 20, bfloat16; microseconds of the host, forward / forward and backward:"
+    blocks = [_machine(result["environment"]), words, "\n".join(lines)]
+    lines = ["| | | | eager | graph | eager / graph | one call that is waited for |", "|---|---|---|---:|---:|---:|---:|"]
+    for name, row in result.get("eager", {}).get("rows", {}).items():
+        for who, of in row.items():
+            for way, figure in of.items():
+                if isinstance(figure, dict) and "graph" in figure:
+                    cells = [_us(figure["mean"]), _us(figure["graph"]), f"{figure['ratio']:.2f}", _us(figure["synchronised"])]
+                    lines.append(f"| {name} | {ATTENTION.get(who, who)} | {WAYS[way]} | {' | '.join(cells)} |")
+    return "\n\n".join([*blocks, "A hundred eager calls in a row, and a CUDA graph of the same call; microseconds a call:",
+                        "\n".join(lines)]) + "\n"  # fmt: skip
+
+
+def _host(figure: Any) -> str:
+    time = figure.get("median") if isinstance(figure, dict) else figure
+    return "-" if time is None else _us(time)
+
+
+def write_host() -> None:
+    """Write the table of host times, and what stands in for it before anything is measured."""
+    found = [json.loads(path.read_text()) for path in sorted(ROOT.glob("results/*/host_time.json"))]
+    path = FOLDER / "host_time.md"
+    path.write_text("\n".join(map(host_page, found)) or UNMEASURED_HOST)
+    print(path)
+
+
 def main() -> None:
     """Write every page's tables, of each machine in turn."""
     write_cross_entropy()
     write_embedding_bags()
+    write_host()
     pages: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
         name: ("jagged_ops", partial(page, operators=operators)) for name, operators in PAGES.items()
     }

@@ -1,0 +1,156 @@
+"""The host's times, and two versions of jagged in one run: what is called and compared, at sizes that cost nothing."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import (
+    attention_cases,
+    before_after,
+    cross_entropy,
+    cross_entropy_cases,
+    embedding_bags,
+    embedding_cases,
+    host_time,
+    tables,
+)
+from benchmarks.attention_cases import Mask
+from benchmarks.before_after import compare, longer, told
+from benchmarks.common import host_us
+from benchmarks.jagged_cases import CASES
+from benchmarks.jagged_ops import Size
+from benchmarks.trees import HERE, measured, tree_of
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few short samples, few items."""
+    attention = attention_cases.Size(3, 4, 2, 8, dtype="fp32")
+    monkeypatch.setattr(host_time, "SMALL", Size(3, 4, 4, 2, dtype="fp32"))
+    monkeypatch.setattr(host_time, "SMALL_ATTENTION", attention)
+    monkeypatch.setattr(host_time, "EAGER_ATTENTION", {"3 x 4": attention})
+    losses = {name: (method, cross_entropy_cases.Size(8, 20, 4, "fp32", 3 * ("sampled" in method)))
+              for name, (method, _) in host_time.EAGER_LOSSES.items()}  # fmt: skip
+    monkeypatch.setattr(host_time, "EAGER_LOSSES", losses)
+
+
+def test_host_times(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fbgemm_gpu.sll")
+    monkeypatch.setattr(host_time, "CALLS", (10, 10))
+    monkeypatch.setattr(host_time, "host_us", partial(host_us, rounds=1))
+    found = host_time.measure(["operators", "eager"], "cpu", True, [])
+    beside = {name: build(host_time.SMALL.workload("cpu")).peers for name, build in CASES.items()}
+    assert found["operators"].keys() == {name for name, peers in beside.items() if peers} | {"jagged_attention"}
+    for name, row in found["operators"].items():
+        assert row["jagged"].keys() == {"forward", "forward_backward"}, row
+        assert row.keys() == {"jagged", *beside.get(name, ("sll", "fa2"))}
+    assert found["operators"]["jagged_attention"]["fa2"]["failed"].startswith("NotImplementedError: Could not run")
+    assert len(found["eager"]) == 4
+    for row in found["eager"].values():
+        assert row["jagged"]["forward_backward"].keys() == {"mean", "host", "synchronised"}
+    # As on a GPU, where there is a graph to compare with.
+    monkeypatch.setattr(host_time, "replay_us", lambda call: {"median": 2.0, "captured": True})
+    on_gpu = host_time.figures_of("eager", lambda: None, True)
+    assert on_gpu["ratio"] == on_gpu["mean"] / 2.0
+    assert host_time.figures_of("operators", lambda: None, True)["gpu_us"] == 2.0
+    assert host_time.measure(["eager"], "cpu", False, ["nothing"]) == {"eager": {}}
+
+
+def test_host_times_of_two_versions() -> None:
+    row = {
+        "jagged": {"forward": {"median": 10.0, "gpu_us": 3.0}, "forward_backward": {"median": 30.0}},
+        "sll": {"forward": {"median": 40.0}, "forward_backward": {"failed": "wrong"}},
+        "fbgemm": {"failed": "missing"},
+    }
+    found: dict[str, Any] = {"operators": {"softmax": row}}
+    saved: dict[str, Any] = {"operators": {"rows": found["operators"]}}
+
+    def version(*times: float) -> dict[str, Any]:
+        return {"operators": {"softmax": {"jagged": {"forward": {"median": times[0]}, "forward_backward": {"median": times[1]}}}}}
+
+    host_time.with_former(found, [(version(25.0, 60.0), version(12.0, 30.0)), (version(20.0, 65.0), version(10.0, 33.0))])
+    assert (row["before"], row["after"]) == (
+        {"forward": 20.0, "forward_backward": 60.0},
+        {"forward": 10.0, "forward_backward": 30.0},
+    )
+    row["ratios"] = host_time.ratios(row)
+    assert row["ratios"] == {"sll": {"forward": 0.25}, "fbgemm": {}, "before": {"forward": 0.5, "forward_backward": 0.5}}
+    assert host_time.line("softmax", row) == (
+        "softmax: jagged 10.0 (GPU 3.0) / 30.0; sll 40.0 / wrong; fbgemm missing; before 20.0 / 60.0; after 10.0 / 30.0; "
+        "times sll's: 0.25; times fbgemm's: ; times before's: 0.50 / 0.50"
+    )
+    facts = {"device": "NVIDIA Made-Up", "torch": "2", "triton": "3", "fbgemm_gpu": "1"}
+    call = {"mean": 5.0, "host": 4.0, "synchronised": 9.0, "graph": 4.5, "ratio": 1.111}
+    page = tables.host_page({"environment": facts, **saved, "eager": {"rows": {"attention": {"jagged": {"forward": call}}}}})
+    assert "| softmax | 10.0 / 30.0 | 40.0 / - | - | 20.0 / 60.0 |" in page
+    assert "| attention | jagged | forward | 5.0 | 4.5 | 1.11 | 9.0 |" in page
+    assert host_time.summary({"softmax": row})["before"]["forward"] == {"median": 0.5, "largest": 0.5}
+
+
+def test_another_version_is_measured_in_a_process_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="expected a folder with jagged, ops and modules"):
+        tree_of(str(HERE))
+    (tmp_path / "jagged").symlink_to(HERE / "jagged")
+    words = ["--device", "cpu", "--only", "operators", "--cases", "jagged_softmax"]
+    rows = measured("benchmarks.host_time", tree_of(str(tmp_path)), words)
+    assert rows["operators"]["jagged_softmax"].keys() == {"jagged"}
+
+
+def test_rows_of_both_versions_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = {"kind": "one-hot", "rows": 9, "dims": [4, 8], "coverage": 0.5}
+    monkeypatch.setitem(embedding_cases.SHAPES, "tiny", [line])
+    loss = cross_entropy.Case(cross_entropy_cases.Size(8, 20, 4, "fp32"), ("jagged",), ("forward", "both", "backward"))
+    best = cross_entropy.Case(cross_entropy_cases.Size(8, 20, 4, "fp32", k=3), ("jagged",))
+    found = [
+        before_after._jagged(Size(3, 4, 4, 2, dtype="fp32"), "jagged_split", "cpu"),
+        before_after._attention(attention_cases.Size(3, 4, 2, 8, Mask(causal=True), dtype="fp32"), "cpu"),
+        before_after._loss(loss, "jagged", "cpu"),
+        before_after._loss(best, "jagged", "cpu"),
+        before_after._bags(embedding_bags.Case("tiny", (5,), ("jagged",)), "cpu"),
+    ]
+    assert [list(ways) for ways in found] == [["forward", "backward"], ["forward", "backward"], ["forward", "both", "backward"],
+                                              ["forward"], ["forward", "backward"]]  # fmt: skip
+    for ways in found:
+        for prepare in ways.values():
+            timed = prepare()
+            timed()
+            timed()
+    for family in before_after.FAMILIES:
+        every, few = (before_after.rows_of(family, quick, None) for quick in (False, True))
+        assert 0 < len(few) < len(every)
+
+    def make(device: str) -> before_after.Ways:
+        raise NotImplementedError("no such option")
+
+    made = {"good": lambda device: found[0], "bad": make}
+    monkeypatch.setitem(before_after.FAMILIES, "jagged_ops", (lambda quick: iter(made.items()), lambda prepare: {"median": 5.0}))
+    assert before_after.measure({"jagged_ops": None}, False, "cpu") == {
+        "jagged_ops": {"good": {"forward": 5.0, "backward": 5.0}, "bad": {"failed": "NotImplementedError: no such option"}}
+    }
+    assert list(before_after.rows_of("jagged_ops", False, ["good"])) == ["good"]
+
+
+def test_what_takes_longer_is_told() -> None:
+    def version(forward: float, backward: float, **failed: str) -> dict[str, Any]:
+        rows = {"a": {"forward": forward, "backward": backward}, "b": {"forward": 3.0}}
+        return {"ops": {**rows, **{name: {"failed": why} for name, why in failed.items()}}}
+
+    found = compare([(version(10.0, 8.0, b="missing"), version(9.0, 9.0)), (version(11.0, 8.5, b="missing"), version(8.0, 8.8))])
+    assert found["ops"]["a"] == {
+        "forward": {"before": 10.0, "after": 8.0, "ratio": 0.8},
+        "backward": {"before": 8.0, "after": 8.8, "ratio": pytest.approx(1.1)},
+    }
+    assert found["ops"]["b"] == {"failed": {"before": "missing"}}
+    assert longer(found) == {"ops": ["a"]}
+    assert list(told(found)) == [
+        "ops: 2 times, 0.938 of those before on the geometric mean",
+        "  longer: a, backward: 8.0 to 8.8 us, 1.100",
+        "  failed before: b: missing",
+    ]
+    json.dumps(found)
+    assert longer(compare([(version(1.0, 1.0), version(1.02, 1.0))])) == {}
