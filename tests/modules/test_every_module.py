@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -207,6 +208,75 @@ def test_checkpointing_computes_the_same_again(case: Case) -> None:
         for one, other in zip(expected, found, strict=True):
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
+
+
+def computed(model: nn.Module, *given: Any) -> list[Tensor | None]:
+    """The result of a model, and its gradients."""
+    leaves = [*model.parameters(), given[0].values().detach().requires_grad_()]
+    found = seeded(model, JaggedTensor(leaves[-1], offsets=given[0].offsets()), *given[1:])
+    return [found, *gradients(found.square().sum(), leaves)]
+
+
+def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or other is None or (one.dtype == other.dtype and torch.equal(one, other))
+
+
+# Products of two jagged tensors want one dtype before autocast gives them one.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "interaction"])
+def test_autocast_keeps_the_dtypes_of_gradients(name: str) -> None:
+    """Float32 weights and rows learn in float32, whatever products are computed in; of a batch without rows, too."""
+    model = Model(CASES[name]).to(PLACE.device)
+    for given in (inputs(), inputs((0, 0))):
+        with torch.autocast(PLACE.device.type, torch.bfloat16):
+            found = computed(model, *given)
+        assert all(x is None or x.isfinite().all() for x in found)
+        assert {x.dtype for x in found[1:] if x is not None} == {torch.float32}
+
+
+@every_module
+def test_another_default_dtype_changes_nothing(case: Case) -> None:
+    model, given = Model(case).to(PLACE.device), inputs()
+    expected = computed(model, *given)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = computed(model, *given)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_same(found, expected)
+
+
+@every_module
+def test_a_saved_module_computes_the_same(case: Case) -> None:
+    """As a whole, and as a state that goes into one that was mapped to the meta device."""
+    model, given = Model(case).to(PLACE.device), inputs()
+    use, model.use = model.use, None  # type: ignore[assignment]
+    files = io.BytesIO(), io.BytesIO()
+    torch.save(model, files[0])
+    torch.save(model.state_dict(), files[1])
+    model.use = use
+    expected = computed(model, *given)
+    for device in (PLACE.device, "meta"):
+        files[0].seek(0), files[1].seek(0)
+        loaded = torch.load(files[0], map_location=device, weights_only=False)
+        loaded.use = use
+        if device == "meta":
+            loaded.to_empty(device=PLACE.device).load_state_dict(torch.load(files[1], map_location="cpu"))
+        assert_same(computed(loaded, *given), expected)
+
+
+@every_module
+def test_every_precision_of_products_is_taken(case: Case) -> None:
+    """By PyTorch's new switch; after it was set, reading the old ones raises."""
+    model, given = Model(case).to(PLACE.device), inputs()
+    before = torch.backends.cuda.matmul.fp32_precision  # type: ignore[attr-defined]
+    try:
+        for precision in ("tf32", "ieee"):
+            torch.backends.cuda.matmul.fp32_precision = precision  # type: ignore[attr-defined]
+            assert all(x is None or x.isfinite().all() for x in computed(model, *given))
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before  # type: ignore[attr-defined]
 
 
 class Recommender(nn.Module):
