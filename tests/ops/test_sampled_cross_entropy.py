@@ -194,6 +194,7 @@ def check(
 )
 def test_three_way(
     place: Place,
+    unchecked: None,
     rows: int,
     items: int,
     count: int,
