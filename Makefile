@@ -19,7 +19,7 @@ CODE := find jagged ops modules -name '*.py' -type f
 TESTS := find tests -name '*.py' -type f
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-long lint types docs package clean
+.PHONY: help demo test test-all test-long mutants lint types docs package clean
 
 help: ## show this list
 	@echo "make TARGET, where TARGET is one of (each does the set-up it needs):"
@@ -41,6 +41,9 @@ test-all: test ## the same, and the lines that no test runs; half as long again
 
 test-long: export JAGGED_TEST_LONG = 1
 test-long: test-all ## the same with the full counts: hours
+
+mutants: $(VENV)/.dev ## 100 small faults, each before the tests of its file; saved in tests/mutants.json; up to hours
+	@$(PY) -m tests.mutants
 
 lint: types ## ruff and mypy
 	@$(PY) -m ruff check .

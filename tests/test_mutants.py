@@ -1,0 +1,127 @@
+"""Mutants: which faults are put where, and what is made of tests that find them, do not, or do not end."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import KINDS, ROOT, Mutant, draw, mutants, nearest_tests, run, sources, summary
+
+SOURCE = '''\
+"""What 1 + 1 is."""
+
+@cached(size=3)
+def f(x: Literal[4], y=0.5):
+    "Not 2 < 3."
+    if x < 1 and y is not None:
+        raise ValueError(f"ü {x + 1}")
+    log("ü" * 2)
+    x += 1
+    return True if x else -x
+'''
+
+
+def test_every_fault_is_one_change_of_code_that_is_run() -> None:
+    found = [(mutant.line, mutant.kind, mutant.before, mutant.after) for mutant in mutants("f.py", SOURCE)]
+    assert sorted(found) == [
+        (4, "constant", "0.5", "1.0"),
+        (6, "branches", "x < 1 and y is not None", "(not (x < 1 and y is not None))"),
+        (6, "comparison", "x < 1", "(x <= 1)"),
+        (6, "comparison", "y is not None", "(y is None)"),
+        (6, "constant", "1", "2"),
+        (6, "operator", "x < 1 and y is not None", "(x < 1 or y is not None)"),
+        (7, "statement", 'raise ValueError(f"ü {x + 1}")', "pass"),
+        (8, "constant", "2", "3"),
+        (8, "operator", '"ü" * 2', "('ü' + 2)"),
+        (8, "statement", 'log("ü" * 2)', "pass"),
+        (9, "constant", "1", "2"),
+        (9, "statement", "x += 1", "pass"),
+        (10, "branches", "True if x else -x", "(-x if x else True)"),
+        (10, "constant", "True", "False"),
+    ]
+    product = next(mutant for mutant in mutants("f.py", SOURCE) if mutant.before == '"ü" * 2')
+    assert product.text(SOURCE) == SOURCE.replace('"ü" * 2', "('ü' + 2)")
+
+
+def test_drawn_by_seed_as_many_of_each_kind() -> None:
+    files = sources(ROOT)
+    few = dict(list(files.items())[:5])
+    assert draw(few, 10, 0) == draw(few, 10, 0) != draw(few, 10, 1)
+    drawn = draw(files, 100, 0)
+    assert Counter(mutant.kind for mutant in drawn) == dict.fromkeys(KINDS, 20)
+    assert {mutant.path.split("/")[0] for mutant in drawn} == {"ops", "modules", "jagged"}
+    for mutant in drawn:
+        assert ast.dump(ast.parse(mutant.text(files[mutant.path]))) != ast.dump(ast.parse(files[mutant.path])), mutant
+
+
+@pytest.mark.parametrize("path", sorted(sources(ROOT)))
+def test_every_file_has_tests(path: str) -> None:
+    found = nearest_tests(path, ROOT)
+    assert found
+    assert all((ROOT / name).exists() for name in found)
+
+
+def test_the_nearest_tests() -> None:
+    assert nearest_tests("ops/cross_entropy/filter.py", ROOT)[0] == "tests/ops/test_cross_entropy_filter.py"
+    assert nearest_tests("ops/softmax/kernels.py", ROOT) == ["tests/ops/test_softmax.py"]
+    assert nearest_tests("modules/heads.py", ROOT)[0] == "tests/modules/test_heads.py"
+    assert nearest_tests("jagged/metrics.py", ROOT)[0] == "tests/test_metrics.py"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """One function and its test, which sees two of its three faults, and for ever waits for another."""
+    texts = {
+        "jagged/half.py": "def half(x):\n    while x < 0:\n        x += 2\n    return x // 2\n",
+        "tests/test_half.py": "from jagged.half import half\n\ndef test_half():\n    assert (half(-1), half(4)) == (0, 2)\n",
+        "ops/__init__.py": "",
+        "modules/__init__.py": "",
+    }
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+def test_killed_survived_and_stopped(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (project / "jagged/half.py").read_text()
+    chosen = [
+        next(mutant for mutant in mutants("jagged/half.py", source) if (mutant.before, mutant.after) == change)
+        for change in (("x // 2", "(x * 2)"), ("x < 0", "(x <= 0)"), ("x += 2", "pass"))
+    ]
+    monkeypatch.setattr("tests.mutants.draw", lambda *given: chosen)
+    results = project / "results.json"
+    rows = run(project, results, 3, 0, 5.0)
+    assert [row["outcome"] for row in rows] == ["killed", "survived", "stopped"]
+    assert rows[0]["by"].startswith("FAILED tests/test_half.py::test_half")
+    assert (project / "jagged/half.py").read_text() == source
+    assert summary(rows).endswith("killed of those not shown equivalent: 1 of 3, 33%")
+
+    # What was found is not looked for again, and what was written by hand stays.
+    saved = json.loads(results.read_text())
+    saved["mutants"][1]["equivalent"] = "0 is even"
+    saved["mutants"][0]["seconds"] = 1234
+    results.write_text(json.dumps(saved))
+    (project / "tests/test_half.py").write_text("def test_half():\n    pass\n")
+    rows = run(project, results, 3, 0, 30.0, ("stopped",))
+    assert [row["outcome"] for row in rows] == ["killed", "survived", "survived"]
+    assert rows[0]["seconds"] == 1234
+    assert summary(rows).splitlines()[-2:] == [
+        "all                    1           1           1           0",
+        "killed of those not shown equivalent: 1 of 2, 50%",
+    ]
+
+
+def test_tests_that_fail_anyhow_kill_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = (project / "jagged/half.py").read_text()
+    chosen: list[Mutant] = list(mutants("jagged/half.py", source))[:1]
+    monkeypatch.setattr("tests.mutants.draw", lambda *given: chosen)
+    (project / "tests/test_half.py").write_text("from jagged.half import half\n\ndef test_half():\n    raise ValueError\n")
+    with pytest.raises(SystemExit, match=r"^tests/test_half.py::test_half fails without a mutant, too: mend it first$"):
+        run(project, project / "results.json", 1, 0, 30.0)
