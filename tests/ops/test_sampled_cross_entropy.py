@@ -520,7 +520,14 @@ def test_master_weights_under_autocast(place: Place, rows_per_draw: int | None, 
 @pytest.mark.parametrize("kind", ["given", "uniform"] if PLACE.name != "interpret" else ["uniform"])
 @pytest.mark.parametrize(("rows", "items", "ignored"), [(22, 150, 0.2), (22, 15, 0.2), (20, 15, 1.0), (0, 15, 0.0)])
 def test_sparse_gradient_is_the_dense_one(
-    place: Place, rows_per_draw: int | None, kind: str, rows: int, items: int, ignored: float, monkeypatch: pytest.MonkeyPatch
+    place: Place,
+    unchecked: None,
+    rows_per_draw: int | None,
+    kind: str,
+    rows: int,
+    items: int,
+    ignored: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = targets_of(rows, items, 1, ignored)
     hidden, weight = (x.requires_grad_() for x in inputs_of(rows, items, 16, torch.float32))
