@@ -46,7 +46,7 @@ ROUNDS = 2
 ATTENTION_PARTS = ("table", "skew", "options", "biases", "paper")
 LOSS_PARTS = ("full", "filter", "sampled", "scaling", "topk")
 BAG_PARTS = ("models", "sizes", "mlperf", "mixed", "many", "optimizers")
-WARMING = 8
+WARMING = 16
 
 
 def jagged_rows(quick: bool) -> Rows:
@@ -217,13 +217,17 @@ def told(found: dict[str, Any]) -> Iterator[str]:
                 yield f"  failed {version}: {name}: {reason}"
 
 
-def in_turns(tree: Path, wanted: dict[str, list[str] | None], quick: bool, rounds: int) -> list[tuple[Any, Any]]:
-    """What `measure` gives in processes of both versions, in turns."""
+def in_turns(tree: Path, wanted: dict[str, list[str] | None], quick: bool, rounds: int, compiles: bool) -> list[tuple[Any, Any]]:
+    """What `measure` gives in processes of both versions, in turns; the first compile what there is, if kernels are new."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.json").write_text(json.dumps(wanted))
         words = ["--rows", str(Path(folder) / "rows.json"), *(["--quick"] if quick else [])]
-        ask = functools.partial(measured, "benchmarks.before_after")
-        return [(ask(tree, words), ask(None, words)) for _ in range(rounds)]
+        found = []
+        for place in range(rounds):
+            # What the first round compiled is on disk.
+            every = [*words, "--warm"] if place == 0 and compiles else words
+            found.append(tuple(measured("benchmarks.before_after", version, every) for version in (tree, None)))
+        return [(before, after) for before, after in found]
 
 
 def main() -> None:
@@ -234,12 +238,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rows of each family")
     parser.add_argument("--json", help=argparse.SUPPRESS)
     parser.add_argument("--rows", help=argparse.SUPPRESS)
+    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("found no NVIDIA GPU")
     if options.json:
         wanted = json.loads(Path(options.rows).read_text())
-        warm(wanted, options.quick)
+        if options.warm:
+            warm(wanted, options.quick)
         hand_over(options.json, measure(wanted, options.quick))
         return
     try:
@@ -255,10 +261,10 @@ def main() -> None:
         chosen = {of: list(rows) for of, rows in (some_of(names, options.cases) if options.cases else names).items()}
         if not chosen:
             continue
-        rounds = in_turns(tree, chosen, options.quick, ROUNDS)
+        rounds = in_turns(tree, chosen, options.quick, ROUNDS, True)
         found = compare(rounds)
         if slow := longer(found):
-            again = compare(in_turns(tree, slow, options.quick, 2 * ROUNDS))
+            again = compare(in_turns(tree, slow, options.quick, 2 * ROUNDS, False))
             for of, rows in again.items():
                 found[of] |= rows
         result[family] = {**result.get(family, {}), **found[family]}

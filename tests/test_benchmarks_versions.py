@@ -154,3 +154,20 @@ def test_what_takes_longer_is_told() -> None:
     ]
     json.dumps(found)
     assert longer(compare([(version(1.0, 1.0), version(1.02, 1.0))])) == {}
+
+
+def test_versions_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path | None, bool]] = []
+
+    def measured(module: str, tree: Path | None, words: list[str]) -> str:
+        assert json.loads(Path(words[words.index("--rows") + 1]).read_text()) == {"ops": ["a"]}
+        assert ("--quick" in words, module) == (True, "benchmarks.before_after")
+        asked.append((tree, "--warm" in words))
+        return "before" if tree else "after"
+
+    monkeypatch.setattr(before_after, "measured", measured)
+    assert before_after.in_turns(tmp_path, {"ops": ["a"]}, True, 2, True) == [("before", "after")] * 2
+    # Kernels are compiled in the first round.
+    assert asked == [(tmp_path, True), (None, True), (tmp_path, False), (None, False)]
+    before_after.in_turns(tmp_path, {"ops": ["a"]}, True, 1, False)
+    assert asked[4:] == [(tmp_path, False), (None, False)]
