@@ -108,11 +108,11 @@ def attention_backward_dq_kernel(
     )  # fmt: skip
     factor = score_factor(scale, IS_POINTWISE, ACCURATE)
     grad_numbers = find_gradients(grad_bias, bias_offsets, sample, max_distance, num_buckets, bias_rows, bias_keys)
-    bias_grads = BiasGradients(
-        own_copy(grad_relative_bias, relative_copies, grad_numbers.relative_stride),
-        own_copy(grad_time_bias, time_copies, grad_numbers.time_stride),
-        grad_bias, grad_numbers,
-    )  # fmt: skip
+    if grad_relative_bias is not None:
+        grad_relative_bias += own_copy(relative_copies, grad_numbers.relative_stride)
+    if grad_time_bias is not None:
+        grad_time_bias += own_copy(time_copies, grad_numbers.time_stride)
+    bias_grads = BiasGradients(grad_relative_bias, grad_time_bias, grad_bias, grad_numbers)
     grad += start * grad_row_stride + head * grad_head_stride
     query += start * query_row_stride + head * query_head_stride
     key += key_start * key_row_stride + head // GROUP * key_head_stride
