@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jagged.ops._shared.registration import resolve_backend
 from jagged.ops._shared.validation import check_offsets, check_same, check_tensor
-from jagged.ops.attention.checks import MAX_ROWS, check_biases, check_mask, check_rows, positive_scale
+from jagged.ops.attention.checks import check_biases, check_mask, check_rows, positive_scale
 from jagged.ops.attention.spec import ATTENTION, Inputs, Options
 
 
@@ -20,6 +20,7 @@ class _Options(TypedDict, total=False):
     window: int | None
     num_targets: int | Tensor | None
     num_contextual: int
+    global_prefix: int
     relative_bias: Tensor | None
     time_bias: Tensor | None
     q_times: Tensor | None
@@ -56,6 +57,7 @@ def jagged_attention(
     window: int | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
+    global_prefix: int = 0,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     q_times: Tensor | None = None,
@@ -96,6 +98,8 @@ def jagged_attention(
             nearest that does not. None for none.
         num_contextual: the first so many positions are contextual: queries there see the whole history, and keys there are in
             everyone's window.
+        global_prefix: with `causal` and `window`, keys at the first so many positions are in the window of every query behind
+            them; a query sees no more for standing there itself.
         relative_bias: `[H, 2 * M + 1]`, a number for every distance `-M .. M`: `relative_bias[h, M + d]` with d the query's
             position less the key's, held to `-M .. M`. All targets stand right behind the history, so that d of a target and
             itself is 0.
@@ -164,7 +168,7 @@ def jagged_attention(
         check_same("k_offsets", k_offsets, "q_offsets", q_offsets)
         if k_offsets.shape != q_offsets.shape:
             raise ValueError(f"k_offsets: expected {list(q_offsets.shape)} as q_offsets, got {list(k_offsets.shape)}")
-    num_targets = check_mask(q, q_offsets, window, num_targets, num_contextual)
+    num_targets, mask = check_mask(q_offsets, causal, window, num_targets, num_contextual, global_prefix)
     chosen = resolve_backend(backend, q)
     bias_offsets = check_biases(
         q, k, q_offsets, k_offsets, relative_bias, time_bias, {"q_times": q_times, "k_times": k_times}, bias, chosen
@@ -185,10 +189,7 @@ def jagged_attention(
         bias_offsets, dropout_seed,
     )  # fmt: skip
     # Without a default: Dynamo makes a symbol of one, for the first call alone.
-    options = Options(
-        causal, 0 if window is None else min(window, MAX_ROWS), min(num_contextual, MAX_ROWS), factor, dropout_p,
-        pointwise=False, normalizer=0.0,
-    )  # fmt: skip
+    options = Options(**mask, scale=factor, dropout_p=dropout_p, pointwise=False, normalizer=0.0)
     results = ATTENTION(x, options, backend)
     return tuple(results) if return_lse else results.output
 
@@ -203,6 +204,7 @@ def jagged_hstu_attention(
     window: int | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
+    global_prefix: int = 0,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     times: Tensor | None = None,
@@ -231,6 +233,7 @@ def jagged_hstu_attention(
         num_targets: targets at each sample's end, which see the history and themselves alone: one number, or `[B]`, int32 or
             int64.
         num_contextual: the first so many positions see the whole history, and are in everyone's window.
+        global_prefix: with `causal` and `window`, the first so many positions are in the window of all behind them.
         relative_bias: `[H, 2 * M + 1]`, a number for every distance `-M .. M` of positions.
         time_bias: `[H, T]`, a number for every bucket of the time between two rows, two buckets an octave.
         times: `[S]`, int32 or int64, the rows' times in any unit and any order; needed with `time_bias`. Within a sample they
@@ -265,7 +268,7 @@ def jagged_hstu_attention(
     """
     check_rows(q, k, v, None)
     check_offsets(offsets, q, total=q.shape[0])
-    num_targets = check_mask(q, offsets, window, num_targets, num_contextual)
+    num_targets, mask = check_mask(offsets, causal, window, num_targets, num_contextual, global_prefix)
     if normalizer is not None and not normalizer > 0:
         raise ValueError(f"normalizer: expected above 0, got {normalizer}; use None for each sample's own number of rows")
     chosen = resolve_backend(backend, q)
@@ -275,10 +278,8 @@ def jagged_hstu_attention(
         q, k, v, offsets, None, num_targets, relative_bias, time_bias, _in_64_bits(times), bias=bias,
         bias_offsets=bias_offsets,
     )  # fmt: skip
-    options = Options(
-        causal, 0 if window is None else min(window, MAX_ROWS), min(num_contextual, MAX_ROWS), factor, dropout_p=0.0,
-        pointwise=True, normalizer=0.0 if normalizer is None else float(normalizer),
-    )  # fmt: skip
+    normalizer = 0.0 if normalizer is None else float(normalizer)
+    options = Options(**mask, scale=factor, dropout_p=0.0, pointwise=True, normalizer=normalizer)
     return ATTENTION(x, options, backend).output
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,24 +46,41 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> Non
 
 
 def check_mask(
-    q: Tensor, offsets: Tensor, window: int | None, num_targets: int | Tensor | None, num_contextual: int
-) -> Tensor | None:
-    """Check the masks' options, and return the targets of each sample, `[B]`."""
+    offsets: Tensor,
+    causal: bool,
+    window: int | None,
+    num_targets: int | Tensor | None,
+    num_contextual: int,
+    global_prefix: int,
+) -> tuple[Tensor | None, dict[str, Any]]:
+    """Check the masks' options; return the targets of each sample, `[B]`, and what `Options` have of the others."""
     batch_size = offsets.shape[0] - 1
     if window is not None and window < 1:
         raise ValueError(f"window: expected 1 or more, which is a row itself, got {window}; use None for no window")
     if num_contextual < 0:
         raise ValueError(f"num_contextual: expected 0 or more, got {num_contextual}")
+    if global_prefix < 0:
+        raise ValueError(f"global_prefix: expected 0 or more, got {global_prefix}")
+    if global_prefix and (not causal or window is None):
+        raise ValueError(
+            f"global_prefix: expected 0 without causal=True and a window, got {global_prefix}; only these hide keys of a prefix"
+        )
+    options = {
+        "causal": causal,
+        "window": 0 if window is None else min(window, MAX_ROWS),
+        "num_contextual": min(num_contextual, MAX_ROWS),
+        "prefix": min(max(num_contextual, global_prefix), MAX_ROWS),
+    }
     if isinstance(num_targets, Tensor):
         check_tensor("num_targets", num_targets, "[B]", (torch.int32, torch.int64))
         if num_targets.shape[0] != batch_size:
             raise ValueError(f"num_targets: expected [{batch_size}], one for each sample, got {list(num_targets.shape)}")
-        return num_targets
+        return num_targets, options
     if num_targets is None:
-        return None
+        return None, options
     if num_targets < 0:
         raise ValueError(f"num_targets: expected 0 or more, got {num_targets}; use None for no targets")
-    return offsets.new_full((batch_size,), min(num_targets, MAX_ROWS))
+    return offsets.new_full((batch_size,), min(num_targets, MAX_ROWS)), options
 
 
 def check_biases(

@@ -29,11 +29,15 @@ class Inputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """A `window` of 0 is none, and a `normalizer` of 0 is each sample's number of keys; it is of pointwise weights alone."""
+    """A `window` of 0 is none, and every window holds the keys before `prefix`.
+
+    Only pointwise weights have a `normalizer`; 0 is each sample's number of keys.
+    """
 
     causal: bool = False
     window: int = 0
     num_contextual: int = 0
+    prefix: int = 0
     scale: float = 1.0
     dropout_p: float = 0.0
     pointwise: bool = False

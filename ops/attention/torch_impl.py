@@ -87,7 +87,7 @@ class _Chunk:
             place = position if x.num_targets is None else torch.minimum(position, self.history)
             end = torch.minimum(place + 1, self.history) if o.causal else self.history
             if o.window:
-                begin, context_end = place - (o.window - 1), end.clamp(max=o.num_contextual)
+                begin, context_end = place - (o.window - 1), end.clamp(max=o.prefix)
                 end = torch.minimum(end, place + o.window)
             if o.num_contextual:
                 sees_all = position < o.num_contextual
@@ -98,14 +98,14 @@ class _Chunk:
             low, high = 0, self.keys.longest
             if o.causal or o.window:
                 stop = end if x.num_targets is None else torch.maximum(end, position + 1)
-                high = min(max(int(stop.max()), o.num_contextual, 1), high)
-            if o.window and not o.num_contextual:
+                high = min(max(int(stop.max()), o.prefix, 1), high)
+            if o.window and not o.prefix:
                 low = min(max(int(begin.min()), 0), high - 1)
             key = torch.arange(low, high, device=self.shift.device)
             hidden = key >= end
             if o.window:
                 hidden = hidden | (key < begin)
-                if o.num_contextual:
+                if o.prefix:
                     hidden &= key >= context_end
             if x.num_targets is not None:
                 hidden = hidden & (key != position)

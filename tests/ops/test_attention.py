@@ -36,6 +36,8 @@ MASKS: list[dict[str, object]] = [
     {"num_targets": 5, "window": 9},
     {"num_contextual": 2, "causal": True},
     {"num_contextual": 3, "window": 4},
+    {"global_prefix": 5, "window": 3, "causal": True},
+    {"global_prefix": 18, "num_contextual": 3, "window": 4, "causal": True, "num_targets": 2},
     {"num_contextual": 3, "window": 4, "causal": True, "num_targets": 2},
 ]
 
@@ -94,6 +96,8 @@ def cases(
         # Scores of order one: where one key has all the weight, the reference has nothing to err about either.
         "scale": draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
     }
+    if options["causal"] and options["window"]:
+        options["global_prefix"] = draw(st.integers(0, 40))
     heads = draw(HEADS) + 512 // (head_dim * queries.total * group)
     return Case(queries, keys, heads, group, head_dim, dtype, draw(seeds()), options)
 
@@ -150,6 +154,20 @@ def test_three_way(place: Place, dtype: torch.dtype, across: bool, head_dims: li
     case = data.draw(cases(dtype, across, head_dims, shortest_window=2))
     wanted, return_lse = data.draw(st.lists(st.booleans(), min_size=3, max_size=3)), data.draw(st.booleans())
     check(place, case.queries, case.inputs(), case.keys, wanted=wanted, return_lse=return_lse, **case.options)
+
+
+@pytest.mark.parametrize("dtype", PLACE.dtypes[:1], ids=str)
+@settings(max_examples=-(-settings().max_examples // 4))
+@given(st.data())
+def test_a_prefix_that_every_window_keeps(place: Place, dtype: torch.dtype, data: st.DataObject) -> None:
+    case = data.draw(cases(dtype))
+    options = {
+        **case.options,
+        "causal": True,
+        "window": data.draw(st.integers(2, 9)),
+        "global_prefix": data.draw(st.integers(1, 40)),
+    }
+    check(place, case.queries, case.inputs(), case.keys, **options)
 
 
 @pytest.mark.parametrize(
@@ -558,6 +576,16 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
         ((q, q, q, offsets, offsets[:1]), {}, ValueError, r"k_offsets: expected \[2\] as q_offsets, got \[1\]"),
         ((q, q, q, offsets), {"window": 0}, ValueError, "window: expected 1 or more, .* got 0; use None"),
         ((q, q, q, offsets), {"num_contextual": -1}, ValueError, "num_contextual: expected 0 or more, got -1"),
+        ((q, q, q, offsets), {"global_prefix": -1}, ValueError, "^global_prefix: expected 0 or more, got -1$"),
+        *(
+            (
+                (q, q, q, offsets),
+                {"global_prefix": 2, **mask},
+                ValueError,
+                "^global_prefix: expected 0 without causal=True and a window, got 2; only these hide keys of a prefix$",
+            )
+            for mask in ({}, {"causal": True}, {"window": 3})
+        ),
         ((q, q, q, offsets), {"num_targets": -1}, ValueError, "num_targets: expected 0 or more, got -1; use None"),
         (
             (q, q, q, offsets),

@@ -20,6 +20,7 @@ Row = tuple[int, int, str]
 OPTIONS = {"key_offsets": "*i64", "num_targets": "*i64", "window": "i32", "num_contextual": "i32", "grad_lse": "*fp32"}
 # What is added to scores or done to weights, and its gradients.
 EXTRAS = {
+    "prefix": {"prefix": "i32", "window": "i32"},
     "relative": {"relative_bias": "*fp32", "grad_relative_bias": "*i64"},
     "time": {"time_bias": "*fp32", "q_times": "*i64", "k_times": "*i64", "grad_time_bias": "*i64"},
     "pairs": {"bias": "*fp32", "bias_offsets": "*i64", "grad_bias": "*fp32"},
@@ -104,9 +105,10 @@ def compile_row(
     types |= dict.fromkeys(("num_samples", "total", "key_total", "max_distance", "num_buckets", "bias_rows", "bias_keys"), "i32")
     types |= dict.fromkeys(("relative_copies", "time_copies"), "i32")
     absent = {"lse", "statistics"} if kind == "pointwise" else set()
-    for extra, its in [("options", OPTIONS), *EXTRAS.items()]:
+    given = {argument for extra in extras for argument in EXTRAS[extra]} | (set(OPTIONS) if has_options else set())
+    for its in (OPTIONS, *EXTRAS.values()):
         types |= its
-        absent |= set() if extra in extras or (extra == "options" and has_options) else set(its)
+        absent |= set(its) - given
     constants |= {argument: None for argument in absent if argument in kernel.arg_names}
     strides = [argument for argument in kernel.arg_names if argument.endswith("stride") and not argument.startswith("bias")]
     types |= {argument: "i32" for argument in kernel.arg_names if argument.endswith("stride")}
@@ -173,6 +175,7 @@ def test_other_dtypes_widths_and_options(name: str) -> None:
     check(name, 90, (2, 64, "medium"))
     check(name, 90, (2, 64, "long"), dtype="fp16", causal=False)
     check(name, 90, (2, 64, "long"), has_options=True)
+    check(name, 90, (2, 64, "long"), extras=("prefix",))
     check(name, 90, (2, 128, "short"), head_dim=100)
     check(name, 90, (4, 32, "long"))
     check(name, 90, (4, 64, "short"), precision="tf32", causal=False)

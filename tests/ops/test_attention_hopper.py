@@ -301,6 +301,7 @@ ALIGNED = "rows do not begin at 16 bytes"
         (ALIGNED, Q[..., :100].clone(), {}),
         ("window is 3", Q, {"window": 3}),
         ("num_contextual is 1", Q, {"num_contextual": 1}),
+        ("prefix is 2", Q, {"window": 0, "prefix": 2}),
         ("num_targets is given", Q, {"num_targets": torch.ones(2, dtype=torch.int64)}),
         ("relative_bias is given", Q, {"relative_bias": torch.zeros(2, 3)}),
         ("time_bias is given", Q, {"time_bias": torch.zeros(2, 3)}),

@@ -15,6 +15,7 @@ def visible_keys(
     window: int | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
+    global_prefix: int = 0,
 ) -> Tensor:
     """Tell which keys a query sees, `[B, longest Lq, longest Lk]`; both are at least 1, and padding neither sees nor is seen."""
     device = q_lengths.device
@@ -30,7 +31,7 @@ def visible_keys(
     if causal:
         seen = seen & (key <= place)
     if window is not None:
-        seen = seen & (((place - key).abs() < window) | (key < num_contextual))
+        seen = seen & (((place - key).abs() < window) | (key < max(num_contextual, global_prefix)))
     if num_contextual:
         seen = seen | (position < num_contextual)
     seen = seen & (key < history)
@@ -161,6 +162,7 @@ def padded_attention(
     window: int | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
+    global_prefix: int = 0,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     q_times: Tensor | None = None,
@@ -177,6 +179,7 @@ def padded_attention(
     q_lengths = q_offsets.diff()
     k_lengths = q_lengths if k_offsets is None else k_offsets.diff()
     mask = {"causal": causal, "window": window, "num_targets": num_targets, "num_contextual": num_contextual}
+    mask |= {"global_prefix": global_prefix}
     biases = {"relative_bias": relative_bias, "time_bias": time_bias, "q_times": q_times, "k_times": k_times, "bias": bias}
     scores, visible, value = padded_scores(q, k, v, q_lengths, k_lengths, mask, biases, scale)
     # Where nothing is seen, finite scores keep NaN out of the gradients.
@@ -201,6 +204,7 @@ def padded_hstu_attention(
     window: int | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
+    global_prefix: int = 0,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     times: Tensor | None = None,
@@ -211,6 +215,7 @@ def padded_hstu_attention(
     """`[S, H, D]`, twice `[S, Hkv, D]` -> `[S, H, D]`, through `[B, H, L, L]` scores."""
     lengths = offsets.diff()
     mask = {"causal": causal, "window": window, "num_targets": num_targets, "num_contextual": num_contextual}
+    mask |= {"global_prefix": global_prefix}
     biases = {"relative_bias": relative_bias, "time_bias": time_bias, "q_times": times, "k_times": times, "bias": bias}
     scores, visible, value = padded_scores(q, k, v, lengths, lengths, mask, biases, scale)
     weights = torch.nn.functional.silu(scores).masked_fill(~visible, 0)

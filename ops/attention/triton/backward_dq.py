@@ -73,7 +73,7 @@ def accumulate_dq(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dq_kernel(
     grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, num_targets, grad_query, statistics,
-    num_samples, total, key_total, scale, window, num_contextual,
+    num_samples, total, key_total, scale, window, num_contextual, prefix,
     grad_row_stride, grad_head_stride, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, output_row_stride,
     relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
@@ -103,7 +103,7 @@ def attention_backward_dq_kernel(
         bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     rules = Rules(
-        Sight(window, num_contextual, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias), numbers,
+        Sight(window, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias), numbers,
         Dropout(dropout_seed, dropout_threshold, kept_scale),
     )  # fmt: skip
     factor = score_factor(scale, IS_POINTWISE, ACCURATE)

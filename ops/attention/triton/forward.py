@@ -31,8 +31,9 @@ from jagged.ops.attention.triton.scores import (
 
 # Numbers that change from batch to batch.
 UNSPECIALIZED = [
-    "num_samples", "total", "key_total", "window", "num_contextual", "max_distance", "num_buckets", "bias_rows", "bias_keys",
-    "bias_batch_stride", "bias_head_stride", "bias_row_stride", "dropout_threshold", "relative_copies", "time_copies",
+    "num_samples", "total", "key_total", "window", "num_contextual", "prefix", "max_distance", "num_buckets", "bias_rows",
+    "bias_keys", "bias_batch_stride", "bias_head_stride", "bias_row_stride", "dropout_threshold", "relative_copies",
+    "time_copies",
 ]  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def attend(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward_kernel(
     query, key, value, offsets, key_offsets, num_targets, output, lse, num_samples, total, key_total, scale, window,
-    num_contextual,
+    num_contextual, prefix,
     query_row_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     output_row_stride,
     relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
@@ -105,7 +106,7 @@ def attention_forward_kernel(
         bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     rules = Rules(
-        Sight(window, num_contextual, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias), numbers,
+        Sight(window, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias), numbers,
         Dropout(dropout_seed, dropout_threshold, kept_scale),
     )  # fmt: skip
     factor = score_factor(scale, IS_POINTWISE, ACCURATE)

@@ -185,7 +185,8 @@ def _extras(x: Inputs, o: Options) -> dict[str, Any]:
 
 
 def _scalars(x: Inputs, o: Options) -> tuple[int | float | None, ...]:
-    return x.q_offsets.shape[0] - 1, x.q.shape[0], x.k.shape[0], o.scale, o.window or None, o.num_contextual or None
+    prefix = None if o.prefix == o.num_contextual else o.prefix
+    return x.q_offsets.shape[0] - 1, x.q.shape[0], x.k.shape[0], o.scale, o.window or None, o.num_contextual or None, prefix
 
 
 def _configuration(x: Inputs, o: Options, *, allows_tma: bool) -> Configuration:

@@ -11,10 +11,14 @@ import triton.language as tl
 
 
 class Sight(NamedTuple):
-    """What queries see, beside `IS_CAUSAL`; `num_targets` only tells whether there are targets."""
+    """What queries see, beside `IS_CAUSAL`; `num_targets` only tells whether there are targets.
+
+    Keys before `prefix` are in every window; None for the contextual ones.
+    """
 
     window: Any
     num_contextual: Any
+    prefix: Any
     num_targets: Any
 
 
@@ -36,6 +40,12 @@ class Ranges(NamedTuple):
 
 
 @triton.jit
+def prefix_of(sight):
+    """Return how many keys are in every window; None for none."""
+    return sight.num_contextual if sight.prefix is None else sight.prefix
+
+
+@triton.jit
 def visible(positions, keys, history, sight, IS_CAUSAL: tl.constexpr):
     """Tell which keys are seen from which positions; the two broadcast. Positions past the end see anything."""
     rows = positions
@@ -52,8 +62,8 @@ def visible(positions, keys, history, sight, IS_CAUSAL: tl.constexpr):
         near = rows - keys < sight.window
         if not IS_CAUSAL:
             near = near & (keys - rows < sight.window)
-        if sight.num_contextual is not None:
-            near = near | (keys < sight.num_contextual)
+        if prefix_of(sight) is not None:
+            near = near | (keys < prefix_of(sight))
         seen = seen & near
     if sight.num_contextual is not None:
         seen = seen | ((positions < sight.num_contextual) & (keys < history))
@@ -101,8 +111,8 @@ def key_ranges(first_query, sample, sight, IS_CAUSAL: tl.constexpr, ROWS: tl.con
     whole_end = tl.where(is_none_whole, low, whole_end)
 
     prefix_tiles = first * 0
-    if window is not None and num_contextual is not None:
-        prefix_tiles = tl.cdiv(tl.minimum(num_contextual, low), BLOCK)
+    if window is not None and prefix_of(sight) is not None:
+        prefix_tiles = tl.cdiv(tl.minimum(prefix_of(sight), low), BLOCK)
     low_tiles = (whole_begin - low) // BLOCK
     high_tiles = tl.cdiv(tl.maximum(high - whole_end, 0), BLOCK)
     diagonal = high
@@ -134,11 +144,13 @@ def query_ranges(first_key, sample, sight, IS_CAUSAL: tl.constexpr, ROWS: tl.con
         # Where the window reaches past the history, it reaches all targets.
         high = tl.where(last_history + window > history, query_length, tl.minimum(last_history + window - shift, query_length))
         whole_end = tl.where(first + window > history, query_length, tl.minimum(first + window - shift, query_length))
-        if num_contextual is not None:
-            is_contextual = first < num_contextual
-            high = tl.where(is_contextual, query_length, high)
+        if prefix_of(sight) is not None:
+            is_in_prefix = first < prefix_of(sight)
+            high = tl.where(is_in_prefix, query_length, high)
             if not IS_CAUSAL:
-                low = tl.where(is_contextual, 0, low)
+                low = tl.where(is_in_prefix, 0, low)
+        if sight.prefix is not None and IS_CAUSAL:
+            whole_end = tl.where(last < sight.prefix, query_length, whole_end)
     low = tl.maximum(low, 0) // BLOCK * BLOCK
     whole_begin = tl.cdiv(tl.maximum(whole_begin, 0), BLOCK) * BLOCK
     whole_end = tl.maximum(tl.minimum(whole_end, query_length), 0) // BLOCK * BLOCK
