@@ -53,7 +53,7 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
         },
         # A larger table in two halves.
         {
-            "num_users": 150,
+            "num_users": 60,
             "num_items": 60_000,
             "embedding_dim": 512,
             "num_heads": 8,
@@ -65,12 +65,12 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
         },
         # Most of it is activations.
         {
-            "num_users": 200,
+            "num_users": 100,
             "num_items": 200,
             "embedding_dim": 256,
             "num_heads": 2,
-            "batch_size": 150,
-            "num_layers": 6,
+            "batch_size": 100,
+            "num_layers": 3,
             "processes": 1,
         },
     ],
