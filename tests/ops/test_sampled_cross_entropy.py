@@ -858,7 +858,7 @@ def test_messages_name_argument_and_cure(function: Callable[[], object], error: 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 @pytest.mark.parametrize("rows_per_draw", [1, None, "in-batch"])
-def test_one_graph_for_all_numbers_of_rows(place: Place, rows_per_draw: int | str | None) -> None:
+def test_one_graph_for_all_numbers_of_rows(place: Place, unchecked: None, rows_per_draw: int | str | None) -> None:
     counter = CompileCounterWithBackend("inductor" if place.name == "gpu" else "aot_eager")
 
     def function(hidden: Tensor, weight: Tensor, target: Tensor, seed: Tensor) -> Tensor:
