@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
@@ -247,13 +248,25 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
     return Lookups(ids[places], new_offsets, None if weights is None else weights[places], sizes)
 
 
-@functools.lru_cache(maxsize=64)
+def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep what was made, but for what a tracer or another mode makes: its fake tensors are no numbers for later calls."""
+    keeping = functools.lru_cache(maxsize=64)(make)
+
+    @functools.wraps(make)
+    def made(*arguments: Any) -> Tensor:
+        is_watched = torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None
+        return (make if is_watched else keeping)(*arguments)
+
+    return made
+
+
+@_kept
 def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """Return numbers as an int64 tensor, copied to the device once."""
     return torch.tensor(numbers, dtype=torch.int64).to(device)
 
 
-@functools.lru_cache(maxsize=64)
+@_kept
 def _ragged_bags(order: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """For keys in an order the bags of each, one key after the other."""
     bags = torch.arange(sum(sizes)).split(list(sizes))
