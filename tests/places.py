@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 
@@ -29,3 +30,6 @@ def _here() -> Place:
 
 
 PLACE = _here()
+
+# The interpreter runs programs one after the other, always in the same order.
+ONE_ORDER = pytest.mark.skipif(PLACE.name == "interpret", reason="repeats are the same under the interpreter whatever kernels do")
