@@ -118,7 +118,7 @@ def _figure(palette: Palette) -> tuple[Any, Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
-    style = {
+    style: dict[Any, Any] = {
         "font.family": "sans-serif",
         "font.size": 10,
         "text.color": palette.ink,

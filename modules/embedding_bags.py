@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -220,8 +220,8 @@ class ScheduledEmbeddingBagCollection(BagCollection):
         """Draw new tables by their `init_fn`; nothing on the meta device."""
         with torch.no_grad():
             for table in self._embedding_bag_configs:
-                weight = self.embedding_bags[table.name].weight
-                if not weight.is_meta:
+                weight = cast(Tensor, self.embedding_bags[table.name].weight)
+                if not weight.is_meta and table.init_fn is not None:
                     table.init_fn(weight)
 
     def _gather(self) -> None:

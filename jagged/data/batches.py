@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -63,11 +64,12 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until work queued on `stream` is done."""
-        self.features.record_stream(stream)
+        # TorchRec's tensors say that they want CUDA's.
+        self.features.record_stream(cast(torch.cuda.Stream, stream))
         self.targets.record_stream(stream)
         self.users.record_stream(stream)
         if self.viewed is not None:
-            self.viewed.record_stream(stream)
+            self.viewed.record_stream(cast(torch.cuda.Stream, stream))
 
     def pin_memory(self) -> SequenceBatch:
         """The batch in page-locked memory."""

@@ -191,7 +191,7 @@ def jagged_attention(
     # Without a default: Dynamo makes a symbol of one, for the first call alone.
     options = Options(**mask, scale=factor, dropout_p=dropout_p, pointwise=False, normalizer=0.0)
     results = ATTENTION(x, options, backend)
-    return tuple(results) if return_lse else results.output
+    return (results.output, results.lse) if return_lse else results.output
 
 
 def jagged_hstu_attention(

@@ -394,5 +394,6 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         grad_query *= o.scale
         for side, target, part in zip(chunk.sides, sums_of, (grad_query, grad_key, grad_value), strict=True):
             side.unpad_into(target, part)
-    found = {name: rows.view(like.shape).to(like.dtype) for name, rows, like in zip(Inputs._fields, sums_of, x, strict=False)}
+    inputs = zip(Inputs._fields, sums_of, (x.q, x.k, x.v), strict=False)
+    found = {name: rows.view(like.shape).to(like.dtype) for name, rows, like in inputs}
     return found | {name: rows.to(wanted[name]) for name, rows in biases.grads.items()}
