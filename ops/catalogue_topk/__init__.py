@@ -1,5 +1,5 @@
 """The best items of a catalogue for each hidden state, without the logits matrix."""
 
-from jagged.ops.catalogue_topk.op import DEFAULT_MAX_BYTES, catalogue_topk
+from jagged.ops.catalogue_topk.api import DEFAULT_MAX_BYTES, catalogue_topk
 
 __all__ = ["DEFAULT_MAX_BYTES", "catalogue_topk"]

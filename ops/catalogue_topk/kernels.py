@@ -21,10 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_tile, load_tile, logits_of_tiles
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, float32_products, split
 from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.catalogue_topk.keys import ID_MASK, decode
+from jagged.ops.catalogue_topk.spec import Best, Inputs, Options
 from jagged.ops.catalogue_topk.tiles import TILE_ITEMS, tile_of
 
 # Programs the first kernel's launch aims at, by multiprocessor.
@@ -163,21 +165,19 @@ def catalogue_topk_items_kernel(
     tl.store(keys + pair[:, None] * BLOCK_V + column[None, :], key, mask=exists[:, None])
 
 
-def catalogue_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    exclude_ids: Tensor | None,
-    exclude_offsets: Tensor | None,
-    k: int,
-    max_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """Return scores and ids `[N, k]` of the best items; -inf and -1 where fewer are left."""
+_launch_maximum = Launcher(catalogue_topk_maximum_kernel)
+_launch_items = Launcher(catalogue_topk_items_kernel)
+
+
+def catalogue_topk(x: Inputs, o: Options) -> Best:
+    """Launch both kernels for as many rows at a time as the bound on memory has room for."""
+    hidden, weight, bias, exclude_ids, exclude_offsets = x
+    k, max_bytes = o
     num_rows, num_items = hidden.shape[0], weight.shape[0]
     scores = hidden.new_full((num_rows, k), -torch.inf, dtype=torch.float32)
     ids = hidden.new_full((num_rows, k), -1, dtype=torch.int64)
     if num_rows * num_items == 0:
-        return scores, ids
+        return Best(scores, ids)
     hidden, weight = aligned(hidden), aligned(weight)
     bias = None if bias is None else bias.contiguous()
     hits = None
@@ -191,18 +191,17 @@ def catalogue_topk(
     # Whole blocks of rows where there are several.
     block = tile_of(hidden.shape[1], hidden.dtype).rows
     step = step // block * block or step
-    with torch.cuda.device_of(hidden):
-        for first in range(0, num_rows, step):
-            rows = slice(first, min(first + step, num_rows))
-            of_rows = (None, None, None) if hits is None else (hits[0][first:], *hits[1:])
-            inputs = (hidden[rows], weight, bias, *of_rows)
-            chosen = None
-            if chooses:
-                best_tiles = torch.topk(_tile_keys(inputs), k, dim=1, sorted=False).values
-                chosen = (ID_MASK - best_tiles.bitwise_and_(ID_MASK)).to(torch.int32)
-            best = torch.topk(_keys(inputs, chosen), min(k, tiles_per_row * TILE_ITEMS), dim=1).values
-            scores[rows, : best.shape[1]], ids[rows, : best.shape[1]] = decode(best)
-    return scores, ids
+    for first in range(0, num_rows, step):
+        rows = slice(first, min(first + step, num_rows))
+        of_rows = (None, None, None) if hits is None else (hits[0][first:], *hits[1:])
+        inputs = (hidden[rows], weight, bias, *of_rows)
+        chosen = None
+        if chooses:
+            best_tiles = torch.topk(_tile_keys(inputs), k, dim=1, sorted=False).values
+            chosen = (ID_MASK - best_tiles.bitwise_and_(ID_MASK)).to(torch.int32)
+        best = torch.topk(_keys(inputs, chosen), min(k, tiles_per_row * TILE_ITEMS), dim=1).values
+        scores[rows, : best.shape[1]], ids[rows, : best.shape[1]] = decode(best)
+    return Best(scores, ids)
 
 
 def _tile_keys(inputs: tuple[Any, ...]) -> Tensor:
@@ -213,8 +212,9 @@ def _tile_keys(inputs: tuple[Any, ...]) -> Tensor:
     num_tiles, row_blocks = cdiv(num_items, TILE_ITEMS), cdiv(num_rows, tile.rows)
     num_parts, tiles_per_part = split(num_tiles, 1, row_blocks, PROGRAMS, hidden.device)
     keys = hidden.new_empty(num_rows, num_tiles, dtype=torch.int64)
-    catalogue_topk_maximum_kernel[(row_blocks, num_parts)](
-        *inputs, keys, num_rows, num_items, num_tiles, hidden.stride(0), weight.stride(0), tiles_per_part, **_constants(inputs),
+    _launch_maximum(
+        (row_blocks, num_parts), *inputs, keys, num_rows, num_items, num_tiles, hidden.stride(0), weight.stride(0),
+        tiles_per_part, **_constants(inputs),
     )  # fmt: skip
     return keys
 
@@ -234,9 +234,9 @@ def _keys(inputs: tuple[Any, ...], chosen: Tensor | None) -> Tensor:
         tile_offsets = torch.searchsorted(by_tile, torch.arange(num_tiles + 1, dtype=torch.int32, device=hidden.device))
     keys = hidden.new_empty(num_rows, tiles_per_row * TILE_ITEMS, dtype=torch.int64)
     block = tile_of(hidden.shape[1], hidden.dtype).rows
-    catalogue_topk_items_kernel[(pairs.numel() // block + num_tiles,)](
-        *inputs, tile_offsets, pairs, keys, num_items, num_tiles, pairs.numel(), tiles_per_row, hidden.stride(0),
-        weight.stride(0), **_constants(inputs),
+    _launch_items(
+        (pairs.numel() // block + num_tiles,), *inputs, tile_offsets, pairs, keys, num_items, num_tiles, pairs.numel(),
+        tiles_per_row, hidden.stride(0), weight.stride(0), **_constants(inputs),
     )  # fmt: skip
     return keys
 

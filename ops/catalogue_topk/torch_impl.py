@@ -12,6 +12,7 @@ from torch import Tensor
 
 from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops.catalogue_topk.keys import reorder_, restore
+from jagged.ops.catalogue_topk.spec import Best, Inputs, Options
 
 # Bytes that `_best` takes by score, beside an integer of the score's own width and another one on the way to it.
 _EXACT_BYTES = 12
@@ -20,56 +21,49 @@ _ENOUGH_ROWS, _ENOUGH_ITEMS, _FEWEST_ROWS = 256, 4096, 16
 
 
 @torch.no_grad()
-def catalogue_topk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    exclude_ids: Tensor | None,
-    exclude_offsets: Tensor | None,
-    k: int,
-    max_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """Return scores and ids `[N, k]` of the best items; -inf and -1 where fewer are left."""
+def catalogue_topk(x: Inputs, o: Options) -> Best:
+    """Tile by tile, for as many rows at a time as the bound on memory has room for."""
+    hidden, weight, bias, exclude_ids, exclude_offsets = x
+    k, max_bytes = o
     num_rows, num_items = hidden.shape[0], weight.shape[0]
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     scores = hidden.new_full((num_rows, k), -torch.inf, dtype=dtype)
     ids = hidden.new_full((num_rows, k), -1, dtype=torch.int64)
     if num_rows * num_items == 0:
-        return scores, ids
+        return Best(scores, ids)
     # Ids of the items of a tile, and a table in another dtype is converted tile by tile.
     item_bytes = 8 + (0 if weight.dtype == dtype else dtype.itemsize * weight.shape[1])
     step, tile, exact_rows = _plan(num_rows, num_items, max_bytes, item_bytes, dtype.itemsize)
     excluded = None
     if exclude_ids is not None and exclude_offsets is not None and exclude_ids.numel():
         excluded = exclude_ids.to(torch.int64), sample_of_row(exclude_offsets, exclude_ids.shape[0])
-    with torch.autocast(hidden.device.type, enabled=False):
-        # One cell more than a tile has, for what is written nowhere.
-        cells = torch.empty(step * tile + 1, dtype=dtype, device=hidden.device)
-        for first in range(0, num_rows, step):
-            queries = hidden[first : first + step].to(dtype)
-            of_rows = None if excluded is None else _rows_of(excluded, first, queries.shape[0])
-            best = None
-            for low in range(0, num_items, tile):
-                part = weight[low : low + tile].to(dtype).t()
-                shape = queries.shape[0], part.shape[1]
-                logits = torch.mm(queries, part, out=cells[: shape[0] * shape[1]].view(shape))
-                if bias is not None:
-                    logits.add_(bias[low : low + tile].to(dtype))
-                of_tile = None if of_rows is None else (of_rows[0] - low, of_rows[1])
-                top, item = _best_of_tile(cells, shape, of_tile, min(k, shape[1]), exact_rows)
-                item += low
-                if best is not None:
-                    # Among equal scores the earlier tiles' ids are smaller, and each tile's own are in order.
-                    top, item = torch.cat([best[0], top], 1), torch.cat([best[1], item], 1)
-                    top, place = _best(top, min(k, top.shape[1]))
-                    item = item.gather(1, place)
-                best = top, item
-            assert best is not None
-            none = best[0] == torch.iinfo(best[0].dtype).min
-            width = none.shape[1]
-            scores[first : first + step, :width] = restore(best[0]).masked_fill_(none, -torch.inf)
-            ids[first : first + step, :width] = best[1].masked_fill_(none, -1)
-    return scores, ids
+    # One cell more than a tile has, for what is written nowhere.
+    cells = torch.empty(step * tile + 1, dtype=dtype, device=hidden.device)
+    for first in range(0, num_rows, step):
+        queries = hidden[first : first + step].to(dtype)
+        of_rows = None if excluded is None else _rows_of(excluded, first, queries.shape[0])
+        best = None
+        for low in range(0, num_items, tile):
+            part = weight[low : low + tile].to(dtype).t()
+            shape = queries.shape[0], part.shape[1]
+            logits = torch.mm(queries, part, out=cells[: shape[0] * shape[1]].view(shape))
+            if bias is not None:
+                logits.add_(bias[low : low + tile].to(dtype))
+            of_tile = None if of_rows is None else (of_rows[0] - low, of_rows[1])
+            top, item = _best_of_tile(cells, shape, of_tile, min(k, shape[1]), exact_rows)
+            item += low
+            if best is not None:
+                # Among equal scores the earlier tiles' ids are smaller, and each tile's own are in order.
+                top, item = torch.cat([best[0], top], 1), torch.cat([best[1], item], 1)
+                top, place = _best(top, min(k, top.shape[1]))
+                item = item.gather(1, place)
+            best = top, item
+        assert best is not None
+        none = best[0] == torch.iinfo(best[0].dtype).min
+        width = none.shape[1]
+        scores[first : first + step, :width] = restore(best[0]).masked_fill_(none, -torch.inf)
+        ids[first : first + step, :width] = best[1].masked_fill_(none, -1)
+    return Best(scores, ids)
 
 
 def _best_of_tile(

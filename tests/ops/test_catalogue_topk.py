@@ -19,6 +19,7 @@ from jagged.ops import catalogue_topk
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops.catalogue_topk import DEFAULT_MAX_BYTES, torch_impl
 from jagged.ops.catalogue_topk.keys import reorder_, restore
+from jagged.ops.catalogue_topk.spec import Inputs, Options
 from tests.graphs import captured
 from tests.memory import PeakMemory
 from tests.oracle import check_three_way
@@ -271,9 +272,9 @@ def test_memory_is_bounded_and_chunks_change_nothing(place: Place, max_bytes: in
     hidden, weight = integers((rows, 4), dtype, 0), integers((items, 4), dtype, 1)
     exclude = excluded(rows, items, "some", torch.int64)
     assert exclude is not None
-    whole = torch_impl.catalogue_topk(hidden, weight, None, *exclude, k, 2**40)
+    whole = torch_impl.catalogue_topk(Inputs(hidden, weight, None, *exclude), Options(k, 2**40))
     with PeakMemory() as memory:
-        cut = torch_impl.catalogue_topk(hidden, weight, None, *exclude, k, max_bytes)
+        cut = torch_impl.catalogue_topk(Inputs(hidden, weight, None, *exclude), Options(k, max_bytes))
     # Inputs and results, which grow with rows alone or with what they exclude.
     given = weight.nbytes + hidden.nbytes + 2 * 16 * rows * k + 64 * exclude[0].numel()
     assert 0.4 * max_bytes < memory.peak < max_bytes + given
@@ -305,7 +306,7 @@ def test_a_score_is_written_once(dtype: torch.dtype, rows_with_ties: int) -> Non
     exclude = excluded(rows, items, "some", torch.int64)
     assert exclude is not None
     with Written() as written:
-        got = torch_impl.catalogue_topk(hidden, weight, None, *exclude, k, DEFAULT_MAX_BYTES)
+        got = torch_impl.catalogue_topk(Inputs(hidden, weight, None, *exclude), Options(k, DEFAULT_MAX_BYTES))
     # The exact way writes a score fewer than 16 times.
     assert written.count < (1.1 * rows + 16 * rows_with_ties) * items
     want = reference(hidden, weight, k, exclude=exclude)

@@ -1,43 +1,17 @@
-"""Top-k over a catalogue: the best items of each row by inner product, computed from hidden states and item weights."""
+"""Public top-k over a catalogue: the best items of each row by inner product, from hidden states and item weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.registration import define_operator, resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor, holds
-from jagged.ops.catalogue_topk import torch_impl
+from jagged.ops.catalogue_topk.spec import CATALOGUE_TOPK, Inputs, Options
 
 #: Bound on the memory that grows with rows times items.
 DEFAULT_MAX_BYTES = 256 * 2**20
 _MIN_BYTES = 64 * 2**10
 _HALVES = (torch.bfloat16, torch.float16)
-
-
-def _fake(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    exclude_ids: Tensor | None,
-    exclude_offsets: Tensor | None,
-    k: int,
-    max_bytes: int,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-    shape = (hidden.shape[0], k)
-    return hidden.new_empty(shape, dtype=dtype), hidden.new_empty(shape, dtype=torch.int64)
-
-
-_topk = define_operator(
-    "catalogue_topk",
-    "(Tensor hidden, Tensor weight, Tensor? bias, Tensor? exclude_ids, Tensor? exclude_offsets, int k, int max_bytes, "
-    "str backend) -> (Tensor scores, Tensor ids)",
-    torch_impl=torch_impl.catalogue_topk,
-    triton_impl="jagged.ops.catalogue_topk.kernels:catalogue_topk",
-    fake=_fake,
-)
 
 
 def catalogue_topk(
@@ -71,8 +45,8 @@ def catalogue_topk(
         in scores -inf and ids -1.
 
     Raises:
-        ValueError: shapes that do not fit, tensors on different devices, k or max_bytes out of range, an unknown backend; with
-            `JAGGED_VALIDATE=1` also wrong offsets.
+        ValueError: shapes that do not fit, tensors on different devices, k or max_bytes out of range, an unknown backend; on a
+            CPU, elsewhere with `JAGGED_VALIDATE=1`, also wrong offsets.
         TypeError: dtypes other than those above.
 
     Source:
@@ -129,6 +103,6 @@ def catalogue_topk(
     for name, tensor in given:
         if tensor.device != hidden.device:
             raise ValueError(f"{name}: expected the device of hidden, {hidden.device}, got {tensor.device}; move one of them")
-    resolved = resolve_backend(backend, hidden)
-    bias = None if bias is None else bias.detach()
-    return _topk(hidden.detach(), weight.detach(), bias, ids, offsets, k, max_bytes, resolved)  # type: ignore[no-any-return]
+    inputs = Inputs(hidden.detach(), weight.detach(), None if bias is None else bias.detach(), ids, offsets)
+    best = CATALOGUE_TOPK(inputs, Options(k, max_bytes), backend)
+    return best.scores, best.ids
