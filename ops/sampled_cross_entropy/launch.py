@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, balanced_parts, float32_products, gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source, feistel_bits, log_uniform_scale
@@ -66,10 +67,17 @@ def parameter_of(kind: str, num_items: int) -> int:
     return parameters[kind](num_items) if kind in parameters else 0
 
 
+# By the kernel's id: its own hash is one of its source. A launcher keeps its kernel.
+_launchers: dict[int, tuple[Launcher, tuple[str, ...]]] = {}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **constants: Any) -> None:
-    """Launch a kernel with those of the arguments that it has."""
-    names = set(kernel.arg_names) - constants.keys()
-    kernel[grid](**{name: arguments[name] for name in names}, **constants)
+    """Launch a kernel with those of the arguments that it has; constants come before arguments of the same name."""
+    found = _launchers.get(id(kernel))
+    if found is None:
+        found = _launchers[id(kernel)] = Launcher(kernel), tuple(kernel.arg_names)
+    launcher, names = found
+    launcher(grid, **{name: arguments[name] for name in names if name not in constants}, **constants)
 
 
 def shares_gathers(rows_per_draw: int) -> bool:
