@@ -55,6 +55,10 @@ def check_mask(
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """Check the masks' options; return the targets of each sample, `[B]`, and what `Options` have of the others."""
     batch_size = offsets.shape[0] - 1
+    if isinstance(window, (tuple, list)):
+        raise TypeError(
+            f"window: expected one number, got {window}; it is as wide on both sides, or with causal=True ends at the row"
+        )
     if window is not None and window < 1:
         raise ValueError(f"window: expected 1 or more, which is a row itself, got {window}; use None for no window")
     if num_contextual < 0:

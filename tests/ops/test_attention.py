@@ -575,6 +575,12 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
         ((q, q, q, offsets, offsets.int()), {}, TypeError, "k_offsets: expected the dtype of q_offsets, int64, got int32"),
         ((q, q, q, offsets, offsets[:1]), {}, ValueError, r"k_offsets: expected \[2\] as q_offsets, got \[1\]"),
         ((q, q, q, offsets), {"window": 0}, ValueError, "window: expected 1 or more, .* got 0; use None"),
+        (
+            (q, q, q, offsets),
+            {"window": (3, 0)},
+            TypeError,
+            r"^window: expected one number, got \(3, 0\); it is as wide on both sides, or with causal=True ends at the row$",
+        ),
         ((q, q, q, offsets), {"num_contextual": -1}, ValueError, "num_contextual: expected 0 or more, got -1"),
         ((q, q, q, offsets), {"global_prefix": -1}, ValueError, "^global_prefix: expected 0 or more, got -1$"),
         *(

@@ -20,6 +20,7 @@ Row = tuple[int, int, str]
 OPTIONS = {"key_offsets": "*i64", "num_targets": "*i64", "window": "i32", "num_contextual": "i32", "grad_lse": "*fp32"}
 # What is added to scores or done to weights, and its gradients.
 EXTRAS = {
+    "window": {"window": "i32"},
     "prefix": {"prefix": "i32", "window": "i32"},
     "relative": {"relative_bias": "*fp32", "grad_relative_bias": "*i64"},
     "time": {"time_bias": "*fp32", "q_times": "*i64", "k_times": "*i64", "grad_time_bias": "*i64"},
@@ -175,6 +176,7 @@ def test_other_dtypes_widths_and_options(name: str) -> None:
     check(name, 90, (2, 64, "medium"))
     check(name, 90, (2, 64, "long"), dtype="fp16", causal=False)
     check(name, 90, (2, 64, "long"), has_options=True)
+    check(name, 90, (2, 64, "long"), extras=("window",))
     check(name, 90, (2, 64, "long"), extras=("prefix",))
     check(name, 90, (2, 128, "short"), head_dim=100)
     check(name, 90, (4, 32, "long"))

@@ -41,7 +41,7 @@ class Ranges(NamedTuple):
 
 @triton.jit
 def prefix_of(sight):
-    """Return how many keys are in every window; None for none."""
+    """Return how many keys are in every window, of a sight that has some."""
     return sight.num_contextual if sight.prefix is None else sight.prefix
 
 
@@ -62,7 +62,7 @@ def visible(positions, keys, history, sight, IS_CAUSAL: tl.constexpr):
         near = rows - keys < sight.window
         if not IS_CAUSAL:
             near = near & (keys - rows < sight.window)
-        if prefix_of(sight) is not None:
+        if sight.num_contextual is not None or sight.prefix is not None:
             near = near | (keys < prefix_of(sight))
         seen = seen & near
     if sight.num_contextual is not None:
@@ -111,7 +111,7 @@ def key_ranges(first_query, sample, sight, IS_CAUSAL: tl.constexpr, ROWS: tl.con
     whole_end = tl.where(is_none_whole, low, whole_end)
 
     prefix_tiles = first * 0
-    if window is not None and prefix_of(sight) is not None:
+    if window is not None and (num_contextual is not None or sight.prefix is not None):
         prefix_tiles = tl.cdiv(tl.minimum(prefix_of(sight), low), BLOCK)
     low_tiles = (whole_begin - low) // BLOCK
     high_tiles = tl.cdiv(tl.maximum(high - whole_end, 0), BLOCK)
@@ -144,7 +144,7 @@ def query_ranges(first_key, sample, sight, IS_CAUSAL: tl.constexpr, ROWS: tl.con
         # Where the window reaches past the history, it reaches all targets.
         high = tl.where(last_history + window > history, query_length, tl.minimum(last_history + window - shift, query_length))
         whole_end = tl.where(first + window > history, query_length, tl.minimum(first + window - shift, query_length))
-        if prefix_of(sight) is not None:
+        if num_contextual is not None or sight.prefix is not None:
             is_in_prefix = first < prefix_of(sight)
             high = tl.where(is_in_prefix, query_length, high)
             if not IS_CAUSAL:
