@@ -268,10 +268,10 @@ def sampled_linear_cross_entropy(
         weight: `[V, D]`, the dtype of hidden. Under `torch.autocast` both are cast to its dtype, and gradients of float32
             master weights are accumulated and returned in float32.
         target: `[N]`, int32 or int64: item of each row, 0 <= item < V, or `ignore_index`. A row with any other value has
-            the loss NaN and no gradient; `JAGGED_VALIDATE=1` refuses it.
+            the loss NaN and no gradient; where values are checked it is refused.
         negatives: a `Draw`, or ids, int32 or int64: `[N, ns]` for each row, `[G, ns]` for each of G blocks of `ceil(N / G)`
-            consecutive rows, `[ns]` for the batch. An id that is no item is masked; `JAGGED_VALIDATE=1` refuses all but -1.
-            An item that stands there twice counts twice.
+            consecutive rows, `[ns]` for the batch. An id that is no item is masked; where values are checked all
+            but -1 are refused. An item that stands there twice counts twice.
         negative_log_q: in the shape of the ids, float32: logarithms of the probabilities that one draw gives them, for a
             correction. None means uniform, `-log V`. A `Draw` knows its own.
         target_log_q: `[N]`, float32: the same of the targets, for `correction="both"`; None as for the negatives.
@@ -309,8 +309,8 @@ def sampled_linear_cross_entropy(
 
     Raises:
         ValueError: shapes that do not fit, tensors on different devices, options that do not go together or are unknown,
-            weights or probabilities that require a gradient; with `JAGGED_VALIDATE=1` also ids out of range, named by their
-            place.
+            weights or probabilities that require a gradient; on a CPU, elsewhere with `JAGGED_VALIDATE=1`, also ids out of
+            range, named by their place.
         TypeError: dtypes other than those above.
 
     Source:

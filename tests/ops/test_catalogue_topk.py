@@ -408,6 +408,16 @@ def test_one_graph_for_all_numbers_of_rows(place: Place) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_one_tensor_is_both_matrices(place: Place) -> None:
+    def function(items: Tensor) -> Any:
+        return catalogue_topk(items, items, 3, backend=place.backend)
+
+    items = integers((40, 8), torch.float32, 0).requires_grad_()
+    compiled = torch.compile(function, fullgraph=True, backend="inductor" if place.name == "gpu" else "aot_eager")
+    torch.testing.assert_close(compiled(items), function(items), rtol=0, atol=0)
+
+
 @ON_GPU
 @pytest.mark.parametrize("k", [10, 100])
 def test_no_synchronisation_and_graph_capture(place: Place, k: int) -> None:
