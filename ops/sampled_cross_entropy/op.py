@@ -142,7 +142,7 @@ class SampledLinearCrossEntropyFunction(torch.autograd.Function):
             weights = target != settings.ignore_index if sample_weight is None else sample_weight
             normaliser = weights.sum(dtype=loss.dtype)
             # No counted row gives 0 / 1: a step on an empty batch is no step, rather than a NaN in every weight.
-            normaliser = torch.where(normaliser == 0, 1, normaliser)
+            normaliser = normaliser.clamp_(min=1) if sample_weight is None else normaliser.masked_fill_(normaliser == 0, 1)
             loss = loss / normaliser
         ctx.save_for_backward(hidden, weight, target, *source, excluded, exclude_offsets, *saved, sample_weight, normaliser)
         return (loss, lse) if return_lse else loss
