@@ -59,25 +59,18 @@ class Known(NamedTuple):
 
 def known_of(layout: Tensor) -> Known:
     """Return what is known of a layout `[F, fields]` on the host."""
-    key = layout.data_ptr(), layout.shape[0]
-    if key not in _known:
+    # The tensor keeps it: no table of ours holds layouts, and no other layout comes to lie at its place.
+    known: Known | None = layout.__dict__.get("known")
+    if known is None:
         widths = layout[:, 2].tolist()
         of_small = schedules_of(set(widths), SMALL_KINDS, SMALL_COLUMNS.value)
         num_parts = sum(cdiv(width, SMALL_COLUMNS.value) for width in widths)
         num_rows = max((rows + first_row for rows, first_row in layout[:, [1, 5]].tolist()), default=0)
-        _known[key] = (
-            layout,
-            Known(
-                schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
-                len(set(layout[:, 6].tolist())),
-                all(width % 4 == 0 for width in widths), bool(layout[:, 4].any()),
-            ),
+        known = layout.__dict__["known"] = Known(
+            schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows, len(set(layout[:, 6].tolist())),
+            all(width % 4 == 0 for width in widths), bool(layout[:, 4].any()),
         )  # fmt: skip
-    return _known[key][1]
-
-
-# By address; the tensor is kept, so that no other can come to lie there.
-_known: dict[tuple[int, int], tuple[Tensor, Known]] = {}
+    return known
 
 
 def schedules_of(widths: set[int], kinds: Iterable[int] = range(NUM_KINDS.value), most_columns: int = MOST_COLUMNS.value) -> int:

@@ -472,3 +472,19 @@ def test_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     with pytest.warns(UserWarning, match="expected one for GPU 3"):
         assert PLAN.schedules(BagLayout((10,), (4,)), "cuda:3", names=("a",), mismatch="warn") is None
+
+
+@pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the Triton kernels alone")
+def test_layouts_go_when_nothing_holds_them(place: Place) -> None:
+    import gc
+    import weakref
+
+    from jagged.ops.embedding_bag.schedules import known_of
+
+    layouts = [BagLayout((size,), (4,)) for size in range(1, 6)]
+    assert [known_of(layout.fields).num_rows for layout in layouts] == [1, 2, 3, 4, 5]
+    assert known_of(layouts[0].fields) is known_of(layouts[0].fields)
+    held = [weakref.ref(layout.fields) for layout in layouts]
+    del layouts
+    gc.collect()
+    assert [tensor() for tensor in held] == [None] * 5
