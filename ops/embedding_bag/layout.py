@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -81,6 +81,10 @@ class BagLayout:
         # Now, for a compiled region cannot compute cached properties.
         for name in ("starts", "first_rows", "feature_widths", "columns", "has_means", "fields", "_tensors"):
             getattr(self, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Tensors that are mapped to another device with a module's own would no longer be what kernels read.
+        return BagLayout, (self.rows, self.widths, self.tables, self.means)
 
     def __hash__(self) -> int:
         # Of thousands of numbers it takes longer than a launch.

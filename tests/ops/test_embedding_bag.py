@@ -1136,3 +1136,17 @@ def test_other_devices_than_the_current_one(place: Place) -> None:
         assert torch.equal(got.cpu(), expected.cpu())
     with pytest.raises(ValueError, match="indices: expected the device of weights"):
         run(place, there, weights)
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="the same everywhere")
+def test_layouts_pickle_their_tuples_alone() -> None:
+    layout = BagLayout((9, 5), (4, 3), (0, 1, 0), (False, True, False))
+    kept = io.BytesIO()
+    torch.save(layout, kept)
+    kept.seek(0)
+    mapped = torch.load(kept, map_location="meta", weights_only=False)
+    for other in (mapped, copy.deepcopy(layout), pickle.loads(pickle.dumps(layout))):
+        assert other == layout
+        assert torch.equal(other.fields, layout.fields)
+        assert torch.equal(other.tensor(torch.device("cpu")), layout.tensor(torch.device("cpu")))
+    assert b"torch" not in pickle.dumps(layout)
