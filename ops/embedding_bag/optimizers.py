@@ -100,7 +100,7 @@ class BagOptimizer:
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         lengths = {"": 0, "element": layout.num_elements, "row": layout.first_rows[-1]}
         self.states_of = STATES[kind]
-        self.first, self.second = (torch.zeros(lengths[of], device=device) for of in self.states_of)
+        self.first, self.second = (torch.zeros(lengths[of], dtype=torch.float32, device=device) for of in self.states_of)
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that go on from step to step, for a checkpoint."""

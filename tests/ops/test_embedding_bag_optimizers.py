@@ -534,3 +534,17 @@ def test_a_layout_without_features(place: Place) -> None:
     output = embedding_bags(weights, layout, nothing, nothing.new_zeros(1), optimizer=optimizer, backend=place.backend)
     output.sum().backward()
     assert bool((weights == 1).all())
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="the same everywhere")
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16])
+def test_states_are_float32_under_any_default_dtype(default: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        optimizer = BagOptimizer("rowwise_adam", SHARED, learning_rate=0.1)
+    finally:
+        torch.set_default_dtype(before)
+    assert {name: state.dtype for name, state in optimizer.state().items()} == {
+        "learning_rate": torch.float32, "step": torch.int64, "first": torch.float32, "second": torch.float32,
+    }  # fmt: skip
