@@ -103,6 +103,7 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         # An update changes the weights: of a batch before its own it must not be taken for a mistake.
         ctx.weights = weights if optimizer is not None else None
         saved = weights if needs_rows and optimizer is None else None
+        ctx.version = weights._version if needs_rows and optimizer is not None else None
         ctx.save_for_backward(saved, per_sample_weights, indices, offsets)
         result: Tensor = _forward(
             weights, scales, indices, offsets, per_sample_weights, *batch, *of_forward, size, width, output_dtype, backend
@@ -117,6 +118,11 @@ class EmbeddingBagsFunction(torch.autograd.Function):
         weights, per_sample_weights, indices, offsets = ctx.saved_tensors
         weights = ctx.weights if weights is None else weights
         grad, grad_weights, grad_samples = grad.contiguous(), None, None
+        if ctx.version is not None and weights._version != ctx.version:
+            raise RuntimeError(
+                "per_sample_weights: their gradient needs the tables as forward read them, but an update has changed them since; "
+                "look all ids up in one call of embedding_bags, or call backward of one lookup before the next is made"
+            )
         if ctx.needs_input_grad[1]:
             # With the weights that forward read, so before they change.
             grad_samples = _samples_backward(grad, weights, indices, offsets, *ctx.batch, per_sample_weights.dtype, ctx.backend)
@@ -129,6 +135,8 @@ class EmbeddingBagsFunction(torch.autograd.Function):
                     weights, optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate, grad, *lookups,
                     *optimizer.rule, ctx.counted_rows, ctx.backend,
                 )  # fmt: skip
+            # The operator counts no change of its own.
+            torch.autograd.graph.increment_version(weights)
         elif ctx.needs_input_grad[0]:
             grad_weights = _weights_backward(grad, *lookups, ctx.num_elements, ctx.weights_dtype, ctx.counted_rows, ctx.backend)
         found = [x for x in (grad_weights, grad_samples) if x is not None]

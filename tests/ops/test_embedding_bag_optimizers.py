@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -548,3 +549,23 @@ def test_states_are_float32_under_any_default_dtype(default: torch.dtype) -> Non
     assert {name: state.dtype for name, state in optimizer.state().items()} == {
         "learning_rate": torch.float32, "step": torch.int64, "first": torch.float32, "second": torch.float32,
     }  # fmt: skip
+
+
+def test_gradients_of_weights_behind_another_update_are_refused(place: Place) -> None:
+    """Two lookups in one backward: the second one's update comes before the first one's gradient of its ids' weights."""
+    ids, offsets = lookups_of(SHARED, LENGTHS, 0)
+    optimizer = optimizer_of("sgd", SHARED)
+    table = random_tensor((SHARED.num_elements,), torch.float32, 0).requires_grad_()
+    samples = [random_tensor(tuple(ids.shape), torch.float32, seed).requires_grad_() for seed in range(2)]
+    outputs = [
+        embedding_bags(
+            table, SHARED, ids, offsets, per_sample_weights=weights, optimizer=optimizer, backend=place.backend
+        ).sum()
+        for weights in samples
+    ]  # fmt: skip
+    message = (
+        "per_sample_weights: their gradient needs the tables as forward read them, but an update has changed them since; "
+        "look all ids up in one call of embedding_bags, or call backward of one lookup before the next is made"
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
+        sum(outputs, torch.zeros((), device=place.device)).backward()
