@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,10 +68,23 @@ def compile_kernel(
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if max_registers is not None and isinstance(arch, int):
         options["maxnreg"] = max_registers
-    compiled = triton.compile(source, target=target, options=options)
+    with _without_cubin():
+        compiled = triton.compile(source, target=target, options=options)
     assembly = compiled.asm["amdgcn" if isinstance(arch, str) else "ptx"]
     read = _read_amdgcn(assembly) if isinstance(arch, str) else _assemble_ptx(assembly, arch)
     return Resources(*read, compiled.metadata.shared, assembly)
+
+
+@contextlib.contextmanager
+def _without_cubin() -> Iterator[None]:
+    """Let Triton end at PTX, which is assembled but once, by `_assemble_ptx`; in a cache of its own, as nothing there can run."""
+    from triton import knobs
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    with pytest.MonkeyPatch.context() as patch, knobs.cache.scope():
+        patch.setattr(CUDABackend, "make_cubin", lambda *given: b"")
+        knobs.cache.dir = f"{knobs.cache.dir}-ptx"
+        yield
 
 
 def _assemble_ptx(ptx: str, arch: int) -> tuple[int, int, bool]:
