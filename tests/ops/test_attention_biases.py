@@ -323,7 +323,7 @@ def sum_diagonals_kernel(
     zero = tl.program_id(0)
     sample = Sample(zero, zero, 0, 0, key_length, key_length, 0, history)
     numbers = BiasNumbers(1.0, farthest, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    rules = Rules(Sight(None, None, num_targets), Biases(bins, None, None, None, None), numbers, None)
+    rules = Rules(Sight(None, None, None, num_targets), Biases(bins, None, None, None, None), numbers, None)
     grads = BiasGradients(bins, None, None, GradientNumbers(2 * farthest + 1, 0, 0, 0, 0))
     sums, _ = no_sums(ROWS, 1)
     below, above = add_relative_gradient(sums, scores, first_query, first_key, sample, rules, grads)
