@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width, with_values
 from jagged.modules.positions import positions_with_targets, rotate
-from jagged.ops import jagged_attention
+from jagged.ops import Window, jagged_attention
 
 
 def bias_parameters(
@@ -69,7 +69,8 @@ class JaggedSelfAttention(JaggedModule):
         num_heads: attention heads; divides `embedding_dim`.
         num_key_heads: heads of keys and values, each read by as many query heads; divides `num_heads`. None for `num_heads`.
         causal: a row sees itself and the rows before it; otherwise all rows of its sample.
-        window: a row sees only rows fewer than `window` places away; None for all.
+        window: a row sees only rows fewer than `window` places away, or, of a pair `(left, right)`, at most `left` before and
+            `right` behind it; None for all.
         num_contextual: the first so many rows of a sample see its whole history and are in everyone's window.
         rotary: turn queries and keys by their rows' positions, so that scores depend on distances. Positions are counted from
             the sample's first row, and all targets stand right behind the history.
@@ -129,7 +130,7 @@ class JaggedSelfAttention(JaggedModule):
         *,
         num_key_heads: int | None = None,
         causal: bool = True,
-        window: int | None = None,
+        window: Window | None = None,
         num_contextual: int = 0,
         rotary: bool = False,
         max_distance: int | None = None,

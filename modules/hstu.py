@@ -9,7 +9,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules.attention import bias_parameters, check_times, draw_biases
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_width, with_values
-from jagged.ops import jagged_hstu_attention
+from jagged.ops import Window, jagged_hstu_attention
 
 
 class HSTUBlock(JaggedModule):
@@ -32,7 +32,8 @@ class HSTUBlock(JaggedModule):
         embedding_dim: width D of rows in and out.
         num_heads: attention heads.
         head_dim: width of a head's queries, keys, values and gates; None for `embedding_dim // num_heads`.
-        window: a row sees only rows fewer than `window` places away; None for all before it.
+        window: a row sees only rows fewer than `window` places away, or at most `left` of a pair `(left, right)`; None for all
+            before it.
         num_contextual: the first so many rows of a sample see its whole history and are in everyone's window.
         max_distance: add to the scores a learned number for each head and distance between rows (`relative_bias`,
             `[H, 2 * max_distance + 1]`), where all targets stand right behind the history; distances beyond count as
@@ -79,7 +80,7 @@ class HSTUBlock(JaggedModule):
         num_heads: int,
         *,
         head_dim: int | None = None,
-        window: int | None = None,
+        window: Window | None = None,
         num_contextual: int = 0,
         max_distance: int | None = None,
         num_time_buckets: int | None = None,

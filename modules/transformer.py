@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules.attention import JaggedSelfAttention
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
+from jagged.ops import Window
 
 
 class JaggedTransformerBlock(JaggedModule):
@@ -50,7 +51,7 @@ class JaggedTransformerBlock(JaggedModule):
         norm: Literal["pre", "post"] = "pre",
         num_key_heads: int | None = None,
         causal: bool = True,
-        window: int | None = None,
+        window: Window | None = None,
         num_contextual: int = 0,
         rotary: bool = False,
         max_distance: int | None = None,

@@ -9,7 +9,7 @@ if __name__ != "jagged.ops":
 from jagged.ops._shared.offsets import pair_offsets, row_positions, sample_of_row
 from jagged.ops._shared.tracing import recorded
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
-from jagged.ops.attention import jagged_attention, jagged_hstu_attention
+from jagged.ops.attention import Window, jagged_attention, jagged_hstu_attention
 from jagged.ops.bmm import (
     array_jagged_bmm_jagged_out,
     jagged_dense_bmm,
@@ -69,6 +69,7 @@ __all__ = [
     "Reduction",
     "Strategy",
     "StrategyName",
+    "Window",
     "array_jagged_bmm_jagged_out",
     "catalogue_topk",
     "dense_to_jagged",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.registration import resolve_backend
-from jagged.ops._shared.validation import check_offsets, check_same, check_tensor
-from jagged.ops.attention.checks import check_biases, check_mask, check_rows, positive_scale
+from jagged.ops._shared.validation import check_number, check_offsets, check_same, check_tensor
+from jagged.ops.attention.checks import Window, check_biases, check_mask, check_rows, positive_scale
 from jagged.ops.attention.spec import ATTENTION, Inputs, Options
 
 
@@ -17,10 +17,11 @@ class _Options(TypedDict, total=False):
     """Options of `jagged_attention`, but for the one that its result's type depends on."""
 
     causal: bool
-    window: int | None
+    window: Window | None
     num_targets: int | Tensor | None
     num_contextual: int
     global_prefix: int
+    windowed_context: bool
     relative_bias: Tensor | None
     time_bias: Tensor | None
     q_times: Tensor | None
@@ -29,6 +30,7 @@ class _Options(TypedDict, total=False):
     dropout_p: float
     dropout_seed: Tensor | None
     scale: float | None
+    softcap: float | None
     backend: str | None
 
 
@@ -54,10 +56,11 @@ def jagged_attention(
     k_offsets: Tensor | None = None,
     *,
     causal: bool = False,
-    window: int | None = None,
+    window: Window | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
     global_prefix: int = 0,
+    windowed_context: bool = False,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     q_times: Tensor | None = None,
@@ -66,6 +69,7 @@ def jagged_attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -93,13 +97,16 @@ def jagged_attention(
         q_offsets: `[B + 1]`, int32 or int64, from 0; sample b owns the queries `q_offsets[b] .. q_offsets[b + 1] - 1`.
         k_offsets: `[B + 1]`, of the dtype of `q_offsets`: each sample's keys and values; None for those of the queries.
         causal: hide the keys past a query's position.
-        window: hide the keys `window` positions away or further; None hides none.
+        window: hide the keys `window` positions away or further; or a pair `(left, right)`, those more than `left` positions
+            before the query's or more than `right` behind it, either None for no bound. None hides none.
         num_targets: targets at each sample's end: one number, or `[B]`, int32 or int64; what lies outside `0 .. Lk` counts as the
             nearest that does not. None for none.
         num_contextual: the first so many positions are contextual: queries there see the whole history, and keys there are in
             everyone's window.
         global_prefix: with `causal` and `window`, keys at the first so many positions are in the window of every query behind
             them; a query sees no more for standing there itself.
+        windowed_context: with `num_contextual` and `window`, contextual keys are not in everyone's window; to the window they
+            all stand at position `num_contextual - 1`.
         relative_bias: `[H, 2 * M + 1]`, a number for every distance `-M .. M`: `relative_bias[h, M + d]` with d the query's
             position less the key's, held to `-M .. M`. All targets stand right behind the history, so that d of a target and
             itself is 0.
@@ -117,6 +124,7 @@ def jagged_attention(
         dropout_seed: int64, one element: the same seed drops the same weights, on every backend. None draws one from torch's
             generator of the device of `q`, without a synchronisation.
         scale: factor of the scores; None takes `1 / sqrt(D)`.
+        softcap: bound of the scores before biases, `softcap * tanh(q k^T * scale / softcap)`; None for none.
         return_lse: return the log-sum-exp of each query's scores as well, as merging outputs over several sets of keys needs.
         backend: `"torch"` or `"triton"` to force one; None takes Triton for CUDA tensors. The PyTorch implementation reads the
             lengths on the host, which for CUDA tensors is a synchronisation; there it is an aid to debugging.
@@ -168,11 +176,12 @@ def jagged_attention(
         check_same("k_offsets", k_offsets, "q_offsets", q_offsets)
         if k_offsets.shape != q_offsets.shape:
             raise ValueError(f"k_offsets: expected {list(q_offsets.shape)} as q_offsets, got {list(k_offsets.shape)}")
-    num_targets, mask = check_mask(q_offsets, causal, window, num_targets, num_contextual, global_prefix)
+    num_targets, mask = check_mask(q_offsets, causal, window, num_targets, num_contextual, global_prefix, windowed_context)
     chosen = resolve_backend(backend, q)
     bias_offsets = check_biases(
         q, k, q_offsets, k_offsets, relative_bias, time_bias, {"q_times": q_times, "k_times": k_times}, bias, chosen
     )
+    check_number("softcap", softcap, softcap is None or 0 < softcap < float("inf"), "a number above 0, or None")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p: expected from 0 to below 1, got {dropout_p}; it is the share of weights that are dropped")
     if dropout_seed is not None:
@@ -189,7 +198,8 @@ def jagged_attention(
         bias_offsets, dropout_seed,
     )  # fmt: skip
     # Without a default: Dynamo makes a symbol of one, for the first call alone.
-    options = Options(**mask, scale=factor, dropout_p=dropout_p, pointwise=False, normalizer=0.0)
+    cap = 0.0 if softcap is None else float(softcap)
+    options = Options(**mask, scale=factor, softcap=cap, dropout_p=dropout_p, pointwise=False, normalizer=0.0)
     results = ATTENTION(x, options, backend)
     return (results.output, results.lse) if return_lse else results.output
 
@@ -201,10 +211,11 @@ def jagged_hstu_attention(
     offsets: Tensor,
     *,
     causal: bool = True,
-    window: int | None = None,
+    window: Window | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
     global_prefix: int = 0,
+    windowed_context: bool = False,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     times: Tensor | None = None,
@@ -229,11 +240,12 @@ def jagged_hstu_attention(
         v: values `[S, Hkv, D]`, of the dtype and device of `q`.
         offsets: `[B + 1]`, int32 or int64, from 0; sample b owns the rows `offsets[b] .. offsets[b + 1] - 1`.
         causal: hide the keys past a row's position.
-        window: hide the keys `window` positions away or further; None hides none.
+        window: hide the keys `window` positions away or further, or a pair `(left, right)`; None hides none.
         num_targets: targets at each sample's end, which see the history and themselves alone: one number, or `[B]`, int32 or
             int64.
         num_contextual: the first so many positions see the whole history, and are in everyone's window.
         global_prefix: with `causal` and `window`, the first so many positions are in the window of all behind them.
+        windowed_context: with `num_contextual` and `window`, contextual keys all stand at position `num_contextual - 1` to it.
         relative_bias: `[H, 2 * M + 1]`, a number for every distance `-M .. M` of positions.
         time_bias: `[H, T]`, a number for every bucket of the time between two rows, two buckets an octave.
         times: `[S]`, int32 or int64, the rows' times in any unit and any order; needed with `time_bias`. Within a sample they
@@ -268,7 +280,7 @@ def jagged_hstu_attention(
     """
     check_rows(q, k, v, None)
     check_offsets(offsets, q, total=q.shape[0])
-    num_targets, mask = check_mask(offsets, causal, window, num_targets, num_contextual, global_prefix)
+    num_targets, mask = check_mask(offsets, causal, window, num_targets, num_contextual, global_prefix, windowed_context)
     if normalizer is not None and not normalizer > 0:
         raise ValueError(f"normalizer: expected above 0, got {normalizer}; use None for each sample's own number of rows")
     chosen = resolve_backend(backend, q)
@@ -279,7 +291,7 @@ def jagged_hstu_attention(
         bias_offsets=bias_offsets,
     )  # fmt: skip
     normalizer = 0.0 if normalizer is None else float(normalizer)
-    options = Options(**mask, scale=factor, dropout_p=0.0, pointwise=True, normalizer=normalizer)
+    options = Options(**mask, scale=factor, softcap=0.0, dropout_p=0.0, pointwise=True, normalizer=normalizer)
     return ATTENTION(x, options, backend).output
 
 

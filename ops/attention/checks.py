@@ -11,6 +11,8 @@ from torch import Tensor
 from jagged.ops._shared.offsets import scan_pairs
 from jagged.ops._shared.validation import FLOATS, check_device, check_same, check_tensor, holds, validation_is_on
 
+Window = int | tuple[int | None, int | None]
+
 MAX_HEAD_DIM = 256
 # Rows inside a sample are counted in int32 by the kernels, tiles that reach past the end included.
 MAX_ROWS = 2**30
@@ -48,32 +50,40 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> Non
 def check_mask(
     offsets: Tensor,
     causal: bool,
-    window: int | None,
+    window: Window | None,
     num_targets: int | Tensor | None,
     num_contextual: int,
     global_prefix: int,
+    windowed_context: bool,
 ) -> tuple[Tensor | None, dict[str, Any]]:
     """Check the masks' options; return the targets of each sample, `[B]`, and what `Options` have of the others."""
     batch_size = offsets.shape[0] - 1
-    if isinstance(window, (tuple, list)):
-        raise TypeError(
-            f"window: expected one number, got {window}; it is as wide on both sides, or with causal=True ends at the row"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window: expected 1 or more, which is a row itself, got {window}; use None for no window")
+    behind, ahead = _reach(window)
+    # A causal query sees no key behind it, and no window at all hides none.
+    ahead = behind if causal else ahead
+    has_window = min(behind, ahead) < MAX_ROWS
     if num_contextual < 0:
         raise ValueError(f"num_contextual: expected 0 or more, got {num_contextual}")
     if global_prefix < 0:
         raise ValueError(f"global_prefix: expected 0 or more, got {global_prefix}")
-    if global_prefix and (not causal or window is None):
+    if global_prefix and not (causal and has_window):
         raise ValueError(
             f"global_prefix: expected 0 without causal=True and a window, got {global_prefix}; only these hide keys of a prefix"
         )
+    if windowed_context and not (num_contextual and has_window):
+        raise ValueError("windowed_context: expected False without num_contextual and a window, got True; it has no effect there")
+    if windowed_context and 0 < global_prefix < num_contextual:
+        raise ValueError(
+            f"global_prefix: expected 0, or the {num_contextual} contextual positions and more, with windowed_context=True, "
+            f"got {global_prefix}"
+        )
+    prefix = global_prefix if windowed_context else max(num_contextual, global_prefix)
     options = {
         "causal": causal,
-        "window": 0 if window is None else min(window, MAX_ROWS),
+        "window": behind if has_window else 0,
+        "reach": ahead if has_window else 0,
         "num_contextual": min(num_contextual, MAX_ROWS),
-        "prefix": min(max(num_contextual, global_prefix), MAX_ROWS),
+        "prefix": min(prefix, MAX_ROWS),
     }
     if isinstance(num_targets, Tensor):
         check_tensor("num_targets", num_targets, "[B]", (torch.int32, torch.int64))
@@ -85,6 +95,24 @@ def check_mask(
     if num_targets < 0:
         raise ValueError(f"num_targets: expected 0 or more, got {num_targets}; use None for no targets")
     return offsets.new_full((batch_size,), min(num_targets, MAX_ROWS)), options
+
+
+def _reach(window: Window | None) -> tuple[int, int]:
+    """Return how many positions before a query a window holds, and how many behind it, its own among both."""
+    if window is None:
+        return MAX_ROWS, MAX_ROWS
+    if isinstance(window, tuple):
+        if len(window) != 2:
+            raise ValueError(f"window: expected a number or a pair (left, right), got {window}")
+        if any(side is not None and side < 0 for side in window):
+            raise ValueError(f"window: expected sides of 0 or more, which is the row itself, got {window}; use None for no bound")
+        left, right = (MAX_ROWS if side is None else min(side + 1, MAX_ROWS) for side in window)
+        return left, right
+    if not isinstance(window, (int, torch.SymInt)):
+        raise TypeError(f"window: expected a number, a pair (left, right) or None, got {type(window).__name__}")
+    if window < 1:
+        raise ValueError(f"window: expected 1 or more, which is a row itself, got {window}; use None for no window")
+    return min(window, MAX_ROWS), min(window, MAX_ROWS)
 
 
 def check_biases(

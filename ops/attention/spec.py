@@ -29,16 +29,19 @@ class Inputs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """A `window` of 0 is none, and every window holds the keys before `prefix`.
+    """A `window` of 0 is none; with one a query sees keys less than `window` positions before and less than `reach` behind it.
 
-    Only pointwise weights have a `normalizer`; 0 is each sample's number of keys.
+    Every window holds the keys before `prefix`; where that is 0, contextual keys all stand at position `num_contextual - 1`.
+    Softmax alone has a `softcap`, 0 for none, and pointwise weights alone a `normalizer`, 0 for each sample's number of keys.
     """
 
     causal: bool = False
     window: int = 0
+    reach: int = 0
     num_contextual: int = 0
     prefix: int = 0
     scale: float = 1.0
+    softcap: float = 0.0
     dropout_p: float = 0.0
     pointwise: bool = False
     normalizer: float = 0.0

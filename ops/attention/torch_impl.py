@@ -88,7 +88,10 @@ class _Chunk:
             end = torch.minimum(place + 1, self.history) if o.causal else self.history
             if o.window:
                 begin, context_end = place - (o.window - 1), end.clamp(max=o.prefix)
-                end = torch.minimum(end, place + o.window)
+                end = torch.minimum(end, place + o.reach)
+                if not o.prefix:
+                    # Who sees the last contextual key sees them all.
+                    begin = begin.masked_fill_(begin < o.num_contextual, 0)
             if o.num_contextual:
                 sees_all = position < o.num_contextual
                 end = torch.where(sees_all, self.history, end)
@@ -116,15 +119,24 @@ class _Chunk:
         """`[n * Hkv, queries * group, keys] -> [n, Hkv, queries, group, keys]`."""
         return x.view(self.shift.shape[0], -1, x.shape[1] // self.group, self.group, x.shape[2])
 
-    def scores(self, query: Tensor, key: Tensor, block: _Block, biases: _Biases, nothing: float) -> Tensor:
-        """Scores of a block of scaled queries, `nothing` where a key is hidden: `[n * Hkv, queries * group, keys]`."""
+    def scores(
+        self, query: Tensor, key: Tensor, block: _Block, biases: _Biases, softcap: float, nothing: float
+    ) -> tuple[Tensor, Tensor | None]:
+        """Scores of a block of scaled queries, `nothing` where a key is hidden: `[n * Hkv, queries * group, keys]`.
+
+        With a cap also what share of it those are that have no biases yet.
+        """
         scores = torch.bmm(query[:, block.rows], key[:, block.keys].transpose(1, 2))
+        capped = None
+        if softcap:
+            capped = scores.div_(softcap).tanh_()
+            scores = capped * softcap
         by_head = self.by_head(scores)
         biases.add_to(by_head, self, block)
         # Eight times as fast as to fill the scores themselves.
         limit = scores.new_full(block.hidden.shape, torch.inf).masked_fill_(block.hidden, nothing)
         torch.minimum(by_head, limit, out=by_head)
-        return scores
+        return scores, capped
 
 
 class _Biases:
@@ -304,10 +316,10 @@ def forward(x: Inputs, o: Options) -> Outputs:
         result, sums = torch.empty_like(query), query.new_empty(*query.shape[:2], 1)
         for block in chunk.blocks(x, o):
             if o.pointwise:
-                weights = F.silu(chunk.scores(query, key, block, biases, _SILU_NOTHING), inplace=True)
+                weights = F.silu(chunk.scores(query, key, block, biases, 0.0, _SILU_NOTHING)[0], inplace=True)
                 torch.bmm(weights, value[:, block.keys], out=result[:, block.rows])
                 continue
-            scores = chunk.scores(query, key, block, biases, -torch.inf)
+            scores, _ = chunk.scores(query, key, block, biases, o.softcap, -torch.inf)
             # Where no key is seen the largest score is minus infinity, from which nothing can be subtracted.
             largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(dtype).min)
             weights = scores.sub_(largest).exp_()
@@ -372,12 +384,12 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         for block in chunk.blocks(x, o):
             rows, keys = block.rows, block.keys
             if o.pointwise:
-                scores = chunk.scores(query, key, block, biases, _SILU_NOTHING)
+                scores, capped = chunk.scores(query, key, block, biases, 0.0, _SILU_NOTHING)
                 gate = scores.sigmoid()
                 weights = scores.mul_(gate)
                 slope = gate + weights * (1 - gate)
             else:
-                scores = chunk.scores(query, key, block, biases, -torch.inf)
+                scores, capped = chunk.scores(query, key, block, biases, o.softcap, -torch.inf)
                 weights = slope = scores.sub_(sums[:, rows]).exp_()
             grad_scores = torch.bmm(upstream[:, rows], value[:, keys].transpose(1, 2))
             if dropout is not None:
@@ -389,6 +401,8 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
                 grad_scores.sub_(delta[:, rows])
             grad_scores.mul_(slope)
             biases.take_gradient(chunk.by_head(grad_scores), chunk, block)
+            if capped is not None:
+                grad_scores.mul_(1 - capped.square_())
             torch.bmm(grad_scores, key[:, keys], out=grad_query[:, rows])
             grad_key[:, keys].baddbmm_(grad_scores.transpose(1, 2), query[:, rows])
         grad_query *= o.scale

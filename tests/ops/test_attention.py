@@ -39,6 +39,10 @@ MASKS: list[dict[str, object]] = [
     {"global_prefix": 5, "window": 3, "causal": True},
     {"global_prefix": 18, "num_contextual": 3, "window": 4, "causal": True, "num_targets": 2},
     {"num_contextual": 3, "window": 4, "causal": True, "num_targets": 2},
+    {"window": (12, 3), "num_targets": 2},
+    {"window": (None, 6), "num_contextual": 3},
+    {"num_contextual": 9, "window": 20, "causal": True, "windowed_context": True, "num_targets": 2},
+    {"num_contextual": 5, "window": (9, 2), "windowed_context": True},
 ]
 
 
@@ -84,9 +88,11 @@ def cases(
     queries = jagged_of((*queries.lengths, 5), queries.offsets.dtype)
     head_dim = draw(st.sampled_from(head_dims))
     ragged = st.lists(st.integers(-1, 12), min_size=queries.batch_size - 1, max_size=queries.batch_size - 1)
-    options = {
+    sides = st.tuples(st.none() | st.integers(shortest_window - 1, 40), st.none() | st.integers(0, 40))
+    window = draw(st.none() | st.integers(shortest_window, 40) | sides)
+    options: dict[str, object] = {
         "causal": draw(st.booleans()),
-        "window": draw(st.none() | st.integers(shortest_window, 40)),
+        "window": window,
         "num_targets": draw(
             st.none()
             | st.integers(0, 3)
@@ -96,8 +102,11 @@ def cases(
         # Scores of order one: where one key has all the weight, the reference has nothing to err about either.
         "scale": draw(st.sampled_from([None, 2 / head_dim**0.5, -(head_dim**-0.5)])),
     }
-    if options["causal"] and options["window"]:
-        options["global_prefix"] = draw(st.integers(0, 40))
+    left, right = window if isinstance(window, tuple) else (window, window)
+    if left is not None or (right is not None and not options["causal"]):
+        options["windowed_context"] = bool(options["num_contextual"]) and draw(st.booleans())
+        if options["causal"] and not options["windowed_context"]:
+            options["global_prefix"] = draw(st.integers(0, 40))
     heads = draw(HEADS) + 512 // (head_dim * queries.total * group)
     return Case(queries, keys, heads, group, head_dim, dtype, draw(seeds()), options)
 
@@ -165,6 +174,7 @@ def test_a_prefix_that_every_window_keeps(place: Place, dtype: torch.dtype, data
         **case.options,
         "causal": True,
         "window": data.draw(st.integers(2, 9)),
+        "windowed_context": False,
         "global_prefix": data.draw(st.integers(1, 40)),
     }
     check(place, case.queries, case.inputs(), case.keys, **options)
@@ -412,7 +422,7 @@ def test_opcheck(place: Place, dtype: torch.dtype) -> None:
     targets = torch.tensor([1, 0, 2], device=place.device)
     for x, o, with_lse in (
         (Inputs(*fused, batch.offsets), Options(causal=True, scale=0.5), False),
-        (Inputs(*across, batch.offsets, keys.offsets, targets), Options(window=2, num_contextual=1, scale=0.5), True),
+        (Inputs(*across, batch.offsets, keys.offsets, targets), Options(window=2, reach=2, num_contextual=1, scale=0.5), True),
     ):
         torch.library.opcheck(forward, (*x, *o, place.backend))
         output, lse = forward(*x, *o, place.backend)
@@ -577,10 +587,33 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
         ((q, q, q, offsets), {"window": 0}, ValueError, "window: expected 1 or more, .* got 0; use None"),
         (
             (q, q, q, offsets),
-            {"window": (3, 0)},
-            TypeError,
-            r"^window: expected one number, got \(3, 0\); it is as wide on both sides, or with causal=True ends at the row$",
+            {"window": (3, -1)},
+            ValueError,
+            r"^window: expected sides of 0 or more, which is the row itself, got \(3, -1\); use None for no bound$",
         ),
+        ((q, q, q, offsets), {"window": (3,)}, ValueError, r"^window: expected a number or a pair \(left, right\), got \(3,\)$"),
+        (
+            (q, q, q, offsets),
+            {"window": 2.5},
+            TypeError,
+            r"^window: expected a number, a pair \(left, right\) or None, got float$",
+        ),
+        *(
+            (
+                (q, q, q, offsets),
+                {"windowed_context": True, **mask},
+                ValueError,
+                "^windowed_context: expected False without num_contextual and a window, got True; it has no effect there$",
+            )
+            for mask in ({"window": 3}, {"num_contextual": 2}, {"num_contextual": 2, "causal": True, "window": (None, 3)})
+        ),
+        (
+            (q, q, q, offsets),
+            {"windowed_context": True, "num_contextual": 3, "global_prefix": 2, "window": 1, "causal": True},
+            ValueError,
+            "^global_prefix: expected 0, or the 3 contextual positions and more, with windowed_context=True, got 2$",
+        ),
+        ((q, q, q, offsets), {"softcap": 0.0}, ValueError, "^softcap: expected a number above 0, or None, got 0.0$"),
         ((q, q, q, offsets), {"num_contextual": -1}, ValueError, "num_contextual: expected 0 or more, got -1"),
         ((q, q, q, offsets), {"global_prefix": -1}, ValueError, "^global_prefix: expected 0 or more, got -1$"),
         *(

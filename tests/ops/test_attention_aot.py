@@ -17,11 +17,14 @@ KERNELS = ("forward", "backward_dq", "backward_dkv")
 SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 Row = tuple[int, int, str]
 # Everything that a sample's shape and a query's sight can be given beside `causal`.
-OPTIONS = {"key_offsets": "*i64", "num_targets": "*i64", "window": "i32", "num_contextual": "i32", "grad_lse": "*fp32"}
+OPTIONS = {"key_offsets": "*i64", "num_targets": "*i64", "grad_lse": "*fp32"}
+OPTIONS |= dict.fromkeys(("window", "reach", "num_contextual", "prefix"), "i32")
 # What is added to scores or done to weights, and its gradients.
 EXTRAS = {
     "window": {"window": "i32"},
     "prefix": {"prefix": "i32", "window": "i32"},
+    "windowed_context": {"num_contextual": "i32", "window": "i32"},
+    "softcap": {"cap_factor": "fp32"},
     "relative": {"relative_bias": "*fp32", "grad_relative_bias": "*i64"},
     "time": {"time_bias": "*fp32", "q_times": "*i64", "k_times": "*i64", "grad_time_bias": "*i64"},
     "pairs": {"bias": "*fp32", "bias_offsets": "*i64", "grad_bias": "*fp32"},
@@ -178,6 +181,8 @@ def test_other_dtypes_widths_and_options(name: str) -> None:
     check(name, 90, (2, 64, "long"), has_options=True)
     check(name, 90, (2, 64, "long"), extras=("window",))
     check(name, 90, (2, 64, "long"), extras=("prefix",))
+    check(name, 90, (2, 64, "long"), extras=("windowed_context",))
+    check(name, 90, (2, 64, "short"), extras=("softcap",))
     check(name, 90, (2, 128, "short"), head_dim=100)
     check(name, 90, (4, 32, "long"))
     check(name, 90, (4, 64, "short"), precision="tf32", causal=False)

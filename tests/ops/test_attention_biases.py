@@ -40,7 +40,8 @@ from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor
 ON_GPU = pytest.mark.gpu
 # A bias has a dtype of its own.
 BIAS_DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
-
+# None, one that bends most scores and one that bends few.
+SOFTCAPS = st.sampled_from([None, 1.5, 20.0])
 
 # Interpreted kernels with biases are slower still. A tile has 16 rows at least.
 SMALL_BATCHES = jagged_batches(2, 20) if PLACE.name == "interpret" else BATCHES
@@ -178,7 +179,8 @@ def test_three_way(place: Place, dtype: torch.dtype, across: bool | None, data: 
     biases, others = data.draw(terms(case))
     wanted, return_lse = data.draw(st.lists(st.booleans(), min_size=3, max_size=6)), data.draw(st.booleans())
     wanted = (wanted + [True] * 3)[: 3 + len(biases)]
-    check(place, case.queries, case.inputs(), biases, case.keys, wanted=wanted, return_lse=return_lse, **case.options, **others)
+    others |= {"softcap": data.draw(SOFTCAPS), "wanted": wanted, "return_lse": return_lse}
+    check(place, case.queries, case.inputs(), biases, case.keys, **case.options, **others)
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="the PyTorch implementation's own chunks, and dtype")
@@ -186,6 +188,7 @@ def test_three_way(place: Place, dtype: torch.dtype, across: bool | None, data: 
 def test_float64_in_chunks_of_any_size(place: Place, data: st.DataObject, chunk: int) -> None:
     case = data.draw(cases(torch.float64))
     biases, others = data.draw(terms(case, torch.float64))
+    others |= {"softcap": data.draw(SOFTCAPS)}
     ours, reference = functions(place, case.queries, case.keys, list(biases), **case.options, **others)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "_CHUNK_SCORES", chunk)
@@ -323,7 +326,8 @@ def sum_diagonals_kernel(
     zero = tl.program_id(0)
     sample = Sample(zero, zero, 0, 0, key_length, key_length, 0, history)
     numbers = BiasNumbers(1.0, farthest, 0, 0, 0, 0, 0, 0, 0, 0, 0)
-    rules = Rules(Sight(None, None, None, num_targets), Biases(bins, None, None, None, None), numbers, None)
+    sight = Sight(None, None, None, None, num_targets)
+    rules = Rules(sight, Biases(bins, None, None, None, None), numbers, None, None)
     grads = BiasGradients(bins, None, None, GradientNumbers(2 * farthest + 1, 0, 0, 0, 0))
     sums, _ = no_sums(ROWS, 1)
     below, above = add_relative_gradient(sums, scores, first_query, first_key, sample, rules, grads)
@@ -701,7 +705,7 @@ def test_opcheck(place: Place, kind: str, wanted: list[bool]) -> None:
     tables = random_tensor((2, 5), torch.float32, 2), random_tensor((2, 8), torch.bfloat16, 3)
     times = random_times(batch.total, 0, 9), random_times(keys.total, 1, 9)
     x = Inputs(q, k, v, batch.offsets, keys.offsets, None, *tables, *times, bias, starts, seed_of(5))
-    o = Options(window=2, num_contextual=1, scale=0.5, dropout_p=0.3)
+    o = Options(window=2, reach=2, num_contextual=1, scale=0.5, softcap=2.0, dropout_p=0.3)
     forward, backward = torch.ops.jagged.attention.default, torch.ops.jagged.attention_backward.default
     torch.library.opcheck(forward, (*x, *o, place.backend))
     output, lse = forward(*x, *o, place.backend)

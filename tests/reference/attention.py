@@ -12,10 +12,11 @@ def visible_keys(
     k_lengths: Tensor,
     *,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
     global_prefix: int = 0,
+    windowed_context: bool = False,
 ) -> Tensor:
     """Tell which keys a query sees, `[B, longest Lq, longest Lk]`; both are at least 1, and padding neither sees nor is seen."""
     device = q_lengths.device
@@ -31,7 +32,14 @@ def visible_keys(
     if causal:
         seen = seen & (key <= place)
     if window is not None:
-        seen = seen & (((place - key).abs() < window) | (key < max(num_contextual, global_prefix)))
+        left, right = window if isinstance(window, tuple) else (window - 1, window - 1)
+        stands = key.clamp(min=num_contextual - 1) if windowed_context else key
+        near = torch.ones_like(seen)
+        if left is not None:
+            near = near & (place - stands <= left)
+        if right is not None:
+            near = near & (key - place <= right)
+        seen = seen & (near | (key < (global_prefix if windowed_context else max(num_contextual, global_prefix))))
     if num_contextual:
         seen = seen | (position < num_contextual)
     seen = seen & (key < history)
@@ -107,6 +115,7 @@ def padded_scores(
     mask: dict[str, object],
     biases: dict[str, Tensor | None],
     scale: float | None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return scores in float32 at least and what is visible, both `[B, H, Lq, Lk]`, and values `[B, H, Lk, D]`."""
     visible = visible_keys(q_lengths, k_lengths, **mask)[:, None]  # type: ignore[arg-type]
@@ -116,6 +125,8 @@ def padded_scores(
     )
     scores = query @ key.transpose(2, 3) * (q.shape[2] ** -0.5 if scale is None else scale)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if any(x is not None for x in biases.values()):
         scores = scores + padded_biases(
             scores.shape,
@@ -159,10 +170,11 @@ def padded_attention(
     k_offsets: Tensor | None = None,
     *,
     causal: bool = False,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
     global_prefix: int = 0,
+    windowed_context: bool = False,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     q_times: Tensor | None = None,
@@ -171,6 +183,7 @@ def padded_attention(
     keep: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`[Sq, H, D]`, twice `[Sk, Hkv, D]` -> output `[Sq, H, D]` and log-sum-exp `[H, Sq]`, through `[B, H, Lq, Lk]` scores.
 
@@ -179,9 +192,9 @@ def padded_attention(
     q_lengths = q_offsets.diff()
     k_lengths = q_lengths if k_offsets is None else k_offsets.diff()
     mask = {"causal": causal, "window": window, "num_targets": num_targets, "num_contextual": num_contextual}
-    mask |= {"global_prefix": global_prefix}
+    mask |= {"global_prefix": global_prefix, "windowed_context": windowed_context}
     biases = {"relative_bias": relative_bias, "time_bias": time_bias, "q_times": q_times, "k_times": k_times, "bias": bias}
-    scores, visible, value = padded_scores(q, k, v, q_lengths, k_lengths, mask, biases, scale)
+    scores, visible, value = padded_scores(q, k, v, q_lengths, k_lengths, mask, biases, scale, softcap)
     # Where nothing is seen, finite scores keep NaN out of the gradients.
     seeing = visible.any(-1, keepdim=True)
     scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~seeing, 0)
@@ -201,10 +214,11 @@ def padded_hstu_attention(
     offsets: Tensor,
     *,
     causal: bool = True,
-    window: int | None = None,
+    window: int | tuple[int | None, int | None] | None = None,
     num_targets: int | Tensor | None = None,
     num_contextual: int = 0,
     global_prefix: int = 0,
+    windowed_context: bool = False,
     relative_bias: Tensor | None = None,
     time_bias: Tensor | None = None,
     times: Tensor | None = None,
@@ -215,7 +229,7 @@ def padded_hstu_attention(
     """`[S, H, D]`, twice `[S, Hkv, D]` -> `[S, H, D]`, through `[B, H, L, L]` scores."""
     lengths = offsets.diff()
     mask = {"causal": causal, "window": window, "num_targets": num_targets, "num_contextual": num_contextual}
-    mask |= {"global_prefix": global_prefix}
+    mask |= {"global_prefix": global_prefix, "windowed_context": windowed_context}
     biases = {"relative_bias": relative_bias, "time_bias": time_bias, "q_times": times, "k_times": times, "bias": bias}
     scores, visible, value = padded_scores(q, k, v, lengths, lengths, mask, biases, scale)
     weights = torch.nn.functional.silu(scores).masked_fill(~visible, 0)

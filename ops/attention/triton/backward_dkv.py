@@ -22,6 +22,7 @@ from jagged.ops.attention.triton.scores import (
     Dropout,
     Rules,
     kept,
+    less_capped,
     pointwise_factor,
     score_factor,
     score_gradients,
@@ -88,7 +89,7 @@ def accumulate_dkv(
         row_lse, row_delta = load_statistics(
             of_member(statistics, member, total * 2, GROUP), first_query + tl.arange(0, BLOCK_M), query_length, not IS_EDGE
         )  # fmt: skip
-    products = tile_products(
+    products, capped = tile_products(
         k, q, row, column, first_query, first_key, factor, sample, rules,
         IS_EDGE, IS_CAUSAL, statistics is None, INPUT_PRECISION,
     )  # fmt: skip
@@ -104,13 +105,14 @@ def accumulate_dkv(
     grad_value = dot(weights.to(do.dtype), do, grad_value, INPUT_PRECISION)
     grad_weights = dot(v, tl.trans(do), None, INPUT_PRECISION)
     grad_scores = score_gradients(slopes, grad_weights, row_delta, keep, rules.dropout)
-    return dot(grad_scores.to(q.dtype), q, grad_key, INPUT_PRECISION), grad_value
+    grad_products = less_capped(grad_scores, capped, rules)
+    return dot(grad_products.to(q.dtype), q, grad_key, INPUT_PRECISION), grad_value
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dkv_kernel(
     grad, query, key, value, statistics, offsets, key_offsets, num_targets, grad_key, grad_value,
-    num_samples, total, key_total, scale, window, num_contextual, prefix,
+    num_samples, total, key_total, scale, window, reach, num_contextual, prefix, cap_factor,
     grad_row_stride, grad_head_stride, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, output_row_stride,
     relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
@@ -135,8 +137,8 @@ def attention_backward_dkv_kernel(
         bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     rules = Rules(
-        Sight(window, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias), numbers,
-        Dropout(dropout_seed, dropout_threshold, kept_scale),
+        Sight(window, reach, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias),
+        numbers, Dropout(dropout_seed, dropout_threshold, kept_scale), cap_factor,
     )  # fmt: skip
     factor = score_factor(scale, IS_POINTWISE, ACCURATE)
     key += key_start * key_row_stride + key_head * key_head_stride

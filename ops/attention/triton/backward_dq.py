@@ -30,6 +30,7 @@ from jagged.ops.attention.triton.scores import (
     Rules,
     in_score_units,
     kept,
+    less_capped,
     pointwise_factor,
     score_factor,
     score_gradients,
@@ -52,7 +53,7 @@ def accumulate_dq(
     column = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_rows(keys, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
     v = load_rows(values, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    products = tile_products(
+    products, capped = tile_products(
         query, k, row, column, first_query, first_key, factor, sample, rules,
         IS_EDGE, IS_CAUSAL, row_lse is None, INPUT_PRECISION,
     )  # fmt: skip
@@ -66,14 +67,15 @@ def accumulate_dq(
     of_distance, of_time = add_bias_gradients(
         of_distance, of_time, grad_scores * gain, row, column, first_query, first_key, sample, rules, bias_grads, not IS_EDGE
     )  # fmt: skip
-    grad_query = dot(grad_scores.to(k.dtype), k, grad_query, INPUT_PRECISION)
+    grad_products = less_capped(grad_scores, capped, rules)
+    grad_query = dot(grad_products.to(k.dtype), k, grad_query, INPUT_PRECISION)
     return grad_query, of_distance, of_time
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_backward_dq_kernel(
     grad, grad_lse, query, key, value, output, lse, offsets, key_offsets, num_targets, grad_query, statistics,
-    num_samples, total, key_total, scale, window, num_contextual, prefix,
+    num_samples, total, key_total, scale, window, reach, num_contextual, prefix, cap_factor,
     grad_row_stride, grad_head_stride, query_row_stride, query_head_stride, key_row_stride, key_head_stride,
     value_row_stride, value_head_stride, output_row_stride,
     relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
@@ -103,8 +105,8 @@ def attention_backward_dq_kernel(
         bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     rules = Rules(
-        Sight(window, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias), numbers,
-        Dropout(dropout_seed, dropout_threshold, kept_scale),
+        Sight(window, reach, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias),
+        numbers, Dropout(dropout_seed, dropout_threshold, kept_scale), cap_factor,
     )  # fmt: skip
     factor = score_factor(scale, IS_POINTWISE, ACCURATE)
     grad_numbers = find_gradients(grad_bias, bias_offsets, sample, max_distance, num_buckets, bias_rows, bias_keys)

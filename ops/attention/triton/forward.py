@@ -31,8 +31,8 @@ from jagged.ops.attention.triton.scores import (
 
 # Numbers that change from batch to batch.
 UNSPECIALIZED = [
-    "num_samples", "total", "key_total", "window", "num_contextual", "prefix", "max_distance", "num_buckets", "bias_rows",
-    "bias_keys", "bias_batch_stride", "bias_head_stride", "bias_row_stride", "dropout_threshold", "relative_copies",
+    "num_samples", "total", "key_total", "window", "reach", "num_contextual", "prefix", "max_distance", "num_buckets",
+    "bias_rows", "bias_keys", "bias_batch_stride", "bias_head_stride", "bias_row_stride", "dropout_threshold", "relative_copies",
     "time_copies",
 ]  # fmt: skip
 
@@ -55,7 +55,7 @@ def attend(
     row = (first_query + tl.arange(0, BLOCK_M))[:, None]
     column = (first_key + tl.arange(0, BLOCK_N))[None, :]
     k = load_rows(keys, first_key, sample.key_length, not IS_EDGE, USE_TMA, BLOCK_N, HEAD_DIM, BLOCK_D)
-    products = tile_products(
+    products, _ = tile_products(
         query, k, row, column, first_query, first_key, factor, sample, rules, IS_EDGE, IS_CAUSAL, IS_POINTWISE, INPUT_PRECISION
     )  # fmt: skip
     if IS_POINTWISE:
@@ -83,7 +83,7 @@ def attend(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def attention_forward_kernel(
     query, key, value, offsets, key_offsets, num_targets, output, lse, num_samples, total, key_total, scale, window,
-    num_contextual, prefix,
+    reach, num_contextual, prefix, cap_factor,
     query_row_stride, query_head_stride, key_row_stride, key_head_stride, value_row_stride, value_head_stride,
     output_row_stride,
     relative_bias, max_distance, time_bias, num_buckets, q_times, k_times, bias, bias_offsets, bias_rows, bias_keys,
@@ -106,8 +106,8 @@ def attention_forward_kernel(
         bias_batch_stride, bias_head_stride, bias_row_stride, bias_key_stride, bias_rows, bias_keys,
     )  # fmt: skip
     rules = Rules(
-        Sight(window, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias), numbers,
-        Dropout(dropout_seed, dropout_threshold, kept_scale),
+        Sight(window, reach, num_contextual, prefix, num_targets), Biases(relative_bias, time_bias, q_times, k_times, bias),
+        numbers, Dropout(dropout_seed, dropout_threshold, kept_scale), cap_factor,
     )  # fmt: skip
     factor = score_factor(scale, IS_POINTWISE, ACCURATE)
     query += start * query_row_stride + head * query_head_stride

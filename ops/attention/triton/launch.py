@@ -185,8 +185,10 @@ def _extras(x: Inputs, o: Options) -> dict[str, Any]:
 
 
 def _scalars(x: Inputs, o: Options) -> tuple[int | float | None, ...]:
-    prefix = None if o.prefix == o.num_contextual else o.prefix
-    return x.q_offsets.shape[0] - 1, x.q.shape[0], x.k.shape[0], o.scale, o.window or None, o.num_contextual or None, prefix
+    return (
+        x.q_offsets.shape[0] - 1, x.q.shape[0], x.k.shape[0], o.scale, o.window or None, None if o.reach == o.window else o.reach,
+        o.num_contextual or None, (o.window and o.prefix) or None, o.scale / o.softcap if o.softcap else None,
+    )  # fmt: skip
 
 
 def _configuration(x: Inputs, o: Options, *, allows_tma: bool) -> Configuration:

@@ -13,10 +13,12 @@ import triton.language as tl
 class Sight(NamedTuple):
     """What queries see, beside `IS_CAUSAL`; `num_targets` only tells whether there are targets.
 
-    Keys before `prefix` are in every window; None for the contextual ones.
+    A query sees the keys less than `window` positions before it and, unless it is causal, less than `reach` behind it; a `reach`
+    of None is the window. Keys before `prefix` are in every window; without one, contextual keys all stand where their last does.
     """
 
     window: Any
+    reach: Any
     num_contextual: Any
     prefix: Any
     num_targets: Any
@@ -40,9 +42,9 @@ class Ranges(NamedTuple):
 
 
 @triton.jit
-def prefix_of(sight):
-    """Return how many keys are in every window, of a sight that has some."""
-    return sight.num_contextual if sight.prefix is None else sight.prefix
+def reach_of(sight):
+    """Return how far a query sees ahead, of a sight with a window that is not causal."""
+    return sight.window if sight.reach is None else sight.reach
 
 
 @triton.jit
@@ -59,11 +61,14 @@ def visible(positions, keys, history, sight, IS_CAUSAL: tl.constexpr):
     else:
         seen = keys < history
     if sight.window is not None:
-        near = rows - keys < sight.window
+        places = keys
+        if sight.num_contextual is not None and sight.prefix is None:
+            places = tl.maximum(keys, sight.num_contextual - 1)
+        near = rows - places < sight.window
         if not IS_CAUSAL:
-            near = near & (keys - rows < sight.window)
-        if sight.num_contextual is not None or sight.prefix is not None:
-            near = near | (keys < prefix_of(sight))
+            near = near & (keys - rows < reach_of(sight))
+        if sight.prefix is not None:
+            near = near | (keys < sight.prefix)
         seen = seen & near
     if sight.num_contextual is not None:
         seen = seen | ((positions < sight.num_contextual) & (keys < history))
@@ -96,10 +101,16 @@ def key_ranges(first_query, sample, sight, IS_CAUSAL: tl.constexpr, ROWS: tl.con
         whole_end = tl.minimum(from_row + 1, history)
     if window is not None:
         if not IS_CAUSAL:
-            high = tl.minimum(to_row + window, history)
-            whole_end = tl.minimum(from_row + window, history)
-        low = tl.maximum(from_row - window + 1, 0) // BLOCK * BLOCK
-        whole_begin = tl.cdiv(tl.maximum(to_row - window + 1, 0), BLOCK) * BLOCK
+            high = tl.minimum(to_row + reach_of(sight), history)
+            whole_end = tl.minimum(from_row + reach_of(sight), history)
+        low = tl.maximum(from_row - window + 1, 0)
+        whole_begin = tl.maximum(to_row - window + 1, 0)
+        if num_contextual is not None and sight.prefix is None:
+            # Who sees the last contextual key sees them all.
+            low = tl.where(low < num_contextual, 0, low)
+            whole_begin = tl.where(whole_begin < num_contextual, 0, whole_begin)
+        low = low // BLOCK * BLOCK
+        whole_begin = tl.cdiv(whole_begin, BLOCK) * BLOCK
     if num_contextual is not None:
         is_contextual = first < num_contextual
         high = tl.where(is_contextual, history, high)
@@ -111,8 +122,8 @@ def key_ranges(first_query, sample, sight, IS_CAUSAL: tl.constexpr, ROWS: tl.con
     whole_end = tl.where(is_none_whole, low, whole_end)
 
     prefix_tiles = first * 0
-    if window is not None and (num_contextual is not None or sight.prefix is not None):
-        prefix_tiles = tl.cdiv(tl.minimum(prefix_of(sight), low), BLOCK)
+    if window is not None and sight.prefix is not None:
+        prefix_tiles = tl.cdiv(tl.minimum(sight.prefix, low), BLOCK)
     low_tiles = (whole_begin - low) // BLOCK
     high_tiles = tl.cdiv(tl.maximum(high - whole_end, 0), BLOCK)
     diagonal = high
@@ -139,18 +150,21 @@ def query_ranges(first_key, sample, sight, IS_CAUSAL: tl.constexpr, ROWS: tl.con
         whole_begin = last - shift
     if window is not None:
         if not IS_CAUSAL:
-            low = first - window + 1 - shift
-            whole_begin = last - window + 1 - shift
+            low = first - reach_of(sight) + 1 - shift
+            whole_begin = last - reach_of(sight) + 1 - shift
+        nearest, farthest = last_history, first
+        if num_contextual is not None and sight.prefix is None:
+            nearest, farthest = tl.maximum(nearest, num_contextual - 1), tl.maximum(farthest, num_contextual - 1)
         # Where the window reaches past the history, it reaches all targets.
-        high = tl.where(last_history + window > history, query_length, tl.minimum(last_history + window - shift, query_length))
-        whole_end = tl.where(first + window > history, query_length, tl.minimum(first + window - shift, query_length))
-        if num_contextual is not None or sight.prefix is not None:
-            is_in_prefix = first < prefix_of(sight)
+        high = tl.where(nearest + window > history, query_length, tl.minimum(nearest + window - shift, query_length))
+        whole_end = tl.where(farthest + window > history, query_length, tl.minimum(farthest + window - shift, query_length))
+        if sight.prefix is not None:
+            is_in_prefix = first < sight.prefix
             high = tl.where(is_in_prefix, query_length, high)
-            if not IS_CAUSAL:
+            if IS_CAUSAL:
+                whole_end = tl.where(last < sight.prefix, query_length, whole_end)
+            else:
                 low = tl.where(is_in_prefix, 0, low)
-        if sight.prefix is not None and IS_CAUSAL:
-            whole_end = tl.where(last < sight.prefix, query_length, whole_end)
     low = tl.maximum(low, 0) // BLOCK * BLOCK
     whole_begin = tl.cdiv(tl.maximum(whole_begin, 0), BLOCK) * BLOCK
     whole_end = tl.maximum(tl.minimum(whole_end, query_length), 0) // BLOCK * BLOCK

@@ -23,12 +23,16 @@ class Dropout(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What makes weights of products: `Sight`, `Biases` and their `BiasNumbers`, `Dropout`."""
+    """What makes weights of products: `Sight`, `Biases` and their `BiasNumbers`, `Dropout`.
+
+    Scores with a cap are `cap * tanh(products * cap_factor)`, before biases, with a `cap_factor` of scale / cap.
+    """
 
     sight: Any
     biases: Any
     numbers: Any
     dropout: Any
+    cap_factor: Any
 
 
 @triton.jit
@@ -50,10 +54,17 @@ def tile_products(
 ):  # fmt: skip
     """Return `left @ right^T` of queries and keys, whichever is which, and biases over the scale but for the `tile_bias`.
 
-    Before SiLU these are whole scores in their units.
+    Before SiLU these are whole scores in their units. The second result is for `less_capped`.
     """
     bias = biases_of(rows, keys, first_query, first_key, sample, rules, not IS_EDGE)
-    products = dot(left, tl.trans(right), bias, INPUT_PRECISION)
+    if rules.cap_factor is None:
+        products = dot(left, tl.trans(right), bias, INPUT_PRECISION)
+        capped = products
+    else:
+        capped = tanh(dot(left, tl.trans(right), None, INPUT_PRECISION) * rules.cap_factor)
+        products = capped / rules.cap_factor
+        if bias is not None:
+            products += bias
     if IS_POINTWISE:
         products = less_common(products * factor, tile_bias(rows, keys, first_query, first_key, sample, rules), -factor)
         if bias is not None:
@@ -61,7 +72,25 @@ def tile_products(
             products = tl.maximum(products, HIDDEN)
     if IS_EDGE:
         products = masked(products, rows, keys, sample, rules.sight, IS_CAUSAL, HIDDEN if IS_POINTWISE else float("-inf"))
-    return products
+    return products, capped
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent, by an exponential that cannot overflow; near 0, where that would cancel, by its series."""
+    size = tl.exp2(tl.abs(x) * (-2.0 * LOG2_E))
+    far = (1.0 - size) / (1.0 + size)
+    square = x * x
+    near = x * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    return tl.where(square < 0.01, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def less_capped(grad_scores, capped, rules):
+    """Return gradients of products from those of scores: a cap lets through less the nearer it is."""
+    if rules.cap_factor is not None:
+        grad_scores *= 1.0 - capped * capped
+    return grad_scores
 
 
 @triton.jit
