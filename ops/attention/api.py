@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.registration import resolve_backend
-from jagged.ops._shared.validation import check_number, check_offsets, check_same, check_tensor
+from jagged.ops._shared.validation import check_number, check_offsets, check_same, check_tensor, holds
 from jagged.ops.attention.checks import Window, check_biases, check_mask, check_rows, positive_scale
 from jagged.ops.attention.spec import ATTENTION, Inputs, Options
 
@@ -174,7 +174,7 @@ def jagged_attention(
     if k_offsets is not None:
         check_offsets(k_offsets, q, "k_offsets", total=k.shape[0])
         check_same("k_offsets", k_offsets, "q_offsets", q_offsets)
-        if k_offsets.shape != q_offsets.shape:
+        if not holds(k_offsets.shape[0] == q_offsets.shape[0]):
             raise ValueError(f"k_offsets: expected {list(q_offsets.shape)} as q_offsets, got {list(k_offsets.shape)}")
     num_targets, mask = check_mask(q_offsets, causal, window, num_targets, num_contextual, global_prefix, windowed_context)
     chosen = resolve_backend(backend, q)

@@ -87,7 +87,7 @@ def check_mask(
     }
     if isinstance(num_targets, Tensor):
         check_tensor("num_targets", num_targets, "[B]", (torch.int32, torch.int64))
-        if num_targets.shape[0] != batch_size:
+        if not holds(num_targets.shape[0] == batch_size):
             raise ValueError(f"num_targets: expected [{batch_size}], one for each sample, got {list(num_targets.shape)}")
         return num_targets, options
     if num_targets is None:
@@ -151,7 +151,7 @@ def check_biases(
         if time_bias is None:
             raise ValueError(f"{name}: got times, but no time_bias that reads them; give both or neither")
         check_tensor(name, each, "[S]", (torch.int32, torch.int64))
-        if each.shape[0] != x.shape[0]:
+        if not holds(each.shape[0] == x.shape[0]):
             raise ValueError(f"{name}: expected [{x.shape[0]}], one for each row, got {list(each.shape)}")
         check_device(name, each, "q", q)
     if bias is None:
@@ -161,7 +161,7 @@ def check_biases(
         raise ValueError(f"bias: expected a dense [B, H, Lq, Lk] or a jagged [H, P], got {got}")
     _check_bias_dtype("bias", bias, q)
     if bias.dim() == 4:
-        if bias.shape[:2] != (q_offsets.shape[0] - 1, heads):
+        if not holds(bias.shape[0] == q_offsets.shape[0] - 1) or bias.shape[1] != heads:
             raise ValueError(
                 f"bias: expected [{q_offsets.shape[0] - 1}, {heads}, Lq, Lk], the samples and the heads of q, "
                 f"got {list(bias.shape)}; expand what all share"

@@ -94,7 +94,7 @@ def catalogue_topk(
         ids, offsets = exclude
         check_tensor("exclude ids", ids, "[M]", (torch.int64, torch.int32))
         check_offsets(offsets, hidden, "exclude offsets", ids.shape[0])
-        if offsets.shape[0] != hidden.shape[0] + 1:
+        if not holds(offsets.shape[0] == hidden.shape[0] + 1):
             raise ValueError(
                 f"exclude offsets: expected shape [{hidden.shape[0] + 1}], one more than hidden has rows, "
                 f"got {list(offsets.shape)}"

@@ -12,8 +12,37 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged import ops
 
+BAGS = ops.BagLayout((50,), (8,))
+SEED = torch.tensor([5])
+
+
+def heads(rows: Tensor) -> Tensor:
+    return rows.view(-1, 2, 4)
+
+
+def ids(rows: Tensor) -> Tensor:
+    """An item of the table for every row."""
+    return rows[:, 0].abs().mul(10).long().clamp(max=49)
+
+
 # Of rows of two features, those of `b` one a sample.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "catalogue_topk": lambda a, ao, b, bo: ops.catalogue_topk(b, torch.ones(50, 8).cumsum(0), 3, exclude=(ids(a), ao))[0],
+    "embedding_bags": lambda a, ao, b, bo: ops.embedding_bags(torch.ones(400), BAGS, ids(a), ao, per_sample_weights=a[:, 1]),
+    "jagged2_softmax": lambda a, ao, b, bo: ops.jagged2_softmax(a[:, 0], ao, bo),
+    "jagged_attention": lambda a, ao, b, bo: ops.jagged_attention(
+        heads(b), heads(a), heads(a), bo, ao, window=(3, None), num_targets=1, relative_bias=torch.ones(2, 5), softcap=3.0
+    ),
+    "jagged_hstu_attention": lambda a, ao, b, bo: ops.jagged_hstu_attention(
+        heads(a), heads(a), heads(a), ao, time_bias=torch.ones(2, 6), times=ids(a)
+    ),
+    "jagged_softmax": lambda a, ao, b, bo: ops.jagged_softmax(a, ao),
+    "linear_cross_entropy": lambda a, ao, b, bo: ops.linear_cross_entropy(
+        a, torch.ones(50, 8).cumsum(0), ids(a), reduction="none"
+    ),
+    "sampled_linear_cross_entropy": lambda a, ao, b, bo: ops.sampled_linear_cross_entropy(
+        a, torch.ones(50, 8), ids(a), ops.Draw("uniform", 4, SEED)
+    ),
     "array_jagged_bmm_jagged_out": lambda a, ao, b, bo: ops.array_jagged_bmm_jagged_out(a[:, 0], b, ao, bo, a.shape[0]),
     "dense_to_jagged": lambda a, ao, b, bo: ops.dense_to_jagged(b[:, None], ao, a.shape[0]),
     "jagged_concat": lambda a, ao, b, bo: ops.jagged_concat([a, b, b[:, None]], [ao, bo, None])[0],
