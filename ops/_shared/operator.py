@@ -50,6 +50,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.validation import autocast_dtype
 
 _DIFFERENTIABLE = "differentiable"
 #: A tensor with a gradient, among inputs.
@@ -142,7 +143,7 @@ class Operator(Generic[In, Op, Out]):
                 is_plain = False
         assert first is not None
         backend = resolve_backend(backend, first, float64_on_triton=self.float64_on_triton)
-        cast = _autocast_dtype(device.type) if rules.autocast else None
+        cast = autocast_dtype(device.type) if rules.autocast else None
         if wants_grad:
             wants_grad = torch.is_grad_enabled()
         is_short = is_plain and not first.is_meta and not _is_watched()
@@ -637,13 +638,6 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
     if value is None or value.dtype == torch.float64 or not value.dtype.is_floating_point:
         return value
     return value.to(dtype)
-
-
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    # Autocast knows no meta device.
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
 
 
 def _needs_gradient(x: Any, rules: _Rules) -> bool:
