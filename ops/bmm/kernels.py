@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_product
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm import tiles
+from jagged.ops.bmm.spec import DenseInputs, JaggedInputs, Options, Rows, Sums
 
 REDUCE_ELEMENTS = 1024
 
@@ -213,30 +214,38 @@ def jagged_jagged_bmm_reduce_kernel(
     tl.store(output + sample * SIZE + element, result.to(output.dtype.element_ty), mask=mask)
 
 
-def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
-    """Launch `jagged_dense_bmm_kernel`: `[S, D] x [B, D, T] -> [S, T]`."""
+_launch_dense = Launcher(jagged_dense_bmm_kernel)
+_launch_jagged = Launcher(jagged_jagged_bmm_kernel)
+_launch_reduce = Launcher(jagged_jagged_bmm_reduce_kernel)
+
+
+def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
+    """Launch `jagged_dense_bmm_kernel`."""
+    values, offsets, dense = x
     total, (batch_size, d, t) = values.shape[0], dense.shape
     if batch_size == 0 or d == 0:
-        return values.new_zeros(total, t)
-    output = values.new_empty(total, t)
-    if output.numel():
+        return Rows(values.new_zeros(total, t))
+    output = torch.empty(total, t, dtype=values.dtype, device=values.device)
+    if total and t:
         itemsize = values.element_size()
         tile = tiles.dense_tile(d, t, itemsize)
         num_later = total // tile.rows
-        jagged_dense_bmm_kernel[((batch_size + num_later) * cdiv(t, tile.block_t),)](
+        _launch_dense(
+            ((batch_size + num_later) * cdiv(t, tile.block_t),),
             values, offsets.contiguous(), dense, output, num_later, batch_size, total, *values.stride(), *dense.stride(), D=d,
             T=t, BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // itemsize, USE_DOT=tile.use_dot,
             PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
-    return output
+    return Rows(output)
 
 
-def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Launch `jagged_jagged_bmm_kernel`, and the sum over chunks where a sample may have several: `[B, D, T]`."""
+def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
+    """Launch `jagged_jagged_bmm_kernel`, and the sum over chunks where a sample may have several."""
+    a, b, offsets = x
     (total, d), t, batch_size = a.shape, b.shape[1], offsets.shape[0] - 1
-    output = a.new_empty(batch_size, d, t)
-    if output.numel() == 0:
-        return output
+    output = torch.empty(batch_size, d, t, dtype=a.dtype, device=a.device)
+    if not (batch_size and d and t):
+        return Sums(output)
     strides = (t, 1)
     if d < t:
         # The narrower side is the second one; the output is written transposed.
@@ -246,15 +255,17 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     chunk = tiles.chunk_of(d, t, total, batch_size, itemsize)
     # No sample is longer than all together.
     num_later = total // chunk if total > chunk else 0
-    partial = a.new_empty(2 * num_later * d * t, dtype=torch.float32)
+    partial = torch.empty(2 * num_later * d * t, dtype=torch.float32, device=a.device)
     offsets = offsets.contiguous()
-    jagged_jagged_bmm_kernel[((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),)](
+    _launch_jagged(
+        ((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),),
         a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
         D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t,
         USE_DOT=tile.use_dot, PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
     if num_later:
-        jagged_jagged_bmm_reduce_kernel[num_later, cdiv(d * t, REDUCE_ELEMENTS)](
-            partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS
-        )
-    return output
+        _launch_reduce(
+            (num_later, cdiv(d * t, REDUCE_ELEMENTS)),
+            partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS,
+        )  # fmt: skip
+    return Sums(output)

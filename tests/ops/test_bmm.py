@@ -227,6 +227,66 @@ def test_gradcheck_to_second_order(place: Place) -> None:
         assert torch.autograd.gradgradcheck(function, leaves)
 
 
+def under_autocast(place: Place, leaves: list[Tensor], offsets: Tensor) -> list[Tensor]:
+    """Both products in bfloat16, of rows of 16 bits too, as a linear layer makes them."""
+    a, b, dense = leaves
+    with torch.autocast(place.device.type, dtype=torch.bfloat16):
+        return [
+            jagged_dense_bmm(a, offsets, dense, backend=place.backend),
+            jagged_dense_bmm(a.bfloat16(), offsets, dense, backend=place.backend),
+            jagged_jagged_bmm(a, b.bfloat16(), offsets, backend=place.backend),
+            jagged_jagged_bmm(a, b, offsets, backend=place.backend),
+        ]
+
+
+@pytest.mark.parametrize("is_backward_inside", [False, True])
+def test_autocast_casts_as_bmm_does(place: Place, is_backward_inside: bool) -> None:
+    """The dtype of results is autocast's, that of gradients the inputs' own, also where backward runs outside of autocast."""
+    batch = jagged_of((6, 0, 20))
+    leaves = [x.requires_grad_() for x in bmm_inputs(batch, 8, 3, torch.float32, 0, strided=False)]
+    found = under_autocast(place, leaves, batch.offsets)
+    low = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    expected = [jagged_dense_bmm(low[0], batch.offsets, low[2], backend=place.backend)] * 2
+    expected += [jagged_jagged_bmm(*low[:2], batch.offsets, backend=place.backend)] * 2
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(found[::3], expected[::3], strict=True):
+        cotangent = torch.ones_like(want)
+        with torch.autocast(place.device.type, dtype=torch.bfloat16, enabled=is_backward_inside):
+            grads = torch.autograd.grad(got, leaves, cotangent, allow_unused=True)
+        for mine, theirs in zip(grads, torch.autograd.grad(want, low, cotangent, allow_unused=True), strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or theirs is None or torch.equal(mine, theirs.float())
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="float64 is the CPU's work")
+def test_autocast_leaves_float64(place: Place) -> None:
+    batch = jagged_of((6, 0, 20))
+    a, b, dense = bmm_inputs(batch, 8, 3, torch.float64, 0, strided=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert jagged_dense_bmm(a, batch.offsets, dense).dtype == torch.float64
+        assert jagged_jagged_bmm(a, b, batch.offsets).dtype == torch.float64
+        with pytest.raises(TypeError, match=r"^dense: expected the dtype of values, float64, got float32; convert one of them$"):
+            jagged_dense_bmm(a, batch.offsets, dense.float())
+        with pytest.raises(TypeError, match=r"^b: expected the dtype of a, float32, got float64; convert one of them$"):
+            jagged_jagged_bmm(a.float(), b, batch.offsets)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_autocast_inside_a_compiled_region(place: Place) -> None:
+    batch = jagged_of((6, 0, 20))
+    leaves = [x.requires_grad_() for x in bmm_inputs(batch, 8, 3, torch.float32, 0, strided=False)]
+    torch._dynamo.reset()
+    compiled = torch.compile(under_autocast, fullgraph=True, backend="aot_eager")(place, leaves, batch.offsets)
+    eager = under_autocast(place, leaves, batch.offsets)
+    for got, want in zip(compiled, eager, strict=True):
+        assert torch.equal(got, want)
+    for mine, theirs in zip(
+        *(torch.autograd.grad(sum(x.float().square().sum() for x in found), leaves) for found in (compiled, eager)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-1)
+
+
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
 def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
     graphs = 0
