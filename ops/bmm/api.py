@@ -31,13 +31,18 @@ from jagged.ops.bmm.spec import (
 )
 
 
-def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, *, backend: str | None = None) -> Tensor:
-    """Multiply each sample's rows by a matrix of its own: `out[s] = values[s] @ dense[b]` for the rows s of sample b.
+def jagged_dense_bmm(
+    values: Tensor, offsets: Tensor, dense: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Multiply each sample's rows by a matrix of its own: `out[s] = values[s] @ dense[b] + bias[b]` for the rows s of sample b.
+
+    Under `torch.autocast` all are cast to its dtype, which is then the result's. Gradients of any order.
 
     Args:
         values: `[S, D]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device).
         offsets: `[B + 1]`, int32 or int64, from 0 to S.
-        dense: `[B, D, T]`, the dtype of values.
+        dense: `[B, D, T]`, of the dtype and device of `values`.
+        bias: `[B, T]`, of the dtype and device of `values`: added to the sums before they are rounded. None adds nothing.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:
@@ -45,7 +50,7 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, *, backend:
 
     Raises:
         ValueError: shapes that do not fit, tensors on different devices, an unknown backend.
-        TypeError: dtypes other than those above, or different ones.
+        TypeError: dtypes other than those above, or different ones outside of autocast.
 
     Source:
         Xu et al., Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention,
@@ -69,15 +74,25 @@ def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor, *, backend:
             f"dense: expected shape [{offsets.shape[0] - 1}, {values.shape[1]}, T], a matrix for each sample of the offsets "
             f"with a row for each column of values, got {list(dense.shape)}"
         )
-    return DENSE_BMM(DenseInputs(values, offsets, dense), Options(), backend).rows
+    if bias is not None:
+        check_tensor("bias", bias, "[B, T]", FLOATS)
+        check_factors("bias", bias, "values", values)
+        if not (holds(bias.shape[0] == dense.shape[0]) and holds(bias.shape[1] == dense.shape[2])):
+            raise ValueError(
+                f"bias: expected shape [{dense.shape[0]}, {dense.shape[2]}], a row for each sample, as wide as dense "
+                f"{list(dense.shape)}, got {list(bias.shape)}; expand what all samples share"
+            )
+    return DENSE_BMM(DenseInputs(values, offsets, dense, bias), Options(), backend).rows
 
 
 def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
     """Add up the outer products of each sample's rows: `out[b] = a[rows].T @ b[rows]`.
 
+    Under `torch.autocast` both are cast to its dtype, which is then the result's. Gradients of any order.
+
     Args:
         a: `[S, D]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device).
-        b: `[S, T]`, the dtype of a.
+        b: `[S, T]`, of the dtype and device of `a`.
         offsets: `[B + 1]`, int32 or int64, from 0 to S.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
@@ -87,7 +102,7 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor, *, backend: str | N
 
     Raises:
         ValueError: shapes that do not fit, tensors on different devices, an unknown backend.
-        TypeError: dtypes other than those above, or different ones.
+        TypeError: dtypes other than those above, or different ones outside of autocast.
 
     Source:
         Xu et al., Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention,
@@ -142,7 +157,7 @@ def jagged_jagged_bmm_jagged_out(
     Raises:
         ValueError: shapes or devices that do not fit; no `total` in a compiled or captured call; with `JAGGED_VALIDATE=1` also
             offsets or a total with wrong values.
-        TypeError: dtypes that are not supported, or that differ.
+        TypeError: dtypes that are not supported, or that differ outside of autocast.
 
     Source:
         Jagged Flash Attention (Xu et al., RecSys 2024), table 1.
@@ -201,7 +216,7 @@ def array_jagged_bmm_jagged_out(
     Raises:
         ValueError: shapes or devices that do not fit; `b_offsets` without `a_total` in a compiled or captured call; with
             `JAGGED_VALIDATE=1` also offsets with wrong values, or scores of another number than they say.
-        TypeError: dtypes that are not supported, or that differ.
+        TypeError: dtypes that are not supported, or that differ outside of autocast.
 
     Source:
         Jagged Flash Attention (Xu et al., RecSys 2024), table 1.

@@ -17,11 +17,12 @@ Wanted = Mapping[str, torch.dtype]
 
 
 class DenseInputs(NamedTuple):
-    """Rows `[S, D]`, offsets `[B + 1]`, and a matrix for each sample, `[B, D, T]`."""
+    """Rows `[S, D]`, offsets `[B + 1]`, a matrix for each sample `[B, D, T]`, and what is added to its rows `[B, T]`."""
 
     values: Differentiable
     offsets: Tensor
     dense: Differentiable
+    bias: Differentiable | None = None
 
 
 class Rows(NamedTuple):
@@ -97,6 +98,10 @@ def _of_dense_bmm(grads: Rows, x: DenseInputs, out: Rows, o: Options, wanted: Wa
         found["values"] = DENSE_BMM(DenseInputs(grads.rows, x.offsets, x.dense.transpose(1, 2)), o, backend).rows
     if "dense" in wanted:
         found["dense"] = JAGGED_BMM(JaggedInputs(x.values, grads.rows, x.offsets), o, backend).sums
+    if "bias" in wanted:
+        # A product reads each gradient once, and these ones from one number.
+        ones = grads.rows.new_ones(1, 1).expand(grads.rows.shape[0], 1)
+        found["bias"] = JAGGED_BMM(JaggedInputs(ones, grads.rows, x.offsets), o, backend).sums.squeeze(1)
     return found
 
 
@@ -141,8 +146,8 @@ DENSE_BMM: Operator[DenseInputs, Options, Rows] = operator(
     torch="jagged.ops.bmm.torch_impl:jagged_dense_bmm",
     triton="jagged.ops.bmm.kernels:jagged_dense_bmm",
     gradient=_of_dense_bmm,
-    saved=DenseInputs._fields,
-    autocast=("values", "dense"),
+    saved=("values", "offsets", "dense"),
+    autocast=("values", "dense", "bias"),
 )
 JAGGED_BMM: Operator[JaggedInputs, Options, Sums] = operator(
     "jagged_jagged_bmm",

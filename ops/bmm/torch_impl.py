@@ -42,14 +42,17 @@ class Tiling(NamedTuple):
 
 
 def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
-    """Multiply each sample's rows by its matrix."""
-    values, offsets, dense = x
+    """Multiply each sample's rows by its matrix and add its bias."""
+    values, offsets, dense, bias = x
     total, (batch_size, _, columns) = values.shape[0], dense.shape
     if total == 0 or batch_size == 0:
         return Rows(values.new_zeros(total, columns))
     tiling = _tile(offsets, total)
-    matrices = dense if tiling.first is None else dense[sample_of_row(tiling.first, tiling.num_tiles)]
-    products = torch.bmm(_laid_out(values, tiling), matrices)
+    if tiling.first is not None:
+        samples = sample_of_row(tiling.first, tiling.num_tiles)
+        dense, bias = dense[samples], None if bias is None else bias[samples]
+    rows = _laid_out(values, tiling)
+    products = torch.bmm(rows, dense) if bias is None else torch.baddbmm(bias[:, None], rows, dense)
     return Rows(products.flatten(0, 1).index_select(0, tiling.place))
 
 
