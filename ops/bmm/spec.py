@@ -172,6 +172,7 @@ PAIR_SCORES: Operator[PairInputs, PairOptions, Scores] = operator(
     gradient=_of_pair_scores,
     saved=PairInputs._fields,
     autocast=("a", "b"),
+    title="jagged_jagged_bmm_jagged_out",
 )
 PAIR_SUMS: Operator[WeightedInputs, WeightedOptions, WeightedSums] = operator(
     "pair_sums",
@@ -184,4 +185,5 @@ PAIR_SUMS: Operator[WeightedInputs, WeightedOptions, WeightedSums] = operator(
     gradient=_of_pair_sums,
     saved=WeightedInputs._fields,
     autocast=("scores", "values"),
+    title="array_jagged_bmm_jagged_out",
 )

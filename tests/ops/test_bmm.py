@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm, trust_values
+from jagged.ops import (
+    array_jagged_bmm_jagged_out,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    trust_values,
+)
 from jagged.ops.bmm import tiles
 from tests.graphs import captured
 from tests.oracle import check_three_way
@@ -290,6 +296,43 @@ def test_gradcheck_to_second_order(place: Place) -> None:
     ):
         assert torch.autograd.gradcheck(function, leaves)
         assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize(
+    "name", ["jagged_dense_bmm", "jagged_jagged_bmm", "jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out"]
+)
+def test_functional_transforms(place: Place, name: str) -> None:
+    """Gradients, those of each of several calls, and none in forward mode, for the products over pairs too."""
+    batch = jagged_of((2, 0, 3))
+    offsets, backend = batch.offsets, place.backend
+    a, b, dense = bmm_inputs(batch, 4, 3, torch.float32, 0, strided=False)
+    functions: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "jagged_dense_bmm": (lambda x, y, z: jagged_dense_bmm(x, offsets, y, z, backend=backend), (a, dense, dense[:, 0])),
+        "jagged_jagged_bmm": (lambda x, y: jagged_jagged_bmm(x, y, offsets, backend=backend), (a, b)),
+        "jagged_jagged_bmm_jagged_out": (
+            lambda x, y: jagged_jagged_bmm_jagged_out(x, y, offsets, total=13, backend=backend),
+            (a, 2 * a),
+        ),
+        "array_jagged_bmm_jagged_out": (
+            lambda x, y: array_jagged_bmm_jagged_out(x, y, offsets, backend=backend),
+            (random_tensor((13,), torch.float32, 3), a),
+        ),
+    }
+    function, inputs = functions[name]
+
+    def by_autograd(*inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        return torch.autograd.grad(function(*leaves).square().sum(), leaves)
+
+    gradient = torch.func.grad(lambda *x: function(*x).square().sum(), argnums=tuple(range(len(inputs))))
+    several = [torch.stack([x, 2 * x]) for x in inputs]
+    one_by_one = [by_autograd(*(x[k] for x in several)) for k in range(2)]
+    torch.testing.assert_close(torch.vmap(gradient)(*several), tuple(map(torch.stack, zip(*one_by_one, strict=True))))
+    torch.testing.assert_close(gradient(*inputs), by_autograd(*inputs))
+    refused = f"^{name} has no forward-mode derivative; take a reverse-mode one, as by torch.func.jacrev$"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.jvp(function, inputs, inputs)
 
 
 def under_autocast(place: Place, leaves: list[Tensor], offsets: Tensor) -> list[Tensor]:
