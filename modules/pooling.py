@@ -52,9 +52,6 @@ class JaggedPooling(JaggedModule):
         if self.kind == "max":
             largest = torch.segment_reduce(values, "max", offsets=offsets, axis=0, unsafe=True)
             return largest.masked_fill(lengths == 0, 0.0)
-        if self.score is not None:
-            weights = jagged_softmax(self.score(values), offsets).to(values.dtype)
-        else:
-            weights = values.new_ones(values.shape[0], 1)
+        weights = values.new_ones(values.shape[0], 1) if self.score is None else jagged_softmax(self.score(values), offsets)
         pooled = jagged_jagged_bmm(values, weights, offsets).squeeze(2)
         return pooled / lengths.clamp(min=1) if self.kind == "mean" else pooled

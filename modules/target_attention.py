@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import check_samples, check_width
-from jagged.ops import ACTIVATIONS, Activation, jagged_dense_add, jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
+from jagged.ops import ACTIVATIONS, Activation, jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
 
 
 class TargetAttention(JaggedModule):
@@ -92,11 +92,7 @@ class TargetAttention(JaggedModule):
         num_targets, width = targets.shape[1], first.out_features
         matrix = (of_product * targets[:, :, None] + (of_row + of_difference)).flatten(1, 2).transpose(1, 2)
         context = nn.functional.linear(targets, of_target - of_difference, first.bias).flatten(1)
-        if values.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(values.device.type):
-            # Linear layers are cast by torch, the products of a jagged tensor have to be.
-            dtype = values.dtype if values.dtype == torch.float64 else torch.get_autocast_dtype(values.device.type)
-            values, matrix, context = values.to(dtype), matrix.to(dtype), context.to(dtype)
-        hidden = jagged_dense_add(jagged_dense_bmm(values, offsets, matrix), offsets, context).unflatten(1, (num_targets, width))
+        hidden = jagged_dense_bmm(values, offsets, matrix, context).unflatten(1, (num_targets, width))
         for layer in others:
             hidden = layer(ACTIVATIONS[self.activation](hidden))
         weights = hidden.squeeze(2)

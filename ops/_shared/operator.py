@@ -30,6 +30,8 @@ gradient in another dtype is converted). Such a backward is an operator of its o
 differentiated. An operator whose gradient is made of other operators gives `gradient(grads, x, out, o, wanted, backend) -> {name:
 gradient}` in its place; then gradients of any order are right.
 
+`torch.func` may transform an operator: gradients as above, `vmap` by a loop; forward mode is refused.
+
 How a call goes: where a mode, a tensor subclass, a transform, a tracer or a profiler may want to see the operator, it goes
 through the dispatcher, and autograd has a function with `setup_context`. Otherwise the implementation is called at once, and
 autograd has a function with `ctx`, which costs the host a third of that.
@@ -47,9 +49,11 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.validation import autocast_dtype
 
 _DIFFERENTIABLE = "differentiable"
 #: A tensor with a gradient, among inputs.
@@ -118,6 +122,7 @@ class Operator(Generic[In, Op, Out]):
         #: The operator as the dispatcher knows it: inputs, options and the backend, one behind the other.
         self.dispatched = rules.dispatched
         self._function = _dispatched_function(name, rules)
+        self._forward_mode = _without_forward_mode(self._function, rules)
         self._short = _short_function(name, rules)
 
     def __call__(self, x: In, o: Op, backend: str | None = None) -> Out:
@@ -142,17 +147,21 @@ class Operator(Generic[In, Op, Out]):
                 is_plain = False
         assert first is not None
         backend = resolve_backend(backend, first, float64_on_triton=self.float64_on_triton)
-        cast = _autocast_dtype(device.type) if rules.autocast else None
+        cast = autocast_dtype(device.type) if rules.autocast else None
         if wants_grad:
             wants_grad = torch.is_grad_enabled()
         is_short = is_plain and not first.is_meta and not _is_watched()
-        if wants_grad and _needs_gradient(x, rules):
+        if (wants_grad and _needs_gradient(x, rules)) or (not is_short and rules.differentiable and _is_transformed()):
             if is_short:
                 results = self._short.apply((x, o, first, backend, cast), *_differentiable_of(x, rules))
             else:
-                # Dynamo refuses a function that is given one tensor twice.
-                x = _each_once(x, rules.inputs) if torch.compiler.is_compiling() else x
-                results = self._function.apply(*_spread(x), *o, backend, cast)
+                function = self._function
+                if torch.compiler.is_compiling():
+                    # Dynamo refuses a function that is given one tensor twice.
+                    x = _each_once(x, rules.inputs)
+                elif forward_ad._current_level >= 0:
+                    function = self._forward_mode
+                results = function.apply(*_spread(x), *o, backend, cast)
             return rules.outputs(*(results if isinstance(results, tuple) else (results,)))
         if cast is not None:
             x = _cast(x, cast, rules.autocast)
@@ -481,7 +490,20 @@ def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Functi
                 results[place] = next(found)
         return tuple(results)
 
-    return _function(f"{name}_traced", forward=forward, setup_context=setup_context, backward=backward)
+    found = _function(f"{name}_traced", forward=forward, setup_context=setup_context, backward=backward)
+    # The operators inside are run for one after the other.
+    found.generate_vmap_rule = True
+    return found
+
+
+def _without_forward_mode(function: type[torch.autograd.Function], rules: _Rules) -> type[torch.autograd.Function]:
+    """Return the function with an error of its own in forward mode; Dynamo takes none that has a `jvp`."""
+
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        title = rules.title if isinstance(rules.title, str) else rules.title(ctx.kept[1])
+        raise RuntimeError(f"{title} has no forward-mode derivative; take a reverse-mode one, as by torch.func.jacrev")
+
+    return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
 
 
 def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.Function]:
@@ -576,6 +598,8 @@ class _FirstOrder(torch.autograd.Function):
     for. `once_differentiable` says nothing where the incoming gradient is a constant, as in a gradient penalty.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(title: str, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         # A sparse gradient has no views.
@@ -639,13 +663,6 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype)
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    # Autocast knows no meta device.
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
 def _needs_gradient(x: Any, rules: _Rules) -> bool:
     return True in [tensor is not None and tensor.requires_grad for tensor in _differentiable_of(x, rules)]
 
@@ -663,10 +680,17 @@ def _is_watched() -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or torch._C._functorch.peek_interpreter_stack() is not None
+        or _is_transformed()
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )
+
+
+def _is_transformed() -> bool:
+    """Tell whether `torch.func` or forward-mode differentiation may ask for more of tensors than `requires_grad` says."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def _each_once(x: Any, inputs: type) -> Any:

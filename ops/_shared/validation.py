@@ -81,6 +81,32 @@ def check_same(name: str, tensor: Tensor, other_name: str, other: Tensor) -> Non
     check_device(name, tensor, other_name, other)
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype that autocast casts factors of products to on a kind of device; None where it is off."""
+    # Autocast knows no meta device.
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def product_dtype(*factors: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast gives factors of a product, whatever theirs; None where these have to agree.
+
+    Autocast leaves float64 as it is, in PyTorch's own products too, so that nothing is cast beside it.
+    """
+    if torch.float64 in [factor.dtype for factor in factors]:
+        return None
+    return autocast_dtype(factors[0].device.type)
+
+
+def check_factors(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Check that two factors of a product share a device, and a dtype unless autocast gives them one."""
+    if product_dtype(tensor, other) is None:
+        check_same(name, tensor, other_name, other)
+    else:
+        check_device(name, tensor, other_name, other)
+
+
 def holds(condition: bool) -> bool:
     """Tell whether a condition on sizes holds; one that a compiler cannot know yet, the compiled graph checks when it runs."""
     if not torch.compiler.is_compiling():
@@ -96,11 +122,9 @@ def holds(condition: bool) -> bool:
 
 def compute_dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype that hidden states and item weights are multiplied in: autocast's, or the one that both have."""
-    device = hidden.device.type
-    # Autocast knows no meta device, and leaves float64 as it is in PyTorch's own operators too.
-    may_cast = device in ("cpu", "cuda") and torch.float64 not in (hidden.dtype, weight.dtype)
-    if may_cast and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
+    dtype = product_dtype(hidden, weight)
+    if dtype is not None:
+        return dtype
     if weight.dtype != hidden.dtype:
         raise TypeError(
             f"weight: expected the dtype of hidden, {hidden.dtype}, got {weight.dtype}; cast one with .to(...), or call under "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.offsets import scan_pairs
-from jagged.ops._shared.validation import FLOATS, check_device, check_same, check_tensor, holds, validation_is_on
+from jagged.ops._shared.validation import FLOATS, check_device, check_factors, check_tensor, holds, validation_is_on
 
 Window = int | tuple[int | None, int | None]
 
@@ -19,14 +19,12 @@ MAX_ROWS = 2**30
 
 
 def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> None:
-    """Check queries, keys and values against one another; under autocast, which casts them, also of several dtypes."""
+    """Check queries, keys and values against one another."""
     check_tensor("q", q, "[Sq, H, D]", FLOATS)
     check_tensor("k", k, "[Sk, Hkv, D]", FLOATS)
     check_tensor("v", v, "[Sk, Hkv, D]", FLOATS)
-    is_cast = q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type)
-    for name, x in (("k", k), ("v", v)):
-        if not is_cast or torch.float64 in (q.dtype, x.dtype):
-            check_same(name, x, "q", q)
+    check_factors("k", k, "q", q)
+    check_factors("v", v, "q", q)
     if not 1 <= q.shape[2] <= MAX_HEAD_DIM:
         raise ValueError(f"q: expected a head width D of 1 to {MAX_HEAD_DIM}, got {q.shape[2]}; use more and narrower heads")
     if k.shape[2] != q.shape[2]:

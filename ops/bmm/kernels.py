@@ -11,12 +11,13 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_product
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm import tiles
+from jagged.ops.bmm.spec import DenseInputs, JaggedInputs, Options, Rows, Sums
 
 REDUCE_ELEMENTS = 1024
 
@@ -90,11 +91,11 @@ def load_tile(pointer, index, index_stride, index_exists, column, column_stride,
 
 @triton.jit(do_not_specialize=["num_later", "batch_size", "total"])
 def jagged_dense_bmm_kernel(
-    values, offsets, dense, output, num_later, batch_size, total, values_stride, values_column_stride, dense_batch_stride,
+    values, offsets, dense, bias, output, num_later, batch_size, total, values_stride, values_column_stride, dense_batch_stride,
     dense_stride, dense_column_stride, D: tl.constexpr, T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_T: tl.constexpr, VECTOR: tl.constexpr, USE_DOT: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """output[s] = values[s] @ dense[sample of s], for at most BLOCK_M rows of one sample and BLOCK_T columns."""
+    """output[s] = values[s] @ dense[sample of s] + bias[sample of s], for at most BLOCK_M rows of one and BLOCK_T columns."""
     COLUMN_BLOCKS: tl.constexpr = (T + BLOCK_T - 1) // BLOCK_T
     program = tl.program_id(0)
     sample, _, end, first = load_chunk(offsets, program // COLUMN_BLOCKS, num_later, batch_size, total, BLOCK_M)
@@ -105,27 +106,29 @@ def jagged_dense_bmm_kernel(
     row_exists = row < end
     column_exists = column < T
     dense += sample * dense_batch_stride
-    places = output + row[:, None] * T + column[None, :]
+    # Behind the products they would take registers that the assembler does not have.
+    addresses = output + row[:, None] * T + column[None, :]
     mask = row_exists[:, None] & column_exists[None, :]
-    if USE_DOT:
+    if USE_DOT or BLOCK_D <= 8:
         result = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
-        for start in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
-            inner = start + tl.arange(0, BLOCK_D)
-            left = load_tile(values, row, values_stride, row_exists, inner, values_column_stride, inner < D)
-            right = load_tile(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
-            result = dot(left, right, result, PRECISION)
-        tl.store(places, result.to(output.dtype.element_ty), mask=mask)
-    elif D <= BLOCK_D and BLOCK_D <= 8:
-        inner = tl.arange(0, BLOCK_D)
-        # Read as it lies when it comes transposed from a gradient: the few inner elements of a column are adjacent.
-        right = load_tile(dense, column, dense_column_stride, column_exists, inner, dense_stride, inner < D)
-        rights = split_columns(right, BLOCK_D)
-        result = tl.zeros([BLOCK_M, BLOCK_T], tl.float32)
-        for d in tl.static_range(D):
-            left = tl.load(values + row * values_stride + d * values_column_stride, mask=row_exists, other=0.0).to(tl.float32)
-            left = tl.broadcast_to(left[:, None], [BLOCK_M, BLOCK_T])
-            result = tl.fma(left, tl.broadcast_to(rights[d].to(tl.float32)[None, :], [BLOCK_M, BLOCK_T]), result)
-        tl.store(places, result.to(output.dtype.element_ty), mask=mask)
+        if USE_DOT:
+            for start in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
+                inner = start + tl.arange(0, BLOCK_D)
+                left = load_tile(values, row, values_stride, row_exists, inner, values_column_stride, inner < D)
+                right = load_tile(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
+                result = dot(left, right, result, PRECISION)
+        else:
+            inner = tl.arange(0, BLOCK_D)
+            # Read as it lies when it comes transposed from a gradient: the few inner elements of a column are adjacent.
+            right = load_tile(dense, column, dense_column_stride, column_exists, inner, dense_stride, inner < D)
+            rights = split_columns(right, BLOCK_D)
+            for d in tl.static_range(D):
+                left = tl.load(values + row * values_stride + d * values_column_stride, mask=row_exists, other=0.0)
+                left = tl.broadcast_to(left.to(tl.float32)[:, None], [BLOCK_M, BLOCK_T])
+                result = tl.fma(left, tl.broadcast_to(rights[d].to(tl.float32)[None, :], [BLOCK_M, BLOCK_T]), result)
+        if bias is not None:
+            result += tl.load(bias + sample * T + column, mask=column_exists, other=0.0).to(tl.float32)[None, :]
+        tl.store(addresses, result.to(output.dtype.element_ty), mask=mask)
     else:
         # What one load brings to a thread is added up there; the threads' sums meet once, after the walk.
         LANES: tl.constexpr = BLOCK_D // VECTOR
@@ -141,7 +144,10 @@ def jagged_dense_bmm_kernel(
                 new_sums += (sums[t] + tl.sum(tl.reshape(product, [BLOCK_M, LANES, VECTOR]), 2),)  # type: ignore[assignment]
             sums = new_sums
         for t in tl.static_range(T):
-            tl.store(output + row * T + t, tl.sum(sums[t], 1).to(output.dtype.element_ty), mask=row_exists)
+            result = tl.sum(sums[t], 1)
+            if bias is not None:
+                result += tl.load(bias + sample * T + t).to(tl.float32)
+            tl.store(output + row * T + t, result.to(output.dtype.element_ty), mask=row_exists)
 
 
 @triton.jit(do_not_specialize=["num_later", "batch_size", "total", "chunk"])
@@ -213,30 +219,40 @@ def jagged_jagged_bmm_reduce_kernel(
     tl.store(output + sample * SIZE + element, result.to(output.dtype.element_ty), mask=mask)
 
 
-def jagged_dense_bmm(values: Tensor, offsets: Tensor, dense: Tensor) -> Tensor:
-    """Launch `jagged_dense_bmm_kernel`: `[S, D] x [B, D, T] -> [S, T]`."""
+_launch_dense = Launcher(jagged_dense_bmm_kernel)
+_launch_jagged = Launcher(jagged_jagged_bmm_kernel)
+_launch_reduce = Launcher(jagged_jagged_bmm_reduce_kernel)
+
+
+def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
+    """Launch `jagged_dense_bmm_kernel`."""
+    values, offsets, dense, bias = x
     total, (batch_size, d, t) = values.shape[0], dense.shape
-    if batch_size == 0 or d == 0:
-        return values.new_zeros(total, t)
-    output = values.new_empty(total, t)
-    if output.numel():
+    if batch_size == 0 or (d == 0 and bias is None):
+        return Rows(values.new_zeros(total, t))
+    output = torch.empty(total, t, dtype=values.dtype, device=values.device)
+    if total and t:
         itemsize = values.element_size()
         tile = tiles.dense_tile(d, t, itemsize)
         num_later = total // tile.rows
-        jagged_dense_bmm_kernel[((batch_size + num_later) * cdiv(t, tile.block_t),)](
-            values, offsets.contiguous(), dense, output, num_later, batch_size, total, *values.stride(), *dense.stride(), D=d,
-            T=t, BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // itemsize, USE_DOT=tile.use_dot,
+        if bias is not None:
+            bias = bias.contiguous()
+        _launch_dense(
+            ((batch_size + num_later) * cdiv(t, tile.block_t),),
+            values, offsets.contiguous(), dense, bias, output, num_later, batch_size, total, *values.stride(), *dense.stride(),
+            D=d, T=t, BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // itemsize, USE_DOT=tile.use_dot,
             PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
         )  # fmt: skip
-    return output
+    return Rows(output)
 
 
-def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """Launch `jagged_jagged_bmm_kernel`, and the sum over chunks where a sample may have several: `[B, D, T]`."""
+def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
+    """Launch `jagged_jagged_bmm_kernel`, and the sum over chunks where a sample may have several."""
+    a, b, offsets = x
     (total, d), t, batch_size = a.shape, b.shape[1], offsets.shape[0] - 1
-    output = a.new_empty(batch_size, d, t)
-    if output.numel() == 0:
-        return output
+    output = torch.empty(batch_size, d, t, dtype=a.dtype, device=a.device)
+    if not (batch_size and d and t):
+        return Sums(output)
     strides = (t, 1)
     if d < t:
         # The narrower side is the second one; the output is written transposed.
@@ -246,15 +262,17 @@ def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     chunk = tiles.chunk_of(d, t, total, batch_size, itemsize)
     # No sample is longer than all together.
     num_later = total // chunk if total > chunk else 0
-    partial = a.new_empty(2 * num_later * d * t, dtype=torch.float32)
+    partial = torch.empty(2 * num_later * d * t, dtype=torch.float32, device=a.device)
     offsets = offsets.contiguous()
-    jagged_jagged_bmm_kernel[((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),)](
+    _launch_jagged(
+        ((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),),
         a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
         D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t,
         USE_DOT=tile.use_dot, PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
     )  # fmt: skip
     if num_later:
-        jagged_jagged_bmm_reduce_kernel[num_later, cdiv(d * t, REDUCE_ELEMENTS)](
-            partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS
-        )
-    return output
+        _launch_reduce(
+            (num_later, cdiv(d * t, REDUCE_ELEMENTS)),
+            partial, offsets, output, num_later, batch_size, total, chunk, SIZE=d * t, BLOCK=REDUCE_ELEMENTS,
+        )  # fmt: skip
+    return Sums(output)

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_tile, load_segment, pairs_before
 from jagged.ops._shared.kernels import pair_starts
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.sizes import cdiv
+from jagged.ops.bmm.spec import PairInputs, PairOptions, Scores, WeightedInputs, WeightedOptions, WeightedSums
 
 # A second grid dimension of a launch has at most so many programs.
 MAX_GRID = 65535
@@ -242,51 +244,61 @@ def pair_sums_kernel(
             store_rows(output, sums, row, output_length, column, WIDTH, BLOCK_M, BLOCK_D)
 
 
-def pair_scores(a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_pairs: int) -> Tensor:
-    """Launch `pair_scores_kernel`: `[Sa, D], [Sb, D] -> [num_pairs]`."""
+_launch_scores = Launcher(pair_scores_kernel)
+_launch_sums = Launcher(pair_sums_kernel)
+
+
+def pair_scores(x: PairInputs, o: PairOptions) -> Scores:
+    """Launch `pair_scores_kernel`."""
+    a, b, a_offsets, b_offsets = x
+    (num_pairs,) = o
     (a_total, width), b_total, batch_size = a.shape, b.shape[0], a_offsets.shape[0] - 1
-    scores = a.new_empty(num_pairs)
+    scores = torch.empty(num_pairs, dtype=a.dtype, device=a.device)
     # Of a width of 0 the scores are zeros, computed by the same kernel; without rows there are none.
     if batch_size == 0 or a_total == 0 or num_pairs == 0:
-        return scores
+        return Scores(scores)
     a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
-    a, b, is_wide = _readable(a), _readable(b), _is_wide(a) and _is_wide(b)
+    a, b = _readable(a), _readable(b)
+    a_stride, b_stride = a.stride(0), b.stride(0)
+    is_wide = (width | a_stride | b_stride) % 16 == 0
     tile = scores_tile(a.dtype, is_wide, num_pairs / max(b_total, 1), num_pairs / a_total)
     # A row of a meets so many tiles of b on average. Where these are many, as in long samples, they are spread over programs;
     # programs to spare are then no more than whole tiles.
     parts = min(max(num_pairs // (a_total * tile.columns), 1), MAX_GRID)
-    pair_scores_kernel[a_total // tile.rows + batch_size, parts](
+    _launch_scores(
+        (a_total // tile.rows + batch_size, parts),
         a, b, scores, a_offsets, b_offsets, pair_starts(a_offsets, b_offsets), batch_size, a_total, b_total, num_pairs,
-        a.stride(0), b.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=tile.rows,
+        a_stride, b_stride, IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=tile.rows,
         BLOCK_N=tile.columns, BLOCK_K=tile.step, PRECISION=_precision(a.dtype),
-        INDEX=_index(num_pairs, a_total * a.stride(0), b_total * b.stride(0)),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        INDEX=_index(num_pairs, a_total * a_stride, b_total * b_stride), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    return scores
+    return Scores(scores)
 
 
-def pair_sums(
-    scores: Tensor, values: Tensor, a_offsets: Tensor, b_offsets: Tensor, output_total: int, transposed: bool
-) -> Tensor:
-    """Launch `pair_sums_kernel`: `[num_pairs], [Sb, D] -> [Sa, D]`, or with transposed blocks `[Sa, D] -> [Sb, D]`."""
+def pair_sums(x: WeightedInputs, o: WeightedOptions) -> WeightedSums:
+    """Launch `pair_sums_kernel`: `[P], [Sb, D] -> [Sa, D]`, or with transposed blocks `[Sa, D] -> [Sb, D]`."""
+    scores, values, a_offsets, b_offsets = x
+    output_total, transposed = o
     (total, width), batch_size = values.shape, a_offsets.shape[0] - 1
     a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
     output_offsets, offsets = (b_offsets, a_offsets) if transposed else (a_offsets, b_offsets)
-    output = values.new_empty(output_total, width)
-    if batch_size == 0 or output.numel() == 0:
-        return output
+    output = torch.empty(output_total, width, dtype=values.dtype, device=values.device)
+    if not (batch_size and output_total and width):
+        return WeightedSums(output)
     values = _readable(values)
-    num_pairs = scores.shape[0]
-    tile = sums_tile(values.dtype, _is_wide(values), num_pairs / max(total, 1), num_pairs / output_total)
+    num_pairs, scores_stride, stride = scores.shape[0], scores.stride(0), values.stride(0)
+    is_wide = (width | stride) % 16 == 0
+    tile = sums_tile(values.dtype, is_wide, num_pairs / max(total, 1), num_pairs / output_total)
     programs = (output_total // tile.rows + batch_size) * cdiv(width, tile.columns)
-    pair_sums_kernel[(programs,)](
+    _launch_sums(
+        (programs,),
         scores, values, output, output_offsets, offsets, pair_starts(a_offsets, b_offsets), batch_size, output_total, total,
-        num_pairs, scores.stride(0), values.stride(0), IS_SQUARE=_is_square(a_offsets, b_offsets), TRANSPOSED=transposed,
-        WIDTH=width, BLOCK_M=tile.rows, BLOCK_K=tile.chunk, BLOCK_D=tile.step, TERMS=tile.terms, COLUMNS=tile.columns,
-        PRECISION=_precision(values.dtype), INDEX=_index(num_pairs * scores.stride(0), total * values.stride(0)),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        num_pairs, scores_stride, stride, IS_SQUARE=_is_square(a_offsets, b_offsets), TRANSPOSED=transposed, WIDTH=width,
+        BLOCK_M=tile.rows, BLOCK_K=tile.chunk, BLOCK_D=tile.step, TERMS=tile.terms, COLUMNS=tile.columns,
+        PRECISION=_precision(values.dtype), INDEX=_index(num_pairs * scores_stride, total * stride), num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
     )  # fmt: skip
-    return output
+    return WeightedSums(output)
 
 
 def _is_square(a_offsets: Tensor, b_offsets: Tensor) -> bool:
@@ -296,10 +308,6 @@ def _is_square(a_offsets: Tensor, b_offsets: Tensor) -> bool:
 def _readable(values: Tensor) -> Tensor:
     """The kernels take any stride of rows, and columns side by side."""
     return values if values.stride(1) == 1 else values.contiguous()
-
-
-def _is_wide(values: Tensor) -> bool:
-    return values.shape[1] % 16 == 0 and values.stride(0) % 16 == 0
 
 
 def _precision(dtype: torch.dtype) -> str:

@@ -167,7 +167,7 @@ def bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     offsets, backend = batch.offsets, PLACE.backend
 
     def forward(values: Tensor, other: Tensor, dense: Tensor) -> list[Tensor]:
-        rows = jagged_dense_bmm(values, offsets, dense, backend=backend)
+        rows = jagged_dense_bmm(values, offsets, dense, dense[:, 0], backend=backend)
         sums = jagged_jagged_bmm(values, other, offsets, backend=backend)
         # In pieces of four columns samples are long enough to be added up in chunks.
         pieces = values.reshape(-1, 4)

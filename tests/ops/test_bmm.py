@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm, trust_values
+from jagged.ops import (
+    array_jagged_bmm_jagged_out,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    trust_values,
+)
 from jagged.ops.bmm import tiles
 from tests.graphs import captured
 from tests.oracle import check_three_way
@@ -49,6 +55,51 @@ def test_jagged_dense_bmm(
         [values, dense],
         requires_grad=wanted,
     )
+
+
+@given(jagged_batches(), WIDTHS, float_dtypes(), seeds(), st.booleans(), st.tuples(WANTED, st.booleans()))
+def test_jagged_dense_bmm_with_a_bias(
+    place: Place,
+    batch: Jagged,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    seed: int,
+    strided: bool,
+    wanted: tuple[tuple[bool, bool], bool],
+) -> None:
+    # The yardstick is a largest error, which over few elements may be nothing by luck: every batch gets a sample of some rows.
+    batch = jagged_of((*batch.lengths, 9), batch.offsets.dtype)
+    values, _, dense = bmm_inputs(batch, *widths, dtype, seed, strided)
+    bias = random_tensor((batch.batch_size, widths[1]), dtype, seed + 3, strided=strided)
+    check_three_way(
+        lambda values, dense, bias: jagged_dense_bmm(values, batch.offsets, dense, bias, backend=place.backend),
+        lambda values, dense, bias: reference.dense_bmm(values, batch.lengths, dense, bias),
+        [values, dense, bias],
+        requires_grad=[*wanted[0], wanted[1]],
+    )
+
+
+@pytest.mark.parametrize("width", [2, 20, 300])
+@pytest.mark.parametrize("columns", [1, 3, 40])
+@pytest.mark.parametrize(("dtype", "first"), [(torch.bfloat16, 2.0**8), (torch.float16, 2.0**11)])
+def test_a_bias_is_added_before_the_rounding(place: Place, dtype: torch.dtype, first: float, columns: int, width: int) -> None:
+    """The product alone, one more than a power of two, would be rounded down, and so would its sum with 1."""
+    values = torch.zeros(5, width, dtype=dtype, device=place.device)
+    values[:, 0], values[:, -1] = first, 1.0
+    ones = torch.ones(2, width, columns, dtype=dtype, device=place.device)
+    offsets = torch.tensor([0, 2, 5], device=place.device)
+    out = jagged_dense_bmm(values, offsets, ones, ones[:, 0], backend=place.backend)
+    assert torch.equal(out, torch.full_like(out, first + 2))
+
+
+def test_one_bias_for_all_samples(place: Place) -> None:
+    """Expanded from one row, whose gradient is the sum over all rows."""
+    values, offsets = torch.ones(3, 2, device=place.device), torch.tensor([0, 1, 3], device=place.device)
+    dense, bias = torch.ones(2, 2, 2, device=place.device), torch.tensor([10.0, 20.0], device=place.device, requires_grad=True)
+    out = jagged_dense_bmm(values, offsets, dense, bias.expand(2, 2), backend=place.backend)
+    assert out.tolist() == [[12.0, 22.0]] * 3
+    (grad,) = torch.autograd.grad(out.sum(), bias)
+    assert grad.tolist() == [3.0, 3.0]
 
 
 @pytest.mark.usefixtures("_short_chunks")
@@ -118,13 +169,14 @@ def test_neighbours_that_are_no_numbers_do_not_spread(place: Place) -> None:
     """Zero times NaN is NaN: what lies past a sample's end must enter no product of its own."""
     batch = jagged_of((21, 5, 40))
     a, b, dense = bmm_inputs(batch, 20, 4, torch.float32, 0, strided=False)
-    expected = jagged_jagged_bmm(a, b, batch.offsets, backend=place.backend), jagged_dense_bmm(a, batch.offsets, dense)
-    for side in (a, b, dense):
+    bias = random_tensor((3, 4), torch.float32, 3)
+    expected = jagged_jagged_bmm(a, b, batch.offsets, backend=place.backend), jagged_dense_bmm(a, batch.offsets, dense, bias)
+    for side in (a, b, dense, bias):
         changed = side.clone()
-        (changed[21:26] if side.dim() == 2 else changed[1]).fill_(float("nan"))
-        inputs = [changed if tensor is side else tensor for tensor in (a, b, dense)]
+        (changed[21:26] if side is a or side is b else changed[1]).fill_(float("nan"))
+        inputs = [changed if tensor is side else tensor for tensor in (a, b, dense, bias)]
         of_jagged = jagged_jagged_bmm(*inputs[:2], batch.offsets, backend=place.backend)
-        of_dense = jagged_dense_bmm(inputs[0], batch.offsets, inputs[2], backend=place.backend)
+        of_dense = jagged_dense_bmm(inputs[0], batch.offsets, *inputs[2:], backend=place.backend)
         torch.testing.assert_close(of_jagged[[0, 2]], expected[0][[0, 2]])
         for rows in (slice(0, 21), slice(26, 66)):
             torch.testing.assert_close(of_dense[rows], expected[1][rows])
@@ -146,9 +198,11 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, widths: tuple[int, 
             assert sums.shape == (len(wrong) - 1, d, t)
             dense_fence = torch.full((len(wrong) + 1, d, t), float("nan"), device=place.device)
             dense = dense_fence[1:-1].fill_(1.0)
-            rows = jagged_dense_bmm(a, offsets, dense, backend=place.backend)
-            # Rows that no sample claims stay unwritten.
-            assert set(rows[~rows.isnan()].tolist()) <= {0.0, float(d)}
+            bias_fence = torch.full((len(wrong) + 1, t), float("nan"), device=place.device)
+            for bias in (None, bias_fence[1:-1].fill_(2.0)):
+                rows = jagged_dense_bmm(a, offsets, dense, bias, backend=place.backend)
+                # Rows that no sample claims stay unwritten.
+                assert set(rows[~rows.isnan()].tolist()) <= {0.0, float(d if bias is None else d + 2)}
     for fence in fences:
         assert bool(fence[:40].isnan().all())
         assert bool(fence[80:].isnan().all())
@@ -170,8 +224,9 @@ def test_sizes_of_zero(place: Place) -> None:
     for d, t in ((0, 3), (3, 0), (0, 0)):
         a, b = torch.ones(3, d, device=place.device), torch.ones(3, t, device=place.device)
         assert jagged_jagged_bmm(a, b, offsets, backend=place.backend).shape == (2, d, t)
-        out = jagged_dense_bmm(a, offsets, torch.ones(2, d, t, device=place.device), backend=place.backend)
-        assert torch.equal(out, torch.zeros(3, t, device=place.device))
+        dense, bias = torch.ones(2, d, t, device=place.device), torch.full((2, t), 5.0, device=place.device)
+        assert torch.equal(jagged_dense_bmm(a, offsets, dense, backend=place.backend), torch.zeros(3, t, device=place.device))
+        assert torch.equal(jagged_dense_bmm(a, offsets, dense, bias, backend=place.backend), bias[[0, 0, 1]])
 
 
 def test_messages_name_argument_and_cure(place: Place) -> None:
@@ -184,6 +239,18 @@ def test_messages_name_argument_and_cure(place: Place) -> None:
         (lambda: jagged_dense_bmm(a, offsets, dense[:0]), ValueError, r"dense: expected shape \[1, 2, T\].*got \[0, 2, 4\]"),
         (lambda: jagged_dense_bmm(a, offsets, dense[:, :1]), ValueError, r"dense: expected shape \[1, 2, T\].*got \[1, 1, 4\]"),
         (lambda: jagged_dense_bmm(a, offsets, dense.half()), TypeError, r"dense: expected the dtype of values, float32, got flo"),
+        (
+            lambda: jagged_dense_bmm(a, offsets, dense, dense[0, :, :1]),
+            ValueError,
+            r"^bias: expected shape \[1, 4\], a row for each sample, as wide as dense \[1, 2, 4\], got \[2, 1\]; "
+            r"expand what all samples share$",
+        ),
+        (lambda: jagged_dense_bmm(a, offsets, dense, dense[0, 0]), ValueError, r"^bias: expected shape \[B, T\], got \[4\]$"),
+        (
+            lambda: jagged_dense_bmm(a, offsets, dense, dense[0, :1].half()),
+            TypeError,
+            "^bias: expected the dtype of values, float32, got float16; convert one of them$",
+        ),
         (lambda: jagged_dense_bmm(a, offsets.float(), dense), TypeError, r"offsets: expected dtype int32, int64, got float32"),
         (lambda: jagged_dense_bmm(a, offsets, dense, backend="cuda"), ValueError, r"backend: got 'cuda'"),
         (lambda: jagged_dense_bmm(a.double(), offsets, dense.double(), backend="triton"), TypeError, r"got float64 tensors"),
@@ -211,7 +278,8 @@ def test_values_of_offsets_are_checked_on_demand(place: Place, monkeypatch: pyte
 def test_opcheck(place: Place) -> None:
     batch = jagged_of((2, 0, 3))
     a, b, dense = bmm_inputs(batch, 4, 3, torch.float32, 0, strided=False)
-    torch.library.opcheck(torch.ops.jagged.jagged_dense_bmm.default, (a, batch.offsets, dense, place.backend))
+    for bias in (None, dense[:, 0]):
+        torch.library.opcheck(torch.ops.jagged.jagged_dense_bmm.default, (a, batch.offsets, dense, bias, place.backend))
     torch.library.opcheck(torch.ops.jagged.jagged_jagged_bmm.default, (a, b, batch.offsets, place.backend))
 
 
@@ -219,12 +287,112 @@ def test_opcheck(place: Place) -> None:
 def test_gradcheck_to_second_order(place: Place) -> None:
     batch = jagged_of((2, 0, 3))
     a, b, dense = (x.requires_grad_() for x in bmm_inputs(batch, 3, 2, torch.float64, 0, strided=False))
+    bias = random_tensor((3, 2), torch.float64, 3).requires_grad_()
     for function, leaves in (
         (lambda a, dense: jagged_dense_bmm(a, batch.offsets, dense), (a, dense)),
+        (lambda a, dense, bias: jagged_dense_bmm(a, batch.offsets, dense, bias), (a, dense, bias)),
+        (lambda bias: jagged_dense_bmm(a.detach(), batch.offsets, dense.detach(), bias), (bias,)),
         (lambda a, b: jagged_jagged_bmm(a, b, batch.offsets), (a, b)),
     ):
         assert torch.autograd.gradcheck(function, leaves)
         assert torch.autograd.gradgradcheck(function, leaves)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize(
+    "name", ["jagged_dense_bmm", "jagged_jagged_bmm", "jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out"]
+)
+def test_functional_transforms(place: Place, name: str) -> None:
+    """Gradients, those of each of several calls, and none in forward mode, for the products over pairs too."""
+    batch = jagged_of((2, 0, 3))
+    offsets, backend = batch.offsets, place.backend
+    a, b, dense = bmm_inputs(batch, 4, 3, torch.float32, 0, strided=False)
+    functions: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        "jagged_dense_bmm": (lambda x, y, z: jagged_dense_bmm(x, offsets, y, z, backend=backend), (a, dense, dense[:, 0])),
+        "jagged_jagged_bmm": (lambda x, y: jagged_jagged_bmm(x, y, offsets, backend=backend), (a, b)),
+        "jagged_jagged_bmm_jagged_out": (
+            lambda x, y: jagged_jagged_bmm_jagged_out(x, y, offsets, total=13, backend=backend),
+            (a, 2 * a),
+        ),
+        "array_jagged_bmm_jagged_out": (
+            lambda x, y: array_jagged_bmm_jagged_out(x, y, offsets, backend=backend),
+            (random_tensor((13,), torch.float32, 3), a),
+        ),
+    }
+    function, inputs = functions[name]
+
+    def by_autograd(*inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        return torch.autograd.grad(function(*leaves).square().sum(), leaves)
+
+    gradient = torch.func.grad(lambda *x: function(*x).square().sum(), argnums=tuple(range(len(inputs))))
+    several = [torch.stack([x, 2 * x]) for x in inputs]
+    one_by_one = [by_autograd(*(x[k] for x in several)) for k in range(2)]
+    torch.testing.assert_close(torch.vmap(gradient)(*several), tuple(map(torch.stack, zip(*one_by_one, strict=True))))
+    torch.testing.assert_close(gradient(*inputs), by_autograd(*inputs))
+    refused = f"^{name} has no forward-mode derivative; take a reverse-mode one, as by torch.func.jacrev$"
+    with pytest.raises(RuntimeError, match=refused):
+        torch.func.jvp(function, inputs, inputs)
+
+
+def under_autocast(place: Place, leaves: list[Tensor], offsets: Tensor) -> list[Tensor]:
+    """Both products in bfloat16, of rows of 16 bits too, as a linear layer makes them."""
+    a, b, dense = leaves
+    with torch.autocast(place.device.type, dtype=torch.bfloat16):
+        return [
+            jagged_dense_bmm(a, offsets, dense, backend=place.backend),
+            jagged_dense_bmm(a.bfloat16(), offsets, dense, dense[:, 0], backend=place.backend),
+            jagged_jagged_bmm(a, b.bfloat16(), offsets, backend=place.backend),
+            jagged_jagged_bmm(a, b, offsets, backend=place.backend),
+        ]
+
+
+@pytest.mark.parametrize("is_backward_inside", [False, True])
+def test_autocast_casts_as_bmm_does(place: Place, is_backward_inside: bool) -> None:
+    """The dtype of results is autocast's, that of gradients the inputs' own, also where backward runs outside of autocast."""
+    batch = jagged_of((6, 0, 20))
+    leaves = [x.requires_grad_() for x in bmm_inputs(batch, 8, 3, torch.float32, 0, strided=False)]
+    found = under_autocast(place, leaves, batch.offsets)
+    low = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    expected = [jagged_dense_bmm(low[0], batch.offsets, low[2], b, backend=place.backend) for b in (None, low[2][:, 0])]
+    expected += [jagged_jagged_bmm(*low[:2], batch.offsets, backend=place.backend) for _ in range(2)]
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+    for got, want in zip(found, expected, strict=True):
+        cotangent = torch.ones_like(want)
+        with torch.autocast(place.device.type, dtype=torch.bfloat16, enabled=is_backward_inside):
+            grads = torch.autograd.grad(got, leaves, cotangent, allow_unused=True)
+        for mine, theirs in zip(grads, torch.autograd.grad(want, low, cotangent, allow_unused=True), strict=True):
+            assert (mine is None) == (theirs is None)
+            assert mine is None or theirs is None or torch.equal(mine, theirs.float())
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="float64 is the CPU's work")
+def test_autocast_leaves_float64(place: Place) -> None:
+    batch = jagged_of((6, 0, 20))
+    a, b, dense = bmm_inputs(batch, 8, 3, torch.float64, 0, strided=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert jagged_dense_bmm(a, batch.offsets, dense).dtype == torch.float64
+        assert jagged_jagged_bmm(a, b, batch.offsets).dtype == torch.float64
+        with pytest.raises(TypeError, match=r"^dense: expected the dtype of values, float64, got float32; convert one of them$"):
+            jagged_dense_bmm(a, batch.offsets, dense.float())
+        with pytest.raises(TypeError, match=r"^b: expected the dtype of a, float32, got float64; convert one of them$"):
+            jagged_jagged_bmm(a.float(), b, batch.offsets)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_autocast_inside_a_compiled_region(place: Place) -> None:
+    batch = jagged_of((6, 0, 20))
+    leaves = [x.requires_grad_() for x in bmm_inputs(batch, 8, 3, torch.float32, 0, strided=False)]
+    torch._dynamo.reset()
+    compiled = torch.compile(under_autocast, fullgraph=True, backend="aot_eager")(place, leaves, batch.offsets)
+    eager = under_autocast(place, leaves, batch.offsets)
+    for got, want in zip(compiled, eager, strict=True):
+        assert torch.equal(got, want)
+    for mine, theirs in zip(
+        *(torch.autograd.grad(sum(x.float().square().sum() for x in found), leaves) for found in (compiled, eager)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-1)
 
 
 @pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
@@ -237,7 +405,8 @@ def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
         return graph.forward
 
     def function(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-        return jagged_dense_bmm(a, offsets, jagged_jagged_bmm(a, b, offsets))
+        dense = jagged_jagged_bmm(a, b, offsets)
+        return jagged_dense_bmm(a, offsets, dense, dense[:, 0]) + jagged_dense_bmm(a, offsets, dense)
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
@@ -275,7 +444,7 @@ def test_no_synchronisation_and_graph_capture(place: Place) -> None:
     a.requires_grad_()
 
     def step() -> Tensor:
-        out = jagged_dense_bmm(a, batch.offsets, jagged_jagged_bmm(a, b, batch.offsets) + dense)
+        out = jagged_dense_bmm(a, batch.offsets, jagged_jagged_bmm(a, b, batch.offsets) + dense, a[:3, :4])
         (grad,) = torch.autograd.grad(out.square().sum(), a)
         return grad
 

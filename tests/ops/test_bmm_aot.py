@@ -31,20 +31,20 @@ def test_jagged_dense_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t:
     from jagged.ops.bmm import kernels
 
     tile = tiles.dense_tile(d, t, itemsize)
-    types = {"offsets": "*i64", **dict.fromkeys(("values", "dense", "output"), f"*{dtype}"), **dict.fromkeys(SIZES, "i32")}
-    types |= dict.fromkeys(STRIDES, "i32")
+    types = {"offsets": "*i64", **dict.fromkeys(("values", "dense", "bias", "output"), f"*{dtype}")}
+    types |= dict.fromkeys((*SIZES, *STRIDES), "i32")
     constants = {
         "D": d, "T": t, "BLOCK_M": tile.rows, "BLOCK_D": tile.block_d, "BLOCK_T": tile.block_t, "VECTOR": 16 // itemsize,
         "USE_DOT": tile.use_dot, "PRECISION": "ieee", "NUM_STAGES": tile.num_stages, "values_column_stride": 1,
     }  # fmt: skip
     kernel = kernels.jagged_dense_bmm_kernel
-    # As the forward finds its matrices, and as gradients do.
-    for adjacent in ("dense_column_stride", "dense_stride"):
-        fixed = {**constants, adjacent: 1}
+    # As the forward finds its matrices, with a bias and without one, and as gradients do.
+    for more in ({"dense_column_stride": 1}, {"dense_column_stride": 1, "bias": None}, {"dense_stride": 1, "bias": None}):
+        fixed = {**constants, **more}
         signature = {name: types[name] for name in kernel.arg_names if name not in fixed}
         divisible = [] if d % 16 and t % 16 else [name for name in STRIDES if name in signature]
         used = compile_kernel(kernel, signature, fixed, arch=arch, num_warps=tile.num_warps, divisible=divisible)
-        check(used, arch, f"{d} x {t} {dtype}, {adjacent} 1, for {arch}")
+        check(used, arch, f"{d} x {t} {dtype}, {more}, for {arch}")
 
 
 @pytest.mark.parametrize("arch", [*TARGETS, AMD])

@@ -47,7 +47,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "dense_to_jagged": lambda a, ao, b, bo: ops.dense_to_jagged(b[:, None], ao, a.shape[0]),
     "jagged_concat": lambda a, ao, b, bo: ops.jagged_concat([a, b, b[:, None]], [ao, bo, None])[0],
     "jagged_dense_add": lambda a, ao, b, bo: ops.jagged_dense_add(a, ao, b),
-    "jagged_dense_bmm": lambda a, ao, b, bo: ops.jagged_dense_bmm(a, ao, b[:, :, None]),
+    "jagged_dense_bmm": lambda a, ao, b, bo: ops.jagged_dense_bmm(a, ao, b[:, :, None], b[:, :1]),
     "jagged_dense_mul": lambda a, ao, b, bo: ops.jagged_dense_mul(a, ao, b[:, None]),
     "jagged_jagged_bmm": lambda a, ao, b, bo: ops.jagged_jagged_bmm(b, 2 * b, bo),
     "jagged_jagged_bmm_jagged_out": lambda a, ao, b, bo: ops.jagged_jagged_bmm_jagged_out(a, b, ao, bo, a.shape[0]),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import jagged.ops  # noqa: F401  (declares the operators)
@@ -121,6 +122,33 @@ def test_functional_transforms() -> None:
     torch.testing.assert_close(got, torch.autograd.grad(_segment_sum(leaf, mean=True).square().sum(), leaf)[0])
     second = torch.func.grad(lambda v: torch.func.grad(lambda w: JOIN(Parts((w, w), w[0]), NoOptions()).joined.sum())(v).sum())
     assert second(values).shape == values.shape
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_runs_the_operator_for_one_after_the_other() -> None:
+    several = _values(0, 2, 5, 3).detach()
+
+    def gradient(values: Tensor) -> Tensor:
+        return torch.func.grad(lambda v: _segment_sum(v, mean=True).square().sum())(values)
+
+    for function in (_segment_sum, gradient):
+        torch.testing.assert_close(torch.vmap(function)(several), torch.stack([function(values) for values in several]))
+    # What requires a gradient gets it through the transform.
+    leaves = [several.clone().requires_grad_() for _ in range(2)]
+    results = torch.vmap(_segment_sum)(leaves[0]), torch.stack([_segment_sum(values) for values in leaves[1]])
+    grads = [torch.autograd.grad(out.square().sum(), leaf)[0] for out, leaf in zip(results, leaves, strict=True)]
+    torch.testing.assert_close(*grads)
+
+
+def test_forward_mode_is_refused_by_name() -> None:
+    values = _values().detach()
+    expected = "example_sum has no forward-mode derivative; take a reverse-mode one, as by torch.func.jacrev"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
+        torch.func.jvp(_segment_sum, (values,), (values,))
+    with forward_ad.dual_level():
+        torch.testing.assert_close(_segment_sum(values), _segment_sum(values.clone()))
+        with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
+            _segment_sum(forward_ad.make_dual(values, values))
 
 
 def test_autocast_casts_inside_and_gradients_come_back_in_the_inputs_dtypes() -> None:

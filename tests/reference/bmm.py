@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 
-def dense_bmm(values: Tensor, lengths: Sequence[int], dense: Tensor) -> Tensor:
+def dense_bmm(values: Tensor, lengths: Sequence[int], dense: Tensor, bias: Tensor | None = None) -> Tensor:
     samples = values.split(list(lengths)) if lengths else []
     products = [rows @ matrix for rows, matrix in zip(samples, dense, strict=True)]
+    if bias is not None:
+        products = [product + added for product, added in zip(products, bias, strict=True)]
     return torch.cat([values.new_zeros(0, dense.shape[2]), *products])
 
 

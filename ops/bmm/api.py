@@ -1,87 +1,131 @@
-"""Products over the pairs of rows of each sample, their gradients and their operators. Gradients of any order are right."""
+"""Public products: of a jagged tensor with a dense or a second jagged one, and over the pairs of rows of each sample."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from jagged.ops._shared.autograd import apply_in_backward
 from jagged.ops._shared.offsets import scan_pairs
-from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.validation import FLOATS, check_offsets, check_same, check_tensor, holds, resolve_total, validation_is_on
-from jagged.ops.bmm import pair_torch_impl
-
-_pair_scores = define_operator(
-    "pair_scores",
-    "(Tensor a, Tensor b, Tensor a_offsets, Tensor b_offsets, SymInt num_pairs, str backend) -> Tensor",
-    torch_impl=pair_torch_impl.pair_scores,
-    triton_impl="jagged.ops.bmm.pair_kernels:pair_scores",
-    fake=lambda a, b, a_offsets, b_offsets, num_pairs, backend: a.new_empty(num_pairs),
+from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.validation import (
+    FLOATS,
+    check_factors,
+    check_offsets,
+    check_same,
+    check_tensor,
+    holds,
+    resolve_total,
+    validation_is_on,
 )
-_pair_sums = define_operator(
-    "pair_sums",
-    "(Tensor scores, Tensor values, Tensor a_offsets, Tensor b_offsets, SymInt output_total, bool transposed, str backend) "
-    "-> Tensor",
-    torch_impl=pair_torch_impl.pair_sums,
-    triton_impl="jagged.ops.bmm.pair_kernels:pair_sums",
-    fake=lambda scores, values, a_offsets, b_offsets, output_total, transposed, backend: values.new_empty(
-        output_total, values.shape[1]
-    ),
+from jagged.ops.bmm.spec import (
+    DENSE_BMM,
+    JAGGED_BMM,
+    PAIR_SCORES,
+    PAIR_SUMS,
+    DenseInputs,
+    JaggedInputs,
+    Options,
+    PairInputs,
+    PairOptions,
+    WeightedInputs,
+    WeightedOptions,
 )
 
 
-class PairScoresFunction(torch.autograd.Function):
-    """`scores = a b^T` of each sample; with their gradient G, that of a is `G b` and that of b is `G^T a`."""
+def jagged_dense_bmm(
+    values: Tensor, offsets: Tensor, dense: Tensor, bias: Tensor | None = None, *, backend: str | None = None
+) -> Tensor:
+    """Multiply each sample's rows by a matrix of its own: `out[s] = values[s] @ dense[b] + bias[b]` for the rows s of sample b.
 
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, a_offsets: Tensor, b_offsets: Tensor, num_pairs: int, backend: str) -> Tensor:
-        ctx.save_for_backward(a, b, a_offsets, b_offsets)
-        ctx.backend = backend
-        return _pair_scores(a, b, a_offsets, b_offsets, num_pairs, backend)
+    Under `torch.autocast` all are cast to its dtype, which is then the result's. Gradients of any order.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, *offsets = ctx.saved_tensors
-        grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            grad_a = apply_in_backward(PairSumsFunction, grad, b, *offsets, a.shape[0], False, ctx.backend)
-        if ctx.needs_input_grad[1]:
-            grad_b = apply_in_backward(PairSumsFunction, grad, a, *offsets, b.shape[0], True, ctx.backend)
-        return grad_a, grad_b, None, None, None, None
+    Args:
+        values: `[S, D]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device).
+        offsets: `[B + 1]`, int32 or int64, from 0 to S.
+        dense: `[B, D, T]`, of the dtype and device of `values`.
+        bias: `[B, T]`, of the dtype and device of `values`: added to the sums before they are rounded. None adds nothing.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
 
+    Returns:
+        `[S, T]` in the dtype of `values`; sums are accumulated in float32 (float64 for float64).
 
-class PairSumsFunction(torch.autograd.Function):
-    """`output = scores values` of each sample, or `scores^T values`; gradients are scores of pairs, and sums the other way."""
+    Raises:
+        ValueError: shapes that do not fit, tensors on different devices, an unknown backend.
+        TypeError: dtypes other than those above, or different ones outside of autocast.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        scores: Tensor,
-        values: Tensor,
-        a_offsets: Tensor,
-        b_offsets: Tensor,
-        output_total: int,
-        transposed: bool,
-        backend: str,
-    ) -> Tensor:
-        ctx.save_for_backward(scores, values, a_offsets, b_offsets)
-        ctx.transposed, ctx.backend = transposed, backend
-        return _pair_sums(scores, values, a_offsets, b_offsets, output_total, transposed, backend)
+    Source:
+        Xu et al., Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention,
+        RecSys 2024, Table 1.
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scores, values, *offsets = ctx.saved_tensors
-        grad_scores = grad_values = None
-        if ctx.needs_input_grad[0]:
-            a, b = (values, grad) if ctx.transposed else (grad, values)
-            grad_scores = apply_in_backward(PairScoresFunction, a, b, *offsets, scores.shape[0], ctx.backend)
-        if ctx.needs_input_grad[1]:
-            grad_values = apply_in_backward(
-                PairSumsFunction, scores, grad, *offsets, values.shape[0], not ctx.transposed, ctx.backend
+    Example:
+        >>> import torch
+        >>> from jagged.ops import jagged_dense_bmm
+        >>> values, offsets = torch.tensor([[1., 2.], [3., 4.], [5., 6.]]), torch.tensor([0, 2, 3])
+        >>> jagged_dense_bmm(values, offsets, torch.tensor([[[1.], [1.]], [[1.], [-1.]]]))
+        tensor([[ 3.],
+                [ 7.],
+                [-1.]])
+    """
+    check_tensor("values", values, "[S, D]", FLOATS)
+    check_tensor("dense", dense, "[B, D, T]", FLOATS)
+    check_offsets(offsets, values, total=values.shape[0])
+    check_factors("dense", dense, "values", values)
+    if not (holds(dense.shape[0] == offsets.shape[0] - 1) and holds(dense.shape[1] == values.shape[1])):
+        raise ValueError(
+            f"dense: expected shape [{offsets.shape[0] - 1}, {values.shape[1]}, T], a matrix for each sample of the offsets "
+            f"with a row for each column of values, got {list(dense.shape)}"
+        )
+    if bias is not None:
+        check_tensor("bias", bias, "[B, T]", FLOATS)
+        check_factors("bias", bias, "values", values)
+        if not (holds(bias.shape[0] == dense.shape[0]) and holds(bias.shape[1] == dense.shape[2])):
+            raise ValueError(
+                f"bias: expected shape [{dense.shape[0]}, {dense.shape[2]}], a row for each sample, as wide as dense "
+                f"{list(dense.shape)}, got {list(bias.shape)}; expand what all samples share"
             )
-        return grad_scores, grad_values, None, None, None, None, None
+    return DENSE_BMM(DenseInputs(values, offsets, dense, bias), Options(), backend).rows
+
+
+def jagged_jagged_bmm(a: Tensor, b: Tensor, offsets: Tensor, *, backend: str | None = None) -> Tensor:
+    """Add up the outer products of each sample's rows: `out[b] = a[rows].T @ b[rows]`.
+
+    Under `torch.autocast` both are cast to its dtype, which is then the result's. Gradients of any order.
+
+    Args:
+        a: `[S, D]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device).
+        b: `[S, T]`, of the dtype and device of `a`.
+        offsets: `[B + 1]`, int32 or int64, from 0 to S.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        `[B, D, T]` in the dtype of `a`, zeros for an empty sample; sums are accumulated in float32 (float64 for float64), of
+        long samples in chunks whose sums are added in a fixed order.
+
+    Raises:
+        ValueError: shapes that do not fit, tensors on different devices, an unknown backend.
+        TypeError: dtypes other than those above, or different ones outside of autocast.
+
+    Source:
+        Xu et al., Enhancing Performance and Scalability of Large-Scale Recommendation Systems with Jagged Flash Attention,
+        RecSys 2024, Table 1.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import jagged_jagged_bmm
+        >>> a, b = torch.tensor([[1., 2.], [3., 4.], [5., 6.]]), torch.tensor([[1.], [1.], [2.]])
+        >>> jagged_jagged_bmm(a, b, torch.tensor([0, 2, 3]))
+        tensor([[[ 4.],
+                 [ 6.]],
+        <BLANKLINE>
+                [[10.],
+                 [12.]]])
+    """
+    check_tensor("a", a, "[S, D]", FLOATS)
+    check_tensor("b", b, "[S, T]", FLOATS)
+    check_offsets(offsets, a, total=a.shape[0])
+    check_factors("b", b, "a", a)
+    if not holds(b.shape[0] == a.shape[0]):
+        raise ValueError(f"b: expected shape [{a.shape[0]}, T], a row for each row of a, got {list(b.shape)}")
+    return JAGGED_BMM(JaggedInputs(a, b, offsets), Options(), backend).sums
 
 
 def jagged_jagged_bmm_jagged_out(
@@ -113,7 +157,7 @@ def jagged_jagged_bmm_jagged_out(
     Raises:
         ValueError: shapes or devices that do not fit; no `total` in a compiled or captured call; with `JAGGED_VALIDATE=1` also
             offsets or a total with wrong values.
-        TypeError: dtypes that are not supported, or that differ.
+        TypeError: dtypes that are not supported, or that differ outside of autocast.
 
     Source:
         Jagged Flash Attention (Xu et al., RecSys 2024), table 1.
@@ -127,8 +171,7 @@ def jagged_jagged_bmm_jagged_out(
     """
     check_tensor("a", a, "[Sa, D]", FLOATS)
     check_tensor("b", b, "[Sb, D]", FLOATS)
-    a, b = _autocast(a, b)
-    check_same("b", b, "a", a)
+    check_factors("b", b, "a", a)
     if not holds(a.shape[1] == b.shape[1]):
         raise ValueError(f"b: expected shape [Sb, {a.shape[1]}], as wide as a {list(a.shape)}, got {list(b.shape)}")
     b_offsets = _check_pair_offsets(a_offsets, b_offsets, b, a.shape[0])
@@ -140,7 +183,7 @@ def jagged_jagged_bmm_jagged_out(
         if validation_is_on(a_offsets):
             _validate_pairs("total", total, pair_offsets)
         total = resolve_total(total, pair_offsets)
-    return PairScoresFunction.apply(a, b, a_offsets, b_offsets, total, backend)
+    return PAIR_SCORES(PairInputs(a, b, a_offsets, b_offsets), PairOptions(total), backend).scores
 
 
 def array_jagged_bmm_jagged_out(
@@ -173,7 +216,7 @@ def array_jagged_bmm_jagged_out(
     Raises:
         ValueError: shapes or devices that do not fit; `b_offsets` without `a_total` in a compiled or captured call; with
             `JAGGED_VALIDATE=1` also offsets with wrong values, or scores of another number than they say.
-        TypeError: dtypes that are not supported, or that differ.
+        TypeError: dtypes that are not supported, or that differ outside of autocast.
 
     Source:
         Jagged Flash Attention (Xu et al., RecSys 2024), table 1.
@@ -189,8 +232,7 @@ def array_jagged_bmm_jagged_out(
     """
     check_tensor("scores", scores, "[N]", FLOATS)
     check_tensor("b", b, "[Sb, D]", FLOATS)
-    scores, b = _autocast(scores, b)
-    check_same("b", b, "scores", scores)
+    check_factors("b", b, "scores", scores)
     if b_offsets is None:
         if a_total is not None and not holds(a_total == b.shape[0]):
             raise ValueError(f"a_total: expected {b.shape[0]}, the rows of b, got {a_total}; give b_offsets where lengths differ")
@@ -200,16 +242,7 @@ def array_jagged_bmm_jagged_out(
     if validation_is_on(a_offsets):
         _validate_pairs("scores", scores.shape[0], scan_pairs(a_offsets, b_offsets, backend))
     a_total = resolve_total(a_total, a_offsets, "a_total")
-    return PairSumsFunction.apply(scores, b, a_offsets, b_offsets, a_total, False, backend)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    # Autocast knows no meta device, and leaves float64 as it is in PyTorch's own products too.
-    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+    return PAIR_SUMS(WeightedInputs(scores, b, a_offsets, b_offsets), WeightedOptions(a_total, False), backend).sums
 
 
 def _check_pair_offsets(a_offsets: Tensor, b_offsets: Tensor | None, b: Tensor, a_total: int | None) -> Tensor:
