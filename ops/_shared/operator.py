@@ -98,7 +98,7 @@ def _fields(declaration: type) -> tuple[_Field, ...]:
     for name, hint in typing.get_type_hints(declaration, include_extras=True).items():
         parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
         kinds = [part for part in parts if part is not types.NoneType]
-        kind = int | float if set(kinds) == {int, float} else kinds[0]
+        kind: Any = int | float if set(kinds) == {int, float} else kinds[0]
         is_many = typing.get_origin(kind) is tuple
         kind = typing.get_args(kind)[0] if is_many else kind
         is_differentiable = typing.get_origin(kind) is Annotated and _DIFFERENTIABLE in kind.__metadata__

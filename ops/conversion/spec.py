@@ -104,9 +104,7 @@ def _of_to_jagged(
     return {"dense": TO_DENSE(Rows(grads.rows, x.offsets), Padding(x.dense.shape[1]), backend).padded}
 
 
-def _of_concat(
-    grads: Taken, x: Parts, out: Any, o: Plain, wanted: Mapping[str, torch.dtype], backend: str
-) -> dict[str, tuple[Tensor, ...]]:
+def _of_concat(grads: Taken, x: Parts, out: Any, o: Plain, wanted: Mapping[str, torch.dtype], backend: str) -> dict[str, Any]:
     totals = tuple([part.shape[0] for part in x.values])
     return {"values": SPLIT(Rows(grads.rows, x.offsets), Totals(totals), backend).pieces}
 
