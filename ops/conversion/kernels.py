@@ -120,7 +120,8 @@ def select_samples_kernel(
     if IS_SUM:
         WIDE: tl.constexpr = tl.float64 if source.dtype.element_ty == tl.float64 else tl.float32
         total = tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), WIDE)
-        for k in range(tl.load(copies + sample), tl.load(copies + sample + 1)):
+        # Loads under way from one step to the next would spill registers.
+        for k in tl.range(tl.load(copies + sample), tl.load(copies + sample + 1), num_stages=1):
             row = tl.load(source_offsets + tl.load(samples + k)).to(tl.int64) + position
             inside = exists & ((row >= 0) & (row < source_rows))[:, None]
             total += tl.load(source + row[:, None] * source_stride + feature[None, :], mask=inside, other=0).to(WIDE)

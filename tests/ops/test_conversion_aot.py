@@ -40,6 +40,9 @@ def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: st
         (kernels.select_samples_kernel, kernels.NUM_WARPS, {"IS_SUM": False, "copies": None}),
         (kernels.select_samples_kernel, kernels.NUM_WARPS, {"IS_SUM": True}),
     ):
+        if dtype == "i64" and options.get("IS_SUM"):
+            # Integers have no gradients.
+            continue
         signature = {name: types[name] for name in kernel.arg_names if name in types and name not in options}
         used = compile_kernel(kernel, signature, blocks | options, arch=arch, num_warps=num_warps, divisible=divisible)
         assert used.spills == 0, f"{kernel.__name__} {options}: {used}"
