@@ -17,7 +17,16 @@ from jagged.ops.bmm import (
     jagged_jagged_bmm_jagged_out,
 )
 from jagged.ops.catalogue_topk import catalogue_topk
-from jagged.ops.conversion import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
+from jagged.ops.conversion import (
+    dense_to_jagged,
+    jagged_concat,
+    jagged_index_select,
+    jagged_slice,
+    jagged_split,
+    jagged_to_dense,
+    jagged_truncate,
+    jagged_unique,
+)
 from jagged.ops.conversion.nested import from_nested
 from jagged.ops.cross_entropy import MEMORY_BUDGET, Strategy, StrategyName, linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.elementwise import (
@@ -83,15 +92,18 @@ __all__ = [
     "jagged_dense_bmm",
     "jagged_dense_mul",
     "jagged_hstu_attention",
+    "jagged_index_select",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
     "jagged_linear",
     "jagged_mlp",
     "jagged_pairwise_difference",
+    "jagged_slice",
     "jagged_softmax",
     "jagged_split",
     "jagged_to_dense",
     "jagged_truncate",
+    "jagged_unique",
     "linear_cross_entropy",
     "linear_cross_entropy_strategy",
     "pair_offsets",
@@ -118,15 +130,18 @@ for _name in (
     "jagged_dense_bmm",
     "jagged_dense_mul",
     "jagged_hstu_attention",
+    "jagged_index_select",
     "jagged_jagged_bmm",
     "jagged_jagged_bmm_jagged_out",
     "jagged_linear",
     "jagged_mlp",
     "jagged_pairwise_difference",
+    "jagged_slice",
     "jagged_softmax",
     "jagged_split",
     "jagged_to_dense",
     "jagged_truncate",
+    "jagged_unique",
     "linear_cross_entropy",
     "pair_offsets",
     "quantize_rows",

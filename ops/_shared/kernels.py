@@ -7,6 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.offsets import Pairs, Plain, Starts
+
 # Samples of one step of the scan.
 OFFSETS_BLOCK = 1024
 # In larger batches where blocks begin is written down once; in smaller ones every program adds it up for itself.
@@ -28,14 +31,18 @@ def pair_offsets_kernel(a_offsets, b_offsets, pair_offsets, num_samples, BLOCK: 
         before += tl.sum(pairs, 0)
 
 
-def pair_offsets(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
-    """Launch `pair_offsets_kernel`: `[B + 1]`, int64."""
-    a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
+_launch_pair_offsets = Launcher(pair_offsets_kernel)
+
+
+def pair_offsets(x: Pairs, o: Plain) -> Starts:
+    """Launch `pair_offsets_kernel`."""
+    a_offsets, b_offsets = x.a_offsets.contiguous(), x.b_offsets.contiguous()
     starts = torch.empty(a_offsets.shape, dtype=torch.int64, device=a_offsets.device)
-    pair_offsets_kernel[(1,)](a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
-    return starts
+    _launch_pair_offsets((1,), a_offsets, b_offsets, starts, a_offsets.shape[0] - 1, BLOCK=OFFSETS_BLOCK)
+    return Starts(starts)
 
 
 def pair_starts(a_offsets: Tensor, b_offsets: Tensor) -> Tensor | None:
     """Return `pair_offsets` for a kernel that takes them, or None where it is to add them up by `pairs_before`."""
-    return pair_offsets(a_offsets, b_offsets) if a_offsets.shape[0] - 1 > SCANNED_SAMPLES else None
+    is_scanned = a_offsets.shape[0] - 1 > SCANNED_SAMPLES
+    return pair_offsets(Pairs(a_offsets, b_offsets), Plain()).starts if is_scanned else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.registration import define_operator, resolve_backend
+from jagged.ops._shared.operator import operator
 from jagged.ops._shared.validation import check_offsets, check_same
 
 
@@ -81,19 +83,43 @@ def uniform_offsets(batch_size: int, length: int, like: Tensor) -> Tensor:
     return torch.arange(batch_size + 1, device=like.device, dtype=like.dtype) * length
 
 
-def _scan_pairs(a_offsets: Tensor, b_offsets: Tensor) -> Tensor:
-    pairs = a_offsets.diff().to(torch.int64) * b_offsets.diff()
-    return torch.cat([pairs.new_zeros(1), pairs.cumsum(0)])
+class Pairs(NamedTuple):
+    """Offsets `[B + 1]` of the rows and of the columns of blocks of pairs."""
+
+    a_offsets: Tensor
+    b_offsets: Tensor
 
 
-# `pair_offsets` of offsets that have been checked, by a backend that has been chosen.
-scan_pairs = define_operator(
+class Plain(NamedTuple):
+    """None."""
+
+
+class Starts(NamedTuple):
+    """Where blocks begin, `[B + 1]`, int64."""
+
+    starts: Tensor
+
+
+def scan(x: Pairs, o: Plain) -> Starts:
+    """Add up products of lengths in plain PyTorch."""
+    pairs = x.a_offsets.diff().to(torch.int64) * x.b_offsets.diff()
+    return Starts(torch.cat([pairs.new_zeros(1), pairs.cumsum(0)]))
+
+
+_PAIR_OFFSETS = operator(
     "pair_offsets",
-    "(Tensor a_offsets, Tensor b_offsets, str backend) -> Tensor",
-    torch_impl=_scan_pairs,
-    triton_impl="jagged.ops._shared.kernels:pair_offsets",
-    fake=lambda a_offsets, b_offsets, backend: a_offsets.new_empty(a_offsets.shape, dtype=torch.int64),
+    Pairs,
+    Plain,
+    Starts,
+    shapes=lambda x, o: Starts(x.a_offsets.new_empty(x.a_offsets.shape, dtype=torch.int64)),
+    torch="jagged.ops._shared.offsets:scan",
+    triton="jagged.ops._shared.kernels:pair_offsets",
 )
+
+
+def scan_pairs(a_offsets: Tensor, b_offsets: Tensor, backend: str | None) -> Tensor:
+    """Return `pair_offsets` of offsets that have been checked."""
+    return _PAIR_OFFSETS(Pairs(a_offsets, b_offsets), Plain(), backend).starts
 
 
 def pair_offsets(a_offsets: Tensor, b_offsets: Tensor | None = None) -> Tensor:
@@ -122,4 +148,4 @@ def pair_offsets(a_offsets: Tensor, b_offsets: Tensor | None = None) -> Tensor:
         check_same("b_offsets", b_offsets, "a_offsets", a_offsets)
         if b_offsets.shape != a_offsets.shape:
             raise ValueError(f"b_offsets: expected {list(a_offsets.shape)} as a_offsets, got {list(b_offsets.shape)}")
-    return scan_pairs(a_offsets, b_offsets, resolve_backend(None, a_offsets))
+    return scan_pairs(a_offsets, b_offsets, None)

@@ -66,7 +66,7 @@ Gradients = Mapping[str, Tensor | None]
 
 _Importer = Callable[[], Callable[..., Any]]
 _SCHEMA: dict[Any, str] = {
-    Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType",
+    Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", int | float: "Scalar", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
 
 
@@ -101,14 +101,15 @@ def _fields(declaration: type) -> tuple[_Field, ...]:
     found = []
     for name, hint in typing.get_type_hints(declaration, include_extras=True).items():
         parts = typing.get_args(hint) if typing.get_origin(hint) in (types.UnionType, typing.Union) else (hint,)
-        kind = next(part for part in parts if part is not types.NoneType)
+        kinds = [part for part in parts if part is not types.NoneType]
+        kind: Any = int | float if set(kinds) == {int, float} else kinds[0]
         is_many = typing.get_origin(kind) is tuple
         kind = typing.get_args(kind)[0] if is_many else kind
         is_differentiable = typing.get_origin(kind) is Annotated and _DIFFERENTIABLE in kind.__metadata__
         kind = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
         if kind not in _SCHEMA:
             raise TypeError(f"{declaration.__name__}.{name}: expected one of {list(_SCHEMA.values())}, got {hint}")
-        found.append(_Field(name, kind, len(parts) > 1, is_many, is_differentiable))
+        found.append(_Field(name, kind, len(parts) > len(kinds), is_many, is_differentiable))
     return tuple(found)
 
 
@@ -146,8 +147,12 @@ class Operator(Generic[In, Op, Out]):
             if kind is not Tensor and kind is not Parameter:
                 is_plain = False
         assert first is not None
+        cast = _autocast_dtype(x, device.type, rules) if rules.autocast else None
+        if cast is not None and not rules.casts_inside:
+            # A step of the graph, which a second derivative would miss inside.
+            x, cast = _cast(x, cast, rules.autocast), None
+            first = next(tensor for tensor in (_spread(x) if rules.is_many else x) if tensor is not None)
         backend = resolve_backend(backend, first, float64_on_triton=self.float64_on_triton)
-        cast = autocast_dtype(device.type) if rules.autocast else None
         if wants_grad:
             wants_grad = torch.is_grad_enabled()
         is_short = is_plain and not first.is_meta and not _is_watched()
@@ -162,7 +167,7 @@ class Operator(Generic[In, Op, Out]):
                 elif forward_ad._current_level >= 0:
                     function = self._forward_mode
                 results = function.apply(*_spread(x), *o, backend, cast)
-            return rules.outputs(*(results if isinstance(results, tuple) else (results,)))
+            return _outputs(results, rules)  # type: ignore[no-any-return]
         if cast is not None:
             x = _cast(x, cast, rules.autocast)
         if is_short and not wants_grad:
@@ -172,7 +177,7 @@ class Operator(Generic[In, Op, Out]):
             if is_short:
                 return rules.run(first, backend, x, o)  # type: ignore[no-any-return]
             results = rules.dispatched(*x, *o, backend)
-        return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
+        return _outputs(results, rules)  # type: ignore[no-any-return]
 
     def _refuse_devices(self, x: In, device: torch.device) -> None:
         fields = self.rules.inputs._fields  # type: ignore[attr-defined]
@@ -193,10 +198,13 @@ class _Rules(NamedTuple):
     outputs: type
     num_inputs: int
     is_many: bool  # the first field of inputs is a tuple of tensors
+    gives_many: bool  # the only field of outputs is one
     fields: tuple[str, ...]  # of inputs, then of outputs
     differentiable: tuple[str, ...]
     places: tuple[int, ...]  # of the differentiable among the inputs
     autocast: tuple[str, ...]
+    promotes: bool  # autocast's dtype is the widest of theirs
+    casts_inside: bool
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
     is_saved: tuple[bool, ...] | None  # of each field; None where that follows the options
     unchecked: tuple[str, ...]
@@ -225,6 +233,7 @@ def operator(
     saved: Iterable[str] | Callable[[Op], Iterable[str]] | None = None,
     unchecked: Iterable[str] = (),
     autocast: Iterable[str] = (),
+    promotes: Iterable[str] = (),
     mutates: Iterable[str] = (),
     title: str | Callable[[Op], str] | None = None,
     gradient_shapes: Callable[..., Gradients] | None = None,
@@ -237,8 +246,9 @@ def operator(
     Args:
         name: operator name without namespace.
         inputs: NamedTuple of tensors, `Tensor`, `Differentiable`, either with `| None`; or the first field alone a tuple of them.
-        options: NamedTuple of numbers, strings and dtypes, each also `| None` or `tuple[..., ...]`.
-        outputs: NamedTuple of tensors; without fields for an operator that mutates.
+        options: NamedTuple of numbers, strings and dtypes, each also `| None` or `tuple[..., ...]`; `int | float` keeps its kind.
+        outputs: NamedTuple of tensors; without fields for an operator that mutates; or of one tuple of tensors, which is not
+            saved and whose gradients are made of operators.
         shapes: `(x, o) -> outputs` of the right shapes, dtypes and devices, made without reading a value.
         torch: the PyTorch implementation, `"package.module:forward"` or `"package.module:forward,backward"`, imported when it is
             first run. It runs on the device of the tensors, which need not be the current one.
@@ -250,6 +260,7 @@ def operator(
             `gradient` the others are `Absent`, in a backward None.
         unchecked: names of saved inputs that may have changed in place when the gradient reads them.
         autocast: names of inputs that are cast to autocast's dtype. Gradients come back in the inputs' own dtypes.
+        promotes: names of inputs that under autocast are cast to the widest of their dtypes, in place of `autocast`.
         mutates: names of inputs that are changed in place.
         title: what messages call the operator, or a function of the options that gives it; None: its name.
         gradient_shapes: `(grads, x, out, o, wanted) -> {name: tensor}`, of a backward whose gradients have other shapes than
@@ -264,11 +275,16 @@ def operator(
     of_inputs, of_options, of_outputs = _fields(inputs), _fields(options), _fields(outputs)
     count, is_many = len(of_inputs), bool(of_inputs) and of_inputs[0].is_many
     differentiable = tuple(field.name for field in of_inputs if field.is_differentiable)
-    mutates, extra, unchecked = tuple(mutates), tuple(extra), tuple(unchecked)
+    mutates, extra, unchecked, promotes = tuple(mutates), tuple(extra), tuple(unchecked), tuple(promotes)
     forwards, backwards = zip(*(_functions_of(path) for path in (torch, triton)), strict=True)
     has_backward = backwards[0] is not None
+    is_first_order = has_backward if is_first_order is None else is_first_order
     if has_backward != (backwards[1] is not None) or (has_backward and gradient is not None):
         raise TypeError(f"{name}: expected a backward of both backends, or a gradient made of operators, or neither")
+    if gives_many := any(field.is_many for field in of_outputs):
+        is_kept = saved is None or callable(saved) or of_outputs[0].name in saved
+        if len(of_outputs) > 1 or gradient is None or is_kept:
+            raise TypeError(f"{name}: expected a tuple of outputs alone, not saved, and a gradient made of operators")
     if shared := set(inputs._fields) & set(outputs._fields):  # type: ignore[attr-defined]
         raise TypeError(f"{name}: expected other names for outputs than for inputs, got {sorted(shared)} in both")
     names: tuple[str, ...] = inputs._fields + outputs._fields  # type: ignore[attr-defined]
@@ -316,10 +332,13 @@ def operator(
         outputs=outputs,
         num_inputs=count,
         is_many=is_many,
+        gives_many=gives_many,
         fields=names,
         differentiable=differentiable,
         places=tuple(place for place, field in enumerate(of_inputs) if field.is_differentiable),
-        autocast=tuple(autocast),
+        autocast=tuple(promotes) or tuple(autocast),
+        promotes=bool(promotes),
+        casts_inside=is_first_order and not promotes,
         saved=saved,
         is_saved=is_saved,
         unchecked=unchecked,
@@ -329,7 +348,7 @@ def operator(
         run_backward=run_backward,
         dispatched_backward=dispatched_backward,
         gradient=gradient,
-        is_first_order=has_backward if is_first_order is None else is_first_order,
+        is_first_order=is_first_order,
         extra=extra,
         finish=finish,
     )
@@ -470,13 +489,14 @@ def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Functi
 
     def forward(*flat: Any) -> Any:
         x, o, backend, cast = unpacked(flat)
-        return rules.dispatched(*_cast(x, cast, rules.autocast), *o, backend)
+        results = rules.dispatched(*_cast(x, cast, rules.autocast), *o, backend)
+        return tuple(results) if isinstance(results, list) else results
 
     def setup_context(ctx: Any, flat: tuple[Any, ...], output: Any) -> None:
         x, o, backend, cast = unpacked(flat)
         ctx.set_materialize_grads(False)
         dtypes = [None if tensor is None else tensor.dtype for tensor in _differentiable_of(x, rules)]
-        out = rules.outputs(*(output if isinstance(output, (tuple, list)) else (output,)))
+        out = _outputs(output, rules)
         _keep(ctx, rules, _cast(x, cast, rules.autocast), o, out, backend, dtypes)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
@@ -548,7 +568,7 @@ def _gradients(
         values[0] = tuple(values[len(rules.fields) :])
     for place, value in rest:
         values[place] = value
-    x = rules.inputs(*values[: rules.num_inputs])
+    x, of_outputs = rules.inputs(*values[: rules.num_inputs]), _outputs(grads, rules)
     out = rules.outputs(*values[rules.num_inputs : len(rules.fields)])
     names = rules.differentiable
     if rules.is_many:
@@ -557,17 +577,17 @@ def _gradients(
     is_differentiated = torch.is_grad_enabled()
     if is_direct and rules.run_backward is not None and not is_differentiated and rules.finish is None:
         # As below, without what costs the host time.
-        found = rules.run_backward(given[0], backend, rules.outputs(*grads), x, out, o, wanted)
+        found = rules.run_backward(given[0], backend, of_outputs, x, out, o, wanted)
         return [_in(found[name], dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
-        found = _composed(rules, grads, x, out, o, wanted, backend)
+        found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
     else:
         with torch.no_grad():
             if rules.gradient is not None:
-                found = _composed(rules, grads, x, out, o, wanted, backend)
+                found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
             elif is_direct:
                 assert rules.run_backward is not None
-                found = rules.run_backward(given[0], backend, rules.outputs(*grads), x, out, o, wanted)
+                found = rules.run_backward(given[0], backend, of_outputs, x, out, o, wanted)
             else:
                 assert rules.dispatched_backward is not None
                 of_wanted = [wanted.get(name) for name in rules.differentiable]
@@ -614,14 +634,16 @@ class _FirstOrder(torch.autograd.Function):
         raise RuntimeError(f"{ctx.title} has no second derivative; for one, use torch's own operations on padded tensors")
 
 
-def _composed(rules: _Rules, grads: Any, x: Any, out: Any, o: Any, wanted: dict[str, torch.dtype], backend: str) -> Gradients:
-    """Return gradients made of other operators, which autocast is not to cast again."""
+def _composed(
+    rules: _Rules, given: Tensor, grads: Any, x: Any, out: Any, o: Any, wanted: dict[str, torch.dtype], backend: str
+) -> Gradients:
+    """Return gradients made of other operators, which autocast is not to cast again; `given` is one of `grads`."""
     assert rules.gradient is not None
-    kind = next(grad for grad in grads if grad is not None).device.type
+    kind = given.device.type
     if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
-            return rules.gradient(rules.outputs(*grads), x, out, o, wanted, backend)
-    return rules.gradient(rules.outputs(*grads), x, out, o, wanted, backend)
+            return rules.gradient(grads, x, out, o, wanted, backend)
+    return rules.gradient(grads, x, out, o, wanted, backend)
 
 
 def _in(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -648,8 +670,15 @@ def _returned(results: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results) if results else None
 
 
+def _outputs(results: Any, rules: _Rules) -> Any:
+    """Return outputs from what the dispatcher or autograd's function gives."""
+    if rules.gives_many:
+        return rules.outputs(tuple(results))
+    return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
+
+
 def _cast(x: Any, dtype: torch.dtype | None, names: tuple[str, ...]) -> Any:
-    """Return inputs with the named ones in autocast's dtype, which leaves float64 and integers as they are."""
+    """Return inputs with the named ones in a dtype, which leaves float64 and integers as they are."""
     if dtype is None:
         return x
     return x._replace(**{name: _to(getattr(x, name), dtype) for name in names})
@@ -661,6 +690,19 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
     if value is None or value.dtype == torch.float64 or not value.dtype.is_floating_point:
         return value
     return value.to(dtype)
+
+
+def _autocast_dtype(x: Any, device: str, rules: _Rules) -> torch.dtype | None:
+    """Return the dtype that autocast gives the inputs named in a declaration; None where it is off."""
+    dtype = autocast_dtype(device)
+    if dtype is None or not rules.promotes:
+        return dtype
+    widest = None
+    for name in rules.autocast:
+        for tensor in _each(getattr(x, name)):
+            if tensor is not None:
+                widest = tensor.dtype if widest is None else torch.promote_types(widest, tensor.dtype)
+    return widest
 
 
 def _needs_gradient(x: Any, rules: _Rules) -> bool:

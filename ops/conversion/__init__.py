@@ -1,5 +1,15 @@
-"""Between jagged and dense: to dense, to jagged, concat, split, truncate."""
+"""Between jagged and dense: to dense, to jagged, concat, split; and selections: truncate, slice, index select, unique."""
 
-from jagged.ops.conversion.op import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense, jagged_truncate
+from jagged.ops.conversion.api import dense_to_jagged, jagged_concat, jagged_split, jagged_to_dense
+from jagged.ops.conversion.selection import jagged_index_select, jagged_slice, jagged_truncate, jagged_unique
 
-__all__ = ["dense_to_jagged", "jagged_concat", "jagged_split", "jagged_to_dense", "jagged_truncate"]
+__all__ = [
+    "dense_to_jagged",
+    "jagged_concat",
+    "jagged_index_select",
+    "jagged_slice",
+    "jagged_split",
+    "jagged_to_dense",
+    "jagged_truncate",
+    "jagged_unique",
+]

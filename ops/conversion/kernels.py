@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import find_segments, load_segment
+from jagged.ops._shared.device import find_segments, find_tile, load_segment
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
+from jagged.ops.conversion.spec import Dense, Padded, Padding, Part, Parts, Pieces, Plain, Rows, Selection, Taken, Total, Totals
 
 # Elements of one program's tile: 16 a thread. Odd widths load element by element and would spill: half of it.
 TILE_ELEMENTS = 2048
@@ -104,71 +105,148 @@ def copy_part_kernel(
     tl.store(target + to_row[:, None] * num_features + feature[None, :], tile, mask=mask)
 
 
-def to_dense(values: Tensor, offsets: Tensor, length: int, padding_value: float) -> Tensor:
-    """Launch `to_dense_kernel`: `[S, *F] -> [B, length, *F]`."""
+@triton.jit(do_not_specialize=["source_rows", "target_rows", "num_samples"])
+def select_samples_kernel(
+    source, source_offsets, target, target_offsets, samples, copies, source_rows, target_rows, num_samples, num_features,
+    source_stride, IS_SUM: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+):  # fmt: skip
+    """target[b] = source[samples[b]]; or for sums, target[b] = sum over k from copies[b] on of source[samples[k]]."""
+    sample, start, length, first = find_tile(target_offsets, tl.program_id(0), num_samples, target_rows, BLOCK_ROWS)
+    if first >= length:
+        return
+    position = first + tl.arange(0, BLOCK_ROWS)
+    feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    exists = (position < length)[:, None] & (feature < num_features)[None, :]
+    if IS_SUM:
+        WIDE: tl.constexpr = tl.float64 if source.dtype.element_ty == tl.float64 else tl.float32
+        total = tl.zeros((BLOCK_ROWS, BLOCK_FEATURES), WIDE)
+        # Loads under way from one step to the next would spill registers.
+        for k in tl.range(tl.load(copies + sample), tl.load(copies + sample + 1), num_stages=1):
+            row = tl.load(source_offsets + tl.load(samples + k)).to(tl.int64) + position
+            inside = exists & ((row >= 0) & (row < source_rows))[:, None]
+            total += tl.load(source + row[:, None] * source_stride + feature[None, :], mask=inside, other=0).to(WIDE)
+        tile = total.to(target.dtype.element_ty)
+    else:
+        row = tl.load(source_offsets + tl.load(samples + sample)).to(tl.int64) + position
+        inside = exists & ((row >= 0) & (row < source_rows))[:, None]
+        tile = tl.load(source + row[:, None] * source_stride + feature[None, :], mask=inside, other=0)
+    tl.store(target + (start + position)[:, None] * num_features + feature[None, :], tile, mask=exists)
+
+
+_launch_to_dense = Launcher(to_dense_kernel)
+_launch_to_jagged = Launcher(to_jagged_kernel)
+_launch_copy_part = Launcher(copy_part_kernel)
+_launch_select_samples = Launcher(select_samples_kernel)
+
+
+def to_dense(x: Rows, o: Padding) -> Padded:
+    """Launch `to_dense_kernel`."""
+    values, offsets = x
+    length, padding_value = o
     rows = _as_rows(values)
     total, num_features = rows.shape
     batch_size = offsets.shape[0] - 1
-    dense = values.new_empty(batch_size, length, *values.shape[1:])
-    if dense.numel():
+    padded = values.new_empty(batch_size, length, *values.shape[1:])
+    if padded.numel():
         block_rows, block_features = tile_of(length, num_features)
         if values.dtype == torch.float64:
             # A kernel takes a float in 32 bits, hence the bits of one of 64.
             (padding_value,) = struct.unpack("q", struct.pack("d", padding_value))
-        to_dense_kernel[batch_size * cdiv(length, block_rows), cdiv(num_features, block_features)](
-            rows, offsets.contiguous(), dense, length, total, num_features, rows.stride(0), padding_value,
+        _launch_to_dense(
+            (batch_size * cdiv(length, block_rows), cdiv(num_features, block_features)),
+            rows, offsets.contiguous(), padded, length, total, num_features, rows.stride(0), padding_value,
             BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=NUM_WARPS,
         )  # fmt: skip
-    return dense
+    return Padded(padded)
 
 
-def to_jagged(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Launch `to_jagged_kernel`: `[B, L, *F] -> [total, *F]`."""
+def to_jagged(x: Dense, o: Total) -> Taken:
+    """Launch `to_jagged_kernel`."""
+    dense, offsets = x
+    (total,) = o
     batch_size, length, *features = dense.shape
     if dense.numel() == 0:
-        return dense.new_zeros(total, *features)
+        return Taken(dense.new_zeros(total, *features))
     rows = dense if dense.dim() == 3 else dense.reshape(batch_size, length, -1)
-    rows = rows if rows.stride(2) == 1 else rows.contiguous()
+    sample_stride, row_stride, feature_stride = rows.stride()
+    if feature_stride != 1:
+        rows = rows.contiguous()
+        sample_stride, row_stride, _ = rows.stride()
     values = dense.new_empty(total, *features)
-    if values.numel():
+    if total:
         num_features = rows.shape[2]
         block_rows, block_features = tile_of(total, num_features)
-        to_jagged_kernel[cdiv(total, block_rows), cdiv(num_features, block_features)](
-            rows, offsets.contiguous(), values, total, length, batch_size, num_features, rows.stride(0), rows.stride(1),
+        _launch_to_jagged(
+            (cdiv(total, block_rows), cdiv(num_features, block_features)),
+            rows, offsets.contiguous(), values, total, length, batch_size, num_features, sample_stride, row_stride,
             BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
             num_warps=to_jagged_warps(num_features, dense.element_size()),
         )  # fmt: skip
-    return values
+    return Taken(values)
 
 
-def concat(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """Launch `copy_part_kernel` once a part, into one tensor `[sum S_k, *F]`."""
+def concat(x: Parts, o: Plain) -> Taken:
+    """Launch `copy_part_kernel` once a part, into one tensor."""
+    values, offsets = x
     joined = values[0].new_empty(sum(part.shape[0] for part in values), *values[0].shape[1:])
+    offsets = offsets.contiguous()
     for k, part in enumerate(values):
         _copy_part(part, joined, offsets, k, into_whole=True)
-    return joined
+    return Taken(joined)
 
 
-def split(values: Tensor, offsets: Tensor, totals: Sequence[int]) -> list[Tensor]:
+def split(x: Rows, o: Totals) -> Pieces:
     """Launch `copy_part_kernel` once a part, out of one tensor."""
-    parts = [values.new_empty(total, *values.shape[1:]) for total in totals]
-    for k, part in enumerate(parts):
-        _copy_part(values, part, offsets, k, into_whole=False)
-    return parts
+    features, offsets = x.values.shape[1:], x.offsets.contiguous()
+    pieces = tuple([x.values.new_empty(total, *features) for total in o.totals])
+    rows = _as_rows(x.values)
+    for k, piece in enumerate(pieces):
+        _copy_part(rows, piece, offsets, k, into_whole=False)
+    return Pieces(pieces)
 
 
-def truncate(values: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    """Launch `copy_part_kernel` for one of two parts, the first or the last: `[S, *F] -> [total, *F]`."""
-    kept = values.new_empty(total, *values.shape[1:])
-    _copy_part(values, kept, offsets, int(keep_last), into_whole=False)
-    return kept
+def take_part(x: Rows, o: Part) -> Taken:
+    """Launch `copy_part_kernel` out of the rows of all parts."""
+    kept = x.values.new_empty(o.total, *x.values.shape[1:])
+    _copy_part(x.values, kept, x.offsets.contiguous(), o.part, into_whole=False)
+    return Taken(kept)
 
 
-def truncate_backward(grad: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    """Launch `copy_part_kernel` for one of two parts, into zeros `[total, *F]`."""
-    whole = grad.new_zeros(total, *grad.shape[1:])
-    _copy_part(grad, whole, offsets, int(keep_last), into_whole=True)
-    return whole
+def put_part(x: Rows, o: Part) -> Taken:
+    """Launch `copy_part_kernel` into zeros."""
+    whole = x.values.new_zeros(o.total, *x.values.shape[1:])
+    _copy_part(x.values, whole, x.offsets.contiguous(), o.part, into_whole=True)
+    return Taken(whole)
+
+
+def index_select(x: Selection, o: Total) -> Taken:
+    """Launch `select_samples_kernel`."""
+    return Taken(_select(x.values, x.offsets, x.new_offsets, x.indices.contiguous(), None, o.total))
+
+
+def index_select_backward(x: Selection, o: Total) -> Taken:
+    """Launch `select_samples_kernel` over the places where each sample was selected, which a sort brings together."""
+    indices, places = x.indices.sort(stable=True)
+    copies = torch.searchsorted(indices, torch.arange(x.offsets.shape[0], device=indices.device, dtype=indices.dtype))
+    return Taken(_select(x.values, x.new_offsets, x.offsets, places, copies, o.total))
+
+
+def _select(
+    source: Tensor, source_offsets: Tensor, target_offsets: Tensor, samples: Tensor, copies: Tensor | None, total: int
+) -> Tensor:
+    target = source.new_empty(total, *source.shape[1:])
+    num_samples = target_offsets.shape[0] - 1
+    if target.numel() and num_samples:
+        rows = _as_rows(source)
+        source_rows, num_features = rows.shape
+        block_rows, block_features = tile_of(total, num_features)
+        _launch_select_samples(
+            (total // block_rows + num_samples, cdiv(num_features, block_features)),
+            rows, source_offsets.contiguous(), target, target_offsets.contiguous(), samples, copies, source_rows, total,
+            num_samples, num_features, rows.stride(0), IS_SUM=copies is not None, BLOCK_ROWS=block_rows,
+            BLOCK_FEATURES=block_features, num_warps=NUM_WARPS,
+        )  # fmt: skip
+    return target
 
 
 def _copy_part(source: Tensor, target: Tensor, offsets: Tensor, part: int, *, into_whole: bool) -> None:
@@ -179,8 +257,9 @@ def _copy_part(source: Tensor, target: Tensor, offsets: Tensor, part: int, *, in
     part_rows, whole_rows = (source_rows, target_rows) if into_whole else (target_rows, source_rows)
     num_parts, num_offsets = offsets.shape
     block_rows, block_features = tile_of(part_rows, num_features)
-    copy_part_kernel[cdiv(part_rows, block_rows), cdiv(num_features, block_features)](
-        source, target, offsets.contiguous(), num_parts, part, num_offsets - 1, part_rows, whole_rows, num_features,
+    _launch_copy_part(
+        (cdiv(part_rows, block_rows), cdiv(num_features, block_features)),
+        source, target, offsets, num_parts, part, num_offsets - 1, part_rows, whole_rows, num_features,
         source.stride(0), INTO_WHOLE=into_whole, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
         num_warps=NUM_WARPS,
     )  # fmt: skip

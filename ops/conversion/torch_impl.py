@@ -1,37 +1,66 @@
-"""The conversions between jagged tensors in plain PyTorch: the CPU path and the float64 path."""
+"""The conversions between jagged tensors in plain PyTorch: the CPU path."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import sample_of_row
+from jagged.ops._shared import padding
+from jagged.ops._shared.offsets import position_of_row, sample_of_row
+from jagged.ops.conversion.spec import Dense, Padded, Padding, Part, Parts, Pieces, Plain, Rows, Selection, Taken, Total, Totals
 
 
-def concat(values: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """Put the rows of every part behind one another, sample by sample: `[sum S_k, *F]`."""
+def to_dense(x: Rows, o: Padding) -> Padded:
+    """Pad samples to one length."""
+    return Padded(padding.to_dense(*x, *o))
+
+
+def to_jagged(x: Dense, o: Total) -> Taken:
+    """Take samples' rows; those past the dense length are zero."""
+    return Taken(padding.to_jagged(*x, *o))
+
+
+def concat(x: Parts, o: Plain) -> Taken:
+    """Put the rows of every part behind one another, sample by sample."""
+    values, offsets = x
     joined = values[0].new_empty(sum(part.shape[0] for part in values), *values[0].shape[1:])
     for k, part in enumerate(values):
         joined.index_copy_(0, _rows_in_whole(offsets, k, part.shape[0]), part)
-    return joined
+    return Taken(joined)
 
 
-def split(values: Tensor, offsets: Tensor, totals: Sequence[int]) -> list[Tensor]:
+def split(x: Rows, o: Totals) -> Pieces:
     """Take the parts out again that `concat` put behind one another."""
-    return [values.index_select(0, _rows_in_whole(offsets, k, total)) for k, total in enumerate(totals)]
+    pieces = [x.values.index_select(0, _rows_in_whole(x.offsets, k, total)) for k, total in enumerate(o.totals)]
+    return Pieces(tuple(pieces))
 
 
-def truncate(values: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    """Take out one of two parts, the first or the last: `[S, *F] -> [total, *F]`."""
-    return values.index_select(0, _rows_in_whole(offsets, int(keep_last), total))
+def take_part(x: Rows, o: Part) -> Taken:
+    """Take one part out."""
+    return Taken(x.values.index_select(0, _rows_in_whole(x.offsets, o.part, o.total)))
 
 
-def truncate_backward(grad: Tensor, offsets: Tensor, total: int, keep_last: bool) -> Tensor:
-    """Put gradients of the kept rows back into `[total, *F]`; dropped rows get zero."""
-    whole = grad.new_zeros(total, *grad.shape[1:])
-    return whole.index_copy_(0, _rows_in_whole(offsets, int(keep_last), grad.shape[0]), grad)
+def put_part(x: Rows, o: Part) -> Taken:
+    """Put one part where it stands among the rows of all; the others' are zero."""
+    whole = x.values.new_zeros(o.total, *x.values.shape[1:])
+    return Taken(whole.index_copy_(0, _rows_in_whole(x.offsets, o.part, x.values.shape[0]), x.values))
+
+
+def index_select(x: Selection, o: Total) -> Taken:
+    """Take the rows of the selected samples."""
+    if not x.values.shape[0] or not x.indices.shape[0]:
+        return Taken(x.values.new_zeros(o.total, *x.values.shape[1:]))
+    return Taken(x.values.index_select(0, _selected_rows(x, o.total, x.values.shape[0])))
+
+
+def index_select_backward(x: Selection, o: Total) -> Taken:
+    """Add up the rows of the selected samples where they came from."""
+    sums = torch.zeros(
+        o.total, *x.values.shape[1:], dtype=torch.promote_types(x.values.dtype, torch.float32), device=x.values.device
+    )
+    if o.total and x.indices.shape[0]:
+        sums.index_add_(0, _selected_rows(x, x.values.shape[0], o.total), x.values.to(sums.dtype))
+    return Taken(sums.to(x.values.dtype))
 
 
 def _rows_in_whole(offsets: Tensor, part: int, total: int) -> Tensor:
@@ -39,3 +68,10 @@ def _rows_in_whole(offsets: Tensor, part: int, total: int) -> Tensor:
     before = offsets[:part, 1:].sum(0) + offsets[part + 1 :, :-1].sum(0)
     rows = before.index_select(0, sample_of_row(offsets[part], total))
     return rows.add_(torch.arange(total, device=offsets.device))
+
+
+def _selected_rows(x: Selection, num_selected: int, num_rows: int) -> Tensor:
+    """Return for each selected row the row `[num_selected]` of all samples that it is; wrong offsets give one of these."""
+    samples = sample_of_row(x.new_offsets, num_selected)
+    starts = x.offsets[:-1].to(torch.int64).index_select(0, x.indices)
+    return starts.index_select(0, samples).add_(position_of_row(x.new_offsets, samples)).clamp_(0, num_rows - 1)

@@ -7,6 +7,7 @@ tile. A search for each row, which would leave no tile half empty, reads that op
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,22 @@ from torch import Tensor
 
 from jagged.ops._shared.device import find_tile, load_segment, pairs_before, rounded_product
 from jagged.ops._shared.kernels import pair_starts
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
+from jagged.ops.elementwise.spec import (
+    Activating,
+    Collected,
+    Collection,
+    Combination,
+    Combined,
+    Differences,
+    Factors,
+    Hidden,
+    Operands,
+    Result,
+    Scores,
+    Total,
+)
 
 
 class Tile(NamedTuple):
@@ -50,6 +66,12 @@ def tile_of(kernel: str, num_features: int) -> tuple[int, int, int]:
     elements = tile.elements if num_features % 16 == 0 else tile.elements // 2
     block_rows = max(1, min(elements // block_features, tile.rows))
     return block_rows, block_features, max(1, min(tile.num_warps, block_rows * block_features // 512))
+
+
+@triton.jit
+def widened(x):
+    """Return numbers as they are computed with: integers as they are, others in float32."""
+    return x if x.dtype.is_int() else x.to(tl.float32)
 
 
 @triton.jit
@@ -92,12 +114,12 @@ def combine_kernel(
     dense += sample * dense_sample_stride + feature[None, :] * dense_feature_stride
     if PER_ROW:
         filled = exists & (position < length)[:, None]
-        tile = tl.load(dense + position[:, None] * dense_row_stride, mask=filled, other=0.0).to(tl.float32)
+        tile = widened(tl.load(dense + position[:, None] * dense_row_stride, mask=filled, other=0))
     else:
-        tile = tl.load(dense, mask=feature_exists, other=0.0).to(tl.float32)
+        tile = widened(tl.load(dense, mask=feature_exists, other=0))
         tile = tl.broadcast_to(tile, (BLOCK_ROWS, BLOCK_FEATURES))
     if OPERATION != "repeat":
-        x = tl.load(values + row * row_stride + feature[None, :] * feature_stride, mask=exists, other=0.0).to(tl.float32)
+        x = widened(tl.load(values + row * row_stride + feature[None, :] * feature_stride, mask=exists, other=0))
         if OPERATION == "mul":
             tile *= x
         else:
@@ -229,12 +251,12 @@ def pairwise_difference_kernel(
     row = tl.arange(0, BLOCK_ROWS)[:, None]
     column = tl.arange(0, BLOCK_COLUMNS)[None, :]
     row_exists = row < left
-    of_rows = tl.load(values + (start + first) * stride + row.to(INDEX) * stride, mask=row_exists, other=0.0).to(tl.float32)
+    of_rows = widened(tl.load(values + (start + first) * stride + row.to(INDEX) * stride, mask=row_exists, other=0))
     values += start * stride
     place = row * length + column
     for begin in range(0, length, BLOCK_COLUMNS):
         exists = column < length - begin
-        of_columns = tl.load(values + column.to(INDEX) * stride, mask=exists, other=0.0).to(tl.float32)
+        of_columns = widened(tl.load(values + column.to(INDEX) * stride, mask=exists, other=0))
         tl.store(output + place, (of_rows - of_columns).to(output.dtype.element_ty), mask=row_exists & exists)
         values += tl.cast(stride, tl.int64) * BLOCK_COLUMNS
         output += BLOCK_COLUMNS
@@ -271,45 +293,72 @@ def pairwise_difference_backward_kernel(
     tl.store(grad_values + row, tl.sum(of_rows, 1) - tl.sum(of_columns, 0), mask=row_exists)
 
 
-def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
-    """Launch `combine_kernel`: `[S, F]` with `[B, F]` or `[B, L, F]`; no values repeat the dense rows as samples have them."""
-    num_samples, num_features, per_row = offsets.shape[0] - 1, dense.shape[-1], dense.dim() == 3
-    output = dense.new_empty(total, num_features)
-    if output.numel() and num_samples:
+_launch_combine = Launcher(combine_kernel)
+_launch_to_rows = Launcher(to_rows_kernel)
+_launch_sum_rows = Launcher(sum_rows_kernel)
+_launch_sum_parts = Launcher(sum_parts_kernel)
+_launch_pairwise_difference = Launcher(pairwise_difference_kernel)
+_launch_pairwise_difference_backward = Launcher(pairwise_difference_backward_kernel)
+
+
+def combine(x: Operands, o: Combination) -> Combined:
+    """Launch `combine_kernel`; no values repeat the dense rows as samples have them."""
+    total, operation = o
+    return Combined(_combine(*x, total, "repeat" if x.values is None else operation))
+
+
+def activate(x: Hidden, o: Activating) -> Combined:
+    """Launch `combine_kernel`."""
+    return Combined(_combine(*x, x.values.shape[0], o.activation))
+
+
+def _combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
+    (_, *length, num_features), strides = dense.shape, dense.stride()
+    num_samples = offsets.shape[0] - 1
+    output = torch.empty(total, num_features, dtype=dense.dtype, device=dense.device)
+    if total and num_features and num_samples:
         block_rows, block_features, num_warps = tile_of("combine", num_features)
-        combine_kernel[(total // block_rows + num_samples, cdiv(num_features, block_features))](
-            values, dense, offsets.contiguous(), output, total, num_samples, dense.shape[1], num_features,
-            *(values.stride() if values is not None else (0, 0)), dense.stride(0), dense.stride(1), dense.stride(-1),
-            OPERATION="repeat" if values is None else operation, PER_ROW=per_row, BLOCK_ROWS=block_rows,
-            BLOCK_FEATURES=block_features, num_warps=num_warps,
+        row_stride, feature_stride = (0, 0) if values is None else values.stride()
+        _launch_combine(
+            (total // block_rows + num_samples, cdiv(num_features, block_features)),
+            values, dense, offsets.contiguous(), output, total, num_samples, length[0] if length else 1, num_features,
+            row_stride, feature_stride, strides[0], strides[1], strides[-1], OPERATION=operation, PER_ROW=bool(length),
+            BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features, num_warps=num_warps,
         )  # fmt: skip
     return output
 
 
-def collect(values: Tensor, factor: Tensor | None, offsets: Tensor, length: int | None) -> Tensor:
-    """Launch `to_rows_kernel` for `[B, length, F]`, or sum each sample's rows: `[B, F]`."""
+def collect(x: Factors, o: Collection) -> Collected:
+    """Launch `to_rows_kernel` for `[B, length, F]`, or sum each sample's rows."""
+    values, factor, offsets = x
+    (length,) = o
     num_samples, (total, num_features) = offsets.shape[0] - 1, values.shape
     if length is None:
         sums = values.new_empty(num_samples, num_features)
         _sum_rows(values, factor, None, offsets, None, sums, "copy" if factor is None else "mul")
-        return sums
+        return Collected(sums)
     dense = values.new_empty(num_samples, length, num_features)
     if dense.numel():
         block_rows, block_features, num_warps = tile_of("to_rows", num_features)
-        grid = num_samples * cdiv(length, block_rows), cdiv(num_features, block_features)
-        to_rows_kernel[grid](
+        _launch_to_rows(
+            (num_samples * cdiv(length, block_rows), cdiv(num_features, block_features)),
             values, factor, offsets.contiguous(), dense, total, length, num_features, *values.stride(),
             *(factor.stride() if factor is not None else (0, 0)), HAS_FACTOR=factor is not None, BLOCK_ROWS=block_rows,
             BLOCK_FEATURES=block_features, num_warps=num_warps,
         )  # fmt: skip
-    return dense
+    return Collected(dense)
 
 
-def activate_backward(grad: Tensor, saved: Tensor, context: Tensor, offsets: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def activate_backward(
+    grads: Combined, x: Hidden, out: Combined, o: Activating, wanted: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
     """Launch `sum_rows_kernel` over the gradients of an activation, which it stores too."""
-    terms, sums = grad.new_empty(grad.shape), context.new_empty(context.shape)
-    _sum_rows(grad, saved, context, offsets, terms, sums, activation)
-    return terms, sums
+    grad = grads.output
+    terms, sums = grad.new_empty(grad.shape), grad.new_empty(x.context.shape)
+    saved = out.output if o.activation == "relu" else x.values
+    _sum_rows(grad, saved, x.context, x.offsets, terms, sums, o.activation)
+    found = {"values": terms, "context": sums}
+    return {name: found[name] for name in wanted}
 
 
 def _sum_rows(
@@ -328,7 +377,8 @@ def _sum_rows(
     # One row where no sample can have a second chunk: the kernel is the same for all batches.
     parts = sums.new_empty(2 * (max(total - 1, 0) // CHUNK) + 1, num_features, dtype=torch.float32)
     block_rows, block_features, num_warps = tile_of("sum_rows", num_features)
-    sum_rows_kernel[(total // CHUNK + num_samples, cdiv(num_features, block_features))](
+    _launch_sum_rows(
+        (total // CHUNK + num_samples, cdiv(num_features, block_features)),
         values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, *values.stride(),
         *(factor.stride() if factor is not None else (0, 0)), *(context.stride() if context is not None else (0, 0)),
         OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
@@ -336,36 +386,43 @@ def _sum_rows(
     )  # fmt: skip
     if total > CHUNK:
         block_parts, block_features, num_warps = tile_of("sum_parts", num_features)
-        sum_parts_kernel[(num_samples, cdiv(num_features, block_features))](
+        _launch_sum_parts(
+            (num_samples, cdiv(num_features, block_features)),
             parts, offsets, sums, total, num_features, CHUNK=CHUNK, BLOCK_PARTS=block_parts, BLOCK_FEATURES=block_features,
             num_warps=num_warps,
         )  # fmt: skip
 
 
-def pairwise_difference(values: Tensor, offsets: Tensor, total: int) -> Tensor:
+def pairwise_difference(x: Scores, o: Total) -> Result:
     """Launch `pairwise_difference_kernel`: `[S] -> [total]`."""
-    num_samples, num_rows, stride = offsets.shape[0] - 1, values.shape[0], values.stride(0)
+    values, offsets = x
+    (total,) = o
+    num_samples, num_rows, (stride,) = offsets.shape[0] - 1, values.shape[0], values.stride()
     output = values.new_empty(total)
     if num_samples and num_rows and total:
         offsets = offsets.contiguous()
-        pairwise_difference_kernel[(num_rows // PAIR_ROWS + num_samples,)](
+        _launch_pairwise_difference(
+            (num_rows // PAIR_ROWS + num_samples,),
             values, offsets, pair_starts(offsets, offsets), output, num_rows, num_samples, total, stride,
             INDEX=_index(num_rows, stride), BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
         )  # fmt: skip
-    return output
+    return Result(output)
 
 
-def pairwise_difference_backward(grad: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
-    """Launch `pairwise_difference_backward_kernel`: `[P] -> [num_rows]`."""
-    num_samples, stride = offsets.shape[0] - 1, grad.stride(0)
+def pairwise_difference_backward(x: Differences, o: Total) -> Result:
+    """Launch `pairwise_difference_backward_kernel`: `[P] -> [total]`."""
+    grad, offsets = x
+    (num_rows,) = o
+    num_samples, (stride,) = offsets.shape[0] - 1, grad.stride()
     grad_values = grad.new_empty(num_rows)
     if num_samples and num_rows:
         offsets = offsets.contiguous()
-        pairwise_difference_backward_kernel[(num_rows // PAIR_ROWS + num_samples,)](
+        _launch_pairwise_difference_backward(
+            (num_rows // PAIR_ROWS + num_samples,),
             grad, offsets, pair_starts(offsets, offsets), grad_values, num_rows, num_samples, grad.shape[0], stride,
             INDEX=_index(num_rows, stride), BLOCK_ROWS=PAIR_ROWS, BLOCK_COLUMNS=PAIR_COLUMNS, num_warps=PAIR_WARPS,
         )  # fmt: skip
-    return grad_values
+    return Result(grad_values)
 
 
 def _index(longest: int, stride: int) -> tl.dtype:

@@ -2,79 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from jagged.ops._shared.blocks import chunks, extended
 from jagged.ops._shared.offsets import sample_of_row, scan_pairs
 from jagged.ops._shared.padding import to_dense, to_jagged
+from jagged.ops.elementwise.spec import (
+    Activating,
+    Collected,
+    Collection,
+    Combination,
+    Combined,
+    Differences,
+    Factors,
+    Hidden,
+    Operands,
+    Result,
+    Scores,
+    Total,
+)
 
 
-def combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
-    """Combine each row with its operand out of `[B, F]` or `[B, L, F]`: `[total, F]`. No values give the operands alone."""
-    if dense.dim() == 3:
-        operand = to_jagged(dense, offsets, total)
-    elif dense.numel() == 0:
-        operand = dense.new_zeros(total, dense.shape[1])
-    else:
-        operand = dense.index_select(0, sample_of_row(offsets, total))
+def combine(x: Operands, o: Combination) -> Combined:
+    """Combine each row with its operand."""
+    operand = _operands(x.dense, x.offsets, o.total)
     # In place in a tensor of our own: the result is contiguous whatever the strides of the values.
-    if values is None:
-        return operand
-    if operation == "mul":
-        return operand.mul_(values)
-    if operation == "add":
-        return operand.add_(values)
-    return _activate(_accurate(operand).add_(values), operation).to(values.dtype)
+    if x.values is not None:
+        operand = operand.mul_(x.values) if o.operation == "mul" else operand.add_(x.values)
+    return Combined(operand)
 
 
-def collect(values: Tensor, factor: Tensor | None, offsets: Tensor, length: int | None) -> Tensor:
+def collect(x: Factors, o: Collection) -> Collected:
     """Sum the rows (times their factors) of each sample, or put them into `[B, length, F]`, zero where there is none."""
-    if length is not None:
-        return to_dense(values if factor is None else values * factor, offsets, length, 0)
+    values, factor, offsets = x
+    if o.length is not None:
+        return Collected(to_dense(values if factor is None else values * factor, offsets, o.length, 0))
     terms = values.double()
-    return _sum(terms if factor is None else terms * factor, offsets).to(values.dtype)
+    return Collected(_sum(terms if factor is None else terms * factor, offsets).to(values.dtype))
 
 
-def activate_backward(grad: Tensor, saved: Tensor, context: Tensor, offsets: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the rows and of their context `[B, F]`; `saved` is relu's output, of others the input."""
+def activate(x: Hidden, o: Activating) -> Combined:
+    """Add each sample's context to its rows and apply an activation."""
+    operand = _accurate(_operands(x.context, x.offsets, x.values.shape[0])).add_(x.values)
+    return Combined(_activate(operand, o.activation).to(x.values.dtype))
+
+
+def activate_backward(
+    grads: Combined, x: Hidden, out: Combined, o: Activating, wanted: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """Return the gradients of the rows and of their context; relu has kept its output, the others the rows."""
+    grad = grads.output
     terms = _accurate(grad)
-    if activation == "relu":
-        terms = terms.masked_fill(saved <= 0, 0)
+    if o.activation == "relu":
+        terms = terms.masked_fill(out.output <= 0, 0)
     else:
-        z = _accurate(combine(None, context, offsets, grad.shape[0], "add")).add_(saved)
-        backward = torch.ops.aten.silu_backward if activation == "silu" else torch.ops.aten.gelu_backward
+        z = _accurate(_operands(x.context, x.offsets, grad.shape[0])).add_(x.values)
+        backward = torch.ops.aten.silu_backward if o.activation == "silu" else torch.ops.aten.gelu_backward
         terms = backward(terms, z)
-    return terms.to(grad.dtype).contiguous(), _sum(terms.double(), offsets).to(grad.dtype)
+    found = {}
+    if "values" in wanted:
+        found["values"] = terms.to(grad.dtype).contiguous()
+    if "context" in wanted:
+        found["context"] = _sum(terms.double(), x.offsets).to(grad.dtype)
+    return found
 
 
-def pairwise_difference(values: Tensor, offsets: Tensor, total: int) -> Tensor:
+def pairwise_difference(x: Scores, o: Total) -> Result:
     """Return the differences of all pairs within a sample: `[S] -> [total]`."""
+    values, offsets = x
     if values.is_cpu:
-        num_rows, output = values.shape[0], values.new_empty(total + 1)
-        for chunk in chunks(offsets, offsets, total, a_total=num_rows, b_total=num_rows):
+        num_rows, output = values.shape[0], values.new_empty(o.total + 1)
+        for chunk in chunks(offsets, offsets, o.total, a_total=num_rows, b_total=num_rows):
             row = values[chunk.a_rows]
             output.scatter_(0, chunk.pairs, (row[:, :, None] - row[:, None, :]).flatten())
-        return output[:-1]
-    row, column = _pairs(offsets, values.shape[0], total)
-    return values[row].sub_(values[column])
+        return Result(output[:-1])
+    rows, columns = _pairs(offsets, values.shape[0], o.total)
+    return Result(values[rows].sub_(values[columns]))
 
 
-def pairwise_difference_backward(grad: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
-    """Return row sums minus column sums of each sample's block: `[P] -> [num_rows]`."""
+def pairwise_difference_backward(x: Differences, o: Total) -> Result:
+    """Return row sums minus column sums of each sample's block: `[P] -> [total]`."""
+    grad, offsets = x
+    num_rows = o.total
     if grad.is_cpu:
         filled, output = extended(grad, 0), grad.new_zeros(num_rows + 1)
         for chunk in chunks(offsets, offsets, grad.shape[0], a_total=num_rows, b_total=num_rows):
             block = chunk.blocks(filled).to(torch.promote_types(grad.dtype, torch.float32))
             places = torch.where(chunk.a_exists, chunk.a_rows, num_rows)
             output.scatter_(0, places.flatten(), (block.sum(2) - block.sum(1)).flatten().to(output.dtype))
-        return output[:-1]
-    row, column = _pairs(offsets, num_rows, grad.shape[0])
+        return Result(output[:-1])
+    rows, columns = _pairs(offsets, num_rows, grad.shape[0])
     terms = grad.double()
     sums = terms.new_zeros(num_rows)
     if num_rows:
-        sums.index_add_(0, row, terms).index_add_(0, column, terms, alpha=-1)
-    return sums.to(grad.dtype)
+        sums.index_add_(0, rows, terms).index_add_(0, columns, terms, alpha=-1)
+    return Result(sums.to(grad.dtype))
+
+
+def _operands(dense: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """Return for each row what it meets out of `[B, F]` or `[B, L, F]`: `[total, F]`, in memory of its own."""
+    if dense.dim() == 3:
+        return to_jagged(dense, offsets, total)
+    if dense.numel() == 0:
+        return dense.new_zeros(total, dense.shape[1])
+    return dense.index_select(0, sample_of_row(offsets, total))
 
 
 def _pairs(offsets: Tensor, num_rows: int, total: int) -> tuple[Tensor, Tensor]:

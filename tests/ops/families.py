@@ -28,14 +28,17 @@ from jagged.ops import (
     jagged_dense_bmm,
     jagged_dense_mul,
     jagged_hstu_attention,
+    jagged_index_select,
     jagged_jagged_bmm,
     jagged_jagged_bmm_jagged_out,
     jagged_linear,
     jagged_pairwise_difference,
+    jagged_slice,
     jagged_softmax,
     jagged_split,
     jagged_to_dense,
     jagged_truncate,
+    jagged_unique,
     linear_cross_entropy,
     quantize_rows,
     sampled_linear_cross_entropy,
@@ -73,7 +76,12 @@ def conversion(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         joined, _ = jagged_concat([back, values], [offsets, offsets], backend=backend)
         parts = jagged_split(joined, [offsets, offsets], [total, total], backend=backend)
         last, _ = jagged_truncate(values, offsets, KEPT, "last", kept, backend=backend)
-        return [dense, *parts, last]
+        # The last rows again, so that as many are kept whatever the lengths; and every sample twice, in either order.
+        sliced, _ = jagged_slice(values, offsets, (offsets.diff() - KEPT).clamp(min=0), KEPT, kept, backend=backend)
+        samples = torch.arange(batch.batch_size, device=PLACE.device)
+        chosen, _ = jagged_index_select(values, offsets, torch.cat([samples, samples.flip(0)]), 2 * total, backend=backend)
+        ids, _, inverse = jagged_unique(torch.arange(total, device=PLACE.device).flip(0), offsets, total)
+        return [dense, *parts, last, sliced, chosen, values * (ids[inverse] % 7)[:, None]]
 
     return Step(forward, _leaves(dtype, (total, width)))
 

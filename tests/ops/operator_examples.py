@@ -117,6 +117,44 @@ JOIN = operator(
 )
 
 
+class Whole(NamedTuple):
+    values: Differentiable
+    factor: Differentiable
+
+
+class Sizes(NamedTuple):
+    sizes: tuple[int, ...]
+    shift: int | float = 0
+
+
+class Pieces(NamedTuple):
+    pieces: tuple[Tensor, ...]
+
+
+def cut(x: Whole, o: Sizes) -> Pieces:
+    return Pieces(tuple(piece.add(o.shift).mul_(x.factor) for piece in x.values.split(o.sizes)))
+
+
+def _of_cut(grads: Pieces, x: Whole, out: Pieces, o: Sizes, wanted: Mapping[str, torch.dtype], backend: str) -> dict[str, Any]:
+    pieces = zip(grads.pieces, out.pieces, strict=True)
+    grad = torch.cat([x.values.new_zeros(like.shape) if grad is None else grad for grad, like in pieces])
+    return {"values": grad * x.factor, "factor": (grad * (x.values + o.shift)).sum(0)}
+
+
+CUT = operator(
+    "example_cut",
+    Whole,
+    Sizes,
+    Pieces,
+    shapes=lambda x, o: Pieces(tuple(x.values.new_empty(size, *x.values.shape[1:]) for size in o.sizes)),
+    torch=f"{HERE}:cut",
+    triton=f"{HERE}:cut",
+    gradient=_of_cut,
+    saved=("values", "factor"),
+    promotes=("values", "factor"),
+)
+
+
 class Update(NamedTuple):
     table: Tensor
     rows: Tensor

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jagged import ops
 from tests.graphs import captured
+from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import conversion as reference
 from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, random_tensor, seeds
@@ -34,6 +35,11 @@ def same_gradients(ours: torch.Tensor, expected: torch.Tensor, *leaves: torch.Te
     wanted = torch.autograd.grad(expected, leaves, cotangent, materialize_grads=True)
     for got, want in zip(torch.autograd.grad(ours, leaves, cotangent), wanted, strict=True):
         same(got, want)
+
+
+def flat(parts: list[torch.Tensor], features: tuple[int, ...]) -> list[torch.Tensor]:
+    """Rows of parts, of which some are dense."""
+    return [part if part.dim() == len(features) + 1 else part.flatten(0, 1) for part in parts]
 
 
 @given(jagged_batches(), FEATURES, float_dtypes(), seeds(), st.booleans(), st.integers(0, 12), st.sampled_from([0.0, -1.5]))
@@ -65,28 +71,34 @@ def test_concat_and_split(
 ) -> None:
     first = data.draw(jagged_batches())
     second = data.draw(st.permutations(first.lengths).map(lambda lengths: jagged_of(tuple(lengths), first.offsets.dtype)))
-    n = data.draw(st.integers(0, 3))
+    n, m = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
     values = [values_of(part, features, dtype, seed + k, strided) for k, part in enumerate((first, second))]
-    dense = random_tensor((first.batch_size, n, *features), dtype, seed + 2).requires_grad_()
-    ours, offsets = ops.jagged_concat([values[0], dense, values[1]], [first.offsets, None, second.offsets], backend=place.backend)
-    flat = dense.reshape(first.batch_size * n, *features)
-    expected = reference.concat([values[0], flat, values[1]], [first.lengths, [n] * first.batch_size, second.lengths])
+    sizes = [(first.batch_size, rows, *features) for rows in (n, m)]
+    dense, more = (random_tensor(size, dtype, seed + 2 + k).requires_grad_() for k, size in enumerate(sizes))
+    parts = [more, values[0], dense, values[1]]
+    ours, offsets = ops.jagged_concat(parts, [None, first.offsets, None, second.offsets], backend=place.backend)
+    lengths = [[m] * first.batch_size, first.lengths, [n] * first.batch_size, second.lengths]
+    expected = reference.concat(flat(parts, features), lengths)
     same(ours, expected)
     ops.validate_offsets(offsets, total=expected.shape[0])
     assert offsets.dtype == first.offsets.dtype
-    same_gradients(ours, expected, *values, dense)
+    same_gradients(ours, expected, *parts)
 
-    parts = [first.offsets, n, second.offsets]
+    layout = [m, first.offsets, n, second.offsets]
     for totals in (None, [first.total, second.total]):
-        back = ops.jagged_split(ours, parts, totals, backend=place.backend)
-        for part, origin in zip(back, (values[0], dense, values[1]), strict=True):
+        back = ops.jagged_split(ours, layout, totals, backend=place.backend)
+        for part, origin in zip(back, parts, strict=True):
             same(part, origin)
     whole = ours.detach().clone().requires_grad_()
-    pieces = ops.jagged_split(whole, parts, backend=place.backend)
+    pieces = ops.jagged_split(whole, layout, backend=place.backend)
     cotangents = [random_tensor(tuple(piece.shape), dtype, seed + 5 + k) for k, piece in enumerate(pieces)]
-    (grad,) = torch.autograd.grad(pieces, whole, cotangents)
-    flat = cotangents[1].reshape(first.batch_size * n, *features)
-    same(grad, reference.concat([cotangents[0], flat, cotangents[2]], [first.lengths, [n] * first.batch_size, second.lengths]))
+    # A part that nothing is made of has a gradient of zero.
+    unused = data.draw(st.sampled_from([None, 0, 1]))
+    used = [k for k in range(4) if k != unused]
+    (grad,) = torch.autograd.grad([pieces[k] for k in used], whole, [cotangents[k] for k in used])
+    if unused is not None:
+        cotangents[unused].zero_()
+    same(grad, reference.concat(flat(cotangents, features), lengths))
 
 
 @given(jagged_batches(), FEATURES, float_dtypes(), seeds(), st.booleans(), st.integers(0, 60), st.sampled_from(["first", "last"]))
@@ -101,6 +113,73 @@ def test_jagged_truncate(
         same(ours, expected)
         assert offsets.diff().tolist() == [min(n, length) for n in batch.lengths]
     same_gradients(ours, expected, values)
+
+
+@given(
+    jagged_batches(), FEATURES, float_dtypes(), seeds(), st.booleans(), st.integers(0, 60), st.data(),
+    st.sampled_from([torch.int32, torch.int64, None]),
+)  # fmt: skip
+def test_jagged_slice(
+    place: Place, batch: Jagged, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool, length: int,
+    data: st.DataObject, kind: torch.dtype | None,
+) -> None:  # fmt: skip
+    values = values_of(batch, features, dtype, seed, strided)
+    places = st.integers(0, 50)
+    size = batch.batch_size
+    starts = data.draw(st.lists(places, min_size=size, max_size=size)) if kind else [data.draw(places)] * size
+    start = torch.tensor(starts, dtype=kind, device=place.device) if kind else starts[0] if starts else 0
+    expected = reference.slice_rows(values, batch.lengths, starts, length)
+    for total in (None, expected.shape[0]):
+        ours, offsets = ops.jagged_slice(values, batch.offsets, start, length, total, backend=place.backend)
+        same(ours, expected)
+        assert offsets.dtype == batch.offsets.dtype
+        assert offsets.diff().tolist() == [len(range(n)[s : s + length]) for n, s in zip(batch.lengths, starts, strict=True)]
+    same_gradients(ours, expected, values)
+
+
+@given(jagged_batches(), FEATURES, float_dtypes(), seeds(), st.booleans(), st.data(), st.sampled_from([torch.int32, torch.int64]))
+def test_jagged_index_select(
+    place: Place, batch: Jagged, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool, data: st.DataObject,
+    kind: torch.dtype,
+) -> None:  # fmt: skip
+    numbers = st.integers(0, max(batch.batch_size - 1, 0))
+    indices = data.draw(st.lists(numbers, max_size=9 if batch.batch_size else 0))
+    chosen = torch.tensor([*indices, 0][: len(indices)], dtype=kind, device=place.device)
+    values = random_tensor((batch.total, *features), dtype, seed, strided=strided)
+    for total in (None, sum(batch.lengths[index] for index in indices)):
+        ours, offsets = ops.jagged_index_select(values, batch.offsets, chosen, total, backend=place.backend)
+        same(ours, reference.index_select(values, batch.lengths, indices))
+        assert offsets.dtype == batch.offsets.dtype
+        assert offsets.tolist() == [sum(batch.lengths[index] for index in indices[:k]) for k in range(len(indices) + 1)]
+    check_three_way(
+        lambda v: ops.jagged_index_select(v, batch.offsets, chosen, total, backend=place.backend)[0],
+        lambda v: reference.index_select(v, batch.lengths, indices),
+        [values],
+    )
+
+
+@given(jagged_batches(), seeds(), st.sampled_from([torch.int32, torch.int64]), st.sampled_from([1, 9, 2**31 - 1]))
+def test_jagged_unique(place: Place, batch: Jagged, seed: int, dtype: torch.dtype, largest: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randint(-largest, largest, (batch.total,), generator=generator, dtype=dtype).to(place.device)
+    expected, counts, inverse = reference.unique(values, batch.lengths)
+    for total in (None, len(expected)):
+        ours, offsets, places = ops.jagged_unique(values, batch.offsets, total)
+        same(ours, expected)
+        same(places, inverse)
+        same(ours[places], values)
+        assert offsets.dtype == batch.offsets.dtype
+        assert offsets.diff().tolist() == counts
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_no_limit_is_a_large_number(place: Place, dtype: torch.dtype) -> None:
+    values, offsets = torch.arange(5, device=place.device), jagged_of((3, 2), dtype).offsets
+    same(ops.jagged_truncate(values, offsets, 2**40, backend=place.backend)[0], values)
+    same(ops.jagged_slice(values, offsets, 1, 2**40, backend=place.backend)[0], values[[1, 2, 4]])
+    same(ops.jagged_slice(values, offsets, 2**40, 1, backend=place.backend)[0], values[:0])
+    far = torch.tensor([1, 2**40], device=place.device)
+    same(ops.jagged_slice(values, offsets, far, 1, backend=place.backend)[0], values[1:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -145,6 +224,9 @@ def test_strided_offsets(place: Place) -> None:
         lambda o: ops.dense_to_jagged(dense, o, 5, backend=place.backend),
         lambda o: ops.jagged_concat([values, dense], [o, None], backend=place.backend)[0],
         lambda o: ops.jagged_truncate(values, o, 1, "last", 2, backend=place.backend)[0],
+        lambda o: ops.jagged_slice(values, o, o[:-1] - o[:-1], 1, 2, backend=place.backend)[0],
+        lambda o: ops.jagged_index_select(values, o, (o - o)[1:], 6, backend=place.backend)[0],
+        lambda o: ops.jagged_unique(torch.arange(5, device=place.device), o, 5)[0],
         lambda o: ops.pair_offsets(o),
     ):
         same(function(strided), function(offsets))
@@ -163,6 +245,17 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
         two_rows = values[: 2 * (len(wrong) - 1)].reshape(len(wrong) - 1, 2, -1)
         back = ops.dense_to_jagged(two_rows, offsets, 10, backend=place.backend)
         assert set(back.flatten().tolist()) <= {0.0, 1.0}
+        # Rows that no sample covers may be left unwritten, which here means NaN.
+        leaf = values.detach().requires_grad_()
+        results = [ops.jagged_index_select(leaf, offsets, offsets, 30, backend=place.backend)[0]]
+        if place.backend == "triton":
+            # PyTorch's own functions refuse such rows.
+            results.append(ops.jagged_slice(leaf, offsets, 1, 3, 10, backend=place.backend)[0])
+        for rows in results:
+            assert set(rows.detach().nan_to_num(nan=0.0).flatten().tolist()) <= {0.0, 1.0}
+            (grad,) = torch.autograd.grad(rows, leaf, torch.ones_like(rows))
+            assert not (grad.abs() > 100).any()
+        assert ops.jagged_unique(torch.arange(10, device=place.device), offsets, 10)[0].shape == (10,)
     assert bool((fence[:10] == 777).all())
     assert bool((fence[20:] == 777).all())
 
@@ -186,7 +279,38 @@ def test_messages_name_argument_and_cure(place: Place) -> None:
             "2 samples",
         ),
         (lambda: ops.jagged_truncate(values, offsets, 1, "middle"), ValueError, r"keep: expected 'first' or 'last'"),
-        (lambda: ops.jagged_concat([values], [None]), ValueError, "at least one jagged part"),
+        (
+            lambda: ops.jagged_concat([values[None], values[None]], [None, None]),
+            ValueError,
+            "^offsets: expected at least one jagged part; dense parts alone are torch.cat's work$",
+        ),
+        (lambda: ops.jagged_slice(values, offsets, 0, -1), ValueError, "^length: expected at least 0, got -1$"),
+        (lambda: ops.jagged_slice(values, offsets, -1, 1), ValueError, "^start: expected at least 0, got -1$"),
+        (
+            lambda: ops.jagged_slice(values, offsets, offsets, 1),
+            ValueError,
+            r"^start: expected \[1\], a place for each sample, got \[2\]$",
+        ),
+        (
+            lambda: ops.jagged_slice(values, offsets, offsets[1:].float(), 1),
+            TypeError,
+            r"^start: expected dtype int32, int64, got float32; convert it with .to\(...\)$",
+        ),
+        (
+            lambda: ops.jagged_index_select(values, offsets, values[0]),
+            TypeError,
+            r"^indices: expected dtype int32, int64, got float32; convert it with .to\(...\)$",
+        ),
+        (
+            lambda: ops.jagged_index_select(values[:0], offsets[:1], offsets),
+            ValueError,
+            "^indices: expected none where there are no samples, got 2$",
+        ),
+        (
+            lambda: ops.jagged_unique(values[:, 0], offsets),
+            TypeError,
+            r"^values: expected dtype int32, int64, got float32; convert it with .to\(...\)$",
+        ),
         (lambda: ops.jagged_concat([values, values.double()], [offsets, offsets]), TypeError, r"values\[1\]: expected the dtype"),
         (
             lambda: ops.jagged_concat([values, values[:, :1]], [offsets, offsets]),
@@ -257,6 +381,26 @@ def test_values_that_make_no_sense_are_named(place: Place, monkeypatch: pytest.M
             lambda: ops.jagged_truncate(values[:3], offsets, 1, total=3),
             "total: expected 2, the number of rows that are kept, got 3",
         ),
+        (
+            lambda: ops.jagged_slice(values[:3], offsets, 1, 1, total=3),
+            "total: expected 1, the number of rows that are kept, got 3",
+        ),
+        (
+            lambda: ops.jagged_slice(values[:3], offsets, offsets[:-1] - 1, 1),
+            "start: expected places from 0 on, got -1",
+        ),
+        (
+            lambda: ops.jagged_index_select(values[:3], offsets, offsets[1:] - 1),
+            "indices[1]: expected an id from 0 to 1, got 2; map ids to dense ones first",
+        ),
+        (
+            lambda: ops.jagged_index_select(values[:3], offsets, offsets[:1], 3),
+            "total: expected 2, the number of rows that are taken, got 3",
+        ),
+        (
+            lambda: ops.jagged_unique(values[:3, 0].long(), offsets, 3),
+            "total: expected 2, the number of distinct ids, got 3",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call()
@@ -299,13 +443,16 @@ def test_opcheck(place: Place) -> None:
     dense = random_tensor((3, 2, 4), torch.float32, 0)
     new = jagged_of((1, 0, 2)).offsets
     parts = torch.stack([batch.offsets - new, new])
+    chosen, selected = torch.tensor([2, 0, 2], device=place.device), jagged_of((3, 2, 3)).offsets
     for name, arguments in (
         ("to_dense", (values, batch.offsets, 2, 0.0)),
         ("to_jagged", (dense, batch.offsets, 5)),
         ("concat", ([values[:2], values[:3]], parts)),
         ("split", (values, parts, [2, 3])),
-        ("truncate", (values, parts, 3, True)),
-        ("truncate_backward", (values[:3], parts, 5, True)),
+        ("take_part", (values, parts, 1, 3)),
+        ("put_part", (values[:3], parts, 1, 5)),
+        ("jagged_index_select", (values, batch.offsets, chosen, selected, 8)),
+        ("jagged_index_select_backward", (random_tensor((8, 4), torch.float32, 0), batch.offsets, chosen, selected, 5)),
     ):
         torch.library.opcheck(getattr(torch.ops.jagged, name).default, (*arguments, place.backend))
 
@@ -320,7 +467,10 @@ def test_gradcheck_to_second_order(place: Place) -> None:
         (lambda d: ops.dense_to_jagged(d, batch.offsets, 5), (dense,)),
         (lambda v, d: ops.jagged_concat([v, d], [batch.offsets, None])[0], (values, dense)),
         (lambda v: ops.jagged_split(v, [jagged_of((1, 0, 2)).offsets, jagged_of((1, 0, 1)).offsets]), (values,)),
+        (lambda v: ops.jagged_split(v, [jagged_of((1, 0, 2)).offsets, jagged_of((1, 0, 1)).offsets])[1], (values,)),
         (lambda v: ops.jagged_truncate(v, batch.offsets, 2, "last")[0], (values,)),
+        (lambda v: ops.jagged_slice(v, batch.offsets, 1, 1)[0], (values,)),
+        (lambda v: ops.jagged_index_select(v, batch.offsets, torch.tensor([2, 0, 2, 1]))[0], (values,)),
     ):
         assert torch.autograd.gradcheck(function, leaves)
         assert torch.autograd.gradgradcheck(function, leaves)
@@ -335,11 +485,16 @@ def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
         graphs += 1
         return graph.forward
 
-    def function(values: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+    def function(values: torch.Tensor, offsets: torch.Tensor, total: int, distinct: int) -> tuple[torch.Tensor, ...]:
         kept, new_offsets = ops.jagged_truncate(values, offsets, 3, "last", total)
         joined, joined_offsets = ops.jagged_concat([kept, values], [new_offsets, offsets])
         dense = ops.jagged_to_dense(joined, joined_offsets, 5)
-        return ops.dense_to_jagged(dense, offsets, values.shape[0])
+        rows = ops.dense_to_jagged(dense, offsets, values.shape[0])
+        order = torch.arange(offsets.shape[0] - 1, device=offsets.device).flip(0)
+        rows, offsets = ops.jagged_index_select(rows, offsets, order, values.shape[0])
+        rows, offsets = ops.jagged_slice(rows, offsets, torch.zeros_like(order), 3, total)
+        ids, offsets, inverse = ops.jagged_unique((rows[:, 0] > 0).long(), offsets, distinct)
+        return rows.square().sum() + ops.jagged_split(joined, [joined_offsets, 0])[0].sum(), ids[inverse], offsets
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
@@ -347,7 +502,12 @@ def test_one_graph_for_all_jagged_shapes(place: Place) -> None:
         batch = jagged_of(lengths)
         values = random_tensor((batch.total, 13), torch.float32, 0).requires_grad_()
         kept = sum(min(n, 3) for n in lengths)
-        same(compiled(values, batch.offsets, kept), function(values, batch.offsets, kept))
+        with ops.trust_values():
+            # As many distinct ids as the last of the offsets says.
+            distinct = int(function(values, batch.offsets, kept, kept)[-1][-1])
+        results = [call(values, batch.offsets, kept, distinct) for call in (compiled, function)]
+        grads = [torch.autograd.grad(result[0], values)[0] for result in results]
+        torch.testing.assert_close([*results[0], grads[0]], [*results[1], grads[1]])
     assert graphs == 1
     with pytest.raises(Exception, match="total: must be given in a compiled or captured call"):
         torch.compile(lambda v, o: ops.jagged_truncate(v, o, 3), fullgraph=True, backend="eager")(values, batch.offsets)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 INTEGERS = {
     "num_rows": "i32", "length": "i32", "total": "i32", "batch_size": "i32", "num_features": "i32", "num_parts": "i32",
     "part": "i32", "part_rows": "i32", "whole_rows": "i32", "values_stride": "i32", "sample_stride": "i32", "row_stride": "i32",
-    "source_stride": "i32",
+    "source_stride": "i32", "source_rows": "i32", "target_rows": "i32", "num_samples": "i32",
 }  # fmt: skip
 
 
@@ -27,7 +27,8 @@ def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: st
 
     block_rows, block_features = kernels.tile_of(10_000, features)
     pointers = dict.fromkeys(("values", "dense", "source", "target"), f"*{dtype}")
-    types = {**INTEGERS, **pointers, "offsets": f"*{offsets}", "padding_value": padding}
+    types = {**INTEGERS, **pointers, "padding_value": padding, "samples": "*i64", "copies": "*i64"}
+    types |= dict.fromkeys(("offsets", "source_offsets", "target_offsets"), f"*{offsets}")
     divisible = () if features % 16 else ("num_features", *(name for name in INTEGERS if name.endswith("stride")))
     blocks = {"BLOCK_ROWS": block_rows, "BLOCK_FEATURES": block_features}
     to_jagged_warps = kernels.to_jagged_warps(features, {"bf16": 2, "fp32": 4}.get(dtype, 8))
@@ -36,8 +37,13 @@ def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: st
         (kernels.to_jagged_kernel, to_jagged_warps, {}),
         (kernels.copy_part_kernel, kernels.NUM_WARPS, {"INTO_WHOLE": True}),
         (kernels.copy_part_kernel, kernels.NUM_WARPS, {"INTO_WHOLE": False}),
+        (kernels.select_samples_kernel, kernels.NUM_WARPS, {"IS_SUM": False, "copies": None}),
+        (kernels.select_samples_kernel, kernels.NUM_WARPS, {"IS_SUM": True}),
     ):
-        signature = {name: types[name] for name in kernel.arg_names if name in types}
+        if dtype == "i64" and options.get("IS_SUM"):
+            # Integers have no gradients.
+            continue
+        signature = {name: types[name] for name in kernel.arg_names if name in types and name not in options}
         used = compile_kernel(kernel, signature, blocks | options, arch=arch, num_warps=num_warps, divisible=divisible)
         assert used.spills == 0, f"{kernel.__name__} {options}: {used}"
         assert used.shared_bytes <= AMD_SHARED_BYTES

@@ -79,6 +79,32 @@ def test_second_derivatives_of_mul(
     )
 
 
+@given(
+    jagged_batches(), DENSE_LENGTHS, WIDTHS, st.sampled_from([torch.int32, torch.int64]), seeds(), st.booleans(),
+    st.sampled_from(PAIRS),
+)  # fmt: skip
+def test_integers_are_exact(
+    place: Place, batch: Jagged, length: int | None, width: int, dtype: torch.dtype, seed: int, strided: bool,
+    pair: tuple[Any, Any],
+) -> None:  # fmt: skip
+    ours, expected = pair
+    # Sums and products wrap around.
+    values = whole_numbers(random_tensor((batch.total, width), torch.float32, seed, strided=strided), dtype)
+    dense = whole_numbers(dense_of(batch, length, width, torch.float32, seed + 1, strided), dtype)
+    output = ours(values, batch.offsets, dense, backend=place.backend)
+    torch.testing.assert_close(output, expected(values, batch.lengths, dense), rtol=0, atol=0)
+    scores = values[:, 0]
+    pairs = ops.jagged_pairwise_difference(scores, batch.offsets, backend=place.backend)
+    torch.testing.assert_close(pairs, reference.pairwise_difference(scores, batch.lengths), rtol=0, atol=0)
+
+
+def whole_numbers(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Integers of all bits, as far apart in memory as the numbers."""
+    bits = values.contiguous().view(torch.int32).to(dtype)
+    bits = bits * 2_000_000_011 if dtype == torch.int64 else bits
+    return torch.empty_strided(values.shape, values.stride(), dtype=dtype, device=values.device).copy_(bits)
+
+
 # Where blocks of pairs begin is added up in the kernel, or written down by a scan before it; addresses of 32 bits, or of 64.
 @given(
     jagged_batches(), float_dtypes(), seeds(), st.booleans(), st.booleans(), st.sampled_from([0, _shared.SCANNED_SAMPLES]),
@@ -250,7 +276,21 @@ def test_messages_name_argument_and_cure(place: Place) -> None:
     weight, dense = torch.zeros(4, 2, device=place.device), torch.zeros(1, 2, device=place.device)
     cases: list[tuple[Callable[[], object], type[Exception], str]] = [
         (lambda: ops.jagged_dense_add(values[0], offsets, dense), ValueError, r"values: expected shape \[S, F\], got \[2\]"),
-        (lambda: ops.jagged_dense_add(values.long(), offsets, dense), TypeError, "values: expected dtype float32.*got int64"),
+        (
+            lambda: ops.jagged_dense_add(values.bool(), offsets, dense),
+            TypeError,
+            r"^values: expected dtype float32, bfloat16, float16, float64, int32, int64, got bool; convert it with .to\(...\)$",
+        ),
+        (
+            lambda: ops.jagged_dense_add(values.long(), offsets, dense),
+            TypeError,
+            "^dense: expected the dtype of values, int64, got float32; convert one of them$",
+        ),
+        (
+            lambda: ops.jagged_dense_add(values, offsets, dense.half()),
+            TypeError,
+            "^dense: expected the dtype of values, float32, got float16; convert one of them$",
+        ),
         (lambda: ops.jagged_dense_add(values, offsets.float(), dense), TypeError, "offsets: expected dtype int32, int64"),
         (lambda: ops.jagged_dense_add(values, offsets[:1], dense), ValueError, "offsets: .* samples for the 3 rows"),
         (lambda: ops.jagged_dense_add(values, offsets, dense[0]), ValueError, r"dense: expected shape \[B, F\], got \[2\]"),
@@ -306,13 +346,14 @@ def test_opcheck(place: Place) -> None:
     for name, arguments in (
         ("jagged_dense_combine", (values, rows, offsets, 5, "add")),
         ("jagged_dense_combine", (turned, dense, offsets, 5, "mul")),
-        ("jagged_dense_combine", (turned, rows, offsets, 5, "gelu")),
+        ("jagged_dense_combine", (turned, rows, offsets, 5, "add")),
         ("jagged_dense_combine", (None, dense, offsets, 5, "add")),
         ("jagged_dense_collect", (turned, None, offsets, None)),
         ("jagged_dense_collect", (turned, values, offsets, None)),
         ("jagged_dense_collect", (turned, values, offsets, 2)),
-        ("jagged_activate_backward", (turned, values, rows, offsets, "relu")),
-        ("jagged_activate_backward", (turned, values, rows, offsets, "silu")),
+        ("jagged_activate", (turned, rows, offsets, "gelu")),
+        ("jagged_activate_backward", (turned, None, rows, offsets, values, "relu", torch.float32, torch.float32)),
+        ("jagged_activate_backward", (turned, values, rows, offsets, None, "silu", None, torch.float32)),
         ("jagged_pairwise_difference", (values[:, 0], offsets, 13)),
         ("jagged_pairwise_difference_backward", (pairs, offsets, 5)),
     ):
@@ -351,6 +392,66 @@ def test_second_derivative_of_an_activation_is_refused(place: Place) -> None:
     for grad in grads:
         with pytest.raises(RuntimeError, match="jagged_linear with context and activation has no second derivative"):
             grad.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("function", [ops.jagged_dense_add, ops.jagged_dense_mul])
+@pytest.mark.parametrize("length", [None, 3])
+@pytest.mark.parametrize(
+    ("of_values", "of_dense"),
+    [
+        (torch.bfloat16, torch.float32), (torch.float32, torch.float16), (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float64), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32),
+    ],
+)  # fmt: skip
+def test_autocast_promotes_as_pytorch_does(
+    place: Place, function: Callable[..., Tensor], length: int | None, of_values: torch.dtype, of_dense: torch.dtype
+) -> None:
+    batch = jagged_of((2, 0, 40, 5))
+    values = random_tensor((batch.total, 20), of_values, 0).requires_grad_()
+    dense = dense_of(batch, length, 20, of_dense, 1).requires_grad_()
+    wide = (values[0] * dense.flatten()[:20]).dtype
+    # Kernels take no float64.
+    backend = None if wide == torch.float64 else place.backend
+
+    def run(dtypes: tuple[torch.dtype, torch.dtype]) -> list[Tensor]:
+        output = function(values.to(dtypes[0]), batch.offsets, dense.to(dtypes[1]), backend=backend)
+        grads = torch.autograd.grad(output.square().sum(), [values, dense], create_graph=True)
+        loss = torch.stack([grad.double().square().sum() for grad in grads]).sum()
+        return [output, *grads, *torch.autograd.grad(loss, [values, dense])]
+
+    with torch.autocast(place.device.type, dtype=torch.bfloat16):
+        got = run((of_values, of_dense))
+    assert [x.dtype for x in got] == [wide, of_values, of_dense, of_values, of_dense]
+    torch.testing.assert_close(got, run((wide, wide)), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels are not compiled")
+def test_autocast_promotes_in_one_graph(place: Place) -> None:
+    batch = jagged_of((2, 0, 5))
+    values, weight, dense = (
+        random_tensor(shape, torch.float32, k).requires_grad_() for k, shape in enumerate(((7, 4), (4, 4), (3, 4)))
+    )
+
+    def function(values: Tensor, weight: Tensor, dense: Tensor) -> Tensor:
+        with torch.autocast(place.device.type, dtype=torch.bfloat16):
+            hidden = torch.nn.functional.linear(values, weight)
+            return ops.jagged_dense_mul(ops.jagged_dense_add(hidden, batch.offsets, dense), batch.offsets, hidden[:3])
+
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        output = call(values, weight, dense)
+        results.append([output, *torch.autograd.grad(output.square().sum(), (values, weight, dense))])
+    assert results[1][0].dtype == torch.float32
+    torch.testing.assert_close(*results)
+
+
+def test_autocast_takes_no_integers_beside_floats(place: Place) -> None:
+    batch = jagged_of((2, 3))
+    values, dense = torch.ones(5, 4, device=place.device), torch.ones(2, 4, dtype=torch.int64, device=place.device)
+    with torch.autocast(place.device.type, dtype=torch.bfloat16):
+        with pytest.raises(TypeError, match=r"^dense: expected the dtype of values, float32, got int64; convert one of them$"):
+            ops.jagged_dense_mul(values, batch.offsets, dense, backend=place.backend)
+        assert ops.jagged_dense_mul(values.long(), batch.offsets, dense, backend=place.backend).dtype == torch.int64
 
 
 def test_autocast_casts_the_context_too(place: Place) -> None:

@@ -110,3 +110,10 @@ def test_other_widths(variant: tuple[str, dict[str, Any], tuple[str, ...]], feat
 @pytest.mark.parametrize("arch", [*(arch for arch in TARGETS if arch != 90), AMD])
 def test_other_gpus(variant: tuple[str, dict[str, Any], tuple[str, ...]], arch: int | str) -> None:
     check(variant, arch, "fp32" if arch == 80 else "bf16", 1024)
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS[:4], *VARIANTS[-4:-2]], ids=name_of)
+@pytest.mark.parametrize("dtype", ["i32", "i64"])
+@pytest.mark.parametrize("arch", [*TARGETS, AMD])
+def test_integers(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: str, arch: int | str) -> None:
+    check(variant, arch, dtype, 1024)

@@ -49,13 +49,16 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "jagged_dense_add": lambda a, ao, b, bo: ops.jagged_dense_add(a, ao, b),
     "jagged_dense_bmm": lambda a, ao, b, bo: ops.jagged_dense_bmm(a, ao, b[:, :, None], b[:, :1]),
     "jagged_dense_mul": lambda a, ao, b, bo: ops.jagged_dense_mul(a, ao, b[:, None]),
+    "jagged_index_select": lambda a, ao, b, bo: ops.jagged_index_select(a, ao, bo[:-1], a.shape[0])[0],
     "jagged_jagged_bmm": lambda a, ao, b, bo: ops.jagged_jagged_bmm(b, 2 * b, bo),
     "jagged_jagged_bmm_jagged_out": lambda a, ao, b, bo: ops.jagged_jagged_bmm_jagged_out(a, b, ao, bo, a.shape[0]),
     "jagged_linear": lambda a, ao, b, bo: ops.jagged_linear(a, ao, torch.ones(8, 8), context=b, activation="silu"),
     "jagged_pairwise_difference": lambda a, ao, b, bo: ops.jagged_pairwise_difference(b[:, 0], bo, b.shape[0]),
+    "jagged_slice": lambda a, ao, b, bo: ops.jagged_slice(a, ao, 0 * bo[1:], 1, b.shape[0])[0],
     "jagged_split": lambda a, ao, b, bo: ops.jagged_split(a, [ao - bo, 1], [a.shape[0] - b.shape[0]])[0],
     "jagged_to_dense": lambda a, ao, b, bo: ops.jagged_to_dense(a, ao, 3),
     "jagged_truncate": lambda a, ao, b, bo: ops.jagged_truncate(a, ao, 1, total=b.shape[0])[0],
+    "jagged_unique": lambda a, ao, b, bo: ops.jagged_unique(0 * a[:, 0].long(), ao, b.shape[0])[2],
 }
 
 

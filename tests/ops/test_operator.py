@@ -17,7 +17,21 @@ from torch.utils.checkpoint import checkpoint
 import jagged.ops  # noqa: F401  (declares the operators)
 from jagged.ops._shared.operator import OPERATORS, Differentiable, operator
 from tests.ops import operator_examples as examples
-from tests.ops.operator_examples import JOIN, LOOKUP, SEGMENT_SUM, UPDATE, Inputs, Lookup, NoOptions, Options, Parts, Update
+from tests.ops.operator_examples import (
+    CUT,
+    JOIN,
+    LOOKUP,
+    SEGMENT_SUM,
+    UPDATE,
+    Inputs,
+    Lookup,
+    NoOptions,
+    Options,
+    Parts,
+    Sizes,
+    Update,
+    Whole,
+)
 
 OFFSETS = torch.tensor([0, 2, 2, 5])
 PACKAGE = sorted(name for name in OPERATORS if not name.startswith("example_"))
@@ -47,6 +61,10 @@ def test_gradients_are_right_both_ways(way: str) -> None:
         assert torch.autograd.gradcheck(lambda b: JOIN(Parts((parts[0].detach(), b), parts[2]), NoOptions()).joined, parts[1])
         assert torch.autograd.gradcheck(lambda a, b, f: JOIN(Parts((a, b), f), NoOptions()).joined, parts)
         assert torch.autograd.gradgradcheck(lambda a, b, f: JOIN(Parts((a, b), f), NoOptions()).joined, parts)
+        for pieces in (slice(None), slice(1)):
+            cut = lambda v, f, pieces=pieces: CUT(Whole(v, f), Sizes((1, 3), 0.5)).pieces[pieces]  # noqa: E731
+            assert torch.autograd.gradcheck(cut, parts[1:])
+            assert torch.autograd.gradgradcheck(cut, parts[1:])
 
     if way == "eager":
         check()
@@ -84,6 +102,7 @@ def test_opcheck() -> None:
     ):
         torch.library.opcheck(SEGMENT_SUM.dispatched, arguments)
     torch.library.opcheck(JOIN.dispatched, ([values, values], values[0], "torch"))
+    torch.library.opcheck(CUT.dispatched, (values, values[0], [2, 3], 0.5, "torch"))
     torch.library.opcheck(UPDATE.dispatched, (values.clone(), torch.tensor([1, 1]), values[:2], 1.0, False, [], None, "torch"))
     torch.library.opcheck(LOOKUP.dispatched, (values, torch.tensor([1, 1]), "torch"))
 
@@ -96,7 +115,8 @@ def test_compiled_and_exported() -> None:
         same = SEGMENT_SUM(Inputs(w[:, None], OFFSETS, w), Options()).sums
         with torch.no_grad():
             plain = _segment_sum(v)
-        return same + plain + _segment_sum(v, w, mean=True) + JOIN(Parts((v, v), v[0]), NoOptions()).joined.sum()
+        first, rest = CUT(Whole(v, v[0]), Sizes((1, 4))).pieces
+        return same + plain + _segment_sum(v, w, mean=True) + JOIN(Parts((v, rest), v[0]), NoOptions()).joined.sum() + first
 
     compiled = torch.compile(twice, fullgraph=True, backend="aot_eager")
     got, expected = compiled(values, weights), twice(values, weights)
@@ -172,6 +192,29 @@ def test_autocast_casts_inside_and_gradients_come_back_in_the_inputs_dtypes() ->
     assert [grad.dtype for grad in grads] == [torch.float32] * 3
 
 
+def test_numbers_stay_whole() -> None:
+    odd, ones = 2**62 + 1, torch.ones(2, dtype=torch.int64)
+    x, o = Whole(torch.zeros(3, 2, dtype=torch.int64), ones), Sizes((1, 2), odd)
+    for pieces in (CUT(x, o).pieces, CUT.dispatched(*x, *o, "torch")):
+        assert [piece.tolist() for piece in pieces] == [[[odd] * 2], [[odd] * 2] * 2]
+
+
+@pytest.mark.parametrize("wide", [torch.float32, torch.float16, torch.float64])
+def test_autocast_promotes_and_a_second_derivative_sees_it(wide: torch.dtype) -> None:
+    values, factor = _values(2, 4, 3, dtype=torch.bfloat16), _values(3, 3, dtype=wide)
+
+    def second(run: Any) -> list[Tensor]:
+        output = run(values, factor)
+        grads = torch.autograd.grad(output.square().sum(), (values, factor), create_graph=True)
+        assert [grad.dtype for grad in grads] == [torch.bfloat16, wide]
+        return [output, *grads, *torch.autograd.grad(sum(grad.double().square().sum() for grad in grads), (values, factor))]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = second(lambda v, f: CUT(Whole(v, f), Sizes((4,))).pieces[0])
+        assert got[0].dtype == torch.promote_types(torch.bfloat16, wide)
+    torch.testing.assert_close(got, second(lambda v, f: v * f))
+
+
 def test_a_second_derivative_is_refused_by_name() -> None:
     values = _values()
     (grad,) = torch.autograd.grad(_segment_sum(values, mean=True).square().sum(), values, create_graph=True)
@@ -229,7 +272,7 @@ def test_meta_tensors_give_shapes() -> None:
     assert torch.autograd.grad(output.sum(), values)[0].shape == (5, 3)
 
 
-@pytest.mark.parametrize("change", ["type", "names", "half"])
+@pytest.mark.parametrize("change", ["type", "names", "half", "pieces"])
 def test_a_declaration_that_cannot_be_is_refused(change: str) -> None:
     class Wrong(typing.NamedTuple):
         values: Differentiable
@@ -242,6 +285,7 @@ def test_a_declaration_that_cannot_be_is_refused(change: str) -> None:
         "type": (Wrong, examples.Joined, "m:f", "m:f"),
         "names": (Parts, Same, "m:f", "m:f"),
         "half": (Parts, examples.Joined, "m:f,b", "m:f"),
+        "pieces": (Parts, examples.Pieces, "m:f", "m:f"),
     }
     inputs, outputs, of_torch, of_triton = cases[change]
     if change == "names":

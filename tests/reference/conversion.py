@@ -37,3 +37,24 @@ def concat(values: Sequence[Tensor], lengths: Sequence[Sequence[int]]) -> Tensor
 def truncate(values: Tensor, lengths: Sequence[int], length: int, keep: str) -> Tensor:
     pieces = [s[:length] if keep == "first" else s[max(len(s) - length, 0) :] for s in samples(values, lengths)]
     return torch.cat([values[:0], *pieces])
+
+
+def slice_rows(values: Tensor, lengths: Sequence[int], start: Sequence[int], length: int) -> Tensor:
+    pieces = [sample[first : first + length] for sample, first in zip(samples(values, lengths), start, strict=True)]
+    return torch.cat([values[:0], *pieces])
+
+
+def index_select(values: Tensor, lengths: Sequence[int], indices: Sequence[int]) -> Tensor:
+    pieces = samples(values, lengths)
+    return torch.cat([values[:0], *(pieces[index] for index in indices)])
+
+
+def unique(values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, list[int], Tensor]:
+    """Distinct ids, how many each sample has, and where each row's id is."""
+    found, counts, inverse = [values[:0]], [], [torch.zeros(0, dtype=torch.int64, device=values.device)]
+    for sample in samples(values, lengths):
+        ids, places = torch.unique(sample, return_inverse=True)
+        inverse.append(places + sum(counts))
+        found.append(ids)
+        counts.append(len(ids))
+    return torch.cat(found), counts, torch.cat(inverse)

@@ -1,0 +1,206 @@
+"""The operators of sums, products, differences and activations.
+
+All but the activation are linear in each operand, and the gradient of each is made of the others: all orders are right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.operator import Differentiable, operator
+
+
+class Operands(NamedTuple):
+    """Rows `[S, F]`, None for the dense operand alone; what they meet, `[B, F]` or `[B, L, F]`; offsets `[B + 1]`."""
+
+    values: Differentiable | None
+    dense: Differentiable
+    offsets: Tensor
+
+
+class Factors(NamedTuple):
+    """Rows `[S, F]`, and factors of the same shape, None for ones."""
+
+    values: Differentiable
+    factor: Differentiable | None
+    offsets: Tensor
+
+
+class Hidden(NamedTuple):
+    """Rows `[S, F]`, and the context `[B, F]` that is added to those of a sample."""
+
+    values: Differentiable
+    context: Differentiable
+    offsets: Tensor
+
+
+class Scores(NamedTuple):
+    """Scores `[S]`."""
+
+    values: Differentiable
+    offsets: Tensor
+
+
+class Differences(NamedTuple):
+    """A number for each pair, `[P]`."""
+
+    pairs: Differentiable
+    offsets: Tensor
+
+
+class Combination(NamedTuple):
+    """Rows in all, and what is done, `"add"` or `"mul"`."""
+
+    total: int
+    operation: str
+
+
+class Collection(NamedTuple):
+    """L of `[B, L, F]`; None for the sums of samples."""
+
+    length: int | None
+
+
+class Activating(NamedTuple):
+    """`"relu"`, `"silu"` or `"gelu"`."""
+
+    activation: str
+
+
+class Total(NamedTuple):
+    """Pairs in all, or rows."""
+
+    total: int
+
+
+class Combined(NamedTuple):
+    """`[S, F]`."""
+
+    output: Tensor
+
+
+class Collected(NamedTuple):
+    """`[B, F]` or `[B, L, F]`."""
+
+    collected: Tensor
+
+
+class Result(NamedTuple):
+    """`[total]`."""
+
+    result: Tensor
+
+
+def _of_combine(
+    grads: Combined, x: Operands, out: Any, o: Combination, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    grad, found = grads.output, {}
+    is_sum = o.operation == "add"
+    if "values" in wanted:
+        found["values"] = grad if is_sum else COMBINE(Operands(grad, x.dense, x.offsets), o, backend).output
+    if "dense" in wanted:
+        shape = x.dense.shape
+        factors = Factors(grad, None if is_sum else x.values, x.offsets)
+        found["dense"] = COLLECT(factors, Collection(shape[1] if len(shape) == 3 else None), backend).collected
+    return found
+
+
+def _of_collect(
+    grads: Collected, x: Factors, out: Any, o: Collection, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    total = x.values.shape[0]
+    if x.factor is None:
+        return {"values": COMBINE(Operands(None, grads.collected, x.offsets), Combination(total, "add"), backend).output}
+    others = {"values": x.factor, "factor": x.values}
+    return {
+        name: COMBINE(Operands(others[name], grads.collected, x.offsets), Combination(total, "mul"), backend).output
+        for name in wanted
+    }
+
+
+def _of_difference(
+    grads: Result, x: Scores, out: Any, o: Total, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    inputs = Differences(grads.result, x.offsets)
+    return {"values": PAIRWISE_DIFFERENCE_BACKWARD(inputs, Total(x.values.shape[0]), backend).result}
+
+
+def _of_difference_backward(
+    grads: Result, x: Differences, out: Any, o: Total, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    return {"pairs": PAIRWISE_DIFFERENCE(Scores(grads.result, x.offsets), Total(x.pairs.shape[0]), backend).result}
+
+
+def _activation_gradients(
+    grads: Combined, x: Hidden, out: Combined, o: Activating, wanted: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    shapes = {"values": grads.output.shape, "context": x.context.shape}
+    return {name: grads.output.new_empty(shapes[name]) for name in wanted}
+
+
+_TORCH, _TRITON = "jagged.ops.elementwise.torch_impl", "jagged.ops.elementwise.kernels"
+
+COMBINE = operator(
+    "jagged_dense_combine",
+    Operands,
+    Combination,
+    Combined,
+    shapes=lambda x, o: Combined(x.dense.new_empty(o.total, x.dense.shape[-1])),
+    torch=f"{_TORCH}:combine",
+    triton=f"{_TRITON}:combine",
+    gradient=_of_combine,
+    saved=lambda o: ("offsets",) if o.operation == "add" else Operands._fields,
+    promotes=("values", "dense"),
+)
+COLLECT = operator(
+    "jagged_dense_collect",
+    Factors,
+    Collection,
+    Collected,
+    shapes=lambda x, o: Collected(
+        x.values.new_empty(x.offsets.shape[0] - 1, *(() if o.length is None else (o.length,)), x.values.shape[1])
+    ),
+    torch=f"{_TORCH}:collect",
+    triton=f"{_TRITON}:collect",
+    gradient=_of_collect,
+    saved=Factors._fields,
+)
+# Where relu's output is positive its slope is one, so that the rows need not be kept.
+ACTIVATE = operator(
+    "jagged_activate",
+    Hidden,
+    Activating,
+    Combined,
+    shapes=lambda x, o: Combined(x.values.new_empty(x.values.shape)),
+    torch=f"{_TORCH}:activate,activate_backward",
+    triton=f"{_TRITON}:activate,activate_backward",
+    saved=lambda o: ("context", "offsets", "output" if o.activation == "relu" else "values"),
+    title="jagged_linear with context and activation",
+    gradient_shapes=_activation_gradients,
+)
+PAIRWISE_DIFFERENCE = operator(
+    "jagged_pairwise_difference",
+    Scores,
+    Total,
+    Result,
+    shapes=lambda x, o: Result(x.values.new_empty(o.total)),
+    torch=f"{_TORCH}:pairwise_difference",
+    triton=f"{_TRITON}:pairwise_difference",
+    gradient=_of_difference,
+    saved=("offsets",),
+)
+PAIRWISE_DIFFERENCE_BACKWARD = operator(
+    "jagged_pairwise_difference_backward",
+    Differences,
+    Total,
+    Result,
+    shapes=lambda x, o: Result(x.pairs.new_empty(o.total)),
+    torch=f"{_TORCH}:pairwise_difference_backward",
+    triton=f"{_TRITON}:pairwise_difference_backward",
+    gradient=_of_difference_backward,
+    saved=("offsets",),
+)
