@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from jagged.ops.cross_entropy.launch import is_hopper
+from jagged.ops.cross_entropy.triton.arguments import is_hopper
 
 StrategyName = Literal["auto", "fused", "chunked"]
 STRATEGIES = get_args(StrategyName)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jagged.ops.cross_entropy.tiles import EXCEPTIONS, SCALED, TILES, tile_of
+from jagged.ops.cross_entropy.triton.configurations import EXCEPTIONS, SCALED, TILES, tile_of
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -44,7 +44,7 @@ def compile_tile(
     kernel_name: str, dtype: str, width: int, arch: int | str, *, precision: str = "ieee", options: str = ""
 ) -> Resources:
     """Compile one row of the table, plain or with `options` "shaped" (float16's scale too) or "filtered"."""
-    from jagged.ops.cross_entropy import backward, filter, forward
+    from jagged.ops.cross_entropy.triton import backward, filter, forward
 
     # PyTorch says of gfx942 that its capability is 9.4.
     capability = 9 if isinstance(arch, str) else arch // 10
@@ -120,7 +120,7 @@ def test_amd(kernel: str, size: int, width: int) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["join", "rows", "logit_gradients", "kept_tiles"])
 def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
-    from jagged.ops.cross_entropy import chunked, filter, forward, rows
+    from jagged.ops.cross_entropy.triton import chunked, filter, forward, rows
 
     module, constants = {
         "join": (forward, {"BLOCK_N": forward.JOIN_ROWS, "BLOCK_D": forward.JOIN_WIDTH, "WIDTH": 64}),
@@ -147,7 +147,7 @@ def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
 def test_warps_that_specialise(width: int, way: str, dtype: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops._shared.ring import LAYOUT
-    from jagged.ops.cross_entropy import hopper
+    from jagged.ops.cross_entropy.hopper import logits as hopper
 
     constants: dict[str, Any]
     if width:
@@ -179,7 +179,7 @@ def test_warps_that_specialise(width: int, way: str, dtype: str) -> None:
 def test_gradients_on_hopper(owns_items: bool, columns: int, dtype: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops._shared.ring import LAYOUT
-    from jagged.ops.cross_entropy import hopper_backward
+    from jagged.ops.cross_entropy.hopper import backward as hopper_backward
 
     kernel, plan = hopper_backward.linear_cross_entropy_backward_hopper_kernel, hopper_backward.PLANS[columns]
     constants: dict[str, Any] = {"OWNS_ITEMS": owns_items, "BLOCK_D": columns, "WIDTH": columns}

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from jagged.ops import linear_cross_entropy
-from jagged.ops.cross_entropy import filter, kernels
-from jagged.ops.cross_entropy.launch import Kept
+from jagged.ops.cross_entropy.triton import filter
+from jagged.ops.cross_entropy.triton import launch as kernels
+from jagged.ops.cross_entropy.triton.arguments import Kept
 from tests.graphs import captured
 from tests.ops.test_cross_entropy import inputs_of, targets_of
 from tests.oracle import check_three_way

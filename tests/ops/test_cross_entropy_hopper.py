@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from jagged.ops import linear_cross_entropy
-from jagged.ops.cross_entropy import launch
+from jagged.ops.cross_entropy.triton import arguments as launch
 from tests.ops.test_cross_entropy import all_outputs, check, inputs_of, targets_of
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -29,7 +29,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(name="calls")
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Fail unless forward was one of these kernels."""
-    from jagged.ops.cross_entropy import hopper
+    from jagged.ops.cross_entropy.hopper import logits as hopper
 
     calls: list[str] = []
 
@@ -45,7 +45,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def split_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every tile a part of its own."""
-    from jagged.ops.cross_entropy import hopper
+    from jagged.ops.cross_entropy.hopper import logits as hopper
 
     monkeypatch.setattr(hopper, "balanced_parts", lambda steps, *_: (steps, 1))
 

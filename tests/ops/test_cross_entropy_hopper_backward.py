@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jagged.ops import linear_cross_entropy
-from jagged.ops.cross_entropy import backward
+from jagged.ops.cross_entropy.triton import backward
 from tests.ops.test_cross_entropy import check, inputs_of, loss_and_gradients, targets_of
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -29,7 +29,7 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(name="calls")
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Fail unless this kernel computed the gradients of both sides, and no other kernel one."""
-    from jagged.ops.cross_entropy import hopper_backward
+    from jagged.ops.cross_entropy.hopper import backward as hopper_backward
 
     calls: list[bool] = []
     launched = hopper_backward.gradient
@@ -83,7 +83,7 @@ class TestOnHopper:
     @pytest.mark.parametrize(("rows", "items"), [(1000, 9000), (9000, 1000)])
     def test_short_walks(self, place: Place, rows: int, items: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of so many parts that own rows are taken some at a time."""
-        from jagged.ops.cross_entropy import hopper_backward
+        from jagged.ops.cross_entropy.hopper import backward as hopper_backward
 
         monkeypatch.setattr(hopper_backward, "LONGEST", 1)
         monkeypatch.setattr(hopper_backward, "TURNS", 2)
@@ -91,7 +91,7 @@ class TestOnHopper:
 
     def test_long_sums_lose_nothing(self, place: Place) -> None:
         """Tensor cores cut off what does not fit into a sum; all terms have one sign here, so that it adds up."""
-        from jagged.ops.cross_entropy.hopper_backward import LONGEST
+        from jagged.ops.cross_entropy.hopper.backward import LONGEST
 
         rows, items, width = 17_000, 1_500_000, 64
         hidden, weight = inputs_of(rows, items, width, torch.float16)
@@ -151,7 +151,7 @@ class TestOnHopper:
 def test_one_row_of_any_stride(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One row is contiguous whatever its stride, so nothing copies it; a descriptor takes multiples of 16 bytes alone."""
     from jagged.ops._shared.matrices import aligned
-    from jagged.ops.cross_entropy import launch
+    from jagged.ops.cross_entropy.triton import arguments as launch
 
     monkeypatch.setattr(launch, "is_hopper", lambda device: True)
     matrix = aligned(torch.zeros(rows, 100, dtype=torch.bfloat16)[:, :64])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.matrices import float32_products, gpu
-from jagged.ops.cross_entropy.tiles import Tile, tile_of
+from jagged.ops.cross_entropy.triton.configurations import Tile, tile_of
 
 # Of rows and of items: 32 bits count them, with the rest of the last tile.
 MOST_ON_HOPPER = 2**31 - 256
@@ -90,8 +90,8 @@ def is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:
-        import jagged.ops.cross_entropy.hopper
-        import jagged.ops.cross_entropy.hopper_backward  # noqa: F401
+        import jagged.ops.cross_entropy.hopper.backward
+        import jagged.ops.cross_entropy.hopper.logits  # noqa: F401
     except ImportError:
         return False
     return True

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
 from jagged.ops._shared.matrices import aligned, split
-from jagged.ops.cross_entropy.launch import constants, hopper_serves, tile_for
-from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, logits_of_products
+from jagged.ops.cross_entropy.triton.arguments import constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.triton.logits import LOG2_E, exponentials, logits_of_products
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
 # Programs a launch aims at, by multiprocessor.
@@ -158,7 +158,7 @@ def linear_cross_entropy_forward(
     bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
     part_smoothed = None
     if hopper_serves((hidden, weight), (bias, item_scale, smoothing, softcap)):
-        from jagged.ops.cross_entropy.hopper import logits_in_parts
+        from jagged.ops.cross_entropy.hopper.logits import logits_in_parts
 
         part_maximum, part_sum = logits_in_parts(hidden, weight, temperature)
     else:

@@ -34,8 +34,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_tile, leave_tile, make_ring, rows_descriptor, send_tile
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.launch import Rows
-from jagged.ops.cross_entropy.logits import LOG2_E
+from jagged.ops.cross_entropy.triton.arguments import Rows
+from jagged.ops.cross_entropy.triton.logits import LOG2_E
 
 # Rows of a group of warps.
 GROUP_N = gl.constexpr(64)

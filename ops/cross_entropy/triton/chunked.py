@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops.cross_entropy.launch import Items, Rows
-from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
 from jagged.ops.cross_entropy.strategy import DIRECT_MULTIPLE, MULTIPLE
+from jagged.ops.cross_entropy.triton.arguments import Items, Rows
+from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 BLOCK_ROWS, BLOCK_ITEMS = 4, 512
 # Numbers of a product from which on the BLAS has work for a whole GPU. Smaller ones it may split, and join the sums in 16 bits.
@@ -78,7 +78,7 @@ def backward_chunked(
         last = min(first + chunk_items, num_items)
         gradients, part = buffer[:, : last - first], weight[first:last]
         if products is None:
-            from jagged.ops.cross_entropy.hopper import logit_gradients as logit_gradients_on_hopper
+            from jagged.ops.cross_entropy.hopper.logits import logit_gradients as logit_gradients_on_hopper
 
             logit_gradients_on_hopper(rows, weight, first, last, items.temperature, buffer)
         else:

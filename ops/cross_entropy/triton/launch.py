@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.matrices import aligned, inverse_scale_of
-from jagged.ops.cross_entropy.backward import backward_fused
-from jagged.ops.cross_entropy.chunked import backward_chunked
-from jagged.ops.cross_entropy.filter import kept_tiles
-from jagged.ops.cross_entropy.forward import linear_cross_entropy_forward
-from jagged.ops.cross_entropy.launch import Items, hopper_serves
-from jagged.ops.cross_entropy.rows import prepare_rows
 from jagged.ops.cross_entropy.strategy import chunk_items_of
+from jagged.ops.cross_entropy.triton.arguments import Items, hopper_serves
+from jagged.ops.cross_entropy.triton.backward import backward_fused
+from jagged.ops.cross_entropy.triton.chunked import backward_chunked
+from jagged.ops.cross_entropy.triton.filter import kept_tiles
+from jagged.ops.cross_entropy.triton.forward import linear_cross_entropy_forward
+from jagged.ops.cross_entropy.triton.rows import prepare_rows
 
 __all__ = ["linear_cross_entropy_backward", "linear_cross_entropy_forward"]
 

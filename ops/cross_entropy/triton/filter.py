@@ -19,8 +19,8 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.launch import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
-from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
+from jagged.ops.cross_entropy.triton.arguments import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs of a walk for each multiprocessor.
 PROGRAMS = 8
@@ -150,7 +150,7 @@ def _marks(rows: Rows, items: Items, order: Tensor) -> Marks:
 
 def _marks_on_hopper(rows: Rows, items: Items, order: Tensor) -> Marks:
     """Return marks of the tiles of forward's walk, those with a target of their rows infinite."""
-    from jagged.ops.cross_entropy.hopper import GROUP_N, mark_tiles, walk_of
+    from jagged.ops.cross_entropy.hopper.logits import GROUP_N, mark_tiles, walk_of
 
     hidden, weight = rows.hidden, items.weight
     (num_rows, width), num_items = hidden.shape, weight.shape[0]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.matrices import split
-from jagged.ops.cross_entropy.launch import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
-from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
+from jagged.ops.cross_entropy.triton.arguments import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
+from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
 PROGRAMS = 2
@@ -173,7 +173,7 @@ def backward_fused(
     is_on_hopper = len(hidden) and hidden.shape[1] <= WIDEST_ON_HOPPER and hopper_serves((hidden, items.weight), options)
     grad_hidden, grad_weight, grad_bias = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0, dtype=torch.float32)
     if is_on_hopper:
-        from jagged.ops.cross_entropy.hopper_backward import gradient
+        from jagged.ops.cross_entropy.hopper.backward import gradient
     if hidden_dtype is not None:
         if is_on_hopper and kept_hidden is None:
             grad_hidden = gradient(rows, items, hidden_dtype, owns_items=False)

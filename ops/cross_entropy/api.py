@@ -69,7 +69,7 @@ _forward = define_operator(
     "(Tensor hidden, Tensor weight, Tensor target, Tensor? bias, Tensor? item_scale, Tensor? smoothing, float temperature, "
     "float? softcap, int ignore_index, str backend) -> (Tensor lse, Tensor target_logit, Tensor smoothed)",
     torch_impl=torch_impl.linear_cross_entropy_forward,
-    triton_impl="jagged.ops.cross_entropy.kernels:linear_cross_entropy_forward",
+    triton_impl="jagged.ops.cross_entropy.triton.launch:linear_cross_entropy_forward",
     fake=_forward_fake,
 )
 
@@ -80,7 +80,7 @@ _backward = define_operator(
     "ScalarType? hidden_dtype, ScalarType? weight_dtype, bool has_grad_bias, float? hidden_eps, float? weight_eps, "
     "str strategy, SymInt memory_budget, str backend) -> (Tensor, Tensor, Tensor)",
     torch_impl=torch_impl.linear_cross_entropy_backward,
-    triton_impl="jagged.ops.cross_entropy.kernels:linear_cross_entropy_backward",
+    triton_impl="jagged.ops.cross_entropy.triton.launch:linear_cross_entropy_backward",
     fake=_backward_fake,
 )
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from jagged.ops._shared.device import load_tile
 from jagged.ops._shared.matrices import aligned
-from jagged.ops.cross_entropy.launch import Rows
-from jagged.ops.cross_entropy.logits import LOG2_E
+from jagged.ops.cross_entropy.triton.arguments import Rows
+from jagged.ops.cross_entropy.triton.logits import LOG2_E
 
 BLOCK_ROWS, BLOCK_WIDTH = 16, 256
 
