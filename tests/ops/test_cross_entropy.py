@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from jagged.ops import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.cross_entropy import strategy as strategies
 from jagged.ops.cross_entropy import torch_impl
+from jagged.ops.cross_entropy.spec import Inputs, Options
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 from tests.graphs import captured
 from tests.oracle import check_three_way
@@ -478,20 +479,25 @@ def test_meta_device() -> None:
 
 
 def test_opcheck(place: Place) -> None:
-    shaping = (1.0, None, -100)
+    forward, backward = torch.ops.jagged.linear_cross_entropy.default, torch.ops.jagged.linear_cross_entropy_backward.default
     for dtype in (torch.float32, torch.bfloat16):
         hidden, weight = inputs_of(6, 9, 4, dtype)
         target, rows = targets_of(6, 9, ignored=0.3), random_tensor((6,), torch.float32, 5)
         of_items = random_tensor((9,), torch.float32, 6).abs()
-        for vectors, shape in (((None,) * 3, shaping), ((of_items,) * 3, (0.5, 3.0, -100))):
-            inputs = (hidden, weight, target, *vectors, *shape, place.backend)
-            torch.library.opcheck(torch.ops.jagged.linear_cross_entropy.default, inputs)
+        for vectors, shaping in (((None,) * 3, {}), ((of_items,) * 3, {"temperature": 0.5, "softcap": 3.0})):
+            x = Inputs(hidden, weight, target, *vectors)
+            torch.library.opcheck(forward, (*x, *Options(**shaping), place.backend))
             grads = rows, rows, None if vectors[2] is None else rows
-            for wanted in ((dtype, dtype, True), (None, torch.float32, False), (dtype, None, False)):
-                for way in ((None, None, "auto", 2**20), (None, 0.1, "fused", 0), (None, None, "chunked", 0)):
+            of_bias = None if vectors[0] is None else dtype
+            for wanted in ((dtype, dtype, of_bias), (None, torch.float32, None), (dtype, None, None)):
+                for way in (
+                    {"memory_budget": 2**20},
+                    {"weight_eps": 0.1, "strategy": "fused"},
+                    {"strategy": "chunked", "memory_budget": 0},
+                ):
                     torch.library.opcheck(
-                        torch.ops.jagged.linear_cross_entropy_backward.default,
-                        (*grads, hidden, weight, target, rows, *vectors, *shape, *wanted, *way, place.backend),
+                        backward,
+                        (*grads, *x, rows, None, None, *Options(**shaping, **way), *wanted, place.backend),
                         test_utils=("test_schema", "test_faketensor") if place.name == "interpret" else OPCHECKS,
                     )
 

@@ -34,6 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_tile, leave_tile, make_ring, rows_descriptor, send_tile
 from jagged.ops._shared.sizes import cdiv
+from jagged.ops.cross_entropy.hopper import WIDEST
 from jagged.ops.cross_entropy.triton.arguments import Rows
 from jagged.ops.cross_entropy.triton.logits import LOG2_E
 
@@ -53,7 +54,6 @@ class Walk(NamedTuple):
 
 # Columns of the tiles: the fastest that were measured, without a spill.
 WALKS = {64: Walk(4, 64, 8), 128: Walk(2, 128, 4), 256: Walk(2, 128, 2)}
-WIDEST = max(WALKS)
 # What a unit costs beside its tiles, in tiles; and parts at most, each of which writes two numbers a row.
 TILES_OF_A_START, MOST_PARTS = 2, 32
 
