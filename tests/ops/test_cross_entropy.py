@@ -166,6 +166,32 @@ def test_loss_alone(place: Place, rows: int, items: int, width: int, dtype: torc
     assert loss.dtype == lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "temperature": 0.5, "normalize": True, "label_smoothing": 0.1}])
+def test_logit_of_the_target(place: Place, options: dict[str, Any]) -> None:
+    """It is what softcap, temperature, bias and norms make of it, with a gradient of its own, and comes last."""
+    inputs = [*inputs_of(20, 30, 8, torch.float32), random_tensor((30,), torch.float32, 3)]
+    target = targets_of(20, 30, ignored=0.2)
+
+    def ours(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return linear_cross_entropy(h, w, target, bias=b, return_target_logit=True, backend=place.backend, **options)[1]
+
+    def theirs(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        shaping = {name: value for name, value in options.items() if name != "label_smoothing"}
+        losses, lse = reference(h, w, target, bias=b, reduction="none", **shaping)
+        return lse - losses
+
+    check_three_way(ours, theirs, inputs)
+    hidden, weight, _ = inputs
+    loss, lse, logit = linear_cross_entropy(
+        hidden, weight, target, return_lse=True, return_target_logit=True, reduction="none", backend=place.backend
+    )
+    assert torch.equal(loss, lse - logit)
+    assert not logit[target == -100].any()
+    target[3] = 30
+    assert linear_cross_entropy(hidden, weight, target, return_target_logit=True, backend=place.backend)[1][3].isnan()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "items", "width"), [(129, 65, 64), (64, 129, 128), (33, 63, 257), (65, 130, 384), (65, 130, 512), (17, 31, 600)]
