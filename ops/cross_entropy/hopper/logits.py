@@ -371,7 +371,9 @@ def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple
     walk, rate = walk_of(width) if width <= WIDEST else None, LOG2_E.value / temperature
     groups, block = (WIDE_GROUPS, WIDE_ITEMS) if walk is None else (walk.groups, 2 * walk.items)
     row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, num_items, groups, block, hidden.device)
-    part_maximum, part_sum = hidden.new_empty(2, num_parts, num_rows, dtype=torch.float32).unbind()
+    # Each by itself begins at 16 bytes, whatever the number of rows.
+    part_maximum = hidden.new_empty(num_parts, num_rows, dtype=torch.float32)
+    part_sum = torch.empty_like(part_maximum)
     if walk is None:
         linear_cross_entropy_steps_hopper_kernel[(programs,)](
             rows_descriptor(hidden, GROUP_N.value, WIDE_STEP), rows_descriptor(weight, WIDE_ITEMS, WIDE_STEP), part_maximum,
