@@ -23,7 +23,6 @@ from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, MEMORY_BUDGET, I
 from jagged.ops.cross_entropy.strategy import STRATEGIES, StrategyName
 
 Reduction = Literal["mean", "sum", "none"]
-FilterEps = float | tuple[float | None, float | None] | None
 
 
 class _Options(TypedDict, total=False):
@@ -39,7 +38,7 @@ class _Options(TypedDict, total=False):
     class_weight: Tensor | None
     sample_weight: Tensor | None
     reduction: Reduction
-    filter_eps: FilterEps
+    filter_eps: float | tuple[float | None, float | None] | None
     strategy: StrategyName
     memory_budget: int
     backend: str | None
@@ -88,7 +87,7 @@ def linear_cross_entropy(
     class_weight: Tensor | None = None,
     sample_weight: Tensor | None = None,
     reduction: Reduction = "mean",
-    filter_eps: FilterEps = None,
+    filter_eps: float | tuple[float | None, float | None] | None = None,
     strategy: StrategyName = "auto",
     memory_budget: int = MEMORY_BUDGET,
     return_lse: bool = False,
