@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
@@ -113,7 +113,7 @@ class CutCrossEntropyHead(JaggedModule):
             if bias is not None:
                 raise ValueError("bias: a head whose items are split over processes knows none; leave it out")
             return self._forward_split(self._split, values, weight, targets)
-        loss = linear_cross_entropy(
+        loss, logits = linear_cross_entropy(
             values,
             weight,
             targets,
@@ -128,11 +128,9 @@ class CutCrossEntropyHead(JaggedModule):
             filter_eps=self.filter_eps,
             strategy=self.strategy,
             memory_budget=self.memory_budget,
+            return_target_logit=True,
         )
-        logits = target_logits(values, weight, targets, self.ignore_index, bias=bias, normalize=self.normalize)
-        if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        return HeadOutput(loss, logits / self.temperature)
+        return HeadOutput(loss, logits.detach())
 
     def _forward_split(self, split: RowSplit, values: Tensor, weight: Tensor, targets: Tensor) -> HeadOutput:
         counted = targets != self.ignore_index
@@ -152,8 +150,10 @@ class CutCrossEntropyHead(JaggedModule):
         if len(weight):
             # -1 and not ignore_index, which may be the number of a row of this block.
             within = torch.where(counted, local.clamp(0, len(weight) - 1), -1)
-            losses, lse = linear_cross_entropy(every, weight, within, ignore_index=-1, reduction="none", return_lse=True)
-            parts = [lse, torch.where(counted & (local == within), lse - losses, 0.0)]
+            _, lse, logit = linear_cross_entropy(
+                every, weight, within, ignore_index=-1, reduction="none", return_lse=True, return_target_logit=True
+            )
+            parts = [lse, torch.where(counted & (local == within), logit, 0.0)]
         else:
             # No logits: a log-sum-exp of -inf and a sum of 0, with the (empty, zero) gradients that the other processes' have.
             logits = every @ weight.T
@@ -337,21 +337,9 @@ def targets_of(targets: Tensor | JaggedTensor, ignore_index: int) -> Tensor:
 
 
 @torch.no_grad()
-def target_logits(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    ignore_index: int,
-    *,
-    bias: Tensor | None = None,
-    normalize: bool = False,
-) -> Tensor:
+def target_logits(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
     """Return each row's product with its target `[N]`, at least in float32: 0 in ignored rows, NaN for what is no item."""
     inside = targets.clamp(0, len(weight) - 1)
     rows, dtype = weight[inside], torch.promote_types(hidden.dtype, torch.float32)
-    if normalize:
-        hidden, rows = (nn.functional.normalize(x.to(dtype), dim=1) for x in (hidden, rows))
     logits = (hidden.to(dtype) * rows).sum(1)
-    if bias is not None:
-        logits = logits + bias[inside]
     return logits.masked_fill(inside != targets, torch.nan).masked_fill(targets == ignore_index, 0)

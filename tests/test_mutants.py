@@ -67,7 +67,7 @@ def test_every_file_has_tests(path: str) -> None:
 
 
 def test_the_nearest_tests() -> None:
-    assert nearest_tests("ops/cross_entropy/filter.py", ROOT)[0] == "tests/ops/test_cross_entropy_filter.py"
+    assert nearest_tests("ops/cross_entropy/triton/filter.py", ROOT)[0] == "tests/ops/test_cross_entropy_filter.py"
     assert nearest_tests("ops/softmax/kernels.py", ROOT) == ["tests/ops/test_softmax.py"]
     assert nearest_tests("modules/heads.py", ROOT)[0] == "tests/modules/test_heads.py"
     assert nearest_tests("jagged/metrics.py", ROOT)[0] == "tests/test_metrics.py"

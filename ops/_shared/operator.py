@@ -605,7 +605,13 @@ def _gradients(
     if rules.is_first_order and is_differentiated and not torch.compiler.is_compiling():
         title = rules.title if isinstance(rules.title, str) else rules.title(o)
         handed = [gradient for gradient in converted if gradient is not None]
-        sources = [tensor for tensor in _differentiable_of(x, rules) if isinstance(tensor, Tensor) and tensor.requires_grad]
+        read = [
+            (tensor, need) for tensor, need in zip(_differentiable_of(x, rules), needs, strict=True) if isinstance(tensor, Tensor)
+        ]
+        sources = [tensor for tensor, _ in read if tensor.requires_grad]
+        if any(need and not tensor.requires_grad for tensor, need in read):
+            # Autocast's copy of an input has no graph; this stands for it.
+            sources.append(given[0].new_empty(0).requires_grad_())
         guarded = iter(_FirstOrder.apply(title, len(handed), *handed, *given, *sources))
         converted = [None if gradient is None else next(guarded) for gradient in converted]
     return converted

@@ -6,11 +6,11 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from jagged.ops.cross_entropy.launch import is_hopper
+from jagged.ops.cross_entropy.hopper import is_hopper
+from jagged.ops.cross_entropy.spec import MEMORY_BUDGET
 
 StrategyName = Literal["auto", "fused", "chunked"]
 STRATEGIES = get_args(StrategyName)
-MEMORY_BUDGET = 256 * 2**20
 # Width of the hidden states from which chunks were measured faster, by bytes of an element.
 CHUNKED_FROM = {2: 257, 4: 257}
 # What is more is hardly faster.

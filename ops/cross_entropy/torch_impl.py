@@ -2,131 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+from jagged.ops.cross_entropy.norms import less_radial
+from jagged.ops.cross_entropy.spec import Inputs, Options, Outputs
 
 # A tile of logits stays in the processor's cache between the passes over it.
 TILE_BYTES = 8 * 1024 * 1024
 TILE_ROWS = 2048
 
 
-@torch.no_grad()
-def linear_cross_entropy_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    item_scale: Tensor | None,
-    smoothing: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-sum-exp, the target's logit and the smoothed sum of each row, `[N]`, 0 in ignored rows.
-
-    The smoothed sum is empty without `smoothing`.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        valid = target != ignore_index
-        rows = _prepare(hidden, valid)
-        maximum = rows.new_full(target.shape, -torch.inf)
-        total = rows.new_zeros(target.shape)
-        smoothed = rows.new_zeros(target.shape if smoothing is not None else 0)
-        target_logit = torch.full_like(total, torch.nan)
-        for items, row_tiles, buffer in _tiles(rows, weight):
-            part, part_bias = _items(weight, bias, item_scale, items, rows.dtype)
-            for tile in row_tiles:
-                logits = _logits(rows[tile], part, part_bias, softcap, buffer).div_(temperature)
-                column, inside = _column_of_target(target[tile], items)
-                picked = logits.gather(1, column).squeeze(1)
-                target_logit[tile] = torch.where(inside, picked, target_logit[tile])
-                if smoothing is not None:
-                    smoothed[tile] += logits @ smoothing[items]
-                highest = torch.maximum(maximum[tile], logits.amax(1))
-                # A row of -inf alone has no maximum to subtract.
-                shift = highest.masked_fill(highest == -torch.inf, 0)
-                added = logits.sub_(shift[:, None]).exp_().sum(1)
-                total[tile] = total[tile] * (maximum[tile] - shift).exp_() + added
-                maximum[tile] = highest
-        lse = total.log_().add_(maximum.masked_fill(maximum == -torch.inf, 0))
-        if smoothing is not None:
-            smoothed.masked_fill_(~valid, 0)
-        return lse.masked_fill_(~valid, 0), target_logit.masked_fill_(~valid, 0), smoothed
+def forward(x: Inputs, o: Options) -> Outputs:
+    """Take the items tile by tile into each row's maximum and sum of exponentials relative to it."""
+    target, smoothing = x.target, x.smoothing
+    valid = target != o.ignore_index
+    rows = _prepare(x.hidden, valid)
+    maximum = rows.new_full(target.shape, -torch.inf)
+    total = rows.new_zeros(target.shape)
+    smoothed = rows.new_zeros(target.shape if smoothing is not None else 0)
+    target_logit = torch.full_like(total, torch.nan)
+    for items, row_tiles, buffer in _tiles(rows, x.weight):
+        part, part_bias = _items(x, items, rows.dtype)
+        for tile in row_tiles:
+            logits = _logits(rows[tile], part, part_bias, o.softcap, buffer).div_(o.temperature)
+            column, inside = _column_of_target(target[tile], items)
+            picked = logits.gather(1, column).squeeze(1)
+            target_logit[tile] = torch.where(inside, picked, target_logit[tile])
+            if smoothing is not None:
+                smoothed[tile] += logits @ smoothing[items]
+            highest = torch.maximum(maximum[tile], logits.amax(1))
+            # A row of -inf alone has no maximum to subtract.
+            shift = highest.masked_fill(highest == -torch.inf, 0)
+            added = logits.sub_(shift[:, None]).exp_().sum(1)
+            total[tile] = total[tile] * (maximum[tile] - shift).exp_() + added
+            maximum[tile] = highest
+    lse = total.log_().add_(maximum.masked_fill(maximum == -torch.inf, 0))
+    if smoothing is not None:
+        smoothed.masked_fill_(~valid, 0)
+    return Outputs(lse.masked_fill_(~valid, 0), target_logit.masked_fill_(~valid, 0), smoothed)
 
 
-@torch.no_grad()
-def linear_cross_entropy_backward(
-    grad_lse: Tensor,
-    grad_target: Tensor,
-    grad_smoothed: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    item_scale: Tensor | None,
-    smoothing: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    ignore_index: int,
-    hidden_dtype: torch.dtype | None,
-    weight_dtype: torch.dtype | None,
-    has_grad_bias: bool,
-    hidden_eps: float | None,
-    weight_eps: float | None,
-    strategy: str,
-    memory_budget: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias, empty where none is wanted; the logits are computed again.
+def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return the gradients that are wanted; the logits are computed again.
 
     Exact whatever the filter: here nothing is saved by leaving tiles out. The buffer is of one size.
     """
-    with torch.autocast(hidden.device.type, enabled=False):
-        valid = target != ignore_index
-        rows = _prepare(hidden, valid)
-        of_softmax, of_target = (grad.masked_fill(~valid, 0).div_(temperature) for grad in (grad_lse, grad_target))
-        of_smoothed = None if grad_smoothed is None else grad_smoothed.masked_fill(~valid, 0).div_(temperature)
-        grad_hidden = torch.zeros_like(rows) if hidden_dtype else hidden.new_empty(0)
-        grad_weight = hidden.new_empty(weight.shape if weight_dtype else 0, dtype=weight_dtype)
-        grad_bias = rows.new_zeros(weight.shape[0] if has_grad_bias else 0)
-        # In ignored rows the exponentials are then 0, whatever a bias makes of their logits.
-        shift = lse.masked_fill(~valid, torch.inf)
-        for items, row_tiles, buffer in _tiles(rows, weight):
-            part, part_bias = _items(weight, bias, item_scale, items, rows.dtype)
-            grad_part = torch.zeros_like(part) if weight_dtype else None
-            for tile in row_tiles:
-                logits = _logits(rows[tile], part, part_bias, softcap, buffer)
-                slope = None if softcap is None else 1 - (logits / softcap).square_()
-                scores = logits.div_(temperature).sub_(shift[tile, None]).exp_().mul_(of_softmax[tile, None])
-                column, inside = _column_of_target(target[tile], items)
-                scores.scatter_add_(1, column, (of_target[tile] * inside)[:, None])
-                if of_smoothed is not None and smoothing is not None:
-                    scores.addr_(of_smoothed[tile], smoothing[items])
-                if slope is not None:
-                    scores.mul_(slope)
-                if has_grad_bias:
-                    grad_bias[items] += scores.sum(0)
-                if hidden_dtype:
-                    grad_hidden[tile].addmm_(scores, part)
-                if grad_part is not None:
-                    grad_part.addmm_(scores.t(), rows[tile])
+    target, smoothing, item_scale = x.target, x.smoothing, x.item_scale
+    valid = target != o.ignore_index
+    rows = _prepare(x.hidden, valid)
+    of_softmax, of_target, of_smoothed = (
+        torch.zeros_like(out.lse) if grad is None or not len(grad) else grad.masked_fill(~valid, 0).div_(o.temperature)
+        for grad in grads
+    )
+    found = {}
+    if "hidden" in wanted:
+        grad_hidden = torch.zeros_like(rows)
+    if "weight" in wanted:
+        found["weight"] = torch.empty(x.weight.shape, dtype=wanted["weight"], device=x.weight.device)
+    if "bias" in wanted:
+        grad_bias = rows.new_zeros(x.weight.shape[0])
+    # In ignored rows the exponentials are then 0, whatever a bias makes of their logits.
+    shift = out.lse.masked_fill(~valid, torch.inf)
+    for items, row_tiles, buffer in _tiles(rows, x.weight):
+        part, part_bias = _items(x, items, rows.dtype)
+        grad_part = torch.zeros_like(part) if "weight" in wanted else None
+        for tile in row_tiles:
+            logits = _logits(rows[tile], part, part_bias, o.softcap, buffer)
+            slope = None if o.softcap is None else 1 - (logits / o.softcap).square_()
+            scores = logits.div_(o.temperature).sub_(shift[tile, None]).exp_().mul_(of_softmax[tile, None])
+            column, inside = _column_of_target(target[tile], items)
+            scores.scatter_add_(1, column, (of_target[tile] * inside)[:, None])
+            if smoothing is not None:
+                scores.addr_(of_smoothed[tile], smoothing[items])
+            if slope is not None:
+                scores.mul_(slope)
+            if "bias" in wanted:
+                grad_bias[items] += scores.sum(0)
+            if "hidden" in wanted:
+                grad_hidden[tile].addmm_(scores, part)
             if grad_part is not None:
-                grad_weight[items] = grad_part if item_scale is None else grad_part.mul_(item_scale[items, None])
-        if hidden_dtype:
-            grad_hidden = grad_hidden.to(hidden_dtype)
-        return grad_hidden, grad_weight, grad_bias
+                grad_part.addmm_(scores.t(), rows[tile])
+        if grad_part is not None:
+            found["weight"][items] = grad_part if item_scale is None else grad_part.mul_(item_scale[items, None])
+    if item_scale is not None and "weight" in wanted:
+        less_radial(found["weight"], x.weight, item_scale)
+    if "hidden" in wanted:
+        found["hidden"] = grad_hidden.to(wanted["hidden"])
+    if "bias" in wanted:
+        found["bias"] = grad_bias.to(wanted["bias"])
+    return found
 
 
-def _items(
-    weight: Tensor, bias: Tensor | None, item_scale: Tensor | None, items: slice, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
+def _items(x: Inputs, items: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return the weights of a range of items at their scale, and their biases, in the dtype of the arithmetic."""
-    part = weight[items].to(dtype)
-    if item_scale is not None:
-        part = part * item_scale[items, None]
-    return part, None if bias is None else bias[items].to(dtype)
+    part = x.weight[items].to(dtype)
+    if x.item_scale is not None:
+        part = part * x.item_scale[items, None]
+    return part, None if x.bias is None else x.bias[items].to(dtype)
 
 
 def _prepare(hidden: Tensor, valid: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from jagged.modules import (
     UniformSampler,
     next_item_targets,
 )
-from jagged.ops import Draw, drawn_negatives
+from jagged.ops import Draw, drawn_negatives, linear_cross_entropy
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import cross_entropy, sampled_cross_entropy
@@ -147,9 +147,29 @@ def test_logits_are_those_of_the_targets(
         logits = logits / options.get("temperature", 1.0)
         return torch.where(targets == -100, 0, logits.gather(1, targets.clamp(min=0)[:, None])[:, 0])
 
-    found = head(jagged(inputs[0], batch), inputs[1], targets, bias=inputs[2] if with_bias else None).logits
+    hidden, weight, *bias = (x.requires_grad_() for x in inputs)
+    found = head(jagged(hidden, batch), weight, targets, bias=bias[0] if with_bias else None).logits
     assert not found.requires_grad
-    check_three_way(lambda *_: found, reference, inputs, requires_grad=[False] * len(inputs))
+    _, of_operator = linear_cross_entropy(
+        hidden, weight, targets, bias=bias[0] if with_bias else None, return_target_logit=True,
+        **{name: value for name, value in options.items() if name != "class_weight"},
+    )  # fmt: skip
+    assert torch.equal(found, of_operator)
+    check_three_way(lambda *_: found, reference, [x.detach() for x in inputs], requires_grad=[False] * len(inputs))
+
+
+def test_logits_are_those_that_the_loss_is_made_of(place: Place) -> None:
+    """Under autocast too, where products of the inputs as they were would be others."""
+    hidden, weight = random_tensor((9, DIM), torch.float32, 0), random_tensor((ITEMS, DIM), torch.float32, 1)
+    batch = jagged_of((5, 0, 4))
+    targets = targets_for(batch, 2, ignore=True)
+    shaped: list[dict[str, Any]] = [{}, {"normalize": True, "temperature": 0.1}, {"softcap": 2.0}]
+    for options in shaped:
+        head = CutCrossEntropyHead(**options).to(place.device)
+        with torch.autocast(place.device.type, torch.bfloat16):
+            found = head(jagged(hidden, batch), weight, targets)
+            losses, lse = linear_cross_entropy(hidden, weight, targets, reduction="none", return_lse=True, **options)
+        torch.testing.assert_close(found.logits, lse - losses, rtol=0, atol=1e-5)
 
 
 @settings(max_examples=60)

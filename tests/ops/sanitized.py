@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jagged.ops.cross_entropy import chunked
+from jagged.ops.cross_entropy.triton import chunked
 from tests.ops.families import long_step, small_steps
 
 FINISHED = "every family ran"

@@ -19,6 +19,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from jagged.ops import linear_cross_entropy, linear_cross_entropy_strategy
 from jagged.ops.cross_entropy import strategy as strategies
 from jagged.ops.cross_entropy import torch_impl
+from jagged.ops.cross_entropy.spec import Inputs, Options
 from jagged.ops.cross_entropy.strategy import chunk_items_of
 from tests.graphs import captured
 from tests.oracle import check_three_way
@@ -163,6 +164,32 @@ def test_loss_alone(place: Place, rows: int, items: int, width: int, dtype: torc
     for got, want in ((loss, other.detach()), (hidden_grad, grads[0]), (weight_grad, grads[1])):
         torch.testing.assert_close(got, want, rtol=0, atol=0)
     assert loss.dtype == lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "temperature": 0.5, "normalize": True, "label_smoothing": 0.1}])
+def test_logit_of_the_target(place: Place, options: dict[str, Any]) -> None:
+    """It is what softcap, temperature, bias and norms make of it, with a gradient of its own, and comes last."""
+    inputs = [*inputs_of(20, 30, 8, torch.float32), random_tensor((30,), torch.float32, 3)]
+    target = targets_of(20, 30, ignored=0.2)
+
+    def ours(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return linear_cross_entropy(h, w, target, bias=b, return_target_logit=True, backend=place.backend, **options)[1]
+
+    def theirs(h: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        shaping = {name: value for name, value in options.items() if name != "label_smoothing"}
+        losses, lse = reference(h, w, target, bias=b, reduction="none", **shaping)
+        return lse - losses
+
+    check_three_way(ours, theirs, inputs)
+    hidden, weight, _ = inputs
+    loss, lse, logit = linear_cross_entropy(
+        hidden, weight, target, return_lse=True, return_target_logit=True, reduction="none", backend=place.backend
+    )
+    assert torch.equal(loss, lse - logit)
+    assert not logit[target == -100].any()
+    target[3] = 30
+    assert linear_cross_entropy(hidden, weight, target, return_target_logit=True, backend=place.backend)[1][3].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -478,20 +505,25 @@ def test_meta_device() -> None:
 
 
 def test_opcheck(place: Place) -> None:
-    shaping = (1.0, None, -100)
+    forward, backward = torch.ops.jagged.linear_cross_entropy.default, torch.ops.jagged.linear_cross_entropy_backward.default
     for dtype in (torch.float32, torch.bfloat16):
         hidden, weight = inputs_of(6, 9, 4, dtype)
         target, rows = targets_of(6, 9, ignored=0.3), random_tensor((6,), torch.float32, 5)
         of_items = random_tensor((9,), torch.float32, 6).abs()
-        for vectors, shape in (((None,) * 3, shaping), ((of_items,) * 3, (0.5, 3.0, -100))):
-            inputs = (hidden, weight, target, *vectors, *shape, place.backend)
-            torch.library.opcheck(torch.ops.jagged.linear_cross_entropy.default, inputs)
+        for vectors, shaping in (((None,) * 3, {}), ((of_items,) * 3, {"temperature": 0.5, "softcap": 3.0})):
+            x = Inputs(hidden, weight, target, *vectors)
+            torch.library.opcheck(forward, (*x, *Options(**shaping), place.backend))
             grads = rows, rows, None if vectors[2] is None else rows
-            for wanted in ((dtype, dtype, True), (None, torch.float32, False), (dtype, None, False)):
-                for way in ((None, None, "auto", 2**20), (None, 0.1, "fused", 0), (None, None, "chunked", 0)):
+            of_bias = None if vectors[0] is None else dtype
+            for wanted in ((dtype, dtype, of_bias), (None, torch.float32, None), (dtype, None, None)):
+                for way in (
+                    {"memory_budget": 2**20},
+                    {"weight_eps": 0.1, "strategy": "fused"},
+                    {"strategy": "chunked", "memory_budget": 0},
+                ):
                     torch.library.opcheck(
-                        torch.ops.jagged.linear_cross_entropy_backward.default,
-                        (*grads, hidden, weight, target, rows, *vectors, *shape, *wanted, *way, place.backend),
+                        backward,
+                        (*grads, *x, rows, None, None, *Options(**shaping, **way), *wanted, place.backend),
                         test_utils=("test_schema", "test_faketensor") if place.name == "interpret" else OPCHECKS,
                     )
 

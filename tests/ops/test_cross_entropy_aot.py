@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jagged.ops.cross_entropy.tiles import EXCEPTIONS, SCALED, TILES, tile_of
+from jagged.ops.cross_entropy.triton.configurations import EXCEPTIONS, SCALED, TILES, tile_of
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -44,7 +44,7 @@ def compile_tile(
     kernel_name: str, dtype: str, width: int, arch: int | str, *, precision: str = "ieee", options: str = ""
 ) -> Resources:
     """Compile one row of the table, plain or with `options` "shaped" (float16's scale too) or "filtered"."""
-    from jagged.ops.cross_entropy import backward, filter, forward
+    from jagged.ops.cross_entropy.triton import backward, filter, forward
 
     # PyTorch says of gfx942 that its capability is 9.4.
     capability = 9 if isinstance(arch, str) else arch // 10
@@ -120,7 +120,7 @@ def test_amd(kernel: str, size: int, width: int) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", ["join", "rows", "logit_gradients", "kept_tiles"])
 def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
-    from jagged.ops.cross_entropy import chunked, filter, forward, rows
+    from jagged.ops.cross_entropy.triton import chunked, filter, forward, rows
 
     module, constants = {
         "join": (forward, {"BLOCK_N": forward.JOIN_ROWS, "BLOCK_D": forward.JOIN_WIDTH, "WIDTH": 64}),
@@ -147,24 +147,24 @@ def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
 def test_warps_that_specialise(width: int, way: str, dtype: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops._shared.ring import LAYOUT
-    from jagged.ops.cross_entropy import hopper
+    from jagged.ops.cross_entropy.hopper import logits
 
     constants: dict[str, Any]
     if width:
-        walk, kernel = hopper.walk_of(width, marks=way == "marks"), hopper.linear_cross_entropy_walk_hopper_kernel
+        walk, kernel = logits.walk_of(width, marks=way == "marks"), logits.linear_cross_entropy_walk_hopper_kernel
         items, columns, constants = walk.items, width, {"GROUPS": walk.groups, "PLACES": walk.places}
         of_marks = ("row_shift", "grad_softmax", "marks")
         constants |= dict.fromkeys(of_marks if way == "forward" else ("part_maximum", "part_sum"))
     else:
-        kernel = hopper.linear_cross_entropy_steps_hopper_kernel
-        items, columns = hopper.WIDE_ITEMS, hopper.WIDE_STEP
-        constants = {"STEPS": 36, "PLACES": hopper.WIDE_PLACES}
+        kernel = logits.linear_cross_entropy_steps_hopper_kernel
+        items, columns = logits.WIDE_ITEMS, logits.WIDE_STEP
+        constants = {"STEPS": 36, "PLACES": logits.WIDE_PLACES}
         of_gradients = ("target", "row_shift", "grad_softmax", "grad_target", "gradients")
         constants |= dict.fromkeys(of_gradients if way == "forward" else ("part_maximum", "part_sum"))
     signature = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | {"rate": "fp32", "gradients": f"*{dtype}"}
     signature |= {
         name: f"tensordesc<{dtype}{[rows, columns]},{LAYOUT!r}>"
-        for name, rows in (("hidden", hopper.GROUP_N.value), ("weight", items))
+        for name, rows in (("hidden", logits.GROUP_N.value), ("weight", items))
     }
     signature = {name: signature[name] for name in kernel.arg_names if name not in constants}
     used = compile_kernel(kernel, signature, constants, arch=90, divisible=("gradients_stride",))
@@ -179,15 +179,15 @@ def test_warps_that_specialise(width: int, way: str, dtype: str) -> None:
 def test_gradients_on_hopper(owns_items: bool, columns: int, dtype: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops._shared.ring import LAYOUT
-    from jagged.ops.cross_entropy import hopper_backward
+    from jagged.ops.cross_entropy.hopper import backward
 
-    kernel, plan = hopper_backward.linear_cross_entropy_backward_hopper_kernel, hopper_backward.PLANS[columns]
+    kernel, plan = backward.linear_cross_entropy_backward_hopper_kernel, backward.PLANS[columns]
     constants: dict[str, Any] = {"OWNS_ITEMS": owns_items, "BLOCK_D": columns, "WIDTH": columns}
     constants |= {"GROUPS": plan.groups, "PLACES": plan.places}
     if dtype == "bf16":
         constants["inverse_scale"] = None
     types = {**POINTERS, "output": f"*{dtype}" if owns_items else "*fp32", "inverse_temperature": "fp32"}
-    matrix = f"tensordesc<{dtype}{[hopper_backward.BLOCK.value, columns]},{LAYOUT!r}>"
+    matrix = f"tensordesc<{dtype}{[backward.BLOCK.value, columns]},{LAYOUT!r}>"
     types |= dict.fromkeys(("own", "other"), matrix)
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     used = compile_kernel(kernel, signature, constants, arch=90)

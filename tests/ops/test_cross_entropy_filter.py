@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from jagged.ops import linear_cross_entropy
-from jagged.ops.cross_entropy import filter, kernels
-from jagged.ops.cross_entropy.launch import Kept
+from jagged.ops.cross_entropy.triton import filter, launch
+from jagged.ops.cross_entropy.triton.arguments import Kept
 from tests.graphs import captured
 from tests.ops.test_cross_entropy import inputs_of, targets_of
 from tests.oracle import check_three_way
@@ -29,7 +29,12 @@ HALVES = (torch.bfloat16, torch.float16)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Kept | None, Kept | None]]]:
     """What the last backward pass went along."""
     seen: list[tuple[Kept | None, Kept | None]] = []
-    monkeypatch.setattr(kernels, "kept_tiles", lambda *arguments: (seen.append(filter.kept_tiles(*arguments)), seen[-1])[1])
+
+    def kept_tiles(*arguments: Any, on_hopper: bool) -> tuple[Kept | None, Kept | None]:
+        seen.append(filter.kept_tiles(*arguments, on_hopper=on_hopper))
+        return seen[-1]
+
+    monkeypatch.setattr(launch, "kept_tiles", kept_tiles)
     yield seen
     assert seen
 

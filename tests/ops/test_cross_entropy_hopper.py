@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from jagged.ops import linear_cross_entropy
-from jagged.ops.cross_entropy import launch
+from jagged.ops.cross_entropy import hopper
+from jagged.ops.cross_entropy.spec import Inputs, Options
 from tests.ops.test_cross_entropy import all_outputs, check, inputs_of, targets_of
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -29,13 +30,13 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(name="calls")
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Fail unless forward was one of these kernels."""
-    from jagged.ops.cross_entropy import hopper
+    from jagged.ops.cross_entropy.hopper import logits
 
     calls: list[str] = []
 
     def record(name: str) -> None:
-        launched = getattr(hopper, name)
-        monkeypatch.setattr(hopper, name, lambda *arguments: (calls.append(name), launched(*arguments))[1])
+        launched = getattr(logits, name)
+        monkeypatch.setattr(logits, name, lambda *arguments: (calls.append(name), launched(*arguments))[1])
 
     record("logits_in_parts")
     record("logit_gradients")
@@ -45,9 +46,9 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def split_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every tile a part of its own."""
-    from jagged.ops.cross_entropy import hopper
+    from jagged.ops.cross_entropy.hopper import logits
 
-    monkeypatch.setattr(hopper, "balanced_parts", lambda steps, *_: (steps, 1))
+    monkeypatch.setattr(logits, "balanced_parts", lambda steps, *_: (steps, 1))
 
 
 def check_by(place: Place, strategy: str, inputs: list[torch.Tensor], target: torch.Tensor) -> None:
@@ -130,26 +131,13 @@ def test_logits_far_from_zero(place: Place, calls: list[str], level: float, stra
     check_by(place, strategy, [hidden, weight], targets_of(70, 300))
 
 
-def test_who_is_served() -> None:
-    halves = torch.zeros(8, 32, dtype=torch.bfloat16, device=PLACE.device)
-    assert launch.hopper_serves((halves, halves), (None, None))
-    others: list[tuple[Any, Any]] = [
-        ((halves, halves.half()), (None,)),
-        ((halves.float(),), (None,)),
-        ((halves,), (None, 30.0)),
-        ((halves[:1].expand(8, 32),), (None,)),
-        ((torch.zeros(257, dtype=torch.bfloat16, device=PLACE.device)[1:].view(8, 32),), (None,)),
-    ]
-    for matrices, options in others:
-        assert not launch.hopper_serves(matrices, options)
-
-
 def test_rows_that_begin_anywhere(place: Place) -> None:
     """Descriptors cannot tell of them; the other kernels can."""
     hidden, weight = inputs_of(40, 50, 64, torch.bfloat16)
     shifted = torch.cat([hidden.new_zeros(1), hidden.flatten()])[1:].view(40, 64)
-    assert not launch.hopper_serves((shifted, weight), ())
-    got, expected = (linear_cross_entropy(rows, weight, targets_of(40, 50), reduction="none") for rows in (shifted, hidden))
+    target = targets_of(40, 50)
+    assert hopper.supports(Inputs(shifted, weight, target), Options()) == "rows overlap, or do not begin at 16 bytes"
+    got, expected = (linear_cross_entropy(rows, weight, target, reduction="none") for rows in (shifted, hidden))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -162,8 +150,8 @@ def test_parts_that_end_near_2_to_the_31(place: Place, is_served: bool) -> None:
     hidden, row = torch.ones(2, 4, width, dtype=torch.bfloat16, device=place.device).unbind()
     # Rows that are all the same one take no memory, and no descriptor.
     weight = row[:1].expand(items, width).contiguous() if is_served else row[:1].expand(items, width)
-    assert launch.hopper_serves((hidden, weight), ()) == is_served
     target = torch.tensor([0, 1, items // 2, items - 1], device=place.device)
+    assert (hopper.supports(Inputs(hidden, weight, target), Options()) is None) == is_served
     loss = linear_cross_entropy(hidden, weight, target, reduction="none")
     torch.testing.assert_close(loss, torch.full_like(loss, math.log(items)), rtol=1e-3, atol=0)
 

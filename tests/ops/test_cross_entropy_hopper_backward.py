@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jagged.ops import linear_cross_entropy
-from jagged.ops.cross_entropy import backward
+from jagged.ops._shared.matrices import aligned
+from jagged.ops.cross_entropy import hopper
+from jagged.ops.cross_entropy.hopper import INPUTS, OPTIONS
+from jagged.ops.cross_entropy.spec import Inputs, Options, Outputs
 from tests.ops.test_cross_entropy import check, inputs_of, loss_and_gradients, targets_of
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -29,18 +32,19 @@ HALVES = [torch.bfloat16, torch.float16]
 @pytest.fixture(name="calls")
 def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Fail unless this kernel computed the gradients of both sides, and no other kernel one."""
-    from jagged.ops.cross_entropy import hopper_backward
+    from jagged.ops.cross_entropy.hopper import backward
+    from jagged.ops.cross_entropy.triton import backward as others
 
     calls: list[bool] = []
-    launched = hopper_backward.gradient
+    launched = backward.gradient
 
     def gradient(*arguments: Any, owns_items: bool) -> Tensor:
         calls.append(owns_items)
         return launched(*arguments, owns_items=owns_items)
 
-    monkeypatch.setattr(hopper_backward, "gradient", gradient)
+    monkeypatch.setattr(backward, "gradient", gradient)
     for name in ("hidden", "weight"):
-        monkeypatch.setattr(backward, f"linear_cross_entropy_backward_{name}_kernel", None)
+        monkeypatch.setattr(others, f"_launch_{name}", None)
     yield calls
     assert {False, True} <= set(calls)
 
@@ -83,15 +87,15 @@ class TestOnHopper:
     @pytest.mark.parametrize(("rows", "items"), [(1000, 9000), (9000, 1000)])
     def test_short_walks(self, place: Place, rows: int, items: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of so many parts that own rows are taken some at a time."""
-        from jagged.ops.cross_entropy import hopper_backward
+        from jagged.ops.cross_entropy.hopper import backward
 
-        monkeypatch.setattr(hopper_backward, "LONGEST", 1)
-        monkeypatch.setattr(hopper_backward, "TURNS", 2)
+        monkeypatch.setattr(backward, "LONGEST", 1)
+        monkeypatch.setattr(backward, "TURNS", 2)
         check(place, inputs_of(rows, items, width, torch.bfloat16), targets_of(rows, items, ignored=0.2), reduction="none")
 
     def test_long_sums_lose_nothing(self, place: Place) -> None:
         """Tensor cores cut off what does not fit into a sum; all terms have one sign here, so that it adds up."""
-        from jagged.ops.cross_entropy.hopper_backward import LONGEST
+        from jagged.ops.cross_entropy.hopper.backward import LONGEST
 
         rows, items, width = 17_000, 1_500_000, 64
         hidden, weight = inputs_of(rows, items, width, torch.float16)
@@ -147,12 +151,61 @@ class TestOnHopper:
                 assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_one_row_of_any_stride(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row is contiguous whatever its stride, so nothing copies it; a descriptor takes multiples of 16 bytes alone."""
-    from jagged.ops._shared.matrices import aligned
-    from jagged.ops.cross_entropy import launch
+HALF = torch.zeros(8, 64, dtype=torch.bfloat16)
+TARGET = torch.zeros(8, dtype=torch.int64)
+DTYPES, STRIDES = "rows are not of 16 bits, in one dtype", "rows overlap, or do not begin at 16 bytes"
 
-    monkeypatch.setattr(launch, "is_hopper", lambda device: True)
-    matrix = aligned(torch.zeros(rows, 100, dtype=torch.bfloat16)[:, :64])
-    assert launch.hopper_serves((matrix,), ()) == (rows > 1)
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted kernels choose alike")
+@pytest.mark.parametrize(
+    ("reason", "hidden", "weight", "options"),
+    [
+        (None, HALF, HALF[:5], {"temperature": 2.0, "ignore_index": 1, "strategy": "chunked"}),
+        (None, HALF.half(), HALF.half(), {"hidden_eps": 0.1}),
+        # One row is contiguous whatever its stride, so nothing copies it; a descriptor takes multiples of 16 bytes alone.
+        (STRIDES, HALF.new_zeros(1, 100)[:, :64], HALF, {}),
+        (None, HALF.new_zeros(2, 100)[:, :64], HALF, {}),
+        (STRIDES, HALF.new_zeros(513)[1:].view(8, 64), HALF, {}),
+        (STRIDES, HALF, HALF[:1].expand(8, 64), {}),
+        (DTYPES, HALF, HALF.half(), {}),
+        (DTYPES, HALF.float(), HALF.float(), {}),
+        ("softcap is 30.0", HALF, HALF, {"softcap": 30.0}),
+        ("bias is given", HALF, HALF, {"bias": HALF[:, 0]}),
+        ("item_scale is given", HALF, HALF, {"item_scale": HALF[:, 0].float()}),
+        ("smoothing is given", HALF, HALF, {"smoothing": HALF[:, 0].float()}),
+    ],
+)
+def test_which_kernels_are_launched(
+    monkeypatch: pytest.MonkeyPatch, reason: str | None, hidden: Tensor, weight: Tensor, options: dict[str, Any]
+) -> None:
+    """All but the launch is done on the CPU. Backward reads a copy of the hidden states, which begins at 16 bytes."""
+    from jagged.ops.cross_entropy.hopper import logits
+    from jagged.ops.cross_entropy.triton import forward, launch, rows
+
+    launched: list[object] = []
+    monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
+    monkeypatch.setattr(forward, "_launch_join", lambda *arguments, **constants: None)
+    monkeypatch.setattr(forward, "_launch_forward", lambda *arguments, **constants: launched.append(False))
+    monkeypatch.setattr(logits, "logits_in_parts", lambda *arguments: (launched.append(True), (TARGET[None], TARGET[None]))[1])
+    monkeypatch.setattr(rows, "_launch_rows", lambda *arguments, **constants: None)
+    for name in ("backward_chunked", "backward_fused"):
+        monkeypatch.setattr(launch, name, lambda *arguments, on_hopper: (launched.append(on_hopper), {})[1])
+    monkeypatch.setattr(launch, "kept_tiles", lambda *arguments, on_hopper: (None, None))
+    x = Inputs(hidden, weight, TARGET[: len(hidden)], *(options.pop(name, None) for name in Inputs._fields[3:]))
+    o = Options(**options)
+    assert hopper.supports(x._replace(hidden=aligned(hidden), weight=aligned(weight)), o) == reason
+    lse = launch.forward(x, o).lse
+    assert launched.pop() == (reason is None)
+    launch.backward(Outputs(lse, lse, None), x, Outputs(lse, lse, lse), o, {})  # type: ignore[arg-type]
+    assert launched == [reason is None or (reason == STRIDES and weight is HALF)]
+
+
+def test_what_is_new_is_refused() -> None:
+    """Kernels serve an input or an option only once it is named as one that they have been taught."""
+    assert set(Inputs._fields) >= INPUTS
+    assert set(Options._fields) >= OPTIONS
+    x = Inputs(HALF, HALF, TARGET)
+    for name in set(Options._fields) - OPTIONS:
+        assert hopper.supports(x, Options()._replace(**{name: 5.0})) == f"{name} is 5.0"
+    for name in set(Inputs._fields) - INPUTS:
+        assert hopper.supports(x._replace(**{name: TARGET}), Options()) == f"{name} is given"

@@ -221,6 +221,13 @@ def test_a_second_derivative_is_refused_by_name() -> None:
     expected = "example_mean has no second derivative; for one, use torch's own operations on padded tensors"
     with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
         grad.sum().backward()
+    # Autocast's copies, which the gradient reads, have no graph of their own.
+    weights = _values(1, 5, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = _segment_sum(_values(dtype=torch.float32), weights, mean=True).sum()
+    (grad,) = torch.autograd.grad(loss, weights, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
+        (grad.sum() + loss).backward()
 
 
 def test_checkpointing_and_what_is_kept() -> None:

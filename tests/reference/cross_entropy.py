@@ -39,7 +39,7 @@ def linear_cross_entropy(
     of_row = of_item[known] * valid
     losses = (1 - label_smoothing) * of_row * (lse - logits.gather(1, known[:, None]).squeeze(1))
     if label_smoothing:
-        losses = losses + label_smoothing / weight.shape[0] * valid * ((lse[:, None] - logits) * of_item).sum(1)
+        losses = losses + label_smoothing / weight.shape[0] * (valid * ((lse[:, None] - logits) * of_item).sum(1))
     losses = losses + z_loss * lse.square()
     if sample_weight is not None:
         losses, of_row = losses * sample_weight, of_row * sample_weight.to(logits.dtype)

@@ -8,9 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import load_tile
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned
-from jagged.ops.cross_entropy.launch import Rows
-from jagged.ops.cross_entropy.logits import LOG2_E
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.cross_entropy.spec import Inputs, Options
+from jagged.ops.cross_entropy.triton.arguments import Rows
+from jagged.ops.cross_entropy.triton.logits import LOG2_E
 
 BLOCK_ROWS, BLOCK_WIDTH = 16, 256
 
@@ -46,29 +49,29 @@ def linear_cross_entropy_rows_kernel(
         tl.store(address, tile, mask=exists[:, None] & (column < WIDTH)[None, :])
 
 
+_launch_rows = Launcher(linear_cross_entropy_rows_kernel)
+
+
 def prepare_rows(
-    hidden: Tensor,
-    num_items: int,
-    target: Tensor,
+    x: Inputs,
+    o: Options,
     lse: Tensor,
     grad_lse: Tensor,
     grad_target: Tensor,
     grad_smoothed: Tensor | None,
-    temperature: float,
-    ignore_index: int,
     inverse_scale: Tensor | None,
 ) -> Rows:
-    """Return `Rows` of hidden states `[N, D]` of any strides, targets of any integers, and vectors `[N]` float32."""
-    hidden, num_rows = aligned(hidden), hidden.shape[0]
+    """Return `Rows` of hidden states and targets of any strides, and vectors `[N]` float32."""
+    hidden, num_rows = aligned(x.hidden), x.hidden.shape[0]
     clean = hidden.new_empty(hidden.shape)
-    items = target.new_empty(num_rows, dtype=torch.int32)
+    items = x.target.new_empty(num_rows, dtype=torch.int32)
     vectors = lse.new_empty(3 if grad_smoothed is None else 4, num_rows)
-    if num_rows:
-        linear_cross_entropy_rows_kernel[(triton.cdiv(num_rows, BLOCK_ROWS),)](
-            hidden, target.contiguous(), lse, grad_lse.contiguous(), grad_target.contiguous(),
-            None if grad_smoothed is None else grad_smoothed.contiguous(), inverse_scale, clean, items, vectors, num_rows,
-            num_items, hidden.stride(0), 1 / temperature, ignore_index, BLOCK_N=BLOCK_ROWS, BLOCK_D=BLOCK_WIDTH,
-            WIDTH=hidden.shape[1],
-        )  # fmt: skip
-    of_smoothed = None if grad_smoothed is None else vectors[3]
-    return Rows(clean, items, vectors[0], vectors[1], vectors[2], of_smoothed, inverse_scale)
+    _launch_rows(
+        (cdiv(num_rows, BLOCK_ROWS),),
+        hidden, x.target.contiguous(), lse, grad_lse.contiguous(), grad_target.contiguous(),
+        None if grad_smoothed is None else grad_smoothed.contiguous(), inverse_scale, clean, items, vectors, num_rows,
+        x.weight.shape[0], hidden.stride(0), 1 / o.temperature, o.ignore_index, BLOCK_N=BLOCK_ROWS, BLOCK_D=BLOCK_WIDTH,
+        WIDTH=hidden.shape[1],
+    )  # fmt: skip
+    shift, of_softmax, of_target, *of_smoothed = vectors.unbind()
+    return Rows(clean, items, shift, of_softmax, of_target, of_smoothed[0] if of_smoothed else None, inverse_scale)

@@ -8,15 +8,19 @@ With a filter a program walks a list of tiles instead (`filter.py`), whose items
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import split
-from jagged.ops.cross_entropy.launch import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
-from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.cross_entropy.triton.arguments import Items, Kept, Rows, constants, tile_for
+from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
 PROGRAMS = 2
@@ -159,32 +163,38 @@ def linear_cross_entropy_backward_weight_kernel(
         tl.store(grad_bias + stored, of_bias, mask=exists)
 
 
+_launch_hidden = Launcher(linear_cross_entropy_backward_hidden_kernel)
+_launch_weight = Launcher(linear_cross_entropy_backward_weight_kernel)
+
+
 def backward_fused(
     rows: Rows,
     items: Items,
     kept_hidden: Kept | None,
     kept_weight: Kept | None,
-    hidden_dtype: torch.dtype | None,
-    weight_dtype: torch.dtype | None,
-    has_grad_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias, empty where they are not wanted, of all tiles or of those kept."""
-    hidden, options = rows.hidden, (*items[1:4], items.softcap)
-    is_on_hopper = len(hidden) and hidden.shape[1] <= WIDEST_ON_HOPPER and hopper_serves((hidden, items.weight), options)
-    grad_hidden, grad_weight, grad_bias = hidden.new_empty(0), hidden.new_empty(0), hidden.new_empty(0, dtype=torch.float32)
-    if is_on_hopper:
-        from jagged.ops.cross_entropy.hopper_backward import gradient
+    wanted: Mapping[str, torch.dtype],
+    *,
+    on_hopper: bool,
+) -> dict[str, Tensor]:
+    """Return the gradients that are wanted, of all tiles or of those kept."""
+    hidden_dtype, weight_dtype, bias_dtype = (wanted.get(name) for name in ("hidden", "weight", "bias"))
+    if on_hopper:
+        from jagged.ops.cross_entropy.hopper.backward import gradient
+    found = {}
     if hidden_dtype is not None:
-        if is_on_hopper and kept_hidden is None:
-            grad_hidden = gradient(rows, items, hidden_dtype, owns_items=False)
+        if on_hopper and kept_hidden is None:
+            found["hidden"] = gradient(rows, items, hidden_dtype, owns_items=False)
         else:
-            grad_hidden = _grad_hidden(rows, items, kept_hidden, hidden_dtype)
-    if weight_dtype is not None or has_grad_bias:
-        if is_on_hopper and kept_weight is None and weight_dtype is not None and not has_grad_bias:
-            grad_weight = gradient(rows, items, weight_dtype, owns_items=True)
-        else:
-            grad_weight, grad_bias = _grad_weight(rows, items, kept_weight, weight_dtype, has_grad_bias)
-    return grad_hidden, grad_weight, grad_bias
+            found["hidden"] = _grad_hidden(rows, items, kept_hidden, hidden_dtype)
+    if weight_dtype is not None and on_hopper and kept_weight is None:
+        found["weight"] = gradient(rows, items, weight_dtype, owns_items=True)
+    elif weight_dtype is not None or bias_dtype is not None:
+        grad_weight, grad_bias = _grad_weight(rows, items, kept_weight, weight_dtype, bias_dtype is not None)
+        if weight_dtype is not None:
+            found["weight"] = grad_weight
+        if bias_dtype is not None:
+            found["bias"] = grad_bias.to(bias_dtype)
+    return found
 
 
 def _lists(
@@ -200,16 +210,16 @@ def _lists(
 def _grad_hidden(rows: Rows, items: Items, kept: Kept | None, dtype: torch.dtype) -> Tensor:
     hidden, weight, (num_rows, width) = rows.hidden, items.weight, rows.hidden.shape
     tile = tile_for("backward_hidden", hidden, is_scaled=items.scale is not None)
-    blocks, columns = triton.cdiv(num_rows, tile.rows), triton.cdiv(width, tile.columns)
+    blocks, columns = cdiv(num_rows, tile.rows), cdiv(width, tile.columns)
     num_parts, items_per_part = split(len(weight), tile.items, blocks * columns, PROGRAMS, hidden.device)
     parts = _empty_parts(num_parts, (num_rows, width), hidden, dtype)
     lists, list_stride, sizes = _lists(kept, tile.rows, tile.items)
-    if parts.numel():
-        linear_cross_entropy_backward_hidden_kernel[(blocks, num_parts, columns)](
-            *rows, *items[:4], *lists, parts, num_rows, len(weight), hidden.stride(0), weight.stride(0), list_stride,
-            items_per_part // tile.items, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
-            BLOCK_D=tile.columns,
-        )  # fmt: skip
+    _launch_hidden(
+        (blocks, num_parts, columns),
+        *rows, *items[:4], *lists, parts, num_rows, len(weight), hidden.stride(0), weight.stride(0), list_stride,
+        items_per_part // tile.items, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
+        BLOCK_D=tile.columns,
+    )  # fmt: skip
     return _join(parts, dtype)
 
 
@@ -218,7 +228,7 @@ def _grad_weight(
 ) -> tuple[Tensor, Tensor]:
     hidden, weight, (num_items, width) = rows.hidden, items.weight, items.weight.shape
     tile = tile_for("backward_weight", hidden, is_scaled=items.scale is not None)
-    blocks, columns = triton.cdiv(num_items, tile.items), triton.cdiv(width, tile.columns)
+    blocks, columns = cdiv(num_items, tile.items), cdiv(width, tile.columns)
     num_parts, rows_per_part = split(len(hidden), tile.rows, blocks * columns, PROGRAMS, hidden.device)
     parts = _empty_parts(num_parts, (num_items, width), weight, dtype or weight.dtype)
     bias_parts = parts.new_empty(num_parts, num_items, dtype=torch.float32) if has_grad_bias else None
@@ -227,8 +237,9 @@ def _grad_weight(
         parts.zero_()
         if bias_parts is not None:
             bias_parts.zero_()
-    elif parts.numel():
-        linear_cross_entropy_backward_weight_kernel[(blocks, num_parts, columns)](
+    else:
+        _launch_weight(
+            (blocks, num_parts, columns),
             *rows, *items[:4], *lists, parts, bias_parts, len(hidden), num_items, hidden.stride(0), weight.stride(0), list_stride,
             rows_per_part // tile.rows, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
             BLOCK_D=tile.columns,

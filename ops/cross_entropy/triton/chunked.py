@@ -6,14 +6,18 @@ memory of the buffers. Each chunk of weight's gradient is written once; hidden's
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops.cross_entropy.launch import Items, Rows
-from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.sizes import cdiv
 from jagged.ops.cross_entropy.strategy import DIRECT_MULTIPLE, MULTIPLE
+from jagged.ops.cross_entropy.triton.arguments import Items, Rows
+from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 BLOCK_ROWS, BLOCK_ITEMS = 4, 512
 # Numbers of a product from which on the BLAS has work for a whole GPU. Smaller ones it may split, and join the sums in 16 bits.
@@ -45,51 +49,48 @@ def linear_cross_entropy_logit_gradients_kernel(
     tl.store(address, scores.to(gradients.dtype.element_ty), mask=mask)
 
 
-def backward_chunked(
-    rows: Rows,
-    items: Items,
-    chunk_items: int,
-    hidden_dtype: torch.dtype | None,
-    weight_dtype: torch.dtype | None,
-    has_grad_bias: bool,
-    *,
-    is_direct: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of hidden, weight and bias, empty where they are not wanted.
+_launch_logit_gradients = Launcher(linear_cross_entropy_logit_gradients_kernel)
 
-    If `is_direct` the kernel for Hopper computes logits and their gradients, and nothing keeps the logits.
+
+def backward_chunked(
+    rows: Rows, items: Items, chunk_items: int, wanted: Mapping[str, torch.dtype], *, on_hopper: bool
+) -> dict[str, Tensor]:
+    """Return the gradients that are wanted, of at least one row.
+
+    On Hopper its kernel computes logits and their gradients, and nothing keeps the logits.
     """
     weight, (num_items, width) = items.weight, items.weight.shape
     hidden, num_rows = rows.hidden, rows.hidden.shape[0]
+    weight_dtype = wanted.get("weight")
     # Of rows that begin at odd elements the BLAS has slow products alone.
-    multiple = DIRECT_MULTIPLE if is_direct else MULTIPLE
-    columns = triton.cdiv(chunk_items, multiple) * multiple
-    products = None if is_direct else hidden.new_empty(num_rows, columns, dtype=torch.float32)
+    multiple = DIRECT_MULTIPLE if on_hopper else MULTIPLE
+    columns = cdiv(chunk_items, multiple) * multiple
+    products = None if on_hopper else hidden.new_empty(num_rows, columns, dtype=torch.float32)
     buffer = products if products is not None and hidden.dtype == torch.float32 else hidden.new_empty(num_rows, columns)
-    grad_hidden = hidden.new_zeros(num_rows if hidden_dtype else 0, width, dtype=torch.float32)
+    grad_hidden = hidden.new_zeros(num_rows if "hidden" in wanted else 0, width, dtype=torch.float32)
     grad_weight = hidden.new_empty(num_items if weight_dtype else 0, width, dtype=weight_dtype)
-    grad_bias = hidden.new_empty(num_items if has_grad_bias else 0, dtype=torch.float32)
+    grad_bias = hidden.new_empty(num_items if "bias" in wanted else 0, dtype=torch.float32)
     # Products that the BLAS itself may round: of which nothing is to be scaled.
-    is_plain = is_direct and rows.inverse_scale is None and weight_dtype == hidden.dtype
+    is_plain = on_hopper and rows.inverse_scale is None and weight_dtype == hidden.dtype
     rounded = weight_dtype not in (None, torch.float32)
-    most_rounded = min(chunk_items, triton.cdiv(WHOLE_PRODUCT, width)) if is_plain else chunk_items
+    most_rounded = min(chunk_items, cdiv(WHOLE_PRODUCT, width)) if is_plain else chunk_items
     sums = hidden.new_empty(most_rounded if rounded else 0, width, dtype=torch.float32)
     for first in range(0, num_items, chunk_items):
         last = min(first + chunk_items, num_items)
         gradients, part = buffer[:, : last - first], weight[first:last]
         if products is None:
-            from jagged.ops.cross_entropy.hopper import logit_gradients as logit_gradients_on_hopper
+            from jagged.ops.cross_entropy.hopper.logits import logit_gradients as logit_gradients_on_hopper
 
             logit_gradients_on_hopper(rows, weight, first, last, items.temperature, buffer)
         else:
             _logit_gradients(rows, items, products[:, : last - first], gradients, first, last)
-        if has_grad_bias:
+        if "bias" in wanted:
             torch.sum(gradients, 0, dtype=torch.float32, out=grad_bias[first:last])
         scale = None if items.scale is None else items.scale[first:last, None]
         if scale is not None:
             # Not the gradients: those times the scale of a short row would be too large for float16.
             part = (part * scale).to(part.dtype)
-        if hidden_dtype:
+        if "hidden" in wanted:
             _add_product(gradients, part, grad_hidden, beta=1)
         if weight_dtype:
             is_rounded = rounded and not (is_plain and (last - first) * width >= WHOLE_PRODUCT)
@@ -105,13 +106,14 @@ def backward_chunked(
     if rows.inverse_scale is not None:
         grad_hidden.mul_(rows.inverse_scale)
         grad_bias.mul_(rows.inverse_scale)
-    return grad_hidden.to(hidden_dtype or torch.float32), grad_weight, grad_bias
+    found = {"hidden": grad_hidden, "weight": grad_weight, "bias": grad_bias}
+    return {name: found[name].to(dtype) for name, dtype in wanted.items()}
 
 
 def _logit_gradients(rows: Rows, items: Items, products: Tensor, gradients: Tensor, first: int, last: int) -> None:
     _add_product(rows.hidden, items.weight[first:last].t(), products, beta=0)
-    grid = (triton.cdiv(products.shape[0], BLOCK_ROWS), triton.cdiv(last - first, BLOCK_ITEMS))
-    linear_cross_entropy_logit_gradients_kernel[grid](
+    _launch_logit_gradients(
+        (cdiv(products.shape[0], BLOCK_ROWS), cdiv(last - first, BLOCK_ITEMS)),
         products, *rows[1:-1], *items[1:4], gradients, products.shape[0], first, last, products.stride(0), gradients.stride(0),
         1 / items.temperature, items.softcap, ACCURATE=rows.hidden.dtype == torch.float32, BLOCK_N=BLOCK_ROWS,
         BLOCK_V=BLOCK_ITEMS,

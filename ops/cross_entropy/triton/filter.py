@@ -4,7 +4,7 @@ Items are taken in the order of the mean row's logits, so that those with weight
 all tiles and marks each with its largest gradient. Of the marks come lists, for each block of either side, of the tiles that
 count: the kernels of the gradients go along them and never see the others.
 
-On Hopper the walk is that of the forward pass (`hopper.py`), over copies of some items at a time in their order.
+On Hopper the walk is that of the forward pass (`hopper/logits.py`), over copies of some items at a time in their order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.launch import WIDEST_ON_HOPPER, Items, Kept, Rows, constants, hopper_serves, tile_for
-from jagged.ops.cross_entropy.logits import load_rows, logit_gradients, logits_of_products
+from jagged.ops.cross_entropy.triton.arguments import Items, Kept, Rows, constants, tile_for
+from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs of a walk for each multiprocessor.
 PROGRAMS = 8
@@ -97,7 +98,13 @@ def linear_cross_entropy_kept_tiles_kernel(
     tl.store(counts + block, count)
 
 
-def kept_tiles(rows: Rows, items: Items, of_hidden: float | None, of_weight: float | None) -> tuple[Kept | None, Kept | None]:
+_launch_marks = Launcher(linear_cross_entropy_marks_kernel)
+_launch_kept_tiles = Launcher(linear_cross_entropy_kept_tiles_kernel)
+
+
+def kept_tiles(
+    rows: Rows, items: Items, of_hidden: float | None, of_weight: float | None, *, on_hopper: bool
+) -> tuple[Kept | None, Kept | None]:
     """Return the tiles of the gradients of hidden and of weight, of at least one row; None for one without a filter.
 
     `of_hidden` and `of_weight` are shares of the largest row's gradient, None for a gradient that is exact or not wanted.
@@ -105,10 +112,7 @@ def kept_tiles(rows: Rows, items: Items, of_hidden: float | None, of_weight: flo
     if of_hidden is None and of_weight is None:
         return None, None
     order = _order(rows, items)
-    if rows.hidden.shape[1] <= WIDEST_ON_HOPPER and hopper_serves((rows.hidden, items.weight), (*items[1:4], items.softcap)):
-        marks = _marks_on_hopper(rows, items, order)
-    else:
-        marks = _marks(rows, items, order)
+    marks = _marks_on_hopper(rows, items, order) if on_hopper else _marks(rows, items, order)
     # In the kernels' units: those of the gradients that they are given.
     highest = rows.grad_softmax.abs().amax()
     hidden = weight = None
@@ -128,8 +132,8 @@ def _lists(largest: Tensor, threshold: Tensor, own: int, block: int) -> tuple[Te
     blocks = cdiv(num_own, marks_of_block)
     tiles = torch.empty(blocks, num_other, dtype=torch.int32, device=largest.device)
     counts = tiles.new_empty(blocks)
-    linear_cross_entropy_kept_tiles_kernel[(blocks,)](
-        largest, threshold, tiles, counts, num_own, num_other, *largest.stride(), OWN=marks_of_block, BLOCK=BLOCK_MARKS
+    _launch_kept_tiles(
+        (blocks,), largest, threshold, tiles, counts, num_own, num_other, *largest.stride(), OWN=marks_of_block, BLOCK=BLOCK_MARKS
     )
     return tiles, counts, own * marks_of_block
 
@@ -141,7 +145,8 @@ def _marks(rows: Rows, items: Items, order: Tensor) -> Marks:
     blocks, num_items = cdiv(hidden.shape[0], tile.rows), weight.shape[0]
     num_parts, items_per_part = split(num_items, tile.items, blocks, PROGRAMS, hidden.device)
     largest = hidden.new_empty(blocks, cdiv(num_items, tile.items), dtype=torch.float32)
-    linear_cross_entropy_marks_kernel[(blocks, num_parts)](
+    _launch_marks(
+        (blocks, num_parts),
         *rows[:6], *items[:4], order, largest, hidden.shape[0], num_items, hidden.stride(0), weight.stride(0),
         items_per_part, 1 / items.temperature, items.softcap, **constants(tile, hidden),
     )  # fmt: skip
@@ -150,7 +155,7 @@ def _marks(rows: Rows, items: Items, order: Tensor) -> Marks:
 
 def _marks_on_hopper(rows: Rows, items: Items, order: Tensor) -> Marks:
     """Return marks of the tiles of forward's walk, those with a target of their rows infinite."""
-    from jagged.ops.cross_entropy.hopper import GROUP_N, mark_tiles, walk_of
+    from jagged.ops.cross_entropy.hopper.logits import GROUP_N, mark_tiles, walk_of
 
     hidden, weight = rows.hidden, items.weight
     (num_rows, width), num_items = hidden.shape, weight.shape[0]

@@ -25,8 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_left, await_tile, begin_tile, leave_tile, make_ring, rows_descriptor, send_tile
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.launch import Items, Rows
-from jagged.ops.cross_entropy.logits import LOG2_E
+from jagged.ops.cross_entropy.triton.arguments import Items, Rows
+from jagged.ops.cross_entropy.triton.logits import LOG2_E
 
 # Rows of a group, and of a tile that it meets.
 BLOCK = gl.constexpr(64)

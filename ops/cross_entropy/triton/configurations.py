@@ -6,6 +6,7 @@ name; those for 8 fit into the 99 KiB of shared memory that 8.6 and 8.9 have. Ti
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -84,6 +85,7 @@ SCALED: dict[tuple[str, int, int], Tile] = {
 }
 
 
+@functools.cache
 def tile_of(kernel: str, width: int, dtype: torch.dtype, capability: int, *, is_scaled: bool = False) -> Tile:
     """Return the tile for a kernel, a width of the hidden states, their dtype and a major compute capability."""
     table = TILES[kernel, dtype.itemsize]

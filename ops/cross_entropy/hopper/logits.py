@@ -34,8 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_tile, leave_tile, make_ring, rows_descriptor, send_tile
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.launch import Rows
-from jagged.ops.cross_entropy.logits import LOG2_E
+from jagged.ops.cross_entropy.hopper import WIDEST
+from jagged.ops.cross_entropy.triton.arguments import Rows
+from jagged.ops.cross_entropy.triton.logits import LOG2_E
 
 # Rows of a group of warps.
 GROUP_N = gl.constexpr(64)
@@ -53,7 +54,6 @@ class Walk(NamedTuple):
 
 # Columns of the tiles: the fastest that were measured, without a spill.
 WALKS = {64: Walk(4, 64, 8), 128: Walk(2, 128, 4), 256: Walk(2, 128, 2)}
-WIDEST = max(WALKS)
 # What a unit costs beside its tiles, in tiles; and parts at most, each of which writes two numbers a row.
 TILES_OF_A_START, MOST_PARTS = 2, 32
 
@@ -371,7 +371,9 @@ def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple
     walk, rate = walk_of(width) if width <= WIDEST else None, LOG2_E.value / temperature
     groups, block = (WIDE_GROUPS, WIDE_ITEMS) if walk is None else (walk.groups, 2 * walk.items)
     row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, num_items, groups, block, hidden.device)
-    part_maximum, part_sum = hidden.new_empty(2, num_parts, num_rows, dtype=torch.float32).unbind()
+    # Each by itself begins at 16 bytes, whatever the number of rows.
+    part_maximum = hidden.new_empty(num_parts, num_rows, dtype=torch.float32)
+    part_sum = torch.empty_like(part_maximum)
     if walk is None:
         linear_cross_entropy_steps_hopper_kernel[(programs,)](
             rows_descriptor(hidden, GROUP_N.value, WIDE_STEP), rows_descriptor(weight, WIDE_ITEMS, WIDE_STEP), part_maximum,

@@ -9,12 +9,15 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, split
-from jagged.ops.cross_entropy.launch import constants, hopper_serves, tile_for
-from jagged.ops.cross_entropy.logits import LOG2_E, exponentials, logits_of_products
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.cross_entropy import hopper
+from jagged.ops.cross_entropy.spec import Inputs, Options, Outputs
+from jagged.ops.cross_entropy.triton.arguments import constants, tile_for
+from jagged.ops.cross_entropy.triton.logits import LOG2_E, exponentials, logits_of_products
 
 JOIN_ROWS, JOIN_WIDTH = 16, 128
 # Programs a launch aims at, by multiprocessor.
@@ -134,47 +137,42 @@ def linear_cross_entropy_join_kernel(
         tl.store(smoothed + row, tl.where(valid, all_smoothed, 0.0), mask=exists)
 
 
-def linear_cross_entropy_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    item_scale: Tensor | None,
-    smoothing: Tensor | None,
-    temperature: float,
-    softcap: float | None,
-    ignore_index: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-sum-exp, the target's logit and the smoothed sum of each row, `[N]` float32, 0 in ignored rows.
+_launch_forward = Launcher(linear_cross_entropy_forward_kernel)
+_launch_join = Launcher(linear_cross_entropy_join_kernel)
 
-    The smoothed sum is empty without `smoothing`.
-    """
-    num_rows, num_items = hidden.shape[0], weight.shape[0]
-    lse = hidden.new_empty(num_rows, dtype=torch.float32)
-    target_logit, smoothed = torch.empty_like(lse), lse.new_empty(0 if smoothing is None else num_rows)
+
+def forward(x: Inputs, o: Options) -> Outputs:
+    """Launch the kernels for Hopper, or `linear_cross_entropy_forward_kernel`, then `linear_cross_entropy_join_kernel`."""
+    num_rows, num_items = x.hidden.shape[0], x.weight.shape[0]
+    lse = x.hidden.new_empty(num_rows, dtype=torch.float32)
+    out = Outputs(lse, torch.empty_like(lse), lse.new_empty(0 if x.smoothing is None else num_rows))
     if num_rows == 0:
-        return lse, target_logit, smoothed
-    hidden, weight, target = aligned(hidden), aligned(weight), target.contiguous()
-    bias, item_scale, smoothing = (None if x is None else x.contiguous() for x in (bias, item_scale, smoothing))
+        return out
+    hidden, weight, target = aligned(x.hidden), aligned(x.weight), x.target.contiguous()
+    bias, item_scale, smoothing = (None if vector is None else vector.contiguous() for vector in x[3:])
     part_smoothed = None
-    if hopper_serves((hidden, weight), (bias, item_scale, smoothing, softcap)):
-        from jagged.ops.cross_entropy.hopper import logits_in_parts
+    if hopper.supports(x._replace(hidden=hidden, weight=weight), o) is None:
+        from jagged.ops.cross_entropy.hopper.logits import logits_in_parts
 
-        part_maximum, part_sum = logits_in_parts(hidden, weight, temperature)
+        part_maximum, part_sum = logits_in_parts(hidden, weight, o.temperature)
     else:
         tile = tile_for("forward", hidden)
-        row_blocks = triton.cdiv(num_rows, tile.rows)
+        row_blocks = cdiv(num_rows, tile.rows)
         num_parts, items_per_part = split(num_items, tile.items, row_blocks, PROGRAMS, hidden.device)
-        part_maximum, part_sum = lse.new_empty(2, num_parts, num_rows).unbind()
+        # Each by itself begins at 16 bytes, whatever the number of rows.
+        part_maximum, part_sum = lse.new_empty(num_parts, num_rows), lse.new_empty(num_parts, num_rows)
         if smoothing is not None:
             part_smoothed = torch.empty_like(part_sum)
-        linear_cross_entropy_forward_kernel[(row_blocks, num_parts)](
+        _launch_forward(
+            (row_blocks, num_parts),
             hidden, weight, target, bias, item_scale, smoothing, part_maximum, part_sum, part_smoothed, num_rows, num_items,
-            hidden.stride(0), weight.stride(0), items_per_part, ignore_index, 1 / temperature, softcap, **constants(tile, hidden),
+            hidden.stride(0), weight.stride(0), items_per_part, o.ignore_index, 1 / o.temperature, o.softcap,
+            **constants(tile, hidden),
         )  # fmt: skip
-    linear_cross_entropy_join_kernel[(triton.cdiv(num_rows, JOIN_ROWS),)](
-        hidden, weight, target, bias, item_scale, part_maximum, part_sum, part_smoothed, lse, target_logit, smoothed, num_rows,
-        num_items, part_sum.shape[0], hidden.stride(0), weight.stride(0), ignore_index, 1 / temperature, softcap,
+    _launch_join(
+        (cdiv(num_rows, JOIN_ROWS),),
+        hidden, weight, target, bias, item_scale, part_maximum, part_sum, part_smoothed, *out, num_rows, num_items,
+        part_sum.shape[0], hidden.stride(0), weight.stride(0), o.ignore_index, 1 / o.temperature, o.softcap,
         BLOCK_N=JOIN_ROWS, BLOCK_D=JOIN_WIDTH, WIDTH=hidden.shape[1],
     )  # fmt: skip
-    return lse, target_logit, smoothed
+    return out

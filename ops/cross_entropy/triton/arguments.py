@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jagged.ops._shared.matrices import float32_products, gpu
-from jagged.ops.cross_entropy.tiles import Tile, tile_of
-
-# Of rows and of items: 32 bits count them, with the rest of the last tile.
-MOST_ON_HOPPER = 2**31 - 256
-# Columns of hidden states that a program keeps on chip there, beside a gradient or a walk's tiles.
-WIDEST_ON_HOPPER = 256
+from jagged.ops.cross_entropy.triton.configurations import Tile, tile_of
 
 
 class Rows(NamedTuple):
@@ -64,39 +57,6 @@ class Kept(NamedTuple):
     other: int
 
 
-def hopper_serves(matrices: Sequence[Tensor], options: Sequence[object]) -> bool:
-    """Whether the kernels for Hopper take matrices, as `aligned` leaves them, if all options that shape logits are None.
-
-    The GPU has to be one, for their matrix instructions are no other's, and descriptors have to be able to tell of the rows.
-    Hidden states of every width are faster with them.
-    """
-    if any(option is not None for option in options) or len({matrix.dtype for matrix in matrices}) > 1:
-        return False
-    return all(
-        matrix.dtype in (torch.bfloat16, torch.float16)
-        and matrix.shape[0] < MOST_ON_HOPPER
-        and matrix.data_ptr() % 16 == 0
-        and matrix.stride(0) >= matrix.shape[1]
-        # One row alone is contiguous to PyTorch, however far the next one would be.
-        and matrix.stride(0) * matrix.element_size() % 16 == 0
-        and is_hopper(matrix.device)
-        for matrix in matrices
-    )
-
-
-@functools.cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether the device has compute capability 9.0, and this Triton the experimental parts that its kernels are written in."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
-        return False
-    try:
-        import jagged.ops.cross_entropy.hopper
-        import jagged.ops.cross_entropy.hopper_backward  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def tile_for(kernel: str, hidden: Tensor, *, is_scaled: bool = False) -> Tile:
     """Return the tile of a kernel for hidden states, and for weights that are scaled or not."""
     return tile_of(kernel, hidden.shape[1], hidden.dtype, gpu(hidden.device).capability, is_scaled=is_scaled)
@@ -109,7 +69,7 @@ def constants(tile: Tile, hidden: Tensor) -> dict[str, Any]:
         "BLOCK_V": tile.items,
         "BLOCK_K": tile.step,
         "WIDTH": hidden.shape[1],
-        "PRECISION": float32_products(),
+        "PRECISION": float32_products() if hidden.dtype == torch.float32 else "ieee",
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
