@@ -243,7 +243,7 @@ def test_copied_rows_are_the_rows(
     place: Place, unchecked: None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where many rows share a draw the draw's items are copied side by side; ids that are no items are zeros there."""
-    from jagged.ops.sampled_cross_entropy import blocks
+    from jagged.ops.sampled_cross_entropy.triton import blocks
 
     inputs, target = inputs_of(40, 30, 16, torch.bfloat16), targets_of(40, 30, ignored=0.1)
     negatives = negatives_of("given", target, 21, 30, 3, 20)
@@ -274,14 +274,14 @@ def test_direction_of_forward_or_of_backward(
     place: Place, options: dict[str, Any], rows_per_draw: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compiled graph keeps what eager backward computes of rows that share a draw: the same to the bit there."""
-    from jagged.ops.sampled_cross_entropy import op
+    from jagged.ops.sampled_cross_entropy import api
 
     rows = 40 if rows_per_draw == 20 else 5
     inputs, target = inputs_of(rows, 30, 16, dtype), targets_of(rows, 30, ignored=0.1)
     negatives = negatives_of("uniform", target, 9, 30, 3, rows_per_draw)
     results = []
     for limit in (16, 2**31) if rows_per_draw == 20 else (2**31, 1):
-        monkeypatch.setattr(op, "SHARED_ROWS", limit)
+        monkeypatch.setattr(api, "SHARED_ROWS", limit)
         results.append(run(place, inputs, target, negatives.given, **options))
     for other, expected in zip(*results, strict=True):
         tolerance = {"rtol": 0, "atol": 0} if rows_per_draw == 20 else {"rtol": 0.01, "atol": 1e-5}
@@ -291,7 +291,7 @@ def test_direction_of_forward_or_of_backward(
 @ON_TRITON
 @pytest.mark.parametrize(("items", "count"), [(1, 1), (5, 100), (1000, 50), (300, 1025), (50, 1024), (7, 33)])
 def test_offsets_of_sorted_keys(place: Place, items: int, count: int) -> None:
-    from jagged.ops.sampled_cross_entropy import backward
+    from jagged.ops.sampled_cross_entropy.triton import backward
 
     bounds = torch.arange(items + 1, dtype=torch.int32, device=place.device)
     # Some items have no entry, and `items` stands for entries that do not count.
@@ -305,7 +305,7 @@ def test_offsets_of_sorted_keys(place: Place, items: int, count: int) -> None:
 
 @ON_TRITON
 def test_division_by_multiplication() -> None:
-    from jagged.ops.sampled_cross_entropy.backward import division_by
+    from jagged.ops.sampled_cross_entropy.triton.backward import division_by
 
     for divisor in (1, 2, 3, 5, 7, 511, 1023, 1024, 25_600, 2**30 + 1, 2**31 - 1):
         factor, shift = division_by(divisor)
@@ -330,7 +330,7 @@ def test_memory_is_walked_in_pieces(place: Place, monkeypatch: pytest.MonkeyPatc
     sizes: list[dict[str, int]] = [{"CHUNK_BYTES": 1}, {"CHUNK_BYTES": 500}]
     module: Any = torch_impl
     if place.name != "cpu":
-        from jagged.ops.sampled_cross_entropy import backward as module
+        from jagged.ops.sampled_cross_entropy.triton import backward as module
 
         sizes = [{"CHUNK": 16}, {"CHUNK": 32, "ENTRY_BYTES_AT_MOST": 1}]
     for size in sizes:
@@ -534,7 +534,7 @@ def test_sparse_gradient_is_the_dense_one(
     negatives = negatives_of(kind, target, 5, items, 2, rows_per_draw)
     for is_small in (False, True):
         if is_small and place.backend == "triton":
-            from jagged.ops.sampled_cross_entropy import backward
+            from jagged.ops.sampled_cross_entropy.triton import backward
 
             # Rows are taken in ranges.
             monkeypatch.setattr(backward, "ENTRY_BYTES_AT_MOST", 1)
@@ -556,7 +556,7 @@ def test_sparse_gradient_is_the_dense_one(
 @pytest.mark.parametrize("items", [7, 500])
 def test_sparse_gradient_needs_no_table(place: Place, items: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges of rows share a gradient of all items, so there are none while the list of entries is smaller than that."""
-    from jagged.ops.sampled_cross_entropy import backward
+    from jagged.ops.sampled_cross_entropy.triton import backward
 
     ranges, sort = [], backward._sorted_entries
     monkeypatch.setattr(backward, "_sorted_entries", lambda *arguments: (ranges.append(1), sort(*arguments))[1])
@@ -693,7 +693,7 @@ def test_draws_reach_the_whole_catalogue(kind: str, items: int) -> None:
 @pytest.mark.parametrize("items", [7, 2**20 + 7, 2**31 - 1])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) -> None:
-    from jagged.ops.sampled_cross_entropy import backward, blocks, launch
+    from jagged.ops.sampled_cross_entropy.triton import backward, blocks, launch
 
     if kind == "popularity" and items > 2**21:
         pytest.skip("tables of 2^31 entries")
@@ -909,7 +909,7 @@ def test_no_synchronisation_and_graph_capture(place: Place, rows_per_draw: int |
 
 @ON_GPU
 def test_memory_has_a_bound(place: Place) -> None:
-    from jagged.ops.sampled_cross_entropy import backward
+    from jagged.ops.sampled_cross_entropy.triton import backward
 
     rows, items, width, count = 25_600, 100_000, 64, 1023
     hidden, weight = (x.requires_grad_() for x in inputs_of(rows, items, width, torch.bfloat16))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jagged.ops.sampled_cross_entropy.draws import KINDS
-from jagged.ops.sampled_cross_entropy.tiles import (
+from jagged.ops.sampled_cross_entropy.triton.configurations import (
     BLOCK_TILES,
     SHARED_ROWS,
     block_tile_of,
@@ -44,7 +44,7 @@ ALIGNED = ("hidden_stride", "weight_stride", "table_stride", "direction_stride")
 def tile_constants(
     kernel: str, width: int, dtype: torch.dtype, arch: int | str, rows_per_draw: int, *, is_plain: bool
 ) -> dict[str, Any]:
-    from jagged.ops.sampled_cross_entropy import backward, blocks, launch
+    from jagged.ops.sampled_cross_entropy.triton import backward, blocks, launch
 
     # PyTorch says of gfx942 that its capability is 9.4.
     capability = 9 if isinstance(arch, str) else arch // 10
@@ -79,7 +79,7 @@ def compile_one(
     rows_per_draw: int = 512,
 ) -> Resources:
     """Compile a kernel with its tile; `everything` with lists, weights, a filter where one is, and all gradients."""
-    from jagged.ops.sampled_cross_entropy import backward, blocks, forward
+    from jagged.ops.sampled_cross_entropy.triton import backward, blocks, forward
 
     name = f"sampled_{kernel_name.removesuffix('_of_sums')}_kernel"
     kernel = next(getattr(module, name) for module in (forward, blocks, backward) if hasattr(module, name))

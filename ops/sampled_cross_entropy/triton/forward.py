@@ -16,11 +16,18 @@ from torch import Tensor
 from jagged.ops._shared.device import exp_of_difference, load_tile, rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.sampled_cross_entropy.blocks import block_directions, block_results, draw_shared, prepare_rows
 from jagged.ops.sampled_cross_entropy.draws import Source
-from jagged.ops.sampled_cross_entropy.launch import VARYING, call_of, launch, shares_gathers
-from jagged.ops.sampled_cross_entropy.negatives import draw_for_row, load_target, log_expected, slope, softplus, store_results
-from jagged.ops.sampled_cross_entropy.tiles import row_tile_of
+from jagged.ops.sampled_cross_entropy.triton.blocks import block_directions, block_results, draw_shared, prepare_rows
+from jagged.ops.sampled_cross_entropy.triton.configurations import row_tile_of
+from jagged.ops.sampled_cross_entropy.triton.launch import VARYING, call_of, launch, shares_gathers
+from jagged.ops.sampled_cross_entropy.triton.negatives import (
+    draw_for_row,
+    load_target,
+    log_expected,
+    slope,
+    softplus,
+    store_results,
+)
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -12,7 +12,7 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, balanced_parts, float32_products, gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import Source, feistel_bits, log_uniform_scale
-from jagged.ops.sampled_cross_entropy.tiles import SHARED_ROWS, BlockTile
+from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS, BlockTile
 
 # Sizes and numbers that vary from call to call, of all kernels.
 VARYING = [

@@ -17,8 +17,9 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.sampled_cross_entropy.launch import VARYING, block_constants, launch, parts_of
-from jagged.ops.sampled_cross_entropy.negatives import (
+from jagged.ops.sampled_cross_entropy.triton.configurations import BlockTile, block_tile_of
+from jagged.ops.sampled_cross_entropy.triton.launch import VARYING, block_constants, launch, parts_of
+from jagged.ops.sampled_cross_entropy.triton.negatives import (
     LOG2_E,
     counted,
     draw_items,
@@ -29,7 +30,6 @@ from jagged.ops.sampled_cross_entropy.negatives import (
     softplus,
     store_results,
 )
-from jagged.ops.sampled_cross_entropy.tiles import BlockTile, block_tile_of
 
 # From this number of rows that share a draw on, its items' weights are copied side by side before they are multiplied.
 GATHERED_ROWS = 1024

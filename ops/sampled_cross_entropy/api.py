@@ -21,7 +21,7 @@ from jagged.ops._shared.validation import (
 )
 from jagged.ops.sampled_cross_entropy import torch_impl
 from jagged.ops.sampled_cross_entropy.draws import Draw, Source, item_log_probability, source_of
-from jagged.ops.sampled_cross_entropy.tiles import SHARED_ROWS
+from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS
 
 Loss = Literal["softmax", "refined", "bce", "gbce"]
 Correction = Literal["none", "negatives", "both"]
@@ -72,7 +72,7 @@ _forward = define_operator(
     "bool with_direction, str backend) "
     "-> (Tensor loss, Tensor lse, Tensor statistic, Tensor share, Tensor pull, Tensor direction)",
     torch_impl=torch_impl.sampled_linear_cross_entropy_forward,
-    triton_impl="jagged.ops.sampled_cross_entropy.forward:sampled_linear_cross_entropy_forward",
+    triton_impl="jagged.ops.sampled_cross_entropy.triton.forward:sampled_linear_cross_entropy_forward",
     fake=_forward_fake,
 )
 
@@ -83,7 +83,7 @@ _backward = define_operator(
     f"{_DRAWS}, float scale, int ignore_index, float? filter_eps, ScalarType? hidden_grad_dtype, "
     "ScalarType? weight_grad_dtype, SymInt? num_touched, str backend) -> (Tensor, Tensor, Tensor)",
     torch_impl=torch_impl.sampled_linear_cross_entropy_backward,
-    triton_impl="jagged.ops.sampled_cross_entropy.backward:sampled_linear_cross_entropy_backward",
+    triton_impl="jagged.ops.sampled_cross_entropy.triton.backward:sampled_linear_cross_entropy_backward",
     fake=_backward_fake,
 )
 

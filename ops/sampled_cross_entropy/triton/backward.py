@@ -20,13 +20,13 @@ from torch import Tensor
 from jagged.ops._shared.device import WAYS, find_tile, load_segment, load_tile, rounded_product
 from jagged.ops._shared.matrices import inverse_scale_of
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.sampled_cross_entropy.blocks import block_directions, block_sums, draw_shared, prepare_rows, rows_of_parts
 from jagged.ops.sampled_cross_entropy.draws import Source
-from jagged.ops.sampled_cross_entropy.forward import launch_rows
-from jagged.ops.sampled_cross_entropy.launch import VARYING, call_of, launch, shares_gathers
-from jagged.ops.sampled_cross_entropy.negatives import draw_for_row, load_target, log_expected, rows_of_unit, slope
-from jagged.ops.sampled_cross_entropy.tiles import item_tile_of
 from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
+from jagged.ops.sampled_cross_entropy.triton.blocks import block_directions, block_sums, draw_shared, prepare_rows, rows_of_parts
+from jagged.ops.sampled_cross_entropy.triton.configurations import item_tile_of
+from jagged.ops.sampled_cross_entropy.triton.forward import launch_rows
+from jagged.ops.sampled_cross_entropy.triton.launch import VARYING, call_of, launch, shares_gathers
+from jagged.ops.sampled_cross_entropy.triton.negatives import draw_for_row, load_target, log_expected, rows_of_unit, slope
 
 # Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
 # it meets, so few ranges are worth memory.
