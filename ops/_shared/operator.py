@@ -155,7 +155,7 @@ class Operator(Generic[In, Op, Out]):
                 results = self._function.apply(*_spread(x), *o, backend, cast)
             return rules.outputs(*(results if isinstance(results, tuple) else (results,)))
         if cast is not None:
-            x = _cast(x, cast, rules.autocast)
+            x = _cast(x, o, cast, rules)
         if is_short and not wants_grad:
             return rules.run(first, backend, x, o)  # type: ignore[no-any-return]
         # An input without a gradient here may require one; no graph is made of what is done with it.
@@ -187,7 +187,7 @@ class _Rules(NamedTuple):
     fields: tuple[str, ...]  # of inputs, then of outputs
     differentiable: tuple[str, ...]
     places: tuple[int, ...]  # of the differentiable among the inputs
-    autocast: tuple[str, ...]
+    autocast: tuple[str, ...] | Callable[[Any], Iterable[str]]
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
     is_saved: tuple[bool, ...] | None  # of each field; None where that follows the options
     unchecked: tuple[str, ...]
@@ -215,7 +215,7 @@ def operator(
     is_first_order: bool | None = None,
     saved: Iterable[str] | Callable[[Op], Iterable[str]] | None = None,
     unchecked: Iterable[str] = (),
-    autocast: Iterable[str] = (),
+    autocast: Iterable[str] | Callable[[Op], Iterable[str]] = (),
     mutates: Iterable[str] = (),
     title: str | Callable[[Op], str] | None = None,
     gradient_shapes: Callable[..., Gradients] | None = None,
@@ -240,7 +240,8 @@ def operator(
         saved: names of inputs and outputs that the gradient reads, or a function of the options that gives them; None: all. In a
             `gradient` the others are `Absent`, in a backward None.
         unchecked: names of saved inputs that may have changed in place when the gradient reads them.
-        autocast: names of inputs that are cast to autocast's dtype. Gradients come back in the inputs' own dtypes.
+        autocast: names of inputs that are cast to autocast's dtype, or a function of the options that gives them. Gradients come
+            back in the inputs' own dtypes.
         mutates: names of inputs that are changed in place.
         title: what messages call the operator, or a function of the options that gives it; None: its name.
         gradient_shapes: `(grads, x, out, o, wanted) -> {name: tensor}`, of a backward whose gradients have other shapes than
@@ -260,8 +261,9 @@ def operator(
     has_backward = backwards[0] is not None
     if has_backward != (backwards[1] is not None) or (has_backward and gradient is not None):
         raise TypeError(f"{name}: expected a backward of both backends, or a gradient made of operators, or neither")
-    if shared := set(inputs._fields) & set(outputs._fields):  # type: ignore[attr-defined]
-        raise TypeError(f"{name}: expected other names for outputs than for inputs, got {sorted(shared)} in both")
+    every = [field.name for field in (*of_inputs, *of_options, *of_outputs)]
+    if shared := {field for field in every if every.count(field) > 1}:
+        raise TypeError(f"{name}: expected other names for outputs than for inputs and options, got {sorted(shared)} twice")
     names: tuple[str, ...] = inputs._fields + outputs._fields  # type: ignore[attr-defined]
     is_saved = None
     if not callable(saved):
@@ -310,7 +312,7 @@ def operator(
         fields=names,
         differentiable=differentiable,
         places=tuple(place for place, field in enumerate(of_inputs) if field.is_differentiable),
-        autocast=tuple(autocast),
+        autocast=autocast if callable(autocast) else tuple(autocast),
         saved=saved,
         is_saved=is_saved,
         unchecked=unchecked,
@@ -436,7 +438,7 @@ def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
         x, o, first, backend, cast = call
         ctx.set_materialize_grads(False)
         if cast is not None:
-            x = _cast(x, cast, rules.autocast)
+            x = _cast(x, o, cast, rules)
         out = rules.run(first, backend, x, o)
         _keep(ctx, rules, x, o, out, backend, [None if tensor is None else tensor.dtype for tensor in tensors])
         return out[0] if len(out) == 1 else tuple(out)
@@ -461,14 +463,14 @@ def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Functi
 
     def forward(*flat: Any) -> Any:
         x, o, backend, cast = unpacked(flat)
-        return rules.dispatched(*_cast(x, cast, rules.autocast), *o, backend)
+        return rules.dispatched(*_cast(x, o, cast, rules), *o, backend)
 
     def setup_context(ctx: Any, flat: tuple[Any, ...], output: Any) -> None:
         x, o, backend, cast = unpacked(flat)
         ctx.set_materialize_grads(False)
         dtypes = [None if tensor is None else tensor.dtype for tensor in _differentiable_of(x, rules)]
         out = rules.outputs(*(output if isinstance(output, (tuple, list)) else (output,)))
-        _keep(ctx, rules, _cast(x, cast, rules.autocast), o, out, backend, dtypes)
+        _keep(ctx, rules, _cast(x, o, cast, rules), o, out, backend, dtypes)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         many = len(ctx.needs_input_grad) - fixed - num_options - 2
@@ -533,9 +535,11 @@ def _gradients(
         names = tuple([name for name in names for _ in _each(getattr(x, name))])
     wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
     is_differentiated = torch.is_grad_enabled()
-    if is_direct and rules.run_backward is not None and not is_differentiated and rules.finish is None:
+    if is_direct and rules.run_backward is not None and not is_differentiated:
         # As below, without what costs the host time.
         found = rules.run_backward(given[0], backend, rules.outputs(*grads), x, out, o, wanted)
+        if rules.finish is not None:
+            found = rules.finish(found, x, o, wanted)
         return [_in(found[name], dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
         found = _composed(rules, grads, x, out, o, wanted, backend)
@@ -624,10 +628,11 @@ def _returned(results: Any) -> Any:
     return results[0] if len(results) == 1 else tuple(results) if results else None
 
 
-def _cast(x: Any, dtype: torch.dtype | None, names: tuple[str, ...]) -> Any:
-    """Return inputs with the named ones in autocast's dtype, which leaves float64 and integers as they are."""
+def _cast(x: Any, o: Any, dtype: torch.dtype | None, rules: _Rules) -> Any:
+    """Return inputs with those that autocast casts in its dtype, which leaves float64 and integers as they are."""
     if dtype is None:
         return x
+    names = rules.autocast(o) if callable(rules.autocast) else rules.autocast
     return x._replace(**{name: _to(getattr(x, name), dtype) for name in names})
 
 

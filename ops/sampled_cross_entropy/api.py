@@ -2,227 +2,61 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.autograd import first_order
-from jagged.ops._shared.registration import define_operator, resolve_backend
-from jagged.ops._shared.sizes import cdiv
-from jagged.ops._shared.validation import (
-    FLOATS,
-    check_offsets,
-    check_tensor,
-    compute_dtype_of,
-    validate_ids,
-    validation_is_on,
+from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.validation import validate_ids, validation_is_on
+from jagged.ops.sampled_cross_entropy.checks import check_exclude, check_options, check_tensors, gbce_weight, source_of_negatives
+from jagged.ops.sampled_cross_entropy.draws import Draw, target_correction_of
+from jagged.ops.sampled_cross_entropy.spec import (
+    SAMPLED_LINEAR_CROSS_ENTROPY,
+    Correction,
+    Inputs,
+    Loss,
+    Options,
+    Positive,
+    Reduction,
+    loss_dtype,
 )
-from jagged.ops.sampled_cross_entropy import torch_impl
-from jagged.ops.sampled_cross_entropy.draws import Draw, Source, item_log_probability, source_of
 from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS
 
-Loss = Literal["softmax", "refined", "bce", "gbce"]
-Correction = Literal["none", "negatives", "both"]
-Positive = Literal["inside", "outside"]
-Reduction = Literal["mean", "sum", "none"]
 
-IDS = (torch.int64, torch.int32)
+class _Options(TypedDict, total=False):
+    """Options of `sampled_linear_cross_entropy`, but for the one that its result's type depends on."""
 
-
-class Settings(NamedTuple):
-    """The options of one call, as the operators take them."""
-
-    loss: str
-    is_corrected: bool
-    is_inside: bool
+    negative_log_q: Tensor | None
+    target_log_q: Tensor | None
+    exclude: tuple[Tensor, Tensor] | None
+    loss: Loss
+    correction: Correction
+    positive: Positive
     mask_hits: bool
     renormalise: bool
+    gbce_t: float
     scale: float
-    positive_weight: float
     ignore_index: int
+    sample_weight: Tensor | None
+    reduction: Reduction
     filter_eps: float | None
-
-
-def _forward_fake(hidden: Tensor, weight: Tensor, target: Tensor, *others: Any) -> tuple[Tensor, ...]:
-    *_, with_direction, _ = others
-    dtype = torch_impl.loss_dtype(hidden.dtype)
-    rows = [hidden.new_empty(target.shape, dtype=dtype) for _ in range(5)]
-    return *rows, hidden.new_empty(hidden.shape if with_direction else 0, dtype=dtype)
-
-
-def _backward_fake(
-    grad_loss: Tensor, grad_lse: Tensor | None, hidden: Tensor, weight: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    *_, hidden_grad_dtype, weight_grad_dtype, num_touched, _ = others
-    grad_hidden = hidden.new_empty(hidden.shape if hidden_grad_dtype else 0, dtype=hidden_grad_dtype)
-    num_grads = weight.shape[0] if num_touched is None else num_touched
-    grad_weight = hidden.new_empty((num_grads, weight.shape[1]) if weight_grad_dtype else 0, dtype=weight_grad_dtype)
-    return grad_hidden, grad_weight, hidden.new_empty(num_touched if weight_grad_dtype and num_touched else 0, dtype=torch.int64)
-
-
-_SOURCE = "Tensor? ids, Tensor? log_q, Tensor? probability, Tensor? seed"
-_DRAWS = "str kind, SymInt count, SymInt rows_per_draw, str loss, bool is_corrected, bool is_inside, bool mask_hits"
-
-_forward = define_operator(
-    "sampled_linear_cross_entropy",
-    f"(Tensor hidden, Tensor weight, Tensor target, {_SOURCE}, Tensor? target_correction, Tensor? excluded, "
-    f"Tensor? exclude_offsets, {_DRAWS}, bool renormalise, float scale, float positive_weight, int ignore_index, "
-    "bool with_direction, str backend) "
-    "-> (Tensor loss, Tensor lse, Tensor statistic, Tensor share, Tensor pull, Tensor direction)",
-    torch_impl=torch_impl.sampled_linear_cross_entropy_forward,
-    triton_impl="jagged.ops.sampled_cross_entropy.triton.forward:sampled_linear_cross_entropy_forward",
-    fake=_forward_fake,
-)
-
-_backward = define_operator(
-    "sampled_linear_cross_entropy_backward",
-    f"(Tensor grad_loss, Tensor? grad_lse, Tensor hidden, Tensor weight, Tensor target, {_SOURCE}, Tensor? excluded, "
-    "Tensor? exclude_offsets, Tensor statistic, Tensor share, Tensor pull, Tensor direction, Tensor? sample_weight, "
-    f"{_DRAWS}, float scale, int ignore_index, float? filter_eps, ScalarType? hidden_grad_dtype, "
-    "ScalarType? weight_grad_dtype, SymInt? num_touched, str backend) -> (Tensor, Tensor, Tensor)",
-    torch_impl=torch_impl.sampled_linear_cross_entropy_backward,
-    triton_impl="jagged.ops.sampled_cross_entropy.triton.backward:sampled_linear_cross_entropy_backward",
-    fake=_backward_fake,
-)
-
-
-class SampledLinearCrossEntropyFunction(torch.autograd.Function):
-    """Casts, the operator, weights of rows and the reduction, and their gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        target: Tensor,
-        ids: Tensor | None,
-        log_q: Tensor | None,
-        probability: Tensor | None,
-        seed: Tensor | None,
-        target_correction: Tensor | None,
-        excluded: Tensor | None,
-        exclude_offsets: Tensor | None,
-        sample_weight: Tensor | None,
-        draws: tuple[str, int, int],
-        settings: Settings,
-        reduction: Reduction,
-        return_lse: bool,
-        sparse: bool,
-        compute_dtype: torch.dtype,
-        backend: str,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        ctx.grad_dtypes = hidden.dtype, weight.dtype
-        ctx.draws, ctx.settings, ctx.backend = draws, settings, backend
-        num_draws = cdiv(hidden.shape[0], draws[2])
-        # No more items than negatives and targets.
-        ctx.num_touched = min(weight.shape[0], num_draws * draws[1] + hidden.shape[0]) if sparse else None
-        hidden = hidden.to(compute_dtype)
-        if not sparse:
-            # A copy of the whole table; without it kernels convert the rows that they gather.
-            weight = weight.to(compute_dtype)
-        source = ids, log_q, probability, seed
-        # With a filter the direction depends on the finished statistic; backward computes it then. So it does where rows share a
-        # draw, for which the kernels' way through the finished statistic is the shorter one. A compiled graph, which serves
-        # every number of rows, keeps the direction.
-        shares = backend == "triton" and not torch.compiler.is_compiling() and draws[2] >= SHARED_ROWS
-        with_direction = ctx.needs_input_grad[0] and settings.filter_eps is None and not shares
-        loss, lse, *saved = _forward(
-            hidden, weight, target, *source, target_correction, excluded, exclude_offsets, *draws, *settings[:-1],
-            with_direction, backend,
-        )  # fmt: skip
-        normaliser = None
-        if sample_weight is not None:
-            sample_weight = torch.where(target != settings.ignore_index, sample_weight, 0).to(loss.dtype)
-            loss = loss * sample_weight
-        if reduction != "none":
-            loss = loss.sum()
-        if reduction == "mean":
-            weights = target != settings.ignore_index if sample_weight is None else sample_weight
-            normaliser = weights.sum(dtype=loss.dtype)
-            # No counted row gives 0 / 1: a step on an empty batch is no step, rather than a NaN in every weight.
-            normaliser = normaliser.clamp_(min=1) if sample_weight is None else normaliser.masked_fill_(normaliser == 0, 1)
-            loss = loss / normaliser
-        ctx.save_for_backward(hidden, weight, target, *source, excluded, exclude_offsets, *saved, sample_weight, normaliser)
-        return (loss, lse) if return_lse else loss
-
-    @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, grad_lse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        *tensors, sample_weight, normaliser = ctx.saved_tensors
-        target, statistic = tensors[2], tensors[9]
-        settings: Settings = ctx.settings
-        if normaliser is not None:
-            grad_loss = grad_loss / normaliser
-        grad_loss = grad_loss.expand(target.shape).to(statistic.dtype)
-        if sample_weight is not None:
-            grad_loss = grad_loss * sample_weight
-        wanted = [dtype if need else None for dtype, need in zip(ctx.grad_dtypes, ctx.needs_input_grad, strict=False)]
-        is_inside = settings.is_inside and settings.loss == "softmax"
-        grads = _backward(
-            grad_loss, grad_lse, *tensors, sample_weight, *ctx.draws, settings.loss, settings.is_corrected, is_inside,
-            settings.mask_hits, settings.scale, settings.ignore_index, settings.filter_eps, *wanted, ctx.num_touched,
-            ctx.backend,
-        )  # fmt: skip
-        grad_hidden, grad_weight = first_order("sampled_linear_cross_entropy", grads[:2])
-        if wanted[1] and ctx.num_touched is not None:
-            # Not coalesced: places that no item needs repeat one, with zeros.
-            grad_weight = torch.sparse_coo_tensor(grads[2][None], grad_weight, tensors[1].shape, check_invariants=False)
-        return grad_hidden if wanted[0] else None, grad_weight if wanted[1] else None, *(None,) * 16
+    sparse: bool
+    backend: str | None
 
 
 @overload
 def sampled_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    negatives: Tensor | Draw,
-    *,
-    negative_log_q: Tensor | None = ...,
-    target_log_q: Tensor | None = ...,
-    exclude: tuple[Tensor, Tensor] | None = ...,
-    loss: Loss = ...,
-    correction: Correction = ...,
-    positive: Positive = ...,
-    mask_hits: bool = ...,
-    renormalise: bool = ...,
-    gbce_t: float = ...,
-    scale: float = ...,
-    ignore_index: int = ...,
-    sample_weight: Tensor | None = ...,
-    reduction: Reduction = ...,
-    filter_eps: float | None = ...,
-    sparse: bool = ...,
-    return_lse: Literal[False] = ...,
-    backend: str | None = ...,
-) -> Tensor: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, negatives: Tensor | Draw, *, return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def sampled_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    negatives: Tensor | Draw,
-    *,
-    negative_log_q: Tensor | None = ...,
-    target_log_q: Tensor | None = ...,
-    exclude: tuple[Tensor, Tensor] | None = ...,
-    loss: Loss = ...,
-    correction: Correction = ...,
-    positive: Positive = ...,
-    mask_hits: bool = ...,
-    renormalise: bool = ...,
-    gbce_t: float = ...,
-    scale: float = ...,
-    ignore_index: int = ...,
-    sample_weight: Tensor | None = ...,
-    reduction: Reduction = ...,
-    filter_eps: float | None = ...,
-    sparse: bool = ...,
-    return_lse: Literal[True],
-    backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    hidden: Tensor, weight: Tensor, target: Tensor, negatives: Tensor | Draw, *, return_lse: Literal[False] = ...,
+    **options: Unpack[_Options],
+) -> Tensor: ...  # fmt: skip
 
 
 def sampled_linear_cross_entropy(
@@ -331,182 +165,61 @@ def sampled_linear_cross_entropy(
         >>> hidden.grad[2].count_nonzero()
         tensor(0)
     """
-    _check_tensors(hidden, weight, target)
-    _check_options(loss, correction, positive, renormalise, reduction, filter_eps, return_lse)
-    compute_dtype = compute_dtype_of(hidden, weight)
-    (num_rows, _), num_items = hidden.shape, weight.shape[0]
-    if isinstance(negatives, Draw):
-        for name, given in (("negative_log_q", negative_log_q), ("target_log_q", target_log_q)):
-            if given is not None:
-                raise ValueError(f"{name}: a Draw knows its probabilities, got a tensor beside it; leave it out")
-        source = source_of(negatives, num_rows, num_items, hidden.device)
-    else:
-        source = _given_source(negatives, negative_log_q, num_rows, hidden)
-    for name, tensor in (("target_log_q", target_log_q), ("sample_weight", sample_weight)):
-        if tensor is not None:
-            _check_rows(name, tensor, num_rows, hidden)
-    if negative_log_q is not None and correction == "none":
-        raise ValueError("negative_log_q: is not used with correction='none'; leave it out, or correct with it")
-    if target_log_q is not None and correction != "both":
-        raise ValueError(f"target_log_q: is used with correction='both' alone, got correction={correction!r}; leave it out")
-    excluded, exclude_offsets = _check_exclude(exclude, num_rows, hidden)
+    check_tensors(hidden, weight, target)
+    check_options(loss, correction, positive, renormalise, reduction, filter_eps, return_lse)
+    num_items = weight.shape[0]
+    source = source_of_negatives(hidden, weight, negatives, correction, negative_log_q, target_log_q, sample_weight)
+    excluded, exclude_offsets = check_exclude(exclude, hidden)
     if validation_is_on(target):
         validate_ids(target, num_items, name="target", ignore_index=ignore_index)
         if isinstance(negatives, Tensor):
             validate_ids(negatives, num_items, name="negatives", ignore_index=-1)
         if excluded is not None:
             validate_ids(excluded, num_items, name="exclude[0]")
+    positive_weight = gbce_weight(source.num_negatives, num_items, gbce_t) if loss == "gbce" else 1.0
+    chosen, dtype = resolve_backend(backend, hidden), loss_dtype(hidden.dtype)
     target_correction = None
     if correction == "both":
-        target_correction = _target_correction(source, target, target_log_q, num_items, torch_impl.loss_dtype(compute_dtype))
-    settings = Settings(
-        "bce" if loss == "gbce" else loss,
-        correction != "none",
-        positive == "inside" and loss == "softmax",
-        mask_hits,
-        renormalise,
-        float(scale),
-        _gbce_beta(source.num_negatives, num_items, gbce_t) if loss == "gbce" else 1.0,
-        ignore_index,
-        filter_eps,
-    )
-    return SampledLinearCrossEntropyFunction.apply(  # type: ignore[no-any-return,no-untyped-call]
-        hidden, weight, target, *source[:4], target_correction, excluded, exclude_offsets, sample_weight, source[4:], settings,
-        reduction, return_lse, sparse, compute_dtype, resolve_backend(backend, hidden),
+        target_correction = target_correction_of(source, target, target_log_q, num_items, dtype)
+    if sample_weight is not None:
+        sample_weight = torch.where(target != ignore_index, sample_weight, 0).to(dtype)
+    # With a filter the direction depends on the finished statistic; backward computes it then. So it does where rows share a
+    # draw, for which the kernels' way through the finished statistic is the shorter one. A compiled graph, which serves every
+    # number of rows, keeps the direction.
+    shares = chosen == "triton" and not torch.compiler.is_compiling() and source.rows_per_draw >= SHARED_ROWS
+    x = Inputs(
+        hidden, weight, target, *source[:4], target_correction, excluded, exclude_offsets,
+        None if filter_eps is None else sample_weight,
     )  # fmt: skip
+    options = Options(
+        *source[4:],
+        loss="bce" if loss == "gbce" else loss,
+        is_corrected=correction != "none",
+        is_inside=positive == "inside" and loss == "softmax",
+        mask_hits=mask_hits,
+        renormalise=renormalise,
+        scale=float(scale),
+        positive_weight=positive_weight,
+        ignore_index=ignore_index,
+        filter_eps=filter_eps,
+        is_sparse=sparse,
+        with_direction=hidden.requires_grad and torch.is_grad_enabled() and filter_eps is None and not shares,
+    )
+    out = SAMPLED_LINEAR_CROSS_ENTROPY(x, options, backend)
+    reduced = _reduced(out.losses, target, ignore_index, sample_weight, reduction)
+    return (reduced, out.lse) if return_lse else reduced
 
 
-def _gbce_beta(count: int, num_items: int, t: float) -> float:
-    if not 0 <= t <= 1:
-        raise ValueError(f"gbce_t: expected a number from 0 to 1, got {t}")
-    if num_items < 2:
-        raise ValueError("weight: gbce expects at least two items, got one")
-    alpha = count / (num_items - 1)
-    return alpha * (t * (1 - 1 / alpha) + 1 / alpha)
-
-
-def _target_correction(source: Source, target: Tensor, target_log_q: Tensor | None, num_items: int, dtype: torch.dtype) -> Tensor:
-    if source.kind == "given" and target_log_q is not None:
-        return target_log_q.to(dtype) + _log_count(source, target, dtype)
-    if source.kind == "given":
-        return (_log_count(source, target, dtype) - math.log(num_items)).expand(target.shape).contiguous()
-    inside = target.to(torch.int64).clamp(0, num_items - 1)
-    return item_log_probability(source, inside, num_items, dtype) + math.log(source.num_negatives)
-
-
-def _log_count(source: Source, target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return log(ns): by PyTorch, since of given negatives ns may be a variable of a compiled model."""
-    return target.new_full((1,), source.num_negatives, dtype=dtype).log_()
-
-
-def _given_source(negatives: Tensor, log_q: Tensor | None, num_rows: int, hidden: Tensor) -> Source:
-    if not isinstance(negatives, Tensor):
-        raise TypeError(f"negatives: expected a Draw or a tensor of ids, got {type(negatives).__name__}")
-    if negatives.dim() not in (1, 2):
-        raise ValueError(f"negatives: expected shape [N, ns], [G, ns] or [ns], got {list(negatives.shape)}")
-    check_tensor("negatives", negatives, "[*]", IDS)
-    if negatives.shape[-1] == 0:
-        raise ValueError(f"negatives: expected at least one negative, got shape {list(negatives.shape)}")
-    _check_device("negatives", negatives, hidden)
-    if log_q is not None:
-        check_tensor("negative_log_q", log_q, "[*]", (torch.float32, torch.float64))
-        if log_q.shape != negatives.shape:
-            raise ValueError(f"negative_log_q: expected the shape of negatives, {list(negatives.shape)}, got {list(log_q.shape)}")
-        _check_device("negative_log_q", log_q, hidden)
-        _check_constant("negative_log_q", log_q)
-    if negatives.dim() == 1:
-        negatives, log_q = negatives[None], None if log_q is None else log_q[None]
-        return Source(negatives, log_q, None, None, "given", negatives.shape[1], max(1, num_rows))
-    groups = negatives.shape[0]
-    if num_rows and not 0 < groups <= num_rows:
-        raise ValueError(f"negatives: expected from 1 to {num_rows} blocks of rows, got shape {list(negatives.shape)}")
-    rows_per_draw = cdiv(num_rows, groups) if num_rows else 1
-    return Source(negatives, log_q, None, None, "given", negatives.shape[1], rows_per_draw)
-
-
-def _check_tensors(hidden: Tensor, weight: Tensor, target: Tensor) -> None:
-    check_tensor("hidden", hidden, "[N, D]", FLOATS)
-    check_tensor("weight", weight, "[V, D]", FLOATS)
-    check_tensor("target", target, "[N]", IDS)
-    if weight.shape[1] != hidden.shape[1]:
-        raise ValueError(
-            f"weight: expected shape [V, {hidden.shape[1]}], as wide as hidden {list(hidden.shape)}, got {list(weight.shape)}"
-        )
-    if weight.shape[0] == 0:
-        raise ValueError("weight: expected at least one item, got shape " + str(list(weight.shape)))
-    if weight.shape[0] >= 2**31:
-        raise ValueError(f"weight: expected fewer than 2^31 items, got {weight.shape[0]}; split the catalogue")
-    if target.shape[0] != hidden.shape[0]:
-        raise ValueError(
-            f"target: expected shape [{hidden.shape[0]}], one item per row of hidden {list(hidden.shape)}, "
-            f"got {list(target.shape)}"
-        )
-    _check_device("weight", weight, hidden)
-    _check_device("target", target, hidden)
-
-
-def _check_options(
-    loss: str, correction: str, positive: str, renormalise: bool, reduction: str, filter_eps: float | None, return_lse: bool
-) -> None:
-    choices = {
-        "loss": (loss, ("softmax", "refined", "bce", "gbce")),
-        "correction": (correction, ("none", "negatives", "both")),
-        "positive": (positive, ("inside", "outside")),
-        "reduction": (reduction, ("mean", "sum", "none")),
-    }
-    for name, (got, expected) in choices.items():
-        if got not in expected:
-            raise ValueError(f"{name}: got {got!r}, expected {', '.join(map(repr, expected[:-1]))} or {expected[-1]!r}")
-    if filter_eps is not None and not filter_eps >= 0:
-        raise ValueError(f"filter_eps: expected a number of at least 0, or None to keep all negatives, got {filter_eps}")
-    if loss == "refined" and correction != "negatives":
-        raise ValueError(
-            f"correction: loss='refined' corrects the negatives alone, got {correction!r}; pass correction='negatives'"
-        )
-    if loss in ("bce", "gbce"):
-        used = {
-            "correction": correction != "none",
-            "positive": positive != "inside",
-            "renormalise": renormalise,
-            "filter_eps": filter_eps is not None,
-            "return_lse": return_lse,
-        }
-        for name, is_used in used.items():
-            if is_used:
-                raise ValueError(f"{name}: loss={loss!r} has no softmax that it could apply to; leave it out")
-
-
-def _check_exclude(
-    exclude: tuple[Tensor, Tensor] | None, num_rows: int, hidden: Tensor
-) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    if exclude is None:
-        return None, None
-    if not isinstance(exclude, tuple) or len(exclude) != 2:
-        raise TypeError(f"exclude: expected a pair (ids [M], offsets [N + 1]), got {type(exclude).__name__}")
-    excluded, offsets = exclude
-    check_tensor("exclude[0]", excluded, "[M]", IDS)
-    _check_device("exclude[0]", excluded, hidden)
-    check_offsets(offsets, hidden, "exclude[1]", excluded.shape[0])
-    if offsets.shape[0] != num_rows + 1:
-        raise ValueError(
-            f"exclude[1]: expected shape [{num_rows + 1}], offsets of a list for each row of hidden, got {list(offsets.shape)}"
-        )
-    return excluded, offsets
-
-
-def _check_rows(name: str, tensor: Tensor, num_rows: int, hidden: Tensor) -> None:
-    check_tensor(name, tensor, "[N]", FLOATS)
-    if tensor.shape[0] != num_rows:
-        raise ValueError(f"{name}: expected shape [{num_rows}], one number per row of hidden, got {list(tensor.shape)}")
-    _check_device(name, tensor, hidden)
-    _check_constant(name, tensor)
-
-
-def _check_device(name: str, tensor: Tensor, hidden: Tensor) -> None:
-    if tensor.device != hidden.device:
-        raise ValueError(f"{name}: expected the device of hidden, {hidden.device}, got {tensor.device}; move one of them")
-
-
-def _check_constant(name: str, tensor: Tensor) -> None:
-    if tensor.requires_grad:
-        raise ValueError(f"{name}: has no gradient here, got a tensor that requires one; pass it with .detach()")
+def _reduced(loss: Tensor, target: Tensor, ignore_index: int, sample_weight: Tensor | None, reduction: Reduction) -> Tensor:
+    """Return the sum or the mean of losses times their rows' weights, or these themselves."""
+    if sample_weight is not None:
+        loss = loss * sample_weight
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    weights = target != ignore_index if sample_weight is None else sample_weight
+    normaliser = weights.sum(dtype=loss.dtype)
+    # No counted row gives 0 / 1: a step on an empty batch is no step, rather than a NaN in every weight.
+    return total / (normaliser.clamp_(min=1) if sample_weight is None else normaliser.masked_fill_(normaliser == 0, 1))

@@ -135,6 +135,11 @@ def test_autocast_casts_inside_and_gradients_come_back_in_the_inputs_dtypes() ->
         got.sums.sum().backward()
     assert values.grad is not None
     assert values.grad.dtype == torch.float32
+    # Which inputs are cast may follow the options.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        uncast = SEGMENT_SUM(Inputs(values, OFFSETS, None), Options(limit=1)).sums
+        compiled = torch.compile(lambda v: SEGMENT_SUM(Inputs(v, OFFSETS, None), Options(limit=1)).sums, backend="eager")(values)
+    assert (uncast.dtype, compiled.dtype) == (torch.float32, torch.float32)
     # An operator that is not cast keeps float32 for all that it does.
     parts = _values(2, 2, 3, dtype=torch.float32), _values(3, 4, 3, dtype=torch.float32), _values(4, 3, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -201,7 +206,7 @@ def test_meta_tensors_give_shapes() -> None:
     assert torch.autograd.grad(output.sum(), values)[0].shape == (5, 3)
 
 
-@pytest.mark.parametrize("change", ["type", "names", "half"])
+@pytest.mark.parametrize("change", ["type", "names", "option", "half"])
 def test_a_declaration_that_cannot_be_is_refused(change: str) -> None:
     class Wrong(typing.NamedTuple):
         values: Differentiable
@@ -210,16 +215,18 @@ def test_a_declaration_that_cannot_be_is_refused(change: str) -> None:
     class Same(typing.NamedTuple):
         values: Tensor
 
-    cases: dict[str, tuple[Any, Any, str, str]] = {
-        "type": (Wrong, examples.Joined, "m:f", "m:f"),
-        "names": (Parts, Same, "m:f", "m:f"),
-        "half": (Parts, examples.Joined, "m:f,b", "m:f"),
+    class Joined(typing.NamedTuple):
+        joined: bool
+
+    cases: dict[str, tuple[Any, Any, Any, str, str]] = {
+        "type": (Wrong, NoOptions, examples.Joined, "m:f", "m:f"),
+        "names": (Same, NoOptions, Same, "m:f", "m:f"),
+        "option": (Parts, Joined, examples.Joined, "m:f", "m:f"),
+        "half": (Parts, NoOptions, examples.Joined, "m:f,b", "m:f"),
     }
-    inputs, outputs, of_torch, of_triton = cases[change]
-    if change == "names":
-        inputs = Same
+    inputs, options, outputs, of_torch, of_triton = cases[change]
     with pytest.raises(TypeError):
-        operator("example_wrong", inputs, NoOptions, outputs, shapes=lambda x, o: o, torch=of_torch, triton=of_triton)
+        operator("example_wrong", inputs, options, outputs, shapes=lambda x, o: o, torch=of_torch, triton=of_triton)
 
 
 @pytest.mark.parametrize("name", PACKAGE)
