@@ -47,6 +47,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from jagged.ops._shared.registration import resolve_backend
@@ -141,6 +142,8 @@ class Operator(Generic[In, Op, Out]):
             if kind is not Tensor and kind is not Parameter:
                 is_plain = False
         assert first is not None
+        if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+            _refuse_tangents(x, o, rules)
         backend = resolve_backend(backend, first, float64_on_triton=self.float64_on_triton)
         cast = _autocast_dtype(device.type) if rules.autocast else None
         if wants_grad:
@@ -565,10 +568,9 @@ def _gradients(
     converted = [_in(gradient, dtype) if need else None for gradient, need, dtype in zip(flat, needs, dtypes, strict=True)]
     # A compiled backward is refused a second derivative by the compiler itself.
     if rules.is_first_order and is_differentiated and not torch.compiler.is_compiling():
-        title = rules.title if isinstance(rules.title, str) else rules.title(o)
         handed = [gradient for gradient in converted if gradient is not None]
         sources = [tensor for tensor in _differentiable_of(x, rules) if isinstance(tensor, Tensor) and tensor.requires_grad]
-        guarded = iter(_FirstOrder.apply(title, len(handed), *handed, *given, *sources))
+        guarded = iter(_FirstOrder.apply(_title(rules, o), len(handed), *handed, *given, *sources))
         converted = [None if gradient is None else next(guarded) for gradient in converted]
     return converted
 
@@ -660,6 +662,17 @@ def _differentiable_of(x: Any, rules: _Rules) -> list[Tensor | None]:
     if rules.is_many:
         return [tensor for place in rules.places for tensor in _each(x[place])]
     return [x[place] for place in rules.places]
+
+
+def _refuse_tangents(x: Any, o: Any, rules: _Rules) -> None:
+    """Refuse forward-mode derivatives, which an operator without one would take to be zero."""
+    for tensor in _differentiable_of(x, rules):
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(f"{_title(rules, o)} has no forward-mode derivative; take one by backward, as torch.func.vjp does")
+
+
+def _title(rules: _Rules, o: Any) -> str:
+    return rules.title if isinstance(rules.title, str) else rules.title(o)
 
 
 def _is_watched() -> bool:

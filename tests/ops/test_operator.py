@@ -123,6 +123,20 @@ def test_functional_transforms() -> None:
     assert second(values).shape == values.shape
 
 
+def test_a_forward_derivative_is_refused_by_name() -> None:
+    """It would be silently zero, where kernels compute."""
+    values, tangent = _values().detach(), torch.ones(5, 3, dtype=torch.float64)
+    expected = "example_mean has no forward-mode derivative; take one by backward, as torch.func.vjp does"
+    with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
+        torch.func.jvp(lambda v: _segment_sum(v, mean=True), (values,), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(values, tangent)
+        for given in (dual, dual.clone().requires_grad_()):
+            with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
+                _segment_sum(given, mean=True)
+        assert torch.equal(_segment_sum(values), _segment_sum(values.clone()))
+
+
 def test_autocast_casts_inside_and_gradients_come_back_in_the_inputs_dtypes() -> None:
     values = _values(dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import Draw, drawn_negatives, sampled_linear_cross_entropy
 from jagged.ops.sampled_cross_entropy import draws, torch_impl
@@ -623,6 +624,82 @@ def test_second_derivatives_are_refused(place: Place) -> None:
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="sampled_linear_cross_entropy has no second derivative"):
         (grad.square().sum() + loss).backward()
+
+
+@pytest.mark.parametrize("rows_per_draw", [1, None])
+def test_gradient_of_the_log_sum_exp_alone(place: Place, rows_per_draw: int | None) -> None:
+    leaves = [x.requires_grad_() for x in inputs_of(17, 30, 8, torch.float32)]
+    draw = Draw("uniform", 4, seed_of(1), rows_per_draw)
+    loss, lse = sampled_linear_cross_entropy(*leaves, targets_of(17, 30), draw, return_lse=True, backend=place.backend)
+    alone = torch.autograd.grad(lse.sum(), leaves, retain_graph=True)
+    for got, expected in zip(alone, torch.autograd.grad(lse.sum() + 0 * loss, leaves), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="says nothing of kernels")
+@pytest.mark.parametrize("rows_per_draw", [1, None])
+@pytest.mark.parametrize("options", [{"correction": "both"}, {"loss": "gbce"}, {"filter_eps": 0.01}])
+def test_functional_transforms(place: Place, rows_per_draw: int | None, options: dict[str, Any]) -> None:
+    """First derivatives are those of backward; others are refused, and never silently zero."""
+    inputs, target = inputs_of(20, 30, 8, torch.float32), targets_of(20, 30)
+    draw = Draw("uniform", 4, seed_of(1), rows_per_draw)
+
+    def function(hidden: Tensor, weight: Tensor = inputs[1]) -> Tensor:
+        return sampled_linear_cross_entropy(hidden, weight, target, draw, backend=place.backend, **options)
+
+    loss, *expected = run(place, inputs, target, draw, **options)
+    results, pull_back = torch.func.vjp(function, *inputs)
+    assert torch.equal(results, loss)
+    for got in (torch.func.grad(function, argnums=(0, 1))(*inputs), pull_back(torch.ones_like(loss))):
+        for ours, of_backward in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, of_backward)
+    with pytest.raises(RuntimeError, match=r"^sampled_linear_cross_entropy has no forward-mode derivative"):
+        torch.func.jvp(function, (inputs[0],), (inputs[0],))
+    with pytest.raises(RuntimeError, match=r"^sampled_linear_cross_entropy has no second derivative"):
+        torch.func.grad(lambda hidden: torch.func.grad(function)(hidden).sum())(inputs[0])
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="says nothing of kernels")
+def test_one_tensor_given_twice(place: Place) -> None:
+    """As hidden states and weights, and as targets, negatives and lists: the same compiled, and as of copies."""
+    rows = inputs_of(20, 30, 8, torch.float32)[0]
+    target, offsets = targets_of(20, 20), torch.arange(21, device=place.device)
+
+    def function(hidden: Tensor, weight: Tensor, negatives: Tensor, listed: Tensor) -> Tensor:
+        return sampled_linear_cross_entropy(
+            hidden, weight, target, negatives, exclude=(listed, offsets), mask_hits=False, backend=place.backend
+        )
+
+    def twice(given: Tensor) -> Tensor:
+        return function(given, given, target, target)
+
+    copies = [rows.clone().requires_grad_() for _ in range(2)]
+    of_hidden, of_weight = torch.autograd.grad(function(*copies, target.clone(), target.clone()), copies)
+    for each in (twice, torch.compile(twice, fullgraph=True, backend="aot_eager")):
+        leaf = rows.clone().requires_grad_()
+        torch.testing.assert_close(torch.autograd.grad(each(leaf), leaf)[0], of_hidden + of_weight)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="says nothing of kernels")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_checkpointing_computes_the_same_again(place: Place, sparse: bool, use_reentrant: bool) -> None:
+    """Reentrant, forward runs once without gradients and then with them: the direction is kept the second time alone."""
+    inputs, target = inputs_of(20, 30, 8, torch.float32), targets_of(20, 30)
+    for rows_per_draw in (1, None):
+        draw = Draw("uniform", 4, seed_of(1), rows_per_draw)
+
+        def function(*leaves: Tensor) -> Tensor:
+            return sampled_linear_cross_entropy(*leaves, target, draw, sparse=sparse, backend=place.backend)  # noqa: B023
+
+        grads = []
+        for each in (function, lambda *leaves: checkpoint(function, *leaves, use_reentrant=use_reentrant)):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            each(*leaves).backward()
+            grads.append([leaf.grad.to_dense() for leaf in leaves])
+        for got, expected in zip(*grads, strict=True):
+            assert torch.equal(got, expected)
 
 
 @ON_CPU
