@@ -123,7 +123,6 @@ class Operator(Generic[In, Op, Out]):
         #: The operator as the dispatcher knows it: inputs, options and the backend, one behind the other.
         self.dispatched = rules.dispatched
         self._function = _dispatched_function(name, rules)
-        self._forward_mode = _without_forward_mode(self._function, rules)
         self._short = _short_function(name, rules)
 
     def __call__(self, x: In, o: Op, backend: str | None = None) -> Out:
@@ -147,10 +146,12 @@ class Operator(Generic[In, Op, Out]):
             if kind is not Tensor and kind is not Parameter:
                 is_plain = False
         assert first is not None
+        if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+            _refuse_tangents(x, o, rules)
         cast = _autocast_dtype(x, device.type, rules) if rules.autocast else None
         if cast is not None and not rules.casts_inside:
             # A step of the graph, which a second derivative would miss inside.
-            x, cast = _cast(x, cast, rules.autocast), None
+            x, cast = _cast(x, o, cast, rules), None
             first = next(tensor for tensor in (_spread(x) if rules.is_many else x) if tensor is not None)
         backend = resolve_backend(backend, first, float64_on_triton=self.float64_on_triton)
         if wants_grad:
@@ -160,16 +161,12 @@ class Operator(Generic[In, Op, Out]):
             if is_short:
                 results = self._short.apply((x, o, first, backend, cast), *_differentiable_of(x, rules))
             else:
-                function = self._function
-                if torch.compiler.is_compiling():
-                    # Dynamo refuses a function that is given one tensor twice.
-                    x = _each_once(x, rules.inputs)
-                elif forward_ad._current_level >= 0:
-                    function = self._forward_mode
-                results = function.apply(*_spread(x), *o, backend, cast)
+                # Dynamo refuses a function that is given one tensor twice.
+                x = _each_once(x, rules.inputs) if torch.compiler.is_compiling() else x
+                results = self._function.apply(*_spread(x), *o, backend, cast)
             return _outputs(results, rules)  # type: ignore[no-any-return]
         if cast is not None:
-            x = _cast(x, cast, rules.autocast)
+            x = _cast(x, o, cast, rules)
         if is_short and not wants_grad:
             return rules.run(first, backend, x, o)  # type: ignore[no-any-return]
         # An input without a gradient here may require one; no graph is made of what is done with it.
@@ -202,7 +199,7 @@ class _Rules(NamedTuple):
     fields: tuple[str, ...]  # of inputs, then of outputs
     differentiable: tuple[str, ...]
     places: tuple[int, ...]  # of the differentiable among the inputs
-    autocast: tuple[str, ...]
+    autocast: tuple[str, ...] | Callable[[Any], Iterable[str]]
     promotes: bool  # autocast's dtype is the widest of theirs
     casts_inside: bool
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
@@ -232,7 +229,7 @@ def operator(
     is_first_order: bool | None = None,
     saved: Iterable[str] | Callable[[Op], Iterable[str]] | None = None,
     unchecked: Iterable[str] = (),
-    autocast: Iterable[str] = (),
+    autocast: Iterable[str] | Callable[[Op], Iterable[str]] = (),
     promotes: Iterable[str] = (),
     mutates: Iterable[str] = (),
     title: str | Callable[[Op], str] | None = None,
@@ -259,7 +256,8 @@ def operator(
         saved: names of inputs and outputs that the gradient reads, or a function of the options that gives them; None: all. In a
             `gradient` the others are `Absent`, in a backward None.
         unchecked: names of saved inputs that may have changed in place when the gradient reads them.
-        autocast: names of inputs that are cast to autocast's dtype. Gradients come back in the inputs' own dtypes.
+        autocast: names of inputs that are cast to autocast's dtype, or a function of the options that gives them. Gradients come
+            back in the inputs' own dtypes.
         promotes: names of inputs that under autocast are cast to the widest of their dtypes, in place of `autocast`.
         mutates: names of inputs that are changed in place.
         title: what messages call the operator, or a function of the options that gives it; None: its name.
@@ -285,8 +283,9 @@ def operator(
         is_kept = saved is None or callable(saved) or of_outputs[0].name in saved
         if len(of_outputs) > 1 or gradient is None or is_kept:
             raise TypeError(f"{name}: expected a tuple of outputs alone, not saved, and a gradient made of operators")
-    if shared := set(inputs._fields) & set(outputs._fields):  # type: ignore[attr-defined]
-        raise TypeError(f"{name}: expected other names for outputs than for inputs, got {sorted(shared)} in both")
+    every = [field.name for field in (*of_inputs, *of_options, *of_outputs)]
+    if shared := {field for field in every if every.count(field) > 1}:
+        raise TypeError(f"{name}: expected other names for outputs than for inputs and options, got {sorted(shared)} twice")
     names: tuple[str, ...] = inputs._fields + outputs._fields  # type: ignore[attr-defined]
     is_saved = None
     if not callable(saved):
@@ -336,7 +335,7 @@ def operator(
         fields=names,
         differentiable=differentiable,
         places=tuple(place for place, field in enumerate(of_inputs) if field.is_differentiable),
-        autocast=tuple(promotes) or tuple(autocast),
+        autocast=tuple(promotes) or (autocast if callable(autocast) else tuple(autocast)),
         promotes=bool(promotes),
         casts_inside=is_first_order and not promotes,
         saved=saved,
@@ -464,7 +463,7 @@ def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
         x, o, first, backend, cast = call
         ctx.set_materialize_grads(False)
         if cast is not None:
-            x = _cast(x, cast, rules.autocast)
+            x = _cast(x, o, cast, rules)
         out = rules.run(first, backend, x, o)
         _keep(ctx, rules, x, o, out, backend, [None if tensor is None else tensor.dtype for tensor in tensors])
         return out[0] if len(out) == 1 else tuple(out)
@@ -489,7 +488,7 @@ def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Functi
 
     def forward(*flat: Any) -> Any:
         x, o, backend, cast = unpacked(flat)
-        results = rules.dispatched(*_cast(x, cast, rules.autocast), *o, backend)
+        results = rules.dispatched(*_cast(x, o, cast, rules), *o, backend)
         return tuple(results) if isinstance(results, list) else results
 
     def setup_context(ctx: Any, flat: tuple[Any, ...], output: Any) -> None:
@@ -497,7 +496,7 @@ def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Functi
         ctx.set_materialize_grads(False)
         dtypes = [None if tensor is None else tensor.dtype for tensor in _differentiable_of(x, rules)]
         out = _outputs(output, rules)
-        _keep(ctx, rules, _cast(x, cast, rules.autocast), o, out, backend, dtypes)
+        _keep(ctx, rules, _cast(x, o, cast, rules), o, out, backend, dtypes)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         many = len(ctx.needs_input_grad) - fixed - num_options - 2
@@ -514,16 +513,6 @@ def _dispatched_function(name: str, rules: _Rules) -> type[torch.autograd.Functi
     # The operators inside are run for one after the other.
     found.generate_vmap_rule = True
     return found
-
-
-def _without_forward_mode(function: type[torch.autograd.Function], rules: _Rules) -> type[torch.autograd.Function]:
-    """Return the function with an error of its own in forward mode; Dynamo takes none that has a `jvp`."""
-
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        title = rules.title if isinstance(rules.title, str) else rules.title(ctx.kept[1])
-        raise RuntimeError(f"{title} has no forward-mode derivative; take a reverse-mode one, as by torch.func.jacrev")
-
-    return type(function.__name__, (function,), {"jvp": staticmethod(jvp)})
 
 
 def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.Function]:
@@ -575,9 +564,11 @@ def _gradients(
         names = tuple([name for name in names for _ in _each(getattr(x, name))])
     wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
     is_differentiated = torch.is_grad_enabled()
-    if is_direct and rules.run_backward is not None and not is_differentiated and rules.finish is None:
+    if is_direct and rules.run_backward is not None and not is_differentiated:
         # As below, without what costs the host time.
         found = rules.run_backward(given[0], backend, of_outputs, x, out, o, wanted)
+        if rules.finish is not None:
+            found = rules.finish(found, x, o, wanted)
         return [_in(found[name], dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
         found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
@@ -603,7 +594,6 @@ def _gradients(
     converted = [_in(gradient, dtype) if need else None for gradient, need, dtype in zip(flat, needs, dtypes, strict=True)]
     # A compiled backward is refused a second derivative by the compiler itself.
     if rules.is_first_order and is_differentiated and not torch.compiler.is_compiling():
-        title = rules.title if isinstance(rules.title, str) else rules.title(o)
         handed = [gradient for gradient in converted if gradient is not None]
         read = [
             (tensor, need) for tensor, need in zip(_differentiable_of(x, rules), needs, strict=True) if isinstance(tensor, Tensor)
@@ -612,7 +602,7 @@ def _gradients(
         if any(need and not tensor.requires_grad for tensor, need in read):
             # Autocast's copy of an input has no graph; this stands for it.
             sources.append(given[0].new_empty(0).requires_grad_())
-        guarded = iter(_FirstOrder.apply(title, len(handed), *handed, *given, *sources))
+        guarded = iter(_FirstOrder.apply(_title(rules, o), len(handed), *handed, *given, *sources))
         converted = [None if gradient is None else next(guarded) for gradient in converted]
     return converted
 
@@ -683,10 +673,11 @@ def _outputs(results: Any, rules: _Rules) -> Any:
     return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
 
 
-def _cast(x: Any, dtype: torch.dtype | None, names: tuple[str, ...]) -> Any:
-    """Return inputs with the named ones in a dtype, which leaves float64 and integers as they are."""
+def _cast(x: Any, o: Any, dtype: torch.dtype | None, rules: _Rules) -> Any:
+    """Return inputs with those that autocast casts in its dtype, which leaves float64 and integers as they are."""
     if dtype is None:
         return x
+    names = rules.autocast(o) if callable(rules.autocast) else rules.autocast
     return x._replace(**{name: _to(getattr(x, name), dtype) for name in names})
 
 
@@ -722,6 +713,17 @@ def _differentiable_of(x: Any, rules: _Rules) -> list[Tensor | None]:
     return [x[place] for place in rules.places]
 
 
+def _refuse_tangents(x: Any, o: Any, rules: _Rules) -> None:
+    """Refuse forward-mode derivatives, which an operator without one would take to be zero."""
+    for tensor in _differentiable_of(x, rules):
+        if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(f"{_title(rules, o)} has no forward-mode derivative; take one by backward, as torch.func.vjp does")
+
+
+def _title(rules: _Rules, o: Any) -> str:
+    return rules.title if isinstance(rules.title, str) else rules.title(o)
+
+
 def _is_watched() -> bool:
     """Tell whether a mode, a transform, a tracer, a compiler or a profiler may want to see the operator."""
     return bool(
@@ -735,10 +737,8 @@ def _is_watched() -> bool:
 
 
 def _is_transformed() -> bool:
-    """Tell whether `torch.func` or forward-mode differentiation may ask for more of tensors than `requires_grad` says."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    """Tell whether `torch.func` may ask for more of tensors than `requires_grad` says."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _each_once(x: Any, inputs: type) -> Any:

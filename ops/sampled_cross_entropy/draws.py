@@ -204,6 +204,20 @@ def item_log_probability(source: Source, ids: Tensor, num_items: int, dtype: tor
     return torch.full(ids.shape, -math.log(num_items), dtype=dtype, device=ids.device)
 
 
+def target_correction_of(
+    source: Source, target: Tensor, target_log_q: Tensor | None, num_items: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the logarithms of how often targets, any numbers, are expected in a draw; `target_log_q` belongs to given ids."""
+    if source.kind != "given":
+        inside = target.to(torch.int64).clamp(0, num_items - 1)
+        return item_log_probability(source, inside, num_items, dtype) + math.log(source.num_negatives)
+    # By PyTorch: of given negatives the number may be a variable of a compiled model.
+    log_count = target.new_full((1,), source.num_negatives, dtype=dtype).log_()
+    if target_log_q is not None:
+        return target_log_q.to(dtype) + log_count
+    return (log_count - math.log(num_items)).expand(target.shape).contiguous()
+
+
 def log_uniform_scale(num_items: int) -> int:
     """Return log2(V + 1) as a whole number of units of 2^-26."""
     return round(math.log2(num_items + 1) * 2**LOG_BITS)

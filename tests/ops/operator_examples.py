@@ -71,7 +71,7 @@ SEGMENT_SUM = operator(
     ),
     torch=f"{HERE}:forward,backward",
     triton=f"{HERE}:forward,backward",
-    autocast=("values", "weights"),
+    autocast=lambda o: ("weights",) if o.limit else ("values", "weights"),
     title=lambda o: "example_mean" if o.mean else "example_sum",
 )
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import jagged.ops  # noqa: F401  (declares the operators)
@@ -160,15 +159,18 @@ def test_vmap_runs_the_operator_for_one_after_the_other() -> None:
     torch.testing.assert_close(*grads)
 
 
-def test_forward_mode_is_refused_by_name() -> None:
-    values = _values().detach()
-    expected = "example_sum has no forward-mode derivative; take a reverse-mode one, as by torch.func.jacrev"
+def test_a_forward_derivative_is_refused_by_name() -> None:
+    """It would be silently zero, where kernels compute."""
+    values, tangent = _values().detach(), torch.ones(5, 3, dtype=torch.float64)
+    expected = "example_mean has no forward-mode derivative; take one by backward, as torch.func.vjp does"
     with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
-        torch.func.jvp(_segment_sum, (values,), (values,))
-    with forward_ad.dual_level():
-        torch.testing.assert_close(_segment_sum(values), _segment_sum(values.clone()))
-        with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
-            _segment_sum(forward_ad.make_dual(values, values))
+        torch.func.jvp(lambda v: _segment_sum(v, mean=True), (values,), (tangent,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(values, tangent)
+        for given in (dual, dual.clone().requires_grad_()):
+            with pytest.raises(RuntimeError, match=f"^{re.escape(expected)}$"):
+                _segment_sum(given, mean=True)
+        assert torch.equal(_segment_sum(values), _segment_sum(values.clone()))
 
 
 def test_autocast_casts_inside_and_gradients_come_back_in_the_inputs_dtypes() -> None:
@@ -183,6 +185,11 @@ def test_autocast_casts_inside_and_gradients_come_back_in_the_inputs_dtypes() ->
         got.sums.sum().backward()
     assert values.grad is not None
     assert values.grad.dtype == torch.float32
+    # Which inputs are cast may follow the options.
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        uncast = SEGMENT_SUM(Inputs(values, OFFSETS, None), Options(limit=1)).sums
+        compiled = torch.compile(lambda v: SEGMENT_SUM(Inputs(v, OFFSETS, None), Options(limit=1)).sums, backend="eager")(values)
+    assert (uncast.dtype, compiled.dtype) == (torch.float32, torch.float32)
     # An operator that is not cast keeps float32 for all that it does.
     parts = _values(2, 2, 3, dtype=torch.float32), _values(3, 4, 3, dtype=torch.float32), _values(4, 3, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -279,7 +286,7 @@ def test_meta_tensors_give_shapes() -> None:
     assert torch.autograd.grad(output.sum(), values)[0].shape == (5, 3)
 
 
-@pytest.mark.parametrize("change", ["type", "names", "half", "pieces"])
+@pytest.mark.parametrize("change", ["type", "names", "option", "half", "pieces"])
 def test_a_declaration_that_cannot_be_is_refused(change: str) -> None:
     class Wrong(typing.NamedTuple):
         values: Differentiable
@@ -288,17 +295,19 @@ def test_a_declaration_that_cannot_be_is_refused(change: str) -> None:
     class Same(typing.NamedTuple):
         values: Tensor
 
-    cases: dict[str, tuple[Any, Any, str, str]] = {
-        "type": (Wrong, examples.Joined, "m:f", "m:f"),
-        "names": (Parts, Same, "m:f", "m:f"),
-        "half": (Parts, examples.Joined, "m:f,b", "m:f"),
-        "pieces": (Parts, examples.Pieces, "m:f", "m:f"),
+    class Joined(typing.NamedTuple):
+        joined: bool
+
+    cases: dict[str, tuple[Any, Any, Any, str, str]] = {
+        "type": (Wrong, NoOptions, examples.Joined, "m:f", "m:f"),
+        "names": (Same, NoOptions, Same, "m:f", "m:f"),
+        "option": (Parts, Joined, examples.Joined, "m:f", "m:f"),
+        "half": (Parts, NoOptions, examples.Joined, "m:f,b", "m:f"),
+        "pieces": (Parts, NoOptions, examples.Pieces, "m:f", "m:f"),
     }
-    inputs, outputs, of_torch, of_triton = cases[change]
-    if change == "names":
-        inputs = Same
+    inputs, options, outputs, of_torch, of_triton = cases[change]
     with pytest.raises(TypeError):
-        operator("example_wrong", inputs, NoOptions, outputs, shapes=lambda x, o: o, torch=of_torch, triton=of_triton)
+        operator("example_wrong", inputs, options, outputs, shapes=lambda x, o: o, torch=of_torch, triton=of_triton)
 
 
 @pytest.mark.parametrize("name", PACKAGE)

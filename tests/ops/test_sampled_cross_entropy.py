@@ -14,9 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import Draw, drawn_negatives, sampled_linear_cross_entropy
 from jagged.ops.sampled_cross_entropy import draws, torch_impl
+from jagged.ops.sampled_cross_entropy.spec import SAMPLED_LINEAR_CROSS_ENTROPY, Inputs, Options
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -243,21 +245,22 @@ def test_copied_rows_are_the_rows(
     place: Place, unchecked: None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where many rows share a draw the draw's items are copied side by side; ids that are no items are zeros there."""
-    from jagged.ops.sampled_cross_entropy import blocks
+    from jagged.ops.sampled_cross_entropy.triton import launch, shared_draws
 
     inputs, target = inputs_of(40, 30, 16, torch.bfloat16), targets_of(40, 30, ignored=0.1)
     negatives = negatives_of("given", target, 21, 30, 3, 20)
-    results, are_copied, launched = [], [], blocks.launch
+    results, are_copied, draw_lists = [], [], launch.draw_lists
 
-    def record(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **constants: Any) -> None:
-        are_copied.append(arguments["IS_GATHERED"])
-        launched(kernel, grid, arguments, **constants)
+    def record(call: Any) -> Any:
+        lists = draw_lists(call)
+        are_copied.append(lists.is_gathered)
+        return lists
 
-    monkeypatch.setattr(blocks, "launch", record)
+    monkeypatch.setattr(launch, "draw_lists", record)
     # Two draws of 21 rows of 16 numbers of 2 bytes.
     for rows, most_bytes, expects_copies in ((1, 1344, True), (1, 1343, False), (2**31, 1344, False)):
-        monkeypatch.setattr(blocks, "GATHERED_ROWS", rows)
-        monkeypatch.setattr(blocks, "GATHERED_BYTES_AT_MOST", most_bytes)
+        monkeypatch.setattr(shared_draws, "GATHERED_ROWS", rows)
+        monkeypatch.setattr(shared_draws, "GATHERED_BYTES_AT_MOST", most_bytes)
         del are_copied[:]
         results.append(run(place, inputs, target, negatives.given, **options))
         assert set(are_copied) == {expects_copies}
@@ -274,14 +277,14 @@ def test_direction_of_forward_or_of_backward(
     place: Place, options: dict[str, Any], rows_per_draw: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A compiled graph keeps what eager backward computes of rows that share a draw: the same to the bit there."""
-    from jagged.ops.sampled_cross_entropy import op
+    from jagged.ops.sampled_cross_entropy import api
 
     rows = 40 if rows_per_draw == 20 else 5
     inputs, target = inputs_of(rows, 30, 16, dtype), targets_of(rows, 30, ignored=0.1)
     negatives = negatives_of("uniform", target, 9, 30, 3, rows_per_draw)
     results = []
     for limit in (16, 2**31) if rows_per_draw == 20 else (2**31, 1):
-        monkeypatch.setattr(op, "SHARED_ROWS", limit)
+        monkeypatch.setattr(api, "SHARED_ROWS", limit)
         results.append(run(place, inputs, target, negatives.given, **options))
     for other, expected in zip(*results, strict=True):
         tolerance = {"rtol": 0, "atol": 0} if rows_per_draw == 20 else {"rtol": 0.01, "atol": 1e-5}
@@ -291,7 +294,7 @@ def test_direction_of_forward_or_of_backward(
 @ON_TRITON
 @pytest.mark.parametrize(("items", "count"), [(1, 1), (5, 100), (1000, 50), (300, 1025), (50, 1024), (7, 33)])
 def test_offsets_of_sorted_keys(place: Place, items: int, count: int) -> None:
-    from jagged.ops.sampled_cross_entropy import backward
+    from jagged.ops.sampled_cross_entropy.triton import backward
 
     bounds = torch.arange(items + 1, dtype=torch.int32, device=place.device)
     # Some items have no entry, and `items` stands for entries that do not count.
@@ -305,7 +308,7 @@ def test_offsets_of_sorted_keys(place: Place, items: int, count: int) -> None:
 
 @ON_TRITON
 def test_division_by_multiplication() -> None:
-    from jagged.ops.sampled_cross_entropy.backward import division_by
+    from jagged.ops.sampled_cross_entropy.triton.backward import division_by
 
     for divisor in (1, 2, 3, 5, 7, 511, 1023, 1024, 25_600, 2**30 + 1, 2**31 - 1):
         factor, shift = division_by(divisor)
@@ -330,7 +333,7 @@ def test_memory_is_walked_in_pieces(place: Place, monkeypatch: pytest.MonkeyPatc
     sizes: list[dict[str, int]] = [{"CHUNK_BYTES": 1}, {"CHUNK_BYTES": 500}]
     module: Any = torch_impl
     if place.name != "cpu":
-        from jagged.ops.sampled_cross_entropy import backward as module
+        from jagged.ops.sampled_cross_entropy.triton import entries as module
 
         sizes = [{"CHUNK": 16}, {"CHUNK": 32, "ENTRY_BYTES_AT_MOST": 1}]
     for size in sizes:
@@ -534,11 +537,11 @@ def test_sparse_gradient_is_the_dense_one(
     negatives = negatives_of(kind, target, 5, items, 2, rows_per_draw)
     for is_small in (False, True):
         if is_small and place.backend == "triton":
-            from jagged.ops.sampled_cross_entropy import backward
+            from jagged.ops.sampled_cross_entropy.triton import entries
 
             # Rows are taken in ranges.
-            monkeypatch.setattr(backward, "ENTRY_BYTES_AT_MOST", 1)
-            monkeypatch.setattr(backward, "TABLE_BYTES", 0)
+            monkeypatch.setattr(entries, "ENTRY_BYTES_AT_MOST", 1)
+            monkeypatch.setattr(entries, "TABLE_BYTES", 0)
         grads = []
         for sparse in (False, True):
             loss = sampled_linear_cross_entropy(hidden, weight, target, negatives.given, sparse=sparse, backend=place.backend)
@@ -556,11 +559,11 @@ def test_sparse_gradient_is_the_dense_one(
 @pytest.mark.parametrize("items", [7, 500])
 def test_sparse_gradient_needs_no_table(place: Place, items: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranges of rows share a gradient of all items, so there are none while the list of entries is smaller than that."""
-    from jagged.ops.sampled_cross_entropy import backward
+    from jagged.ops.sampled_cross_entropy.triton import entries
 
-    ranges, sort = [], backward._sorted_entries
-    monkeypatch.setattr(backward, "_sorted_entries", lambda *arguments: (ranges.append(1), sort(*arguments))[1])
-    monkeypatch.setattr(backward, "ENTRY_BYTES_AT_MOST", 1)
+    ranges, keys_of = [], entries.entry_keys
+    monkeypatch.setattr(entries, "entry_keys", lambda *arguments: (ranges.append(1), keys_of(*arguments))[1])
+    monkeypatch.setattr(entries, "ENTRY_BYTES_AT_MOST", 1)
     target = targets_of(9, items)
     hidden, weight = (x.requires_grad_() for x in inputs_of(9, items, 16, torch.float32))
     draw = draw_of("uniform", 5, items, 2, 1)
@@ -621,6 +624,82 @@ def test_second_derivatives_are_refused(place: Place) -> None:
     (grad,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="sampled_linear_cross_entropy has no second derivative"):
         (grad.square().sum() + loss).backward()
+
+
+@pytest.mark.parametrize("rows_per_draw", [1, None])
+def test_gradient_of_the_log_sum_exp_alone(place: Place, rows_per_draw: int | None) -> None:
+    leaves = [x.requires_grad_() for x in inputs_of(17, 30, 8, torch.float32)]
+    draw = Draw("uniform", 4, seed_of(1), rows_per_draw)
+    loss, lse = sampled_linear_cross_entropy(*leaves, targets_of(17, 30), draw, return_lse=True, backend=place.backend)
+    alone = torch.autograd.grad(lse.sum(), leaves, retain_graph=True)
+    for got, expected in zip(alone, torch.autograd.grad(lse.sum() + 0 * loss, leaves), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="says nothing of kernels")
+@pytest.mark.parametrize("rows_per_draw", [1, None])
+@pytest.mark.parametrize("options", [{"correction": "both"}, {"loss": "gbce"}, {"filter_eps": 0.01}])
+def test_functional_transforms(place: Place, rows_per_draw: int | None, options: dict[str, Any]) -> None:
+    """First derivatives are those of backward; others are refused, and never silently zero."""
+    inputs, target = inputs_of(20, 30, 8, torch.float32), targets_of(20, 30)
+    draw = Draw("uniform", 4, seed_of(1), rows_per_draw)
+
+    def function(hidden: Tensor, weight: Tensor = inputs[1]) -> Tensor:
+        return sampled_linear_cross_entropy(hidden, weight, target, draw, backend=place.backend, **options)
+
+    loss, *expected = run(place, inputs, target, draw, **options)
+    results, pull_back = torch.func.vjp(function, *inputs)
+    assert torch.equal(results, loss)
+    for got in (torch.func.grad(function, argnums=(0, 1))(*inputs), pull_back(torch.ones_like(loss))):
+        for ours, of_backward in zip(got, expected, strict=True):
+            torch.testing.assert_close(ours, of_backward)
+    with pytest.raises(RuntimeError, match=r"^sampled_linear_cross_entropy has no forward-mode derivative"):
+        torch.func.jvp(function, (inputs[0],), (inputs[0],))
+    with pytest.raises(RuntimeError, match=r"^sampled_linear_cross_entropy has no second derivative"):
+        torch.func.grad(lambda hidden: torch.func.grad(function)(hidden).sum())(inputs[0])
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="says nothing of kernels")
+def test_one_tensor_given_twice(place: Place) -> None:
+    """As hidden states and weights, and as targets, negatives and lists: the same compiled, and as of copies."""
+    rows = inputs_of(20, 30, 8, torch.float32)[0]
+    target, offsets = targets_of(20, 20), torch.arange(21, device=place.device)
+
+    def function(hidden: Tensor, weight: Tensor, negatives: Tensor, listed: Tensor) -> Tensor:
+        return sampled_linear_cross_entropy(
+            hidden, weight, target, negatives, exclude=(listed, offsets), mask_hits=False, backend=place.backend
+        )
+
+    def twice(given: Tensor) -> Tensor:
+        return function(given, given, target, target)
+
+    copies = [rows.clone().requires_grad_() for _ in range(2)]
+    of_hidden, of_weight = torch.autograd.grad(function(*copies, target.clone(), target.clone()), copies)
+    for each in (twice, torch.compile(twice, fullgraph=True, backend="aot_eager")):
+        leaf = rows.clone().requires_grad_()
+        torch.testing.assert_close(torch.autograd.grad(each(leaf), leaf)[0], of_hidden + of_weight)
+
+
+@pytest.mark.skipif(PLACE.name == "interpret", reason="says nothing of kernels")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("sparse", [False, True])
+def test_checkpointing_computes_the_same_again(place: Place, sparse: bool, use_reentrant: bool) -> None:
+    """Reentrant, forward runs once without gradients and then with them: the direction is kept the second time alone."""
+    inputs, target = inputs_of(20, 30, 8, torch.float32), targets_of(20, 30)
+    for rows_per_draw in (1, None):
+        draw = Draw("uniform", 4, seed_of(1), rows_per_draw)
+
+        def function(*leaves: Tensor) -> Tensor:
+            return sampled_linear_cross_entropy(*leaves, target, draw, sparse=sparse, backend=place.backend)  # noqa: B023
+
+        grads = []
+        for each in (function, lambda *leaves: checkpoint(function, *leaves, use_reentrant=use_reentrant)):
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            each(*leaves).backward()
+            grads.append([leaf.grad.to_dense() for leaf in leaves])
+        for got, expected in zip(*grads, strict=True):
+            assert torch.equal(got, expected)
 
 
 @ON_CPU
@@ -693,7 +772,7 @@ def test_draws_reach_the_whole_catalogue(kind: str, items: int) -> None:
 @pytest.mark.parametrize("items", [7, 2**20 + 7, 2**31 - 1])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) -> None:
-    from jagged.ops.sampled_cross_entropy import backward, blocks, launch
+    from jagged.ops.sampled_cross_entropy.triton import call, entries, shared_draws
 
     if kind == "popularity" and items > 2**21:
         pytest.skip("tables of 2^31 entries")
@@ -703,29 +782,16 @@ def test_kernels_draw_what_pytorch_draws(place: Place, kind: str, items: int) ->
     target = torch.zeros(rows, dtype=torch.int64, device=place.device)
     hidden = torch.zeros(rows, 16, device=place.device)
     # Items that only their number makes known: draws read none.
-    weight = hidden[:1].expand(items, 16)
-    call: dict[str, Any] = {
-        "hidden": hidden,
-        "target": target,
-        "weight": weight,
-        "statistic": hidden[:, 0],
-        "num_rows": rows,
-        "num_items": items,
-    }
-    call |= {"num_negatives": count, "num_excluded": 0, "rows_per_draw": per_draw, "weight_stride": 0, "WIDTH": 16}
-    call |= {"ids": source.ids, "log_q": source.log_q, "probability": source.probability, "seed": source.seed, "offset": 0.0}
-    call |= {"excluded": None, "exclude_offsets": None, "ignore_index": -100, "first_unit": 0, "first_row": 0}
-    call |= {"parameter": launch.parameter_of(source.kind, items), "KIND": source.kind, "MASK_HITS": False}
-    call |= {"LOSS": "softmax", "IS_CORRECTED": False}
+    inputs = Inputs(hidden, hidden[:1].expand(items, 16), target, *source[:4])
+    c = call.call_of(inputs, Options(*source[4:], mask_hits=False))
     drawn = drawn_negatives(draw, rows, items)
-    call |= blocks.draw_shared(call)
-    assert torch.equal(call["items"].long(), drawn)
+    lists = shared_draws.draw_lists(c)
+    assert torch.equal(lists.items.long(), drawn)
     # What is sorted: the lists of shared draws, and for rows that draw for themselves what they draw again.
-    for is_shared, expected in ((True, drawn), (False, drawn.repeat_interleave(per_draw, 0)[:rows])):
+    for shared, expected in ((lists, drawn), (None, drawn.repeat_interleave(per_draw, 0)[:rows])):
         units = len(expected)
-        keys = torch.empty(units * count + rows, dtype=torch.int32, device=place.device)
-        call |= {"keys": keys, "num_pairs": units * count, "rows_per_unit": per_draw if is_shared else 1}
-        launch.launch(backward.sampled_keys_kernel, (units, -(-count // 256)), call, UNITS_ARE_ROWS=not is_shared, BLOCK=256)
+        span = entries.Range(0, units, 1 if shared is None else per_draw, 0, rows)
+        keys = entries.entry_keys(c, shared, hidden[:, 0].contiguous(), span)
         assert torch.equal(keys[: units * count].view(units, count).long(), expected)
         assert not keys[units * count :].any()
 
@@ -769,21 +835,18 @@ def test_opcheck(place: Place) -> None:
     hidden, weight = inputs_of(4, 9, 4, dtype)
     target, rows = targets_of(4, 9, ignored=0.3), random_tensor((4,), torch.float32, 5)
     ids = torch.randint(9, (4, 3), generator=torch.Generator().manual_seed(1)).to(place.device)
-    rules = ("softmax", False, True, True)
+    backward = torch.ops.jagged.sampled_linear_cross_entropy_backward.default
     for source, kind in (((ids, None, None, None), "given"), ((None, None, None, seed_of(1)), "uniform")):
+        x, options = Inputs(hidden, weight, target, *source), Options(kind, 3, 1)
         for with_direction in (True, False):
-            torch.library.opcheck(
-                torch.ops.jagged.sampled_linear_cross_entropy.default,
-                (hidden, weight, target, *source, None, None, None, kind, 3, 1, *rules, False, 1.0, 1.0, -100, with_direction,
-                 place.backend),
-            )  # fmt: skip
-        cases = (None, dtype, dtype, None), (None, dtype, dtype, 9), (rows, None, torch.float32, None), (rows, dtype, None, None)
-        for grad_lse, *wanted in cases:
-            torch.library.opcheck(
-                torch.ops.jagged.sampled_linear_cross_entropy_backward.default,
-                (rows, grad_lse, hidden, weight, target, *source, None, None, rows, rows, rows, hidden.float(), None, kind, 3, 1,
-                 *rules, 1.0, -100, None, *wanted, place.backend),
-            )  # fmt: skip
+            o = options._replace(with_direction=with_direction)
+            torch.library.opcheck(SAMPLED_LINEAR_CROSS_ENTROPY.dispatched, (*x, *o, place.backend))
+        out = None, None, rows, rows, rows, hidden.float()
+        cases = [(None, dtype, dtype, False), (None, dtype, dtype, True)]
+        cases += [(rows, None, torch.float32, False), (rows, dtype, None, False)]
+        for grad_lse, *wanted, is_sparse in cases:
+            o, grads = options._replace(is_sparse=is_sparse), (rows, grad_lse, None, None, None, None)
+            torch.library.opcheck(backward, (*grads, *x, *out, *o, *wanted, place.backend))
 
 
 HIDDEN, WEIGHT, TARGET = torch.zeros(3, 4), torch.zeros(5, 4), torch.zeros(3, dtype=torch.int64)
@@ -909,7 +972,7 @@ def test_no_synchronisation_and_graph_capture(place: Place, rows_per_draw: int |
 
 @ON_GPU
 def test_memory_has_a_bound(place: Place) -> None:
-    from jagged.ops.sampled_cross_entropy import backward
+    from jagged.ops.sampled_cross_entropy.triton import entries
 
     rows, items, width, count = 25_600, 100_000, 64, 1023
     hidden, weight = (x.requires_grad_() for x in inputs_of(rows, items, width, torch.bfloat16))
@@ -921,7 +984,7 @@ def test_memory_has_a_bound(place: Place) -> None:
     sampled_linear_cross_entropy(hidden, weight, target, draw).backward()
     # The gathered rows would take 3.4 GB, the ids of the negatives 210 MB beside the sort's.
     rest = (rows + items) * width * 12 + 64 * 2**20
-    assert torch.cuda.max_memory_allocated() - before < backward.ENTRY_BYTES_AT_MOST + rest
+    assert torch.cuda.max_memory_allocated() - before < entries.ENTRY_BYTES_AT_MOST + rest
 
 
 @ON_GPU

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from jagged.ops.sampled_cross_entropy.draws import KINDS
-from jagged.ops.sampled_cross_entropy.tiles import (
+from jagged.ops.sampled_cross_entropy.triton.configurations import (
     BLOCK_TILES,
     SHARED_ROWS,
     block_tile_of,
@@ -44,24 +44,24 @@ ALIGNED = ("hidden_stride", "weight_stride", "table_stride", "direction_stride")
 def tile_constants(
     kernel: str, width: int, dtype: torch.dtype, arch: int | str, rows_per_draw: int, *, is_plain: bool
 ) -> dict[str, Any]:
-    from jagged.ops.sampled_cross_entropy import backward, blocks, launch
+    from jagged.ops.sampled_cross_entropy.triton import call, entries, launch, shared_draws
 
     # PyTorch says of gfx942 that its capability is 9.4.
     capability = 9 if isinstance(arch, str) else arch // 10
     if kernel in BLOCKS:
-        return launch.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, rows_per_draw, is_plain=is_plain))
+        return call.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, rows_per_draw, is_plain=is_plain))
     row, item = row_tile_of(width, dtype, capability), item_tile_of(width)
     constants = {
         "forward_rows": {"BLOCK_J": row.negatives, "BLOCK_D": row.columns, "num_warps": row.num_warps},
-        "draw": {"BLOCK": blocks.DRAW_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
-        "results": {"BLOCK_N": blocks.RESULT_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
-        "prepare": {"BLOCK_N": blocks.ROW_BLOCK, "BLOCK_D": blocks.ROW_WIDTH},
-        "backward_rows": {"BLOCK_N": backward.ROW_BLOCK, "BLOCK_D": backward.ROW_WIDTH},
-        "offsets": {"BLOCK": backward.OFFSETS_BLOCK},
-        "keys": {"BLOCK": backward.KEY_BLOCK, "UNITS_ARE_ROWS": True},
-        "items": {"BLOCK_E": item.negatives, "BLOCK_D": item.columns, "num_warps": item.num_warps, "CHUNK": backward.CHUNK,
+        "draw": {"BLOCK": shared_draws.DRAW_BLOCK, "BLOCK_D": shared_draws.ROW_WIDTH},
+        "results": {"BLOCK_N": shared_draws.RESULT_BLOCK, "BLOCK_D": shared_draws.ROW_WIDTH},
+        "prepare": {"BLOCK_N": shared_draws.ROW_BLOCK, "BLOCK_D": shared_draws.ROW_WIDTH},
+        "backward_rows": {"BLOCK_N": launch.ROW_BLOCK, "BLOCK_D": launch.ROW_WIDTH},
+        "offsets": {"BLOCK": entries.OFFSETS_BLOCK},
+        "keys": {"BLOCK": entries.KEY_BLOCK, "UNITS_ARE_ROWS": True},
+        "items": {"BLOCK_E": item.negatives, "BLOCK_D": item.columns, "num_warps": item.num_warps, "CHUNK": entries.CHUNK,
                   "BY_ENTRY": kernel == "items_of_sums"},
-        "join": {"BLOCK_C": backward.JOIN_BLOCK, "BLOCK_D": item.columns, "CHUNK": backward.CHUNK},
+        "join": {"BLOCK_C": entries.JOIN_BLOCK, "BLOCK_D": item.columns, "CHUNK": entries.CHUNK},
     }  # fmt: skip
     return constants[kernel.removesuffix("_of_sums")]
 
@@ -79,7 +79,7 @@ def compile_one(
     rows_per_draw: int = 512,
 ) -> Resources:
     """Compile a kernel with its tile; `everything` with lists, weights, a filter where one is, and all gradients."""
-    from jagged.ops.sampled_cross_entropy import backward, blocks, forward
+    from jagged.ops.sampled_cross_entropy.triton import backward, blocks, forward
 
     name = f"sampled_{kernel_name.removesuffix('_of_sums')}_kernel"
     kernel = next(getattr(module, name) for module in (forward, blocks, backward) if hasattr(module, name))

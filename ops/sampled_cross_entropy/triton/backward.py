@@ -10,34 +10,18 @@ each of them would draw everything again.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import WAYS, find_tile, load_segment, load_tile, rounded_product
-from jagged.ops._shared.matrices import inverse_scale_of
-from jagged.ops._shared.sizes import cdiv
-from jagged.ops.sampled_cross_entropy.blocks import block_directions, block_sums, draw_shared, prepare_rows, rows_of_parts
-from jagged.ops.sampled_cross_entropy.draws import Source
-from jagged.ops.sampled_cross_entropy.forward import launch_rows
-from jagged.ops.sampled_cross_entropy.launch import VARYING, call_of, launch, shares_gathers
-from jagged.ops.sampled_cross_entropy.negatives import draw_for_row, load_target, log_expected, rows_of_unit, slope
-from jagged.ops.sampled_cross_entropy.tiles import item_tile_of
-from jagged.ops.sampled_cross_entropy.touched import compacted, is_first_of_item
-
-# Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
-# it meets, so few ranges are worth memory.
-ENTRY_BYTES_AT_MOST = 1024 * 1024 * 1024
-# Of one entry while it is sorted: the item before and after, its place, and the sort's own copies of both.
-ENTRY_BYTES = 36
-# Of a number in the gradient of the whole table that ranges share where a sparse one is wanted.
-TABLE_BYTES = 4
-# Entries of an item that one program adds up.
-CHUNK = 1024
-KEY_BLOCK, OFFSETS_BLOCK, ROW_BLOCK, ROW_WIDTH, JOIN_BLOCK = 256, 256, 8, 256, 16
+from jagged.ops.sampled_cross_entropy.triton.negatives import (
+    VARYING,
+    draw_for_row,
+    load_target,
+    log_expected,
+    rows_of_unit,
+    slope,
+)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -306,162 +290,3 @@ def sampled_join_kernel(
             total += load_tile(other_sums, index + chunk, WIDTH, chunk < others, tl.program_id(1) * BLOCK_D, WIDTH, BLOCK_D)
         first = tl.load(first_sums + begin // CHUNK * WIDTH + column, mask=in_row, other=0.0)
         store_item(grad_weight + item * WIDTH + column, first + tl.sum(total, 0), in_row, ADDS)
-
-
-def sampled_linear_cross_entropy_backward(
-    grad_loss: Tensor,
-    grad_lse: Tensor | None,
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    ids: Tensor | None,
-    log_q: Tensor | None,
-    probability: Tensor | None,
-    seed: Tensor | None,
-    excluded: Tensor | None,
-    exclude_offsets: Tensor | None,
-    statistic: Tensor,
-    share: Tensor,
-    pull: Tensor,
-    direction: Tensor,
-    sample_weight: Tensor | None,
-    kind: str,
-    count: int,
-    rows_per_draw: int,
-    loss: str,
-    is_corrected: bool,
-    is_inside: bool,
-    mask_hits: bool,
-    scale: float,
-    ignore_index: int,
-    filter_eps: float | None,
-    hidden_grad_dtype: torch.dtype | None,
-    weight_grad_dtype: torch.dtype | None,
-    num_touched: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what the PyTorch implementation returns."""
-    num_rows, width = hidden.shape
-    grad_hidden = hidden.new_empty(hidden.shape if hidden_grad_dtype else 0, dtype=hidden_grad_dtype)
-    if num_rows == 0:
-        shape = weight.shape if num_touched is None else (0, width)
-        empty = weight.new_empty(0, dtype=torch.int64)
-        return grad_hidden, weight.new_zeros(shape if weight_grad_dtype else 0, dtype=weight_grad_dtype), empty
-    source = Source(ids, log_q, probability, seed, kind, count, rows_per_draw)
-    call = call_of(hidden, weight, target, source, excluded, exclude_offsets, scale, ignore_index, is_corrected, mask_hits, loss)
-    grad_logit, grad_statistic = statistic.new_empty(2, num_rows).unbind()
-    shares = shares_gathers(rows_per_draw)
-    if shares:
-        call |= draw_shared(call)
-        call |= prepare_rows(call, statistic, share, sample_weight, filter_eps)
-    parts, stride = 1, width
-    if hidden_grad_dtype and not direction.numel():
-        stride = call["WIDTH"]
-        if shares:
-            direction = block_directions(call)
-            parts = direction.shape[0]
-        else:
-            direction = statistic.new_empty(num_rows, stride)
-            # The kernel's way with a finished statistic; a filter of 0 leaves out nothing.
-            launch_rows(
-                call | {"target_correction": None, "positive_weight": 1.0}, sample_weight=sample_weight,
-                outputs=[share, share, statistic, share, pull], direction=direction, filter_eps=filter_eps or 0.0,
-                IS_INSIDE=is_inside, RENORMALISE=False,
-            )  # fmt: skip
-    call |= {
-        "grad_loss": grad_loss.contiguous(), "grad_lse": None if grad_lse is None else grad_lse.contiguous(),
-        "statistic": statistic, "share": share, "pull": pull, "sample_weight": sample_weight, "filter_eps": filter_eps,
-        "grad_logit": grad_logit, "grad_statistic": grad_statistic,
-    }  # fmt: skip
-    rows = {"direction": direction, "grad_hidden": grad_hidden if hidden_grad_dtype else None, "WIDTH": width}
-    rows |= {"num_parts": parts, "direction_stride": stride}
-    launch(
-        sampled_backward_rows_kernel, (cdiv(num_rows, ROW_BLOCK),), call | rows, IS_INSIDE=is_inside, BLOCK_N=ROW_BLOCK,
-        BLOCK_D=ROW_WIDTH,
-    )  # fmt: skip
-    if weight_grad_dtype is None:
-        return grad_hidden, hidden.new_empty(0), target.new_empty(0, dtype=torch.int64)
-    grad_weight, touched = _weight_gradient(call, weight_grad_dtype, num_touched)
-    return grad_hidden, grad_weight[:, :width].contiguous(), touched
-
-
-def _weight_gradient(call: dict[str, Any], dtype: torch.dtype, num_touched: int | None) -> tuple[Tensor, Tensor]:
-    """Return the gradient of the weights as wide as the kernels have them, from one range of rows after the other.
-
-    With `num_touched` it is one of so many items, and they come with it.
-    """
-    hidden, num_rows, num_items, count = call["hidden"], call["num_rows"], call["num_items"], call["num_negatives"]
-    width, per_draw = call["WIDTH"], call["rows_per_draw"]
-    # Without shared gathers every row is a unit of its own.
-    shares = shares_gathers(per_draw)
-    per_unit = rows_of_parts(call) if shares else 1
-    parts = cdiv(per_draw, per_unit)
-    num_units = cdiv(num_rows, per_draw) * parts if shares else num_rows
-    unit_bytes = (count + per_unit) * ENTRY_BYTES + (4 * width * count if shares else 0)
-    most_bytes = ENTRY_BYTES_AT_MOST
-    if num_touched is not None:
-        # Ranges share a gradient of the whole table: not worth it for less than that takes, while 32 bits count the entries.
-        most_bytes = max(most_bytes, min(TABLE_BYTES * width * num_items, (2**31 - 1) // (count + per_unit) * unit_bytes))
-    units = min(num_units, max(1, most_bytes // unit_bytes))
-    is_whole = units == num_units
-    num_grads = num_touched if num_touched is not None and is_whole else num_items
-    grad_weight = torch.zeros(num_grads, width, dtype=dtype if is_whole else torch.float32, device=hidden.device)
-    call = {**call, "rows_per_unit": per_unit, "grad_weight": grad_weight, "ADDS": not is_whole, "inverse_scale": None}
-    if shares and hidden.dtype == torch.float16:
-        call["inverse_scale"] = inverse_scale_of(call["target"] != call["ignore_index"], call["grad_statistic"])
-    touched = torch.empty(0, dtype=torch.int64, device=hidden.device)
-    # Of several ranges the items are not known before the last: these share a gradient of the whole table.
-    is_touched = touched.new_zeros(0 if num_touched is None or is_whole else num_items + 1, dtype=torch.bool)
-    for first_unit in range(0, num_units, units):
-        last_unit = min(first_unit + units, num_units)
-        rows = [min(num_rows, unit // parts * per_draw + unit % parts * per_unit) for unit in (first_unit, last_unit)]
-        entries, keys = _sorted_entries(call, first_unit, last_unit - first_unit, *rows)
-        if num_touched is not None and is_whole:
-            touched, place = compacted(keys, is_first_of_item(keys, num_items), num_touched)
-            keys = torch.where(keys < num_items, place, num_touched).to(torch.int32)
-            entries |= {"touched": touched, "num_items": num_touched}
-        elif num_touched is not None:
-            is_touched.index_fill_(0, keys.to(torch.int64), True)
-        _add_entries(entries, keys)
-    if num_touched is not None and not is_whole:
-        items = torch.arange(num_items, device=hidden.device)
-        touched, place = compacted(items, is_touched[:-1], num_touched)
-        grad_weight = grad_weight[touched].masked_fill_((items[:num_touched] > place[-1])[:, None], 0)
-    return grad_weight.to(dtype), touched
-
-
-def _sorted_entries(
-    call: dict[str, Any], first_unit: int, num_units: int, first_row: int, last_row: int
-) -> tuple[dict[str, Any], Tensor]:
-    """Draw the entries of a range of units and sort them; return the launches' arguments, and their items in ascending order."""
-    hidden, count, shares = call["hidden"], call["num_negatives"], shares_gathers(call["rows_per_draw"])
-    num_pairs = num_units * count
-    call = {**call, "first_unit": first_unit, "first_row": first_row, "num_pairs": num_pairs, "touched": None}
-    keys = torch.empty(num_pairs + last_row - first_row, dtype=torch.int32, device=hidden.device)
-    grid = num_units, cdiv(count, KEY_BLOCK)
-    arguments = {"items": None, **call, "keys": keys}
-    launch(sampled_keys_kernel, grid, arguments, UNITS_ARE_ROWS=not shares, BLOCK=KEY_BLOCK)
-    keys, call["entries"] = torch.sort(keys, stable=True)
-    call["sums"] = block_sums(call, num_units) if shares else None
-    return call, keys
-
-
-def _add_entries(call: dict[str, Any], keys: Tensor) -> None:
-    """Add entries to the gradients of their items, `keys`, in ascending order; of places in `touched` if that is given."""
-    call = {**call, "keys": keys, "num_entries": keys.shape[0]}
-    call["entry_offsets"] = torch.empty(call["num_items"] + 1, dtype=torch.int32, device=keys.device)
-    launch(sampled_offsets_kernel, (cdiv(call["num_items"] + 1, OFFSETS_BLOCK),), call, BLOCK=OFFSETS_BLOCK)
-    width, tile, num_entries = call["WIDTH"], item_tile_of(call["WIDTH"]), keys.shape[0]
-    # Chunks that are not the first of their item, counted as if every item had all its entries in common.
-    others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
-    first_sums, other_sums = call["statistic"].new_empty(2, others, width).unbind()
-    division, shift = division_by(call["num_negatives"])
-    arguments = call | {
-        "division": division, "shift_of_division": shift, "first_sums": first_sums, "other_sums": other_sums,
-    }  # fmt: skip
-    by_entry = num_entries < others + call["num_items"]
-    launch(
-        sampled_items_kernel, (num_entries if by_entry else others + call["num_items"], columns), arguments, BY_ENTRY=by_entry,
-        CHUNK=CHUNK, BLOCK_E=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
-    )  # fmt: skip
-    if others:
-        launch(sampled_join_kernel, (others, columns), arguments, CHUNK=CHUNK, BLOCK_C=JOIN_BLOCK, BLOCK_D=tile.columns)

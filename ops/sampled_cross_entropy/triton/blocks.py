@@ -7,19 +7,13 @@ parts, whose results are added in their order. All tiles are rows by negatives, 
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import dot, exp_of_difference, load_tile, logits_of_tiles, rounded_product
-from jagged.ops._shared.matrices import gpu
-from jagged.ops._shared.sizes import cdiv
-from jagged.ops.sampled_cross_entropy.launch import VARYING, block_constants, launch, parts_of
-from jagged.ops.sampled_cross_entropy.negatives import (
+from jagged.ops.sampled_cross_entropy.triton.negatives import (
     LOG2_E,
+    VARYING,
     counted,
     draw_items,
     load_target,
@@ -29,15 +23,7 @@ from jagged.ops.sampled_cross_entropy.negatives import (
     softplus,
     store_results,
 )
-from jagged.ops.sampled_cross_entropy.tiles import BlockTile, block_tile_of
 
-# From this number of rows that share a draw on, its items' weights are copied side by side before they are multiplied.
-GATHERED_ROWS = 1024
-# Of those copies, where they only save time.
-GATHERED_BYTES_AT_MOST = 1024 * 1024 * 1024
-DRAW_BLOCK, RESULT_BLOCK, ROW_BLOCK, ROW_WIDTH = 32, 16, 16, 128
-# What a part of a walk costs beside its steps, in steps: forward starts a loop, the others write sums too.
-FORWARD_OVERHEAD, GRADIENT_OVERHEAD = 1, 4
 # Slopes are at most 1, and small ones would lose digits in float16.
 HALF_SCALE = tl.constexpr(16384.0)
 
@@ -315,105 +301,3 @@ def sampled_sums_kernel(
     column = first_column + tl.arange(0, BLOCK_D)
     address = sums + (unit.to(tl.int64) * num_negatives + place)[:, None] * WIDTH + column[None, :]
     tl.store(address, gradient * inverse, mask=in_draw[:, None] & (column < WIDTH)[None, :])
-
-
-def draw_shared(call: dict[str, Any]) -> dict[str, Any]:
-    """Make all draws, and return the lists as the kernels take them.
-
-    `items` `[draws, ns]` int32, -1 where an id is no item; `corrections` `[draws, ns]` float32, in powers of two where
-    `IN_POWERS`; `table` with its rows' stride: the weights, or copies of the draws' items if `IS_GATHERED`.
-    """
-    weight, width, count, per_draw = call["weight"], call["WIDTH"], call["num_negatives"], call["rows_per_draw"]
-    draws = cdiv(call["num_rows"], per_draw)
-    items = torch.empty(draws, count, dtype=torch.int32, device=weight.device)
-    dtype = call["hidden"].dtype
-    saves_time = per_draw >= GATHERED_ROWS and draws * count * width * dtype.itemsize <= GATHERED_BYTES_AT_MOST
-    # Weights of another dtype than hidden states are converted on the way.
-    is_gathered, in_powers = saves_time or weight.dtype != dtype, dtype != torch.float32 and call["LOSS"] != "bce"
-    lists: dict[str, Any] = {
-        "items": items, "corrections": torch.empty_like(items, dtype=torch.float32) if call["IS_CORRECTED"] else None,
-        "table": weight.new_empty(draws * count, width, dtype=dtype) if is_gathered else weight,
-        "table_stride": width if is_gathered else call["weight_stride"], "IS_GATHERED": is_gathered, "IN_POWERS": in_powers,
-    }  # fmt: skip
-    launch(
-        sampled_draw_kernel, (draws, cdiv(count, DRAW_BLOCK)),
-        {**call, **lists, "gathered": lists["table"] if is_gathered else None}, BLOCK=DRAW_BLOCK, BLOCK_D=ROW_WIDTH,
-    )  # fmt: skip
-    return lists
-
-
-def block_results(call: dict[str, Any], outputs: list[Tensor], **options: Any) -> None:
-    """Fill loss, log-sum-exp, statistic, share and pull of rows whose draws `draw_shared` has made."""
-    hidden, num_rows, count = call["hidden"], call["num_rows"], call["num_negatives"]
-    tile = _tile("forward", call)
-    blocks = cdiv(num_rows, call["rows_per_draw"]) * cdiv(call["rows_per_draw"], tile.rows)
-    num_parts, places = parts_of(count, tile.negatives, blocks, FORWARD_OVERHEAD, tile.num_warps, hidden.device)
-    maximum, total = outputs[0].new_empty(2, num_parts, num_rows).unbind()
-    # How many negatives are left is asked for only by those who divide by it, and for bce by those that have none.
-    counts = options["RENORMALISE"] or call["LOSS"] == "bce"
-    kept = torch.empty_like(total, dtype=torch.int32) if counts else None
-    call = {**call, "part_maximum": maximum, "part_sum": total, "part_kept": kept, "num_parts": num_parts}
-    launch(
-        sampled_forward_blocks_kernel, (blocks, num_parts), {**call, "places_per_part": places},
-        **{name: value for name, value in block_constants(tile).items() if name != "BLOCK_D"},
-    )  # fmt: skip
-    names = ("loss", "lse", "statistic", "share", "pull")
-    launch(
-        sampled_results_kernel, (cdiv(num_rows, RESULT_BLOCK),), {**call, **dict(zip(names, outputs, strict=True)), **options},
-        BLOCK_N=RESULT_BLOCK, BLOCK_D=ROW_WIDTH,
-    )  # fmt: skip
-
-
-def prepare_rows(
-    call: dict[str, Any], statistic: Tensor, share: Tensor, sample_weight: Tensor | None, filter_eps: float | None
-) -> dict[str, Any]:
-    """Return what the gradients' products take of rows.
-
-    `clean` `[N, WIDTH]` are hidden states with zeros in rows without a loss; `row_target` is int32, -1 in those; `shift` is the
-    statistic, in powers of two where `IN_POWERS`; `part` what a filter multiplies slopes by.
-    """
-    hidden, num_rows = call["hidden"], call["num_rows"]
-    rows = {
-        "clean": hidden.new_empty(num_rows, call["WIDTH"]), "row_target": hidden.new_empty(num_rows, dtype=torch.int32),
-        "shift": torch.empty_like(statistic), "part": None if filter_eps is None else torch.empty_like(share),
-    }  # fmt: skip
-    arguments = {**call, **rows, "statistic": statistic, "share": share, "sample_weight": sample_weight}
-    launch(sampled_prepare_kernel, (cdiv(num_rows, ROW_BLOCK),), arguments, BLOCK_N=ROW_BLOCK, BLOCK_D=ROW_WIDTH)
-    return {**rows, "filter_eps": filter_eps}
-
-
-def block_directions(call: dict[str, Any]) -> Tensor:
-    """Return the rows' directions, `[parts, N, WIDTH]` float32, to be added."""
-    clean, width, count, num_rows = call["clean"], call["WIDTH"], call["num_negatives"], call["num_rows"]
-    tile = _tile("directions", call)
-    columns = cdiv(width, tile.columns)
-    blocks = cdiv(num_rows, call["rows_per_draw"]) * cdiv(call["rows_per_draw"], tile.rows)
-    num_parts, places = parts_of(count, tile.negatives, blocks * columns, GRADIENT_OVERHEAD, tile.num_warps, clean.device)
-    directions = torch.empty(num_parts, num_rows, width, dtype=torch.float32, device=clean.device)
-    launch(
-        sampled_directions_kernel, (blocks, num_parts, columns),
-        {**call, "directions": directions, "places_per_part": places}, **block_constants(tile),
-    )  # fmt: skip
-    return directions
-
-
-def rows_of_parts(call: dict[str, Any]) -> int:
-    """Return how many rows of a draw one program of `block_sums` walks."""
-    tile, per_draw = _tile("sums", call), call["rows_per_draw"]
-    blocks = cdiv(call["num_negatives"], tile.negatives) * cdiv(call["WIDTH"], tile.columns) * cdiv(call["num_rows"], per_draw)
-    return parts_of(per_draw, tile.rows, blocks, GRADIENT_OVERHEAD, tile.num_warps, call["hidden"].device)[1]
-
-
-def block_sums(call: dict[str, Any], num_units: int) -> Tensor:
-    """Return what the negatives of each unit get from its rows, `[units * ns, WIDTH]`, float32."""
-    width, count, tile = call["WIDTH"], call["num_negatives"], _tile("sums", call)
-    sums = torch.empty(num_units * count, width, dtype=torch.float32, device=call["clean"].device)
-    grid = num_units, cdiv(count, tile.negatives), cdiv(width, tile.columns)
-    launch(sampled_sums_kernel, grid, {**call, "sums": sums}, **block_constants(tile))
-    return sums
-
-
-def _tile(kernel: str, call: dict[str, Any]) -> BlockTile:
-    hidden, capability = call["hidden"], gpu(call["hidden"].device).capability
-    is_plain = call["LOSS"] != "bce" and call["excluded"] is None and call["filter_eps"] is None
-    return block_tile_of(kernel, call["WIDTH"], hidden.dtype, capability, call["rows_per_draw"], is_plain=is_plain)

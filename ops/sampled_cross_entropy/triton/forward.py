@@ -6,21 +6,19 @@ gathers nothing again.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import exp_of_difference, load_tile, rounded_product
-from jagged.ops._shared.matrices import gpu
-from jagged.ops._shared.sizes import cdiv
-from jagged.ops.sampled_cross_entropy.blocks import block_directions, block_results, draw_shared, prepare_rows
-from jagged.ops.sampled_cross_entropy.draws import Source
-from jagged.ops.sampled_cross_entropy.launch import VARYING, call_of, launch, shares_gathers
-from jagged.ops.sampled_cross_entropy.negatives import draw_for_row, load_target, log_expected, slope, softplus, store_results
-from jagged.ops.sampled_cross_entropy.tiles import row_tile_of
+from jagged.ops.sampled_cross_entropy.triton.negatives import (
+    VARYING,
+    draw_for_row,
+    load_target,
+    log_expected,
+    slope,
+    softplus,
+    store_results,
+)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -136,65 +134,3 @@ def sampled_forward_rows_kernel(
             loss, lse, statistic, share, pull, row, row >= 0, valid, known, row_total, tl.sum(kept, 0), logit * scale,
             target_correction, num_negatives, positive_weight, LOSS, IS_INSIDE, RENORMALISE,
         )  # fmt: skip
-
-
-def sampled_linear_cross_entropy_forward(
-    hidden: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    ids: Tensor | None,
-    log_q: Tensor | None,
-    probability: Tensor | None,
-    seed: Tensor | None,
-    target_correction: Tensor | None,
-    excluded: Tensor | None,
-    exclude_offsets: Tensor | None,
-    kind: str,
-    count: int,
-    rows_per_draw: int,
-    loss: str,
-    is_corrected: bool,
-    is_inside: bool,
-    mask_hits: bool,
-    renormalise: bool,
-    scale: float,
-    positive_weight: float,
-    ignore_index: int,
-    with_direction: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what the PyTorch implementation returns, in float32."""
-    num_rows, width = hidden.shape
-    outputs = [hidden.new_empty(num_rows, dtype=torch.float32) for _ in range(5)]
-    row_loss, lse, statistic, share, pull = outputs
-    direction = hidden.new_empty(hidden.shape if with_direction else 0, dtype=torch.float32)
-    if num_rows == 0:
-        return row_loss, lse, statistic, share, pull, direction
-    source = Source(ids, log_q, probability, seed, kind, count, rows_per_draw)
-    call = call_of(hidden, weight, target, source, excluded, exclude_offsets, scale, ignore_index, is_corrected, mask_hits, loss)
-    call |= {"target_correction": target_correction, "positive_weight": positive_weight}
-    options = {"IS_INSIDE": is_inside, "RENORMALISE": renormalise}
-    if shares_gathers(rows_per_draw):
-        call |= draw_shared(call)
-        block_results(call, outputs, **options)
-        if with_direction:
-            call |= prepare_rows(call, statistic, share, None, None)
-            direction = block_directions(call).sum(0)[:, :width].contiguous()
-        return row_loss, lse, statistic, share, pull, direction
-    wide = direction if width == call["WIDTH"] or not with_direction else direction.new_empty(num_rows, call["WIDTH"])
-    launch_rows(call, sample_weight=None, outputs=outputs, direction=wide if with_direction else None, filter_eps=None, **options)
-    if with_direction:
-        direction = wide[:, :width].contiguous()
-    return row_loss, lse, statistic, share, pull, direction
-
-
-def launch_rows(call: dict[str, Any], *, outputs: list[Tensor], direction: Tensor | None, **others: Any) -> None:
-    """Launch the kernel for rows that draw for themselves."""
-    names = ("loss", "lse", "statistic", "share", "pull")
-    arguments = {**call, **dict(zip(names, outputs, strict=True)), "direction": direction, **others}
-    hidden = call["hidden"]
-    tile = row_tile_of(call["WIDTH"], hidden.dtype, gpu(hidden.device).capability)
-    columns = 1 if direction is None else cdiv(call["WIDTH"], tile.columns)
-    launch(
-        sampled_forward_rows_kernel, (call["num_rows"], columns), arguments, BLOCK_J=tile.negatives, BLOCK_D=tile.columns,
-        num_warps=tile.num_warps,
-    )  # fmt: skip

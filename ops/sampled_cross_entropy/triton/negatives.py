@@ -21,6 +21,12 @@ LOG_BITS = tl.constexpr(draws.LOG_BITS)
 EXP2 = tl.constexpr(draws.EXP2)
 EXP2_TERMS = tl.constexpr(len(draws.EXP2))
 LOG2_E = tl.constexpr(1.4426950408889634)
+# Sizes and numbers that vary from call to call, of all kernels.
+VARYING = [
+    "num_rows", "num_items", "num_negatives", "num_excluded", "num_parts", "rows_per_draw", "rows_per_unit", "places_per_part",
+    "parameter", "ignore_index", "first_unit", "first_row", "num_entries", "num_pairs",
+    "division", "shift_of_division",
+]  # fmt: skip
 # Entries of a row's list that are compared at once.
 LIST_BLOCK = tl.constexpr(32)
 

@@ -1,0 +1,106 @@
+"""Which kernels run a call: those of rows that draw for themselves, or those of rows that share a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.matrices import gpu
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, num_touched
+from jagged.ops.sampled_cross_entropy.triton.backward import sampled_backward_rows_kernel
+from jagged.ops.sampled_cross_entropy.triton.call import Call, call_of
+from jagged.ops.sampled_cross_entropy.triton.configurations import row_tile_of
+from jagged.ops.sampled_cross_entropy.triton.entries import Slopes, weight_gradient
+from jagged.ops.sampled_cross_entropy.triton.forward import sampled_forward_rows_kernel
+from jagged.ops.sampled_cross_entropy.triton.shared_draws import block_directions, block_results, draw_lists, prepare_rows
+
+ROW_BLOCK, ROW_WIDTH = 8, 256
+
+_launch_forward_rows = Launcher(sampled_forward_rows_kernel)
+_launch_backward_rows = Launcher(sampled_backward_rows_kernel)
+
+
+def forward(x: Inputs, o: Options) -> Outputs:
+    """Compute losses, and what backward needs of them, in float32."""
+    (num_rows, width), device = x.hidden.shape, x.hidden.device
+    shapes = (*(num_rows,) * 5, x.hidden.shape if o.with_direction else 0)
+    out = Outputs._make([torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes])
+    if num_rows == 0:
+        return out
+    c = call_of(x, o)
+    if c.shares:
+        lists = draw_lists(c)
+        block_results(c, lists, out)
+        if o.with_direction:
+            direction = block_directions(c, lists, prepare_rows(c, lists, out)).sum(0)
+            out = out._replace(direction=_narrowed(direction, width))
+        return out
+    if o.with_direction and c.width != width:
+        out = out._replace(direction=torch.empty(num_rows, c.width, dtype=torch.float32, device=device))
+    _forward_rows(c, out, out.direction if o.with_direction else None, None)
+    return out._replace(direction=_narrowed(out.direction, width)) if o.with_direction else out
+
+
+def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Compute gradients; negatives are drawn again. See the PyTorch implementation for sparse ones."""
+    (num_rows, width), device = x.hidden.shape, x.hidden.device
+    found = {}
+    if "hidden" in wanted:
+        found["hidden"] = torch.empty(x.hidden.shape, dtype=wanted["hidden"], device=device)
+    if num_rows == 0:
+        if "weight" in wanted:
+            num_grads = num_touched(x, o) if o.is_sparse else x.weight.shape[0]
+            found["weight"] = torch.zeros(num_grads, width, dtype=wanted["weight"], device=device)
+            if o.is_sparse:
+                found["touched"] = torch.empty(0, dtype=torch.int64, device=device)
+        return found
+    c = call_of(x, o)
+    lists = draw_lists(c) if c.shares else None
+    rows = None if lists is None else prepare_rows(c, lists, out)
+    direction, parts, stride = out.direction, 1, width
+    if "hidden" in wanted and not o.with_direction:
+        stride = c.width
+        if lists is not None and rows is not None:
+            direction = block_directions(c, lists, rows)
+            parts = direction.shape[0]
+        else:
+            direction = torch.empty(num_rows, stride, dtype=torch.float32, device=device)
+            # The kernel's way with a finished statistic, which writes no losses; a filter of 0 leaves out nothing.
+            _forward_rows(c, out._replace(losses=out.share, lse=out.share), direction, o.filter_eps or 0.0)
+    slopes = Slopes(out.statistic, out.share, *torch.empty(2, num_rows, dtype=torch.float32, device=device).unbind())
+    # A log-sum-exp may be all that has a gradient.
+    grad_loss = torch.zeros_like(out.share) if grads.losses is None else grads.losses.contiguous()
+    _launch_backward_rows(
+        (cdiv(num_rows, ROW_BLOCK),),
+        grad_loss, None if grads.lse is None else grads.lse.contiguous(), c.x.weight, c.x.target, out.statistic, out.share,
+        out.pull, direction, slopes.grad_logit, slopes.grad_statistic, found.get("hidden"), num_rows, c.num_items, parts,
+        c.weight_stride, stride, o.scale, o.ignore_index, IS_INSIDE=o.is_inside, WIDTH=width, BLOCK_N=ROW_BLOCK,
+        BLOCK_D=ROW_WIDTH,
+    )  # fmt: skip
+    if "weight" in wanted:
+        found |= weight_gradient(c, lists, rows, slopes, wanted["weight"])
+        found["weight"] = _narrowed(found["weight"], width)
+    return found
+
+
+def _forward_rows(c: Call, out: Outputs, direction: Tensor | None, filter_eps: float | None) -> None:
+    """Launch the kernel for rows that draw for themselves."""
+    x, o = c.x, c.o
+    tile = row_tile_of(c.width, x.hidden.dtype, gpu(x.hidden.device).capability)
+    _launch_forward_rows(
+        (c.num_rows, 1 if direction is None else cdiv(c.width, tile.columns)),
+        x.hidden, x.weight, x.target, x.ids, x.log_q, x.probability, x.seed, x.target_correction, x.excluded, x.exclude_offsets,
+        x.sample_weight, *out[:5], direction, c.num_rows, c.num_items, o.num_negatives, c.num_excluded, c.hidden_stride,
+        c.weight_stride, o.rows_per_draw, c.parameter, c.offset, o.scale, o.positive_weight, o.ignore_index, filter_eps,
+        KIND=o.kind, LOSS=o.loss, IS_CORRECTED=o.is_corrected, IS_INSIDE=o.is_inside, MASK_HITS=o.mask_hits,
+        RENORMALISE=o.renormalise, WIDTH=c.width, BLOCK_J=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
+    )  # fmt: skip
+
+
+def _narrowed(matrix: Tensor, width: int) -> Tensor:
+    """Return a matrix of the kernels' width without the columns that only fill it up."""
+    return matrix if matrix.shape[1] == width else matrix[:, :width].contiguous()
