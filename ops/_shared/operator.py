@@ -694,6 +694,7 @@ def _autocast_dtype(x: Any, device: str, rules: _Rules) -> torch.dtype | None:
     dtype = autocast_dtype(device)
     if dtype is None or not rules.promotes:
         return dtype
+    assert not callable(rules.autocast)
     widest = None
     for name in rules.autocast:
         for tensor in _each(getattr(x, name)):
