@@ -51,9 +51,11 @@ from torch.nn import Parameter
 
 from jagged.ops._shared.registration import resolve_backend
 
-_DIFFERENTIABLE = "differentiable"
+_DIFFERENTIABLE, _ON_HOST = "differentiable", "on host"
 #: A tensor with a gradient, among inputs.
 Differentiable = Annotated[Tensor, _DIFFERENTIABLE]
+#: A tensor that stays on the host wherever the others are. Such inputs come last.
+OnHost = Annotated[Tensor, _ON_HOST]
 
 In = TypeVar("In", bound=tuple[Any, ...])
 Op = TypeVar("Op", bound=tuple[Any, ...])
@@ -79,13 +81,15 @@ class Absent(NamedTuple):
 
 
 class _Field(NamedTuple):
-    """One field of a declaration: of which type, and whether it may be None, is a tuple of its type, or gets a gradient."""
+    """One field of a declaration: of which type, and whether it may be None, is a tuple of its type, gets a gradient, or stays on
+    the host."""
 
     name: str
     kind: Any
     is_optional: bool
     is_many: bool
     is_differentiable: bool
+    is_on_host: bool
 
     def schema(self, prefix: str = "", is_optional: bool = False) -> str:
         """Return the declaration of an argument."""
@@ -100,11 +104,11 @@ def _fields(declaration: type) -> tuple[_Field, ...]:
         kind = next(part for part in parts if part is not types.NoneType)
         is_many = typing.get_origin(kind) is tuple
         kind = typing.get_args(kind)[0] if is_many else kind
-        is_differentiable = typing.get_origin(kind) is Annotated and _DIFFERENTIABLE in kind.__metadata__
+        marks = kind.__metadata__ if typing.get_origin(kind) is Annotated else ()
         kind = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
         if kind not in _SCHEMA:
             raise TypeError(f"{declaration.__name__}.{name}: expected one of {list(_SCHEMA.values())}, got {hint}")
-        found.append(_Field(name, kind, len(parts) > 1, is_many, is_differentiable))
+        found.append(_Field(name, kind, len(parts) > 1, is_many, _DIFFERENTIABLE in marks, _ON_HOST in marks))
     return tuple(found)
 
 
@@ -128,7 +132,7 @@ class Operator(Generic[In, Op, Out]):
         """
         rules = self.rules
         first, wants_grad, is_plain = None, False, True
-        for tensor in _spread(x) if rules.is_many else x:
+        for tensor in _spread(x) if rules.is_many else x[: rules.num_on_device]:
             if tensor is None:
                 continue
             if first is None:
@@ -166,9 +170,9 @@ class Operator(Generic[In, Op, Out]):
         return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
 
     def _refuse_devices(self, x: In, device: torch.device) -> None:
-        fields = self.rules.inputs._fields  # type: ignore[attr-defined]
-        names = [name for name, value in zip(fields, x, strict=True) if value is not None]
-        for name, value in zip(fields, x, strict=True):
+        given = dict(zip(self.rules.inputs._fields, x[: self.rules.num_on_device], strict=False))  # type: ignore[attr-defined]
+        names = [name for name, value in given.items() if value is not None]
+        for name, value in given.items():
             for tensor in _each(value):
                 if tensor is not None and tensor.device != device:
                     raise ValueError(
@@ -183,6 +187,7 @@ class _Rules(NamedTuple):
     options: type
     outputs: type
     num_inputs: int
+    num_on_device: int | None  # of the inputs those before the first that stays on the host
     is_many: bool  # the first field of inputs is a tuple of tensors
     fields: tuple[str, ...]  # of inputs, then of outputs
     differentiable: tuple[str, ...]
@@ -190,7 +195,7 @@ class _Rules(NamedTuple):
     autocast: tuple[str, ...]
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
     is_saved: tuple[bool, ...] | None  # of each field; None where that follows the options
-    unchecked: tuple[str, ...]
+    unchecked: tuple[str, ...] | Callable[[Any], Iterable[str]]
     title: str | Callable[[Any], str]
     run: Callable[..., Any]
     dispatched: Callable[..., Any]
@@ -214,7 +219,7 @@ def operator(
     gradient: Callable[..., Gradients] | None = None,
     is_first_order: bool | None = None,
     saved: Iterable[str] | Callable[[Op], Iterable[str]] | None = None,
-    unchecked: Iterable[str] = (),
+    unchecked: Iterable[str] | Callable[[Op], Iterable[str]] = (),
     autocast: Iterable[str] = (),
     mutates: Iterable[str] = (),
     title: str | Callable[[Op], str] | None = None,
@@ -239,7 +244,8 @@ def operator(
             called without a graph.
         saved: names of inputs and outputs that the gradient reads, or a function of the options that gives them; None: all. In a
             `gradient` the others are `Absent`, in a backward None.
-        unchecked: names of saved inputs that may have changed in place when the gradient reads them.
+        unchecked: names of saved inputs that may have changed in place when the gradient reads them, or a function of the options
+            that gives them.
         autocast: names of inputs that are cast to autocast's dtype. Gradients come back in the inputs' own dtypes.
         mutates: names of inputs that are changed in place.
         title: what messages call the operator, or a function of the options that gives it; None: its name.
@@ -255,7 +261,7 @@ def operator(
     of_inputs, of_options, of_outputs = _fields(inputs), _fields(options), _fields(outputs)
     count, is_many = len(of_inputs), bool(of_inputs) and of_inputs[0].is_many
     differentiable = tuple(field.name for field in of_inputs if field.is_differentiable)
-    mutates, extra, unchecked = tuple(mutates), tuple(extra), tuple(unchecked)
+    mutates, extra = tuple(mutates), tuple(extra)
     forwards, backwards = zip(*(_functions_of(path) for path in (torch, triton)), strict=True)
     has_backward = backwards[0] is not None
     if has_backward != (backwards[1] is not None) or (has_backward and gradient is not None):
@@ -263,10 +269,14 @@ def operator(
     if shared := set(inputs._fields) & set(outputs._fields):  # type: ignore[attr-defined]
         raise TypeError(f"{name}: expected other names for outputs than for inputs, got {sorted(shared)} in both")
     names: tuple[str, ...] = inputs._fields + outputs._fields  # type: ignore[attr-defined]
+    on_host = [place for place, field in enumerate(of_inputs) if field.is_on_host]
+    if on_host and (is_many or on_host != list(range(on_host[0], count))):
+        raise TypeError(f"{name}: expected inputs that stay on the host behind all others, and no tuple of tensors")
     is_saved = None
-    if not callable(saved):
-        saved = names if saved is None else tuple(saved)
-        is_saved = tuple(name in saved and name not in unchecked for name in names)
+    saved = names if saved is None else saved if callable(saved) else tuple(saved)
+    unchecked = unchecked if callable(unchecked) else tuple(unchecked)
+    if not callable(saved) and not callable(unchecked):
+        is_saved = tuple([name in saved and name not in unchecked for name in names])
 
     aliases = {field: f"Tensor({chr(ord('a') + place)}!)" for place, field in enumerate(mutates)}
     arguments = [f"{aliases[f.name]} {f.name}" if f.name in aliases else f.schema() for f in of_inputs]
@@ -306,6 +316,7 @@ def operator(
         options=options,
         outputs=outputs,
         num_inputs=count,
+        num_on_device=on_host[0] if on_host else None,
         is_many=is_many,
         fields=names,
         differentiable=differentiable,
@@ -491,11 +502,12 @@ def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.F
 def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtypes: list[torch.dtype | None]) -> None:
     """Keep what the gradient reads: tensors with autograd, which frees them and sees changes in place, the rest on `ctx`."""
     values = (*x, *out)
-    is_saved = rules.is_saved
+    is_saved, unchecked = rules.is_saved, rules.unchecked
+    if callable(unchecked):
+        unchecked = tuple(unchecked(o))
     if is_saved is None:
-        assert callable(rules.saved)
-        names = tuple(rules.saved(o))
-        is_saved = tuple([name in names and name not in rules.unchecked for name in rules.fields])
+        names = tuple(rules.saved(o)) if callable(rules.saved) else rules.saved
+        is_saved = tuple([name in names and name not in unchecked for name in rules.fields])
     # A tuple of tensors comes last.
     many = values[0] if rules.is_many and is_saved[0] else ()
     tensors = [value if kept else None for value, kept in zip(values, is_saved, strict=True)]
@@ -503,9 +515,9 @@ def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtype
         tensors[0] = None
     ctx.save_for_backward(*tensors, *many)
     rest = []
-    if rules.gradient is not None or rules.unchecked:
+    if rules.gradient is not None or unchecked:
         for place, (name, value, kept) in enumerate(zip(rules.fields, values, is_saved, strict=True)):
-            if name in rules.unchecked:
+            if name in unchecked:
                 rest.append((place, value))
             elif not kept and value is not None and rules.gradient is not None:
                 absent = tuple([Absent(tensor.shape, tensor.dtype, tensor.device) for tensor in _each(value)])
