@@ -80,6 +80,10 @@ class Absent(NamedTuple):
     device: torch.device
 
 
+def _absent(tensor: Tensor) -> Absent:
+    return Absent(tensor.shape, tensor.dtype, tensor.device)
+
+
 class _Field(NamedTuple):
     """One field of a declaration: of which type, and whether it may be None, is a tuple of its type, gets a gradient, or stays on
     the host."""
@@ -194,7 +198,6 @@ class _Rules(NamedTuple):
     places: tuple[int, ...]  # of the differentiable among the inputs
     autocast: tuple[str, ...]
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
-    is_saved: tuple[bool, ...] | None  # of each field; None where that follows the options
     unchecked: tuple[str, ...] | Callable[[Any], Iterable[str]]
     title: str | Callable[[Any], str]
     run: Callable[..., Any]
@@ -272,11 +275,8 @@ def operator(
     on_host = [place for place, field in enumerate(of_inputs) if field.is_on_host]
     if on_host and (is_many or on_host != list(range(on_host[0], count))):
         raise TypeError(f"{name}: expected inputs that stay on the host behind all others, and no tuple of tensors")
-    is_saved = None
     saved = names if saved is None else saved if callable(saved) else tuple(saved)
     unchecked = unchecked if callable(unchecked) else tuple(unchecked)
-    if not callable(saved) and not callable(unchecked):
-        is_saved = tuple([name in saved and name not in unchecked for name in names])
 
     aliases = {field: f"Tensor({chr(ord('a') + place)}!)" for place, field in enumerate(mutates)}
     arguments = [f"{aliases[f.name]} {f.name}" if f.name in aliases else f.schema() for f in of_inputs]
@@ -323,7 +323,6 @@ def operator(
         places=tuple(place for place, field in enumerate(of_inputs) if field.is_differentiable),
         autocast=tuple(autocast),
         saved=saved,
-        is_saved=is_saved,
         unchecked=unchecked,
         title=title or name,
         run=run,
@@ -502,27 +501,36 @@ def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.F
 def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtypes: list[torch.dtype | None]) -> None:
     """Keep what the gradient reads: tensors with autograd, which frees them and sees changes in place, the rest on `ctx`."""
     values = (*x, *out)
-    is_saved, unchecked = rules.is_saved, rules.unchecked
-    if callable(unchecked):
-        unchecked = tuple(unchecked(o))
-    if is_saved is None:
-        names = tuple(rules.saved(o)) if callable(rules.saved) else rules.saved
-        is_saved = tuple([name in names and name not in unchecked for name in rules.fields])
+    saved = tuple(rules.saved(o)) if callable(rules.saved) else rules.saved
+    unchecked = tuple(rules.unchecked(o)) if callable(rules.unchecked) else rules.unchecked
+    # Dynamo takes no cached function.
+    of_fields = _places_of if torch.compiler.is_compiling() else _places_known
+    places, unchecked_places, others = of_fields(rules.fields, saved, unchecked)
+    kept: list[Any] = [None] * len(values)
+    for place in unchecked_places:
+        kept[place] = values[place]
+    if rules.gradient is not None:
+        for place in others:
+            if (value := values[place]) is not None:
+                kept[place] = tuple([_absent(tensor) for tensor in value]) if type(value) is tuple else _absent(value)
     # A tuple of tensors comes last.
-    many = values[0] if rules.is_many and is_saved[0] else ()
-    tensors = [value if kept else None for value, kept in zip(values, is_saved, strict=True)]
-    if rules.is_many:
-        tensors[0] = None
+    tensors = [values[place] for place in places if not rules.is_many or place]
+    many = values[0] if rules.is_many and 0 in places else ()
     ctx.save_for_backward(*tensors, *many)
-    rest = []
-    if rules.gradient is not None or unchecked:
-        for place, (name, value, kept) in enumerate(zip(rules.fields, values, is_saved, strict=True)):
-            if name in unchecked:
-                rest.append((place, value))
-            elif not kept and value is not None and rules.gradient is not None:
-                absent = tuple([Absent(tensor.shape, tensor.dtype, tensor.device) for tensor in _each(value)])
-                rest.append((place, absent if type(value) is tuple else absent[0]))
-    ctx.kept = rest, o, backend, dtypes
+    ctx.kept = kept, places[len(places) - len(tensors) :], o, backend, dtypes
+
+
+def _places_of(
+    fields: tuple[str, ...], saved: tuple[str, ...], unchecked: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the places of the fields that autograd keeps, of those that are kept unchecked, and of the others."""
+    places = range(len(fields))
+    kept = tuple(place for place in places if fields[place] in saved and fields[place] not in unchecked)
+    of_unchecked = tuple(place for place in places if fields[place] in unchecked)
+    return kept, of_unchecked, tuple(place for place in places if place not in kept and place not in of_unchecked)
+
+
+_places_known = functools.cache(_places_of)
 
 
 def _gradients(
@@ -532,23 +540,26 @@ def _gradients(
     given = [grad for grad in grads if grad is not None]
     if not given or True not in needs:
         return [None] * len(needs)
-    rest, o, backend, dtypes = ctx.kept
-    values = list(ctx.saved_tensors)
-    if rules.is_many:
-        values[0] = tuple(values[len(rules.fields) :])
-    for place, value in rest:
-        values[place] = value
+    kept, places, o, backend, dtypes = ctx.kept
+    values, tensors = list(kept), ctx.saved_tensors
+    for place, tensor in zip(places, tensors, strict=False):
+        values[place] = tensor
+    if rules.is_many and len(tensors) > len(places):
+        values[0] = tuple(tensors[len(places) :])
     x = rules.inputs(*values[: rules.num_inputs])
-    out = rules.outputs(*values[rules.num_inputs : len(rules.fields)])
+    out = rules.outputs(*values[rules.num_inputs :])
     names = rules.differentiable
     if rules.is_many:
         names = tuple([name for name in names for _ in _each(getattr(x, name))])
     wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
     is_differentiated = torch.is_grad_enabled()
-    if is_direct and rules.run_backward is not None and not is_differentiated and rules.finish is None:
+    if is_direct and rules.is_first_order and not is_differentiated and rules.finish is None and not rules.is_many:
         # As below, without what costs the host time.
-        found = rules.run_backward(given[0], backend, rules.outputs(*grads), x, out, o, wanted)
-        return [_in(found[name], dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
+        if rules.run_backward is not None:
+            found = rules.run_backward(given[0], backend, rules.outputs(*grads), x, out, o, wanted)
+        else:
+            found = _composed(rules, grads, x, out, o, wanted, backend)
+        return [_in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
         found = _composed(rules, grads, x, out, o, wanted, backend)
     else:

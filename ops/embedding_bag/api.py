@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.registration import resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_offsets, check_tensor, validation_is_on
 from jagged.ops.embedding_bag.checks import (
     check_batch_sizes,
@@ -22,7 +21,7 @@ from jagged.ops.embedding_bag.checks import (
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.plans import PROGRAMS, BagSchedules
-from jagged.ops.embedding_bag.spec import EMBEDDING_BAGS, Inputs, Options
+from jagged.ops.embedding_bag.spec import EMBEDDING_BAGS, Inputs, Options, States
 
 IDS = (torch.int64, torch.int32)
 
@@ -109,7 +108,7 @@ def embedding_bags(
         if is_recorded and per_sample_weights.requires_grad:
             # A compiled graph knows no such number.
             version = 0 if is_compiling else weights._version
-    states: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None] | tuple[None, None, None, None, None] = (None,) * 5
+    states: States = (None, None, None, None, None)
     rule: tuple[Any, ...] = ()
     if optimizer is not None:
         check_optimizer(optimizer, weights, layout)
@@ -123,7 +122,7 @@ def embedding_bags(
         codes, programs, counted_rows = schedules
         codes = None if codes is None else codes.contiguous()
     # On a CPU the PyTorch implementation names a wrong id where it meets one.
-    if validation_is_on(offsets) and not (offsets.is_cpu and resolve_backend(backend, weights) == "torch"):
+    if (backend == "triton" or not offsets.is_cpu) and validation_is_on(offsets):
         check_ids(layout, indices, offsets, batch_sizes)
     size, batches, host_batches = num_bags // max(1, num_features), None, None
     if batch_sizes is not None:

@@ -144,6 +144,8 @@ class Nothing(NamedTuple):
     """An update changes what it was given."""
 
 
+#: An optimizer's tensors among the inputs: its states, `step`, `learning_rate` and `step_before`.
+States: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 #: What an implementation knows of a batch's lookups.
 Lookups: TypeAlias = Inputs | WeightsInputs | SamplesInputs | UpdateInputs
 
@@ -211,9 +213,9 @@ def _gradient(
     assert x.step is not None
     assert x.learning_rate is not None
     x.step.add_(1)
-    states = x.first, x.second, x.step, x.learning_rate
+    updated = UpdateInputs(x.weights, x.first, x.second, x.step, x.learning_rate, grad, *lookups)
     rule = o.kind, o.eps, o.beta1, o.beta2, o.weight_decay, o.stochastic_rounding
-    UPDATE(UpdateInputs(x.weights, *states, grad, *lookups), UpdateOptions(*rule, o.counted_rows), backend)
+    UPDATE(updated, UpdateOptions(*rule, o.counted_rows), backend)
     # Kernels count no change of their own.
     torch.autograd.graph.increment_version(x.weights)
     return found

@@ -36,34 +36,37 @@ LARGE_BYTES = 32 << 20
 
 
 class Feature(NamedTuple):
-    """A feature of a batch: what the layout says of it, where its lookups lie, and its bags' offsets from 0."""
+    """A feature of a batch: what the layout says of it, where its lookups lie, and its bags' lengths, or their offsets from 0."""
 
     of: OfFeature
     places: slice
-    ends: Tensor
+    bags: Tensor
 
 
-def features_of(x: Lookups) -> Iterator[Feature]:
-    """Walk over the features of a batch; over none where there is no bag."""
+def features_of(x: Lookups, *, with_offsets: bool = False) -> Iterator[Feature]:
+    """Walk over the features of a batch with their bags' lengths, or offsets; over none where there is no bag."""
     layout, batches, offsets, total = x.host_layout, x.host_batches, x.offsets, x.indices.shape[0]
     num_features, num_bags = layout.shape[0], offsets.shape[0] - 1
     if not num_bags:
         return
     counts = [num_bags // num_features] * num_features if batches is None else batches[:, BATCH.num_bags].tolist()
     firsts = [0, *accumulate(counts)]
-    edges = offsets[:: counts[0]] if batches is None else offsets[firsts]
-    begins = edges.tolist()
-    if begins[0] != 0 or begins[-1] != total or bool((offsets[1:] < offsets[:-1]).any()):
+    begins = (offsets[:: counts[0]] if batches is None else offsets[firsts]).tolist()
+    lengths = offsets.diff()
+    if begins[0] != 0 or begins[-1] != total or int(lengths.min()) < 0:
         offsets = covering(offsets, total).to(offsets.dtype)
-        begins = offsets[firsts].tolist()
-    ends: Sequence[Tensor]
-    if batches is None:
+        begins, lengths = offsets[firsts].tolist(), offsets.diff()
+    of_bags: Sequence[Tensor]
+    if not with_offsets:
+        of_bags = lengths.split(counts)
+    elif batches is None:
         bags = offsets.unfold(0, counts[0] + 1, counts[0])
-        ends = (bags - bags[:, :1]).unbind()
+        of_bags = (bags - bags[:, :1]).unbind()
     else:
-        ends = [offsets[first : first + count + 1] - begin for first, count, begin in zip(firsts, counts, begins, strict=False)]
+        ends = zip(firsts, counts, begins, strict=False)
+        of_bags = [offsets[first : first + count + 1] - begin for first, count, begin in ends]
     for number, fields in enumerate(layout.tolist()):
-        yield Feature(OfFeature._make(fields), slice(begins[number], begins[number + 1]), ends[number])
+        yield Feature(OfFeature._make(fields), slice(begins[number], begins[number + 1]), of_bags[number])
 
 
 def parts_of(x: WeightsInputs | SamplesInputs | UpdateInputs) -> Sequence[Tensor]:
@@ -78,13 +81,13 @@ def parts_of(x: WeightsInputs | SamplesInputs | UpdateInputs) -> Sequence[Tensor
 
 def bag_of_places(feature: Feature) -> Tensor:
     """Return for each lookup of a feature its bag, counted from the feature's first."""
-    return torch.repeat_interleave(feature.ends.diff(), output_size=feature.places.stop - feature.places.start)
+    return torch.repeat_interleave(feature.bags, output_size=feature.places.stop - feature.places.start)
 
 
 def factors(feature: Feature, per_sample_weights: Tensor | None, bags: Tensor) -> Tensor | None:
     """Return what each lookup's row is multiplied by, None for 1."""
     if feature.of.is_mean:
-        return feature.ends.diff()[bags].double().reciprocal()
+        return feature.bags[bags].double().reciprocal()
     return None if per_sample_weights is None else per_sample_weights[feature.places]
 
 
@@ -103,9 +106,11 @@ def scales_of(row_scales: Tensor, feature: Feature) -> tuple[Tensor, Tensor]:
 
 def forward(x: Inputs, o: Options) -> Outputs:
     """Pool bags; a plan says nothing to PyTorch."""
-    weights, samples = x.weights, x.per_sample_weights
+    # Views of what requires a gradient cost the host twice as much, a graph or none.
+    weights, samples = x.weights.detach(), x.per_sample_weights
+    samples = None if samples is None else samples.detach()
     wide, outputs = torch.promote_types(weights.dtype, torch.float32), []
-    for number, feature in enumerate(features_of(x)):
+    for number, feature in enumerate(features_of(x, with_offsets=True)):
         scales = None if samples is None else samples[feature.places]
         try:
             outputs.append(_pooled(weights, x.scales, feature, x.indices[feature.places], scales, wide))
@@ -123,7 +128,7 @@ def _pooled(
     weights: Tensor, row_scales: Tensor | None, feature: Feature, ids: Tensor, scales: Tensor | None, wide: torch.dtype
 ) -> Tensor:
     """Return the pooled bags of a feature, `[B, width]` in the dtype `wide`."""
-    table, ends = table_of(weights, feature), feature.ends
+    table, ends = table_of(weights, feature), feature.bags
     if weights.dtype != wide:
         # PyTorch rounds what it pools to the dtype of the table. Of a table's rows or of the lookups' whichever are fewer.
         scale, bias = (None, None) if row_scales is None else scales_of(row_scales, feature)

@@ -734,17 +734,17 @@ def test_a_plan_is_followed(place: Place, tmp_path: Path) -> None:
 
 
 def test_what_a_plan_counts_is_handed_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jagged.ops.embedding_bag import op
+    from jagged.ops.embedding_bag import spec
 
     handed: list[int | None] = []
-    for name in ("_update", "_weights_backward"):
-        own = getattr(op, name)
+    for name in ("UPDATE", "WEIGHTS_BACKWARD"):
+        own = getattr(spec, name)
 
-        def noted(*arguments: Any, own: Callable[..., Any] = own) -> Any:
-            handed.append(arguments[-2])
-            return own(*arguments)
+        def noted(x: Any, o: Any, backend: str, own: Callable[..., Any] = own) -> Any:
+            handed.append(o.counted_rows)
+            return own(x, o, backend)
 
-        monkeypatch.setattr(op, name, noted)
+        monkeypatch.setattr(spec, name, noted)
     ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
     twin = ScheduledEmbeddingBagCollection(
         some_tables(), device=place.device, optimizer="sgd", optimizer_options={"learning_rate": 1.0}

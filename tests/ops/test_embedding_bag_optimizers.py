@@ -304,7 +304,7 @@ def test_rows_of_more_columns_than_a_program_holds(place: Place, kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their gradients are summed in parts, of eight lookups here, before anything is done with them; sorted or counted."""
-    from jagged.ops.embedding_bag import sorting
+    from jagged.ops.embedding_bag.triton import sorting
 
     layout = BagLayout((2, 40), (140, 8))
     lengths = [[7, 20, 3, 0], [13, 1, 0, 5]] if IS_SMALL else [[7, 20, 3, 9], [30, 1, 25, 5]]
