@@ -244,7 +244,8 @@ class BagLayout:
 def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Batches:
     rows, first, begin = [], 0, 0
     for count, width in zip(sizes, widths, strict=True):
-        rows.append(OfBatch(first, count, begin))
+        # A named tuple would make Dynamo compile for each number.
+        rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin)))
         first += count
         begin += count * width
     host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.operator import Differentiable, OnHost, operator
+from jagged.ops.embedding_bag.optimizers import Rule
 from jagged.ops.embedding_bag.plans import PROGRAMS
 
 # A layout and the batches of features come twice: kernels read the one on the device, PyTorch's loops and launches the one on the
@@ -50,12 +51,13 @@ class Options(NamedTuple):
     programs: int = PROGRAMS
     counted_rows: int | None = None
     version: int | None = None
+    # Those of `Rule`. Numbers would make Dynamo compile twice.
     kind: str | None = None
-    eps: float = 0.0
-    beta1: float = 0.0
-    beta2: float = 0.0
-    weight_decay: float = 0.0
-    stochastic_rounding: bool = False
+    eps: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    weight_decay: float | None = None
+    stochastic_rounding: bool | None = None
 
 
 class Outputs(NamedTuple):
@@ -214,8 +216,7 @@ def _gradient(
     assert x.learning_rate is not None
     x.step.add_(1)
     updated = UpdateInputs(x.weights, x.first, x.second, x.step, x.learning_rate, grad, *lookups)
-    rule = o.kind, o.eps, o.beta1, o.beta2, o.weight_decay, o.stochastic_rounding
-    UPDATE(updated, UpdateOptions(*rule, o.counted_rows), backend)
+    UPDATE(updated, UpdateOptions._make((*o[-len(Rule._fields) :], o.counted_rows)), backend)
     # Kernels count no change of their own.
     torch.autograd.graph.increment_version(x.weights)
     return found

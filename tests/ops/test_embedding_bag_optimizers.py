@@ -258,14 +258,34 @@ def test_gradients_beside_an_update(place: Place) -> None:
         grads.append(leaf.grad)
         assert torch.equal(table, weights) == (optimizer is None)
     assert torch.equal(*grads)
-    optimizer = optimizer_of("sgd", SHARED)
-    leaf, table = samples.clone().requires_grad_(), weights.clone()
-    embedding_bags(
-        table, SHARED, ids, offsets, per_sample_weights=leaf, optimizer=optimizer, backend=place.backend
-    ).sum().backward()
-    with torch.no_grad():
-        embedding_bags(table.requires_grad_(), SHARED, ids, offsets, optimizer=optimizer, backend=place.backend)
-    assert torch.equal(table, weights)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_optimizer_of_frozen_tables_is_refused_where_gradients_are_recorded(place: Place, weighted: bool) -> None:
+    """It would train nothing; where none are recorded, as in inference, nothing is due."""
+    ids, offsets = lookups_of(SHARED, LENGTHS, 0)
+    weights = random_tensor((SHARED.num_elements,), torch.float32, 0)
+    before, optimizer = weights.clone(), optimizer_of("sgd", SHARED)
+    leaf = torch.ones(ids.shape[0], device=place.device, requires_grad=True) if weighted else None
+
+    def call() -> Tensor:
+        return embedding_bags(
+            weights, SHARED, ids, offsets, per_sample_weights=leaf, optimizer=optimizer, backend=place.backend
+        )  # fmt: skip
+
+    message = (
+        "optimizer: weights do not require a gradient, so nothing would be updated; call weights.requires_grad_(), or leave the "
+        "optimizer out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()
+    for recording in (torch.no_grad, torch.inference_mode):
+        with recording():
+            plain = call()
+            weights.requires_grad_()
+            assert torch.equal(call(), plain)
+            weights.requires_grad_(False)
+    assert torch.equal(weights, before)
     assert int(optimizer.step) == 0
 
 
