@@ -482,6 +482,7 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], w
 @pytest.mark.parametrize(("tables", "wrong"), [
     ((0, 1, 2), None), ((2, 0, 2), None), ((0,), None), ((0, 2, 2), [5, 1, 3, 9, 0, -1, 11]),
     ((0, 0, 2), [-(2**31), 9, 0, 9, 1, 2, 2**31 - 1]), ((0, 1), [0, 3, -(2**31), 4, 6]), ((0, 1), [0, 2**31 - 1, -(2**31), 4, 6]),
+    ((0, 1), [0, 1, 1]), ((0, 1), [0, -2, 4]), ((0, 1), [0, 50, 100]), ((0, 1), [0, 9, 2]),
 ])  # fmt: skip
 @pytest.mark.usefixtures("unchecked")
 def test_kernels_stay_inside_their_tensors(
