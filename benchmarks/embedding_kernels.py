@@ -4,9 +4,9 @@
     python -m benchmarks.embedding_kernels D --optimizer adam --set counting.BLOCK_PLACES=2048 launch.FEWEST_TURNS=12
 
 Cases are shapes of `python -m benchmarks.embedding_bags`, of 512 samples where no number follows. Constants are those of
-modules of `jagged.ops.embedding_bag.triton`, integers that another module imports by name in each of them. Rows or outputs are checked
-first. Times are microseconds: the pass by replays of a graph, and of it the kernels by a profile. Nothing is saved: what is
-faster goes into the module, and the benchmark then measures it.
+modules of `jagged.ops.embedding_bag.triton`, integers that another module imports by name in each of them. Rows or outputs are
+checked first. Times are microseconds: the pass by replays of a graph, and of it the kernels by a profile. Nothing is saved:
+what is faster goes into the module, and the benchmark then measures it.
 """
 
 from __future__ import annotations

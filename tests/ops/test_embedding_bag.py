@@ -847,6 +847,24 @@ def test_layout() -> None:
     assert wide[-7:, :3].tolist() == [[2, 0, 65], [2, 1, 65], [2, 2, 65], [0, 0, 33], [0, 1, 33], [1, 0, 4], [3, 0, 4]]
 
 
+def test_host_and_kernels_read_the_same_columns() -> None:
+    from jagged.ops.embedding_bag.fields import BATCH, FEATURE, PLACE, TABLE, OfFeature
+    from jagged.ops.embedding_bag.triton import columns
+
+    assert FEATURE.start == TABLE.start
+    assert [FEATURE.rows, FEATURE.width, FEATURE.first_row] == [TABLE.rows, TABLE.width, TABLE.first_row]
+    for name, column in (
+        ("START", FEATURE.start), ("OUTPUT_COLUMN", FEATURE.output_column), ("IN_ORDER", FEATURE.in_order),
+        ("FIRST_READER", TABLE.first_reader), ("CLASS_END", PLACE.class_end), ("OUTPUT_BEGIN", BATCH.output_begin),
+        ("FIELDS", len(FEATURE)), ("BATCH_FIELDS", len(BATCH)),
+    ):  # fmt: skip
+        assert getattr(columns, name).value == column
+    second = BagLayout((10, 5), (4, 3), (0, 1), (False, True)).fields[1].tolist()
+    assert OfFeature(*second) == OfFeature(
+        start=48, rows=5, width=3, output_column=4, is_mean=1, first_row=10, table=1, in_order=1
+    )  # fmt: skip
+
+
 @ON_CPU
 def test_low_weights_of_a_wide_or_of_a_short_batch(place: Place) -> None:
     """Whether the table is widened or the rows that are read, each bag's sum is the same to the bit."""

@@ -589,3 +589,22 @@ def test_gradients_of_weights_behind_another_update_are_refused(place: Place) ->
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         sum(outputs, torch.zeros((), device=place.device)).backward()
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="on a GPU the assertion ends the process's use of it")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 compiles no backward pass that changes a parameter")
+def test_gradients_of_weights_behind_another_update_are_refused_in_one_graph(place: Place) -> None:
+    ids, offsets = lookups_of(SHARED, LENGTHS, 0)
+    optimizer = optimizer_of("sgd", SHARED)
+    table = random_tensor((SHARED.num_elements,), torch.float32, 0).requires_grad_()
+    samples = [random_tensor(tuple(ids.shape), torch.float32, seed).requires_grad_() for seed in range(2)]
+
+    def pooled(table: Tensor, *samples: Tensor) -> Tensor:
+        outputs = [embedding_bags(table, SHARED, ids, offsets, per_sample_weights=of, optimizer=optimizer) for of in samples]
+        return torch.cat(outputs).sum()
+
+    compiled = torch.compile(pooled, fullgraph=True, backend="aot_eager")
+    compiled(table, samples[0]).backward()
+    assert int(optimizer.step) == 1
+    with pytest.raises(RuntimeError, match=r"^per_sample_weights: their gradient needs the tables as forward read them"):
+        compiled(table, *samples).backward()
