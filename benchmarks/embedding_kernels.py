@@ -1,12 +1,12 @@
 """How long each kernel of embedding bags takes in a pass, with constants as they are or others, on the GPU at hand.
 
     python -m benchmarks.embedding_kernels A E mlperf:8192 --way forward
-    python -m benchmarks.embedding_kernels D --optimizer adam --set counting.BLOCK_PLACES=2048 forward.FEWEST_TURNS=12
+    python -m benchmarks.embedding_kernels D --optimizer adam --set counting.BLOCK_PLACES=2048 launch.FEWEST_TURNS=12
 
 Cases are shapes of `python -m benchmarks.embedding_bags`, of 512 samples where no number follows. Constants are those of
-modules of `jagged.ops.embedding_bag`, integers that another module imports by name in each of them. Rows or outputs are checked
-first. Times are microseconds: the pass by replays of a graph, and of it the kernels by a profile. Nothing is saved: what is
-faster goes into the module, and the benchmark then measures it.
+modules of `jagged.ops.embedding_bag.triton`, integers that another module imports by name in each of them. Rows or outputs are
+checked first. Times are microseconds: the pass by replays of a graph, and of it the kernels by a profile. Nothing is saved:
+what is faster goes into the module, and the benchmark then measures it.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def setting_of(text: str) -> tuple[str, str, int]:
 
 
 def change(module: str, name: str, value: int) -> None:
-    """Give a constant of `jagged.ops.embedding_bag` another value, before any kernel is compiled.
+    """Give a constant of `jagged.ops.embedding_bag.triton` another value, before any kernel is compiled.
 
     Raises:
         ValueError: no such module, or no such integer in it.
     """
     try:
-        of = importlib.import_module(f"jagged.ops.embedding_bag.{module}")
+        of = importlib.import_module(f"jagged.ops.embedding_bag.triton.{module}")
     except ModuleNotFoundError:
-        raise ValueError(f"--set {module}.{name}: found no module {module} in jagged.ops.embedding_bag") from None
+        raise ValueError(f"--set {module}.{name}: found no module {module} in jagged.ops.embedding_bag.triton") from None
     old = getattr(of, name, None)
     if not isinstance(old.value if isinstance(old, tl.constexpr) else old, int):
         raise ValueError(f"--set {module}.{name}: expected the name of an integer of that module, found {old!r}")

@@ -22,7 +22,10 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.ops import BagLayout, BagPlan, BagSchedules, PlanMismatch
+from jagged.ops import BagLayout, BagPlan, BagSchedules, PlanMismatch, sample_of_row, validate_offsets, values_are_trusted
+
+# Keys that a message names.
+_SHOWN = 3
 
 
 class Lookups(NamedTuple):
@@ -111,7 +114,13 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         if isinstance(features, Proxy):
             return _as_leaf(self, features)
         features = maybe_td_to_kjt(features, None)
-        pooled = [self._pooled(number, features) for number in range(len(self._parts))]
+        try:
+            pooled = [self._pooled(number, features) for number in range(len(self._parts))]
+        except ValueError:
+            # The operator knows no keys.
+            if features.values().is_cpu:
+                _refuse_malformed(features)
+            raise
         is_ragged, inverse = features.variable_stride_per_key(), features.inverse_indices_or_none()
         if is_ragged or inverse is not None:
             values = self._expanded(pooled, features, is_ragged)
@@ -126,7 +135,12 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         sizes = features.stride_per_key() if features.variable_stride_per_key() else None
         lookups = Lookups(features.values(), features.offsets(), weights, sizes)
         places = part.order.places(features.keys())
-        return lookups if places is None else _selected(lookups, places, features)
+        if places is None:
+            return lookups
+        if lookups.ids.is_cpu and not values_are_trusted():
+            # Of what is selected the operator sees no more.
+            validate_offsets(lookups.offsets, lookups.ids.shape[0])
+        return _selected(lookups, places, features)
 
     def _interleaved(self, pooled: list[Tensor]) -> Tensor:
         """The parts' columns in the order of the tables."""
@@ -240,12 +254,33 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
         sizes = [sizes[key] for key in order]
     is_permutation = len(order) == num_keys == len(set(order))
     lengths = None if is_permutation else features.length_per_key()
-    total = ids.shape[0] if lengths is None else sum(lengths[key] for key in order)
-    of_bags = offsets.diff()[bags]
-    new_offsets = torch.cat([offsets.new_zeros(1), of_bags.cumsum(0, dtype=offsets.dtype)])
-    shift = torch.repeat_interleave(offsets[:-1][bags] - new_offsets[:-1], of_bags, output_size=total)
-    places = shift + torch.arange(total, device=offsets.device)
+    total = ids.shape[0] if lengths is None else max(0, sum(lengths[key] for key in order))
+    new_offsets = torch.cat([offsets.new_zeros(1), offsets.diff()[bags].cumsum(0, dtype=offsets.dtype)])
+    # Whatever wrong offsets say, nothing is read or written outside.
+    shift = (offsets[:-1][bags] - new_offsets[:-1])[sample_of_row(new_offsets, total)]
+    places = (shift + torch.arange(total, device=offsets.device)).clamp_(0, max(0, ids.shape[0] - 1))
     return Lookups(ids[places], new_offsets, None if weights is None else weights[places], sizes)
+
+
+def _refuse_malformed(features: KeyedJaggedTensor) -> None:
+    """Refuse lengths, or offsets, that no batch has, and name the key."""
+    keys, ends, num_ids = features.keys(), features.offsets().tolist(), features.values().shape[0]
+    if ends[0] != 0:
+        raise ValueError(f"features: expected offsets from 0 on, got {ends[0]} for key {keys[0]!r}") from None
+    bag = 0
+    for key, size in zip(keys, features.stride_per_key(), strict=True):
+        for sample in range(size):
+            if (length := ends[bag + 1] - ends[bag]) < 0:
+                raise ValueError(
+                    f"features: expected lengths of at least 0, got {length} for key {key!r} in sample {sample}"
+                ) from None
+            bag += 1
+    if ends[-1] != num_ids:
+        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        raise ValueError(
+            f"features: expected lengths with the sum {num_ids}, the number of ids, got {ends[-1]} for keys "
+            f"{', '.join(map(repr, keys[:_SHOWN]))}{more}"
+        ) from None
 
 
 def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

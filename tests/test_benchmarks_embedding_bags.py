@@ -430,14 +430,14 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_constants_are_changed_where_kernels_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jagged.ops.embedding_bag import counting, forward
+    from jagged.ops.embedding_bag.triton import counting, launch
 
     # As they are, again, when this is over.
-    for module, name in ((counting, "LONG"), (forward, "FEWEST_TURNS")):
+    for module, name in ((counting, "LONG"), (launch, "FEWEST_TURNS")):
         monkeypatch.setattr(module, name, getattr(module, name))
-    for text in ("counting.LONG=64", "forward.FEWEST_TURNS=12"):
+    for text in ("counting.LONG=64", "launch.FEWEST_TURNS=12"):
         embedding_kernels.change(*embedding_kernels.setting_of(text))
-    assert (counting.LONG.value, forward.FEWEST_TURNS) == (64, 12)
+    assert (counting.LONG.value, launch.FEWEST_TURNS) == (64, 12)
     for wrong, words in (
         ("nowhere.LONG=1", "no module nowhere"),
         ("sorting.STREAM=1", "an integer"),

@@ -55,9 +55,11 @@ from torch.nn import Parameter
 from jagged.ops._shared.registration import resolve_backend
 from jagged.ops._shared.validation import autocast_dtype
 
-_DIFFERENTIABLE = "differentiable"
+_DIFFERENTIABLE, _ON_HOST = "differentiable", "on host"
 #: A tensor with a gradient, among inputs.
 Differentiable = Annotated[Tensor, _DIFFERENTIABLE]
+#: A tensor that stays on the host wherever the others are. Such inputs come last.
+OnHost = Annotated[Tensor, _ON_HOST]
 
 In = TypeVar("In", bound=tuple[Any, ...])
 Op = TypeVar("Op", bound=tuple[Any, ...])
@@ -82,14 +84,20 @@ class Absent(NamedTuple):
     device: torch.device
 
 
+def _absent(tensor: Tensor) -> Absent:
+    return Absent(tensor.shape, tensor.dtype, tensor.device)
+
+
 class _Field(NamedTuple):
-    """One field of a declaration: of which type, and whether it may be None, is a tuple of its type, or gets a gradient."""
+    """One field of a declaration: of which type, and whether it may be None, is a tuple of its type, gets a gradient, or stays on
+    the host."""
 
     name: str
     kind: Any
     is_optional: bool
     is_many: bool
     is_differentiable: bool
+    is_on_host: bool
 
     def schema(self, prefix: str = "", is_optional: bool = False) -> str:
         """Return the declaration of an argument."""
@@ -105,11 +113,11 @@ def _fields(declaration: type) -> tuple[_Field, ...]:
         kind: Any = int | float if set(kinds) == {int, float} else kinds[0]
         is_many = typing.get_origin(kind) is tuple
         kind = typing.get_args(kind)[0] if is_many else kind
-        is_differentiable = typing.get_origin(kind) is Annotated and _DIFFERENTIABLE in kind.__metadata__
+        marks = kind.__metadata__ if typing.get_origin(kind) is Annotated else ()
         kind = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
         if kind not in _SCHEMA:
             raise TypeError(f"{declaration.__name__}.{name}: expected one of {list(_SCHEMA.values())}, got {hint}")
-        found.append(_Field(name, kind, len(parts) > len(kinds), is_many, is_differentiable))
+        found.append(_Field(name, kind, len(parts) > len(kinds), is_many, _DIFFERENTIABLE in marks, _ON_HOST in marks))
     return tuple(found)
 
 
@@ -133,7 +141,7 @@ class Operator(Generic[In, Op, Out]):
         """
         rules = self.rules
         first, wants_grad, is_plain = None, False, True
-        for tensor in _spread(x) if rules.is_many else x:
+        for tensor in _spread(x) if rules.is_many else x[: rules.num_on_device]:
             if tensor is None:
                 continue
             if first is None:
@@ -177,9 +185,9 @@ class Operator(Generic[In, Op, Out]):
         return _outputs(results, rules)  # type: ignore[no-any-return]
 
     def _refuse_devices(self, x: In, device: torch.device) -> None:
-        fields = self.rules.inputs._fields  # type: ignore[attr-defined]
-        names = [name for name, value in zip(fields, x, strict=True) if value is not None]
-        for name, value in zip(fields, x, strict=True):
+        given = dict(zip(self.rules.inputs._fields, x[: self.rules.num_on_device], strict=False))  # type: ignore[attr-defined]
+        names = [name for name, value in given.items() if value is not None]
+        for name, value in given.items():
             for tensor in _each(value):
                 if tensor is not None and tensor.device != device:
                     raise ValueError(
@@ -194,6 +202,7 @@ class _Rules(NamedTuple):
     options: type
     outputs: type
     num_inputs: int
+    num_on_device: int | None  # of the inputs those before the first that stays on the host
     is_many: bool  # the first field of inputs is a tuple of tensors
     gives_many: bool  # the only field of outputs is one
     fields: tuple[str, ...]  # of inputs, then of outputs
@@ -203,8 +212,7 @@ class _Rules(NamedTuple):
     promotes: bool  # autocast's dtype is the widest of theirs
     casts_inside: bool
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
-    is_saved: tuple[bool, ...] | None  # of each field; None where that follows the options
-    unchecked: tuple[str, ...]
+    unchecked: tuple[str, ...] | Callable[[Any], Iterable[str]]
     title: str | Callable[[Any], str]
     run: Callable[..., Any]
     dispatched: Callable[..., Any]
@@ -228,7 +236,7 @@ def operator(
     gradient: Callable[..., Gradients] | None = None,
     is_first_order: bool | None = None,
     saved: Iterable[str] | Callable[[Op], Iterable[str]] | None = None,
-    unchecked: Iterable[str] = (),
+    unchecked: Iterable[str] | Callable[[Op], Iterable[str]] = (),
     autocast: Iterable[str] | Callable[[Op], Iterable[str]] = (),
     promotes: Iterable[str] = (),
     mutates: Iterable[str] = (),
@@ -255,7 +263,8 @@ def operator(
             called without a graph.
         saved: names of inputs and outputs that the gradient reads, or a function of the options that gives them; None: all. In a
             `gradient` the others are `Absent`, in a backward None.
-        unchecked: names of saved inputs that may have changed in place when the gradient reads them.
+        unchecked: names of saved inputs that may have changed in place when the gradient reads them, or a function of the options
+            that gives them.
         autocast: names of inputs that are cast to autocast's dtype, or a function of the options that gives them. Gradients come
             back in the inputs' own dtypes.
         promotes: names of inputs that under autocast are cast to the widest of their dtypes, in place of `autocast`.
@@ -273,7 +282,7 @@ def operator(
     of_inputs, of_options, of_outputs = _fields(inputs), _fields(options), _fields(outputs)
     count, is_many = len(of_inputs), bool(of_inputs) and of_inputs[0].is_many
     differentiable = tuple(field.name for field in of_inputs if field.is_differentiable)
-    mutates, extra, unchecked, promotes = tuple(mutates), tuple(extra), tuple(unchecked), tuple(promotes)
+    mutates, extra, promotes = tuple(mutates), tuple(extra), tuple(promotes)
     forwards, backwards = zip(*(_functions_of(path) for path in (torch, triton)), strict=True)
     has_backward = backwards[0] is not None
     is_first_order = has_backward if is_first_order is None else is_first_order
@@ -287,10 +296,11 @@ def operator(
     if shared := {field for field in every if every.count(field) > 1}:
         raise TypeError(f"{name}: expected other names for outputs than for inputs and options, got {sorted(shared)} twice")
     names: tuple[str, ...] = inputs._fields + outputs._fields  # type: ignore[attr-defined]
-    is_saved = None
-    if not callable(saved):
-        saved = names if saved is None else tuple(saved)
-        is_saved = tuple(name in saved and name not in unchecked for name in names)
+    on_host = [place for place, field in enumerate(of_inputs) if field.is_on_host]
+    if on_host and (is_many or on_host != list(range(on_host[0], count))):
+        raise TypeError(f"{name}: expected inputs that stay on the host behind all others, and no tuple of tensors")
+    saved = names if saved is None else saved if callable(saved) else tuple(saved)
+    unchecked = unchecked if callable(unchecked) else tuple(unchecked)
 
     aliases = {field: f"Tensor({chr(ord('a') + place)}!)" for place, field in enumerate(mutates)}
     arguments = [f"{aliases[f.name]} {f.name}" if f.name in aliases else f.schema() for f in of_inputs]
@@ -330,6 +340,7 @@ def operator(
         options=options,
         outputs=outputs,
         num_inputs=count,
+        num_on_device=on_host[0] if on_host else None,
         is_many=is_many,
         gives_many=gives_many,
         fields=names,
@@ -339,7 +350,6 @@ def operator(
         promotes=bool(promotes),
         casts_inside=is_first_order and not promotes,
         saved=saved,
-        is_saved=is_saved,
         unchecked=unchecked,
         title=title or name,
         run=run,
@@ -522,26 +532,36 @@ def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.F
 def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtypes: list[torch.dtype | None]) -> None:
     """Keep what the gradient reads: tensors with autograd, which frees them and sees changes in place, the rest on `ctx`."""
     values = (*x, *out)
-    is_saved = rules.is_saved
-    if is_saved is None:
-        assert callable(rules.saved)
-        names = tuple(rules.saved(o))
-        is_saved = tuple([name in names and name not in rules.unchecked for name in rules.fields])
+    saved = tuple(rules.saved(o)) if callable(rules.saved) else rules.saved
+    unchecked = tuple(rules.unchecked(o)) if callable(rules.unchecked) else rules.unchecked
+    # Dynamo takes no cached function.
+    of_fields = _places_of if torch.compiler.is_compiling() else _places_known
+    places, unchecked_places, others = of_fields(rules.fields, saved, unchecked)
+    kept: list[Any] = [None] * len(values)
+    for place in unchecked_places:
+        kept[place] = values[place]
+    if rules.gradient is not None:
+        for place in others:
+            if (value := values[place]) is not None:
+                kept[place] = tuple([_absent(tensor) for tensor in value]) if type(value) is tuple else _absent(value)
     # A tuple of tensors comes last.
-    many = values[0] if rules.is_many and is_saved[0] else ()
-    tensors = [value if kept else None for value, kept in zip(values, is_saved, strict=True)]
-    if rules.is_many:
-        tensors[0] = None
+    tensors = [values[place] for place in places if not rules.is_many or place]
+    many = values[0] if rules.is_many and 0 in places else ()
     ctx.save_for_backward(*tensors, *many)
-    rest = []
-    if rules.gradient is not None or rules.unchecked:
-        for place, (name, value, kept) in enumerate(zip(rules.fields, values, is_saved, strict=True)):
-            if name in rules.unchecked:
-                rest.append((place, value))
-            elif not kept and value is not None and rules.gradient is not None:
-                absent = tuple([Absent(tensor.shape, tensor.dtype, tensor.device) for tensor in _each(value)])
-                rest.append((place, absent if type(value) is tuple else absent[0]))
-    ctx.kept = rest, o, backend, dtypes
+    ctx.kept = kept, places[len(places) - len(tensors) :], o, backend, dtypes
+
+
+def _places_of(
+    fields: tuple[str, ...], saved: tuple[str, ...], unchecked: tuple[str, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the places of the fields that autograd keeps, of those that are kept unchecked, and of the others."""
+    places = range(len(fields))
+    kept = tuple(place for place in places if fields[place] in saved and fields[place] not in unchecked)
+    of_unchecked = tuple(place for place in places if fields[place] in unchecked)
+    return kept, of_unchecked, tuple(place for place in places if place not in kept and place not in of_unchecked)
+
+
+_places_known = functools.cache(_places_of)
 
 
 def _gradients(
@@ -551,25 +571,28 @@ def _gradients(
     given = [grad for grad in grads if grad is not None]
     if not given or True not in needs:
         return [None] * len(needs)
-    rest, o, backend, dtypes = ctx.kept
-    values = list(ctx.saved_tensors)
-    if rules.is_many:
-        values[0] = tuple(values[len(rules.fields) :])
-    for place, value in rest:
-        values[place] = value
+    kept, places, o, backend, dtypes = ctx.kept
+    values, tensors = list(kept), ctx.saved_tensors
+    for place, tensor in zip(places, tensors, strict=False):
+        values[place] = tensor
+    if rules.is_many and len(tensors) > len(places):
+        values[0] = tuple(tensors[len(places) :])
     x, of_outputs = rules.inputs(*values[: rules.num_inputs]), _outputs(grads, rules)
-    out = rules.outputs(*values[rules.num_inputs : len(rules.fields)])
+    out = rules.outputs(*values[rules.num_inputs :])
     names = rules.differentiable
     if rules.is_many:
         names = tuple([name for name in names for _ in _each(getattr(x, name))])
     wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
     is_differentiated = torch.is_grad_enabled()
-    if is_direct and rules.run_backward is not None and not is_differentiated:
+    if is_direct and rules.is_first_order and not is_differentiated and not rules.is_many:
         # As below, without what costs the host time.
-        found = rules.run_backward(given[0], backend, of_outputs, x, out, o, wanted)
-        if rules.finish is not None:
-            found = rules.finish(found, x, o, wanted)
-        return [_in(found[name], dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
+        if rules.run_backward is None:
+            found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
+        else:
+            found = rules.run_backward(given[0], backend, of_outputs, x, out, o, wanted)
+            if rules.finish is not None:
+                found = rules.finish(found, x, o, wanted)
+        return [_in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
         found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
     else:

@@ -1,7 +1,7 @@
 """Pooled embeddings of many features, from tables of many shapes, in one launch."""
 
+from jagged.ops.embedding_bag.api import embedding_bags
 from jagged.ops.embedding_bag.layout import BagLayout
-from jagged.ops.embedding_bag.op import embedding_bags
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.optimizers import Kind as BagOptimizerKind
 from jagged.ops.embedding_bag.plans import BagPlan, BagSchedule, BagSchedules

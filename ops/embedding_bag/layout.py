@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from jagged.ops._shared.sizes import cdiv
+from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature, OfPart, OfPlace, OfTable
 
 # Elements that the start of a table is a multiple of, so that 16-byte loads fit any dtype.
 ALIGNMENT = 16
 # Columns that one program takes of a feature where batches are small, at most.
-PART = 32
-# Columns of `BagLayout.tensor`, one row for each feature.
-FIELDS = ("start", "rows", "width", "column", "is_mean", "first_row", "table", "in_order")
+PART_COLUMNS = 32
 # Rows that tables have at most whose lookups backward counts; those of others it sorts.
 MOST_COUNTED = 65_536
 # Rows that a lane takes one after the other in a unit of backward's work where a row needs one lane alone, and at most.
 FEWEST_TURNS, MOST_TURNS = 2, 8
+
+
+class Batches(NamedTuple):
+    """Bags of features with batches of their own, `[F, len(BATCH)]` int64, on the host and on a device; the output's size."""
+
+    host: Tensor
+    device: Tensor
+    size: int
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class BagLayout:
         if len(self.means) != len(self.tables):
             raise ValueError(f"means: expected one for each of the {len(self.tables)} features, got {len(self.means)}")
         # Now, for a compiled region cannot compute cached properties.
-        for name in ("starts", "first_rows", "feature_widths", "columns", "has_means", "fields", "_tensors"):
+        for name in ("starts", "first_rows", "feature_widths", "columns", "has_means", "fields", "_tensors", "_batches"):
             getattr(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -150,27 +157,48 @@ class BagLayout:
 
     @functools.cached_property
     def fields(self) -> Tensor:
-        """What is known of each feature, `[F, len(FIELDS)]` int64 on the host."""
-        return torch.tensor(self._rows_of_fields(), dtype=torch.int64, device="cpu").reshape(-1, len(FIELDS))
+        """What is known of each feature, `[F, len(FEATURE)]` int64 on the host."""
+        return torch.tensor(self._of_features(), dtype=torch.int64, device="cpu").reshape(-1, len(FEATURE))
 
     def tensor(self, device: torch.device) -> Tensor:
         """Return what kernels read, the same tensor every time; made outside of a graph that is captured.
 
-        The features' fields, after them the tables', the places' and the parts', `[2 F + tables + 1 + parts, len(FIELDS)]` int64.
-        A table's are its start, rows, width and first row; behind them a row has the storage's length and how many rows there
-        are. `in_order` has the features in the order of their tables, and for a table its first place there. In the column's
-        place stand the tables in the order of their widths, the widest first, and in that order in place of `is_mean` after how
-        many units of backward's work each one ends. A place's are a feature, the widest first, its width, and the places that
-        features of its class (`class_of`) begin and end at. A part is up to `PART` columns of a feature, its fields are the
-        feature, the part's number among the feature's, and the feature's width; the widest first.
+        The features' rows, then the tables', the places' and the parts', `[2 F + tables + 1 + parts, len(FEATURE)]` int64.
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
             self._tensors[device] = self._tensors[torch.device("cpu")].to(device)
         return self._tensors[device]
 
+    def batches(self, sizes: tuple[int, ...], device: torch.device) -> Batches:
+        """Return what is known of features with so many bags each."""
+        if torch.compiler.is_compiling():
+            # A graph for all sizes looks nothing up by them.
+            return _new_batches(self.feature_widths, sizes, device)
+        return self._batches(sizes, device)
+
+    @functools.cached_property
+    def _batches(self) -> Callable[[tuple[int, ...], torch.device], Batches]:
+        return functools.lru_cache(maxsize=256)(functools.partial(_new_batches, self.feature_widths))
+
     @functools.cached_property
     def _tensors(self) -> dict[torch.device, Tensor]:
+        rows: list[tuple[int, ...]] = [*self._of_features(), *self._of_tables(), *self._of_places(), *self._of_parts()]
+        # All as wide as a feature's.
+        padded = [(*row, *(0,) * (len(FEATURE) - len(row))) for row in rows]
+        return {torch.device("cpu"): torch.tensor(padded, dtype=torch.int64, device="cpu")}
+
+    def _of_features(self) -> list[OfFeature]:
+        assert self.tables is not None
+        assert self.means is not None
+        in_order = sorted(range(len(self.tables)), key=lambda feature: (self.tables or ())[feature])
+        of_features = zip(self.tables, self.feature_widths, self.columns[:-1], self.means, in_order, strict=True)
+        return [
+            OfFeature(self.starts[table], self.rows[table], width, column, int(is_mean), self.first_rows[table], table, other)
+            for table, width, column, is_mean, other in of_features
+        ]
+
+    def _of_tables(self) -> list[OfTable]:
         assert self.tables is not None
         by_width = sorted(range(len(self.widths)), key=lambda table: -self.widths[table])
         is_aligned = not any(width % 4 for width in self.feature_widths)
@@ -188,34 +216,40 @@ class BagLayout:
             accumulate(readers),
             strict=True,
         )
-        of_tables = [
-            (start, rows, width, table, unit_end, first_row, 0, first_reader)
+        return [
+            OfTable(start, rows, width, table, unit_end, first_row, 0, first_reader)
             for start, rows, width, table, unit_end, first_row, first_reader in shapes
         ]
-        features = sorted(range(self.num_features), key=lambda feature: -self.feature_widths[feature])
-        nothing = (0,) * (len(FIELDS) - 3)
-        by_class = sorted(features, key=lambda feature: class_of(self.feature_widths[feature]), reverse=True)
-        of_classes = [class_of(self.feature_widths[feature]) for feature in by_class]
+
+    @property
+    def _widest_first(self) -> list[int]:
+        return sorted(range(self.num_features), key=lambda feature: -self.feature_widths[feature])
+
+    def _of_places(self) -> list[OfPlace]:
+        widths = self.feature_widths
+        by_class = sorted(self._widest_first, key=lambda feature: class_of(widths[feature]), reverse=True)
+        of_classes = [class_of(widths[feature]) for feature in by_class]
         ends = {own: place + 1 for place, own in enumerate(of_classes)}
         counts = Counter(of_classes)
-        of_places = [
-            (feature, self.feature_widths[feature], ends[own] - counts[own], ends[own], *nothing[1:])
+        return [
+            OfPlace(feature, widths[feature], ends[own] - counts[own], ends[own])
             for feature, own in zip(by_class, of_classes, strict=True)
         ]
-        widths = ((feature, self.feature_widths[feature]) for feature in features)
-        of_parts = [(feature, part, width, *nothing) for feature, width in widths for part in range(cdiv(width, PART))]
-        rows = [*self._rows_of_fields(), *of_tables, *of_places, *of_parts]
-        return {torch.device("cpu"): torch.tensor(rows, dtype=torch.int64, device="cpu")}
 
-    def _rows_of_fields(self) -> list[tuple[int, ...]]:
-        assert self.tables is not None
-        assert self.means is not None
-        in_order = sorted(range(len(self.tables)), key=lambda feature: (self.tables or ())[feature])
-        of_features = zip(self.tables, self.feature_widths, self.columns[:-1], self.means, in_order, strict=True)
-        return [
-            (self.starts[table], self.rows[table], width, column, int(is_mean), self.first_rows[table], table, other)
-            for table, width, column, is_mean, other in of_features
-        ]
+    def _of_parts(self) -> list[OfPart]:
+        widths = ((feature, self.feature_widths[feature]) for feature in self._widest_first)
+        return [OfPart(feature, part, width) for feature, width in widths for part in range(cdiv(width, PART_COLUMNS))]
+
+
+def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Batches:
+    rows, first, begin = [], 0, 0
+    for count, width in zip(sizes, widths, strict=True):
+        # A named tuple would make Dynamo compile for each number.
+        rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin)))
+        first += count
+        begin += count * width
+    host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
+    return Batches(host, host.to(device), begin)
 
 
 def class_of(width: int) -> int:
@@ -226,8 +260,8 @@ def class_of(width: int) -> int:
 def units_of(rows: int, width: int, *, is_aligned: bool) -> int:
     """Units of work of backward for a table whose lookups are counted.
 
-    A lane has 8 columns, or 4 where not all widths are multiples of 4: `row_columns` of `rows.py`. Rows of more than half as many
-    have two.
+    A lane has 8 columns, or 4 where not all widths are multiples of 4: `row_columns` of `triton/rows.py`. Rows of more than half
+    as many have two.
     """
     columns = 8 if is_aligned else 4
     exponent = max(int(width > columns // 2), min(5, (cdiv(width, columns) - 1).bit_length()))

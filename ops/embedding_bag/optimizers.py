@@ -95,7 +95,8 @@ class BagOptimizer:
             if not is_right:
                 raise ValueError(f"{name}: expected {expected}, got {number}")
         self.layout = layout
-        self.rule = Rule(kind, eps, *betas, weight_decay, stochastic_rounding)
+        # Whole numbers would make kernels of their own.
+        self.rule = Rule(kind, float(eps), float(betas[0]), float(betas[1]), float(weight_decay), stochastic_rounding)
         self.learning_rate = torch.tensor(learning_rate, dtype=torch.float32, device=device)
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         lengths = {"": 0, "element": layout.num_elements, "row": layout.first_rows[-1]}

@@ -14,136 +14,125 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.offsets import covering
-from jagged.ops.embedding_bag.optimizers import Rule
+from jagged.ops.embedding_bag.checks import refuse_wrong_ids
+from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfFeature
+from jagged.ops.embedding_bag.spec import (
+    Gradient,
+    Inputs,
+    Lookups,
+    Nothing,
+    Options,
+    Outputs,
+    SamplesInputs,
+    SamplesOptions,
+    UpdateInputs,
+    UpdateOptions,
+    WeightsInputs,
+    WeightsOptions,
+)
 
 # From here on glibc gives what is freed back to the kernel at once; smaller blocks are used again as they are.
 LARGE_BYTES = 32 << 20
 
 
 class Feature(NamedTuple):
-    """A feature of a batch: its fields of the layout, where its lookups lie, and its bags' offsets from 0."""
+    """A feature of a batch: what the layout says of it, where its lookups lie, and its bags' lengths, or their offsets from 0."""
 
-    start: int
-    rows: int
-    width: int
-    is_mean: bool
-    first_row: int
-    table: int
+    of: OfFeature
     places: slice
-    ends: Tensor
+    bags: Tensor
 
 
-def features_of(layout: Tensor, offsets: Tensor, total: int, batches: Tensor | None) -> Iterator[Feature]:
-    """Walk over the features of a batch of `total` lookups; over none where there is no bag."""
+def features_of(x: Lookups, *, with_offsets: bool = False) -> Iterator[Feature]:
+    """Walk over the features of a batch with their bags' lengths, or offsets; over none where there is no bag."""
+    layout, batches, offsets, total = x.host_layout, x.host_batches, x.offsets, x.indices.shape[0]
     num_features, num_bags = layout.shape[0], offsets.shape[0] - 1
     if not num_bags:
         return
-    counts = [num_bags // num_features] * num_features if batches is None else batches[:, 1].tolist()
+    counts = [num_bags // num_features] * num_features if batches is None else batches[:, BATCH.num_bags].tolist()
     firsts = [0, *accumulate(counts)]
-    edges = offsets[:: counts[0]] if batches is None else offsets[firsts]
-    begins = edges.tolist()
-    if begins[0] != 0 or begins[-1] != total or bool((offsets[1:] < offsets[:-1]).any()):
+    begins = (offsets[:: counts[0]] if batches is None else offsets[firsts]).tolist()
+    lengths = offsets.diff()
+    if begins[0] != 0 or begins[-1] != total or int(lengths.min()) < 0:
         offsets = covering(offsets, total).to(offsets.dtype)
-        begins = offsets[firsts].tolist()
-    ends: Sequence[Tensor]
-    if batches is None:
+        begins, lengths = offsets[firsts].tolist(), offsets.diff()
+    of_bags: Sequence[Tensor]
+    if not with_offsets:
+        of_bags = lengths.split(counts)
+    elif batches is None:
         bags = offsets.unfold(0, counts[0] + 1, counts[0])
-        ends = (bags - bags[:, :1]).unbind()
+        of_bags = (bags - bags[:, :1]).unbind()
     else:
-        ends = [offsets[first : first + count + 1] - begin for first, count, begin in zip(firsts, counts, begins, strict=False)]
-    for feature, (start, rows, width, _, is_mean, first_row, table, _) in enumerate(layout.tolist()):
-        places = slice(begins[feature], begins[feature + 1])
-        yield Feature(start, rows, width, bool(is_mean), first_row, table, places, ends[feature])
+        ends = zip(firsts, counts, begins, strict=False)
+        of_bags = [offsets[first : first + count + 1] - begin for first, count, begin in ends]
+    for number, fields in enumerate(layout.tolist()):
+        yield Feature(OfFeature._make(fields), slice(begins[number], begins[number + 1]), of_bags[number])
 
 
-def parts_of(grad: Tensor, layout: Tensor, batches: Tensor | None) -> Sequence[Tensor]:
-    """Return each feature's part `[B, width]` of the output's gradient, `[B, width of all]` or, with `batches`, flat."""
-    widths = layout[:, 2].tolist()
-    if batches is None:
-        return grad.split_with_sizes(widths, 1)
-    counts = batches[:, 1].tolist()
+def parts_of(x: WeightsInputs | SamplesInputs | UpdateInputs) -> Sequence[Tensor]:
+    """Return each feature's part `[B, width]` of the output's gradient."""
+    widths = x.host_layout[:, FEATURE.width].tolist()
+    if x.host_batches is None:
+        return x.grad.split_with_sizes(widths, 1)
+    counts = x.host_batches[:, BATCH.num_bags].tolist()
     sizes = [count * width for count, width in zip(counts, widths, strict=True)]
-    return [x.view(count, width) for x, count, width in zip(grad.split_with_sizes(sizes), counts, widths, strict=True)]
+    return [of.view(count, width) for of, count, width in zip(x.grad.split_with_sizes(sizes), counts, widths, strict=True)]
 
 
 def bag_of_places(feature: Feature) -> Tensor:
     """Return for each lookup of a feature its bag, counted from the feature's first."""
-    return torch.repeat_interleave(feature.ends.diff(), output_size=feature.places.stop - feature.places.start)
+    return torch.repeat_interleave(feature.bags, output_size=feature.places.stop - feature.places.start)
 
 
 def factors(feature: Feature, per_sample_weights: Tensor | None, bags: Tensor) -> Tensor | None:
     """Return what each lookup's row is multiplied by, None for 1."""
-    if feature.is_mean:
-        return feature.ends.diff()[bags].double().reciprocal()
+    if feature.of.is_mean:
+        return feature.bags[bags].double().reciprocal()
     return None if per_sample_weights is None else per_sample_weights[feature.places]
-
-
-def refuse_wrong_ids(ids: Tensor, rows: int, feature: int, begin: int) -> None:
-    """Refuse an id that its feature's table of so many rows does not have; the feature's ids begin at place `begin`.
-
-    Raises:
-        ValueError: for the first one.
-    """
-    wrong = ((ids < 0) | (ids >= rows)).nonzero()
-    if wrong.numel():
-        place = int(wrong[0])
-        raise ValueError(
-            f"indices: expected ids from 0 to {rows - 1} for feature {feature}, got {int(ids[place])} at place {begin + place}"
-        )
 
 
 def table_of(weights: Tensor, feature: Feature) -> Tensor:
     """Return the table of a feature, a view `[rows, width]`."""
-    return weights.as_strided((feature.rows, feature.width), (feature.width, 1), weights.storage_offset() + feature.start)
+    return weights.as_strided(
+        (feature.of.rows, feature.of.width), (feature.of.width, 1), weights.storage_offset() + feature.of.start
+    )
 
 
 def scales_of(row_scales: Tensor, feature: Feature) -> tuple[Tensor, Tensor]:
     """Return what the integers of a feature's table are multiplied by and what is added, `[rows, 1]` each."""
-    scale, bias = row_scales[feature.first_row : feature.first_row + feature.rows].split(1, 1)
+    scale, bias = row_scales[feature.of.first_row : feature.of.first_row + feature.of.rows].split(1, 1)
     return scale, bias
 
 
-def embedding_bags_forward(
-    weights: Tensor,
-    row_scales: Tensor | None,
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    device_layout: Tensor,
-    layout: Tensor,
-    batches: Tensor | None,
-    host_batches: Tensor | None,
-    plan: Tensor | None,
-    programs: int,
-    size: int,
-    width: int,
-    output_dtype: torch.dtype,
-) -> Tensor:
-    """Return pooled bags, `[B, width]` or, with batches of their own, flat; a plan says nothing to PyTorch."""
+def forward(x: Inputs, o: Options) -> Outputs:
+    """Pool bags; a plan says nothing to PyTorch."""
+    # Views of what requires a gradient cost the host twice as much, a graph or none.
+    weights, samples = x.weights.detach(), x.per_sample_weights
+    samples = None if samples is None else samples.detach()
     wide, outputs = torch.promote_types(weights.dtype, torch.float32), []
-    for number, feature in enumerate(features_of(layout, offsets, indices.shape[0], host_batches)):
-        scales = None if per_sample_weights is None else per_sample_weights[feature.places]
+    for number, feature in enumerate(features_of(x, with_offsets=True)):
+        scales = None if samples is None else samples[feature.places]
         try:
-            outputs.append(_pooled(weights, row_scales, feature, indices[feature.places], scales, wide))
+            outputs.append(_pooled(weights, x.scales, feature, x.indices[feature.places], scales, wide))
         except (RuntimeError, IndexError):
             # PyTorch says neither which feature it was nor where.
-            refuse_wrong_ids(indices[feature.places], feature.rows, number, feature.places.start)
+            refuse_wrong_ids(x.indices[feature.places], feature.of.rows, number, feature.places.start)
             raise
     if not outputs:
-        return weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
-    flat = torch.cat(outputs, 1) if batches is None else torch.cat([pooled.view(-1) for pooled in outputs])
-    return flat.to(output_dtype)
+        return Outputs(weights.new_empty((o.size, o.width) if x.batches is None else o.size, dtype=o.output_dtype))
+    flat = torch.cat(outputs, 1) if x.batches is None else torch.cat([pooled.view(-1) for pooled in outputs])
+    return Outputs(flat.to(o.output_dtype))
 
 
 def _pooled(
     weights: Tensor, row_scales: Tensor | None, feature: Feature, ids: Tensor, scales: Tensor | None, wide: torch.dtype
 ) -> Tensor:
     """Return the pooled bags of a feature, `[B, width]` in the dtype `wide`."""
-    table, ends = table_of(weights, feature), feature.ends
+    table, ends = table_of(weights, feature), feature.bags
     if weights.dtype != wide:
         # PyTorch rounds what it pools to the dtype of the table. Of a table's rows or of the lookups' whichever are fewer.
         scale, bias = (None, None) if row_scales is None else scales_of(row_scales, feature)
-        if feature.rows > ids.shape[0]:
+        if feature.of.rows > ids.shape[0]:
             table = table.index_select(0, ids)
             scale, bias = (None if of is None else of.index_select(0, ids) for of in (scale, bias))
             ids = torch.arange(ids.shape[0], dtype=ids.dtype, device=ids.device)
@@ -153,21 +142,17 @@ def _pooled(
     scales = None if scales is None else scales.to(wide)
     ends = ends if ends.dtype == ids.dtype else ends.to(ids.dtype)
     # Not by torch.nn.functional, whose checks take as long as a short feature.
-    pooled, *_ = torch.embedding_bag(table, ids, ends, False, int(feature.is_mean), False, scales, True, None)
+    pooled, *_ = torch.embedding_bag(table, ids, ends, False, feature.of.is_mean, False, scales, True, None)
     return pooled
 
 
-def _gradients_of_places(
-    grad: Tensor, indices: Tensor, offsets: Tensor, per_sample_weights: Tensor | None, layout: Tensor, batches: Tensor | None,
-    dtype: torch.dtype,
-) -> Iterator[tuple[Feature, Tensor, Tensor]]:  # fmt: skip
+def _gradients_of_places(x: WeightsInputs | UpdateInputs, dtype: torch.dtype) -> Iterator[tuple[Feature, Tensor, Tensor]]:
     """Walk over the features with the rows that their lookups read and the rows' gradients."""
-    parts = parts_of(grad, layout, batches)
-    for feature, part in zip(features_of(layout, offsets, indices.shape[0], batches), parts, strict=False):
+    for feature, part in zip(features_of(x), parts_of(x), strict=False):
         bags = bag_of_places(feature)
         of_rows = part.index_select(0, bags).to(dtype)
-        scale = factors(feature, per_sample_weights, bags)
-        yield feature, indices[feature.places], of_rows if scale is None else of_rows.mul_(scale[:, None].to(dtype))
+        scale = factors(feature, x.per_sample_weights, bags)
+        yield feature, x.indices[feature.places], of_rows if scale is None else of_rows.mul_(scale[:, None].to(dtype))
 
 
 @functools.cache
@@ -199,98 +184,47 @@ def new_in_huge_pages(like: Tensor, num_elements: int, dtype: torch.dtype) -> Te
     return like.new_empty(0, dtype=dtype).set_(storage, 0, (num_elements,), (1,))
 
 
-def embedding_bags_weights_backward(
-    grad: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    device_layout: Tensor,
-    layout: Tensor,
-    batches: Tensor | None,
-    host_batches: Tensor | None,
-    num_elements: int,
-    weights_dtype: torch.dtype,
-    counted_rows: int | None,
-) -> Tensor:
-    """Return the gradient of the storage, `[num_elements]`; `counted_rows` says nothing to PyTorch."""
-    sums = new_in_huge_pages(grad, num_elements, torch.promote_types(weights_dtype, torch.float32)).zero_()
-    for feature, ids, of_rows in _gradients_of_places(
-        grad, indices, offsets, per_sample_weights, layout, host_batches, sums.dtype
-    ):
+def weights_backward(x: WeightsInputs, o: WeightsOptions) -> Gradient:
+    """Sum the gradients of each row."""
+    sums = new_in_huge_pages(x.grad, o.num_elements, torch.promote_types(o.dtype, torch.float32)).zero_()
+    for feature, ids, of_rows in _gradients_of_places(x, sums.dtype):
         table_of(sums, feature).index_add_(0, ids.long(), of_rows)
-    if sums.dtype == weights_dtype:
-        return sums
-    return new_in_huge_pages(sums, num_elements, weights_dtype).copy_(sums)
+    if sums.dtype == o.dtype:
+        return Gradient(sums)
+    return Gradient(new_in_huge_pages(sums, o.num_elements, o.dtype).copy_(sums))
 
 
-def embedding_bags_samples_backward(
-    grad: Tensor,
-    weights: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    device_layout: Tensor,
-    layout: Tensor,
-    batches: Tensor | None,
-    host_batches: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Return the gradient of the per-sample weights, `[S]`."""
-    result = grad.new_zeros(indices.shape[0], dtype=dtype)
-    wide = torch.promote_types(weights.dtype, torch.float32)
-    parts = parts_of(grad, layout, host_batches)
-    for feature, part in zip(features_of(layout, offsets, indices.shape[0], host_batches), parts, strict=False):
-        rows = table_of(weights, feature).index_select(0, indices[feature.places]).to(wide)
-        result[feature.places] = (rows * part.index_select(0, bag_of_places(feature)).to(wide)).sum(1).to(dtype)
-    return result
+def samples_backward(x: SamplesInputs, o: SamplesOptions) -> Gradient:
+    """Multiply the rows that were read with the gradients of their bags."""
+    result = x.grad.new_zeros(x.indices.shape[0], dtype=o.dtype)
+    wide = torch.promote_types(x.weights.dtype, torch.float32)
+    for feature, part in zip(features_of(x), parts_of(x), strict=False):
+        rows = table_of(x.weights, feature).index_select(0, x.indices[feature.places]).to(wide)
+        result[feature.places] = (rows * part.index_select(0, bag_of_places(feature)).to(wide)).sum(1).to(o.dtype)
+    return Gradient(result)
 
 
-def embedding_bags_update(
-    weights: Tensor,
-    first: Tensor,
-    second: Tensor,
-    step: Tensor,
-    learning_rate: Tensor,
-    grad: Tensor,
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    device_layout: Tensor,
-    layout: Tensor,
-    batches: Tensor | None,
-    host_batches: Tensor | None,
-    kind: str,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    stochastic_rounding: bool,
-    counted_rows: int | None,
-) -> None:
-    """Change the rows that were read, and their states, in place; `step` counts this update already.
-
-    `counted_rows` says nothing to PyTorch.
-    """
-    rule = Rule(kind, eps, beta1, beta2, weight_decay, stochastic_rounding)
+def update(x: UpdateInputs, o: UpdateOptions) -> Nothing:
+    """Change the rows that were read, and their states, in place."""
     parts: dict[int, list[tuple[Feature, Tensor, Tensor]]] = {}
-    wide = torch.promote_types(torch.promote_types(weights.dtype, grad.dtype), torch.float32)
-    for part in _gradients_of_places(grad, indices, offsets, per_sample_weights, layout, host_batches, wide):
-        parts.setdefault(part[0].table, []).append(part)
+    wide = torch.promote_types(torch.promote_types(x.weights.dtype, x.grad.dtype), torch.float32)
+    for part in _gradients_of_places(x, wide):
+        parts.setdefault(part[0].of.table, []).append(part)
     for of_table in parts.values():
         feature = of_table[0][0]
         rows, place = torch.cat([ids for _, ids, _ in of_table]).unique(return_inverse=True)
         of_rows = torch.cat([of for _, _, of in of_table])
-        sums = of_rows.new_zeros(rows.shape[0], feature.width).index_add_(0, place, of_rows)
-        _update_table(rule, feature, rows, sums, weights, first, second, step, learning_rate)
+        sums = of_rows.new_zeros(rows.shape[0], feature.of.width).index_add_(0, place, of_rows)
+        _update_table(x, o, feature, rows, sums)
+    return Nothing()
 
 
-def _update_table(
-    rule: Rule, feature: Feature, rows: Tensor, grad: Tensor, weights: Tensor, first: Tensor, second: Tensor, step: Tensor,
-    learning_rate: Tensor,
-) -> None:  # fmt: skip
+def _update_table(x: UpdateInputs, rule: UpdateOptions, feature: Feature, rows: Tensor, grad: Tensor) -> None:
+    weights, first, second, step = x.weights, x.first, x.second, x.step
     table = table_of(weights, feature)
-    of_rows = slice(feature.first_row, feature.first_row + feature.rows)
+    of_rows = slice(feature.of.first_row, feature.of.first_row + feature.of.rows)
     old = table[rows].to(grad.dtype)
-    rate = learning_rate.to(grad.dtype)
+    rate = x.learning_rate.to(grad.dtype)
     is_adam = rule.kind in ("adam", "rowwise_adam")
     if rule.weight_decay and not is_adam:
         grad = grad + rule.weight_decay * old
@@ -316,7 +250,7 @@ def _update_table(
         first_bias, second_bias = (1 - beta ** step.double() for beta in (rule.beta1, rule.beta2))
         unbiased = mean / first_bias, variance / second_bias
         new = old - rate * (unbiased[0] / (unbiased[1].sqrt() + rule.eps) + rule.weight_decay * old)
-    table[rows] = rounded(new, weights.dtype, stochastic=rule.stochastic_rounding, step=step, first=feature.start, rows=rows)
+    table[rows] = rounded(new, weights.dtype, stochastic=rule.stochastic_rounding, step=step, first=feature.of.start, rows=rows)
 
 
 def rounded(new: Tensor, dtype: torch.dtype, *, stochastic: bool, step: Tensor, first: int, rows: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from jagged.modules import ScheduledEmbeddingBagCollection, replace_embedding_bags
 from jagged.modules.table_storage import TableStorage
-from jagged.ops import BagPlan, BagSchedule
+from jagged.ops import BagPlan, BagSchedule, trust_values
 from tests.places import PLACE, Place
 from tests.strategies import seeds
 
@@ -734,17 +735,17 @@ def test_a_plan_is_followed(place: Place, tmp_path: Path) -> None:
 
 
 def test_what_a_plan_counts_is_handed_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jagged.ops.embedding_bag import op
+    from jagged.ops.embedding_bag import spec
 
     handed: list[int | None] = []
-    for name in ("_update", "_weights_backward"):
-        own = getattr(op, name)
+    for name in ("UPDATE", "WEIGHTS_BACKWARD"):
+        own = getattr(spec, name)
 
-        def noted(*arguments: Any, own: Callable[..., Any] = own) -> Any:
-            handed.append(arguments[-2])
-            return own(*arguments)
+        def noted(x: Any, o: Any, backend: str, own: Callable[..., Any] = own) -> Any:
+            handed.append(o.counted_rows)
+            return own(x, o, backend)
 
-        monkeypatch.setattr(op, name, noted)
+        monkeypatch.setattr(spec, name, noted)
     ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
     twin = ScheduledEmbeddingBagCollection(
         some_tables(), device=place.device, optimizer="sgd", optimizer_options={"learning_rate": 1.0}
@@ -882,3 +883,34 @@ def test_the_storage_is_what_the_layout_says(place: Place) -> None:
         for view, parameter in zip(tables.layout.views(weights), ours.parameters(), strict=True):
             assert view.data_ptr() == parameter.data_ptr()
     assert (tables.dtype, tables.device.type) == (torch.float32, place.device.type)
+
+
+MALFORMED = [
+    ({"lengths": [1, 0]}, "features: expected lengths with the sum 4, the number of ids, got 1 for keys 'a', 'b'"),
+    ({"lengths": [-2, 6]}, "features: expected lengths of at least 0, got -2 for key 'a' in sample 0"),
+    ({"lengths": [5, 5]}, "features: expected lengths with the sum 4, the number of ids, got 10 for keys 'a', 'b'"),
+    ({"offsets": [0, 4, 2]}, "features: expected lengths of at least 0, got -2 for key 'b' in sample 0"),
+    ({"offsets": [1, 2, 4]}, "features: expected offsets from 0 on, got 1 for key 'a'"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "message"), MALFORMED)
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("features_of", [["a", "b"], ["b", "a"], ["a", "a"]])
+def test_malformed_batches(
+    place: Place, wrong: dict[str, list[int]], message: str, is_weighted: bool, features_of: list[str]
+) -> None:
+    """Refused on a CPU, by the key; elsewhere, and where values are trusted, nothing outside is read."""
+    tables = [table("x", 9, 4, features_of[0]), table("y", 9, 4, features_of[1])]
+    ours = ScheduledEmbeddingBagCollection(tables, is_weighted, place.device)
+    features = KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.arange(4, device=place.device),
+        weights=torch.ones(4, device=place.device) if is_weighted else None,
+        **{name: torch.tensor(numbers, device=place.device) for name, numbers in wrong.items()},
+    )
+    if place.name == "cpu":
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            ours(features)
+    with trust_values():
+        assert ours(features).values().isfinite().all()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.operator import Absent, Differentiable, operator
+from jagged.ops._shared.operator import Absent, Differentiable, OnHost, operator
 
 HERE = "tests.ops.operator_examples"
 
@@ -179,6 +179,39 @@ UPDATE = operator(
     torch=f"{HERE}:update",
     triton=f"{HERE}:update",
     mutates=("table",),
+)
+
+
+class Scaled(NamedTuple):
+    scaled: Tensor
+
+
+class Factor(NamedTuple):
+    """Values that are multiplied by a number on the host."""
+
+    values: Differentiable
+    factor: OnHost
+
+
+class FactorOptions(NamedTuple):
+    is_checked: bool = True
+
+
+def scale(x: Factor, o: FactorOptions) -> Scaled:
+    return Scaled(x.values * x.factor)
+
+
+SCALE = operator(
+    "example_scale",
+    Factor,
+    FactorOptions,
+    Scaled,
+    shapes=lambda x, o: Scaled(x.values.new_empty(x.values.shape)),
+    torch=f"{HERE}:scale",
+    triton=f"{HERE}:scale",
+    gradient=lambda grads, x, out, o, wanted, backend: {"values": grads.scaled * x.factor},
+    saved=("factor",),
+    unchecked=lambda o: () if o.is_checked else ("factor",),
 )
 
 

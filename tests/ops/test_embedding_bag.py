@@ -44,9 +44,9 @@ MOST = {"cpu": (5, 6, 5), "interpret": (3, 3, 3), "gpu": (5, 8, 70)}[PLACE.name]
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """How Triton's passes take batches: small ones by a kernel of their own and sorted, or all by the map and counted."""
     if request.param == "map":
-        from jagged.ops.embedding_bag import forward
+        from jagged.ops.embedding_bag.triton import launch
 
-        monkeypatch.setattr(forward, "SMALL_BAGS", -1)
+        monkeypatch.setattr(launch, "SMALL_BAGS", -1)
     with gathering("counted" if request.param == "map" else "sorted"):
         yield str(request.param)
 
@@ -232,7 +232,7 @@ def test_features_of_every_length_beside_one_another(place: Place, way: str) -> 
 @ON_TRITON
 def test_small_batches_in_units_of_several_bags(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as divide a feature's bags or not, fewer and more than stand side by side; the same bits for all."""
-    from jagged.ops.embedding_bag import forward
+    from jagged.ops.embedding_bag.triton import launch
 
     bags = 7 if place.name == "interpret" else 150
     layout = BagLayout((50, 7, 90, 3), (4, 70, 32, 5), (0, 1, 2, 1, 3), (False, True, False, False, True))
@@ -242,23 +242,22 @@ def test_small_batches_in_units_of_several_bags(place: Place, monkeypatch: pytes
     check(place, batch, torch.float32, wanted=[False])
     expected = embedding_bags(weights, *batch.arguments, backend=place.backend)
     for programs in (1, 4, 12):
-        monkeypatch.setattr(forward, "SMALL_PROGRAMS", programs)
+        monkeypatch.setattr(launch, "SMALL_PROGRAMS", programs)
         assert torch.equal(embedding_bags(weights, *batch.arguments, backend=place.backend), expected)
 
 
 @ON_TRITON
 def test_which_batches_do_without_the_map(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few bags of few lookups in the mean and of few samples, as many for all features, and no plan."""
-    from jagged.ops.embedding_bag import forward
+    from jagged.ops.embedding_bag.triton import launch
 
     class MappedError(Exception): ...
 
-    class Refusing:
-        def __getitem__(self, grid: tuple[int, ...]) -> None:
-            raise MappedError
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MappedError
 
-    monkeypatch.setattr(forward, "embedding_bags_map_kernel", Refusing())
-    monkeypatch.setattr(forward, "SMALL_BAGS", 6)
+    monkeypatch.setattr(launch, "_launch_map", refuse)
+    monkeypatch.setattr(launch, "SMALL_BAGS", 6)
     layout = BagLayout((9, 5), (4, 3))
     weights = weights_of(layout, torch.float32)
     plan = BagSchedules(torch.tensor([6, 6], dtype=torch.int32, device=place.device))
@@ -273,7 +272,7 @@ def test_which_batches_do_without_the_map(place: Place, monkeypatch: pytest.Monk
         ([[1, 0, 2], [0, 3, 1]], {"samples": 2}, True),
     ):
         batch = batch_of(layout, lengths)
-        monkeypatch.setattr(forward, "SMALL_SAMPLES", options.get("samples", 512))
+        monkeypatch.setattr(launch, "SMALL_SAMPLES", options.get("samples", 512))
         options = {name: value for name, value in options.items() if name != "samples"}
 
         def call(batch: Batch = batch, options: Any = options) -> Tensor:
@@ -483,13 +482,14 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place, wrong: list[int], w
 @pytest.mark.parametrize(("tables", "wrong"), [
     ((0, 1, 2), None), ((2, 0, 2), None), ((0,), None), ((0, 2, 2), [5, 1, 3, 9, 0, -1, 11]),
     ((0, 0, 2), [-(2**31), 9, 0, 9, 1, 2, 2**31 - 1]), ((0, 1), [0, 3, -(2**31), 4, 6]), ((0, 1), [0, 2**31 - 1, -(2**31), 4, 6]),
+    ((0, 1), [0, 1, 1]), ((0, 1), [0, -2, 4]), ((0, 1), [0, 50, 100]), ((0, 1), [0, 9, 2]),
 ])  # fmt: skip
 @pytest.mark.usefixtures("unchecked")
 def test_kernels_stay_inside_their_tensors(
     place: Place, gathered: str, tables: tuple[int, ...], wrong: list[int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids that no table has, tables that nothing reads, wrong offsets; by the map and without it."""
-    from jagged.ops.embedding_bag import forward
+    from jagged.ops.embedding_bag.triton import launch
     from tests.interpreter import accesses_checked
 
     layout = BagLayout((1, 5, 3), (4, 5, 130), tables)
@@ -500,8 +500,8 @@ def test_kernels_stay_inside_their_tensors(
     weights, samples = weights_of(layout, torch.float32), random_tensor(tuple(batch.indices.shape), torch.float32, 1)
     optimizer = BagOptimizer("rowwise_adagrad", layout, learning_rate=0.1)
     with gathering(gathered, long=4), accesses_checked():
-        for small_bags in (forward.SMALL_BAGS, -1):
-            monkeypatch.setattr(forward, "SMALL_BAGS", small_bags)
+        for small_bags in (launch.SMALL_BAGS, -1):
+            monkeypatch.setattr(launch, "SMALL_BAGS", small_bags)
             run(place, batch, weights, samples)
             output = embedding_bags(weights.requires_grad_(), *batch.arguments, optimizer=optimizer, backend=place.backend)
             output.sum().backward()
@@ -561,13 +561,12 @@ def test_strided_lookups(place: Place) -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 def test_very_long_bags_are_cut(place: Place, weighted: bool, has_sizes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of features that are long in the mean, beside others; wide and odd rows, means, and bags of nothing among them."""
-    from jagged.ops.embedding_bag import forward, schedules
+    from jagged.ops.embedding_bag.triton import schedules
 
     longest = 6000
     if place.name == "interpret":
         # A compiled kernel does not take another number of a global one.
-        for module in (schedules, forward):
-            monkeypatch.setattr(module, "SLICE", tl.constexpr(8))
+        monkeypatch.setattr(schedules, "SLICE", tl.constexpr(8))
         longest = 40
     layout = BagLayout((3, 40, 5, 9), (6, 140, 8, 4), (0, 1, 2, 3), None if weighted else (True, False, False, True))
     lengths = [[longest, 0, longest - 1], [longest // 2] * 3, [2, 0, 1], [longest // 3, longest, longest + 7]]
@@ -582,7 +581,7 @@ def test_rows_of_many_lookups_are_summed_in_parts(
     place: Place, chunk: int, split: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows that end with a block, go across one end or several, or are all of a table, beside others; wide rows too."""
-    from jagged.ops.embedding_bag import sorting
+    from jagged.ops.embedding_bag.triton import sorting
 
     monkeypatch.setattr(sorting, "STREAM", (chunk, chunk))
     monkeypatch.setattr(sorting, "SPLIT", (split, split))
@@ -611,7 +610,7 @@ def test_rows_of_many_lookups_are_summed_in_slices(place: Place, weighted: bool)
 @pytest.mark.parametrize("rows", [900, 4000, 20_000])
 def test_chunks_of_a_feature(place: Place, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of a feature and of a table, rows in one of them or in all, more rows than lookups and fewer."""
-    from jagged.ops.embedding_bag import counting
+    from jagged.ops.embedding_bag.triton import counting
 
     lengths = [[90, 0, 41], [64], [], [33, 1]]
     if place.name == "interpret":
@@ -633,9 +632,9 @@ def test_chunks_of_a_feature(place: Place, rows: int, monkeypatch: pytest.Monkey
     (1000, 10_000_000, 20_000), (1000, 500_000, 0), (26, 10_000_000, 0), (128, 100_000_000, 65_536),
 ])  # fmt: skip
 def test_which_tables_are_counted(place: Place, tables: int, lookups: int, expected: int) -> None:
-    from jagged.ops.embedding_bag import backward
+    from jagged.ops.embedding_bag.triton import sums
 
-    assert backward.most_counted(tables, lookups) == expected
+    assert sums.most_counted(tables, lookups) == expected
 
 
 @ON_TRITON
@@ -644,9 +643,9 @@ def test_which_tables_are_counted(place: Place, tables: int, lookups: int, expec
     (8191, 1_750_000, 26, 8), (8192, 1_750_000, 26, 12), (8192, 30_000_000, 26, 24),
 ])  # fmt: skip
 def test_how_long_units_are(place: Place, samples: int, lookups: int, features: int, expected: int) -> None:
-    from jagged.ops.embedding_bag import forward
+    from jagged.ops.embedding_bag.triton import launch
 
-    assert forward.turns_of_units(samples * features, lookups, features) == expected
+    assert launch.turns_of_units(samples * features, lookups, features) == expected
 
 
 @ONE_ORDER
@@ -846,6 +845,24 @@ def test_layout() -> None:
     assert wide[4 + 3 + 1 : -7, :4].tolist() == [[2, 65, 0, 1], [0, 33, 1, 2], [1, 4, 2, 4], [3, 4, 2, 4]]
     # Then the features' parts of 32 columns, the widest first.
     assert wide[-7:, :3].tolist() == [[2, 0, 65], [2, 1, 65], [2, 2, 65], [0, 0, 33], [0, 1, 33], [1, 0, 4], [3, 0, 4]]
+
+
+def test_host_and_kernels_read_the_same_columns() -> None:
+    from jagged.ops.embedding_bag.fields import BATCH, FEATURE, PLACE, TABLE, OfFeature
+    from jagged.ops.embedding_bag.triton import columns
+
+    assert FEATURE.start == TABLE.start
+    assert [FEATURE.rows, FEATURE.width, FEATURE.first_row] == [TABLE.rows, TABLE.width, TABLE.first_row]
+    for name, column in (
+        ("START", FEATURE.start), ("OUTPUT_COLUMN", FEATURE.output_column), ("IN_ORDER", FEATURE.in_order),
+        ("FIRST_READER", TABLE.first_reader), ("CLASS_END", PLACE.class_end), ("OUTPUT_BEGIN", BATCH.output_begin),
+        ("FIELDS", len(FEATURE)), ("BATCH_FIELDS", len(BATCH)),
+    ):  # fmt: skip
+        assert getattr(columns, name).value == column
+    second = BagLayout((10, 5), (4, 3), (0, 1), (False, True)).fields[1].tolist()
+    assert OfFeature(*second) == OfFeature(
+        start=48, rows=5, width=3, output_column=4, is_mean=1, first_row=10, table=1, in_order=1
+    )  # fmt: skip
 
 
 @ON_CPU

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from jagged.ops.embedding_bag.layout import FIELDS
-from jagged.ops.embedding_bag.shared_memory import MOST_BYTES
+from jagged.ops.embedding_bag.fields import FEATURE
+from jagged.ops.embedding_bag.triton.shared_memory import MOST_BYTES
 from tests.aot import AMD, TARGETS, compile_kernel
 from tests.places import PLACE
 
@@ -58,7 +58,7 @@ def compile_one(
 
 
 def used(widths: str) -> int:
-    from jagged.ops.embedding_bag.schedules import schedules_of
+    from jagged.ops.embedding_bag.triton.schedules import schedules_of
 
     return schedules_of(WIDTHS[widths])
 
@@ -67,15 +67,15 @@ def used(widths: str) -> int:
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize(("dtype", "is_weighted"), [("fp32", False), ("bf16", True), ("u8", False), ("u8", True)])
 def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) -> None:
-    from jagged.ops.embedding_bag import forward
+    from jagged.ops.embedding_bag.triton import forward, launch
 
     is_aligned, is_plain = widths == "aligned", dtype != "u8" and not is_weighted
-    constants = {"FIELDS": len(FIELDS), "USED": used(widths), "batches": None, "ALIGNED": is_aligned, "MEANS": True}
+    constants = {"USED": used(widths), "batches": None, "ALIGNED": is_aligned, "MEANS": True}
     if not is_weighted:
         constants["scales"] = None
     if dtype != "u8":
         constants["row_scales"] = None
-    capped = forward.PLAIN_REGISTERS if is_aligned and is_plain else forward.REGISTERS
+    capped = launch.PLAIN_REGISTERS if is_aligned and is_plain else launch.REGISTERS
     resources = compile_one(forward.embedding_bags_forward_kernel, constants, arch, dtype=dtype, max_registers=capped)
     # Some registers that a branch's function saves for its caller, once a unit.
     assert resources.spills <= ALLOWED_SPILLS["branch"] * used(widths).bit_count(), resources
@@ -86,11 +86,10 @@ def test_forward(dtype: str, is_weighted: bool, widths: str, arch: int | str) ->
 @pytest.mark.parametrize("widths", WIDTHS)
 @pytest.mark.parametrize(("dtype", "is_weighted"), [("fp32", False), ("bf16", True)])
 def test_forward_of_small_batches(dtype: str, is_weighted: bool, widths: str, arch: int | str) -> None:
-    from jagged.ops.embedding_bag import forward
-    from jagged.ops.embedding_bag.schedules import SMALL_COLUMNS, SMALL_KINDS, schedules_of
+    from jagged.ops.embedding_bag.triton import forward
+    from jagged.ops.embedding_bag.triton.schedules import SMALL_COLUMNS, SMALL_KINDS, schedules_of
 
     constants = {
-        "FIELDS": len(FIELDS),
         "row_scales": None,
         "USED": schedules_of(WIDTHS[widths], SMALL_KINDS, SMALL_COLUMNS.value),
         "ALIGNED": widths == "aligned",
@@ -108,13 +107,11 @@ def test_forward_of_small_batches(dtype: str, is_weighted: bool, widths: str, ar
     "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"
 ))])  # fmt: skip
 def test_sums_of_rows(kind: str, arch: int) -> None:
-    from jagged.ops.embedding_bag import backward, rows, sorting
+    from jagged.ops.embedding_bag.triton import rows, sorting, sums
 
+    of_widths = [FEATURE._replace(width=width) for width in WIDTHS["aligned"]]
     constants: dict[str, Any] = {
-        "FIELDS": len(FIELDS),
-        "USED": backward.used_widths(
-            torch.tensor([[0, 0, width] for width in WIDTHS["aligned"]]), is_by_row=kind.startswith("rowwise")
-        ),
+        "USED": sums.used_widths(torch.tensor(of_widths), is_by_row=kind.startswith("rowwise")),
         "KIND": kind,
         "IS_STOCHASTIC": False,
     }
@@ -143,9 +140,8 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
     ],
 )  # fmt: skip
 def test_small_kernels(name: str, arch: int | str) -> None:
-    from jagged.ops.embedding_bag import backward, counting, schedules, sorting
+    from jagged.ops.embedding_bag.triton import counting, launch, samples, schedules, sorting
 
-    fields = {"FIELDS": len(FIELDS)}
     module, constants, num_warps = {
         "map": (schedules, {"BLOCK": 1024, "plan": None}, 16),
         "planned": (schedules, {"BLOCK": 1024, "first_bags": None}, 16),
@@ -153,15 +149,14 @@ def test_small_kernels(name: str, arch: int | str) -> None:
         "large_planned": (schedules, {"BLOCK": schedules.BLOCK_GROUPS, "first_bags": None}, 16),
         "rows_map": (
             sorting,
-            fields | {"STREAM": sorting.STREAM[1], "SPLIT": sorting.SPLIT[1], "WHOLE_ROWS": False, "BLOCK": sorting.BLOCK_TABLES},
+            {"STREAM": sorting.STREAM[1], "SPLIT": sorting.SPLIT[1], "WHOLE_ROWS": False, "BLOCK": sorting.BLOCK_TABLES},
             16,
         ),
-        "lookups": (sorting, fields | {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS}, 4),
-        "chunks": (counting, fields | {"BLOCK": counting.BLOCK_FEATURES}, 16),
+        "lookups": (sorting, {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS}, 4),
+        "chunks": (counting, {"BLOCK": counting.BLOCK_FEATURES}, 16),
         "orders": (
             counting,
-            fields
-            | {
+            {
                 "BLOCK": counting.ORDERED_ROWS,
                 "MATCH": arch != AMD,
                 "ROOM": 0 if arch == AMD else counting.MOST_SHARED,
@@ -169,13 +164,13 @@ def test_small_kernels(name: str, arch: int | str) -> None:
             },
             1 if arch == AMD else counting.ORDER_WARPS,
         ),
-        "bounds": (counting, fields | {"BLOCK": counting.BLOCK_ROWS}, counting.BOUNDS_WARPS),
-        "sources": (counting, fields | {"SHARED": arch != AMD, "factors": None}, counting.PLACES_WARPS),
+        "bounds": (counting, {"BLOCK": counting.BLOCK_ROWS}, counting.BOUNDS_WARPS),
+        "sources": (counting, {"SHARED": arch != AMD, "factors": None}, counting.PLACES_WARPS),
         # With factors each source goes straight to its place.
-        "factors": (counting, fields | {"SHARED": False}, counting.PLACES_WARPS),
+        "factors": (counting, {"SHARED": False}, counting.PLACES_WARPS),
         "samples": (
-            backward,
-            fields | {"BAGS": backward.SAMPLE_BAGS, "LOOKUPS": backward.SAMPLE_LOOKUPS, "COLUMNS": backward.SAMPLE_COLUMNS},
+            samples,
+            {"BAGS": launch.SAMPLE_BAGS, "LOOKUPS": launch.SAMPLE_LOOKUPS, "COLUMNS": launch.SAMPLE_COLUMNS},
             2,
         ),
     }[name]

@@ -258,14 +258,34 @@ def test_gradients_beside_an_update(place: Place) -> None:
         grads.append(leaf.grad)
         assert torch.equal(table, weights) == (optimizer is None)
     assert torch.equal(*grads)
-    optimizer = optimizer_of("sgd", SHARED)
-    leaf, table = samples.clone().requires_grad_(), weights.clone()
-    embedding_bags(
-        table, SHARED, ids, offsets, per_sample_weights=leaf, optimizer=optimizer, backend=place.backend
-    ).sum().backward()
-    with torch.no_grad():
-        embedding_bags(table.requires_grad_(), SHARED, ids, offsets, optimizer=optimizer, backend=place.backend)
-    assert torch.equal(table, weights)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_an_optimizer_of_frozen_tables_is_refused_where_gradients_are_recorded(place: Place, weighted: bool) -> None:
+    """It would train nothing; where none are recorded, as in inference, nothing is due."""
+    ids, offsets = lookups_of(SHARED, LENGTHS, 0)
+    weights = random_tensor((SHARED.num_elements,), torch.float32, 0)
+    before, optimizer = weights.clone(), optimizer_of("sgd", SHARED)
+    leaf = torch.ones(ids.shape[0], device=place.device, requires_grad=True) if weighted else None
+
+    def call() -> Tensor:
+        return embedding_bags(
+            weights, SHARED, ids, offsets, per_sample_weights=leaf, optimizer=optimizer, backend=place.backend
+        )  # fmt: skip
+
+    message = (
+        "optimizer: weights do not require a gradient, so nothing would be updated; call weights.requires_grad_(), or leave the "
+        "optimizer out"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        call()
+    for recording in (torch.no_grad, torch.inference_mode):
+        with recording():
+            plain = call()
+            weights.requires_grad_()
+            assert torch.equal(call(), plain)
+            weights.requires_grad_(False)
+    assert torch.equal(weights, before)
     assert int(optimizer.step) == 0
 
 
@@ -304,7 +324,7 @@ def test_rows_of_more_columns_than_a_program_holds(place: Place, kind: str) -> N
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_many_lookups_are_updated_once(place: Place, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their gradients are summed in parts, of eight lookups here, before anything is done with them; sorted or counted."""
-    from jagged.ops.embedding_bag import sorting
+    from jagged.ops.embedding_bag.triton import sorting
 
     layout = BagLayout((2, 40), (140, 8))
     lengths = [[7, 20, 3, 0], [13, 1, 0, 5]] if IS_SMALL else [[7, 20, 3, 9], [30, 1, 25, 5]]
@@ -569,3 +589,22 @@ def test_gradients_of_weights_behind_another_update_are_refused(place: Place) ->
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
         sum(outputs, torch.zeros((), device=place.device)).backward()
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="on a GPU the assertion ends the process's use of it")
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11 compiles no backward pass that changes a parameter")
+def test_gradients_of_weights_behind_another_update_are_refused_in_one_graph(place: Place) -> None:
+    ids, offsets = lookups_of(SHARED, LENGTHS, 0)
+    optimizer = optimizer_of("sgd", SHARED)
+    table = random_tensor((SHARED.num_elements,), torch.float32, 0).requires_grad_()
+    samples = [random_tensor(tuple(ids.shape), torch.float32, seed).requires_grad_() for seed in range(2)]
+
+    def pooled(table: Tensor, *samples: Tensor) -> Tensor:
+        outputs = [embedding_bags(table, SHARED, ids, offsets, per_sample_weights=of, optimizer=optimizer) for of in samples]
+        return torch.cat(outputs).sum()
+
+    compiled = torch.compile(pooled, fullgraph=True, backend="aot_eager")
+    compiled(table, samples[0]).backward()
+    assert int(optimizer.step) == 1
+    with pytest.raises(RuntimeError, match=r"^per_sample_weights: their gradient needs the tables as forward read them"):
+        compiled(table, *samples).backward()

@@ -20,7 +20,7 @@ from jagged.ops import BagLayout, BagOptimizer, BagPlan, BagSchedule, BagSchedul
 from jagged.ops.embedding_bag.layout import MOST_COUNTED
 from jagged.ops.embedding_bag.optimizers import Kind
 from jagged.ops.embedding_bag.plans import BY_MAP, KINDS, MOST_STEPS, PROGRAMS, code_of
-from jagged.ops.embedding_bag.schedules import turns_of
+from jagged.ops.embedding_bag.triton.schedules import turns_of
 from tests.graphs import captured
 from tests.ops.test_embedding_bag import ON_CPU, ON_GPU, ON_TRITON, Batch, Recorder, batch_of, weights_of, written_out
 from tests.oracle import check_three_way
@@ -83,7 +83,7 @@ def test_any_number_is_a_schedule(place: Place) -> None:
 @ON_TRITON
 @pytest.mark.parametrize("block", [8, 4])
 def test_the_map_takes_what_a_plan_says(place: Place, block: int) -> None:
-    from jagged.ops.embedding_bag.schedules import (
+    from jagged.ops.embedding_bag.triton.schedules import (
         SCHEDULE_BITS,
         SCHEDULE_MASK,
         embedding_bags_map_kernel,
@@ -142,7 +142,7 @@ def turns_kernel(result, NUM_SCHEDULES: tl.constexpr):
 
 @ON_TRITON
 def test_the_map_knows_what_schedules_take_at_once(place: Place) -> None:
-    from jagged.ops.embedding_bag.schedules import NUM_SCHEDULES, groups_by, lanes_by, turn_by
+    from jagged.ops.embedding_bag.triton.schedules import NUM_SCHEDULES, groups_by, lanes_by, turn_by
 
     found = torch.empty(NUM_SCHEDULES.value, 2, dtype=torch.int32, device=place.device)
     turns_kernel[(1,)](found, NUM_SCHEDULES)
@@ -153,7 +153,7 @@ def test_the_map_knows_what_schedules_take_at_once(place: Place) -> None:
 def test_small_batches_do_without_the_map_where_a_plan_says_nothing_of_forward(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from jagged.ops.embedding_bag import forward
+    from jagged.ops.embedding_bag.triton import launch
 
     asked: list[int] = []
 
@@ -161,7 +161,7 @@ def test_small_batches_do_without_the_map_where_a_plan_says_nothing_of_forward(
         asked.append(num_bags)
         return False
 
-    monkeypatch.setattr(forward, "is_small", noted)
+    monkeypatch.setattr(launch, "is_small", noted)
     batch = batch_of(SMALL, [[2, 0], [1, 1], [0, 2], [3, 1]])
     for schedules in (schedules_of(*[BY_MAP] * 4), BagSchedules(None, counted_rows=5), None):
         embedding_bags(weights_of(SMALL, torch.float32), *batch.arguments, schedules=schedules, backend=place.backend)
@@ -242,7 +242,7 @@ def test_tables_that_no_feature_reads_get_no_gradient(place: Place, unchecked: N
 
 def _ways_taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """How rows are brought together from now on, pass after pass."""
-    from jagged.ops.embedding_bag.backward import _Sums
+    from jagged.ops.embedding_bag.triton.sums import _Sums
 
     taken: list[str] = []
     for name in ("count", "sort"):
@@ -479,7 +479,7 @@ def test_layouts_go_when_nothing_holds_them(place: Place) -> None:
     import gc
     import weakref
 
-    from jagged.ops.embedding_bag.schedules import known_of
+    from jagged.ops.embedding_bag.triton.schedules import known_of
 
     layouts = [BagLayout((size,), (4,)) for size in range(1, 6)]
     assert [known_of(layout.fields).num_rows for layout in layouts] == [1, 2, 3, 4, 5]

@@ -121,12 +121,11 @@ def test_one_length_for_all_bags(place: Place, length: int) -> None:
 @ON_TRITON
 @pytest.mark.parametrize("weighted", [False, True])
 def test_very_long_bags_are_cut(place: Place, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jagged.ops.embedding_bag import forward, schedules
+    from jagged.ops.embedding_bag.triton import schedules
 
     longest = 6000
     if place.name == "interpret":
-        for module in (schedules, forward):
-            monkeypatch.setattr(module, "SLICE", tl.constexpr(8))
+        monkeypatch.setattr(schedules, "SLICE", tl.constexpr(8))
         longest = 70
     layout = BagLayout((40, 9), (140, 6), means=(False, not weighted))
     batch = batch_of(layout, [[longest, 0, longest - 1], [longest // 2] * 3])

@@ -1,7 +1,7 @@
 """Launches as a GPU has them, without one: Triton binds and specialises each one's arguments and compiles its kernel.
 
-The interpreter takes a launch's arguments as they are, and kernels that are compiled ahead of time have signatures that tests write.
-Here the launches themselves are compiled, for compute capability 9.0 as far as Triton's own representation.
+The interpreter takes a launch's arguments as they are, and kernels that are compiled ahead of time have signatures that tests
+write. Here the launches themselves are compiled, for compute capability 9.0 as far as Triton's own representation.
 """
 
 from __future__ import annotations
@@ -112,5 +112,5 @@ def test_launches_are_compiled(launches: Launches, family: str) -> None:
 def test_a_wrong_launch_is_found(launches: Launches) -> None:
     from jagged.ops._shared.kernels import pair_offsets_kernel
 
-    with pytest.raises(Exception, match="num_samples|missing"):
+    with pytest.raises(Exception, match="missing 3 required positional arguments"):
         Launcher(pair_offsets_kernel)((1,), torch.zeros(2, dtype=torch.int64))

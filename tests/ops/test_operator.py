@@ -14,14 +14,17 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import jagged.ops  # noqa: F401  (declares the operators)
-from jagged.ops._shared.operator import OPERATORS, Differentiable, operator
+from jagged.ops._shared.operator import OPERATORS, Differentiable, OnHost, operator
 from tests.ops import operator_examples as examples
 from tests.ops.operator_examples import (
     CUT,
     JOIN,
     LOOKUP,
+    SCALE,
     SEGMENT_SUM,
     UPDATE,
+    Factor,
+    FactorOptions,
     Inputs,
     Lookup,
     NoOptions,
@@ -277,6 +280,32 @@ def test_devices_are_compared_by_name() -> None:
     expected = "weights: expected the device of values, cpu, got meta; move it with .to(...)"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         SEGMENT_SUM(Inputs(_values(), OFFSETS, torch.ones(5, device="meta")), Options())
+
+
+def test_a_tensor_may_stay_on_the_host() -> None:
+    values, factor = torch.empty(5, 3, device="meta", requires_grad=True), torch.tensor(2.0)
+    output = SCALE(Factor(values, factor), FactorOptions()).scaled
+    assert (output.shape, output.device.type) == ((5, 3), "meta")
+
+    class Before(typing.NamedTuple):
+        factor: OnHost
+        values: Tensor
+
+    expected = "example_wrong: expected inputs that stay on the host behind all others, and no tuple of tensors"
+    with pytest.raises(TypeError, match=f"^{expected}$"):
+        operator("example_wrong", Before, NoOptions, examples.Scaled, shapes=lambda x, o: o, torch="m:f", triton="m:f")
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_options_say_what_may_have_changed(is_checked: bool) -> None:
+    values, factor = _values(), torch.tensor(2.0, dtype=torch.float64)
+    output = SCALE(Factor(values, factor), FactorOptions(is_checked)).scaled
+    factor.add_(1)
+    if is_checked:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+    else:
+        assert torch.equal(torch.autograd.grad(output.sum(), values)[0], torch.full_like(values, 3.0))
 
 
 def test_meta_tensors_give_shapes() -> None:

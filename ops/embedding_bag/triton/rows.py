@@ -10,11 +10,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jagged.ops.embedding_bag.counting import LONG
 from jagged.ops.embedding_bag.layout import FEWEST_TURNS as _FEWEST_TURNS
 from jagged.ops.embedding_bag.layout import MOST_TURNS as _MOST_TURNS
-from jagged.ops.embedding_bag.schedules import group_of, take_unit
-from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, by_row, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.triton.columns import BY_WIDTH, FIELDS, FIRST_READER, FIRST_ROW, ROWS, START, UNIT_END, WIDTH
+from jagged.ops.embedding_bag.triton.counting import FIRST_SLOT, LONG, LONG_FIELDS, LONG_ROW, LONG_TABLE
+from jagged.ops.embedding_bag.triton.schedules import group_of, take_unit
+from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, NUMBERS, apply_sums, by_row, columns_by, joined_run, schedule_of
 
 FEWEST_TURNS, MOST_TURNS = tl.constexpr(_FEWEST_TURNS), tl.constexpr(_MOST_TURNS)
 # How many times as many columns as `row_columns` a warp takes of a row that an update needs whole: 2^6 at most.
@@ -106,7 +107,8 @@ def rows_unit(
     TOGETHER: tl.constexpr = 4 if ALIGNED else 1
     PIECES: tl.constexpr = (COLUMNS // 32 // TOGETHER) << WIDE
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
-    start, rows, width, first_row = tl.load(fields), tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 5)
+    start, rows = tl.load(fields + START), tl.load(fields + ROWS)
+    width, first_row = tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
     rows, width = rows.to(tl.int32), width.to(tl.int32)
     start = start // 16 * 16
     if ALIGNED:
@@ -180,26 +182,26 @@ def rows_unit(
 )
 def embedding_bags_counted_rows_kernel(
     grad, sources, factors, bounds, weights, first, second, step, corrections, rate, tables, counter, grad_size,
-    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    num_tables, most_counted, eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all tables' rows, tables of one width after another; `USED` has a bit for each exponent
     by which they are wider than `row_columns` where an update needs whole rows."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     COLUMNS: tl.constexpr = row_columns(ALIGNED)
-    num_units = tl.load(tables + (num_tables - 1) * FIELDS + 4)
+    num_units = tl.load(tables + (num_tables - 1) * FIELDS + UNIT_END)
     unit = tl.program_id(0).to(tl.int64)
     while unit < num_units:
         next_unit = take_unit(counter)
-        place, before = group_of(tables + 4, unit, num_tables, FIELDS)
-        table = tl.load(tables + place * FIELDS + 3)
+        place, before = group_of(tables + UNIT_END, unit, num_tables, FIELDS)
+        table = tl.load(tables + place * FIELDS + BY_WIDTH)
         fields = tables + table * FIELDS
-        width = tl.load(fields + 2)
+        width = tl.load(fields + WIDTH)
         parts = (width + COLUMNS - 1) // COLUMNS
         part = (unit - before) % parts
-        is_read = tl.load(fields + 7) < tl.load(fields + FIELDS + 7)
+        is_read = tl.load(fields + FIRST_READER) < tl.load(fields + FIELDS + FIRST_READER)
         # Updates by one number a row take all of its columns at once.
-        is_own = is_read & (tl.load(fields + 1) <= most_counted) & ((part == 0) | (not BY_ROW))
+        is_own = is_read & (tl.load(fields + ROWS) <= most_counted) & ((part == 0) | (not BY_ROW))
         wide = tl.zeros((), tl.int32)
         if BY_ROW:
             for i in tl.static_range(MOST_WIDE - 1):
@@ -208,9 +210,9 @@ def embedding_bags_counted_rows_kernel(
             if (USED >> i) & 1:  # noqa: SIM102
                 if is_own & (wide == i):
                     rows_unit(
-                        grad, sources, factors, bounds + tl.load(fields + 5) + table, weights, first, second, step, corrections,
-                        rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2, weight_decay, rest1, rest2,
-                        KIND, IS_STOCHASTIC, ALIGNED, i,
+                        grad, sources, factors, bounds + tl.load(fields + FIRST_ROW) + table, weights, first, second, step,
+                        corrections, rate, fields, (unit - before) // parts, part, grad_size, eps, beta1, beta2, weight_decay,
+                        rest1, rest2, KIND, IS_STOCHASTIC, ALIGNED, i,
                     )  # fmt: skip
         unit = next_unit
 
@@ -236,20 +238,17 @@ def sum_of_slice(
 @triton.jit(do_not_specialize=["grad_size", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
 def embedding_bags_long_rows_kernel(
     grad, sources, factors, bounds, long_rows, sums_of_slices, arrivals, weights, first, second, step, corrections, rate, tables,
-    counters, grad_size, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, KIND: tl.constexpr,
+    counters, grad_size, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Sum the slices of rows of more than `LONG` lookups; the last program of a row adds them up, in their order."""
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
     num_slices = tl.load(counters + 1)
     for slot in range(tl.program_id(0).to(tl.int64), num_slices, tl.num_programs(0)):
-        row, table, first_slot = (
-            tl.load(long_rows + slot * 3),
-            tl.load(long_rows + slot * 3 + 1),
-            tl.load(long_rows + slot * 3 + 2),
-        )
+        of_slot = long_rows + slot * LONG_FIELDS
+        row, table, first_slot = tl.load(of_slot + LONG_ROW), tl.load(of_slot + LONG_TABLE), tl.load(of_slot + FIRST_SLOT)
         fields = tables + table * FIELDS
-        width, first_row = tl.load(fields + 2), tl.load(fields + 5)
+        width, first_row = tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
         of_row = bounds + first_row + table + row
         begin, end = tl.load(of_row).to(tl.int64), tl.load(of_row + 1).to(tl.int64)
         num_own = (end - begin + LONG - 1) // LONG

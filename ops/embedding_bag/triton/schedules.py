@@ -20,15 +20,28 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.embedding_bag.layout import PART
+from jagged.ops.embedding_bag.fields import FEATURE
+from jagged.ops.embedding_bag.layout import PART_COLUMNS
 from jagged.ops.embedding_bag.plans import MOST_STEPS as STEPS_OF_PLAN
+from jagged.ops.embedding_bag.triton.columns import (
+    BATCH_FIELDS,
+    CLASS_BEGIN,
+    CLASS_END,
+    FIELDS,
+    FIRST_BAG,
+    OUTPUT_BEGIN,
+    OUTPUT_COLUMN,
+    PLACE_FEATURE,
+    PLACE_WIDTH,
+    WIDTH,
+)
 
 # Columns are 4 to 128, a power of two; wider rows take several programs.
 FEWEST_COLUMNS, MOST_COLUMNS = tl.constexpr(4), tl.constexpr(128)
 # How many lookups bags have: one, few, some, many.
 NUM_KINDS = tl.constexpr(4)
 # Of small batches: columns of a program, and kinds.
-SMALL_COLUMNS, SMALL_KINDS = tl.constexpr(PART), (0, NUM_KINDS.value - 1)
+SMALL_COLUMNS, SMALL_KINDS = tl.constexpr(PART_COLUMNS), (0, NUM_KINDS.value - 1)
 # A schedule's number is (columns' exponent - 2, kind, whether rows begin at multiples of 4 elements).
 NUM_SCHEDULES = tl.constexpr(6 * 4 * 2)
 # Bits of a number that has the schedule and above it the bags of a unit.
@@ -37,6 +50,8 @@ SCHEDULE_BITS, SCHEDULE_MASK = tl.constexpr(8), tl.constexpr(255)
 IN_STEP_TURNS = tl.constexpr(8)
 # Lookups that a slice of a bag has at least, and most slices of one: where a feature's mean is twice as long, its bags are cut.
 SLICE, MOST_SLICES = tl.constexpr(1024), tl.constexpr(256)
+# Of a group whose bags are cut: how many slices each bag has, and where their sums and their counts of arrivals begin.
+NUM_SLICES, SUMS_BEGIN, ARRIVALS_BEGIN, SLICE_FIELDS = map(tl.constexpr, range(4))
 # Programs of the map: groups that it takes at once.
 BLOCK_GROUPS = 2048
 # Steps that a plan may ask for.
@@ -62,13 +77,14 @@ def known_of(layout: Tensor) -> Known:
     # The tensor keeps it: no table of ours holds layouts, and no other layout comes to lie at its place.
     known: Known | None = layout.__dict__.get("known")
     if known is None:
-        widths = layout[:, 2].tolist()
+        widths = layout[:, FEATURE.width].tolist()
         of_small = schedules_of(set(widths), SMALL_KINDS, SMALL_COLUMNS.value)
         num_parts = sum(cdiv(width, SMALL_COLUMNS.value) for width in widths)
-        num_rows = max((rows + first_row for rows, first_row in layout[:, [1, 5]].tolist()), default=0)
+        num_rows = int((layout[:, FEATURE.rows] + layout[:, FEATURE.first_row]).max()) if widths else 0
         known = layout.__dict__["known"] = Known(
-            schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows, len(set(layout[:, 6].tolist())),
-            all(width % 4 == 0 for width in widths), bool(layout[:, 4].any()),
+            schedules_of(set(widths)), of_small, num_parts, max(widths, default=0), num_rows,
+            len(set(layout[:, FEATURE.table].tolist())), all(width % 4 == 0 for width in widths),
+            bool(layout[:, FEATURE.is_mean].any()),
         )  # fmt: skip
     return known
 
@@ -198,7 +214,7 @@ def sum_of_counts(packed):
 )
 def embedding_bags_map_kernel(
     layout, first_bags, offsets, order, ends, schedules, slices, arrivals, counter, first_place, num_groups, num_bags,
-    num_programs, unit_turns, sums_room, arrivals_room, BLOCK: tl.constexpr, FIELDS: tl.constexpr, plan=None,
+    num_programs, unit_turns, sums_room, arrivals_room, BLOCK: tl.constexpr, plan=None,
 ):  # fmt: skip
     """For each group of bags of one width its schedule and the bags of its units; in which order groups are taken.
 
@@ -208,9 +224,9 @@ def embedding_bags_map_kernel(
     are counted, those of many lookups first.
 
     A group has the bags from `first_bags` on, or `num_bags` each. The counter begins behind the units that programs begin with.
-    Groups of very long bags have no bags in a unit, but a slice of one: `slices` `[groups, 3]` gets how many, and where their
-    sums and their counts of arrivals begin, which are set to 0; of other groups `slices` says nothing. Units of kinds that do not
-    go in step have about `unit_turns` turns. Where `plan` has a number that is not negative, kind (two bits)
+    Groups of very long bags have no bags in a unit, but a slice of one: `slices` `[groups, SLICE_FIELDS]` gets how many,
+    and where their sums and their counts of arrivals begin, which are set to 0; of other groups `slices` says nothing. Units of
+    kinds that do not go in step have about `unit_turns` turns. Where `plan` has a number that is not negative, kind (two bits)
     and steps (above them) are those.
     """
     tl.store(counter, num_programs)
@@ -219,11 +235,11 @@ def embedding_bags_map_kernel(
         place = start + tl.arange(0, BLOCK)
         exists = place < num_groups
         of_place = layout + (first_place + place).to(tl.int64) * FIELDS
-        group = tl.load(of_place, mask=exists, other=0).to(tl.int32)
-        width = tl.load(of_place + 1, mask=exists, other=1).to(tl.int32)
+        group = tl.load(of_place + PLACE_FEATURE, mask=exists, other=0).to(tl.int32)
+        width = tl.load(of_place + PLACE_WIDTH, mask=exists, other=1).to(tl.int32)
         # Where groups of the same class begin and end, of those that are here.
-        class_begin = tl.maximum(tl.load(of_place + 2, mask=exists, other=0).to(tl.int32), start)
-        class_end = tl.minimum(tl.load(of_place + 3, mask=exists, other=0).to(tl.int32), start + BLOCK)
+        class_begin = tl.maximum(tl.load(of_place + CLASS_BEGIN, mask=exists, other=0).to(tl.int32), start)
+        class_end = tl.minimum(tl.load(of_place + CLASS_END, mask=exists, other=0).to(tl.int32), start + BLOCK)
         if first_bags is None:
             first = group.to(tl.int64) * num_bags
             last = first + num_bags
@@ -260,10 +276,10 @@ def embedding_bags_map_kernel(
             # There is room for all slices of as many lookups as there are; wrong offsets may tell of more.
             is_sliced &= (sums_end <= sums_room) & (counted_end <= arrivals_room)
             cuts, steps = tl.where(is_sliced, cuts, 1), tl.where(is_sliced, 1, steps)
-            of_group = slices + group.to(tl.int64) * 3
-            tl.store(of_group, cuts, mask=is_sliced)
-            tl.store(of_group + 1, sums_end - sums, mask=is_sliced)
-            tl.store(of_group + 2, counted_end - counted, mask=is_sliced)
+            of_group = slices + group.to(tl.int64) * SLICE_FIELDS
+            tl.store(of_group + NUM_SLICES, cuts, mask=is_sliced)
+            tl.store(of_group + SUMS_BEGIN, sums_end - sums, mask=is_sliced)
+            tl.store(of_group + ARRIVALS_BEGIN, counted_end - counted, mask=is_sliced)
         of_unit = at_once * steps
         units = tl.where(bags > 0, ((bags - 1).to(tl.int32) // of_unit + 1).to(tl.int64) * parts * cuts, 0)
         schedule = (exponent * NUM_KINDS + kind) * 2 + is_vector
@@ -326,19 +342,17 @@ def span_of(offsets, bag, exists, num_lookups):
 
 
 @triton.jit
-def bags_of(
-    bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS: tl.constexpr
-):  # fmt: skip
+def bags_of(bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride):
     """Return for some bags where their lookups begin and end, their features, and where their output begins."""
     exists = bag < num_all_bags
     begin, end = span_of(offsets, bag, exists, num_lookups)
     if batches is None:
         feature = bag // num_bags
         source = (bag - feature * num_bags) * output_stride
-        source += tl.load(layout + feature * FIELDS + 3, mask=exists, other=0)
+        source += tl.load(layout + feature * FIELDS + OUTPUT_COLUMN, mask=exists, other=0)
     else:
         feature = tl.load(feature_of_bag + bag, mask=exists, other=0).to(tl.int64)
-        width = tl.load(layout + feature * FIELDS + 2, mask=exists, other=0)
-        source = (bag - tl.load(batches + feature * 3, mask=exists, other=0)) * width
-        source += tl.load(batches + feature * 3 + 2, mask=exists, other=0)
+        width = tl.load(layout + feature * FIELDS + WIDTH, mask=exists, other=0)
+        source = (bag - tl.load(batches + feature * BATCH_FIELDS + FIRST_BAG, mask=exists, other=0)) * width
+        source += tl.load(batches + feature * BATCH_FIELDS + OUTPUT_BEGIN, mask=exists, other=0)
     return begin, end, feature, source, exists

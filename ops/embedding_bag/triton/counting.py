@@ -13,8 +13,22 @@ import triton
 import triton.language as tl
 
 from jagged.ops._shared.device import find_segment
-from jagged.ops.embedding_bag.schedules import span_of
-from jagged.ops.embedding_bag.shared_memory import add32, clear, load16, load32, reserve, store16, store32, sync_warp
+from jagged.ops.embedding_bag.triton.columns import (
+    BATCH_FIELDS,
+    FIELDS,
+    FIRST_BAG,
+    FIRST_READER,
+    FIRST_ROW,
+    IN_ORDER,
+    IS_MEAN,
+    NUM_BAGS,
+    OUTPUT_BEGIN,
+    OUTPUT_COLUMN,
+    ROWS,
+    WIDTH,
+)
+from jagged.ops.embedding_bag.triton.schedules import span_of
+from jagged.ops.embedding_bag.triton.shared_memory import add32, clear, load16, load32, reserve, store16, store32, sync_warp
 
 # Exponent of the lookups of a chunk. Many short chunks are counted at a time; of long ones neighbours in the order of rows go to
 # places near one another, and they need few counts: tables of more than 16,384 rows have longer ones.
@@ -26,6 +40,8 @@ MOST_SHARED, ORDER_WARPS = 17_408, 4
 COUNTED_TOGETHER = tl.constexpr(128)
 # Lookups of a row above which several programs sum it, each as many as that.
 LONG = tl.constexpr(256)
+# Of a slice of such a row: the row, its table, and the row's first slice.
+LONG_ROW, LONG_TABLE, FIRST_SLOT, LONG_FIELDS = map(tl.constexpr, range(4))
 # Features that the kernel of the chunks takes at once, and rows that those of the orders and of the bounds do.
 BLOCK_FEATURES, ORDERED_ROWS, BLOCK_ROWS = 1024, 1024, 512
 # Lookups that a program of the last pass takes, of one chunk, whose length they divide: all of it, but of long ones. And how many
@@ -60,8 +76,8 @@ def lookups_of(offsets, batches, feature, exists, num_bags, num_lookups):
     first = feature * num_bags
     last = first + num_bags
     if batches is not None:
-        first = tl.load(batches + feature * 3, mask=exists, other=0)
-        last = first + tl.load(batches + feature * 3 + 1, mask=exists, other=0)
+        first = tl.load(batches + feature * BATCH_FIELDS + FIRST_BAG, mask=exists, other=0)
+        last = first + tl.load(batches + feature * BATCH_FIELDS + NUM_BAGS, mask=exists, other=0)
     begin = tl.minimum(tl.maximum(tl.load(offsets + first, mask=exists, other=0).to(tl.int64), 0), num_lookups)
     end = tl.minimum(tl.load(offsets + last, mask=exists, other=0).to(tl.int64), num_lookups)
     return begin, tl.maximum(begin, end)
@@ -70,7 +86,7 @@ def lookups_of(offsets, batches, feature, exists, num_bags, num_lookups):
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "num_programs", "most_counted"])
 def embedding_bags_chunks_kernel(
     offsets, layout, batches, chunk_begins, block_begins, place_begins, count_begins, counters, num_lookups, num_features,
-    num_bags, num_programs, most_counted, FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    num_bags, num_programs, most_counted, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Where the chunks, blocks, sorted lookups and counts of every feature begin, features in the order of their tables.
 
@@ -86,8 +102,8 @@ def embedding_bags_chunks_kernel(
     for start in range(0, num_features, BLOCK):
         at = start + tl.arange(0, BLOCK)
         exists = at < num_features
-        feature = tl.load(layout + at.to(tl.int64) * FIELDS + 7, mask=exists, other=0)
-        rows = tl.load(layout + feature * FIELDS + 1, mask=exists, other=0)
+        feature = tl.load(layout + at.to(tl.int64) * FIELDS + IN_ORDER, mask=exists, other=0)
+        rows = tl.load(layout + feature * FIELDS + ROWS, mask=exists, other=0)
         begin, end = lookups_of(offsets, batches, feature, exists, num_bags, num_lookups)
         # Features that lie over one another, which wrong offsets make, would be more than there is room for. Behind the first
         # of those none is counted, so that of each table the first ones are.
@@ -294,7 +310,7 @@ def order_chunk(
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags"])
 def embedding_bags_orders_kernel(
     indices, offsets, layout, batches, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
-    num_bags, FIELDS: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, WARPS: tl.constexpr, MATCH: tl.constexpr,
+    num_bags, BLOCK: tl.constexpr, ROOM: tl.constexpr, WARPS: tl.constexpr, MATCH: tl.constexpr,
 ):  # fmt: skip
     """Order the lookups of each chunk by their rows: `positions` say where each goes, `starts` where rows begin.
 
@@ -304,8 +320,8 @@ def embedding_bags_orders_kernel(
     if chunk < tl.load(chunk_begins + num_features):
         at = find_segment(chunk_begins, chunk, num_features)
         number = chunk - tl.load(chunk_begins + at)
-        feature = tl.load(layout + at * FIELDS + 7)
-        rows = tl.load(layout + feature * FIELDS + 1).to(tl.int32)
+        feature = tl.load(layout + at * FIELDS + IN_ORDER)
+        rows = tl.load(layout + feature * FIELDS + ROWS).to(tl.int32)
         begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
         begin += number << chunk_bits(rows)
         length = tl.minimum(end - begin, 1 << chunk_bits(rows)).to(tl.int32)
@@ -329,25 +345,25 @@ def ends_of(start, mask):
 @triton.jit(do_not_specialize=["most_counted"])
 def embedding_bags_bounds_kernel(
     tables, layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows, counters, most_counted,
-    FIELDS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum the begins of a table's rows over its chunks: `bounds` get where the lookups of a row begin and end.
 
     `places` get what is to be added to the place of a lookup in its chunk. Rows of more than `LONG` lookups get a slot of
-    `long_rows` `[slots, 3]` for each `LONG` of them: row, table, and first slot.
+    `long_rows` `[slots, LONG_FIELDS]` for each `LONG` of them.
     """
     table = tl.program_id(0).to(tl.int64)
     fields = tables + table * FIELDS
-    rows = tl.load(fields + 1)
-    first_feature, last_feature = tl.load(fields + 7), tl.load(fields + FIELDS + 7)
+    rows = tl.load(fields + ROWS)
+    first_feature, last_feature = tl.load(fields + FIRST_READER), tl.load(fields + FIELDS + FIRST_READER)
     # For tables that nothing reads `bounds` may have no room.
     if (rows <= most_counted) & (first_feature < last_feature):
         num_chunks = (tl.load(chunk_begins + last_feature) - tl.load(chunk_begins + first_feature)).to(tl.int32)
         before = tl.load(place_begins + first_feature)
-        feature = tl.load(layout + first_feature * FIELDS + 7)
+        feature = tl.load(layout + first_feature * FIELDS + IN_ORDER)
         own = tl.maximum(tl.load(count_begins + feature), 0) // 4 * 4
         starts, places = starts + own, places + own
-        bounds += tl.load(fields + 5) + table
+        bounds += tl.load(fields + FIRST_ROW) + table
         tl.store(bounds, before, mask=tl.program_id(1) == 0)
         stride = counts_of(rows)
         for start in range(tl.program_id(1) * BLOCK, rows.to(tl.int32), tl.num_programs(1) * BLOCK):
@@ -371,10 +387,10 @@ def embedding_bags_bounds_kernel(
             if most > 0:
                 slot = tl.atomic_add(counters + 1 + tl.zeros_like(row), slices.to(tl.int64), mask=slices > 0, sem="relaxed")
                 for i in range(0, most):
-                    of_slot = long_rows + (slot + i) * 3
-                    tl.store(of_slot, row.to(tl.int64), mask=i < slices)
-                    tl.store(of_slot + 1, tl.zeros_like(slot) + table, mask=i < slices)
-                    tl.store(of_slot + 2, slot, mask=i < slices)
+                    of_slot = long_rows + (slot + i) * LONG_FIELDS
+                    tl.store(of_slot + LONG_ROW, row.to(tl.int64), mask=i < slices)
+                    tl.store(of_slot + LONG_TABLE, tl.zeros_like(slot) + table, mask=i < slices)
+                    tl.store(of_slot + FIRST_SLOT, slot, mask=i < slices)
 
 
 @triton.jit
@@ -404,7 +420,7 @@ def is_below(number, limit):
 @triton.jit(do_not_specialize=["num_lookups", "num_features", "num_bags", "output_stride"])
 def embedding_bags_sources_kernel(
     indices, offsets, scales, layout, batches, block_begins, count_begins, starts, places, positions, sources, factors,
-    num_lookups, num_features, num_bags, output_stride, FIELDS: tl.constexpr, SHARED: tl.constexpr,
+    num_lookups, num_features, num_bags, output_stride, SHARED: tl.constexpr,
 ):  # fmt: skip
     """Put source and factor of every lookup of a block where its row's lookups stand.
 
@@ -417,14 +433,15 @@ def embedding_bags_sources_kernel(
     tl.store(sources + num_lookups + tl.arange(0, 2), tl.zeros((2,), sources.dtype.element_ty), mask=block == 0)
     if block < tl.load(block_begins + num_features):
         at = find_segment(block_begins, block, num_features)
-        feature = tl.load(layout + at * FIELDS + 7)
+        feature = tl.load(layout + at * FIELDS + IN_ORDER)
         fields = layout + feature * FIELDS
-        rows = tl.load(fields + 1).to(tl.int32)
+        rows = tl.load(fields + ROWS).to(tl.int32)
         begin, end = lookups_of(offsets, batches, feature, True, num_bags, num_lookups)
-        first_bag, first_source, stride = feature * num_bags, tl.load(fields + 3), output_stride.to(tl.int64)
+        first_bag, first_source, stride = feature * num_bags, tl.load(fields + OUTPUT_COLUMN), output_stride.to(tl.int64)
         if batches is not None:
-            first_bag, first_source = tl.load(batches + feature * 3), tl.load(batches + feature * 3 + 2)
-            num_bags, stride = tl.load(batches + feature * 3 + 1).to(tl.int32), tl.load(fields + 2)
+            of_batch = batches + feature * BATCH_FIELDS
+            first_bag, first_source = tl.load(of_batch + FIRST_BAG), tl.load(of_batch + OUTPUT_BEGIN)
+            num_bags, stride = tl.load(of_batch + NUM_BAGS).to(tl.int32), tl.load(fields + WIDTH)
         offsets += first_bag
         in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
         begin += in_feature
@@ -460,7 +477,8 @@ def embedding_bags_sources_kernel(
                 tl.store(sources + target, source, mask=is_known)
                 if factors is not None:
                     begin_of_bag, end_of_bag = span_of(offsets, bag, lookup < length, num_lookups)
-                    factor = tl.where(tl.load(fields + 4) != 0, 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32), 1.0)
+                    of_mean = 1 / tl.maximum(end_of_bag - begin_of_bag, 1).to(tl.float32)
+                    factor = tl.where(tl.load(fields + IS_MEAN) != 0, of_mean, 1.0)
                     if scales is not None:
                         factor *= tl.load(scales + begin + lookup, mask=is_known, other=0.0).to(tl.float32)
                     tl.store(factors + target, factor, mask=is_known)

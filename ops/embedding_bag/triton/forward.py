@@ -1,61 +1,54 @@
-"""Forward pass of embedding bags: all features in one launch, each by a schedule of its own.
+"""Forward pass of embedding bags: kernels that take units of bags, each feature's by its schedule, and what they do with one.
 
-A first kernel decides each feature's schedule from the batch's lengths and counts its units of work. Programs then take the units
-of all features one by one, features of one schedule after another, so that those that run together run the same code and read the
-same few tables. Small batches, for which that would be the longest part, are dealt out by number instead.
+Programs take the units of all features one by one, features of one schedule after another, so that those that run together run
+the same code and read the same few tables. Small batches, for which the map that says so would be the longest part, are dealt out
+by number instead.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from jagged.ops._shared.device import rounded_product
-from jagged.ops._shared.matrices import gpu
-from jagged.ops._shared.sizes import cdiv
-from jagged.ops.embedding_bag.schedules import (
-    BLOCK_GROUPS,
-    MOST_COLUMNS,
+from jagged.ops.embedding_bag.triton.columns import (
+    BATCH_FIELDS,
+    FIELDS,
+    FIRST_BAG,
+    FIRST_ROW,
+    IS_MEAN,
+    NUM_BAGS,
+    OUTPUT_BEGIN,
+    OUTPUT_COLUMN,
+    PART_FEATURE,
+    PART_NUMBER,
+    PART_WIDTH,
+    ROWS,
+    START,
+    WIDTH,
+)
+from jagged.ops.embedding_bag.triton.schedules import (
+    ARRIVALS_BEGIN,
     NUM_KINDS,
     NUM_SCHEDULES,
+    NUM_SLICES,
     SCHEDULE_BITS,
     SCHEDULE_MASK,
-    SLICE,
+    SLICE_FIELDS,
     SMALL_COLUMNS,
+    SUMS_BEGIN,
     columns_by,
     columns_of,
-    embedding_bags_map_kernel,
     group_of,
     groups_by,
     is_in_step,
     is_of_many,
-    known_of,
     lanes_by,
     span_of,
     take_unit,
     turn_by,
     unroll_by,
 )
-
-# Batches of no more bags, and of no more lookups for each bag in the mean, do without the map. Whatever their lengths, the
-# longest bag takes no more steps than there are bags, or twice as many: 32 lookups are one, or 16 of rows that begin anywhere.
-SMALL_BAGS, SMALL_MEAN = 330_000, 32
-# Of no more samples either: of few features the map's better balance pays sooner.
-SMALL_SAMPLES = 512
-# Programs of a small batch for each multiprocessor: a few times as many as it holds, so that they end together; and most bags of
-# each, for larger batches have more programs.
-SMALL_PROGRAMS, SMALL_UNIT = 128, 8
-# Registers of a thread of the other kernel, on NVIDIA's: where rows are floats without weights that begin at multiples of 4
-# elements, and of others. Left alone the assembler takes up to 255 for all branches together, of which none alone needs more than
-# these; with fewer each saves some for its caller, once a unit, and 25 and 16 warps of a multiprocessor run.
-PLAIN_REGISTERS, REGISTERS = 80, 128
-# Turns of a unit of bags that are taken one after the other: four, and one for each million lookups, from 8 to 24; 12 where
-# features have many bags. Fewer, and programs of small batches end together; more, and those of large ones look less often for
-# their next unit.
-FEWEST_TURNS, MOST_TURNS = 8, 24
-MANY_BAGS, TURNS_OF_MANY_BAGS = 8192, 12
 
 
 @triton.jit
@@ -115,22 +108,23 @@ def sum_of_rows(
 
 @triton.jit
 def feature_of(
-    weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """Return a feature's table, its first row, rows, width, whether means are taken, offsets, bags, output, its rows' stride."""
     fields = layout + feature * FIELDS
-    table = weights + tl.load(fields) // 16 * 16
-    rows, width, is_mean, first_row = tl.load(fields + 1), tl.load(fields + 2), tl.load(fields + 4), tl.load(fields + 5)
+    table = weights + tl.load(fields + START) // 16 * 16
+    rows, width = tl.load(fields + ROWS), tl.load(fields + WIDTH)
+    is_mean, first_row = tl.load(fields + IS_MEAN), tl.load(fields + FIRST_ROW)
     if indices.dtype.element_ty == tl.int32:
         rows = tl.minimum(rows, 2**31 - 1).to(tl.int32)
     if batches is None:
         offsets += feature.to(tl.int64) * num_bags
-        column = tl.load(fields + 3)
+        column = tl.load(fields + OUTPUT_COLUMN)
     else:
-        offsets += tl.load(batches + feature * 3)
-        num_bags = tl.load(batches + feature * 3 + 1)
-        column = tl.load(batches + feature * 3 + 2)
+        of_batch = batches + feature * BATCH_FIELDS
+        offsets += tl.load(of_batch + FIRST_BAG)
+        num_bags = tl.load(of_batch + NUM_BAGS)
+        column = tl.load(of_batch + OUTPUT_BEGIN)
         output_stride = width
     if ALIGNED:
         # All widths are multiples of 4, and so is what is counted in them; said so that the compiler sees it, for stores of 16.
@@ -143,7 +137,7 @@ def feature_of(
 @triton.jit(noinline=True)
 def pool_unit(
     weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags,
-    output_stride, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr, SCHEDULE: tl.constexpr,
+    output_stride, ALIGNED: tl.constexpr, MEANS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags of one unit, as many in step as stand side by side.
 
@@ -156,7 +150,7 @@ def pool_unit(
     BAGS: tl.constexpr = GROUPS // LANES
     TURN: tl.constexpr = turn_by(SCHEDULE)
     table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
-        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS, ALIGNED
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, ALIGNED
     )
     parts = (width + COLUMNS - 1) // COLUMNS
     columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
@@ -198,7 +192,7 @@ def pool_unit(
 @triton.jit(noinline=True)
 def pool_in_turn(
     weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit, unit_bags, num_lookups, num_bags,
-    output_stride, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr, SCHEDULE: tl.constexpr,
+    output_stride, ALIGNED: tl.constexpr, MEANS: tl.constexpr, SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool the bags of one unit one after the other.
 
@@ -209,7 +203,7 @@ def pool_in_turn(
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
     UNROLL: tl.constexpr = unroll_by(SCHEDULE)
     table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
-        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS, ALIGNED
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, ALIGNED
     )
     parts = (width + COLUMNS - 1) // COLUMNS
     columns = (unit % parts * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
@@ -250,7 +244,7 @@ def pool_in_turn(
 @triton.jit(noinline=True)
 def pool_slice(
     weights, row_scales, indices, offsets, scales, output, layout, batches, slices, sums_of_slices, arrivals, feature, unit,
-    num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr,
+    num_lookups, num_bags, output_stride, ALIGNED: tl.constexpr, MEANS: tl.constexpr,
     SCHEDULE: tl.constexpr,
 ):  # fmt: skip
     """Pool some lookups of one bag; the last program of the bag adds all sums up, in the slices' order, whichever it is."""
@@ -258,9 +252,9 @@ def pool_slice(
     GROUPS: tl.constexpr = groups_by(SCHEDULE)
     UNROLL: tl.constexpr = unroll_by(SCHEDULE)
     table, first_row, rows, width, is_mean, offsets, num_bags, of_feature, output_stride = feature_of(
-        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, FIELDS, ALIGNED
+        weights, indices, offsets, output, layout, batches, feature, num_bags, output_stride, ALIGNED
     )
-    num_slices = tl.load(slices + feature * 3)
+    num_slices = tl.load(slices + feature * SLICE_FIELDS + NUM_SLICES)
     parts = (width + COLUMNS - 1) // COLUMNS
     part, slice_, bag = unit % parts, unit // parts % num_slices, unit // parts // num_slices
     columns = (part * COLUMNS).to(tl.int32) + tl.arange(0, COLUMNS)
@@ -281,11 +275,11 @@ def pool_slice(
         sums += sum_of_rows(
             table, row_scales, first_row, ids, own_scales, step + lane, lane < count - step, rows, width, columns, SCHEDULE % 2
         )  # fmt: skip
-    of_bag = sums_of_slices + tl.load(slices + feature * 3 + 1) + bag * num_slices * width + columns
+    of_bag = sums_of_slices + tl.load(slices + feature * SLICE_FIELDS + SUMS_BEGIN) + bag * num_slices * width + columns
     tl.store(of_bag + slice_ * width, tl.sum(sums, 0), mask=in_row)
     # All lanes have written before one tells it.
     tl.debug_barrier()
-    arrival = arrivals + tl.load(slices + feature * 3 + 2) + bag * parts + part
+    arrival = arrivals + tl.load(slices + feature * SLICE_FIELDS + ARRIVALS_BEGIN) + bag * parts + part
     if tl.atomic_add(arrival, 1, sem="acq_rel") == num_slices - 1:
         total = tl.zeros((COLUMNS,), tl.float32)
         for other in range(0, num_slices):
@@ -300,7 +294,7 @@ def pool_slice(
 @triton.jit(do_not_specialize=["num_features", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_forward_kernel(
     weights, row_scales, indices, offsets, scales, output, layout, batches, order, ends, schedules, slices, sums_of_slices,
-    arrivals, counter, num_features, num_lookups, num_bags, output_stride, FIELDS: tl.constexpr, USED: tl.constexpr,
+    arrivals, counter, num_features, num_lookups, num_bags, output_stride, USED: tl.constexpr,
     ALIGNED: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Take units of all features; `USED` has a bit for each schedule that is compiled.
@@ -322,18 +316,18 @@ def embedding_bags_forward_kernel(
                     if is_in_step(i):
                         pool_unit(
                             weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit - before,
-                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
+                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, ALIGNED, MEANS, i,
                         )  # fmt: skip
                     else:
                         pool_in_turn(
                             weights, row_scales, indices, offsets, scales, output, layout, batches, feature, unit - before,
-                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
+                            found >> SCHEDULE_BITS, num_lookups, num_bags, output_stride, ALIGNED, MEANS, i,
                         )  # fmt: skip
                 if is_of_many(i):  # noqa: SIM102
                     if found == i:
                         pool_slice(
                             weights, row_scales, indices, offsets, scales, output, layout, batches, slices, sums_of_slices,
-                            arrivals, feature, unit - before, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
+                            arrivals, feature, unit - before, num_lookups, num_bags, output_stride, ALIGNED, MEANS, i,
                         )  # fmt: skip
         number = following
 
@@ -341,7 +335,7 @@ def embedding_bags_forward_kernel(
 @triton.jit(do_not_specialize=["first_part", "units", "unit_bags", "num_lookups", "num_bags", "output_stride"])
 def embedding_bags_small_kernel(
     weights, row_scales, indices, offsets, scales, output, layout, first_part, units, unit_bags, num_lookups, num_bags,
-    output_stride, FIELDS: tl.constexpr, USED: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr,
+    output_stride, USED: tl.constexpr, ALIGNED: tl.constexpr, MEANS: tl.constexpr,
 ):  # fmt: skip
     """Pool one of the `units` of a part of a feature, of `unit_bags` bags; parts stand in the layout from `first_part` on.
 
@@ -351,7 +345,7 @@ def embedding_bags_small_kernel(
     program = tl.program_id(0)
     unit = (program % units).to(tl.int64)
     of_part = layout + (first_part + program // units).to(tl.int64) * FIELDS
-    feature, part, width = tl.load(of_part), tl.load(of_part + 1), tl.load(of_part + 2)
+    feature, part, width = tl.load(of_part + PART_FEATURE), tl.load(of_part + PART_NUMBER), tl.load(of_part + PART_WIDTH)
     first = offsets + feature * num_bags
     is_long = (tl.load(first + num_bags) - tl.load(first)) * 2 > num_bags * 3
     _, exponent = columns_of(tl.minimum(width, SMALL_COLUMNS))
@@ -365,86 +359,10 @@ def embedding_bags_small_kernel(
                     if unit * side_by_side < num_bags:
                         pool_unit(
                             weights, row_scales, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
-                            side_by_side, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
+                            side_by_side, num_lookups, num_bags, output_stride, ALIGNED, MEANS, i,
                         )  # fmt: skip
                 else:
                     pool_in_turn(
                         weights, row_scales, indices, offsets, scales, output, layout, None, feature, unit * parts + part,
-                        unit_bags, num_lookups, num_bags, output_stride, FIELDS, ALIGNED, MEANS, i,
+                        unit_bags, num_lookups, num_bags, output_stride, ALIGNED, MEANS, i,
                     )  # fmt: skip
-
-
-def is_small(num_bags: int, num_lookups: int, num_samples: int) -> bool:
-    """Return whether a batch does without the map."""
-    return num_bags <= SMALL_BAGS and num_lookups <= SMALL_MEAN * num_bags and num_samples <= SMALL_SAMPLES
-
-
-def turns_of_units(num_bags: int, num_lookups: int, num_features: int) -> int:
-    """Return how many turns the units have whose bags are taken one after the other."""
-    fewest = TURNS_OF_MANY_BAGS if num_bags >= MANY_BAGS * num_features else FEWEST_TURNS
-    return min(max(fewest, 4 + (num_lookups >> 20)), MOST_TURNS)
-
-
-def embedding_bags_forward(
-    weights: Tensor,
-    row_scales: Tensor | None,
-    indices: Tensor,
-    offsets: Tensor,
-    per_sample_weights: Tensor | None,
-    device_layout: Tensor,
-    layout: Tensor,
-    batches: Tensor | None,
-    host_batches: Tensor | None,
-    plan: Tensor | None,
-    programs: int,
-    size: int,
-    width: int,
-    output_dtype: torch.dtype,
-) -> Tensor:
-    """Return pooled bags, `[B, width]` or, with batches of their own, flat."""
-    output = weights.new_empty((size, width) if batches is None else size, dtype=output_dtype)
-    num_features, fields = layout.shape
-    if not output.numel():
-        return output
-    if row_scales is not None:
-        # A row's two numbers as one of 64 bits, which lies at a multiple of 8 bytes.
-        row_scales = (row_scales.clone() if row_scales.storage_offset() % 2 else row_scales).view(torch.int64)
-    known = known_of(layout)
-    if plan is None and batches is None and is_small(offsets.shape[0] - 1, indices.shape[0], size):
-        most_programs = SMALL_PROGRAMS * gpu(weights.device).multiprocessors
-        unit_bags = min(max(1, known.num_parts * size // most_programs), SMALL_UNIT)
-        units = cdiv(size, unit_bags)
-        embedding_bags_small_kernel[(known.num_parts * units,)](
-            weights, row_scales, indices, offsets, per_sample_weights, output, device_layout,
-            device_layout.shape[0] - known.num_parts, units, unit_bags, indices.shape[0], size, width, FIELDS=fields,
-            USED=known.used_by_small, ALIGNED=known.is_aligned, MEANS=known.has_means, num_warps=1,
-        )  # fmt: skip
-        return output
-    first_bags = None
-    if batches is not None:
-        first_bags = torch.cat([batches[:, 0], batches[-1:, :2].sum(1)])
-    ends = torch.empty(num_features, dtype=torch.int64, device=weights.device)
-    order, schedules = torch.empty(2, num_features, dtype=torch.int32, device=weights.device)
-    counter = torch.empty(1, dtype=torch.int64, device=weights.device)
-    slices = torch.empty(num_features, 3, dtype=torch.int64, device=weights.device)
-    # As many as there can be, whichever features have them.
-    most_slices, widest = indices.shape[0] // SLICE.value, known.widest
-    sums_of_slices = torch.empty(most_slices * widest, dtype=torch.float32, device=weights.device)
-    arrivals = torch.empty(most_slices * cdiv(widest, MOST_COLUMNS.value), dtype=torch.int32, device=weights.device)
-    # No more than there can be units of narrow features: a program too many costs a wait at the counter.
-    num_programs = min(programs * gpu(weights.device).multiprocessors, offsets.shape[0] - 1)
-    is_plain = known.is_aligned and row_scales is None and per_sample_weights is None
-    capped = {} if torch.version.hip else {"maxnreg": PLAIN_REGISTERS if is_plain else REGISTERS}
-    unit_turns = turns_of_units(offsets.shape[0] - 1, indices.shape[0], num_features)
-    at_once = min(BLOCK_GROUPS, triton.next_power_of_2(num_features))
-    embedding_bags_map_kernel[(1,)](
-        device_layout, first_bags, offsets, order, ends, schedules, slices, arrivals, counter,
-        device_layout.shape[0] - known.num_parts - num_features, num_features, size, num_programs, unit_turns,
-        len(sums_of_slices), len(arrivals), BLOCK=at_once, FIELDS=fields, plan=plan, num_warps=16,
-    )  # fmt: skip
-    embedding_bags_forward_kernel[(num_programs,)](
-        weights, row_scales, indices, offsets, per_sample_weights, output, device_layout, batches, order, ends, schedules, slices,
-        sums_of_slices, arrivals, counter, num_features, indices.shape[0], size, width, FIELDS=fields,
-        USED=known.used, ALIGNED=known.is_aligned, MEANS=known.has_means, num_warps=1, **capped,
-    )  # fmt: skip
-    return output

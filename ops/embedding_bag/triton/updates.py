@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from jagged.ops._shared.device import rounded_product
+from jagged.ops.embedding_bag.triton.columns import FIRST_ROW, START, WIDTH
 
 # Numbers of a row of lanes.
 NUMBERS = tl.constexpr(128)
@@ -143,7 +144,7 @@ def joined_run(
     """Add the parts of one row's lookups up, in their order, and store or apply the sum."""
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     BY_ROW: tl.constexpr = KIND == "rowwise_adagrad" or KIND == "rowwise_adam"
-    start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
+    start, width, first_row = tl.load(fields + START), tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
     row = tl.zeros((1,), tl.int64) + key.to(tl.int64)
     for part in range(0, 1 if BY_ROW else (width + COLUMNS - 1) // COLUMNS):

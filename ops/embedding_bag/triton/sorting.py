@@ -12,8 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jagged.ops.embedding_bag.schedules import MOST_COLUMNS, bags_of, group_of, take_unit
-from jagged.ops.embedding_bag.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
+from jagged.ops.embedding_bag.triton.columns import BY_WIDTH, FIELDS, FIRST_ROW, IS_MEAN, ROWS, START, WIDTH
+from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, bags_of, group_of, take_unit
+from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
 BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
@@ -29,7 +30,7 @@ JOINING = 16
 @triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride", "no_row", "most_counted"])
 def embedding_bags_lookups_kernel(
     indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups, num_all_bags, num_bags,
-    output_stride, no_row, most_counted, FIELDS: tl.constexpr, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
+    output_stride, no_row, most_counted, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
 ):  # fmt: skip
     """Key, source and factor of every lookup of some bags.
 
@@ -37,13 +38,13 @@ def embedding_bags_lookups_kernel(
     """
     bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
     begin, end, feature, source, exists = bags_of(
-        bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride, FIELDS
+        bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride
     )
     fields = layout + feature * FIELDS
-    rows = tl.load(fields + 1, mask=exists, other=0)
+    rows = tl.load(fields + ROWS, mask=exists, other=0)
     rows = tl.where(rows > most_counted, rows, 0)
-    first_row = tl.load(fields + 5, mask=exists, other=0)
-    is_mean = tl.load(fields + 4, mask=exists, other=0) != 0
+    first_row = tl.load(fields + FIRST_ROW, mask=exists, other=0)
+    is_mean = tl.load(fields + IS_MEAN, mask=exists, other=0) != 0
     factor = tl.where(is_mean, 1 / tl.maximum(end - begin, 1).to(tl.float32), 1.0)
     for step in range(0, tl.max(end - begin, 0), LOOKUPS):
         place = begin[:, None] + step + tl.arange(0, LOOKUPS)[None, :]
@@ -70,7 +71,7 @@ def unit_of(width, STREAM: tl.constexpr, SPLIT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tables", "num_programs"])
 def embedding_bags_rows_map_kernel(
-    tables, begins, ends, block_ends, counter, num_tables, num_programs, FIELDS: tl.constexpr,
+    tables, begins, ends, block_ends, counter, num_tables, num_programs,
     STREAM: tl.constexpr, SPLIT: tl.constexpr, WHOLE_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each table after how many blocks of `SPLIT` lookups it ends, and, in the order by width, after how many units.
@@ -86,9 +87,9 @@ def embedding_bags_rows_map_kernel(
         blocks = (lookups + SPLIT - 1) // SPLIT
         tl.store(block_ends + place, total_blocks + tl.cumsum(blocks, 0), mask=exists)
         total_blocks += tl.sum(blocks, 0)
-        table = tl.load(tables + place.to(tl.int64) * FIELDS + 3, mask=exists, other=0)
+        table = tl.load(tables + place.to(tl.int64) * FIELDS + BY_WIDTH, mask=exists, other=0)
         lookups = tl.load(begins + table + 1, mask=exists, other=0) - tl.load(begins + table, mask=exists, other=0)
-        width = tl.load(tables + table.to(tl.int64) * FIELDS + 2, mask=exists, other=1)
+        width = tl.load(tables + table.to(tl.int64) * FIELDS + WIDTH, mask=exists, other=1)
         unit = unit_of(width, STREAM, SPLIT)
         units = (lookups + unit - 1) // unit
         if not WHOLE_ROWS:
@@ -143,7 +144,7 @@ def row_unit(
     COLUMNS: tl.constexpr = columns_by(SCHEDULE)
     GROUPS: tl.constexpr = NUMBERS // COLUMNS if COLUMNS < NUMBERS else 1
     numbers = (eps, beta1, beta2, weight_decay, rest1, rest2)
-    start, width, first_row = tl.load(fields), tl.load(fields + 2), tl.load(fields + 5)
+    start, width, first_row = tl.load(fields + START), tl.load(fields + WIDTH), tl.load(fields + FIRST_ROW)
     if SCHEDULE % 2:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         width = width // 4 * 4
@@ -211,7 +212,7 @@ def row_unit(
 def embedding_bags_rows_kernel(
     grad, sources, factors, keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins,
     ends, block_ends, counter, grad_size, num_tables, row_stride, eps, beta1, beta2, weight_decay, rest1, rest2,
-    FIELDS: tl.constexpr, STREAM: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
+    STREAM: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr, IS_STOCHASTIC: tl.constexpr,
     ALIGNED: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Take units of all tables' sorted lookups; the rows whose runs begin there are this program's."""
@@ -221,9 +222,9 @@ def embedding_bags_rows_kernel(
     while unit < num_units:
         next_unit = take_unit(counter)
         place, before = group_of(ends, unit, num_tables)
-        table = tl.load(tables + place * FIELDS + 3)
+        table = tl.load(tables + place * FIELDS + BY_WIDTH)
         fields = tables + table * FIELDS
-        width = tl.load(fields + 2)
+        width = tl.load(fields + WIDTH)
         parts = 1 if BY_ROW else (width + MOST_COLUMNS - 1) // MOST_COLUMNS
         lookups = unit_of(width, STREAM, SPLIT)
         offset = (unit - before) // parts * lookups
@@ -249,7 +250,7 @@ def embedding_bags_rows_kernel(
 @triton.jit(do_not_specialize=["num_tables", "row_stride", "eps", "beta1", "beta2", "weight_decay", "rest1", "rest2"])
 def embedding_bags_join_kernel(
     keys, parts_of_runs, weights, first, second, step, corrections, rate, tables, begins, block_ends, num_tables, row_stride, eps,
-    beta1, beta2, weight_decay, rest1, rest2, FIELDS: tl.constexpr, SPLIT: tl.constexpr, KIND: tl.constexpr,
+    beta1, beta2, weight_decay, rest1, rest2, SPLIT: tl.constexpr, KIND: tl.constexpr,
     IS_STOCHASTIC: tl.constexpr, USED: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of rows that are read by more than a block of lookups: at the first end of a block that each goes across."""
@@ -270,7 +271,7 @@ def embedding_bags_join_kernel(
             while (place < last_place) & (tl.load(keys + place, mask=place < last_place, other=-2) == key):
                 last_block += 1
                 place += SPLIT
-            found = schedule_of(tl.load(fields + 2), BY_ROW)
+            found = schedule_of(tl.load(fields + WIDTH), BY_ROW)
             for i in tl.static_range(2 * NUM_WIDTHS):
                 if (USED >> i) & 1:  # noqa: SIM102
                     if found == i:

@@ -1,0 +1,242 @@
+"""The operators of embedding bags: pooled bags, the gradients of tables and of ids' weights, and the update of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.operator import Differentiable, OnHost, operator
+from jagged.ops.embedding_bag.optimizers import Rule
+from jagged.ops.embedding_bag.plans import PROGRAMS
+
+# A layout and the batches of features come twice: kernels read the one on the device, PyTorch's loops and launches the one on the
+# host. Both are as `fields.py` says.
+
+
+class Inputs(NamedTuple):
+    """Tables, with scales where they are quantised; a batch's lookups; what reads what; schedules; an optimizer's tensors.
+
+    `step_before` is a compiled graph's copy of `step` at forward, where the gradient of ids' weights is to read the tables.
+    """
+
+    weights: Differentiable
+    scales: Tensor | None
+    indices: Tensor
+    offsets: Tensor
+    per_sample_weights: Differentiable | None
+    layout: Tensor
+    batches: Tensor | None
+    plan: Tensor | None
+    first: Tensor | None
+    second: Tensor | None
+    step: Tensor | None
+    learning_rate: Tensor | None
+    step_before: Tensor | None
+    host_layout: OnHost
+    host_batches: OnHost | None
+
+
+class Options(NamedTuple):
+    """The output's rows, or elements where features have batches of their own, and columns; a plan's numbers; an update's rule.
+
+    Without a `kind` there is no update. `version` is how often the tables had changed at forward, where the gradient of ids'
+    weights is to read them; None where it is not.
+    """
+
+    size: int
+    width: int
+    output_dtype: torch.dtype
+    programs: int = PROGRAMS
+    counted_rows: int | None = None
+    version: int | None = None
+    # Those of `Rule`. Numbers would make Dynamo compile twice.
+    kind: str | None = None
+    eps: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    weight_decay: float | None = None
+    stochastic_rounding: bool | None = None
+
+
+class Outputs(NamedTuple):
+    """Pooled rows, `[B, width]`, or flat where features have batches of their own."""
+
+    output: Tensor
+
+
+class WeightsInputs(NamedTuple):
+    """The output's gradient, and the lookups."""
+
+    grad: Tensor
+    indices: Tensor
+    offsets: Tensor
+    per_sample_weights: Tensor | None
+    layout: Tensor
+    batches: Tensor | None
+    host_layout: OnHost
+    host_batches: OnHost | None
+
+
+class WeightsOptions(NamedTuple):
+    """The storage's length and dtype, and up to how many rows tables are counted."""
+
+    num_elements: int
+    dtype: torch.dtype
+    counted_rows: int | None
+
+
+class SamplesInputs(NamedTuple):
+    """The output's gradient, and the tables as forward read them."""
+
+    grad: Tensor
+    weights: Tensor
+    indices: Tensor
+    offsets: Tensor
+    layout: Tensor
+    batches: Tensor | None
+    host_layout: OnHost
+    host_batches: OnHost | None
+
+
+class SamplesOptions(NamedTuple):
+    """The dtype of the ids' weights."""
+
+    dtype: torch.dtype
+
+
+class UpdateInputs(NamedTuple):
+    """The tables and an optimizer's states, the output's gradient, and the lookups; `step` counts this update already."""
+
+    weights: Tensor
+    first: Tensor
+    second: Tensor
+    step: Tensor
+    learning_rate: Tensor
+    grad: Tensor
+    indices: Tensor
+    offsets: Tensor
+    per_sample_weights: Tensor | None
+    layout: Tensor
+    batches: Tensor | None
+    host_layout: OnHost
+    host_batches: OnHost | None
+
+
+class UpdateOptions(NamedTuple):
+    """An optimizer's rule, and up to how many rows tables are counted."""
+
+    kind: str
+    eps: float
+    beta1: float
+    beta2: float
+    weight_decay: float
+    stochastic_rounding: bool
+    counted_rows: int | None
+
+
+class Gradient(NamedTuple):
+    """Of the storage, `[num_elements]`, or of the ids' weights, `[S]`."""
+
+    gradient: Tensor
+
+
+class Nothing(NamedTuple):
+    """An update changes what it was given."""
+
+
+#: An optimizer's tensors among the inputs: its states, `step`, `learning_rate` and `step_before`.
+States: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+#: What an implementation knows of a batch's lookups.
+Lookups: TypeAlias = Inputs | WeightsInputs | SamplesInputs | UpdateInputs
+
+_TORCH, _TRITON = "jagged.ops.embedding_bag.torch_impl", "jagged.ops.embedding_bag.triton"
+
+WEIGHTS_BACKWARD = operator(
+    "embedding_bags_weights_backward",
+    WeightsInputs,
+    WeightsOptions,
+    Gradient,
+    shapes=lambda x, o: Gradient(x.grad.new_empty(o.num_elements, dtype=o.dtype)),
+    torch=f"{_TORCH}:weights_backward",
+    triton=f"{_TRITON}.sums:weights_backward",
+)
+SAMPLES_BACKWARD = operator(
+    "embedding_bags_samples_backward",
+    SamplesInputs,
+    SamplesOptions,
+    Gradient,
+    shapes=lambda x, o: Gradient(x.grad.new_empty(x.indices.shape, dtype=o.dtype)),
+    torch=f"{_TORCH}:samples_backward",
+    triton=f"{_TRITON}.launch:samples_backward",
+)
+UPDATE = operator(
+    "embedding_bags_update",
+    UpdateInputs,
+    UpdateOptions,
+    Nothing,
+    shapes=lambda x, o: Nothing(),
+    torch=f"{_TORCH}:update",
+    triton=f"{_TRITON}.sums:update",
+    mutates=("weights", "first", "second"),
+)
+
+
+_CHANGED = (
+    "per_sample_weights: their gradient needs the tables as forward read them, but an update has changed them since; "
+    "look all ids up in one call of embedding_bags, or call backward of one lookup before the next is made"
+)
+
+
+def _gradient(
+    grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: dict[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    """Return gradients, or update the tables in place of theirs."""
+    grad, found = grads.output.contiguous(), {}
+    of_layout = x.layout, x.batches, x.host_layout, x.host_batches
+    if "per_sample_weights" in wanted:
+        if x.step is not None and x.step_before is not None:
+            torch._assert_async(torch.eq(x.step, x.step_before), _CHANGED)
+        elif o.kind is not None and x.weights._version != o.version:
+            raise RuntimeError(_CHANGED)
+        # With the weights that forward read, so before they change.
+        samples = SamplesInputs(grad, x.weights, x.indices, x.offsets, *of_layout)
+        found["per_sample_weights"] = SAMPLES_BACKWARD(samples, SamplesOptions(wanted["per_sample_weights"]), backend).gradient
+    if "weights" not in wanted:
+        return found
+    lookups = x.indices, x.offsets, x.per_sample_weights, *of_layout
+    if o.kind is None:
+        options = WeightsOptions(x.weights.shape[0], x.weights.dtype, o.counted_rows)
+        found["weights"] = WEIGHTS_BACKWARD(WeightsInputs(grad, *lookups), options, backend).gradient
+        return found
+    assert x.first is not None
+    assert x.second is not None
+    assert x.step is not None
+    assert x.learning_rate is not None
+    x.step.add_(1)
+    updated = UpdateInputs(x.weights, x.first, x.second, x.step, x.learning_rate, grad, *lookups)
+    UPDATE(updated, UpdateOptions._make((*o[-len(Rule._fields) :], o.counted_rows)), backend)
+    # Kernels count no change of their own.
+    torch.autograd.graph.increment_version(x.weights)
+    return found
+
+
+_LOOKUPS = ("indices", "offsets", "per_sample_weights", "step_before")
+_OF_LAYOUT = ("layout", "batches", "host_layout", "host_batches")
+_OF_OPTIMIZER = ("weights", "first", "second", "step", "learning_rate")
+
+EMBEDDING_BAGS = operator(
+    "embedding_bags",
+    Inputs,
+    Options,
+    Outputs,
+    shapes=lambda x, o: Outputs(x.weights.new_empty((o.size, o.width) if x.batches is None else o.size, dtype=o.output_dtype)),
+    torch=f"{_TORCH}:forward",
+    triton=f"{_TRITON}.launch:forward",
+    gradient=_gradient,
+    is_first_order=True,
+    saved=lambda o: _LOOKUPS if o.version is None or o.kind is not None else (*_LOOKUPS, "weights"),
+    # What nothing changes, and what updates change: that of a batch before must not be taken for a mistake.
+    unchecked=lambda o: _OF_LAYOUT if o.kind is None else (*_OF_LAYOUT, *_OF_OPTIMIZER),
+)

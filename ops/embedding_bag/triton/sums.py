@@ -1,0 +1,273 @@
+"""Sums of each row's gradients, which are stored or update the row: which kernels bring a batch's lookups together, and how many.
+
+The lookups of each row are brought together, in their order, and summed in that order: tables of few rows by counting
+(`counting.py`, `rows.py`), others by a sort (`sorting.py`). A plan says how few, or `most_counted`. What becomes of a sum is in
+`updates.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.matrices import gpu
+from jagged.ops._shared.registration import INTERPRETED
+from jagged.ops._shared.sizes import cdiv
+from jagged.ops.embedding_bag.fields import BATCH, FEATURE, TABLE
+from jagged.ops.embedding_bag.layout import MOST_COUNTED
+from jagged.ops.embedding_bag.optimizers import STATES
+from jagged.ops.embedding_bag.plans import PROGRAMS
+from jagged.ops.embedding_bag.spec import (
+    Gradient,
+    Nothing,
+    SamplesInputs,
+    UpdateInputs,
+    UpdateOptions,
+    WeightsInputs,
+    WeightsOptions,
+)
+from jagged.ops.embedding_bag.triton import counting, sorting
+from jagged.ops.embedding_bag.triton.rows import embedding_bags_counted_rows_kernel, embedding_bags_long_rows_kernel, row_columns
+from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, known_of
+from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS
+
+# Tables, and lookups of all, below which nothing is counted.
+FEWEST_TABLES, FEWEST_LOOKUPS = 128, 1 << 20
+# Programs that sum long rows, for each multiprocessor.
+LONG_PROGRAMS = 16
+
+_launch_chunks = Launcher(counting.embedding_bags_chunks_kernel)
+_launch_orders = Launcher(counting.embedding_bags_orders_kernel)
+_launch_bounds = Launcher(counting.embedding_bags_bounds_kernel)
+_launch_sources = Launcher(counting.embedding_bags_sources_kernel)
+_launch_counted_rows = Launcher(embedding_bags_counted_rows_kernel)
+_launch_long_rows = Launcher(embedding_bags_long_rows_kernel)
+_launch_lookups = Launcher(sorting.embedding_bags_lookups_kernel)
+_launch_rows_map = Launcher(sorting.embedding_bags_rows_map_kernel)
+_launch_rows = Launcher(sorting.embedding_bags_rows_kernel)
+_launch_join = Launcher(sorting.embedding_bags_join_kernel)
+
+
+def bags_of_batch(x: WeightsInputs | SamplesInputs | UpdateInputs) -> tuple[Tensor | None, int, int, int]:
+    """Return the feature of each bag where batches differ, the bags of all and of one, and the stride of the gradient's rows."""
+    num_all = x.offsets.shape[0] - 1
+    if x.batches is None:
+        return None, num_all, max(1, x.grad.shape[0]), x.grad.shape[1]
+    features = torch.arange(x.host_layout.shape[0], dtype=torch.int32, device=x.grad.device)
+    return features.repeat_interleave(x.batches[:, BATCH.num_bags], output_size=num_all), num_all, 1, 0
+
+
+def most_counted(num_tables: int, num_lookups: int) -> int:
+    """Return the most rows of tables whose lookups are counted where no plan says it: not far more than lookups in the mean.
+
+    Counting goes through a table's lookups in order: it takes many tables to be done at once, and much to do beside six launches.
+    """
+    if num_tables < FEWEST_TABLES or num_lookups < FEWEST_LOOKUPS:
+        return 0
+    return min(MOST_COUNTED, 2 * num_lookups // num_tables)
+
+
+class _Rows(NamedTuple):
+    """What is stored or updated, and how."""
+
+    weights: Tensor
+    first: Tensor | None
+    second: Tensor | None
+    step: Tensor | None
+    rate: Tensor | None
+    kind: str
+    # Epsilon, the betas, and the weights' decay.
+    numbers: tuple[float, float, float, float]
+    is_stochastic: bool
+
+
+class _Sums:
+    """Sums of the gradients of each row that was read; launches that bring lookups together, and store or apply the sums."""
+
+    def __init__(self, x: WeightsInputs | UpdateInputs, rows: _Rows, counted_rows: int | None) -> None:
+        self.x, self.grad, self.layout = x, x.grad, x.host_layout
+        self.known, self.device, self.num_lookups = known_of(self.layout), x.grad.device, x.indices.shape[0]
+        feature_of_bag, self.num_all, self.num_bags, stride = bags_of_batch(x)
+        num_features = self.layout.shape[0]
+        self.num_tables = x.layout.shape[0] - 2 * num_features - 1 - self.known.num_parts
+        by_rule = most_counted(self.num_tables, self.num_lookups)
+        self.most = by_rule if counted_rows is None else min(counted_rows, MOST_COUNTED)
+        self.tables = x.layout[num_features : num_features + self.num_tables + 1]
+        self.programs = PROGRAMS * gpu(self.device).multiprocessors
+        self.row_stride = cdiv(self.known.widest, 4) * 4
+        self.has_factors = x.per_sample_weights is not None or self.known.has_means
+        self.of_lookups = x.indices, x.offsets, x.per_sample_weights, x.layout, x.batches
+        self.feature_of_bag = feature_of_bag
+        self.sizes = self.num_lookups, self.num_all, self.num_bags, stride
+        corrections = None
+        if rows.step is not None and "adam" in rows.kind:
+            # Near 0 for betas near 1, which float32 has no digits for.
+            corrections = torch.stack([1 - torch.pow(beta, rows.step.double()) for beta in rows.numbers[1:3]]).float()
+        self.state = rows.weights, rows.first, rows.second, rows.step, corrections, rows.rate, self.tables
+        self.numbers = *rows.numbers, 1 - rows.numbers[1], 1 - rows.numbers[2]
+        self.is_by_row = rows.kind.startswith("rowwise")
+        self.options: dict[str, Any] = {
+            "KIND": rows.kind,
+            "IS_STOCHASTIC": rows.is_stochastic and rows.weights.dtype == torch.bfloat16,
+            "USED": used_widths(self.layout, is_by_row=self.is_by_row),
+            "num_warps": 1,
+        }
+
+    def take(self) -> None:
+        """Sum, and store or apply the sums."""
+        if not self.num_lookups or not self.num_all:
+            return
+        rows = self.layout[:, FEATURE.rows]
+        is_counted = rows <= self.most
+        if bool(is_counted.any()):
+            self._count(self.most, rows[is_counted])
+        if not bool(is_counted.all()):
+            self._sort(self.most)
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def _count(self, most: int, rows: Tensor) -> None:
+        """Sum the rows of tables of up to `most` rows, whose lookups are counted; `rows` has their numbers."""
+        num_features, num_lookups = self.layout.shape[0], self.num_lookups
+        is_nvidia = not INTERPRETED and torch.version.hip is None
+        place_dtype = torch.int32 if num_lookups < 2**31 else torch.int64
+        begins = self._empty(4, num_features + 1, dtype=torch.int64)
+        chunk_begins, block_begins, place_begins, count_begins = begins
+        counters = self._empty(2, dtype=torch.int64)
+        of_features = self.x.offsets, self.x.layout, self.x.batches
+        _launch_chunks(
+            (1,),
+            *of_features, *begins, counters, num_lookups, num_features, self.num_bags, self.programs, most,
+            BLOCK=counting.BLOCK_FEATURES, num_warps=16,
+        )  # fmt: skip
+        # Full chunks and the last ones of features; chunks that are longer have more counts, but no more for each lookup.
+        full_chunks = num_lookups >> counting.CHUNK_BITS.value
+        most_chunks = full_chunks + len(rows)
+        num_counts = full_chunks * min(int(rows.max()), 16_384) + int(rows.sum()) + 4 * most_chunks
+        starts, places = self._empty(num_counts, dtype=torch.int16), self._empty(num_counts, dtype=place_dtype)
+        positions = self._empty(num_lookups, dtype=torch.int16)
+        warps, room = (counting.ORDER_WARPS, counting.MOST_SHARED) if is_nvidia else (1, 0)
+        _launch_orders(
+            (most_chunks,),
+            self.x.indices, *of_features, chunk_begins, count_begins, starts, places, positions, num_lookups, num_features,
+            self.num_bags, BLOCK=counting.ORDERED_ROWS, ROOM=room, WARPS=warps, MATCH=is_nvidia, num_warps=warps,
+        )  # fmt: skip
+        bounds = self._empty(self.known.num_rows + self.num_tables, dtype=place_dtype)
+        most_slices = 2 * (num_lookups // counting.LONG.value)
+        long_rows = self._empty(most_slices, counting.LONG_FIELDS.value, dtype=torch.int64)
+        _launch_bounds(
+            (self.num_tables, counting.BOUNDS_PROGRAMS),
+            self.tables, self.x.layout, chunk_begins, count_begins, place_begins, starts, places, bounds, long_rows,
+            counters, most, BLOCK=counting.BLOCK_ROWS, num_warps=counting.BOUNDS_WARPS,
+        )  # fmt: skip
+        sources = self._empty(num_lookups + 2, dtype=torch.int32 if self.grad.numel() < 2**31 else torch.int64)
+        factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
+        _launch_sources(
+            (num_lookups // counting.BLOCK_PLACES.value + len(rows),),
+            *self.of_lookups, block_begins, count_begins, starts, places, positions, sources, factors, num_lookups, num_features,
+            *self.sizes[2:], SHARED=is_nvidia and factors is None and sources.dtype == torch.int32,
+            num_warps=counting.PLACES_WARPS,
+        )  # fmt: skip
+        of_rows = self.grad, sources, factors, bounds
+        widenings = used_widenings(self.layout, is_aligned=self.known.is_aligned) if self.is_by_row else 1
+        _launch_counted_rows(
+            (self.programs,),
+            *of_rows, *self.state, counters, self.grad.numel(), self.num_tables, most, *self.numbers,
+            ALIGNED=self.known.is_aligned, **self.options | {"USED": widenings},
+        )  # fmt: skip
+        if most_slices:
+            sums = self._empty(most_slices, self.row_stride, dtype=torch.float32)
+            arrivals = torch.zeros(most_slices, dtype=torch.int32, device=self.device)
+            _launch_long_rows(
+                (LONG_PROGRAMS * gpu(self.device).multiprocessors,),
+                *of_rows, long_rows, sums, arrivals, *self.state, counters, self.grad.numel(), self.row_stride, *self.numbers,
+                ALIGNED=self.known.is_aligned, **self.options,
+            )  # fmt: skip
+
+    def _sort(self, most: int) -> None:
+        """Sum the rows of tables of more than `most` rows, whose lookups are sorted."""
+        num_lookups, num_tables = self.num_lookups, self.num_tables
+        narrow, wide = torch.int32, torch.int64
+        # The key of what is not sorted: behind all tables' rows, also those of tables that nothing reads.
+        no_row = self.known.num_rows if self.known.num_read == num_tables else 2**62
+        keys = torch.full((num_lookups,), no_row, dtype=narrow if no_row < 2**31 - 1 else wide, device=self.device)
+        sources = self._empty(num_lookups, dtype=narrow if self.grad.numel() < 2**31 else wide)
+        factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
+        _launch_lookups(
+            (cdiv(self.num_all, sorting.BLOCK_BAGS),),
+            *self.of_lookups, self.feature_of_bag, keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
+            LOOKUPS=sorting.BLOCK_LOOKUPS, num_warps=4,
+        )  # fmt: skip
+        keys, order = keys.sort(stable=True)
+        sources = sources[order]
+        factors = None if factors is None else factors[order]
+        begins = torch.searchsorted(keys, self.tables[:, TABLE.first_row].to(keys.dtype).contiguous())
+        ends, block_ends = self._empty(2, num_tables, dtype=wide)
+        counter = self._empty(1, dtype=wide)
+        is_large = num_lookups >= sorting.MANY_LOOKUPS
+        stream, split = sorting.STREAM[is_large], sorting.SPLIT[is_large]
+        programs = min(self.programs, num_lookups)
+        _launch_rows_map(
+            (1,),
+            self.tables, begins, ends, block_ends, counter, num_tables, programs, STREAM=stream, SPLIT=split,
+            WHOLE_ROWS=self.is_by_row, BLOCK=sorting.BLOCK_TABLES, num_warps=16,
+        )  # fmt: skip
+        # Of each block of lookups the part of a row that came in, and of one that goes on. A table's last block may be short.
+        is_split = num_lookups > split
+        num_parts = 2 * (num_lookups // split + num_tables) if is_split else 0
+        parts_of_runs = torch.zeros(num_parts, self.row_stride, dtype=torch.float32, device=self.device)
+        _launch_rows(
+            (programs,),
+            self.grad, sources, factors, keys, parts_of_runs, *self.state, begins, ends, block_ends, counter,
+            self.grad.numel(), num_tables, self.row_stride, *self.numbers, STREAM=stream, SPLIT=split,
+            ALIGNED=self.known.is_aligned, **self.options,
+        )  # fmt: skip
+        if is_split:
+            _launch_join(
+                (sorting.JOINING * gpu(self.device).multiprocessors,),
+                keys, parts_of_runs, *self.state, begins, block_ends, num_tables, self.row_stride, *self.numbers,
+                SPLIT=split, **self.options,
+            )  # fmt: skip
+
+
+def used_widths(layout: Tensor, *, is_by_row: bool) -> int:
+    """Return the schedules that rows of a layout `[F, fields]` on the host take, a bit for each."""
+    used = 0
+    for width in set(layout[:, FEATURE.width].tolist()):
+        exponent = min(max(2, (width - 1).bit_length()), NUM_WIDTHS.value + 1 if is_by_row else 7)
+        used |= 1 << ((exponent - 2) * 2 + int(width % 4 == 0))
+    return used
+
+
+def used_widenings(layout: Tensor, *, is_aligned: bool) -> int:
+    """Return by which powers of two rows of a layout are wider than `row_columns`, a bit for each exponent."""
+    columns, used = row_columns(is_aligned), 0
+    for width in set(layout[:, FEATURE.width].tolist()):
+        used |= 1 << (cdiv(width, columns) - 1).bit_length()
+    return used
+
+
+def weights_backward(x: WeightsInputs, o: WeightsOptions) -> Gradient:
+    """Store the sums."""
+    result = x.grad.new_zeros(o.num_elements, dtype=o.dtype)
+    rows = _Rows(result, None, None, None, None, "none", (0.0, 0.0, 0.0, 0.0), False)
+    _Sums(x, rows, o.counted_rows).take()
+    return Gradient(result)
+
+
+def update(x: UpdateInputs, o: UpdateOptions) -> Nothing:
+    """Change the rows that were read, and their states, by the sums."""
+    widest, most = known_of(x.host_layout).widest, MOST_COLUMNS.value << (NUM_WIDTHS.value - 6)
+    if o.kind.startswith("rowwise") and widest > most:
+        raise ValueError(f"layout: expected at most {most:,} columns for {o.kind} on a GPU, got {widest:,}; take {o.kind[8:]}")
+    has_first, has_second = (bool(of) for of in STATES[o.kind])
+    rows = _Rows(
+        x.weights, x.first if has_first else None, x.second if has_second else None, x.step, x.learning_rate, o.kind,
+        (o.eps, o.beta1, o.beta2, o.weight_decay), o.stochastic_rounding,
+    )  # fmt: skip
+    _Sums(x, rows, o.counted_rows).take()
+    return Nothing()
