@@ -99,7 +99,7 @@ def test_an_upward_import_would_be_found(package: str, source: str) -> None:
     ("package", "source"),
     [
         ("jagged.ops", "from jagged.ops.conversion import jagged_to_dense"),
-        ("jagged.ops.attention", "from jagged.ops._shared import registration"),
+        ("jagged.ops.attention", "from jagged.ops._shared import backends"),
         ("jagged.ops.attention", "from jagged.ops.attention import kernels\nimport torch\nimport triton"),
         ("jagged.ops.attention", "from . import kernels"),
         ("jagged.modules", "from jagged.ops import jagged_attention\nfrom torchrec import JaggedTensor"),

@@ -1,1 +1,1 @@
-"""What two op families use unchanged: registration, validation, offsets, device functions."""
+"""What two op families use unchanged: declarations of operators, launches, validation, offsets, device functions."""

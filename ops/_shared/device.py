@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.registration import INTERPRETED as _INTERPRETED
+from jagged.ops._shared.backends import INTERPRETED as _INTERPRETED
 
 INTERPRETED = tl.constexpr(_INTERPRETED)
 

@@ -52,7 +52,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.validation import autocast_dtype
 
 _DIFFERENTIABLE, _ON_HOST = "differentiable", "on host"

@@ -7,7 +7,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.validation import check_number, check_offsets, check_same, check_tensor, holds
 from jagged.ops.attention.checks import Window, check_biases, check_mask, check_rows, positive_scale
 from jagged.ops.attention.spec import ATTENTION, Inputs, Options

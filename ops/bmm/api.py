@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.offsets import scan_pairs
-from jagged.ops._shared.registration import resolve_backend
 from jagged.ops._shared.validation import (
     FLOATS,
     check_factors,

@@ -8,7 +8,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.validation import FLOATS, check_tensor, holds
 from jagged.ops.elementwise.api import check_operand, check_rows
 from jagged.ops.elementwise.spec import ACTIVATE, COMBINE, Activating, Combination, Hidden, Operands

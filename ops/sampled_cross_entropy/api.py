@@ -7,7 +7,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.registration import resolve_backend
+from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.validation import validate_ids, validation_is_on
 from jagged.ops.sampled_cross_entropy.checks import check_exclude, check_options, check_tensors, gbce_weight, source_of_negatives
 from jagged.ops.sampled_cross_entropy.draws import Draw, target_correction_of

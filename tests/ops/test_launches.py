@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from jagged.ops import trust_values
-from jagged.ops._shared import registration
+from jagged.ops._shared import backends
 from jagged.ops._shared.launch import Launcher
 from tests.ops import families
 from tests.places import PLACE, Place
@@ -79,7 +79,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
 
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     monkeypatch.setattr(JITFunction, "run", bound)
-    monkeypatch.setattr(registration, "INTERPRETED", True)
+    monkeypatch.setattr(backends, "INTERPRETED", True)
     monkeypatch.setattr(families, "PLACE", Place("cpu", torch.device("cpu"), "triton", PLACE.dtypes))
     # What launches keep, kernels that were compiled and the functions that found them, is that of this driver.
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
@@ -112,5 +112,5 @@ def test_launches_are_compiled(launches: Launches, family: str) -> None:
 def test_a_wrong_launch_is_found(launches: Launches) -> None:
     from jagged.ops._shared.kernels import pair_offsets_kernel
 
-    with pytest.raises(Exception, match="missing 3 required positional arguments"):
+    with pytest.raises(Exception, match="missing 4 required positional arguments"):
         Launcher(pair_offsets_kernel)((1,), torch.zeros(2, dtype=torch.int64))

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.backends import INTERPRETED
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu
-from jagged.ops._shared.registration import INTERPRETED
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, TABLE
 from jagged.ops.embedding_bag.layout import MOST_COUNTED

@@ -1,0 +1,150 @@
+"""What every op family has to stand beside being right: autocast, checkpointing, transforms, another default dtype, copies."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from jagged import ops
+from tests.ops.families import FAMILIES, Step
+from tests.places import PLACE, Place
+from tests.strategies import jagged_of, random_tensor
+
+LENGTHS = (3, 0, 20, 1)
+DIFFERENTIABLE = [name for name in FAMILIES if name not in ("catalogue_topk", "quantised_bags")]
+ONCE = pytest.mark.skipif(PLACE.name == "interpret", reason="what is shown here lies before the kernels")
+
+
+def step_of(family: str, dtype: torch.dtype = torch.float32) -> Step:
+    return FAMILIES[family](jagged_of(LENGTHS), dtype, 20)
+
+
+def total(outputs: Sequence[Tensor]) -> Tensor:
+    return torch.stack([output.float().square().sum() for output in outputs if output.is_floating_point()]).sum()
+
+
+def gradients(step: Step, forward: Callable[..., Sequence[Tensor]] | None = None) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(total((forward or step.forward)(*step.leaves)), step.leaves)
+
+
+@ONCE
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast(place: Place, family: str) -> None:
+    """Float32 leaves keep their gradients' dtype; outputs and gradients are those of float32, but for 16-bit roundings."""
+    step = step_of(family)
+    with torch.autocast(place.device.type, dtype=torch.bfloat16):
+        outputs = step.forward(*step.leaves)
+    for got, expected in zip(outputs, step.forward(*step.leaves), strict=True):
+        # Best items of nearly equal scores may change places.
+        if got.is_floating_point() and expected.numel():
+            apart = (got.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-6)
+            assert apart < 0.05, f"{apart}"
+    if step.is_differentiable:
+        for got, expected, leaf in zip(
+            torch.autograd.grad(total(outputs), step.leaves), gradients(step), step.leaves, strict=True
+        ):
+            assert got.dtype == leaf.dtype
+            assert (got - expected).norm() <= 0.1 * expected.norm()
+
+
+@ONCE
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_compiled(place: Place, family: str) -> None:
+    """A compiled call gives the dtypes of an eager one, whatever is cast."""
+    step = step_of(family)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *leaves: list(step.forward(*leaves)), backend="aot_eager", fullgraph=True)
+    with torch.autocast(place.device.type, dtype=torch.bfloat16):
+        got, expected = compiled(*step.leaves), step.forward(*step.leaves)
+    for ours, eager in zip(got, expected, strict=True):
+        assert ours.dtype == eager.dtype
+        torch.testing.assert_close(ours, eager, rtol=0, atol=0, equal_nan=True)
+
+
+@ONCE
+@pytest.mark.parametrize("family", DIFFERENTIABLE)
+def test_activation_checkpointing(place: Place, family: str) -> None:
+    step = step_of(family, torch.bfloat16)
+    again = gradients(step, lambda *leaves: checkpoint(step.forward, *leaves, use_reentrant=False))
+    for got, expected in zip(again, gradients(step), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_another_default_dtype_changes_nothing(place: Place, family: str) -> None:
+    step = step_of(family)
+    expected = step.run()
+    torch.set_default_dtype(torch.float64)
+    try:
+        got = step.run()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for ours, before in zip(got, expected, strict=True):
+        assert ours.dtype == before.dtype
+        assert torch.equal(ours, before)
+
+
+@ONCE
+@pytest.mark.parametrize("family", DIFFERENTIABLE)
+def test_functional_gradients(place: Place, family: str) -> None:
+    """`torch.func.grad` finds what autograd finds."""
+    step = step_of(family)
+    places = tuple(range(len(step.leaves)))
+    found = torch.func.grad(lambda *leaves: total(step.forward(*leaves)), places)(*(leaf.detach() for leaf in step.leaves))
+    for got, expected in zip(found, gradients(step), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@ONCE
+def test_one_tensor_twice_in_one_graph(place: Place) -> None:
+    """Queries that are keys, offsets that are both sides', and rows times themselves, compiled whole."""
+    x = random_tensor((6, 8), torch.float32, 0).requires_grad_()
+    heads = random_tensor((6, 2, 4), torch.float32, 1).requires_grad_()
+    offsets, rows = torch.tensor([0, 2, 6], device=place.device), torch.arange(7, device=place.device)
+    target = rows[:6]
+    calls: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, h: ops.jagged_attention(h, h, h, offsets),
+        lambda x, h: ops.jagged_attention(h, h, h, offsets, offsets),
+        lambda x, h: ops.jagged_hstu_attention(h, h, h, offsets),
+        lambda x, h: ops.jagged_jagged_bmm(x, x, offsets),
+        lambda x, h: ops.jagged_dense_bmm(x, offsets, x[:2, :, None] * x[2:4, None]),
+        lambda x, h: ops.jagged_jagged_bmm_jagged_out(x, x, offsets, offsets, total=20),
+        lambda x, h: ops.jagged_dense_add(x, rows, x),
+        lambda x, h: ops.jagged_dense_mul(x, rows, x),
+        lambda x, h: ops.jagged_concat([x, x], [offsets, offsets])[0],
+        lambda x, h: ops.jagged2_softmax(x.flatten()[:20], offsets, offsets),
+        lambda x, h: ops.linear_cross_entropy(x, x, target),
+        lambda x, h: ops.sampled_linear_cross_entropy(x, x, target, target),
+        lambda x, h: ops.catalogue_topk(x, x, 2)[0],
+        lambda x, h: ops.jagged_linear(x, offsets, x[:, :8], context=x[:2, :6], activation="silu"),
+    ]
+    for number, call in enumerate(calls):
+        torch.compiler.reset()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        got, expected = compiled(x, heads), call(x, heads)
+        assert torch.equal(got, expected), number
+        if expected.requires_grad:
+            for ours, eager in zip(
+                torch.autograd.grad(got.square().sum(), (x, heads), allow_unused=True),
+                torch.autograd.grad(expected.square().sum(), (x, heads), allow_unused=True),
+                strict=True,
+            ):
+                assert (ours is None) == (eager is None), number
+                if ours is not None:
+                    torch.testing.assert_close(ours, eager, rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_kept_between_calls_is_pickled_by_its_numbers(place: Place) -> None:
+    """A layout is the one object that a caller keeps: a copy reads the same tables, wherever tensors beside it were mapped."""
+    layout = ops.BagLayout((5, 3), (4, 8), (0, 1, 0))
+    weights = random_tensor((layout.num_elements,), torch.float32, 0)
+    indices, offsets = torch.tensor([4, 2, 0], device=place.device), torch.arange(4, device=place.device)
+    expected = ops.embedding_bags(weights, layout, indices, offsets, backend=place.backend)
+    copy = pickle.loads(pickle.dumps(layout))
+    assert copy == layout
+    assert torch.equal(ops.embedding_bags(weights, copy, indices, offsets, backend=place.backend), expected)
