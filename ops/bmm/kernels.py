@@ -16,7 +16,7 @@ from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_p
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.bmm import tiles
+from jagged.ops.bmm import configurations
 from jagged.ops.bmm.spec import DenseInputs, JaggedInputs, Options, Rows, Sums
 
 REDUCE_ELEMENTS = 1024
@@ -83,10 +83,10 @@ def join_columns(columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(pointer, index, index_stride, index_exists, column, column_stride, column_exists):
+def load_strided(pointer, index, index_stride, index_exists, column, column_stride, column_exists):
     """Load `[INDEX, COLUMN]`, zeros where an index or a column is not there."""
-    places = pointer + index[:, None] * index_stride + column[None, :] * column_stride
-    return tl.load(places, mask=index_exists[:, None] & column_exists[None, :], other=0.0)
+    addresses = pointer + index[:, None] * index_stride + column[None, :] * column_stride
+    return tl.load(addresses, mask=index_exists[:, None] & column_exists[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_later", "batch_size", "total"])
@@ -114,13 +114,13 @@ def jagged_dense_bmm_kernel(
         if USE_DOT:
             for start in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
                 inner = start + tl.arange(0, BLOCK_D)
-                left = load_tile(values, row, values_stride, row_exists, inner, values_column_stride, inner < D)
-                right = load_tile(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
+                left = load_strided(values, row, values_stride, row_exists, inner, values_column_stride, inner < D)
+                right = load_strided(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
                 result = dot(left, right, result, PRECISION)
         else:
             inner = tl.arange(0, BLOCK_D)
             # Read as it lies when it comes transposed from a gradient: the few inner elements of a column are adjacent.
-            right = load_tile(dense, column, dense_column_stride, column_exists, inner, dense_stride, inner < D)
+            right = load_strided(dense, column, dense_column_stride, column_exists, inner, dense_stride, inner < D)
             rights = split_columns(right, BLOCK_D)
             for d in tl.static_range(D):
                 left = tl.load(values + row * values_stride + d * values_column_stride, mask=row_exists, other=0.0)
@@ -135,8 +135,8 @@ def jagged_dense_bmm_kernel(
         sums = (tl.zeros([BLOCK_M, LANES], tl.float32),) * BLOCK_T
         for start in tl.range(0, D, BLOCK_D, num_stages=NUM_STAGES):
             inner = start + tl.arange(0, BLOCK_D)
-            left = load_tile(values, row, values_stride, row_exists, inner, values_column_stride, inner < D).to(tl.float32)
-            right = load_tile(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
+            left = load_strided(values, row, values_stride, row_exists, inner, values_column_stride, inner < D).to(tl.float32)
+            right = load_strided(dense, inner, dense_stride, inner < D, column, dense_column_stride, column_exists)
             rights = split_columns(right, BLOCK_T)
             new_sums = ()
             for t in tl.static_range(BLOCK_T):
@@ -177,14 +177,14 @@ def jagged_jagged_bmm_kernel(
         result = tl.zeros([BLOCK_D, BLOCK_T], tl.float32)
         for start in tl.range(first, end, BLOCK_M, num_stages=NUM_STAGES):
             row = start + tl.arange(0, BLOCK_M)
-            left = load_tile(a, row, a_stride, row < end, d, a_column_stride, d_exists)
-            right = load_tile(b, row, b_stride, row < end, t, b_column_stride, t_exists)
+            left = load_strided(a, row, a_stride, row < end, d, a_column_stride, d_exists)
+            right = load_strided(b, row, b_stride, row < end, t, b_column_stride, t_exists)
             result = dot(tl.trans(left), right, result, PRECISION)
     else:
         sums = (tl.zeros([BLOCK_D], tl.float32),) * BLOCK_T
         for start in tl.range(first, end, BLOCK_M, num_stages=NUM_STAGES):
             row = start + tl.arange(0, BLOCK_M)
-            left = load_tile(a, row, a_stride, row < end, d, a_column_stride, d_exists).to(tl.float32)
+            left = load_strided(a, row, a_stride, row < end, d, a_column_stride, d_exists).to(tl.float32)
             new_sums = ()
             for column in tl.static_range(BLOCK_T):
                 exists = (row < end) & (column < T)
@@ -233,15 +233,15 @@ def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
     output = torch.empty(total, t, dtype=values.dtype, device=values.device)
     if total and t:
         itemsize = values.element_size()
-        tile = tiles.dense_tile(d, t, itemsize)
-        num_later = total // tile.rows
+        chosen = configurations.dense_configuration(d, t, itemsize)
+        num_later = total // chosen.rows
         if bias is not None:
             bias = bias.contiguous()
         _launch_dense(
-            ((batch_size + num_later) * cdiv(t, tile.block_t),),
+            ((batch_size + num_later) * cdiv(t, chosen.block_t),),
             values, offsets.contiguous(), dense, bias, output, num_later, batch_size, total, *values.stride(), *dense.stride(),
-            D=d, T=t, BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t, VECTOR=16 // itemsize, USE_DOT=tile.use_dot,
-            PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+            D=d, T=t, BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t, VECTOR=16 // itemsize,
+            USE_DOT=chosen.use_dot, PRECISION=float32_products(), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
         )  # fmt: skip
     return Rows(output)
 
@@ -258,17 +258,17 @@ def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
         # The narrower side is the second one; the output is written transposed.
         a, b, d, t, strides = b, a, t, d, (1, t)
     itemsize = a.element_size()
-    tile = tiles.jagged_tile(d, t, itemsize)
-    chunk = tiles.chunk_of(d, t, total, batch_size, itemsize)
+    chosen = configurations.jagged_configuration(d, t, itemsize)
+    chunk = configurations.chunk_of(d, t, total, batch_size, itemsize)
     # No sample is longer than all together.
     num_later = total // chunk if total > chunk else 0
     partial = torch.empty(2 * num_later * d * t, dtype=torch.float32, device=a.device)
     offsets = offsets.contiguous()
     _launch_jagged(
-        ((batch_size + num_later) * cdiv(d, tile.block_d) * cdiv(t, tile.block_t),),
+        ((batch_size + num_later) * cdiv(d, chosen.block_d) * cdiv(t, chosen.block_t),),
         a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
-        D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=tile.rows, BLOCK_D=tile.block_d, BLOCK_T=tile.block_t,
-        USE_DOT=tile.use_dot, PRECISION=float32_products(), NUM_STAGES=tile.num_stages, num_warps=tile.num_warps,
+        D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t,
+        USE_DOT=chosen.use_dot, PRECISION=float32_products(), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
     )  # fmt: skip
     if num_later:
         _launch_reduce(

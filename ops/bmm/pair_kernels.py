@@ -26,7 +26,7 @@ MAX_GRID = 65535
 SHORT, LONG = 16, 512
 
 
-class ScoresTile(NamedTuple):
+class ScoresConfiguration(NamedTuple):
     """Rows of a, rows of b, columns of both in one step, and how Triton runs it."""
 
     rows: int
@@ -36,7 +36,7 @@ class ScoresTile(NamedTuple):
     num_stages: int
 
 
-class SumsTile(NamedTuple):
+class SumsConfiguration(NamedTuple):
     """Rows of the output, terms and columns of one product, terms that stay on chip, columns of a program, how Triton runs it."""
 
     rows: int
@@ -48,23 +48,23 @@ class SumsTile(NamedTuple):
     num_stages: int
 
 
-def scores_tile(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float) -> ScoresTile:
+def scores_configuration(dtype: torch.dtype, is_wide: bool, a_mean: float, b_mean: float) -> ScoresConfiguration:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
     rows = 32 if a_mean <= SHORT else 64
     # Float32 and loads of single elements leave a tile fewer registers.
     fits = dtype.itemsize == 2 and is_wide
     columns = 32 if b_mean <= SHORT else 128 if fits else 64
-    return ScoresTile(rows, columns, 64 if fits else 32, 4, 3 if is_wide else 1)
+    return ScoresConfiguration(rows, columns, 64 if fits else 32, 4, 3 if is_wide else 1)
 
 
-def sums_tile(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsTile:
+def sums_configuration(dtype: torch.dtype, is_wide: bool, output_mean: float, mean: float) -> SumsConfiguration:
     """Choose from the lengths that a pair's sample has on average; `is_wide` where rows are read 16 bytes at a time."""
     rows = 32 if output_mean <= SHORT else 64
     columns = 128 if mean > LONG else 512
     if dtype.itemsize == 2:
-        return SumsTile(rows, 32, 64, 128 if is_wide else 64, columns, 4, 3 if is_wide else 1)
+        return SumsConfiguration(rows, 32, 64, 128 if is_wide else 64, columns, 4, 3 if is_wide else 1)
     # The weights of all terms would leave no registers.
-    return SumsTile(rows, 16, 64, 0, columns, 4, 3 if is_wide else 1)
+    return SumsConfiguration(rows, 16, 64, 0, columns, 4, 3 if is_wide else 1)
 
 
 @triton.jit
@@ -261,16 +261,16 @@ def pair_scores(x: PairInputs, o: PairOptions) -> Scores:
     a, b = _readable(a), _readable(b)
     a_stride, b_stride = a.stride(0), b.stride(0)
     is_wide = (width | a_stride | b_stride) % 16 == 0
-    tile = scores_tile(a.dtype, is_wide, num_pairs / max(b_total, 1), num_pairs / a_total)
+    chosen = scores_configuration(a.dtype, is_wide, num_pairs / max(b_total, 1), num_pairs / a_total)
     # A row of a meets so many tiles of b on average. Where these are many, as in long samples, they are spread over programs;
     # programs to spare are then no more than whole tiles.
-    parts = min(max(num_pairs // (a_total * tile.columns), 1), MAX_GRID)
+    parts = min(max(num_pairs // (a_total * chosen.columns), 1), MAX_GRID)
     _launch_scores(
-        (a_total // tile.rows + batch_size, parts),
+        (a_total // chosen.rows + batch_size, parts),
         a, b, scores, a_offsets, b_offsets, pair_starts(a_offsets, b_offsets), batch_size, a_total, b_total, num_pairs,
-        a_stride, b_stride, IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=tile.rows,
-        BLOCK_N=tile.columns, BLOCK_K=tile.step, PRECISION=_precision(a.dtype),
-        INDEX=_index(num_pairs, a_total * a_stride, b_total * b_stride), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        a_stride, b_stride, IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=chosen.rows,
+        BLOCK_N=chosen.columns, BLOCK_K=chosen.step, PRECISION=_precision(a.dtype),
+        INDEX=_index(num_pairs, a_total * a_stride, b_total * b_stride), num_warps=chosen.num_warps, num_stages=chosen.num_stages,
     )  # fmt: skip
     return Scores(scores)
 
@@ -288,15 +288,15 @@ def pair_sums(x: WeightedInputs, o: WeightedOptions) -> WeightedSums:
     values = _readable(values)
     num_pairs, scores_stride, stride = scores.shape[0], scores.stride(0), values.stride(0)
     is_wide = (width | stride) % 16 == 0
-    tile = sums_tile(values.dtype, is_wide, num_pairs / max(total, 1), num_pairs / output_total)
-    programs = (output_total // tile.rows + batch_size) * cdiv(width, tile.columns)
+    chosen = sums_configuration(values.dtype, is_wide, num_pairs / max(total, 1), num_pairs / output_total)
+    programs = (output_total // chosen.rows + batch_size) * cdiv(width, chosen.columns)
     _launch_sums(
         (programs,),
         scores, values, output, output_offsets, offsets, pair_starts(a_offsets, b_offsets), batch_size, output_total, total,
         num_pairs, scores_stride, stride, IS_SQUARE=_is_square(a_offsets, b_offsets), TRANSPOSED=transposed, WIDTH=width,
-        BLOCK_M=tile.rows, BLOCK_K=tile.chunk, BLOCK_D=tile.step, TERMS=tile.terms, COLUMNS=tile.columns,
-        PRECISION=_precision(values.dtype), INDEX=_index(num_pairs * scores_stride, total * stride), num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        BLOCK_M=chosen.rows, BLOCK_K=chosen.chunk, BLOCK_D=chosen.step, TERMS=chosen.terms, COLUMNS=chosen.columns,
+        PRECISION=_precision(values.dtype), INDEX=_index(num_pairs * scores_stride, total * stride), num_warps=chosen.num_warps,
+        num_stages=chosen.num_stages,
     )  # fmt: skip
     return WeightedSums(output)
 

@@ -17,7 +17,7 @@ from jagged.ops import (
     jagged_jagged_bmm_jagged_out,
     trust_values,
 )
-from jagged.ops.bmm import tiles
+from jagged.ops.bmm import configurations
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -33,8 +33,8 @@ WANTED = st.sampled_from([(True, True), (True, False), (False, True), (False, Fa
 @pytest.fixture
 def _short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Split samples of a few rows too."""
-    monkeypatch.setattr(tiles, "MIN_CHUNK", 16)
-    monkeypatch.setattr(tiles, "WORKSPACE_SHARE", 1e9)
+    monkeypatch.setattr(configurations, "MIN_CHUNK", 16)
+    monkeypatch.setattr(configurations, "WORKSPACE_SHARE", 1e9)
 
 
 def bmm_inputs(batch: Jagged, d: int, t: int, dtype: torch.dtype, seed: int, strided: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,7 +142,7 @@ def test_chunks_cover_every_row_once_in_slots_of_their_own(lengths: list[int], c
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("total", [0, 100, 51_500, 10**7])
 def test_partial_sums_are_small(d: int, t: int, itemsize: int, total: int) -> None:
-    chunk = tiles.chunk_of(d, t, total, 1024, itemsize)
+    chunk = configurations.chunk_of(d, t, total, 1024, itemsize)
     workspace = 2 * (total // chunk) * d * t * 4 if total > chunk else 0
     assert workspace <= 0.01 * (total * (d + t) + 1024 * d * t) * itemsize
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jagged.ops.bmm import tiles
+from jagged.ops.bmm import configurations
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -30,7 +30,7 @@ def check(used: Resources, arch: int | str, where: str) -> None:
 def test_jagged_dense_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t: int) -> None:
     from jagged.ops.bmm import kernels
 
-    tile = tiles.dense_tile(d, t, itemsize)
+    tile = configurations.dense_configuration(d, t, itemsize)
     types = {"offsets": "*i64", **dict.fromkeys(("values", "dense", "bias", "output"), f"*{dtype}")}
     types |= dict.fromkeys((*SIZES, *STRIDES), "i32")
     constants = {
@@ -55,7 +55,7 @@ def test_jagged_jagged_bmm(arch: int | str, dtype: str, itemsize: int, d: int, t
 
     # The launcher makes the narrower side the second one.
     d, t = max(d, t), min(d, t)
-    tile = tiles.jagged_tile(d, t, itemsize)
+    tile = configurations.jagged_configuration(d, t, itemsize)
     types = {"offsets": "*i64", **dict.fromkeys(("a", "b", "output"), f"*{dtype}"), "partial": "*fp32"}
     types |= dict.fromkeys((*SIZES, *STRIDES), "i32")
     constants = {

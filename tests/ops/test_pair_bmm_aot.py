@@ -84,8 +84,8 @@ def check(
 
     wide = width % 16 == 0
     precision = precision or ("tf32x3" if dtype == "fp32" and arch != AMD else "ieee")
-    scores = pair_kernels.scores_tile(DTYPES[dtype], wide, a_mean, b_mean)
-    sums = pair_kernels.sums_tile(DTYPES[dtype], wide, a_mean, b_mean)
+    scores = pair_kernels.scores_configuration(DTYPES[dtype], wide, a_mean, b_mean)
+    sums = pair_kernels.sums_configuration(DTYPES[dtype], wide, a_mean, b_mean)
     for name, tile, transposed in (
         ("pair_scores_kernel", scores, False),
         ("pair_sums_kernel", sums, False),

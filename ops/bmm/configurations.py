@@ -15,7 +15,7 @@ MIN_CHUNK = 512
 WORKSPACE_SHARE = 0.01
 
 
-class Tile(NamedTuple):
+class Configuration(NamedTuple):
     """Rows, columns of the first (D) and of the second operand (T) of a tile, matrix instructions or not, how Triton runs it."""
 
     rows: int
@@ -26,35 +26,35 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def dense_tile(d: int, t: int, itemsize: int) -> Tile:
-    """Return the tile of `[S, D] x [B, D, T] -> [S, T]`."""
+def dense_configuration(d: int, t: int, itemsize: int) -> Configuration:
+    """Choose for `[S, D] x [B, D, T] -> [S, T]`."""
     if itemsize == 2:
         # One step of the matrix instructions is 16 wide inside and 8 wide outside.
         if d <= NARROW:
-            return Tile(16, _power(d), _power(t, 1, 1024), False, 2, 1)
+            return Configuration(16, _power(d), _power(t, 1, 1024), False, 2, 1)
         if d <= 16:
-            return Tile(32, 16, _power(t, 8, 256), True, 4, 1)
+            return Configuration(32, 16, _power(t, 8, 256), True, 4, 1)
         if t <= 16:
             # Rows of an odd width are loaded element by element, for which two warps have no registers.
-            return Tile(64, _power(d, 16, 128), _power(t, 8), True, 4 if d % 8 else 2, 3)
-        return Tile(32, _power(d, 16, 64), _power(t, 8, 128), True, 4, 3)
+            return Configuration(64, _power(d, 16, 128), _power(t, 8), True, 4 if d % 8 else 2, 3)
+        return Configuration(32, _power(d, 16, 64), _power(t, 8, 128), True, 4, 3)
     if d <= NARROW:
-        return Tile(16, _power(d), _power(t, 1, 256), False, 4, 1)
+        return Configuration(16, _power(d), _power(t, 1, 256), False, 4, 1)
     if t <= NARROW:
-        return Tile(16, _power(d, 16, 128), _power(t), False, 4, 1)
-    return Tile(32, _power(d, 16, 32), _power(t, 16, 64), True, 4, 2)
+        return Configuration(16, _power(d, 16, 128), _power(t), False, 4, 1)
+    return Configuration(32, _power(d, 16, 32), _power(t, 16, 64), True, 4, 2)
 
 
-def jagged_tile(d: int, t: int, itemsize: int) -> Tile:
-    """Return the tile of `[S, D] x [S, T] -> [B, D, T]`, where T is the narrower side."""
+def jagged_configuration(d: int, t: int, itemsize: int) -> Configuration:
+    """Choose for `[S, D] x [S, T] -> [B, D, T]`, where T is the narrower side."""
     if itemsize == 2:
         if t <= 16:
-            return Tile(16, _power(d, 16, 512), 16, True, 4, 3)
-        return Tile(32, _power(d, 16, 64), _power(t, 16, 64), True, 8 if min(d, t) >= 64 else 4, 3)
+            return Configuration(16, _power(d, 16, 512), 16, True, 4, 3)
+        return Configuration(32, _power(d, 16, 64), _power(t, 16, 64), True, 8 if min(d, t) >= 64 else 4, 3)
     if t <= NARROW:
         # Each thread has the same four columns of every row: no thread waits for another.
-        return Tile(4, _power(d, 16, 512), _power(t), False, 4, 4)
-    return Tile(16, _power(d, 16, 64), _power(t, 16, 64), True, 4, 2)
+        return Configuration(4, _power(d, 16, 512), _power(t), False, 4, 4)
+    return Configuration(16, _power(d, 16, 64), _power(t, 16, 64), True, 4, 2)
 
 
 def chunk_of(d: int, t: int, total: int, batch_size: int, itemsize: int) -> int:
