@@ -142,9 +142,8 @@ def check_rows(values: Tensor, offsets: Tensor) -> None:
 
 def check_operand(name: str, operand: Tensor, values: Tensor) -> None:
     """Check dtype and device of what values meet; under autocast two floating-point dtypes may differ."""
-    device = values.device.type
-    is_cast = device in ("cpu", "cuda") and torch.is_autocast_enabled(device)
-    if is_cast and values.dtype in FLOATS and operand.dtype in FLOATS:
+    is_promoted = operand.dtype != values.dtype and values.dtype in FLOATS and operand.dtype in FLOATS
+    if is_promoted and values.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(values.device.type):
         check_device(name, operand, "values", values)
     else:
         check_same(name, operand, "values", values)
