@@ -317,5 +317,5 @@ def kernels(*, for_hopper: bool = False) -> dict[str, ModuleType]:
         for name, kernel in vars(module).items()
         # An interpreted kernel has its module where the function that it wraps has it.
         if name.endswith("_kernel") and getattr(kernel, "fn", kernel).__module__ == module.__name__
-        if for_hopper or not module.__name__.rpartition(".")[2].startswith("hopper")
+        if for_hopper or ".hopper" not in module.__name__
     }
