@@ -330,7 +330,7 @@ def test_functional_transforms(place: Place, name: str) -> None:
     one_by_one = [by_autograd(*(x[k] for x in several)) for k in range(2)]
     torch.testing.assert_close(torch.vmap(gradient)(*several), tuple(map(torch.stack, zip(*one_by_one, strict=True))))
     torch.testing.assert_close(gradient(*inputs), by_autograd(*inputs))
-    refused = f"^{name} has no forward-mode derivative; take a reverse-mode one, as by torch.func.jacrev$"
+    refused = f"^{name} has no forward-mode derivative; take one by backward, as torch.func.vjp does$"
     with pytest.raises(RuntimeError, match=refused):
         torch.func.jvp(function, inputs, inputs)
 
