@@ -6,6 +6,7 @@ write. Here the launches themselves are compiled, for compute capability 9.0 as 
 
 from __future__ import annotations
 
+import gc
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -81,13 +82,19 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(JITFunction, "run", bound)
     monkeypatch.setattr(backends, "INTERPRETED", True)
     monkeypatch.setattr(families, "PLACE", Place("cpu", torch.device("cpu"), "triton", PLACE.dtypes))
-    # What launches keep, kernels that were compiled and the functions that found them, is that of this driver.
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    families.kernels(for_hopper=True)
+    launchers = [launcher for launcher in gc.get_objects() if type(launcher) is Launcher]
+    for launcher in launchers:
+        monkeypatch.setitem(launcher._run.__globals__, "_current_device", lambda: 0)
+        monkeypatch.setitem(launcher._run.__globals__, "_current_stream", lambda device: 0)
     before = driver._active
     driver.set_active(Driver())
     yield found
     driver._active = before
+    # No other test is to find what stands for compiled kernels here.
+    for launcher in launchers:
+        launcher.compiled.clear()
+        launcher.kernel.device_caches.clear()
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
@@ -110,7 +117,7 @@ def test_launches_are_compiled(launches: Launches, family: str) -> None:
 
 
 def test_a_wrong_launch_is_found(launches: Launches) -> None:
-    from jagged.ops._shared.kernels import pair_offsets_kernel
+    from jagged.ops._shared.kernels import _launch_pair_offsets
 
     with pytest.raises(Exception, match="missing 4 required positional arguments"):
-        Launcher(pair_offsets_kernel)((1,), torch.zeros(2, dtype=torch.int64))
+        _launch_pair_offsets((1,), torch.zeros(2, dtype=torch.int64))
