@@ -584,7 +584,7 @@ def _gradients(
         names = tuple([name for name in names for _ in _each(getattr(x, name))])
     wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
     is_differentiated = torch.is_grad_enabled()
-    if is_direct and rules.is_first_order and not is_differentiated and not rules.is_many:
+    if is_direct and not is_differentiated and not rules.is_many:
         # As below, without what costs the host time.
         if rules.run_backward is None:
             found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
