@@ -25,9 +25,9 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, float32_products, split
 from jagged.ops._shared.offsets import sample_of_row
 from jagged.ops._shared.sizes import cdiv
+from jagged.ops.catalogue_topk.configurations import TILE_ITEMS, configuration
 from jagged.ops.catalogue_topk.keys import ID_MASK, decode
 from jagged.ops.catalogue_topk.spec import Best, Inputs, Options
-from jagged.ops.catalogue_topk.tiles import TILE_ITEMS, tile_of
 
 # Programs the first kernel's launch aims at, by multiprocessor.
 PROGRAMS = 4
@@ -189,7 +189,7 @@ def catalogue_topk(x: Inputs, o: Options) -> Best:
     of_row = tiles_per_row * _PAIR_BYTES + (num_tiles * _TILE_BYTES if chooses else 0)
     step = max(1, max_bytes // of_row)
     # Whole blocks of rows where there are several.
-    block = tile_of(hidden.shape[1], hidden.dtype).rows
+    block = configuration(hidden.shape[1], hidden.dtype).rows
     step = step // block * block or step
     for first in range(0, num_rows, step):
         rows = slice(first, min(first + step, num_rows))
@@ -208,7 +208,7 @@ def _tile_keys(inputs: tuple[Any, ...]) -> Tensor:
     """Return the key of each tile `[n, tiles]`: its largest logit, reordered, above its index counted down."""
     hidden, weight = inputs[:2]
     num_rows, num_items = hidden.shape[0], weight.shape[0]
-    tile = tile_of(hidden.shape[1], hidden.dtype)
+    tile = configuration(hidden.shape[1], hidden.dtype)
     num_tiles, row_blocks = cdiv(num_items, TILE_ITEMS), cdiv(num_rows, tile.rows)
     num_parts, tiles_per_part = split(num_tiles, 1, row_blocks, PROGRAMS, hidden.device)
     keys = hidden.new_empty(num_rows, num_tiles, dtype=torch.int64)
@@ -233,7 +233,7 @@ def _keys(inputs: tuple[Any, ...], chosen: Tensor | None) -> Tensor:
         by_tile, pairs = torch.sort(chosen.flatten(), stable=True)
         tile_offsets = torch.searchsorted(by_tile, torch.arange(num_tiles + 1, dtype=torch.int32, device=hidden.device))
     keys = hidden.new_empty(num_rows, tiles_per_row * TILE_ITEMS, dtype=torch.int64)
-    block = tile_of(hidden.shape[1], hidden.dtype).rows
+    block = configuration(hidden.shape[1], hidden.dtype).rows
     _launch_items(
         (pairs.numel() // block + num_tiles,), *inputs, tile_offsets, pairs, keys, num_items, num_tiles, pairs.numel(),
         tiles_per_row, hidden.stride(0), weight.stride(0), **_constants(inputs),
@@ -243,7 +243,7 @@ def _keys(inputs: tuple[Any, ...], chosen: Tensor | None) -> Tensor:
 
 def _constants(inputs: tuple[Any, ...]) -> dict[str, Any]:
     hidden, _, bias, hits, *_ = inputs
-    tile = tile_of(hidden.shape[1], hidden.dtype)
+    tile = configuration(hidden.shape[1], hidden.dtype)
     return {
         "HAS_BIAS": bias is not None,
         "HAS_HITS": hits is not None,

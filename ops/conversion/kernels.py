@@ -23,7 +23,7 @@ TO_JAGGED_WARPS = 2
 MAX_BLOCK_FEATURES = 1024
 
 
-def tile_of(num_rows: int, num_features: int) -> tuple[int, int]:
+def block_sizes(num_rows: int, num_features: int) -> tuple[int, int]:
     """Return rows and features of a tile."""
     block_features = min(next_power_of_2(num_features), MAX_BLOCK_FEATURES)
     elements = TILE_ELEMENTS if num_features % 16 == 0 else TILE_ELEMENTS // 2
@@ -148,7 +148,7 @@ def to_dense(x: Rows, o: Padding) -> Padded:
     batch_size = offsets.shape[0] - 1
     padded = values.new_empty(batch_size, length, *values.shape[1:])
     if padded.numel():
-        block_rows, block_features = tile_of(length, num_features)
+        block_rows, block_features = block_sizes(length, num_features)
         if values.dtype == torch.float64:
             # A kernel takes a float in 32 bits, hence the bits of one of 64.
             (padding_value,) = struct.unpack("q", struct.pack("d", padding_value))
@@ -175,7 +175,7 @@ def to_jagged(x: Dense, o: Total) -> Taken:
     values = dense.new_empty(total, *features)
     if total:
         num_features = rows.shape[2]
-        block_rows, block_features = tile_of(total, num_features)
+        block_rows, block_features = block_sizes(total, num_features)
         _launch_to_jagged(
             (cdiv(total, block_rows), cdiv(num_features, block_features)),
             rows, offsets.contiguous(), values, total, length, batch_size, num_features, sample_stride, row_stride,
@@ -239,7 +239,7 @@ def _select(
     if target.numel() and num_samples:
         rows = _as_rows(source)
         source_rows, num_features = rows.shape
-        block_rows, block_features = tile_of(total, num_features)
+        block_rows, block_features = block_sizes(total, num_features)
         _launch_select_samples(
             (total // block_rows + num_samples, cdiv(num_features, block_features)),
             rows, source_offsets.contiguous(), target, target_offsets.contiguous(), samples, copies, source_rows, total,
@@ -256,7 +256,7 @@ def _copy_part(source: Tensor, target: Tensor, offsets: Tensor, part: int, *, in
     (source_rows, num_features), target_rows = source.shape, target.shape[0]
     part_rows, whole_rows = (source_rows, target_rows) if into_whole else (target_rows, source_rows)
     num_parts, num_offsets = offsets.shape
-    block_rows, block_features = tile_of(part_rows, num_features)
+    block_rows, block_features = block_sizes(part_rows, num_features)
     _launch_copy_part(
         (cdiv(part_rows, block_rows), cdiv(num_features, block_features)),
         source, target, offsets, num_parts, part, num_offsets - 1, part_rows, whole_rows, num_features,

@@ -35,7 +35,7 @@ from jagged.ops.elementwise.spec import (
 )
 
 
-class Tile(NamedTuple):
+class Configuration(NamedTuple):
     """Elements of a tile, the most features and rows it may have, the most warps that share it, and loads under way at a time."""
 
     elements: int
@@ -46,11 +46,11 @@ class Tile(NamedTuple):
 
 
 # Nothing else decides how the kernels are launched. `sum_rows` walks over a chunk of a sample, tile by tile.
-TILES = {
-    "combine": Tile(elements=8192, features=1024, rows=64, num_warps=8),
-    "to_rows": Tile(elements=8192, features=1024, rows=64, num_warps=8),
-    "sum_rows": Tile(elements=2048, features=256, rows=64, num_warps=2, num_stages=3),
-    "sum_parts": Tile(elements=4096, features=64, rows=64, num_warps=4),
+CONFIGURATIONS = {
+    "combine": Configuration(elements=8192, features=1024, rows=64, num_warps=8),
+    "to_rows": Configuration(elements=8192, features=1024, rows=64, num_warps=8),
+    "sum_rows": Configuration(elements=2048, features=256, rows=64, num_warps=2, num_stages=3),
+    "sum_parts": Configuration(elements=4096, features=64, rows=64, num_warps=4),
 }
 # Rows that one program sums up; longer samples are split.
 CHUNK = 256
@@ -58,9 +58,9 @@ CHUNK = 256
 PAIR_ROWS, PAIR_COLUMNS, PAIR_WARPS = 32, 32, 4
 
 
-def tile_of(kernel: str, num_features: int) -> tuple[int, int, int]:
+def block_sizes(kernel: str, num_features: int) -> tuple[int, int, int]:
     """Return rows, features and warps of a kernel's tile for a number of features."""
-    tile = TILES[kernel]
+    tile = CONFIGURATIONS[kernel]
     block_features = min(next_power_of_2(num_features), tile.features)
     # Odd widths load element by element and would spill: half of it.
     elements = tile.elements if num_features % 16 == 0 else tile.elements // 2
@@ -317,7 +317,7 @@ def _combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, 
     num_samples = offsets.shape[0] - 1
     output = torch.empty(total, num_features, dtype=dense.dtype, device=dense.device)
     if total and num_features and num_samples:
-        block_rows, block_features, num_warps = tile_of("combine", num_features)
+        block_rows, block_features, num_warps = block_sizes("combine", num_features)
         row_stride, feature_stride = (0, 0) if values is None else values.stride()
         _launch_combine(
             (total // block_rows + num_samples, cdiv(num_features, block_features)),
@@ -339,7 +339,7 @@ def collect(x: Factors, o: Collection) -> Collected:
         return Collected(sums)
     dense = values.new_empty(num_samples, length, num_features)
     if dense.numel():
-        block_rows, block_features, num_warps = tile_of("to_rows", num_features)
+        block_rows, block_features, num_warps = block_sizes("to_rows", num_features)
         _launch_to_rows(
             (num_samples * cdiv(length, block_rows), cdiv(num_features, block_features)),
             values, factor, offsets.contiguous(), dense, total, length, num_features, *values.stride(),
@@ -376,16 +376,16 @@ def _sum_rows(
     offsets = offsets.contiguous()
     # One row where no sample can have a second chunk: the kernel is the same for all batches.
     parts = sums.new_empty(2 * (max(total - 1, 0) // CHUNK) + 1, num_features, dtype=torch.float32)
-    block_rows, block_features, num_warps = tile_of("sum_rows", num_features)
+    block_rows, block_features, num_warps = block_sizes("sum_rows", num_features)
     _launch_sum_rows(
         (total // CHUNK + num_samples, cdiv(num_features, block_features)),
         values, factor, context, offsets, terms, sums, parts, total, num_samples, num_features, *values.stride(),
         *(factor.stride() if factor is not None else (0, 0)), *(context.stride() if context is not None else (0, 0)),
         OPERATION=operation, CHUNK=CHUNK, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
-        NUM_STAGES=TILES["sum_rows"].num_stages, num_warps=num_warps,
+        NUM_STAGES=CONFIGURATIONS["sum_rows"].num_stages, num_warps=num_warps,
     )  # fmt: skip
     if total > CHUNK:
-        block_parts, block_features, num_warps = tile_of("sum_parts", num_features)
+        block_parts, block_features, num_warps = block_sizes("sum_parts", num_features)
         _launch_sum_parts(
             (num_samples, cdiv(num_features, block_features)),
             parts, offsets, sums, total, num_features, CHUNK=CHUNK, BLOCK_PARTS=block_parts, BLOCK_FEATURES=block_features,

@@ -13,7 +13,7 @@ from jagged.ops._shared.device import find_segment, load_segment
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.softmax.spec import BackwardInputs, Gradient, Inputs, Options, Weights
-from jagged.ops.softmax.tiles import (
+from jagged.ops.softmax.vectors import (
     merge,
     statistics,
     store_gradients,
@@ -32,7 +32,7 @@ CHUNK_ELEMENTS = 2**13
 MAX_CHUNKS = 1024
 
 
-class Tile(NamedTuple):
+class Configuration(NamedTuple):
     """Vectors and elements of a tile; its elements where vectors have more, taken tile by tile; how Triton runs it."""
 
     vectors: int
@@ -41,12 +41,12 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-def softmax_tile(total: int, batch_size: int, num_features: int) -> Tile:
+def softmax_configuration(total: int, batch_size: int, num_features: int) -> Configuration:
     """Choose for `jagged_softmax` from shapes alone: samples of up to twice the mean length fit into one tile."""
     vectors = min(triton.next_power_of_2(num_features), 16)
     elements = min(max(triton.next_power_of_2(2 * total // batch_size), 32), 8 * WARP_ELEMENTS // vectors)
     num_warps = max(vectors * elements // WARP_ELEMENTS, 4)
-    return Tile(vectors, elements, num_warps * WARP_ELEMENTS // vectors, num_warps)
+    return Configuration(vectors, elements, num_warps * WARP_ELEMENTS // vectors, num_warps)
 
 
 @triton.jit
@@ -255,10 +255,10 @@ def softmax_backward(x: BackwardInputs, o: Options) -> Gradient:
     return Gradient(output)
 
 
-def _division(values: Tensor, batch_size: int) -> tuple[Tile, int, int]:
+def _division(values: Tensor, batch_size: int) -> tuple[Configuration, int, int]:
     """Return the tile, the rows of a chunk, and the slots for chunks: none where long samples are not split."""
     total, num_features = values.shape
-    tile = softmax_tile(total, batch_size, num_features)
+    tile = softmax_configuration(total, batch_size, num_features)
     chunk = max(CHUNK_ELEMENTS // tile.vectors, next_power_of_2(cdiv(total, MAX_CHUNKS)))
     is_serial = total * tile.vectors <= SERIAL_ELEMENTS and total <= batch_size * tile.elements
     return tile, chunk, 0 if is_serial else 2 * (total // chunk)

@@ -16,7 +16,7 @@ from jagged.ops._shared.device import find_segment, pairs_before
 from jagged.ops._shared.kernels import pair_starts
 from jagged.ops._shared.launch import Launcher
 from jagged.ops.softmax.spec import Gradient, PairBackwardInputs, PairInputs, PairOptions, Weights
-from jagged.ops.softmax.tiles import (
+from jagged.ops.softmax.vectors import (
     statistics,
     store_gradients,
     store_softmax,
@@ -26,7 +26,7 @@ from jagged.ops.softmax.tiles import (
 )
 
 
-class Tile(NamedTuple):
+class Configuration(NamedTuple):
     """Vectors of a tile, which are a program's; its steps and lanes; how Triton runs it.
 
     Left to itself the assembler takes more registers than it needs, or spills some to fit one more program.
@@ -40,8 +40,8 @@ class Tile(NamedTuple):
 
 
 # Sixteen threads take a row in steps; of columns, which lie beside one another, each has some elements.
-ROWS = Tile(16, 8, 16, 4, 80)
-COLUMNS = Tile(16, 1, 128, 4, None)
+ROWS = Configuration(16, 8, 16, 4, 80)
+COLUMNS = Configuration(16, 1, 128, 4, None)
 
 
 @triton.jit

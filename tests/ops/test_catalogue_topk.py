@@ -442,7 +442,7 @@ def test_no_synchronisation_and_graph_capture(place: Place, k: int) -> None:
 def test_both_kernels_compute_the_same_bits(place: Place, width: int, dtype: torch.dtype) -> None:
     """The largest logits of all tiles, by the first kernel, against all logits by the second."""
     from jagged.ops.catalogue_topk import kernels
-    from jagged.ops.catalogue_topk.tiles import TILE_ITEMS
+    from jagged.ops.catalogue_topk.configurations import TILE_ITEMS
 
     hidden, weight = random_tensor((500, width), dtype, 0), random_tensor((6400, width), dtype, 1)
     hidden, weight = kernels.aligned(hidden), kernels.aligned(weight)

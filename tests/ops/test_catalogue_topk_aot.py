@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from jagged.ops.catalogue_topk.tiles import TILE_ITEMS, TILES, tile_of
+from jagged.ops.catalogue_topk.configurations import CONFIGURATIONS, TILE_ITEMS, configuration
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 # Of the eighth generation the smaller GPUs, 8.6 and 8.9.
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 KERNELS = ("maximum", "items")
-ROWS = [(kernel, size, width) for kernel in KERNELS for size, table in TILES.items() for width in table]
+ROWS = [(kernel, size, width) for kernel in KERNELS for size, table in CONFIGURATIONS.items() for width in table]
 TYPES = {"hit_offsets": "*i64", "hit_tiles": "*i32", "hit_bits": "*i64", "tile_offsets": "*i64", "pairs": "*i64", "keys": "*i64"}
 TYPES |= dict.fromkeys(("num_rows", "num_items", "num_tiles", "num_pairs", "tiles_per_part", "tiles_per_row"), "i32")
 # Matrices reach the kernels with strides that are multiples of 16.
@@ -30,7 +30,7 @@ def compile_tile(
     """Compile one row of the table, `everything` with a bias and items to exclude."""
     from jagged.ops.catalogue_topk import kernels
 
-    tile = tile_of(width, torch.float32 if dtype == "fp32" else torch.bfloat16)
+    tile = configuration(width, torch.float32 if dtype == "fp32" else torch.bfloat16)
     kernel = getattr(kernels, f"catalogue_topk_{kernel_name}_kernel")
     constants: dict[str, Any] = {
         "HAS_BIAS": everything, "HAS_HITS": everything, "BLOCK_N": tile.rows, "BLOCK_V": TILE_ITEMS, "BLOCK_K": tile.step,
@@ -79,4 +79,4 @@ def test_amd(kernel: str, size: int, width: int) -> None:
 def test_every_width_has_a_tile() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for width in (0, 1, 64, 65, 256, 257, 2304):
-            assert tile_of(width, dtype).step >= 16
+            assert configuration(width, dtype).step >= 16

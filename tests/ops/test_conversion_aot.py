@@ -25,7 +25,7 @@ INTEGERS = {
 def test_kernels_compile_without_spills(arch: int | str, dtype: str, offsets: str, padding: str, features: int) -> None:
     from jagged.ops.conversion import kernels
 
-    block_rows, block_features = kernels.tile_of(10_000, features)
+    block_rows, block_features = kernels.block_sizes(10_000, features)
     pointers = dict.fromkeys(("values", "dense", "source", "target"), f"*{dtype}")
     types = {**INTEGERS, **pointers, "padding_value": padding, "samples": "*i64", "copies": "*i64"}
     types |= dict.fromkeys(("offsets", "source_offsets", "target_offsets"), f"*{offsets}")

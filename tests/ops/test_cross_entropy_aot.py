@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from jagged.ops.cross_entropy.triton.configurations import EXCEPTIONS, SCALED, TILES, tile_of
+from jagged.ops.cross_entropy.triton.configurations import CONFIGURATIONS, EXCEPTIONS, SCALED, configuration
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 
 # Of the eighth generation the smaller GPUs, 8.6 and 8.9.
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-ROWS = [(kernel, size, width) for (kernel, size), table in TILES.items() for width in table]
+ROWS = [(kernel, size, width) for (kernel, size), table in CONFIGURATIONS.items() for width in table]
 POINTERS = {"target": "*i32"}
 FLOATS = ("part_maximum", "part_sum", "part_smoothed", "lse", "target_logit", "smoothed", "inverse_scale")
 FLOATS += ("row_shift", "shift", "grad_softmax", "grad_target", "grad_lse", "clean", "vectors", "marks")
@@ -50,7 +50,7 @@ def compile_tile(
     capability = 9 if isinstance(arch, str) else arch // 10
     dtypes = torch.float32 if dtype == "fp32" else torch.bfloat16
     row = "backward_hidden" if kernel_name == "marks" else kernel_name
-    tile = tile_of(row, width, dtypes, capability, is_scaled=options == "shaped")
+    tile = configuration(row, width, dtypes, capability, is_scaled=options == "shaped")
     module = {"forward": forward, "marks": filter}.get(kernel_name, backward)
     kernel = getattr(module, f"linear_cross_entropy_{kernel_name}_kernel")
     constants: dict[str, Any] = {
@@ -198,14 +198,14 @@ def test_gradients_on_hopper(owns_items: bool, columns: int, dtype: str) -> None
 
 def test_every_width_has_a_tile() -> None:
     for capability in (8, 9, 10, 12):
-        for kernel, size in TILES:
+        for kernel, size in CONFIGURATIONS:
             for width, is_scaled in itertools.product((0, 1, 64, 65, 128, 256, 257, 2304), (False, True)):
                 dtype = torch.bfloat16 if size == 2 else torch.float32
-                tile = tile_of(kernel, width, dtype, capability, is_scaled=is_scaled)
+                tile = configuration(kernel, width, dtype, capability, is_scaled=is_scaled)
                 if width <= tile.step and kernel.startswith("backward"):
                     assert tile.step == tile.columns, "a side that stays on chip is read as one tile"
                 if kernel == "backward_weight":
-                    kept = tile_of("backward_hidden", width, dtype, capability, is_scaled=is_scaled)
+                    kept = configuration("backward_hidden", width, dtype, capability, is_scaled=is_scaled)
                     assert kept.rows % tile.rows == 0, "a step over rows lies within a tile that is kept or left out"
                     assert max(kept.items, tile.items) % min(kept.items, tile.items) == 0, (
                         "blocks of items share a list, or tiles"

@@ -52,14 +52,14 @@ def compile_variant(
         num_warps = kernels.PAIR_WARPS
         constants |= {"BLOCK_ROWS": kernels.PAIR_ROWS, "BLOCK_COLUMNS": kernels.PAIR_COLUMNS, "stride": 1, "INDEX": tl.int32}
     else:
-        rows, columns, num_warps = kernels.tile_of(name, features)
+        rows, columns, num_warps = kernels.block_sizes(name, features)
         constants |= {"BLOCK_PARTS" if name == "sum_parts" else "BLOCK_ROWS": rows, "BLOCK_FEATURES": columns}
         # Features lie side by side.
         constants |= {argument: 1 for argument in arguments if argument.endswith("feature_stride")}
         if name.startswith("sum"):
             constants["CHUNK"] = kernels.CHUNK
         if name == "sum_rows":
-            constants["NUM_STAGES"] = kernels.TILES[name].num_stages
+            constants["NUM_STAGES"] = kernels.CONFIGURATIONS[name].num_stages
     types = dict.fromkeys(FLOATS, f"*{dtype}") | {"starts": "*i64", "parts": "*fp32"}
     types["offsets"] = "*i64" if dtype == "bf16" else "*i32"
     signature = {argument: types.get(argument, "i32") for argument in arguments if argument not in constants}
@@ -86,8 +86,8 @@ def test_wide_rows(variant: tuple[str, dict[str, Any], tuple[str, ...]], dtype: 
 
     used = check(variant, 90, dtype, 1024)
     name, options, absent = variant
-    if name in kernels.TILES:
-        rows, columns, num_warps = kernels.tile_of(name, 1024)
+    if name in kernels.CONFIGURATIONS:
+        rows, columns, num_warps = kernels.block_sizes(name, 1024)
         size = 4 if dtype == "fp32" or name == "sum_parts" else 2
         accesses = rows * columns * size // (16 * 32 * num_warps)
         arguments = getattr(kernels, f"{name}_kernel").arg_names

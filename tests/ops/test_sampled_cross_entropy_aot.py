@@ -11,9 +11,9 @@ from jagged.ops.sampled_cross_entropy.draws import KINDS
 from jagged.ops.sampled_cross_entropy.triton.configurations import (
     BLOCK_TILES,
     SHARED_ROWS,
-    block_tile_of,
-    item_tile_of,
-    row_tile_of,
+    block_configuration,
+    item_configuration,
+    row_configuration,
 )
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
@@ -49,8 +49,10 @@ def tile_constants(
     # PyTorch says of gfx942 that its capability is 9.4.
     capability = 9 if isinstance(arch, str) else arch // 10
     if kernel in BLOCKS:
-        return call.block_constants(block_tile_of(BLOCKS[kernel], width, dtype, capability, rows_per_draw, is_plain=is_plain))
-    row, item = row_tile_of(width, dtype, capability), item_tile_of(width)
+        return call.block_constants(
+            block_configuration(BLOCKS[kernel], width, dtype, capability, rows_per_draw, is_plain=is_plain)
+        )
+    row, item = row_configuration(width, dtype, capability), item_configuration(width)
     constants = {
         "forward_rows": {"BLOCK_J": row.negatives, "BLOCK_D": row.columns, "num_warps": row.num_warps},
         "draw": {"BLOCK": shared_draws.DRAW_BLOCK, "BLOCK_D": shared_draws.ROW_WIDTH},
@@ -184,10 +186,10 @@ def test_every_width_has_a_tile() -> None:
             for rows in (SHARED_ROWS, 100, 1000):
                 for kernel in BLOCKS.values():
                     for capability in (8, 9, 10, 12):
-                        tile = block_tile_of(kernel, width, dtype, capability, rows)
+                        tile = block_configuration(kernel, width, dtype, capability, rows)
                         assert tile.rows >= SHARED_ROWS
                         if width <= tile.step:
                             assert tile.step == tile.columns, "items that stay on chip are read as one tile"
-            for row in (row_tile_of(width, dtype, 9), item_tile_of(width)):
+            for row in (row_configuration(width, dtype, 9), item_configuration(width)):
                 assert row.columns >= min(width, 256), "widths up to 256 are read once"
     assert set(BLOCK_TILES) == {(kernel, size) for kernel in BLOCKS.values() for size in (2, 4)}

@@ -40,7 +40,7 @@ def check(kernel: Any, used: Resources) -> None:
 def test_jagged_softmax(arch: int | str, dtype: str, offsets: str, features: int, mean: int, is_split: bool) -> None:
     from jagged.ops.softmax import kernels
 
-    tile = kernels.softmax_tile(mean * 1000, 1000, features)
+    tile = kernels.softmax_configuration(mean * 1000, 1000, features)
     sizes = {"BLOCK_V": tile.vectors, "BLOCK_L": tile.elements, "LONG_L": tile.long_elements}
     constants: dict[str, Any] = {"IS_SPLIT": is_split, **sizes}
     chosen = [kernels.jagged_softmax_forward_kernel, kernels.jagged_softmax_backward_kernel]

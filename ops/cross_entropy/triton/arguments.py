@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.matrices import float32_products, gpu
-from jagged.ops.cross_entropy.triton.configurations import Tile, tile_of
+from jagged.ops.cross_entropy.triton.configurations import Configuration, configuration
 
 
 class Rows(NamedTuple):
@@ -57,12 +57,12 @@ class Kept(NamedTuple):
     other: int
 
 
-def tile_for(kernel: str, hidden: Tensor, *, is_scaled: bool = False) -> Tile:
+def tile_for(kernel: str, hidden: Tensor, *, is_scaled: bool = False) -> Configuration:
     """Return the tile of a kernel for hidden states, and for weights that are scaled or not."""
-    return tile_of(kernel, hidden.shape[1], hidden.dtype, gpu(hidden.device).capability, is_scaled=is_scaled)
+    return configuration(kernel, hidden.shape[1], hidden.dtype, gpu(hidden.device).capability, is_scaled=is_scaled)
 
 
-def constants(tile: Tile, hidden: Tensor) -> dict[str, Any]:
+def constants(tile: Configuration, hidden: Tensor) -> dict[str, Any]:
     """Return the compile-time arguments that every kernel has."""
     return {
         "BLOCK_N": tile.rows,

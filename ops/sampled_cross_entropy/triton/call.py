@@ -11,7 +11,7 @@ from jagged.ops._shared.matrices import aligned, balanced_parts, float32_product
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.draws import feistel_bits, log_uniform_scale
 from jagged.ops.sampled_cross_entropy.spec import Inputs, Options
-from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS, BlockTile
+from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS, BlockConfiguration
 
 # Rounds of programs that a walk is cut into at most.
 ROUNDS = 4
@@ -76,7 +76,7 @@ def parts_of(length: int, block: int, blocks: int, overhead: int, num_warps: int
     return num_parts, steps * block
 
 
-def block_constants(tile: BlockTile) -> dict[str, Any]:
+def block_constants(tile: BlockConfiguration) -> dict[str, Any]:
     """Return a tile as the kernels for shared draws take it."""
     return {
         "BLOCK_N": tile.rows, "BLOCK_J": tile.negatives, "BLOCK_D": tile.columns, "BLOCK_K": tile.step,

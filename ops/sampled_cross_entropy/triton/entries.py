@@ -20,7 +20,7 @@ from jagged.ops.sampled_cross_entropy.triton.backward import (
     sampled_offsets_kernel,
 )
 from jagged.ops.sampled_cross_entropy.triton.call import Call
-from jagged.ops.sampled_cross_entropy.triton.configurations import item_tile_of
+from jagged.ops.sampled_cross_entropy.triton.configurations import item_configuration
 from jagged.ops.sampled_cross_entropy.triton.shared_draws import Lists, Rows, block_sums, rows_of_parts
 
 # Of the list of entries and of the sums that parts of rows have; a range of rows costs a pass over float32 gradients of all items
@@ -129,7 +129,7 @@ def _add_entries(
     num_entries = keys.shape[0]
     entry_offsets = torch.empty(num_items + 1, dtype=torch.int32, device=device)
     _launch_offsets((cdiv(num_items + 1, OFFSETS_BLOCK),), keys, entry_offsets, num_items, num_entries, BLOCK=OFFSETS_BLOCK)
-    tile = item_tile_of(width)
+    tile = item_configuration(width)
     # Chunks that are not the first of their item, counted as if every item had all its entries in common.
     others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
     first_sums, other_sums = torch.empty(2, others, width, dtype=torch.float32, device=device).unbind()

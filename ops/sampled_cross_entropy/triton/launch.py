@@ -13,7 +13,7 @@ from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, num_touched
 from jagged.ops.sampled_cross_entropy.triton.backward import sampled_backward_rows_kernel
 from jagged.ops.sampled_cross_entropy.triton.call import Call, call_of
-from jagged.ops.sampled_cross_entropy.triton.configurations import row_tile_of
+from jagged.ops.sampled_cross_entropy.triton.configurations import row_configuration
 from jagged.ops.sampled_cross_entropy.triton.entries import Slopes, weight_gradient
 from jagged.ops.sampled_cross_entropy.triton.forward import sampled_forward_rows_kernel
 from jagged.ops.sampled_cross_entropy.triton.shared_draws import block_directions, block_results, draw_lists, prepare_rows
@@ -90,7 +90,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
 def _forward_rows(c: Call, out: Outputs, direction: Tensor | None, filter_eps: float | None) -> None:
     """Launch the kernel for rows that draw for themselves."""
     x, o = c.x, c.o
-    tile = row_tile_of(c.width, x.hidden.dtype, gpu(x.hidden.device).capability)
+    tile = row_configuration(c.width, x.hidden.dtype, gpu(x.hidden.device).capability)
     _launch_forward_rows(
         (c.num_rows, 1 if direction is None else cdiv(c.width, tile.columns)),
         x.hidden, x.weight, x.target, x.ids, x.log_q, x.probability, x.seed, x.target_correction, x.excluded, x.exclude_offsets,

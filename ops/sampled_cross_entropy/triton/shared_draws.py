@@ -20,7 +20,7 @@ from jagged.ops.sampled_cross_entropy.triton.blocks import (
     sampled_sums_kernel,
 )
 from jagged.ops.sampled_cross_entropy.triton.call import Call, block_constants, parts_of
-from jagged.ops.sampled_cross_entropy.triton.configurations import BlockTile, block_tile_of
+from jagged.ops.sampled_cross_entropy.triton.configurations import BlockConfiguration, block_configuration
 
 # From this number of rows that share a draw on, its items' weights are copied side by side before they are multiplied.
 GATHERED_ROWS = 1024
@@ -177,9 +177,9 @@ def block_sums(
     return sums
 
 
-def _tile(kernel: str, c: Call) -> BlockTile:
+def _tile(kernel: str, c: Call) -> BlockConfiguration:
     # Forward leaves nothing out.
     filters = c.o.filter_eps is not None and kernel != "forward"
     hidden, is_plain = c.x.hidden, c.o.loss != "bce" and c.x.excluded is None and not filters
     capability = gpu(hidden.device).capability
-    return block_tile_of(kernel, c.width, hidden.dtype, capability, c.o.rows_per_draw, is_plain=is_plain)
+    return block_configuration(kernel, c.width, hidden.dtype, capability, c.o.rows_per_draw, is_plain=is_plain)

@@ -14,7 +14,7 @@ import torch
 TILE_ITEMS = 64
 
 
-class Tile(NamedTuple):
+class Configuration(NamedTuple):
     """Rows of a tile, columns of a step of its logits, and how Triton runs it.
 
     Where `step` holds the whole width, the rows that a program owns stay on chip.
@@ -27,19 +27,19 @@ class Tile(NamedTuple):
 
 
 # Bytes of an element of hidden: {width of the hidden states at most: tile}; the last serves every larger width too.
-TILES: dict[int, dict[int, Tile]] = {
+CONFIGURATIONS: dict[int, dict[int, Configuration]] = {
     2: {
-        64: Tile(128, 64, 4, 3),
-        128: Tile(128, 128, 4, 3),
-        256: Tile(128, 256, 8, 2),
-        512: Tile(128, 128, 8, 2),
+        64: Configuration(128, 64, 4, 3),
+        128: Configuration(128, 128, 4, 3),
+        256: Configuration(128, 256, 8, 2),
+        512: Configuration(128, 128, 8, 2),
     },
     # Products in IEEE float32 keep both operands of a step in registers: short steps, small tiles.
-    4: {512: Tile(64, 16, 8, 2)},
+    4: {512: Configuration(64, 16, 8, 2)},
 }
 
 
-def tile_of(width: int, dtype: torch.dtype) -> Tile:
+def configuration(width: int, dtype: torch.dtype) -> Configuration:
     """Return the tile for a width of the hidden states and their dtype."""
-    table = TILES[dtype.itemsize]
+    table = CONFIGURATIONS[dtype.itemsize]
     return table[min((limit for limit in table if width <= limit), default=max(table))]

@@ -16,7 +16,7 @@ from jagged.ops._shared.device import exp_of_difference, rounded_product
 
 
 @triton.jit
-def load_tile(
+def load_vectors(
     tensor, vectors, exist, first, end, vector_stride, element_stride, OTHER: tl.constexpr, STEPS: tl.constexpr,
     LANES: tl.constexpr,
 ):  # fmt: skip
@@ -31,7 +31,7 @@ def load_tile(
 
 
 @triton.jit
-def store_tile(
+def store_vectors(
     tensor, blocks, vectors, exist, first, end, vector_stride, element_stride, STEPS: tl.constexpr, LANES: tl.constexpr
 ):
     """Store the vectors and elements of a tile that exist."""
@@ -119,7 +119,7 @@ def statistics(
     largest = tl.full(vectors.shape, float("-inf"), tl.float32)
     weight = tl.zeros(vectors.shape, tl.float32)
     for first in range(begin, end, STEPS * LANES):
-        tile = load_tile(values, vectors, exist, first, end, vector_stride, element_stride, float("-inf"), STEPS, LANES)
+        tile = load_vectors(values, vectors, exist, first, end, vector_stride, element_stride, float("-inf"), STEPS, LANES)
         tile_largest = largest_of(tile, STEPS)
         tile_weight = sum_of(weights_of(tile, finite(tile_largest), ACCURATE, STEPS), STEPS)
         largest, weight = merge(largest, weight, tile_largest, tile_weight, ACCURATE)
@@ -135,9 +135,9 @@ def store_weights(
     ACCURATE: tl.constexpr = values.dtype.element_ty == tl.float32
     factor = 1.0 / tl.where(exist, weight, 1.0)
     for first in range(begin, end, STEPS * LANES):
-        tile = load_tile(values, vectors, exist, first, end, vector_stride, element_stride, float("-inf"), STEPS, LANES)
+        tile = load_vectors(values, vectors, exist, first, end, vector_stride, element_stride, float("-inf"), STEPS, LANES)
         tile = scaled(weights_of(tile, finite(largest), ACCURATE, STEPS), factor, STEPS)
-        store_tile(output, tile, vectors, exist, first, end, output_vector_stride, output_element_stride, STEPS, LANES)
+        store_vectors(output, tile, vectors, exist, first, end, output_vector_stride, output_element_stride, STEPS, LANES)
 
 
 @triton.jit
@@ -147,10 +147,10 @@ def store_softmax(
 ):  # fmt: skip
     """Write the softmax of vectors that a tile holds."""
     ACCURATE: tl.constexpr = values.dtype.element_ty == tl.float32
-    tile = load_tile(values, vectors, exist, 0, length, vector_stride, element_stride, float("-inf"), STEPS, LANES)
+    tile = load_vectors(values, vectors, exist, 0, length, vector_stride, element_stride, float("-inf"), STEPS, LANES)
     weights = weights_of(tile, finite(largest_of(tile, STEPS)), ACCURATE, STEPS)
     weights = scaled(weights, 1.0 / tl.where(exist, sum_of(weights, STEPS), 1.0), STEPS)
-    store_tile(output, weights, vectors, exist, 0, length, output_vector_stride, output_element_stride, STEPS, LANES)
+    store_vectors(output, weights, vectors, exist, 0, length, output_vector_stride, output_element_stride, STEPS, LANES)
 
 
 @triton.jit
@@ -161,8 +161,8 @@ def sum_of_products(
     """Sum of gradient times weight over the elements `begin .. end` of vectors."""
     total = tl.zeros(vectors.shape, tl.float32)
     for first in range(begin, end, STEPS * LANES):
-        upstream = load_tile(grad, vectors, exist, first, end, vector_stride, element_stride, 0.0, STEPS, LANES)
-        weight = load_tile(
+        upstream = load_vectors(grad, vectors, exist, first, end, vector_stride, element_stride, 0.0, STEPS, LANES)
+        weight = load_vectors(
             weights, vectors, exist, first, end, weights_vector_stride, weights_element_stride, 0.0, STEPS, LANES
         )  # fmt: skip
         total += products_of(upstream, weight, STEPS)
@@ -176,12 +176,12 @@ def store_gradients(
 ):  # fmt: skip
     """Write the gradients of the elements `begin .. end`, whose sums of products are known; the output lies as the weights do."""
     for first in range(begin, end, STEPS * LANES):
-        upstream = load_tile(grad, vectors, exist, first, end, vector_stride, element_stride, 0.0, STEPS, LANES)
-        weight = load_tile(
+        upstream = load_vectors(grad, vectors, exist, first, end, vector_stride, element_stride, 0.0, STEPS, LANES)
+        weight = load_vectors(
             weights, vectors, exist, first, end, weights_vector_stride, weights_element_stride, 0.0, STEPS, LANES
         )  # fmt: skip
         tile = gradients_of(upstream, weight, total, STEPS)
-        store_tile(output, tile, vectors, exist, first, end, weights_vector_stride, weights_element_stride, STEPS, LANES)
+        store_vectors(output, tile, vectors, exist, first, end, weights_vector_stride, weights_element_stride, STEPS, LANES)
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def store_softmax_gradients(
     STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of vectors that a tile holds."""
-    upstream = load_tile(grad, vectors, exist, 0, length, vector_stride, element_stride, 0.0, STEPS, LANES)
-    weight = load_tile(weights, vectors, exist, 0, length, weights_vector_stride, weights_element_stride, 0.0, STEPS, LANES)
+    upstream = load_vectors(grad, vectors, exist, 0, length, vector_stride, element_stride, 0.0, STEPS, LANES)
+    weight = load_vectors(weights, vectors, exist, 0, length, weights_vector_stride, weights_element_stride, 0.0, STEPS, LANES)
     tile = gradients_of(upstream, weight, products_of(upstream, weight, STEPS), STEPS)
-    store_tile(output, tile, vectors, exist, 0, length, weights_vector_stride, weights_element_stride, STEPS, LANES)
+    store_vectors(output, tile, vectors, exist, 0, length, weights_vector_stride, weights_element_stride, STEPS, LANES)
