@@ -33,6 +33,8 @@ from jagged.ops.embedding_bag.spec import (
 
 # From here on glibc gives what is freed back to the kernel at once; smaller blocks are used again as they are.
 LARGE_BYTES = 32 << 20
+# Lookups for each row of a table from which their gradients are added up in float64.
+MANY_LOOKUPS = 8
 
 
 class Feature(NamedTuple):
@@ -188,7 +190,12 @@ def weights_backward(x: WeightsInputs, o: WeightsOptions) -> Gradient:
     """Sum the gradients of each row."""
     sums = new_in_huge_pages(x.grad, o.num_elements, torch.promote_types(o.dtype, torch.float32)).zero_()
     for feature, ids, of_rows in _gradients_of_places(x, sums.dtype):
-        table_of(sums, feature).index_add_(0, ids.long(), of_rows)
+        table, rows = table_of(sums, feature), ids.long()
+        if len(rows) < MANY_LOOKUPS * len(table):
+            table.index_add_(0, rows, of_rows)
+        else:
+            # Hundreds of like terms, one after the other, would round the same way each time.
+            table += torch.zeros(table.shape, dtype=torch.float64, device=table.device).index_add_(0, rows, of_rows.double())
     if sums.dtype == o.dtype:
         return Gradient(sums)
     return Gradient(new_in_huge_pages(sums, o.num_elements, o.dtype).copy_(sums))

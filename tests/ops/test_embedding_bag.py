@@ -198,6 +198,16 @@ def test_three_way(
         check(place, batch, dtype, output_dtype=output_dtype, sample_dtype=sample_dtype, wanted=wanted)
 
 
+@pytest.mark.skipif(PLACE.name != "cpu", reason="kernels add up in lanes and parts")
+def test_a_row_of_many_like_lookups(place: Place) -> None:
+    """A mean's gradient comes as often as there are lookups, each time rounded the same way where sums are short of digits."""
+    layout, count = BagLayout((1,), (1,), means=(True,)), 1000
+    weights = weights_of(layout, torch.float32).requires_grad_()
+    pooled = embedding_bags(weights, layout, torch.zeros(count, dtype=torch.int64), torch.tensor([0, count]))
+    (grad,) = torch.autograd.grad(pooled, weights, torch.full_like(pooled, 0.1))
+    torch.testing.assert_close(grad, torch.full_like(grad, 0.1), rtol=2e-7, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("widths", [(256, 16, 300), (257, 1024, 4)] if PLACE.name != "interpret" else [(260, 4)])
 @pytest.mark.parametrize("weighted", [False, True])
