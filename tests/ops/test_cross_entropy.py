@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -131,6 +131,8 @@ def test_options_three_way(
     has_bias, has_class_weight, has_sample_weight = vectors
     hidden, weight = inputs_of(rows, items, width, dtype, seed)
     target = targets_of(rows, items, seed, 0.2)
+    # The mean of one row alone is its loss whatever its weight, whose gradient is the difference of two equal numbers.
+    assume(not (reduction == "mean" and has_sample_weight and int((target >= 0).sum()) == 1))
     if has_class_weight:
         options["class_weight"] = random_tensor((items,), torch.float32, seed + 2).abs()
     inputs, names = [hidden, weight], []
