@@ -107,6 +107,7 @@ CASES = {
     "cross-attention of rows": Case(
         lambda: JaggedCrossAttention(DIM, 2), lambda module, x: module(x.rows, memory=x.rows).values()
     ),
+    "window with two sides": on_rows(lambda: JaggedSelfAttention(DIM, 2, causal=False, window=(2, 1), num_contextual=1)),
     "transformer": on_rows(lambda: JaggedTransformerBlock(DIM, 2, dropout=0.2, attention_dropout=0.1)),
     "hstu": Case(
         lambda: HSTUBlock(DIM, 2, max_distance=3, num_time_buckets=5, dropout=0.2, normalizer=7),
