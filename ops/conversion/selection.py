@@ -161,6 +161,8 @@ def jagged_index_select(
         validate_ids(indices, batch_size, name="indices")
     indices = indices.clamp(0, batch_size - 1)
     lengths = offsets.diff().clamp_(min=0).index_select(0, indices)
+    if validation_is_on(indices) and offsets.dtype == torch.int32 and (rows := int(lengths.sum(dtype=torch.int64))) >= 2**31:
+        raise ValueError(f"offsets: expected int64 for the {rows} rows that are taken, got int32; convert them with .long()")
     new_offsets = torch.nn.functional.pad(lengths.cumsum(0, dtype=offsets.dtype), (1, 0))
     total = _rows_kept(total, new_offsets, None, "the number of rows that are taken")
     return INDEX_SELECT(Selection(values, offsets, indices, new_offsets), Total(total), backend).rows, new_offsets

@@ -580,3 +580,10 @@ def test_addresses_past_2_to_the_31(place: Place) -> None:
     last, _ = ops.jagged_truncate(values, offsets, 6, "last", total=15)
     same(last[-4:], values[-4:])
     same(ops.dense_to_jagged(values[None], torch.tensor([0, rows], device=place.device), rows)[-4:], values[-4:])
+
+
+def test_more_selected_rows_than_int32_counts_are_refused() -> None:
+    values, offsets = torch.zeros(1).expand(2**30), torch.tensor([0, 2**30], dtype=torch.int32)
+    expected = "offsets: expected int64 for the 3221225472 rows that are taken, got int32; convert them with .long()"
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        ops.jagged_index_select(values, offsets, torch.zeros(3, dtype=torch.int64))
