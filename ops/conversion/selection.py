@@ -197,9 +197,10 @@ def jagged_unique(values: Tensor, offsets: Tensor, total: int | None = None) -> 
     by_value = values.argsort(stable=True)
     order = by_value.index_select(0, samples.index_select(0, by_value).argsort(stable=True))
     ids, samples = values.index_select(0, order), samples.index_select(0, order)
-    # Both counted from the row before; the first row is always new.
-    is_new = torch.ones_like(ids, dtype=torch.bool)
-    is_new[1:] = (ids[1:] != ids[:-1]) | (samples[1:] != samples[:-1])
+    # The first row is always new, others by the row before. A slice would ask a tracer for its length.
+    place = torch.arange(num_rows, device=ids.device)
+    before = (place - 1).clamp(min=0)
+    is_new = (place == 0) | (ids != ids.index_select(0, before)) | (samples != samples.index_select(0, before))
     ranks = is_new.cumsum(0)
     counts = torch.nn.functional.pad(ranks, (1, 0))
     new_offsets = counts.index_select(0, offsets.to(torch.int64).clamp(0, num_rows)).to(offsets.dtype)

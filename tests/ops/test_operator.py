@@ -91,7 +91,7 @@ def test_an_eager_call_leaves_the_dispatcher_out_and_a_mode_sees_the_operator() 
         "jagged.example_segment_sum.default",
         "jagged.example_segment_sum_backward.default",
     ]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         _segment_sum(values)
     assert "jagged::example_segment_sum" in {event.name for event in profile.events()}
 
