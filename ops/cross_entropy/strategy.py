@@ -29,14 +29,13 @@ def chunk_items_of(
     *,
     strategy: str,
     memory_budget: int,
-    is_filtered: bool,
     is_direct: bool = False,
 ) -> int:
     """Return how many items a chunk of the backward pass has, 0 for the fused kernels.
 
     If `is_direct` gradients of logits come without the logits, which leaves room for more items.
     """
-    if strategy == "fused" or (strategy == "auto" and (is_filtered or width < CHUNKED_FROM[dtype.itemsize])):
+    if strategy == "fused" or (strategy == "auto" and width < CHUNKED_FROM[dtype.itemsize]):
         return 0
     left = memory_budget - _bytes_of_rows(num_rows, width, dtype)
     multiple = DIRECT_MULTIPLE if is_direct else MULTIPLE
@@ -62,7 +61,6 @@ def linear_cross_entropy_strategy(
     dtype: torch.dtype,
     *,
     memory_budget: int = MEMORY_BUDGET,
-    filter_eps: float | tuple[float | None, float | None] | None = None,
     device: torch.device | str | None = None,
     is_plain: bool = True,
 ) -> Strategy:
@@ -74,7 +72,6 @@ def linear_cross_entropy_strategy(
         width: D.
         dtype: of the products: that of hidden and weight, or autocast's.
         memory_budget: bytes.
-        filter_eps: as there.
         device: of the hidden states. None leaves out kernels that only some GPUs have: those for compute capability 9.0 keep no
             logits of plain 16-bit losses, so that more items fit into a chunk.
         is_plain: whether the loss has no bias, softcap, normalisation and label smoothing.
@@ -95,7 +92,6 @@ def linear_cross_entropy_strategy(
         dtype,
         strategy="auto",
         memory_budget=memory_budget,
-        is_filtered=filter_eps not in (None, (None, None)),
         is_direct=is_direct,
     )
     if not chunk_items:

@@ -219,7 +219,17 @@ def test_several_chunks(place: Place, dtype: torch.dtype) -> None:
     )
 
 
+@pytest.fixture(name="filtered")
+def _filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter is used for gradients of any size, and whether it pays or not."""
+    from jagged.ops.cross_entropy.triton import filter
+
+    monkeypatch.setattr(filter, "LEAST_WORK", 0)
+    monkeypatch.setattr(filter, "MARGIN", math.inf)
+
+
 @ON_TRITON
+@pytest.mark.usefixtures("filtered")
 @pytest.mark.parametrize("wanted", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize("filter_eps", [2**-8, (None, 2**-8), (2**-8, None), (None, None)])
 def test_filter(place: Place, wanted: tuple[bool, bool], filter_eps: float | tuple[float | None, float | None]) -> None:
@@ -258,6 +268,7 @@ def test_filter(place: Place, wanted: tuple[bool, bool], filter_eps: float | tup
 
 
 @ON_TRITON
+@pytest.mark.usefixtures("filtered")
 def test_filter_lets_no_nan_pass_unseen(place: Place) -> None:
     hidden, weight = inputs_of(20, 90, 8, torch.float32)
     weight[70, 2] = math.nan
@@ -305,13 +316,11 @@ def test_strategy_goes_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert items > 0
     assert used <= 256 * 2**20
     assert linear_cross_entropy_strategy(*wide, memory_budget=2**20).name == "fused"
-    assert linear_cross_entropy_strategy(*wide, filter_eps=(None, 1e-3)).name == "fused"
-    assert linear_cross_entropy_strategy(*wide, filter_eps=(None, None)).name == "chunked"
     with pytest.raises(TypeError, match="dtype: expected float32, bfloat16 or float16"):
         linear_cross_entropy_strategy(1, 5, 512, torch.float64)
     assert linear_cross_entropy_strategy(0, 5, 512, torch.bfloat16).chunk_items <= 5
     # Without room for logits of 4 bytes beside their gradients of 2.
-    options: Any = {"strategy": "auto", "memory_budget": 2**28, "is_filtered": False}
+    options: Any = {"strategy": "auto", "memory_budget": 2**28}
     direct = chunk_items_of(*wide, **options, is_direct=True)
     assert direct % 256 == 0
     assert 2.5 * items < direct < 3 * items + 256

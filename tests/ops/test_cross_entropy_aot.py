@@ -21,8 +21,8 @@ POINTERS = {"target": "*i32"}
 FLOATS = ("part_maximum", "part_sum", "part_smoothed", "lse", "target_logit", "smoothed", "inverse_scale")
 FLOATS += ("row_shift", "shift", "grad_softmax", "grad_target", "grad_lse", "clean", "vectors", "marks")
 OPTIONS = ("bias", "item_scale", "smoothing", "grad_smoothed", "grad_bias", "part_smoothed", "smoothed")
-FILTER = ("order", "tiles", "counts")
-POINTERS |= dict.fromkeys((*FLOATS, "threshold", *OPTIONS), "*fp32") | dict.fromkeys(FILTER, "*i32")
+FILTER = ("order", "tiles", "counts", "pays")
+POINTERS |= dict.fromkeys((*FLOATS, "threshold", *OPTIONS), "*fp32") | dict.fromkeys((*FILTER, "unless"), "*i32")
 SIZES = ("num_rows", "num_items", "num_parts", "items_per_part", "steps_per_part", "first_item", "last_item", "ignore_index")
 SIZES += ("products_stride", "gradients_stride", "list_stride")
 # The most bytes that a kernel spills on any GPU, plain and with every option at once (which need registers). Tiles are the
@@ -153,7 +153,7 @@ def test_warps_that_specialise(width: int, way: str, dtype: str) -> None:
     if width:
         walk, kernel = logits.walk_of(width, marks=way == "marks"), logits.linear_cross_entropy_walk_hopper_kernel
         items, columns, constants = walk.items, width, {"GROUPS": walk.groups, "PLACES": walk.places}
-        of_marks = ("row_shift", "grad_softmax", "marks")
+        of_marks = ("row_shift", "grad_softmax", "marks", "pays")
         constants |= dict.fromkeys(of_marks if way == "forward" else ("part_maximum", "part_sum"))
     else:
         kernel = logits.linear_cross_entropy_steps_hopper_kernel
@@ -176,7 +176,8 @@ def test_warps_that_specialise(width: int, way: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 @pytest.mark.parametrize("columns", [64, 128, 256])
 @pytest.mark.parametrize("owns_items", [False, True])
-def test_gradients_on_hopper(owns_items: bool, columns: int, dtype: str) -> None:
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_gradients_on_hopper(is_filtered: bool, owns_items: bool, columns: int, dtype: str) -> None:
     """On Hopper alone. The assembler lets products overlap only where nothing reads their sums before they are waited for."""
     from jagged.ops._shared.ring import LAYOUT
     from jagged.ops.cross_entropy.hopper import backward
@@ -186,6 +187,8 @@ def test_gradients_on_hopper(owns_items: bool, columns: int, dtype: str) -> None
     constants |= {"GROUPS": plan.groups, "PLACES": plan.places}
     if dtype == "bf16":
         constants["inverse_scale"] = None
+    if not is_filtered:
+        constants["unless"] = None
     types = {**POINTERS, "output": f"*{dtype}" if owns_items else "*fp32", "inverse_temperature": "fp32"}
     matrix = f"tensordesc<{dtype}{[backward.BLOCK.value, columns]},{LAYOUT!r}>"
     types |= dict.fromkeys(("own", "other"), matrix)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jagged.ops import linear_cross_entropy
 from jagged.ops.cross_entropy.triton import filter, launch
-from jagged.ops.cross_entropy.triton.arguments import Kept
+from jagged.ops.cross_entropy.triton.arguments import Filter, Kept
 from tests.graphs import captured
 from tests.ops.test_cross_entropy import inputs_of, targets_of
 from tests.oracle import check_three_way
@@ -25,18 +25,26 @@ ON_GPU = pytest.mark.gpu
 HALVES = (torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(name="kept")
-def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Kept | None, Kept | None]]]:
-    """What the last backward pass went along."""
-    seen: list[tuple[Kept | None, Kept | None]] = []
+@pytest.fixture(name="filters")
+def _filters(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Filter | None]]:
+    """The filters of backward passes, of gradients of any size."""
+    seen: list[Filter | None] = []
 
-    def kept_tiles(*arguments: Any, on_hopper: bool) -> tuple[Kept | None, Kept | None]:
-        seen.append(filter.kept_tiles(*arguments, on_hopper=on_hopper))
+    def filter_of(*arguments: Any, on_hopper: bool) -> Filter | None:
+        seen.append(filter.filter_of(*arguments, on_hopper=on_hopper))
         return seen[-1]
 
-    monkeypatch.setattr(launch, "kept_tiles", kept_tiles)
+    monkeypatch.setattr(filter, "LEAST_WORK", 0)
+    monkeypatch.setattr(launch, "filter_of", filter_of)
     yield seen
     assert seen
+
+
+@pytest.fixture(name="kept")
+def _kept(filters: list[Filter | None], monkeypatch: pytest.MonkeyPatch) -> list[Filter | None]:
+    """The same, whether they pay or not."""
+    monkeypatch.setattr(filter, "MARGIN", math.inf)
+    return filters
 
 
 def peaked(rows: int, items: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
@@ -97,9 +105,9 @@ def test_sums_over_the_tiles_that_count(
 
     leaves = [x.requires_grad_() for x in inputs]
     ours(*leaves).backward()
-    masks = [mask_of(of, rows, items, owns_items=owns) for of, owns in zip(kept[-1], (False, True), strict=True)]
+    masks = [mask_of(of, rows, items, owns_items=owns) for of, owns in zip(kept[-1][:2], (False, True), strict=True)]
     exact = logit_gradients(*(x.detach().double() for x in inputs), target)
-    for of, mask, share in zip(kept[-1], masks, eps, strict=True):
+    for of, mask, share in zip(kept[-1][:2], masks, eps, strict=True):
         assert (of is None) == (share is None)
         if of is None or share is None:
             continue
@@ -134,7 +142,7 @@ def test_tiles_without_weight_are_left_out(place: Place, kept: list[Any], width:
     target = targets_of(rows, items // 2) * 2
     leaves = [hidden.requires_grad_(), weight.requires_grad_()]
     linear_cross_entropy(*leaves, target, reduction="sum", filter_eps=2.0**-10, backend=place.backend).backward()
-    for of, owns in zip(kept[-1], (False, True), strict=True):
+    for of, owns in zip(kept[-1][:2], (False, True), strict=True):
         # The tile at the border has items of both kinds.
         assert int(mask_of(of, rows, items, owns_items=owns)[:, 1::2].any(0).sum()) < 128
     assert weight.grad is not None
@@ -172,8 +180,65 @@ def test_rows_of_weight_0_keep_nothing(place: Place) -> None:
     assert torch.equal(grad_hidden.any(1).nonzero()[:, 0].cpu(), torch.tensor([3]))
 
 
+def clustered(rows: int, items: int, width: int, dtype: torch.dtype, *, one_in: int) -> tuple[list[Tensor], Tensor]:
+    """Hidden states and weights of logits that are large for one item in `one_in`, far below for the others; targets of those."""
+    hidden, weight = inputs_of(rows, items, width, dtype)
+    hidden[:, 0], weight[:, 0] = 1, -30
+    weight[::one_in, 0] = 0
+    target = (targets_of(rows, items // one_in, ignored=0.1) * one_in).clamp(min=-100)
+    return [hidden.requires_grad_(), weight.requires_grad_()], target
+
+
+SIZES = [(300, 900, 16, torch.float32), (300, 900, 64, torch.bfloat16)]
+SIZES_ON_GPU = [(2000, 9000, 64, torch.bfloat16), (2000, 9000, 256, torch.float16), (3000, 9000, 130, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("size", [*SIZES, *(pytest.param(size, marks=ON_GPU) for size in SIZES_ON_GPU)])
+@pytest.mark.parametrize("eps", [2.0**-10, (2.0**-10, None), (None, 2.0**-10)])
+@pytest.mark.parametrize("one_in", [1, 30])
+def test_the_device_decides(
+    place: Place, filters: list[Filter], size: tuple[int, int, int, torch.dtype], eps: Any, one_in: int
+) -> None:
+    """Where all tiles count the gradients are the exact ones, bit by bit; where few do they are sums over those."""
+    leaves, target = clustered(*size, one_in=one_in)
+
+    def gradients(filter_eps: Any) -> tuple[Tensor, ...]:
+        loss = linear_cross_entropy(*leaves, target, reduction="sum", filter_eps=filter_eps, backend=place.backend)
+        return torch.autograd.grad(loss, leaves)
+
+    found, exact = gradients(eps), gradients(None)
+    pays = filters[0].pays
+    assert pays.tolist() == [int(one_in > 1)]
+    for ours, plain, share in zip(found, exact, eps if isinstance(eps, tuple) else (eps, eps), strict=True):
+        assert torch.equal(ours, plain) == (one_in == 1 or share is None)
+    if one_in > 1 and eps != (2.0**-10, None):
+        far = torch.arange(size[1], device=place.device) % one_in > 0
+        assert int(found[1][far].any(1).sum()) < 256
+
+
+@pytest.mark.parametrize("name", ["LEAST_WORK", "MARGIN"])
+def test_what_cannot_pay_is_exact(place: Place, filters: list[Filter | None], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small sizes are not even sampled, and a margin that nothing reaches leaves all tiles in."""
+    leaves, target = clustered(130, 520, 16, torch.float32, one_in=20)
+    monkeypatch.setattr(filter, name, {"LEAST_WORK": 130 * 520 * 16 + 1, "MARGIN": 0.0}[name])
+    results = [
+        torch.autograd.grad(linear_cross_entropy(*leaves, target, filter_eps=of, backend=place.backend), leaves)
+        for of in (2.0**-10, None)
+    ]
+    assert (filters[0] is None) == (name == "LEAST_WORK")
+    assert all(torch.equal(ours, plain) for ours, plain in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(("count", "block", "expected"), [(5, 8, [0, 1, 2, 3, 4]), (19, 8, [0, 8]), (90, 8, [8, 24, 40, 56, 72])])
+def test_samples_are_evenly_spaced(place: Place, count: int, block: int, expected: list[int]) -> None:
+    """Whole blocks, four at least where there are so many."""
+    places = filter._evenly(count, block, place.device).tolist()
+    assert places == ([*range(count)] if count < block else [first + i for first in expected for i in range(block)])
+
+
 @ON_GPU
 @pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.usefixtures("filters")
 def test_no_synchronisation_and_graph_capture(place: Place, width: int) -> None:
     inputs, target = peaked(300, 4000, width, torch.bfloat16)
     leaves = [x.requires_grad_() for x in inputs]

@@ -190,7 +190,7 @@ def test_which_kernels_are_launched(
     monkeypatch.setattr(rows, "_launch_rows", lambda *arguments, **constants: None)
     for name in ("backward_chunked", "backward_fused"):
         monkeypatch.setattr(launch, name, lambda *arguments, on_hopper: (launched.append(on_hopper), {})[1])
-    monkeypatch.setattr(launch, "kept_tiles", lambda *arguments, on_hopper: (None, None))
+    monkeypatch.setattr(launch, "filter_of", lambda *arguments, on_hopper: None)
     x = Inputs(hidden, weight, TARGET[: len(hidden)], *(options.pop(name, None) for name in Inputs._fields[3:]))
     o = Options(**options)
     assert hopper.supports(x._replace(hidden=aligned(hidden), weight=aligned(weight)), o) == reason

@@ -225,11 +225,13 @@ def sum_group(
 
 @gluon.jit(do_not_specialize=["num_own", "num_other", "tiles_per_part", "num_walks"])
 def linear_cross_entropy_backward_hopper_kernel(
-    own, other, target, shift, grad_softmax, grad_target, inverse_scale, output, num_own, num_other, tiles_per_part, num_walks,
-    inverse_temperature, OWNS_ITEMS: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr, BLOCK_D: gl.constexpr,
+    own, other, target, shift, grad_softmax, grad_target, inverse_scale, unless, output, num_own, num_other, tiles_per_part,
+    num_walks, inverse_temperature, OWNS_ITEMS: gl.constexpr, GROUPS: gl.constexpr, PLACES: gl.constexpr, BLOCK_D: gl.constexpr,
     WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of all own rows from each part of the other side, `[parts, own, WIDTH]`."""
+    """Gradients of all own rows from each part of the other side, `[parts, own, WIDTH]`; none where a filter writes them."""
+    if unless is not None:
+        num_walks *= 1 - gl.load(unless)
     # Each group has a place for its own rows, visit `turn * GROUPS + WHICH`.
     owned = make_ring(own, GROUPS, 1)
     tiles = make_ring(other, PLACES, GROUPS)
@@ -266,8 +268,11 @@ def linear_cross_entropy_backward_hopper_kernel(
         )  # fmt: skip
 
 
-def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool) -> Tensor:
-    """Return the gradient of weight or of hidden in a dtype, of at least one row and matrices of at most 256 columns."""
+def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool, unless: Tensor | None = None) -> Tensor:
+    """Return the gradient of weight or of hidden in a dtype, of at least one row and matrices of at most 256 columns.
+
+    `unless` is a number on the device: where it is 1 nothing is computed, and what is returned holds anything.
+    """
     own, other = (items.weight, rows.hidden) if owns_items else (rows.hidden, items.weight)
     plan, programs = PLANS[_columns(own)], gpu(own.device).multiprocessors
     least = cdiv(cdiv(len(other), BLOCK.value), LONGEST)
@@ -280,7 +285,8 @@ def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool) 
             some = rows if first == 0 else rows._replace(target=torch.where(rows.target < first, -1, rows.target - first))
         else:
             some = rows._replace(**{name: getattr(rows, name)[first:last] for name in BY_ROW})
-        _gradient_of_some(some, own[first:last], other, items.temperature, least, grad[first:last], owns_items=owns_items)
+        of_some = grad[first:last]
+        _gradient_of_some(some, own[first:last], other, items.temperature, least, of_some, unless, owns_items=owns_items)
     return grad
 
 
@@ -289,7 +295,15 @@ def _columns(own: Tensor) -> int:
 
 
 def _gradient_of_some(
-    rows: Rows, own: Tensor, other: Tensor, temperature: float, least: int, grad: Tensor, *, owns_items: bool
+    rows: Rows,
+    own: Tensor,
+    other: Tensor,
+    temperature: float,
+    least: int,
+    grad: Tensor,
+    unless: Tensor | None,
+    *,
+    owns_items: bool,
 ) -> None:
     """Write the gradient of some own rows, which targets count from if they are items."""
     (num_own, width), columns = own.shape, _columns(own)
@@ -300,9 +314,9 @@ def _gradient_of_some(
     parts = grad[None] if num_parts == 1 else own.new_empty(num_parts, num_own, width, dtype=torch.float32)
     linear_cross_entropy_backward_hopper_kernel[(min(blocks * num_parts, programs),)](
         rows_descriptor(own, BLOCK.value, columns), rows_descriptor(other, BLOCK.value, columns), rows.target, rows.shift,
-        rows.grad_softmax, rows.grad_target, rows.inverse_scale, parts, num_own, len(other), tiles_per_part, blocks * num_parts,
-        1 / temperature, OWNS_ITEMS=owns_items, GROUPS=plan.groups, PLACES=plan.places, BLOCK_D=columns, WIDTH=width,
-        num_warps=4,
+        rows.grad_softmax, rows.grad_target, rows.inverse_scale, unless, parts, num_own, len(other), tiles_per_part,
+        blocks * num_parts, 1 / temperature, OWNS_ITEMS=owns_items, GROUPS=plan.groups, PLACES=plan.places, BLOCK_D=columns,
+        WIDTH=width, num_warps=4,
     )  # fmt: skip
     if num_parts > 1:
         grad.copy_(parts.sum(0))

@@ -193,10 +193,15 @@ def walk_group(what, sizes, outputs, filtering, WHICH: gl.constexpr, GROUPS: gl.
 
 @gluon.jit(do_not_specialize=["num_rows", "row_blocks", "num_parts", "num_items", "items_per_part", "marks_stride"])
 def linear_cross_entropy_walk_hopper_kernel(
-    hidden, weight, part_maximum, part_sum, row_shift, grad_softmax, marks, num_rows, row_blocks, num_parts, num_items,
+    hidden, weight, part_maximum, part_sum, row_shift, grad_softmax, marks, pays, num_rows, row_blocks, num_parts, num_items,
     items_per_part, marks_stride, rate, GROUPS: gl.constexpr, PLACES: gl.constexpr,
 ):  # fmt: skip
-    """Of each row, over each part of the items, the logits' maximum and sum of exponentials relative to it; or marks of tiles."""
+    """Of each row, over each part of the items, the logits' maximum and sum of exponentials relative to it; or marks of tiles.
+
+    No marks where a filter does not pay.
+    """
+    if pays is not None:
+        row_blocks *= gl.load(pays)
     hiddens = make_ring(hidden, GROUPS, 1)
     weights = make_ring(weight, PLACES, GROUPS)
     fence_async_shared()
@@ -384,24 +389,24 @@ def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple
         columns = max(64, triton.next_power_of_2(width))
         linear_cross_entropy_walk_hopper_kernel[(programs,)](
             rows_descriptor(hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns), part_maximum,
-            part_sum, None, None, None, num_rows, row_blocks, num_parts, num_items, items_per_part, 0, rate,
+            part_sum, None, None, None, None, num_rows, row_blocks, num_parts, num_items, items_per_part, 0, rate,
             GROUPS=walk.groups, PLACES=walk.places, num_warps=4,
         )  # fmt: skip
     return part_maximum, part_sum
 
 
-def mark_tiles(rows: Rows, weight: Tensor, temperature: float, marks: Tensor) -> None:
+def mark_tiles(rows: Rows, weight: Tensor, temperature: float, marks: Tensor, pays: Tensor | None) -> None:
     """Write the largest gradient of a logit of each tile of 64 rows and a walk's items of `weight`, infinite for NaN.
 
     Softmax alone counts, not the targets. `marks` begins at the first item and has a row for each tile of rows, whole
-    programs' of them, and room for whole pairs of tiles.
+    programs' of them, and room for whole pairs of tiles. Where `pays` holds 0, nothing is written.
     """
     (num_rows, width), walk = rows.hidden.shape, walk_of(rows.hidden.shape[1], marks=True)
     row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, len(weight), walk.groups, 2 * walk.items, weight.device)
     columns = max(64, triton.next_power_of_2(width))
     hidden, items = rows_descriptor(rows.hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns)
     linear_cross_entropy_walk_hopper_kernel[(programs,)](
-        hidden, items, None, None, rows.shift, rows.grad_softmax, marks, num_rows, row_blocks, num_parts, len(weight),
+        hidden, items, None, None, rows.shift, rows.grad_softmax, marks, pays, num_rows, row_blocks, num_parts, len(weight),
         items_per_part, marks.stride(0), LOG2_E.value / temperature, GROUPS=walk.groups, PLACES=walk.places, num_warps=4,
     )  # fmt: skip
 

@@ -57,6 +57,20 @@ class Kept(NamedTuple):
     other: int
 
 
+class Filter(NamedTuple):
+    """A filtered backward pass: its tiles, and whether it is worth its while.
+
+    Attributes:
+        hidden: those of hidden's gradient, None for one that is exact or not wanted.
+        weight: those of weight's.
+        pays: `[1]` int32 on the device: 1 where both go along their tiles, 0 where they are exact and there are no tiles.
+    """
+
+    hidden: Kept | None
+    weight: Kept | None
+    pays: Tensor
+
+
 def tile_for(kernel: str, hidden: Tensor, *, is_scaled: bool = False) -> Configuration:
     """Return the tile of a kernel for hidden states, and for weights that are scaled or not."""
     return configuration(kernel, hidden.shape[1], hidden.dtype, gpu(hidden.device).capability, is_scaled=is_scaled)

@@ -19,7 +19,7 @@ from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.triton.arguments import Items, Kept, Rows, constants, tile_for
+from jagged.ops.cross_entropy.triton.arguments import Filter, Items, Kept, Rows, constants, tile_for
 from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
@@ -50,11 +50,14 @@ def start_of(step, tiles, list_stride, block, OWN_BLOCKS: tl.constexpr, PER_TILE
 @triton.jit(do_not_specialize=["num_rows", "num_items", "steps_per_part", "list_stride"])
 def linear_cross_entropy_backward_hidden_kernel(
     hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, inverse_scale, weight, bias, item_scale, smoothing,
-    order, tiles, counts, grad_hidden, num_rows, num_items, hidden_stride, weight_stride, list_stride, steps_per_part,
+    order, tiles, counts, pays, grad_hidden, num_rows, num_items, hidden_stride, weight_stride, list_stride, steps_per_part,
     inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
     OWN_BLOCKS: tl.constexpr, PER_TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of rows from one part of the items: one tile of columns of `grad_hidden[part]`."""
+    # Of a gradient that is launched exact and filtered, one of the two is computed.
+    if pays is not None and tl.load(pays) == (1 if counts is None else 0):
+        return
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(1)
@@ -101,14 +104,17 @@ def linear_cross_entropy_backward_hidden_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_items", "steps_per_part", "list_stride"])
 def linear_cross_entropy_backward_weight_kernel(
     hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, inverse_scale, weight, bias, item_scale, smoothing,
-    order, tiles, counts, grad_weight, grad_bias, num_rows, num_items, hidden_stride, weight_stride, list_stride, steps_per_part,
-    inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_K: tl.constexpr,
-    OWN_BLOCKS: tl.constexpr, PER_TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+    order, tiles, counts, pays, grad_weight, grad_bias, num_rows, num_items, hidden_stride, weight_stride, list_stride,
+    steps_per_part, inverse_temperature, softcap, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr, OWN_BLOCKS: tl.constexpr, PER_TILE: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of a block of items from one part of the rows: one tile of columns of `grad_weight[part]`; and `grad_bias[part]`.
 
     With lists, of the items at a block of places.
     """
+    # Of a gradient that is launched exact and filtered, one of the two is computed.
+    if pays is not None and tl.load(pays) == (1 if counts is None else 0):
+        return
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     place = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     part = tl.program_id(1)
@@ -168,38 +174,43 @@ _launch_weight = Launcher(linear_cross_entropy_backward_weight_kernel)
 
 
 def backward_fused(
-    rows: Rows,
-    items: Items,
-    kept_hidden: Kept | None,
-    kept_weight: Kept | None,
-    wanted: Mapping[str, torch.dtype],
-    *,
-    on_hopper: bool,
+    rows: Rows, items: Items, filtering: Filter | None, wanted: Mapping[str, torch.dtype], *, on_hopper: bool
 ) -> dict[str, Tensor]:
-    """Return the gradients that are wanted, of all tiles or of those kept."""
+    """Return the gradients that are wanted, of all tiles or of those that a filter keeps."""
     hidden_dtype, weight_dtype, bias_dtype = (wanted.get(name) for name in ("hidden", "weight", "bias"))
+    pays, of_hidden, of_weight = None, None, None
+    if filtering is not None:
+        pays, of_hidden, of_weight = filtering.pays, filtering.hidden, filtering.weight
     if on_hopper:
         from jagged.ops.cross_entropy.hopper.backward import gradient
     found = {}
+    # A gradient with a filter is launched exact and filtered, and the device knows which of the two writes it.
     if hidden_dtype is not None:
-        if on_hopper and kept_hidden is None:
-            found["hidden"] = gradient(rows, items, hidden_dtype, owns_items=False)
+        unless = None if of_hidden is None else pays
+        if on_hopper:
+            found["hidden"] = gradient(rows, items, hidden_dtype, owns_items=False, unless=unless)
         else:
-            found["hidden"] = _grad_hidden(rows, items, kept_hidden, hidden_dtype)
-    if weight_dtype is not None and on_hopper and kept_weight is None:
-        found["weight"] = gradient(rows, items, weight_dtype, owns_items=True)
+            found["hidden"] = _grad_hidden(rows, items, None, hidden_dtype, unless)
+        if of_hidden is not None:
+            found["hidden"] = _grad_hidden(rows, items, of_hidden, hidden_dtype, pays, found["hidden"])
+    unless = None if of_weight is None else pays
+    if weight_dtype is not None and on_hopper:
+        found["weight"] = gradient(rows, items, weight_dtype, owns_items=True, unless=unless)
+        if of_weight is not None:
+            found["weight"], _ = _grad_weight(rows, items, of_weight, weight_dtype, False, pays, (found["weight"], None))
     elif weight_dtype is not None or bias_dtype is not None:
-        grad_weight, grad_bias = _grad_weight(rows, items, kept_weight, weight_dtype, bias_dtype is not None)
+        both = _grad_weight(rows, items, None, weight_dtype, bias_dtype is not None, unless)
+        if of_weight is not None:
+            both = _grad_weight(rows, items, of_weight, weight_dtype, bias_dtype is not None, pays, both)
         if weight_dtype is not None:
-            found["weight"] = grad_weight
+            found["weight"] = both[0]
         if bias_dtype is not None:
-            found["bias"] = grad_bias.to(bias_dtype)
+            assert both[1] is not None
+            found["bias"] = both[1].to(bias_dtype)
     return found
 
 
-def _lists(
-    kept: Kept | None, block: int, step: int
-) -> tuple[tuple[Tensor | None, Tensor | None, Tensor | None], int, dict[str, int]]:
+def _lists(kept: Kept | None, block: int, step: int) -> tuple[tuple[Tensor | None, ...], int, dict[str, int]]:
     """Return order, tiles and counts, the stride of the lists, and how many blocks share one and steps a tile has."""
     if kept is None:
         return (None, None, None), 0, {"OWN_BLOCKS": 1, "PER_TILE": 1}
@@ -207,31 +218,42 @@ def _lists(
     return (kept.order, kept.tiles, kept.counts), kept.tiles.stride(0), sizes
 
 
-def _grad_hidden(rows: Rows, items: Items, kept: Kept | None, dtype: torch.dtype) -> Tensor:
+def _grad_hidden(
+    rows: Rows, items: Items, kept: Kept | None, dtype: torch.dtype, pays: Tensor | None, exact: Tensor | None = None
+) -> Tensor:
+    """Return hidden's gradient; of `kept` tiles it is written over the `exact` one where that `pays`."""
     hidden, weight, (num_rows, width) = rows.hidden, items.weight, rows.hidden.shape
     tile = tile_for("backward_hidden", hidden, is_scaled=items.scale is not None)
     blocks, columns = cdiv(num_rows, tile.rows), cdiv(width, tile.columns)
     num_parts, items_per_part = split(len(weight), tile.items, blocks * columns, PROGRAMS, hidden.device)
-    parts = _empty_parts(num_parts, (num_rows, width), hidden, dtype)
+    parts = _parts(num_parts, (num_rows, width), hidden, dtype, exact)
     lists, list_stride, sizes = _lists(kept, tile.rows, tile.items)
     _launch_hidden(
         (blocks, num_parts, columns),
-        *rows, *items[:4], *lists, parts, num_rows, len(weight), hidden.stride(0), weight.stride(0), list_stride,
+        *rows, *items[:4], *lists, pays, parts, num_rows, len(weight), hidden.stride(0), weight.stride(0), list_stride,
         items_per_part // tile.items, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
         BLOCK_D=tile.columns,
     )  # fmt: skip
-    return _join(parts, dtype)
+    return _join(parts, dtype, pays, exact)
 
 
 def _grad_weight(
-    rows: Rows, items: Items, kept: Kept | None, dtype: torch.dtype | None, has_grad_bias: bool
-) -> tuple[Tensor, Tensor]:
+    rows: Rows,
+    items: Items,
+    kept: Kept | None,
+    dtype: torch.dtype | None,
+    has_grad_bias: bool,
+    pays: Tensor | None,
+    exact: tuple[Tensor | None, Tensor | None] = (None, None),
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of weight and, in float32, of bias; those of `kept` tiles as `_grad_hidden` does."""
     hidden, weight, (num_items, width) = rows.hidden, items.weight, items.weight.shape
+    dtype = dtype or weight.dtype
     tile = tile_for("backward_weight", hidden, is_scaled=items.scale is not None)
     blocks, columns = cdiv(num_items, tile.items), cdiv(width, tile.columns)
     num_parts, rows_per_part = split(len(hidden), tile.rows, blocks * columns, PROGRAMS, hidden.device)
-    parts = _empty_parts(num_parts, (num_items, width), weight, dtype or weight.dtype)
-    bias_parts = parts.new_empty(num_parts, num_items, dtype=torch.float32) if has_grad_bias else None
+    parts = _parts(num_parts, (num_items, width), weight, dtype, exact[0])
+    bias_parts = _parts(num_parts, (num_items,), weight, torch.float32, exact[1]) if has_grad_bias else None
     lists, list_stride, sizes = _lists(kept, tile.items, tile.rows)
     if len(hidden) == 0:
         parts.zero_()
@@ -240,17 +262,23 @@ def _grad_weight(
     else:
         _launch_weight(
             (blocks, num_parts, columns),
-            *rows, *items[:4], *lists, parts, bias_parts, len(hidden), num_items, hidden.stride(0), weight.stride(0), list_stride,
-            rows_per_part // tile.rows, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
+            *rows, *items[:4], *lists, pays, parts, bias_parts, len(hidden), num_items, hidden.stride(0), weight.stride(0),
+            list_stride, rows_per_part // tile.rows, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
             BLOCK_D=tile.columns,
         )  # fmt: skip
-    grad_bias = hidden.new_empty(0, dtype=torch.float32) if bias_parts is None else bias_parts.sum(0)
-    return _join(parts, dtype or weight.dtype), grad_bias
+    grad_bias = None if bias_parts is None else _join(bias_parts, torch.float32, pays, exact[1])
+    return _join(parts, dtype, pays, exact[0]), grad_bias
 
 
-def _empty_parts(num_parts: int, shape: tuple[int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
-    return like.new_empty(num_parts, *shape, dtype=dtype if num_parts == 1 else torch.float32)
+def _parts(num_parts: int, shape: tuple[int, ...], like: Tensor, dtype: torch.dtype, exact: Tensor | None) -> Tensor:
+    """Return room for the parts of a gradient; that of a single one is the gradient itself, or what it is written over."""
+    if num_parts == 1:
+        return (like.new_empty(shape, dtype=dtype) if exact is None else exact)[None]
+    return like.new_empty(num_parts, *shape, dtype=torch.float32)
 
 
-def _join(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    return parts[0] if parts.shape[0] == 1 else parts.sum(0).to(dtype)
+def _join(parts: Tensor, dtype: torch.dtype, pays: Tensor | None, exact: Tensor | None) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    joined = parts.sum(0).to(dtype)
+    return joined if exact is None or pays is None else torch.where(pays > 0, joined, exact)

@@ -5,6 +5,11 @@ all tiles and marks each with its largest gradient. Of the marks come lists, for
 count: the kernels of the gradients go along them and never see the others.
 
 On Hopper the walk is that of the forward pass (`hopper/logits.py`), over copies of some items at a time in their order.
+
+Where many tiles count, the walk and the lists cost more than they save. So a sample of the tiles is marked first, and the device
+decides by how many of it count: either the marks, the lists and the gradients along them are computed, or the exact gradients
+are. What is not to be computed is launched too, and its programs return at once. What is small is exact unasked: there deciding
+alone would cost what a filter may not.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.cross_entropy.triton.arguments import Items, Kept, Rows, constants, tile_for
+from jagged.ops.cross_entropy.triton.arguments import Filter, Items, Kept, Rows, constants, tile_for
 from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs of a walk for each multiprocessor.
@@ -29,6 +34,25 @@ PROGRAMS = 8
 BLOCK_MARKS = 1024
 # Of the copy of some items in their order.
 COPY_BYTES = 32 * 2**20
+# Multiplications of rows with items from which a filter is considered: sorting, a sample and launches that return at once take a
+# hundredth of the exact gradients of so many (measured, internals).
+LEAST_WORK = 2**39
+# The sample: of how many blocks of rows one is marked, and of blocks of items, and how long both are: no program owns more.
+ONE_IN, SAMPLED_ROWS, SAMPLED_ITEMS = 8, 128, 256
+
+
+class Costs(NamedTuple):
+    """What a filter costs in times of one exact gradient: its marks, and gradients of hidden and weight if it keeps all tiles."""
+
+    marks: float
+    hidden: float
+    weight: float
+
+
+# Measured (internals). Lists are walked by the kernels for every GPU, of which exact gradients on Hopper need no more.
+COSTS, COSTS_ON_HOPPER = Costs(0.55, 1.1, 1.1), Costs(0.55, 1.5, 1.9)
+# The filter has to be estimated to save a tenth.
+MARGIN = 0.9
 
 
 class Marks(NamedTuple):
@@ -41,11 +65,13 @@ class Marks(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part"])
 def linear_cross_entropy_marks_kernel(
-    hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, weight, bias, item_scale, smoothing, order, marks,
+    hidden, target, row_shift, grad_softmax, grad_target, grad_smoothed, weight, bias, item_scale, smoothing, order, pays, marks,
     num_rows, num_items, hidden_stride, weight_stride, items_per_part, inverse_temperature, softcap,
     BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Marks of the tiles of a block of rows and one part of the items."""
+    """Marks of the tiles of a block of rows and one part of the items; none where a filter does not pay."""
+    if pays is not None and tl.load(pays) == 0:
+        return
     ACCURATE: tl.constexpr = hidden.dtype.element_ty == tl.float32
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_exists = row < num_rows
@@ -78,9 +104,14 @@ def linear_cross_entropy_marks_kernel(
 
 @triton.jit(do_not_specialize=["num_own", "num_other", "own_stride", "other_stride"])
 def linear_cross_entropy_kept_tiles_kernel(
-    marks, threshold, tiles, counts, num_own, num_other, own_stride, other_stride, OWN: tl.constexpr, BLOCK: tl.constexpr,
+    marks, threshold, pays, tiles, counts, num_own, num_other, own_stride, other_stride, OWN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """List, in their order, the tiles of the other side where any of a block's `OWN` tiles has the threshold or more."""
+    """List, in their order, the tiles of the other side where any of a block's `OWN` tiles has the threshold or more.
+
+    None where a filter does not pay, as there are no marks.
+    """
+    if pays is not None:
+        num_other *= tl.load(pays)
     block = tl.program_id(0)
     tiles += block.to(tl.int64) * num_other
     least = tl.load(threshold)
@@ -102,30 +133,82 @@ _launch_marks = Launcher(linear_cross_entropy_marks_kernel)
 _launch_kept_tiles = Launcher(linear_cross_entropy_kept_tiles_kernel)
 
 
-def kept_tiles(
-    rows: Rows, items: Items, of_hidden: float | None, of_weight: float | None, *, on_hopper: bool
-) -> tuple[Kept | None, Kept | None]:
-    """Return the tiles of the gradients of hidden and of weight, of at least one row; None for one without a filter.
+def filter_of(rows: Rows, items: Items, of_hidden: float | None, of_weight: float | None, *, on_hopper: bool) -> Filter | None:
+    """Return the tiles of the gradients of hidden and of weight, of at least one row; None where both are exact.
 
     `of_hidden` and `of_weight` are shares of the largest row's gradient, None for a gradient that is exact or not wanted.
     """
-    if of_hidden is None and of_weight is None:
-        return None, None
-    order = _order(rows, items)
-    marks = _marks_on_hopper(rows, items, order) if on_hopper else _marks(rows, items, order)
+    (num_rows, width), num_items = rows.hidden.shape, len(items.weight)
+    if (of_hidden is None and of_weight is None) or num_rows * num_items * width < LEAST_WORK:
+        return None
     # In the kernels' units: those of the gradients that they are given.
     highest = rows.grad_softmax.abs().amax()
+    thresholds = (None if of_hidden is None else highest * of_hidden, None if of_weight is None else highest * of_weight)
+    order = _order(rows, items)
+    pays = _pays(rows, items, order, thresholds, on_hopper=on_hopper)
+    if on_hopper:
+        marks = _marks_on_hopper(rows, items, order, pays)
+        _mark_targets(marks, rows, order)
+    else:
+        marks = _marks(rows, items, order, pays)
+    hidden, weight = _kept(marks, rows, items, order, thresholds, pays)
+    return Filter(hidden, weight, pays)
+
+
+def _pays(rows: Rows, items: Items, order: Tensor, thresholds: tuple[Tensor | None, Tensor | None], *, on_hopper: bool) -> Tensor:
+    """Decide on the device whether a filter is worth its while, by the tiles that count of evenly spaced ones; `[1]` int32."""
+    costs = COSTS_ON_HOPPER if on_hopper else COSTS
+    num_rows, num_items = len(rows.hidden), len(order)
+    sampled = _evenly(num_rows, SAMPLED_ROWS, order.device)
+    by_row = {name: of.index_select(0, sampled) for name, of in zip(Rows._fields[:6], rows[:6], strict=True) if of is not None}
+    some_rows = rows._replace(**by_row)
+    some_order = order.index_select(0, _evenly(num_items, SAMPLED_ITEMS, order.device))
+    marks_of = _marks_on_hopper if on_hopper else _marks
+    marks = marks_of(some_rows, items, some_order, None)
+    kept = _kept(marks, some_rows, items, some_order, thresholds, None)
+    # Of each side as much as all its targets keep at most, each a tile of its own: the sample on Hopper does not see them.
+    limit, estimate = -costs.marks, None
+    for of, cost in zip(kept, costs[1:], strict=True):
+        if of is None:
+            continue
+        limit += MARGIN - cost * min(1.0, SAMPLED_ROWS * SAMPLED_ITEMS / num_items) * on_hopper
+        share = of.counts.sum(dtype=torch.float32) * (cost / of.tiles.numel())
+        estimate = share if estimate is None else estimate + share
+    assert estimate is not None
+    return (estimate < limit).to(torch.int32).reshape(1)
+
+
+def _evenly(count: int, block: int, device: torch.device) -> Tensor:
+    """Return the places of one in `ONE_IN` blocks, of at least four where there are so many; all where no block is whole."""
+    blocks = count // block
+    if blocks == 0:
+        return torch.arange(count, device=device)
+    step = max(1, min(ONE_IN, blocks // 4))
+    first = torch.arange(step // 2, blocks, step, device=device) * block
+    return (first[:, None] + torch.arange(block, device=device)).flatten()
+
+
+def _kept(
+    marks: Marks,
+    rows: Rows,
+    items: Items,
+    order: Tensor,
+    thresholds: tuple[Tensor | None, Tensor | None],
+    pays: Tensor | None,
+) -> tuple[Kept | None, Kept | None]:
+    """Return the tiles of hidden's gradient and of weight's that reach their thresholds, None without one."""
+    of_hidden, of_weight = thresholds
     hidden = weight = None
     if of_hidden is not None:
         block = tile_for("backward_hidden", rows.hidden, is_scaled=items.scale is not None).rows
-        hidden = Kept(order, *_lists(marks.largest, highest * of_hidden, marks.rows, block), marks.items)
+        hidden = Kept(order, *_lists(marks.largest, of_hidden, pays, marks.rows, block), marks.items)
     if of_weight is not None:
         block = tile_for("backward_weight", rows.hidden, is_scaled=items.scale is not None).items
-        weight = Kept(order, *_lists(marks.largest.t(), highest * of_weight, marks.items, block), marks.rows)
+        weight = Kept(order, *_lists(marks.largest.t(), of_weight, pays, marks.items, block), marks.rows)
     return hidden, weight
 
 
-def _lists(largest: Tensor, threshold: Tensor, own: int, block: int) -> tuple[Tensor, Tensor, int]:
+def _lists(largest: Tensor, threshold: Tensor, pays: Tensor | None, own: int, block: int) -> tuple[Tensor, Tensor, int]:
     """Return lists of tiles, their lengths, and of how many own rows a block is: those of a mark, or of a program's `block`."""
     marks_of_block = max(1, block // own)
     num_own, num_other = largest.shape
@@ -133,50 +216,54 @@ def _lists(largest: Tensor, threshold: Tensor, own: int, block: int) -> tuple[Te
     tiles = torch.empty(blocks, num_other, dtype=torch.int32, device=largest.device)
     counts = tiles.new_empty(blocks)
     _launch_kept_tiles(
-        (blocks,), largest, threshold, tiles, counts, num_own, num_other, *largest.stride(), OWN=marks_of_block, BLOCK=BLOCK_MARKS
-    )
+        (blocks,), largest, threshold, pays, tiles, counts, num_own, num_other, *largest.stride(), OWN=marks_of_block,
+        BLOCK=BLOCK_MARKS,
+    )  # fmt: skip
     return tiles, counts, own * marks_of_block
 
 
-def _marks(rows: Rows, items: Items, order: Tensor) -> Marks:
-    """Return marks of the tiles of hidden's gradient."""
-    hidden, weight = rows.hidden, items.weight
+def _marks(rows: Rows, items: Items, order: Tensor, pays: Tensor | None) -> Marks:
+    """Return marks of the tiles of hidden's gradient, of the items in `order`; of any content where a filter does not pay."""
+    hidden, weight, num_items = rows.hidden, items.weight, len(order)
     tile = tile_for("backward_hidden", hidden, is_scaled=items.scale is not None)
-    blocks, num_items = cdiv(hidden.shape[0], tile.rows), weight.shape[0]
+    blocks = cdiv(hidden.shape[0], tile.rows)
     num_parts, items_per_part = split(num_items, tile.items, blocks, PROGRAMS, hidden.device)
     largest = hidden.new_empty(blocks, cdiv(num_items, tile.items), dtype=torch.float32)
     _launch_marks(
         (blocks, num_parts),
-        *rows[:6], *items[:4], order, largest, hidden.shape[0], num_items, hidden.stride(0), weight.stride(0),
+        *rows[:6], *items[:4], order, pays, largest, hidden.shape[0], num_items, hidden.stride(0), weight.stride(0),
         items_per_part, 1 / items.temperature, items.softcap, **constants(tile, hidden),
     )  # fmt: skip
     return Marks(largest, tile.rows, tile.items)
 
 
-def _marks_on_hopper(rows: Rows, items: Items, order: Tensor) -> Marks:
-    """Return marks of the tiles of forward's walk, those with a target of their rows infinite."""
+def _marks_on_hopper(rows: Rows, items: Items, order: Tensor, pays: Tensor | None) -> Marks:
+    """Return marks of the tiles of forward's walk, as `_marks` does, but without the targets."""
     from jagged.ops.cross_entropy.hopper.logits import GROUP_N, mark_tiles, walk_of
 
     hidden, weight = rows.hidden, items.weight
-    (num_rows, width), num_items = hidden.shape, weight.shape[0]
+    (num_rows, width), num_items = hidden.shape, len(order)
     walk = walk_of(width, marks=True)
     block, step = GROUP_N.value, 2 * walk.items
     num_tiles = 2 * cdiv(num_items, step)
-    # One mark more than there are tiles, for the targets of rows that have none.
-    marks = hidden.new_empty(cdiv(num_rows, block * walk.groups) * walk.groups * num_tiles + 1, dtype=torch.float32)
-    largest = marks[:-1].view(-1, num_tiles)
+    largest = hidden.new_empty(cdiv(num_rows, block * walk.groups) * walk.groups, num_tiles, dtype=torch.float32)
     most = max(1, COPY_BYTES // (width * weight.element_size() * step)) * step
     copy = weight.new_empty(min(most, num_items), width)
     for first in range(0, num_items, most):
         some = copy[: min(most, num_items - first)]
         torch.index_select(weight, 0, order[first : first + len(some)], out=some)
-        mark_tiles(rows, some, items.temperature, largest[:, first // walk.items :])
-    place = torch.empty_like(order)
-    place[order] = torch.arange(num_items, dtype=order.dtype, device=order.device)
-    row = torch.arange(num_rows, device=order.device)
-    tile = row // block * num_tiles + place[rows.target.clamp(min=0)] // walk.items
-    marks.index_fill_(0, torch.where(rows.target < 0, len(marks) - 1, tile), float("inf"))
+        mark_tiles(rows, some, items.temperature, largest[:, first // walk.items :], pays)
     return Marks(largest[: cdiv(num_rows, block), : cdiv(num_items, walk.items)], block, walk.items)
+
+
+def _mark_targets(marks: Marks, rows: Rows, order: Tensor) -> None:
+    """Make the marks of tiles that have a target of their rows infinite."""
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), dtype=order.dtype, device=order.device)
+    tile_row = torch.arange(len(rows.target), device=order.device) // marks.rows
+    # Rows without a target name the first tile, which counts if any does.
+    tile_item = torch.where(rows.target < 0, 0, place[rows.target.clamp(min=0)] // marks.items)
+    marks.largest.index_put_((tile_row, tile_item), marks.largest.new_full((), float("inf")))
 
 
 def _order(rows: Rows, items: Items) -> Tensor:

@@ -15,7 +15,7 @@ from jagged.ops.cross_entropy.strategy import chunk_items_of
 from jagged.ops.cross_entropy.triton.arguments import Items
 from jagged.ops.cross_entropy.triton.backward import backward_fused
 from jagged.ops.cross_entropy.triton.chunked import backward_chunked
-from jagged.ops.cross_entropy.triton.filter import kept_tiles
+from jagged.ops.cross_entropy.triton.filter import filter_of
 from jagged.ops.cross_entropy.triton.forward import forward
 from jagged.ops.cross_entropy.triton.rows import prepare_rows
 
@@ -24,7 +24,7 @@ __all__ = ["backward", "forward"]
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the gradients that are wanted, by kernels alone or with the BLAS in chunks of items."""
-    width, is_filtered = x.hidden.shape[1], o.hidden_eps is not None or o.weight_eps is not None
+    width = x.hidden.shape[1]
     grad_lse, grad_target = (torch.zeros_like(out.lse) if grad is None else grad for grad in grads[:2])
     grad_smoothed = None if x.smoothing is None else torch.zeros_like(out.lse) if grads.smoothed is None else grads.smoothed
     inverse_scale = None
@@ -42,19 +42,18 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         x.hidden.dtype,
         strategy=o.strategy,
         memory_budget=o.memory_budget,
-        is_filtered=is_filtered,
         is_direct=on_hopper,
     )
     if chunk_items and len(x.target):
         found = backward_chunked(rows, items, chunk_items, wanted, on_hopper=on_hopper)
     else:
         on_hopper = on_hopper and rows.hidden.shape[1] <= hopper.WIDEST
-        kept_hidden = kept_weight = None
-        if is_filtered and len(x.target):
+        filtering = None
+        if len(x.target):
             of_hidden = o.hidden_eps if "hidden" in wanted else None
             of_weight = o.weight_eps if "weight" in wanted or "bias" in wanted else None
-            kept_hidden, kept_weight = kept_tiles(rows, items, of_hidden, of_weight, on_hopper=on_hopper)
-        found = backward_fused(rows, items, kept_hidden, kept_weight, wanted, on_hopper=on_hopper)
+            filtering = filter_of(rows, items, of_hidden, of_weight, on_hopper=on_hopper)
+        found = backward_fused(rows, items, filtering, wanted, on_hopper=on_hopper)
     found = {name: grad[:, :width].contiguous() if grad.dim() == 2 else grad for name, grad in found.items()}
     if item_scale is not None and "weight" in wanted:
         less_radial(found["weight"], x.weight, item_scale)
