@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.trained_sasrec import trained_sasrec
 from jagged.ops import Draw, catalogue_topk, linear_cross_entropy, sampled_linear_cross_entropy
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -22,6 +23,15 @@ FILTER = 2.0**-12
 CHECKED = 16
 # Elements at a time of the reference and of drawn ids.
 ELEMENTS = 2**24
+# Logits and targets of a workload, in words.
+LOGITS = {
+    "normal": ("standard normal", "uniform"),
+    "popularity": ("popularity and a raised target", "log-uniform"),
+    "clustered": ("peaked, rows and items in clusters", "uniform in the row's cluster"),
+    "sasrec": ("of a SASRec that was trained", "the next items of histories"),
+}
+# Items of a cluster.
+CLUSTER = 200
 # Bytes of the scores that the chunks of a plain top-k have.
 SCORE_BYTES = 2**30
 
@@ -37,7 +47,7 @@ class Size:
         dtype: of hidden and weight.
         negatives: of a row; 0 where no loss is sampled.
         rows_per_draw: rows that share their negatives, None for all.
-        trained: logits as after training in place of normal ones: see `Workload`.
+        logits: one of `LOGITS`: see `Workload`.
         k: best items of a row; 0 where none are looked for.
     """
 
@@ -47,14 +57,14 @@ class Size:
     dtype: str = "bf16"
     negatives: int = 0
     rows_per_draw: int | None = 1
-    trained: bool = False
+    logits: str = "normal"
     k: int = 0
 
     @property
     def described(self) -> dict[str, Any]:
         """For a result file."""
-        logits = "popularity and a raised target" if self.trained else "standard normal"
-        return {**asdict(self), "logits": logits, "targets": "log-uniform" if self.trained else "uniform"}
+        logits, targets = LOGITS[self.logits]
+        return {**asdict(self), "logits": logits, "targets": targets}
 
     @property
     def products(self) -> dict[str, int]:
@@ -65,10 +75,14 @@ class Size:
 class Workload:
     """Hidden states, item weights and targets.
 
-    Logits are standard normal and targets uniform. With `size.trained` the logit of an item falls with the logarithm of its
-    rank, as popularity does, items stand in random order, targets are drawn by that popularity, and each row raises its target's
-    logit by up to 1.5 log V.
+    * `"normal"`: logits are standard normal and targets uniform.
+    * `"popularity"`: the logit of an item falls with the logarithm of its rank, as popularity does, items stand in random order,
+      targets are drawn by that popularity, and each row raises its target's logit by up to 1.5 log V.
+    * `"clustered"`: each item lies by the centre of a cluster, a row by that of its target, and most of the softmax in it.
+    * `"sasrec"`: those of `trained_sasrec`, whose loss on what it has not seen is `loss`.
     """
+
+    loss: float | None = None
 
     def __init__(self, size: Size, device: str) -> None:
         self.size, self.device = size, torch.device(device)
@@ -76,10 +90,17 @@ class Workload:
         hidden, weight = (self._normal(size.items if of_items else size.rows) for of_items in (False, True))
         # Products of standard normal rows are sums of D numbers.
         weight = weight.mul_(size.width**-0.5)
-        if size.trained:
-            hidden, weight = self._train(hidden, weight)
+        if size.logits == "popularity":
+            hidden, weight = self._popular(hidden, weight)
+        elif size.logits == "sasrec":
+            del hidden, weight
+            hidden, weight, self.target, self.loss = trained_sasrec(
+                size.rows, size.items, size.width, DTYPES[size.dtype], self.device
+            )
         else:
             self.target = torch.randint(size.items, (size.rows,), generator=self.generator, device=device)
+            if size.logits == "clustered":
+                hidden, weight = self._clustered(hidden, weight)
         self.hidden, self.weight = hidden.requires_grad_(), weight.requires_grad_()
         # With its index, which the operators compare.
         self.device = hidden.device
@@ -89,7 +110,17 @@ class Workload:
         shape = (rows, self.size.width)
         return torch.randn(shape, dtype=DTYPES[self.size.dtype], device=self.device, generator=self.generator)
 
-    def _train(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def _clustered(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        size = self.size
+        clusters = torch.randint(max(1, size.items // CLUSTER), (size.items,), generator=self.generator, device=self.device)
+        shape = (max(1, size.items // CLUSTER), size.width)
+        centres = torch.randn(shape, generator=self.generator, device=self.device).to(weight.dtype)
+        # Products with items of a row's own cluster are about 3 log V, others' have a standard deviation of 3 log V / sqrt(D).
+        raised = 3 * math.log(size.items) / size.width
+        hidden = (raised * (centres[clusters[self.target]] + 0.5 * hidden)).to(hidden.dtype)
+        return hidden, (centres[clusters] + 0.5 * size.width**0.5 * weight).to(weight.dtype)
+
+    def _popular(self, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         size, log_items = self.size, math.log(self.size.items)
         uniform = functools.partial(torch.rand, size.rows, generator=self.generator, device=self.device)
         rank = (torch.exp(uniform() * log_items) - 1).long().clamp(0, size.items - 1)

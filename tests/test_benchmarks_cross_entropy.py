@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import cross_entropy, figures, tables
+from benchmarks import cross_entropy, figures, tables, trained_sasrec
 from benchmarks.cross_entropy import Case, Part, measure, ours_failed, parts, run, summary
 from benchmarks.cross_entropy_cases import METHODS, TOPK, Size, Workload
 from benchmarks.sasrec_steps import Step, StepWorkload, measure_step
@@ -55,6 +55,7 @@ def peers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "liger_kernel", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", SimpleNamespace(LigerFusedLinearCrossEntropyLoss=Liger))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    monkeypatch.setattr(trained_sasrec, "STEPS", 2)
 
 
 CASES = [(title, name) for title, part in parts().items() for name in part]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
@@ -167,7 +168,8 @@ class BagLayout:
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
-            self._tensors[device] = self._tensors[torch.device("cpu")].to(device)
+            with _outside_transforms():
+                self._tensors[device] = self._tensors[torch.device("cpu")].to(device)
         return self._tensors[device]
 
     def batches(self, sizes: tuple[int, ...], device: torch.device) -> Batches:
@@ -248,8 +250,14 @@ def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.
         rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin)))
         first += count
         begin += count * width
-    host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-    return Batches(host, host.to(device), begin)
+    with _outside_transforms():
+        host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
+        return Batches(host, host.to(device), begin)
+
+
+def _outside_transforms() -> AbstractContextManager[object]:
+    """Make tensors that are kept: in `torch.func`'s transforms they would be wrapped, and dead when the transform ends."""
+    return nullcontext() if torch.compiler.is_compiling() else torch._C._DisableFuncTorch()
 
 
 def class_of(width: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from jagged.ops.cross_entropy.triton.configurations import CONFIGURATIONS, EXCEPTIONS, SCALED, configuration
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
@@ -138,6 +139,17 @@ def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
     signature = {argument: types[argument] for argument in kernel.arg_names if argument not in constants}
     used = compile_kernel(kernel, signature, constants, arch=arch, divisible=ALIGNED)
     assert used.spills == 0, str(used)
+
+
+@pytest.mark.parametrize("width", [16, 64, 130, 256])
+def test_copies(width: int) -> None:
+    from jagged.ops.cross_entropy.hopper import copies
+
+    kernel = copies.linear_cross_entropy_copy_kernel
+    signature = {"weight": "*bf16", "order": "*i32", "pays": "*i32", "copy": "*bf16", "num_items": "i32", "weight_stride": "i32"}
+    constants = {"BLOCK_V": copies.BLOCK_ITEMS, "BLOCK_D": triton.next_power_of_2(width), "WIDTH": width}
+    used = compile_kernel(kernel, signature, constants, arch=90, divisible=("weight_stride",))
+    assert used.spills == 0, used
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])

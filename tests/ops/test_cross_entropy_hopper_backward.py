@@ -38,9 +38,9 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     calls: list[bool] = []
     launched = backward.gradient
 
-    def gradient(*arguments: Any, owns_items: bool) -> Tensor:
+    def gradient(*arguments: Any, owns_items: bool, unless: None) -> Tensor:
         calls.append(owns_items)
-        return launched(*arguments, owns_items=owns_items)
+        return launched(*arguments, owns_items=owns_items, unless=unless)
 
     monkeypatch.setattr(backward, "gradient", gradient)
     for name in ("hidden", "weight"):

@@ -1177,3 +1177,18 @@ def test_layouts_pickle_their_tuples_alone() -> None:
         assert torch.equal(other.fields, layout.fields)
         assert torch.equal(other.tensor(torch.device("cpu")), layout.tensor(torch.device("cpu")))
     assert b"torch" not in pickle.dumps(layout)
+
+
+def test_what_a_layout_keeps_belongs_to_no_transform() -> None:
+    """What it makes for a device, or for batches of some sizes, inside of `torch.func.grad` is read again outside."""
+    layout, device = BagLayout((5, 3), (4, 4)), torch.device("meta")
+
+    def function(x: Tensor) -> Tensor:
+        kept.extend((layout.tensor(device), *layout.batches((2, 1), device)[:2]))
+        return x.sum()
+
+    kept: list[Tensor] = []
+    torch.func.grad(function)(torch.ones(2))
+    again = (layout.tensor(device), *layout.batches((2, 1), device)[:2])
+    assert all(one is other for one, other in zip(kept, again, strict=True))
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in kept)

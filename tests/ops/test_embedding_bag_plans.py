@@ -103,7 +103,7 @@ def test_the_map_takes_what_a_plan_says(place: Place, block: int) -> None:
         slices = torch.empty(6, 3, dtype=torch.int64, device=place.device)
         embedding_bags_map_kernel[(1,)](
             fields, None, batch.offsets, order, ends, found, slices, counter, counter, len(fields) - num_parts - 6, 6,
-            BAGS, 7, 20, 0, 0, BLOCK=block, FIELDS=fields.shape[1], plan=plan,
+            BAGS, 7, 20, 0, 0, BLOCK=block, plan=plan,
         )  # fmt: skip
         assert counter.tolist() == [7]
         # Features of one schedule follow one another.

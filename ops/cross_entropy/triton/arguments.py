@@ -58,16 +58,19 @@ class Kept(NamedTuple):
 
 
 class Filter(NamedTuple):
-    """A filtered backward pass: its tiles, and whether it is worth its while.
+    """A filter of one backward pass, before it is known which tiles count.
 
     Attributes:
-        hidden: those of hidden's gradient, None for one that is exact or not wanted.
-        weight: those of weight's.
-        pays: `[1]` int32 on the device: 1 where both go along their tiles, 0 where they are exact and there are no tiles.
+        order: of the items, as `Kept` has it.
+        of_hidden: `[]` float32, the gradient of a logit from which a tile counts for hidden's gradient; None for an exact one, or
+            one that is not wanted.
+        of_weight: the same for weight's.
+        pays: `[1]` int32 on the device: 1 where both go along their tiles, 0 where they are exact.
     """
 
-    hidden: Kept | None
-    weight: Kept | None
+    order: Tensor
+    of_hidden: Tensor | None
+    of_weight: Tensor | None
     pays: Tensor
 
 

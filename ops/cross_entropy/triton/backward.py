@@ -20,6 +20,7 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import split
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.cross_entropy.triton.arguments import Filter, Items, Kept, Rows, constants, tile_for
+from jagged.ops.cross_entropy.triton.filter import kept_tiles
 from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
 # Programs a launch aims at, by multiprocessor; each part of a gradient is written and read, so fewer than forward's.
@@ -176,38 +177,35 @@ _launch_weight = Launcher(linear_cross_entropy_backward_weight_kernel)
 def backward_fused(
     rows: Rows, items: Items, filtering: Filter | None, wanted: Mapping[str, torch.dtype], *, on_hopper: bool
 ) -> dict[str, Tensor]:
-    """Return the gradients that are wanted, of all tiles or of those that a filter keeps."""
-    hidden_dtype, weight_dtype, bias_dtype = (wanted.get(name) for name in ("hidden", "weight", "bias"))
-    pays, of_hidden, of_weight = None, None, None
-    if filtering is not None:
-        pays, of_hidden, of_weight = filtering.pays, filtering.hidden, filtering.weight
+    """Return the gradients that are wanted.
+
+    Those with a filter are launched twice, exact and along its tiles, and the device knows which of the two writes them. The
+    exact ones come first: if they are the ones, the host launches the rest meanwhile.
+    """
+    hidden_dtype, weight_dtype, has_bias = wanted.get("hidden"), wanted.get("weight"), "bias" in wanted
+    pays = None if filtering is None else filtering.pays
+    unless_hidden = None if filtering is None or filtering.of_hidden is None else pays
+    unless_weight = None if filtering is None or filtering.of_weight is None else pays
+    hidden = weight = bias = None
     if on_hopper:
         from jagged.ops.cross_entropy.hopper.backward import gradient
-    found = {}
-    # A gradient with a filter is launched exact and filtered, and the device knows which of the two writes it.
     if hidden_dtype is not None:
-        unless = None if of_hidden is None else pays
         if on_hopper:
-            found["hidden"] = gradient(rows, items, hidden_dtype, owns_items=False, unless=unless)
+            hidden = gradient(rows, items, hidden_dtype, owns_items=False, unless=unless_hidden)
         else:
-            found["hidden"] = _grad_hidden(rows, items, None, hidden_dtype, unless)
-        if of_hidden is not None:
-            found["hidden"] = _grad_hidden(rows, items, of_hidden, hidden_dtype, pays, found["hidden"])
-    unless = None if of_weight is None else pays
+            hidden = _grad_hidden(rows, items, None, hidden_dtype, unless_hidden)
     if weight_dtype is not None and on_hopper:
-        found["weight"] = gradient(rows, items, weight_dtype, owns_items=True, unless=unless)
+        weight = gradient(rows, items, weight_dtype, owns_items=True, unless=unless_weight)
+    elif weight_dtype is not None or has_bias:
+        weight, bias = _grad_weight(rows, items, None, weight_dtype, has_bias, unless_weight)
+    if filtering is not None:
+        of_hidden, of_weight = kept_tiles(rows, items, filtering, on_hopper=on_hopper)
+        if of_hidden is not None and hidden_dtype is not None:
+            hidden = _grad_hidden(rows, items, of_hidden, hidden_dtype, pays, hidden)
         if of_weight is not None:
-            found["weight"], _ = _grad_weight(rows, items, of_weight, weight_dtype, False, pays, (found["weight"], None))
-    elif weight_dtype is not None or bias_dtype is not None:
-        both = _grad_weight(rows, items, None, weight_dtype, bias_dtype is not None, unless)
-        if of_weight is not None:
-            both = _grad_weight(rows, items, of_weight, weight_dtype, bias_dtype is not None, pays, both)
-        if weight_dtype is not None:
-            found["weight"] = both[0]
-        if bias_dtype is not None:
-            assert both[1] is not None
-            found["bias"] = both[1].to(bias_dtype)
-    return found
+            weight, bias = _grad_weight(rows, items, of_weight, weight_dtype, has_bias, pays, (weight, bias))
+    found = {"hidden": hidden, "weight": weight, "bias": bias if bias is None else bias.to(wanted["bias"])}
+    return {name: found_one for name, found_one in found.items() if found_one is not None and name in wanted}
 
 
 def _lists(kept: Kept | None, block: int, step: int) -> tuple[tuple[Tensor | None, ...], int, dict[str, int]]:

@@ -51,8 +51,8 @@ class Costs(NamedTuple):
 
 # Measured (internals). Lists are walked by the kernels for every GPU, of which exact gradients on Hopper need no more.
 COSTS, COSTS_ON_HOPPER = Costs(0.55, 1.1, 1.1), Costs(0.55, 1.5, 1.9)
-# The filter has to be estimated to save a tenth.
-MARGIN = 0.9
+# Of the exact gradients' time the filter may be estimated to take.
+MARGIN = 0.8
 
 
 class Marks(NamedTuple):
@@ -134,7 +134,7 @@ _launch_kept_tiles = Launcher(linear_cross_entropy_kept_tiles_kernel)
 
 
 def filter_of(rows: Rows, items: Items, of_hidden: float | None, of_weight: float | None, *, on_hopper: bool) -> Filter | None:
-    """Return the tiles of the gradients of hidden and of weight, of at least one row; None where both are exact.
+    """Decide whether the gradients of at least one row are filtered; None where both are exact whatever the logits.
 
     `of_hidden` and `of_weight` are shares of the largest row's gradient, None for a gradient that is exact or not wanted.
     """
@@ -143,29 +143,32 @@ def filter_of(rows: Rows, items: Items, of_hidden: float | None, of_weight: floa
         return None
     # In the kernels' units: those of the gradients that they are given.
     highest = rows.grad_softmax.abs().amax()
-    thresholds = (None if of_hidden is None else highest * of_hidden, None if of_weight is None else highest * of_weight)
-    order = _order(rows, items)
-    pays = _pays(rows, items, order, thresholds, on_hopper=on_hopper)
+    hidden_least, weight_least = (None if share is None else highest * share for share in (of_hidden, of_weight))
+    filtering = Filter(_order(rows, items), hidden_least, weight_least, rows.target.new_empty(1))
+    return filtering._replace(pays=_pays(rows, items, filtering, on_hopper=on_hopper))
+
+
+def kept_tiles(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) -> tuple[Kept | None, Kept | None]:
+    """Return the tiles of the gradients of hidden and of weight, None for an exact one; none where the filter does not pay."""
+    order, pays = filtering.order, filtering.pays
     if on_hopper:
         marks = _marks_on_hopper(rows, items, order, pays)
         _mark_targets(marks, rows, order)
     else:
         marks = _marks(rows, items, order, pays)
-    hidden, weight = _kept(marks, rows, items, order, thresholds, pays)
-    return Filter(hidden, weight, pays)
+    return _kept(marks, rows, items, filtering, pays)
 
 
-def _pays(rows: Rows, items: Items, order: Tensor, thresholds: tuple[Tensor | None, Tensor | None], *, on_hopper: bool) -> Tensor:
+def _pays(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) -> Tensor:
     """Decide on the device whether a filter is worth its while, by the tiles that count of evenly spaced ones; `[1]` int32."""
     costs = COSTS_ON_HOPPER if on_hopper else COSTS
-    num_rows, num_items = len(rows.hidden), len(order)
-    sampled = _evenly(num_rows, SAMPLED_ROWS, order.device)
+    order, num_items = filtering.order, len(filtering.order)
+    sampled = _evenly(len(rows.hidden), SAMPLED_ROWS, order.device)
     by_row = {name: of.index_select(0, sampled) for name, of in zip(Rows._fields[:6], rows[:6], strict=True) if of is not None}
     some_rows = rows._replace(**by_row)
-    some_order = order.index_select(0, _evenly(num_items, SAMPLED_ITEMS, order.device))
-    marks_of = _marks_on_hopper if on_hopper else _marks
-    marks = marks_of(some_rows, items, some_order, None)
-    kept = _kept(marks, some_rows, items, some_order, thresholds, None)
+    some = filtering._replace(order=order.index_select(0, _evenly(num_items, SAMPLED_ITEMS, order.device)))
+    marks = (_marks_on_hopper if on_hopper else _marks)(some_rows, items, some.order, None)
+    kept = _kept(marks, some_rows, items, some, None)
     # Of each side as much as all its targets keep at most, each a tile of its own: the sample on Hopper does not see them.
     limit, estimate = -costs.marks, None
     for of, cost in zip(kept, costs[1:], strict=True):
@@ -188,23 +191,17 @@ def _evenly(count: int, block: int, device: torch.device) -> Tensor:
     return (first[:, None] + torch.arange(block, device=device)).flatten()
 
 
-def _kept(
-    marks: Marks,
-    rows: Rows,
-    items: Items,
-    order: Tensor,
-    thresholds: tuple[Tensor | None, Tensor | None],
-    pays: Tensor | None,
-) -> tuple[Kept | None, Kept | None]:
+def _kept(marks: Marks, rows: Rows, items: Items, filtering: Filter, pays: Tensor | None) -> tuple[Kept | None, Kept | None]:
     """Return the tiles of hidden's gradient and of weight's that reach their thresholds, None without one."""
-    of_hidden, of_weight = thresholds
     hidden = weight = None
-    if of_hidden is not None:
+    if filtering.of_hidden is not None:
         block = tile_for("backward_hidden", rows.hidden, is_scaled=items.scale is not None).rows
-        hidden = Kept(order, *_lists(marks.largest, of_hidden, pays, marks.rows, block), marks.items)
-    if of_weight is not None:
+        lists = _lists(marks.largest, filtering.of_hidden, pays, marks.rows, block)
+        hidden = Kept(filtering.order, *lists, marks.items)
+    if filtering.of_weight is not None:
         block = tile_for("backward_weight", rows.hidden, is_scaled=items.scale is not None).items
-        weight = Kept(order, *_lists(marks.largest.t(), of_weight, pays, marks.items, block), marks.rows)
+        lists = _lists(marks.largest.t(), filtering.of_weight, pays, marks.items, block)
+        weight = Kept(filtering.order, *lists, marks.rows)
     return hidden, weight
 
 
@@ -239,6 +236,7 @@ def _marks(rows: Rows, items: Items, order: Tensor, pays: Tensor | None) -> Mark
 
 def _marks_on_hopper(rows: Rows, items: Items, order: Tensor, pays: Tensor | None) -> Marks:
     """Return marks of the tiles of forward's walk, as `_marks` does, but without the targets."""
+    from jagged.ops.cross_entropy.hopper.copies import copy_in_order
     from jagged.ops.cross_entropy.hopper.logits import GROUP_N, mark_tiles, walk_of
 
     hidden, weight = rows.hidden, items.weight
@@ -251,7 +249,7 @@ def _marks_on_hopper(rows: Rows, items: Items, order: Tensor, pays: Tensor | Non
     copy = weight.new_empty(min(most, num_items), width)
     for first in range(0, num_items, most):
         some = copy[: min(most, num_items - first)]
-        torch.index_select(weight, 0, order[first : first + len(some)], out=some)
+        copy_in_order(weight, order[first : first + len(some)], pays, some)
         mark_tiles(rows, some, items.temperature, largest[:, first // walk.items :], pays)
     return Marks(largest[: cdiv(num_rows, block), : cdiv(num_items, walk.items)], block, walk.items)
 
