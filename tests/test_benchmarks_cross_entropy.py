@@ -130,13 +130,31 @@ def test_rows_that_do_not_fill_the_blocks() -> None:
 
 
 def test_logits_as_after_training() -> None:
-    w = Workload(Size(400, 1000, 64, "fp32", trained=True), "cpu")
+    w = Workload(Size(400, 1000, 64, "fp32", logits="popularity"), "cpu")
     logits = (w.hidden @ w.weight.t()).detach()
     # Most of the probability lies on few items, popular ones are targets more often, and losses are those of a trained model.
     shares = logits.softmax(1).sort(1, descending=True).values
     assert float(shares[:, :100].sum(1).mean()) > 0.8
     assert len(w.target.unique()) < 300
     assert float(F.cross_entropy(logits, w.target)) < 6
+
+
+def test_logits_in_clusters() -> None:
+    """Most of a row's probability lies in the cluster of its target, and rows are of many clusters."""
+    w = Workload(Size(400, 2000, 64, "fp32", logits="clustered"), "cpu")
+    shares = (w.hidden @ w.weight.t()).detach().softmax(1).sort(1, descending=True).values
+    assert float(shares[:, :400].sum(1).mean()) > 0.9
+    assert len(w.target.unique()) > 300
+
+
+def test_a_sasrec_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss on histories that it has not seen is below that of equal logits, and that of what the loss is given."""
+    monkeypatch.setattr(trained_sasrec, "STEPS", 60)
+    w = Workload(Size(800, 2000, 32, logits="sasrec"), "cpu")
+    assert (w.hidden.shape, w.weight.shape, w.hidden.dtype) == ((800, 32), (2000, 32), torch.bfloat16)
+    loss = float(F.cross_entropy(w.hidden.float() @ w.weight.float().t(), w.target))
+    assert w.loss == pytest.approx(loss, rel=1e-2)
+    assert loss < 7.2 < torch.tensor(2000.0).log()
 
 
 def test_what_is_wrong_gets_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +402,7 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "1. liger_kernel is not installed" in page
     assert "2. needs more than 110 GB" in page
     assert f"| {name} | 32 | 32 | 32 | 32 | 32 | - |" in page
-    assert f"- {name}, jagged, filtered: 1.00 times as fast; gradients of hidden states and weights off by 0 and 0 " in page
+    assert f"- {name}, popularity, jagged, filtered: 1.00 times as fast; gradients of hidden states and weights off by 0 and 0 " in page
     # A byte of the gradients in a nanosecond over a thousand: 8 numbers of 2 bytes for 224 rows.
     assert "| all items, width 32 | forward and backward | 3.58e-06 |" in page
     assert "negatives, width" not in page
