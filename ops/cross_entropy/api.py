@@ -122,8 +122,9 @@ def linear_cross_entropy(
         filter_eps: leave out of the gradients, on Triton, tiles of rows by items where every logit's gradient is below this
             share of the largest row's, weights of rows included; a pair for the gradients of hidden and of weight (with
             bias), None for exact ones. Each left out is an error of at most `filter_eps` times that row's gradient a logit.
-            Items come in the order of the mean row's logits, which makes whole tiles small. Rare items learn from nothing
-            but such gradients: use it to fine-tune, not to train from scratch.
+            Gradients stay exact where leaving out saves nothing: in chunks, where N * V * D is below 2^39, and where the
+            device finds in a sample that too many tiles count. Rare items learn from nothing but small gradients: use it to
+            fine-tune, not to train from scratch.
         strategy: `"fused"` backward kernels keep nothing but gradients, `"chunked"` ones a buffer for a chunk of items;
             `"auto"` picks the faster that fits `memory_budget`; `linear_cross_entropy_strategy` says which.
         memory_budget: bytes that chunks may take beside the gradients; with less `"auto"` takes fused kernels.
