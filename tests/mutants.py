@@ -13,17 +13,19 @@ import ast
 import hashlib
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -126,15 +128,24 @@ def sources(root: Path) -> dict[str, str]:
 
 
 def draw(files: dict[str, str], count: int, seed: int) -> list[Mutant]:
-    """Return as many faults of each kind, drawn from all of that kind."""
-    kinds: dict[str, list[Mutant]] = {kind: [] for kind in KINDS}
+    """Return as many faults of each kind, drawn from all of that kind.
+
+    Each has a number by the seed and by what it is, and the least are drawn: a change of the sources leaves most others drawn.
+    """
+    kinds: dict[str, list[tuple[str, Mutant]]] = {kind: [] for kind in KINDS}
     for path, source in files.items():
+        seen = Counter[tuple[str, str]]()
         for mutant in mutants(path, source):
-            kinds[mutant.kind].append(mutant)
-    generator = random.Random(seed)
-    drawn = [mutant for at, kind in enumerate(KINDS) for mutant in generator.sample(kinds[kind], (count + at) // len(KINDS))]
-    generator.shuffle(drawn)
-    return drawn
+            change = mutant.before, mutant.after
+            seen[change] += 1
+            number = hashlib.sha256(f"{seed}\n{path}\n{change}\n{seen[change]}".encode()).hexdigest()
+            kinds[mutant.kind].append((number, mutant))
+    drawn = [pair for at, kind in enumerate(KINDS) for pair in sorted(kinds[kind], key=_number)[: (count + at) // len(KINDS)]]
+    return [mutant for _, mutant in sorted(drawn, key=_number)]
+
+
+def _number(pair: tuple[str, Mutant]) -> str:
+    return pair[0]
 
 
 def nearest_tests(path: str, root: Path) -> list[str]:
@@ -220,25 +231,44 @@ def outcome(tree: Path, mutant: Mutant, source: str, seconds: float) -> tuple[st
     return "killed", line
 
 
-def run(root: Path, results: Path, count: int, seed: int, seconds: float, again: Collection[str] = ()) -> list[dict[str, Any]]:
+def run(
+    root: Path, results: Path, count: int, seed: int, seconds: float, again: Collection[str] = (), processes: int = 1
+) -> list[dict[str, Any]]:
     """Run drawn mutants that have no result yet, or one of those that are named; save after each."""
     files = sources(root)
     known = {row["name"]: row for row in json.loads(results.read_text())["mutants"]} if results.exists() else {}
     drawn = {mutant.name(files[mutant.path]): mutant for mutant in draw(files, count, seed)}
     rows = {name: known[name] for name in drawn if name in known}
-    with tempfile.TemporaryDirectory() as folder:
-        copy(root, Path(folder))
-        for number, (name, mutant) in enumerate(drawn.items(), 1):
-            if name not in rows or rows[name]["outcome"] in again:
-                begin = time.monotonic()
-                found, by = outcome(Path(folder), mutant, files[mutant.path], seconds)
-                facts = {key: getattr(mutant, key) for key in ("path", "line", "kind", "before", "after")}
-                facts |= {"outcome": found, "by": by, "seconds": round(time.monotonic() - begin)}
-                rows[name] = {"name": name, **rows.get(name, {}), **facts}
-                saved = {"seed": seed, "limit_s": seconds, "mutants": [rows[name] for name in drawn if name in rows]}
-                results.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    saving = threading.Lock()
+
+    def row_of(name: str, mutant: Mutant, trees: SimpleQueue[Path]) -> None:
+        tree, begin = trees.get(), time.monotonic()
+        try:
+            found, by = outcome(tree, mutant, files[mutant.path], seconds)
+        finally:
+            trees.put(tree)
+        facts = {key: getattr(mutant, key) for key in ("path", "line", "kind", "before", "after")}
+        facts |= {"outcome": found, "by": by, "seconds": round(time.monotonic() - begin)}
+        with saving:
+            rows[name] = {"name": name, **rows.get(name, {}), **facts}
+            saved = {"seed": seed, "limit_s": seconds, "mutants": [rows[name] for name in drawn if name in rows]}
+            results.write_text(json.dumps(saved, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
             change = f"{mutant.path}:{mutant.line}: {mutant.before!r} -> {mutant.after!r}"
-            print(f"{number}/{len(drawn)} {rows[name]['outcome']}: {change}", flush=True)
+            print(f"{len(rows)}/{len(drawn)} {found}: {change}", flush=True)
+
+    # Each process of tests has a copy of the sources of its own.
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(processes) as pool:
+        trees = SimpleQueue[Path]()
+        for number in range(processes):
+            copy(root, Path(folder, str(number)))
+            trees.put(Path(folder, str(number)))
+        missing = [name for name in drawn if name not in rows or rows[name]["outcome"] in again]
+        running = [pool.submit(row_of, name, drawn[name], trees) for name in missing]
+        try:
+            for each in running:
+                each.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
     return [rows[name] for name in drawn]
 
 
@@ -262,9 +292,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=90, help="seconds for the tests of one mutant")
     parser.add_argument("--again", nargs="*", default=(), choices=("killed", "survived", "stopped"), help="run these anew")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     parser.add_argument("--results", type=Path, default=RESULTS)
     given = parser.parse_args()
-    print(summary(run(ROOT, given.results, given.count, given.seed, given.limit, given.again)))
+    print(summary(run(ROOT, given.results, given.count, given.seed, given.limit, given.again, given.processes)))
 
 
 if __name__ == "__main__":

@@ -52,6 +52,16 @@ def test_drawn_by_seed_as_many_of_each_kind() -> None:
     files = sources(ROOT)
     few = dict(list(files.items())[:5])
     assert draw(few, 10, 0) == draw(few, 10, 0) != draw(few, 10, 1)
+    # A change of one file leaves those of the others drawn, but for as many as it adds.
+    first = next(iter(few))
+    changed = draw({**few, first: "x = 1 + 2\n" + few[first]}, 10, 0)
+    assert (
+        len(
+            {(m.path, m.kind, m.before, m.after) for m in draw(few, 10, 0)}
+            - {(m.path, m.kind, m.before, m.after) for m in changed}
+        )
+        <= 3
+    )
     drawn = draw(files, 100, 0)
     assert Counter(mutant.kind for mutant in drawn) == dict.fromkeys(KINDS, 20)
     assert {mutant.path.split("/")[0] for mutant in drawn} == {"ops", "modules", "jagged"}
@@ -97,7 +107,7 @@ def test_killed_survived_and_stopped(project: Path, monkeypatch: pytest.MonkeyPa
     ]
     monkeypatch.setattr("tests.mutants.draw", lambda *given: chosen)
     results = project / "results.json"
-    rows = run(project, results, 3, 0, 5.0)
+    rows = run(project, results, 3, 0, 5.0, processes=2)
     assert [row["outcome"] for row in rows] == ["killed", "survived", "stopped"]
     assert rows[0]["by"].startswith("FAILED tests/test_half.py::test_half")
     assert (project / "jagged/half.py").read_text() == source
