@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import LAUNCHERS
 from tests.conftest import LONG
 from tests.graphs import captured
 from tests.memory import Flat
@@ -125,15 +125,20 @@ def test_small_steps_launch_every_kernel(place: Place, monkeypatch: pytest.Monke
 
     found = kernels()
     assert found
-    launch = Launcher.__call__
 
-    def launch_recorded(self: Launcher, *given: Any, **named: Any) -> None:
-        launched.update({self.kernel.__name__} & set(found))
-        launch(self, *given, **named)
+    def recorded_launch(launch: Any) -> Any:
+        def record(*given: Any, **named: Any) -> None:
+            launched.update({launch.kernel.__name__} & set(found))
+            launch(*given, **named)
 
-    monkeypatch.setattr(Launcher, "__call__", launch_recorded)
+        return record
+
     # A kernel may be launched by another module than its own.
     modules = [module for path, module in list(sys.modules.items()) if path.startswith("jagged.ops.")]
+    for module in modules:
+        for name, launch in list(vars(module).items()):
+            if any(launch is known for known in LAUNCHERS):
+                monkeypatch.setattr(module, name, recorded_launch(launch))
     for name, own in found.items():
         recorded = Recorded(name, getattr(own, name))
         for module in modules:

@@ -37,7 +37,7 @@ class Kernel:
 
 
 def test_parameters_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     kernel = Kernel(NAMES)
     run = launch._make_run(kernel, {})
