@@ -60,8 +60,12 @@ _WALK = """\
         _at_{name} = _key_{name} = None
     elif _kind is float:
         _at_{name}, _key_{name} = {name}, float
+"""
+_WALK_IN_GLUON = """\
     elif _kind is _Descriptor:
         _at_{name}, _key_{name} = {name}, ({name}.base.dtype, {name}.layout, *{name}.block_shape)
+"""
+_OTHERS = """\
     else:
         return _kernel[_grid]({call})
 """
@@ -76,6 +80,11 @@ def _make_run(kernel: Any, compiled: dict[tuple[Any, ...], Any]) -> Any:
     defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not inspect.Parameter.empty}
     heads = [p.name if f"_default_{p.name}" not in defaults else f"{p.name}=_default_{p.name}" for p in parameters]
     call = ", ".join([f"{p.name}={p.name}" for p in parameters] + ["**_options"])
+    known, more = _WALK, {}
+    if hasattr(kernel, "is_gluon") and kernel.is_gluon():
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        known, more = _WALK + _WALK_IN_GLUON, {"_Descriptor": TensorDescriptor}
     walk, key, launched = [], [], []
     for p in parameters:
         if p.is_constexpr:
@@ -84,7 +93,7 @@ def _make_run(kernel: Any, compiled: dict[tuple[Any, ...], Any]) -> Any:
             launched.append(p.name)
             continue
         integer = (_WIDTH if p.do_not_specialize else _SPECIALISED).format(name=p.name)
-        walk.append(_WALK.format(name=p.name, integer=integer, call=call))
+        walk.append((known + _OTHERS).format(name=p.name, integer=integer, call=call))
         key.append(f"_key_{p.name}")
         launched.append(f"_at_{p.name}")
     # No name but the parameters' own begins without an underscore: a kernel may have a parameter `key`.
@@ -111,23 +120,14 @@ def run(_grid, {", ".join(heads)}, **_options):
     names: dict[str, Any] = {
         "_Tensor": Tensor,
         "_Parameter": torch.nn.Parameter,
-        "_Descriptor": _descriptor_of(kernel),
         "_kernel": kernel,
         "_compiled": compiled,
         "_knobs": knobs.runtime,
         # Without the question whether CUDA is initialised, as it is where there are tensors to launch with.
         "_current_device": getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
         "_current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        **more,
         **defaults,
     }
     exec(compile(source, f"<launch of {kernel.__name__}>", "exec"), names)
     return names["run"]
-
-
-def _descriptor_of(kernel: Any) -> Any:
-    """Return the type of the descriptors that a kernel in Gluon takes; no argument of another one has this type."""
-    if not (hasattr(kernel, "is_gluon") and kernel.is_gluon()):
-        return _descriptor_of
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor
