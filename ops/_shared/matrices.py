@@ -76,6 +76,11 @@ def inverse_scale_of(valid: Tensor, *grads: Tensor | None) -> Tensor:
     return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
 
 
+def products_of(dtype: torch.dtype) -> str:
+    """Return how Triton multiplies matrices of a dtype; only float32 has a choice, and to ask for it costs a microsecond."""
+    return float32_products() if dtype == torch.float32 else "ieee"
+
+
 def float32_products() -> str:
     """Return how Triton multiplies float32 matrices: as PyTorch's own products on a GPU do.
 

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_product
 from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import float32_products
+from jagged.ops._shared.matrices import products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm import configurations
 from jagged.ops.bmm.spec import DenseInputs, JaggedInputs, Options, Rows, Sums
@@ -230,7 +230,7 @@ def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
     total, (batch_size, d, t) = values.shape[0], dense.shape
     if batch_size == 0 or (d == 0 and bias is None):
         return Rows(values.new_zeros(total, t))
-    output = torch.empty(total, t, dtype=values.dtype, device=values.device)
+    output = values.new_empty(total, t)
     if total and t:
         itemsize = values.element_size()
         chosen = configurations.dense_configuration(d, t, itemsize)
@@ -241,7 +241,7 @@ def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
             ((batch_size + num_later) * cdiv(t, chosen.block_t),),
             values, offsets.contiguous(), dense, bias, output, num_later, batch_size, total, *values.stride(), *dense.stride(),
             D=d, T=t, BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t, VECTOR=16 // itemsize,
-            USE_DOT=chosen.use_dot, PRECISION=float32_products(), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+            USE_DOT=chosen.use_dot, PRECISION=products_of(values.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
         )  # fmt: skip
     return Rows(output)
 
@@ -250,7 +250,7 @@ def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
     """Launch `jagged_jagged_bmm_kernel`, and the sum over chunks where a sample may have several."""
     a, b, offsets = x
     (total, d), t, batch_size = a.shape, b.shape[1], offsets.shape[0] - 1
-    output = torch.empty(batch_size, d, t, dtype=a.dtype, device=a.device)
+    output = a.new_empty(batch_size, d, t)
     if not (batch_size and d and t):
         return Sums(output)
     strides = (t, 1)
@@ -262,13 +262,13 @@ def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
     chunk = configurations.chunk_of(d, t, total, batch_size, itemsize)
     # No sample is longer than all together.
     num_later = total // chunk if total > chunk else 0
-    partial = torch.empty(2 * num_later * d * t, dtype=torch.float32, device=a.device)
+    partial = a.new_empty(2 * num_later * d * t, dtype=torch.float32)
     offsets = offsets.contiguous()
     _launch_jagged(
         ((batch_size + num_later) * cdiv(d, chosen.block_d) * cdiv(t, chosen.block_t),),
         a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
         D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t,
-        USE_DOT=chosen.use_dot, PRECISION=float32_products(), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        USE_DOT=chosen.use_dot, PRECISION=products_of(a.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
     )  # fmt: skip
     if num_later:
         _launch_reduce(

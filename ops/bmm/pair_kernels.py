@@ -253,7 +253,7 @@ def pair_scores(x: PairInputs, o: PairOptions) -> Scores:
     a, b, a_offsets, b_offsets = x
     (num_pairs,) = o
     (a_total, width), b_total, batch_size = a.shape, b.shape[0], a_offsets.shape[0] - 1
-    scores = torch.empty(num_pairs, dtype=a.dtype, device=a.device)
+    scores = a.new_empty(num_pairs)
     # Of a width of 0 the scores are zeros, computed by the same kernel; without rows there are none.
     if batch_size == 0 or a_total == 0 or num_pairs == 0:
         return Scores(scores)
@@ -282,7 +282,7 @@ def pair_sums(x: WeightedInputs, o: WeightedOptions) -> WeightedSums:
     (total, width), batch_size = values.shape, a_offsets.shape[0] - 1
     a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
     output_offsets, offsets = (b_offsets, a_offsets) if transposed else (a_offsets, b_offsets)
-    output = torch.empty(output_total, width, dtype=values.dtype, device=values.device)
+    output = values.new_empty(output_total, width)
     if not (batch_size and output_total and width):
         return WeightedSums(output)
     values = _readable(values)

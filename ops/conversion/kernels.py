@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 
@@ -25,9 +26,15 @@ MAX_BLOCK_FEATURES = 1024
 
 def block_sizes(num_rows: int, num_features: int) -> tuple[int, int]:
     """Return rows and features of a tile."""
+    most, block_features = _most_rows(num_features)
+    return most if num_rows >= most else next_power_of_2(num_rows), block_features
+
+
+@functools.cache
+def _most_rows(num_features: int) -> tuple[int, int]:
     block_features = min(next_power_of_2(num_features), MAX_BLOCK_FEATURES)
     elements = TILE_ELEMENTS if num_features % 16 == 0 else TILE_ELEMENTS // 2
-    return max(1, min(elements // block_features, 128, next_power_of_2(num_rows))), block_features
+    return max(1, min(elements // block_features, 128)), block_features
 
 
 def to_jagged_warps(num_features: int, itemsize: int) -> int:

@@ -43,8 +43,8 @@ class Configuration(NamedTuple):
 
 def softmax_configuration(total: int, batch_size: int, num_features: int) -> Configuration:
     """Choose for `jagged_softmax` from shapes alone: samples of up to twice the mean length fit into one tile."""
-    vectors = min(triton.next_power_of_2(num_features), 16)
-    elements = min(max(triton.next_power_of_2(2 * total // batch_size), 32), 8 * WARP_ELEMENTS // vectors)
+    vectors = min(next_power_of_2(num_features), 16)
+    elements = min(max(next_power_of_2(2 * total // batch_size), 32), 8 * WARP_ELEMENTS // vectors)
     num_warps = max(vectors * elements // WARP_ELEMENTS, 4)
     return Configuration(vectors, elements, num_warps * WARP_ELEMENTS // vectors, num_warps)
 
@@ -203,7 +203,7 @@ _launch_backward = Launcher(jagged_softmax_backward_kernel)
 def softmax(x: Inputs, o: Options) -> Weights:
     """Launch `jagged_softmax_forward_kernel`, after `jagged_softmax_statistics_kernel` where samples may be long."""
     values, offsets = x
-    output = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    output = values.new_empty(values.shape)
     batch_size = offsets.shape[0] - 1
     if not batch_size or not values.numel():
         return Weights(output)

@@ -201,7 +201,7 @@ _launch_backward = Launcher(jagged2_softmax_backward_kernel)
 
 def pair_softmax(x: PairInputs, o: PairOptions) -> Weights:
     """Launch `jagged2_softmax_forward_kernel`."""
-    output = torch.empty(x.values.shape, dtype=x.values.dtype, device=x.values.device)
+    output = x.values.new_empty(x.values.shape)
     _launch(_launch_forward, (x.values,), x, output, o.by_columns)
     return Weights(output)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -34,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_tile, leave_tile, make_ring, rows_descriptor, send_tile
-from jagged.ops._shared.sizes import cdiv
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.cross_entropy.hopper import WIDEST
 from jagged.ops.cross_entropy.triton.arguments import Rows
 from jagged.ops.cross_entropy.triton.logits import LOG2_E
@@ -387,7 +386,7 @@ def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple
             STEPS=cdiv(width, WIDE_STEP), PLACES=WIDE_PLACES, num_warps=4,
         )  # fmt: skip
     else:
-        columns = max(64, triton.next_power_of_2(width))
+        columns = max(64, next_power_of_2(width))
         _launch_walk(
             (programs,),
             rows_descriptor(hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns), part_maximum,
@@ -405,7 +404,7 @@ def mark_tiles(rows: Rows, weight: Tensor, temperature: float, marks: Tensor) ->
     """
     (num_rows, width), walk = rows.hidden.shape, walk_of(rows.hidden.shape[1], marks=True)
     row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, len(weight), walk.groups, 2 * walk.items, weight.device)
-    columns = max(64, triton.next_power_of_2(width))
+    columns = max(64, next_power_of_2(width))
     hidden, items = rows_descriptor(rows.hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns)
     _launch_walk(
         (programs,),
