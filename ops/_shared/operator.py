@@ -486,6 +486,7 @@ def _implementation(functions: _Functions) -> Callable[..., Any]:
 
 def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
     """Return the function of eager calls: what is differentiated are its arguments, all else is one."""
+    num_inputs, names, run_backward = rules.num_inputs, rules.differentiable, rules.run_backward
 
     def forward(ctx: Any, call: tuple[Any, Any, Tensor, str, torch.dtype | None], *tensors: Tensor | None) -> Any:
         x, o, first, backend, cast = call
@@ -497,7 +498,24 @@ def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
         return out[0] if len(out) == 1 else tuple(out)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *_gradients(ctx, rules, grads, ctx.needs_input_grad[1:], is_direct=True)
+        needs = ctx.needs_input_grad[1:]
+        given = [grad for grad in grads if grad is not None]
+        if rules.is_many or torch.is_grad_enabled() or not given or True not in needs:
+            return None, *_gradients(ctx, rules, grads, needs, is_direct=True)
+        # As there, without what costs the host time.
+        kept, places, o, backend, dtypes = ctx.kept
+        values = [*kept]
+        for place, tensor in zip(places, ctx.saved_tensors, strict=True):
+            values[place] = tensor
+        x, out, of_outputs = rules.inputs(*values[:num_inputs]), rules.outputs(*values[num_inputs:]), rules.outputs(*grads)
+        wanted = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
+        if run_backward is None:
+            found = _composed(rules, given[0], of_outputs, x, out, o, wanted, _direct(backend, given))
+        else:
+            found = run_backward(given[0], backend, of_outputs, x, out, o, wanted)
+            if rules.finish is not None:
+                found = rules.finish(found, x, o, wanted)
+        return None, *[_in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
 
     return _function(f"{name}_eager", forward=forward, backward=backward)
 
@@ -614,16 +632,8 @@ def _gradients(
         names = tuple([name for name in names for _ in _each(getattr(x, name))])
     wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
     is_differentiated = torch.is_grad_enabled()
-    if is_direct and not is_differentiated and not rules.is_many:
-        # As below, without what costs the host time.
-        if rules.run_backward is None:
-            found = _composed(rules, given[0], of_outputs, x, out, o, wanted, _direct(backend, given))
-        else:
-            found = rules.run_backward(given[0], backend, of_outputs, x, out, o, wanted)
-            if rules.finish is not None:
-                found = rules.finish(found, x, o, wanted)
-        return [_in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
+        backend = backend if is_differentiated or not is_direct else _direct(backend, given)
         found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
     else:
         with torch.no_grad():
@@ -734,9 +744,11 @@ def _returned(results: Any) -> Any:
 
 def _outputs(results: Any, rules: _Rules) -> Any:
     """Return outputs from what the dispatcher or autograd's function gives."""
+    if isinstance(results, Tensor):
+        return rules.outputs(results)
     if rules.gives_many:
         return rules.outputs(tuple(results))
-    return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
+    return rules.outputs(*(() if results is None else results))
 
 
 def _cast(x: Any, o: Any, dtype: torch.dtype | None, rules: _Rules) -> Any:
