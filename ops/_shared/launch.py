@@ -19,7 +19,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-#: What `Launcher` has given, in its order: functions whose attributes are `kernel` and `compiled`, what they found by key.
+#: What `Launcher` and `bound` have given, in their order: functions whose attributes are `kernel` and `compiled`, by key.
 LAUNCHERS: list[Any] = []
 
 
@@ -32,19 +32,30 @@ def Launcher(kernel: Any) -> Callable[..., None]:  # noqa: N802
     Args:
         kernel: what `triton.jit` gives. `debug` and other settings of Triton are read when a kernel is first launched.
     """
-    compiled: dict[tuple[Any, ...], Any] = {}
+    return _made(kernel, {})
+
+
+def bound(launch: Any, **constants: Any) -> Callable[..., None]:
+    """Return `launch` with constants and options: `(grid, *arguments)`, of which the key holds the arguments alone.
+
+    What it gives is to be kept: it is a function of its own, which compiles anew.
+    """
+    return _made(launch.kernel, constants)
+
+
+def _made(kernel: Any, constants: dict[str, Any]) -> Callable[..., None]:
     # Interpreted and autotuned kernels are objects of other types.
-    launch: Any = _make_run(kernel, compiled) if isinstance(kernel, JITFunction) else _plain(kernel)
-    launch.kernel, launch.compiled = kernel, compiled
+    launch: Any = (_make_run if isinstance(kernel, JITFunction) else _plain)(kernel, constants)
     LAUNCHERS.append(launch)
     return launch  # type: ignore[no-any-return]
 
 
-def _plain(kernel: Any) -> Callable[..., None]:
+def _plain(kernel: Any, constants: dict[str, Any]) -> Callable[..., None]:
     def launch(grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
         if 0 not in grid:
-            kernel[grid](*arguments, **named)
+            kernel[grid](*arguments, **named, **constants)
 
+    launch.kernel, launch.compiled = kernel, {}  # type: ignore[attr-defined]
     return launch
 
 
@@ -74,12 +85,20 @@ _WIDTH = f"32 if {_IN_32_BITS} else 64 if {_IN_64_BITS} else 0"
 _SPECIALISED = f"(1 if {{name}} == 1 else 0 if {{name}} & 15 else 16) if {_IN_32_BITS} else ({{name}} & 15 == 0, {_IN_64_BITS})"
 
 
-def _make_run(kernel: Any, compiled: dict[tuple[Any, ...], Any]) -> Any:
-    """Return a function of the kernel's own signature, which finds the compiled kernel and launches it."""
+def _make_run(kernel: Any, constants: dict[str, Any]) -> Any:
+    """Return a function of the kernel's own signature less `constants`, which finds the compiled kernel and launches it."""
+    compiled: dict[tuple[Any, ...], Any] = {}
     parameters = kernel.params
-    defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not inspect.Parameter.empty}
-    heads = [p.name if f"_default_{p.name}" not in defaults else f"{p.name}=_default_{p.name}" for p in parameters]
-    call = ", ".join([f"{p.name}={p.name}" for p in parameters] + ["**_options"])
+    values = {f"_default_{p.name}": p.default for p in parameters if p.default is not inspect.Parameter.empty}
+    values |= {f"_bound_{name}": value for name, value in constants.items()}
+    heads = [
+        p.name if f"_default_{p.name}" not in values else f"{p.name}=_default_{p.name}"
+        for p in parameters
+        if p.name not in constants
+    ]
+    of_options = [f"{name}=_bound_{name}" for name in constants if name not in {p.name for p in parameters}]
+    handed = [f"{p.name}=_bound_{p.name}" if p.name in constants else f"{p.name}={p.name}" for p in parameters]
+    call = ", ".join([*handed, *of_options, "**_options"])
     known, more = _WALK, {}
     if hasattr(kernel, "is_gluon") and kernel.is_gluon():
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -87,6 +106,9 @@ def _make_run(kernel: Any, compiled: dict[tuple[Any, ...], Any]) -> Any:
         known, more = _WALK + _WALK_IN_GLUON, {"_Descriptor": TensorDescriptor}
     walk, key, launched = [], [], []
     for p in parameters:
+        if p.name in constants:
+            launched.append(f"_bound_{p.name}")
+            continue
         if p.is_constexpr:
             # True and 1 are equal and compile to other code.
             key += [p.name, f"{p.name}.__class__"]
@@ -127,7 +149,9 @@ def run(_grid, {", ".join(heads)}, **_options):
         "_current_device": getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),
         "_current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
         **more,
-        **defaults,
+        **values,
     }
     exec(compile(source, f"<launch of {kernel.__name__}>", "exec"), names)
-    return names["run"]
+    launch = names["run"]
+    launch.kernel, launch.compiled = kernel, compiled
+    return launch

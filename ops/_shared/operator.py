@@ -487,6 +487,7 @@ def _implementation(functions: _Functions) -> Callable[..., Any]:
 def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
     """Return the function of eager calls: what is differentiated are its arguments, all else is one."""
     num_inputs, names, run_backward = rules.num_inputs, rules.differentiable, rules.run_backward
+    has_many = rules.is_many or rules.gives_many
 
     def forward(ctx: Any, call: tuple[Any, Any, Tensor, str, torch.dtype | None], *tensors: Tensor | None) -> Any:
         x, o, first, backend, cast = call
@@ -500,7 +501,7 @@ def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         needs = ctx.needs_input_grad[1:]
         given = [grad for grad in grads if grad is not None]
-        if rules.is_many or torch.is_grad_enabled() or not given or True not in needs:
+        if has_many or torch.is_grad_enabled() or not given or True not in needs:
             return None, *_gradients(ctx, rules, grads, needs, is_direct=True)
         # As there, without what costs the host time.
         kept, places, o, backend, dtypes = ctx.kept
@@ -515,7 +516,9 @@ def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
             found = run_backward(given[0], backend, of_outputs, x, out, o, wanted)
             if rules.finish is not None:
                 found = rules.finish(found, x, o, wanted)
-        return None, *[_in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
+        return None, *[
+            _in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)
+        ]
 
     return _function(f"{name}_eager", forward=forward, backward=backward)
 

@@ -5,7 +5,6 @@ Every row compiles without a spill for compute capabilities 8.0, 9.0 and 10.0.
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 # Float32 up to this width of the narrow side is added up in registers, where the matrix instructions would round to TF32.
@@ -27,7 +26,6 @@ class Configuration(NamedTuple):
     num_stages: int
 
 
-@functools.cache
 def dense_configuration(d: int, t: int, itemsize: int) -> Configuration:
     """Choose for `[S, D] x [B, D, T] -> [S, T]`."""
     if itemsize == 2:
@@ -47,7 +45,6 @@ def dense_configuration(d: int, t: int, itemsize: int) -> Configuration:
     return Configuration(32, _power(d, 16, 32), _power(t, 16, 64), True, 4, 2)
 
 
-@functools.cache
 def jagged_configuration(d: int, t: int, itemsize: int) -> Configuration:
     """Choose for `[S, D] x [S, T] -> [B, D, T]`, where T is the narrower side."""
     if itemsize == 2:
@@ -60,7 +57,6 @@ def jagged_configuration(d: int, t: int, itemsize: int) -> Configuration:
     return Configuration(16, _power(d, 16, 64), _power(t, 16, 64), True, 4, 2)
 
 
-@functools.lru_cache(maxsize=4096)
 def chunk_of(d: int, t: int, total: int, batch_size: int, itemsize: int) -> int:
     """Return after how many rows a sample is split: its partial sums, `2 (total // chunk) D T` in float32, fit their share."""
     moved = (total * (d + t) + batch_size * d * t) * itemsize

@@ -8,12 +8,15 @@ The sample of a number n is the one that contains row `(n + 1) C - 1`: with `sta
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
 from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_product
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import Launcher, bound
 from jagged.ops._shared.matrices import products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm import configurations
@@ -224,6 +227,27 @@ _launch_jagged = Launcher(jagged_jagged_bmm_kernel)
 _launch_reduce = Launcher(jagged_jagged_bmm_reduce_kernel)
 
 
+@functools.cache
+def _dense_launch(d: int, t: int, dtype: torch.dtype, precision: str) -> tuple[configurations.Configuration, Callable[..., None]]:
+    chosen = configurations.dense_configuration(d, t, dtype.itemsize)
+    return chosen, bound(
+        _launch_dense, D=d, T=t, BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t, VECTOR=16 // dtype.itemsize,
+        USE_DOT=chosen.use_dot, PRECISION=precision, NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+    )  # fmt: skip
+
+
+@functools.cache
+def _jagged_launch(
+    d: int, t: int, strides: tuple[int, int], dtype: torch.dtype, precision: str
+) -> tuple[configurations.Configuration, Callable[..., None]]:
+    chosen = configurations.jagged_configuration(d, t, dtype.itemsize)
+    return chosen, bound(
+        _launch_jagged, D=d, T=t, D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d,
+        BLOCK_T=chosen.block_t, USE_DOT=chosen.use_dot, PRECISION=precision, NUM_STAGES=chosen.num_stages,
+        num_warps=chosen.num_warps,
+    )  # fmt: skip
+
+
 def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
     """Launch `jagged_dense_bmm_kernel`."""
     values, offsets, dense, bias = x
@@ -232,16 +256,13 @@ def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
         return Rows(values.new_zeros(total, t))
     output = values.new_empty(total, t)
     if total and t:
-        itemsize = values.element_size()
-        chosen = configurations.dense_configuration(d, t, itemsize)
+        chosen, launch = _dense_launch(d, t, values.dtype, products_of(values.dtype))
         num_later = total // chosen.rows
         if bias is not None:
             bias = bias.contiguous()
-        _launch_dense(
+        launch(
             ((batch_size + num_later) * cdiv(t, chosen.block_t),),
             values, offsets.contiguous(), dense, bias, output, num_later, batch_size, total, *values.stride(), *dense.stride(),
-            D=d, T=t, BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t, VECTOR=16 // itemsize,
-            USE_DOT=chosen.use_dot, PRECISION=products_of(values.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
         )  # fmt: skip
     return Rows(output)
 
@@ -257,18 +278,15 @@ def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
     if d < t:
         # The narrower side is the second one; the output is written transposed.
         a, b, d, t, strides = b, a, t, d, (1, t)
-    itemsize = a.element_size()
-    chosen = configurations.jagged_configuration(d, t, itemsize)
-    chunk = configurations.chunk_of(d, t, total, batch_size, itemsize)
+    chosen, launch = _jagged_launch(d, t, strides, a.dtype, products_of(a.dtype))
+    chunk = configurations.chunk_of(d, t, total, batch_size, a.element_size())
     # No sample is longer than all together.
     num_later = total // chunk if total > chunk else 0
     partial = a.new_empty(2 * num_later * d * t, dtype=torch.float32)
     offsets = offsets.contiguous()
-    _launch_jagged(
+    launch(
         ((batch_size + num_later) * cdiv(d, chosen.block_d) * cdiv(t, chosen.block_t),),
-        a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
-        D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t,
-        USE_DOT=chosen.use_dot, PRECISION=products_of(a.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(),
     )  # fmt: skip
     if num_later:
         _launch_reduce(

@@ -173,6 +173,15 @@ def test_descriptors_are_launched_as_triton_launches_them(monkeypatch: pytest.Mo
     launch_described((5,), rows_descriptor(matrix[8:, 16:], 64, 64), *usual[1:2], 92, 160, 2.5, BLOCK=64, num_warps=4)
     launch_described((0,), *usual, BLOCK=64, num_warps=4)
     assert triton.bound == before
+    # With constants of its own a launch is found by the arguments alone.
+    with_constants = launch.bound(launch_described, BLOCK=64, HAS_BIAS=False, num_warps=4)
+    for _ in range(2):
+        with_constants((3,), *usual)
+        with_constants((3,), *usual[:3], 81, 0.5)
+    assert triton.bound == before + 2
+    described_kernel[(3,)](*usual, BLOCK=64, HAS_BIAS=False, num_warps=4)
+    assert [given[13:] for given in triton.given[-3:-1:2]] == [triton.given[-1][13:]]
+    assert triton.given[-5][13:] == triton.given[-1][13:]
     # A descriptor of another type is Triton's to refuse or to take.
     with pytest.raises(Exception, match="failed to specialize"):
         launch_described((1,), object(), *usual[1:], BLOCK=64, num_warps=4)

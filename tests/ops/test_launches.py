@@ -82,6 +82,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(backends, "INTERPRETED", True)
     monkeypatch.setattr(families, "PLACE", Place("cpu", torch.device("cpu"), "triton", PLACE.dtypes))
     families.kernels(for_hopper=True)
+    # Of launchers that are made in a test, and of those that there are.
+    for name, given in (("_cuda_getDevice", lambda: 0), ("_cuda_getCurrentRawStream", lambda device: 0)):
+        monkeypatch.setattr(torch._C, name, given, raising=False)
     for launch in LAUNCHERS:
         monkeypatch.setitem(launch.__globals__, "_current_device", lambda: 0)
         monkeypatch.setitem(launch.__globals__, "_current_stream", lambda device: 0)
