@@ -356,7 +356,7 @@ def activate_backward(
 ) -> dict[str, Tensor]:
     """Launch `sum_rows_kernel` over the gradients of an activation, which it stores too."""
     grad = grads.output
-    terms, sums = grad.new_empty(grad.shape), grad.new_empty(x.context.shape)
+    terms, sums = grad.new_empty(*grad.shape), grad.new_empty(*x.context.shape)
     saved = out.output if o.activation == "relu" else x.values
     _sum_rows(grad, saved, x.context, x.offsets, terms, sums, o.activation)
     found = {"values": terms, "context": sums}

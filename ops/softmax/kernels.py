@@ -217,7 +217,7 @@ def _with_tile(launch: Callable[..., None], tile: Configuration, is_split: bool)
 def softmax(x: Inputs, o: Options) -> Weights:
     """Launch `jagged_softmax_forward_kernel`, after `jagged_softmax_statistics_kernel` where samples may be long."""
     values, offsets = x
-    output = values.new_empty(values.shape)
+    output = values.new_empty(*values.shape)
     batch_size = offsets.shape[0] - 1
     if not batch_size or not values.numel():
         return Weights(output)

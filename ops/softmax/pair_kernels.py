@@ -202,7 +202,7 @@ _launch_backward = Launcher(jagged2_softmax_backward_kernel)
 
 def pair_softmax(x: PairInputs, o: PairOptions) -> Weights:
     """Launch `jagged2_softmax_forward_kernel`."""
-    output = x.values.new_empty(x.values.shape)
+    output = x.values.new_empty(*x.values.shape)
     _launch(_launch_forward, (x.values,), x, output, o.by_columns)
     return Weights(output)
 

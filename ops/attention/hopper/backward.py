@@ -399,8 +399,8 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options) -> dict[str, T
     """Launch both kernels for what `supports` has nothing against."""
     total, heads, head_dim = x.q.shape
     num_samples = x.q_offsets.shape[0] - 1
-    grad_q, grad_k, grad_v = (torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) for rows in x[:3])
-    statistics = torch.empty(*out.lse.shape, 2, dtype=torch.float32, device=x.q.device)
+    grad_q, grad_k, grad_v = (rows.new_empty(*rows.shape) for rows in x[:3])
+    statistics = out.lse.new_empty(*out.lse.shape, 2)
     counters = torch.zeros(2, dtype=torch.int32, device=x.q.device)
     offsets = x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets
     constants = {"IS_CAUSAL": o.causal, "GROUP": heads // x.k.shape[1], "HEAD_DIM": head_dim, "num_warps": 4}

@@ -353,8 +353,8 @@ def forward(x: Inputs, o: Options) -> Outputs:
     """Launch `attention_forward_hopper_kernel` for what `supports` has nothing against."""
     total, heads, head_dim = x.q.shape
     num_samples = x.q_offsets.shape[0] - 1
-    output = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device)
-    lse = torch.empty((0,) if o.pointwise else (heads, total), dtype=torch.float32, device=x.q.device)
+    output = x.q.new_empty(*x.q.shape)
+    lse = x.q.new_empty(*((0,) if o.pointwise else (heads, total)), dtype=torch.float32)
     _launch_forward(
         programs_for(x.q, num_samples),
         ragged_descriptor(x.q, GROUP_M.value), ragged_descriptor(x.k, BLOCK_N.value), ragged_descriptor(x.v, BLOCK_N.value),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import Launcher, bound
 from jagged.ops._shared.matrices import products_of
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.attention import hopper
@@ -37,15 +38,14 @@ def forward(x: Inputs, o: Options) -> Outputs:
 
         return hopper_forward(x, o)
     total, heads, _ = x.q.shape
-    output = x.q.new_empty(x.q.shape)
-    lse = x.q.new_empty((0,) if o.pointwise else (heads, total), dtype=torch.float32)
+    output = x.q.new_empty(*x.q.shape)
+    lse = x.q.new_empty(*((0,) if o.pointwise else (heads, total)), dtype=torch.float32)
     chosen = _configuration(x, o, x.k, x.v)
     tiles = chosen.forward
-    _launch_forward(
+    _prepared(_launch_forward, x, o, chosen.apart, tiles, BLOCK_M=tiles.own, BLOCK_N=tiles.visit)(
         _grid(x.q, x.q_offsets, tiles),
         x.q, x.k, x.v, x.q_offsets, x.k_offsets, x.num_targets, output, None if o.pointwise else lse, *_scalars(x, o),
-        *_strides(x.q, x.k, x.v), output.stride(0), **_extras(x, o), BLOCK_M=tiles.own, BLOCK_N=tiles.visit,
-        **_constants(x, o, chosen.apart, tiles),
+        *_strides(x.q, x.k, x.v), output.stride(0), **_extras(x, o),
     )  # fmt: skip
     return Outputs(output, lse)
 
@@ -63,7 +63,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         from jagged.ops.attention.hopper.backward import backward as hopper_backward
 
         return hopper_backward(Outputs(grad, grad_lse), x, out, o)  # type: ignore[arg-type]
-    found = {"q": x.q.new_empty(x.q.shape), "k": x.k.new_empty(x.k.shape), "v": x.v.new_empty(x.v.shape)}
+    found = {"q": x.q.new_empty(*x.q.shape), "k": x.k.new_empty(*x.k.shape), "v": x.v.new_empty(*x.v.shape)}
     row_lse = None if o.pointwise else out.lse
     statistics = None if o.pointwise else out.lse.new_empty(*out.lse.shape, 2, dtype=torch.float32)
     # A loop over heads moves a pointer, which it could not do with a descriptor.
@@ -79,29 +79,28 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         found["bias"] = torch.zeros(x.bias.shape, dtype=wanted["bias"], device=x.bias.device)
     copies = {name: len(table) for name, table in sums.items()}
     num_buckets = sums["time_bias"].shape[3] if "time_bias" in sums else 1
-    _launch_dq(
+    block_t = next_power_of_2(min(num_buckets, MOST_BUCKETS))
+    _prepared(_launch_dq, x, o, chosen.apart, chosen.dq, BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=block_t)(
         _grid(x.q, x.q_offsets, chosen.dq),
         grad, grad_lse, x.q, x.k, x.v, out.output, row_lse, x.q_offsets, x.k_offsets, x.num_targets, found["q"], statistics,
         *scalars, found["q"].stride(0), **extras,
         grad_relative_bias=sums.get("relative_bias"), relative_copies=copies.get("relative_bias", 0),
         grad_time_bias=sums.get("time_bias"), time_copies=copies.get("time_bias", 0), grad_bias=found.get("bias"),
-        BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=next_power_of_2(min(num_buckets, MOST_BUCKETS)),
-        **_constants(x, o, chosen.apart, chosen.dq),
     )  # fmt: skip
-    _launch_dkv(
+    _prepared(_launch_dkv, x, o, chosen.apart, chosen.dkv, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own)(
         _grid(x.k, x.q_offsets, chosen.dkv),
         grad, x.q, x.k, x.v, statistics, x.q_offsets, x.k_offsets, x.num_targets, found["k"], found["v"], *scalars,
-        found["k"].stride(0), **extras, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own,
-        **_constants(x, o, chosen.apart, chosen.dkv),
+        found["k"].stride(0), **extras,
     )  # fmt: skip
     return found | {name: _rounded(bins, wanted[name]) for name, bins in sums.items()}
 
 
 def _readable(x: Inputs) -> Inputs:
     """Return inputs as the kernels read them: rows and heads of any stride, columns and all other elements side by side."""
-    rows = [_with_adjacent_columns(each) for each in x[:3]]
-    others = [each if each is None or each is x.bias else each.contiguous() for each in x[3:]]
-    return Inputs(*rows, *others)
+    q, k, v, *others = x
+    bias = x.bias
+    made = [each if each is None or each is bias else each.contiguous() for each in others]
+    return Inputs(*map(_with_adjacent_columns, (q, k, v)), *made)  # type: ignore[arg-type]
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:
@@ -222,23 +221,29 @@ def _grid(rows: Tensor, offsets: Tensor, tiles: Tiles) -> tuple[int, int]:
     return (rows.shape[0] // tiles.own + batch_size if batch_size and rows.numel() else 0, rows.shape[1])
 
 
-def _constants(x: Inputs, o: Options, apart: bool, tiles: Tiles) -> dict[str, Any]:
+def _prepared(
+    launch: Callable[..., None], x: Inputs, o: Options, apart: bool, tiles: Tiles, **blocks: int
+) -> Callable[..., None]:
+    """Return the launch with its constants."""
     if tiles.tma:
         # Descriptors lie in memory that Triton asks for at each launch, from an allocator that belongs to the thread.
         triton.set_allocator(_allocate)
+    (_, heads, width), dtype = x.q.shape, x.q.dtype
     limited = tiles.max_registers is not None and capability(x.q.device) == (9, 0)
-    return {
-        "IS_CAUSAL": o.causal,
-        "APART": apart,
-        "USE_TMA": tiles.tma,
-        "GROUP": x.q.shape[1] // x.k.shape[1],
-        "HEAD_DIM": x.q.shape[2],
-        "BLOCK_D": padded_width(x.q.shape[2]),
-        "INPUT_PRECISION": products_of(x.q.dtype),
+    return _with_constants(
+        launch, tiles, limited, IS_CAUSAL=o.causal, APART=apart, GROUP=heads // x.k.shape[1], HEAD_DIM=width,
+        INPUT_PRECISION=products_of(dtype), **blocks,
+    )  # fmt: skip
+
+
+@functools.cache
+def _with_constants(launch: Callable[..., None], tiles: Tiles, limited: bool, **constants: Any) -> Callable[..., None]:
+    options = {
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
         **({"maxnreg": tiles.max_registers} if limited else {}),
     }
+    return bound(launch, USE_TMA=tiles.tma, BLOCK_D=padded_width(constants["HEAD_DIM"]), **constants, **options)
 
 
 def _allow_tma(*rows: Tensor) -> bool:
