@@ -15,12 +15,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 #: What `Launcher` and `bound` have given, in their order: functions whose attributes are `kernel` and `compiled`, by key.
 LAUNCHERS: list[Any] = []
+_IS_3_6 = triton.__version__.startswith("3.6.")
 
 
 def Launcher(kernel: Any) -> Callable[..., None]:  # noqa: N802
@@ -85,6 +87,18 @@ _WIDTH = f"32 if {_IN_32_BITS} else 64 if {_IN_64_BITS} else 0"
 _SPECIALISED = f"(1 if {{name}} == 1 else 0 if {{name}} & 15 else 16) if {_IN_32_BITS} else ({{name}} & 15 == 0, {_IN_64_BITS})"
 
 
+def _launch_of(kernel: Any) -> tuple[Any, Any, Any, tuple[Any, Any] | None]:
+    """Return what launches a compiled kernel, its function and metadata, and flags where that is C's launcher itself.
+
+    Around it is Python that asks for scratch memory, which costs a microsecond and which few kernels have. Of Triton 3.6 alone is
+    it known what C is given.
+    """
+    run = kernel.run
+    if _IS_3_6 and type(run).__name__ == "CudaLauncher" and not run.global_scratch_size and not run.profile_scratch_size:
+        return run.launch, kernel.function, kernel.packed_metadata, (run.launch_cooperative_grid, run.launch_pdl)
+    return run, kernel.function, kernel.packed_metadata, None
+
+
 def _make_run(kernel: Any, constants: dict[str, Any]) -> Any:
     """Return a function of the kernel's own signature less `constants`, which finds the compiled kernel and launches it."""
     compiled: dict[tuple[Any, ...], Any] = {}
@@ -118,6 +132,7 @@ def _make_run(kernel: Any, constants: dict[str, Any]) -> Any:
         walk.append((known + _OTHERS).format(name=p.name, integer=integer, call=call))
         key.append(f"_key_{p.name}")
         launched.append(f"_at_{p.name}")
+    given = ", ".join(launched)
     # No name but the parameters' own begins without an underscore: a kernel may have a parameter `key`.
     source = f"""\
 def run(_grid, {", ".join(heads)}, **_options):
@@ -132,18 +147,24 @@ def run(_grid, {", ".join(heads)}, **_options):
     if _found is None:
         _found = _kernel[_grid]({call})
         if _found is not None:
-            _compiled[_key] = _found.run, _found.function, _found.packed_metadata
+            _compiled[_key] = _launch_of(_found)
         return
-    _run, _function, _metadata = _found
+    _run, _function, _metadata, _flags = _found
     _y = _grid[1] if len(_grid) > 1 else 1
     _z = _grid[2] if len(_grid) > 2 else 1
-    _run(_grid[0], _y, _z, _current_stream(_device), _function, _metadata, None, None, None, {", ".join(launched)})
+    if _flags is None:
+        _run(_grid[0], _y, _z, _current_stream(_device), _function, _metadata, None, None, None, {given})
+    else:
+        _cooperative, _dependent = _flags
+        _run(_grid[0], _y, _z, _current_stream(_device), _function, _cooperative, _dependent, None, None, _metadata, None, None,
+            None, {given})
 """
     names: dict[str, Any] = {
         "_Tensor": Tensor,
         "_Parameter": torch.nn.Parameter,
         "_kernel": kernel,
         "_compiled": compiled,
+        "_launch_of": _launch_of,
         "_knobs": knobs.runtime,
         # Without the question whether CUDA is initialised, as it is where there are tensors to launch with.
         "_current_device": getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device),

@@ -57,6 +57,8 @@ from jagged.ops._shared.validation import autocast_dtype
 
 _DIFFERENTIABLE, _ON_HOST = "differentiable", "on host"
 _unwrap = torch._C._functorch.unwrap_if_dead
+# Of a process that has tensors there, so that nobody need ask whether CUDA is initialised.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 #: A tensor with a gradient, among inputs.
 Differentiable = Annotated[Tensor, _DIFFERENTIABLE]
 #: A tensor that stays on the host wherever the others are. Such inputs come last.
@@ -471,7 +473,7 @@ def _implementation(functions: _Functions) -> Callable[..., Any]:
     def run(tensor: Tensor, backend: str, *arguments: Any) -> Any:
         function = functions[backend]()
         # A guard costs more than the question whether it is needed.
-        if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        if tensor.is_cuda and tensor.get_device() != _current_device():
             with torch.cuda.device_of(tensor), torch.autocast("cuda", enabled=False):
                 return function(*arguments)
         if torch._C._is_any_autocast_enabled():
@@ -712,11 +714,7 @@ def _composed(
 def _direct(backend: str, given: list[Tensor]) -> str:
     """Return the backend for operators without a graph: `_Direct` where these gradients need no guard and nothing watches."""
     for tensor in given:
-        if (
-            type(tensor) is not Tensor
-            or tensor.is_meta
-            or (tensor.is_cuda and tensor.get_device() != torch.cuda.current_device())
-        ):
+        if type(tensor) is not Tensor or tensor.is_meta or (tensor.is_cuda and tensor.get_device() != _current_device()):
             return backend
     return backend if _is_watched() else _DIRECT[backend]
 
