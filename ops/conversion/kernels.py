@@ -206,7 +206,7 @@ def split(x: Rows, o: Totals) -> Pieces:
     """Launch `copy_part_kernel` once a part, out of one tensor."""
     features, offsets = x.values.shape[1:], x.offsets.contiguous()
     pieces = tuple([x.values.new_empty(total, *features) for total in o.totals])
-    rows = _as_rows(x.values)
+    rows = x.values if x.values.dim() == 1 else _as_rows(x.values)
     for k, piece in enumerate(pieces):
         _copy_part(rows, piece, offsets, k, into_whole=False)
     return Pieces(pieces)
@@ -259,8 +259,12 @@ def _select(
 def _copy_part(source: Tensor, target: Tensor, offsets: Tensor, part: int, *, into_whole: bool) -> None:
     if source.numel() == 0 or target.numel() == 0:
         return
-    source = _as_rows(source)
-    (source_rows, num_features), target_rows = source.shape, target.shape[0]
+    if source.dim() == 1:
+        source_rows, num_features = source.shape[0], 1
+    else:
+        source = _as_rows(source)
+        source_rows, num_features = source.shape
+    target_rows = target.shape[0]
     part_rows, whole_rows = (source_rows, target_rows) if into_whole else (target_rows, source_rows)
     num_parts, num_offsets = offsets.shape
     block_rows, block_features = block_sizes(part_rows, num_features)
