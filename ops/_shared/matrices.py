@@ -61,10 +61,11 @@ def aligned(matrix: Tensor) -> Tensor:
 
     Loads are wide then; with odd rows each element is fetched by itself, from addresses that no longer fit into the registers.
     """
-    width = max(16, cdiv(matrix.shape[1], 16) * 16)
-    if width != matrix.shape[1]:
-        return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
-    return matrix if matrix.stride(1) == 1 and matrix.stride(0) % 16 == 0 else matrix.contiguous()
+    width = matrix.shape[1]
+    if width % 16 or not width:
+        return torch.nn.functional.pad(matrix, (0, max(16, cdiv(width, 16) * 16) - width))
+    row_stride, column_stride = matrix.stride()
+    return matrix if column_stride == 1 and row_stride % 16 == 0 else matrix.contiguous()
 
 
 def inverse_scale_of(valid: Tensor, *grads: Tensor | None) -> Tensor:
@@ -74,6 +75,11 @@ def inverse_scale_of(valid: Tensor, *grads: Tensor | None) -> Tensor:
     """
     bound = sum(grad.abs() for grad in grads if grad is not None)
     return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
+
+
+def products_of(dtype: torch.dtype) -> str:
+    """Return how Triton multiplies matrices of a dtype; only float32 has a choice, and to ask for it costs a microsecond."""
+    return float32_products() if dtype == torch.float32 else "ieee"
 
 
 def float32_products() -> str:

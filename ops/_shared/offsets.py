@@ -80,6 +80,8 @@ def row_positions(offsets: Tensor, total: int, *, from_end: bool = False) -> Ten
 
 def uniform_offsets(batch_size: int, length: int, like: Tensor) -> Tensor:
     """Return the offsets `[B + 1]` of samples that all have `length` rows, in the dtype and on the device of `like`."""
+    if length and not torch.compiler.is_compiling():
+        return torch.arange(0, batch_size * length + 1, length, device=like.device, dtype=like.dtype)
     return torch.arange(batch_size + 1, device=like.device, dtype=like.dtype) * length
 
 

@@ -56,6 +56,9 @@ from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.validation import autocast_dtype
 
 _DIFFERENTIABLE, _ON_HOST = "differentiable", "on host"
+_unwrap = torch._C._functorch.unwrap_if_dead
+# Of a process that has tensors there, so that nobody need ask whether CUDA is initialised.
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 #: A tensor with a gradient, among inputs.
 Differentiable = Annotated[Tensor, _DIFFERENTIABLE]
 #: A tensor that stays on the host wherever the others are. Such inputs come last.
@@ -67,6 +70,8 @@ Out = TypeVar("Out", bound=tuple[Any, ...])
 Gradients = Mapping[str, Tensor | None]
 
 _Importer = Callable[[], Callable[..., Any]]
+#: By backend what imports an implementation.
+_Functions = Mapping[str, _Importer]
 _SCHEMA: dict[Any, str] = {
     Tensor: "Tensor", bool: "bool", int: "SymInt", float: "float", int | float: "Scalar", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
@@ -124,14 +129,17 @@ def _fields(declaration: type) -> tuple[_Field, ...]:
 class Operator(Generic[In, Op, Out]):
     """A differentiable operator; made by `operator`, called with inputs, options and the backend that the user asked for."""
 
-    def __init__(self, name: str, rules: _Rules, float64_on_triton: bool, implementations: tuple[str, str]) -> None:
-        self.name, self.rules, self.float64_on_triton = name, rules, float64_on_triton
+    def __init__(
+        self, name: str, rules: _Rules, functions: _Functions, float64_on_triton: bool, implementations: tuple[str, str]
+    ) -> None:
+        self.name, self.rules, self.functions, self.float64_on_triton = name, rules, functions, float64_on_triton
         #: Paths of the PyTorch and of the Triton implementation.
         self.implementations = implementations
         #: The operator as the dispatcher knows it: inputs, options and the backend, one behind the other.
         self.dispatched = rules.dispatched
         self._function = _dispatched_function(name, rules)
-        self._short = _short_function(name, rules)
+        # `Function.apply` itself first asks whether there are transforms or a `setup_context`; here there are none.
+        self._short = super(torch.autograd.Function, _short_function(name, rules)).apply  # type: ignore[misc]
 
     def __call__(self, x: In, o: Op, backend: str | None = None) -> Out:
         """Run.
@@ -140,6 +148,8 @@ class Operator(Generic[In, Op, Out]):
             ValueError: tensors on different devices, or a backend that cannot serve these.
         """
         rules = self.rules
+        if backend.__class__ is _Direct:
+            return self.functions[backend]()(x, o)  # type: ignore[no-any-return, index]
         first, wants_grad, is_plain = None, False, True
         for tensor in _spread(x) if rules.is_many else x[: rules.num_on_device]:
             if tensor is None:
@@ -156,7 +166,7 @@ class Operator(Generic[In, Op, Out]):
         assert first is not None
         if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
             _refuse_tangents(x, o, rules)
-        cast = _autocast_dtype(x, device.type, rules) if rules.autocast else None
+        cast = _autocast_dtype(x, device.type, rules) if rules.autocast and torch._C._is_any_autocast_enabled() else None
         if cast is not None and not rules.casts_inside:
             # A step of the graph, which a second derivative would miss inside.
             x, cast = _cast(x, o, cast, rules), None
@@ -167,7 +177,9 @@ class Operator(Generic[In, Op, Out]):
         is_short = is_plain and not first.is_meta and not _is_watched()
         if (wants_grad and _needs_gradient(x, rules)) or (not is_short and rules.differentiable and _is_transformed()):
             if is_short:
-                results = self._short.apply((x, o, first, backend, cast), *_differentiable_of(x, rules))
+                # What a transform left behind and has lost its graph counts as the tensor inside, as `Function.apply` has it.
+                alive = [None if tensor is None else _unwrap(tensor) for tensor in _differentiable_of(x, rules)]
+                results = self._short((x, o, first, backend, cast), *alive)
             else:
                 # Dynamo refuses a function that is given one tensor twice.
                 x = _each_once(x, rules.inputs) if torch.compiler.is_compiling() else x
@@ -213,6 +225,7 @@ class _Rules(NamedTuple):
     casts_inside: bool
     saved: tuple[str, ...] | Callable[[Any], Iterable[str]]
     unchecked: tuple[str, ...] | Callable[[Any], Iterable[str]]
+    plan: _Plan | None  # None where it depends on the options
     title: str | Callable[[Any], str]
     run: Callable[..., Any]
     dispatched: Callable[..., Any]
@@ -311,7 +324,8 @@ def operator(
         """Return inputs, options and the backend from the dispatcher's arguments."""
         return inputs(*_tuples(flat[:count])), options(*_tuples(flat[count:-1])), flat[-1]
 
-    run = _implementation(*forwards)
+    functions: _Functions = {"torch": forwards[0], "triton": forwards[1]}
+    run = _implementation(functions)
 
     def implementation(*flat: Any) -> Any:
         x, o, backend = packed(flat)
@@ -325,7 +339,7 @@ def operator(
     dispatched = _define(name, f"({', '.join(arguments)}) -> ({returns})", implementation, fake)
     run_backward = dispatched_backward = None
     if has_backward:
-        run_backward = _implementation(*backwards)
+        run_backward = _implementation({"torch": backwards[0], "triton": backwards[1]})
         dispatched_backward = _define_backward(
             name,
             (of_inputs, of_options, of_outputs),
@@ -351,6 +365,7 @@ def operator(
         casts_inside=is_first_order and not promotes,
         saved=saved,
         unchecked=unchecked,
+        plan=None if callable(saved) or callable(unchecked) else _plan_of(names, saved, unchecked),
         title=title or name,
         run=run,
         dispatched=dispatched,
@@ -361,7 +376,7 @@ def operator(
         extra=extra,
         finish=finish,
     )
-    made: Operator[In, Op, Out] = Operator(name, rules, float64_on_triton, (torch, triton))
+    made: Operator[In, Op, Out] = Operator(name, rules, functions, float64_on_triton, (torch, triton))
     OPERATORS[name] = made
     return made
 
@@ -445,22 +460,27 @@ def _functions_of(path: str) -> tuple[_Importer, _Importer | None]:
     return importer(forward), importer(backward) if backward else None
 
 
-def _implementation(
-    torch_impl: Callable[[], Callable[..., Any]], triton_impl: Callable[[], Callable[..., Any]]
-) -> Callable[..., Any]:
+class _Direct(str):
+    """The backend of operators inside of an eager gradient that nothing watches: their implementations are called at once."""
+
+
+_DIRECT = {name: _Direct(name) for name in ("torch", "triton")}
+
+
+def _implementation(functions: _Functions) -> Callable[..., Any]:
     """Return `(tensor, backend, *arguments)`: an implementation, outside of autocast and on the device of the tensor."""
 
     def run(tensor: Tensor, backend: str, *arguments: Any) -> Any:
-        function = triton_impl() if backend == "triton" else torch_impl()
-        kind = tensor.device.type
-        is_cast = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+        function = functions[backend]()
         # A guard costs more than the question whether it is needed.
-        if tensor.is_cuda and tensor.get_device() != torch.cuda.current_device():
+        if tensor.is_cuda and tensor.get_device() != _current_device():
             with torch.cuda.device_of(tensor), torch.autocast("cuda", enabled=False):
                 return function(*arguments)
-        if is_cast:
-            with torch.autocast(kind, enabled=False):
-                return function(*arguments)
+        if torch._C._is_any_autocast_enabled():
+            kind = tensor.device.type
+            if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+                with torch.autocast(kind, enabled=False):
+                    return function(*arguments)
         return function(*arguments)
 
     return run
@@ -468,6 +488,8 @@ def _implementation(
 
 def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
     """Return the function of eager calls: what is differentiated are its arguments, all else is one."""
+    num_inputs, names, run_backward = rules.num_inputs, rules.differentiable, rules.run_backward
+    has_many = rules.is_many or rules.gives_many
 
     def forward(ctx: Any, call: tuple[Any, Any, Tensor, str, torch.dtype | None], *tensors: Tensor | None) -> Any:
         x, o, first, backend, cast = call
@@ -479,7 +501,26 @@ def _short_function(name: str, rules: _Rules) -> type[torch.autograd.Function]:
         return out[0] if len(out) == 1 else tuple(out)
 
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        return None, *_gradients(ctx, rules, grads, ctx.needs_input_grad[1:], is_direct=True)
+        needs = ctx.needs_input_grad[1:]
+        given = [grad for grad in grads if grad is not None]
+        if has_many or torch.is_grad_enabled() or not given or True not in needs:
+            return None, *_gradients(ctx, rules, grads, needs, is_direct=True)
+        # As there, without what costs the host time.
+        kept, places, o, backend, dtypes = ctx.kept
+        values = [*kept]
+        for place, tensor in zip(places, ctx.saved_tensors, strict=True):
+            values[place] = tensor
+        x, out, of_outputs = rules.inputs(*values[:num_inputs]), rules.outputs(*values[num_inputs:]), rules.outputs(*grads)
+        wanted = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
+        if run_backward is None:
+            found = _composed(rules, given[0], of_outputs, x, out, o, wanted, _direct(backend, given))
+        else:
+            found = run_backward(given[0], backend, of_outputs, x, out, o, wanted)
+            if rules.finish is not None:
+                found = rules.finish(found, x, o, wanted)
+        return None, *[
+            _in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)
+        ]
 
     return _function(f"{name}_eager", forward=forward, backward=backward)
 
@@ -529,39 +570,51 @@ def _function(name: str, **methods: Callable[..., Any]) -> type[torch.autograd.F
     return type(name, (torch.autograd.Function,), {key: staticmethod(method) for key, method in methods.items()})
 
 
-def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtypes: list[torch.dtype | None]) -> None:
-    """Keep what the gradient reads: tensors with autograd, which frees them and sees changes in place, the rest on `ctx`."""
-    values = (*x, *out)
+class _Plan(NamedTuple):
+    """Places of the fields, of inputs and then of outputs, that autograd keeps, that are kept unchecked, and of the others."""
+
+    saved: tuple[int, ...]
+    unchecked: tuple[int, ...]
+    others: tuple[int, ...]
+
+
+def _plan_of(fields: tuple[str, ...], saved: tuple[str, ...], unchecked: tuple[str, ...]) -> _Plan:
+    """Return the plan for the names of what is saved and of what is unchecked."""
+    places = range(len(fields))
+    kept = tuple(place for place in places if fields[place] in saved and fields[place] not in unchecked)
+    of_unchecked = tuple(place for place in places if fields[place] in unchecked)
+    return _Plan(kept, of_unchecked, tuple(place for place in places if place not in kept and place not in of_unchecked))
+
+
+_known_plan_of = functools.cache(_plan_of)
+
+
+def _plan(rules: _Rules, o: Any) -> _Plan:
+    """Return the plan of a call."""
     saved = tuple(rules.saved(o)) if callable(rules.saved) else rules.saved
     unchecked = tuple(rules.unchecked(o)) if callable(rules.unchecked) else rules.unchecked
     # Dynamo takes no cached function.
-    of_fields = _places_of if torch.compiler.is_compiling() else _places_known
-    places, unchecked_places, others = of_fields(rules.fields, saved, unchecked)
+    return (_plan_of if torch.compiler.is_compiling() else _known_plan_of)(rules.fields, saved, unchecked)
+
+
+def _keep(ctx: Any, rules: _Rules, x: Any, o: Any, out: Any, backend: str, dtypes: list[torch.dtype | None]) -> None:
+    """Keep what the gradient reads: tensors with autograd, which frees them and sees changes in place, the rest on `ctx`."""
+    values = (*x, *out)
+    places, unchecked, others = rules.plan or _plan(rules, o)
     kept: list[Any] = [None] * len(values)
-    for place in unchecked_places:
+    for place in unchecked:
         kept[place] = values[place]
     if rules.gradient is not None:
         for place in others:
             if (value := values[place]) is not None:
                 kept[place] = tuple([_absent(tensor) for tensor in value]) if type(value) is tuple else _absent(value)
-    # A tuple of tensors comes last.
-    tensors = [values[place] for place in places if not rules.is_many or place]
-    many = values[0] if rules.is_many and 0 in places else ()
-    ctx.save_for_backward(*tensors, *many)
-    ctx.kept = kept, places[len(places) - len(tensors) :], o, backend, dtypes
-
-
-def _places_of(
-    fields: tuple[str, ...], saved: tuple[str, ...], unchecked: tuple[str, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the places of the fields that autograd keeps, of those that are kept unchecked, and of the others."""
-    places = range(len(fields))
-    kept = tuple(place for place in places if fields[place] in saved and fields[place] not in unchecked)
-    of_unchecked = tuple(place for place in places if fields[place] in unchecked)
-    return kept, of_unchecked, tuple(place for place in places if place not in kept and place not in of_unchecked)
-
-
-_places_known = functools.cache(_places_of)
+    if rules.is_many and places and not places[0]:
+        # A tuple of tensors comes last.
+        places = places[1:]
+        ctx.save_for_backward(*[values[place] for place in places], *values[0])
+    else:
+        ctx.save_for_backward(*[values[place] for place in places])
+    ctx.kept = kept, places, o, backend, dtypes
 
 
 def _gradients(
@@ -584,16 +637,8 @@ def _gradients(
         names = tuple([name for name in names for _ in _each(getattr(x, name))])
     wanted: dict[str, torch.dtype] = {name: dtype for name, need, dtype in zip(names, needs, dtypes, strict=True) if need}
     is_differentiated = torch.is_grad_enabled()
-    if is_direct and not is_differentiated and not rules.is_many:
-        # As below, without what costs the host time.
-        if rules.run_backward is None:
-            found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
-        else:
-            found = rules.run_backward(given[0], backend, of_outputs, x, out, o, wanted)
-            if rules.finish is not None:
-                found = rules.finish(found, x, o, wanted)
-        return [_in(found.get(name), dtype) if need else None for name, need, dtype in zip(names, needs, dtypes, strict=True)]
     if not rules.is_first_order:
+        backend = backend if is_differentiated or not is_direct else _direct(backend, given)
         found = _composed(rules, given[0], of_outputs, x, out, o, wanted, backend)
     else:
         with torch.no_grad():
@@ -658,11 +703,20 @@ def _composed(
 ) -> Gradients:
     """Return gradients made of other operators, which autocast is not to cast again; `given` is one of `grads`."""
     assert rules.gradient is not None
-    kind = given.device.type
-    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return rules.gradient(grads, x, out, o, wanted, backend)
+    if torch._C._is_any_autocast_enabled():
+        kind = given.device.type
+        if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return rules.gradient(grads, x, out, o, wanted, backend)
     return rules.gradient(grads, x, out, o, wanted, backend)
+
+
+def _direct(backend: str, given: list[Tensor]) -> str:
+    """Return the backend for operators without a graph: `_Direct` where these gradients need no guard and nothing watches."""
+    for tensor in given:
+        if type(tensor) is not Tensor or tensor.is_meta or (tensor.is_cuda and tensor.get_device() != _current_device()):
+            return backend
+    return backend if _is_watched() else _DIRECT[backend]
 
 
 def _in(gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -691,9 +745,11 @@ def _returned(results: Any) -> Any:
 
 def _outputs(results: Any, rules: _Rules) -> Any:
     """Return outputs from what the dispatcher or autograd's function gives."""
+    if isinstance(results, Tensor):
+        return rules.outputs(results)
     if rules.gives_many:
         return rules.outputs(tuple(results))
-    return rules.outputs(*(results if isinstance(results, (tuple, list)) else () if results is None else (results,)))
+    return rules.outputs(*(() if results is None else results))
 
 
 def _cast(x: Any, o: Any, dtype: torch.dtype | None, rules: _Rules) -> Any:
@@ -754,7 +810,7 @@ def _is_watched() -> bool:
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()
         or torch._C._len_torch_function_stack()
-        or _is_transformed()
+        or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )

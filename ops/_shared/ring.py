@@ -8,6 +8,7 @@ for completion -1 of a new barrier returns at once: a place not yet used is empt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -30,7 +31,14 @@ class Ring(NamedTuple):
 
 def rows_descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """Describe a matrix of 16-bit elements for loads of tiles, zeros past its end; rows begin at multiples of 16 bytes."""
-    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, columns], LAYOUT)
+    return descriptor(matrix, matrix.shape, matrix.stride(), [rows, columns], LAYOUT)
+
+
+def descriptor(base: Tensor, shape: Sequence[int], strides: Sequence[int], block: list[int], layout: Any) -> TensorDescriptor:
+    """Return a descriptor without its own checks, of which a launch repeats those that matter and `supports` makes the others."""
+    made = TensorDescriptor.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape, made.layout = base, shape, strides, block, layout
+    return made
 
 
 @gluon.jit

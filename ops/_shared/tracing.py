@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     def public(*args: Any, **kwargs: Any) -> Any:
         if (args and isinstance(args[0], Tensor)) or torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        relevant = tuple(_leaves((args, kwargs.values())))
+        relevant = tuple(_leaves((*args, *kwargs.values())))
         if has_torch_function(relevant):
             return handle_torch_function(public, relevant, *args, **kwargs)
         return function(*args, **kwargs)
@@ -28,9 +28,11 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return public
 
 
-def _leaves(arguments: Iterable[Any]) -> Iterator[Any]:
+def _leaves(arguments: Iterable[Any]) -> list[Any]:
+    found = []
     for argument in arguments:
-        if isinstance(argument, (tuple, list, type({}.values()))):
-            yield from _leaves(argument)
+        if isinstance(argument, (tuple, list)):
+            found += _leaves(argument)
         else:
-            yield argument
+            found.append(argument)
+    return found

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +14,10 @@ from torch import Tensor
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 _trusted = ContextVar("jagged_trusted_values", default=False)
+
+# What `os.environ` keeps. Its own `get` raises and catches an exception, which takes longer than all other checks of a call.
+_ENVIRONMENT: dict[Any, Any] = os.environ._data  # type: ignore[attr-defined]
+_VALIDATE, _OFF, _ON = (os.environ.encodekey("JAGGED_VALIDATE"), os.environ.encodevalue("0"), os.environ.encodevalue("1"))
 
 
 def check_tensor(name: str, tensor: Tensor, shape: str, dtypes: tuple[torch.dtype, ...] = ()) -> None:
@@ -101,7 +106,7 @@ def product_dtype(*factors: Tensor) -> torch.dtype | None:
 
 def check_factors(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     """Check that two factors of a product share a device, and a dtype unless autocast gives them one."""
-    if product_dtype(tensor, other) is None:
+    if tensor.dtype == other.dtype or product_dtype(tensor, other) is None:
         check_same(name, tensor, other_name, other)
     else:
         check_device(name, tensor, other_name, other)
@@ -150,10 +155,10 @@ def validation_is_on(values: Tensor) -> bool:
     They are on a CPU, where it takes microseconds, unless they are trusted; by `JAGGED_VALIDATE=1` on every device, and by
     `JAGGED_VALIDATE=0` on none. Never in a compiled or captured region, or of a tensor without values of its own.
     """
-    if not _may_synchronise():
+    if torch.compiler.is_compiling():
         return False
-    setting = os.environ.get("JAGGED_VALIDATE")
-    if setting == "0" or (setting != "1" and (not values.is_cpu or _trusted.get())):
+    setting = _ENVIRONMENT.get(_VALIDATE)
+    if setting == _OFF or (setting != _ON and (not values.is_cpu or _trusted.get())) or not _may_synchronise():
         return False
     # A mode may have made these values up, a transform may have wrapped them.
     is_plain = type(values) in (Tensor, torch.nn.Parameter) and not torch._C._len_torch_dispatch_stack()

@@ -25,24 +25,23 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor, k_offsets: Tensor | None) -> Non
     check_tensor("v", v, "[Sk, Hkv, D]", FLOATS)
     check_factors("k", k, "q", q)
     check_factors("v", v, "q", q)
-    if not 1 <= q.shape[2] <= MAX_HEAD_DIM:
-        raise ValueError(f"q: expected a head width D of 1 to {MAX_HEAD_DIM}, got {q.shape[2]}; use more and narrower heads")
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k: expected the head width of q, {q.shape[2]}, got {k.shape[2]}; project both to one width")
-    if not 1 <= k.shape[1] <= q.shape[1] or q.shape[1] % k.shape[1]:
+    (total, heads, width), (key_total, key_heads, key_width) = q.shape, k.shape
+    if not 1 <= width <= MAX_HEAD_DIM:
+        raise ValueError(f"q: expected a head width D of 1 to {MAX_HEAD_DIM}, got {width}; use more and narrower heads")
+    if key_width != width:
+        raise ValueError(f"k: expected the head width of q, {width}, got {key_width}; project both to one width")
+    if not 1 <= key_heads <= heads or heads % key_heads:
         raise ValueError(
-            f"k: expected a number of heads Hkv that divides the {q.shape[1]} of q, got {k.shape[1]}; "
+            f"k: expected a number of heads Hkv that divides the {heads} of q, got {key_heads}; "
             "each key head serves as many query heads"
         )
     if v.shape != k.shape:
         raise ValueError(f"v: expected the shape of k, {list(k.shape)}, got {list(v.shape)}")
-    if k_offsets is None and not holds(k.shape[0] == q.shape[0]):
-        raise ValueError(
-            f"k: expected the {q.shape[0]} rows of q, got {k.shape[0]}; for keys of other lengths give their k_offsets"
-        )
-    for name, x in (("q", q), ("k", k)):
-        if not holds(x.shape[0] <= MAX_ROWS):
-            raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {x.shape[0]}; split the batch")
+    if k_offsets is None and not holds(key_total == total):
+        raise ValueError(f"k: expected the {total} rows of q, got {key_total}; for keys of other lengths give their k_offsets")
+    for name, rows in (("q", total), ("k", key_total)):
+        if not holds(rows <= MAX_ROWS):
+            raise ValueError(f"{name}: expected at most {MAX_ROWS} rows, got {rows}; split the batch")
 
 
 def check_mask(
@@ -125,6 +124,8 @@ def check_biases(
     backend: str,
 ) -> Tensor | None:
     """Check biases, and the times of queries and keys by their names; return where a jagged bias's samples begin."""
+    if relative_bias is time_bias is bias is None and not any(each is not None for each in times.values()):
+        return None
     heads = q.shape[1]
     shapes = {"relative_bias": (relative_bias, "[H, 2M + 1]"), "time_bias": (time_bias, "[H, T]")}
     for name, (table, shape) in shapes.items():

@@ -8,13 +8,16 @@ The sample of a number n is the one that contains row `(n + 1) C - 1`: with `sta
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 
 from jagged.ops._shared.device import dot, find_segment, load_segment, rounded_product
-from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import float32_products
+from jagged.ops._shared.launch import Launcher, bound
+from jagged.ops._shared.matrices import products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm import configurations
 from jagged.ops.bmm.spec import DenseInputs, JaggedInputs, Options, Rows, Sums
@@ -224,24 +227,42 @@ _launch_jagged = Launcher(jagged_jagged_bmm_kernel)
 _launch_reduce = Launcher(jagged_jagged_bmm_reduce_kernel)
 
 
+@functools.cache
+def _dense_launch(d: int, t: int, dtype: torch.dtype, precision: str) -> tuple[configurations.Configuration, Callable[..., None]]:
+    chosen = configurations.dense_configuration(d, t, dtype.itemsize)
+    return chosen, bound(
+        _launch_dense, D=d, T=t, BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t, VECTOR=16 // dtype.itemsize,
+        USE_DOT=chosen.use_dot, PRECISION=precision, NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+    )  # fmt: skip
+
+
+@functools.cache
+def _jagged_launch(
+    d: int, t: int, strides: tuple[int, int], dtype: torch.dtype, precision: str
+) -> tuple[configurations.Configuration, Callable[..., None]]:
+    chosen = configurations.jagged_configuration(d, t, dtype.itemsize)
+    return chosen, bound(
+        _launch_jagged, D=d, T=t, D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d,
+        BLOCK_T=chosen.block_t, USE_DOT=chosen.use_dot, PRECISION=precision, NUM_STAGES=chosen.num_stages,
+        num_warps=chosen.num_warps,
+    )  # fmt: skip
+
+
 def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
     """Launch `jagged_dense_bmm_kernel`."""
     values, offsets, dense, bias = x
     total, (batch_size, d, t) = values.shape[0], dense.shape
     if batch_size == 0 or (d == 0 and bias is None):
         return Rows(values.new_zeros(total, t))
-    output = torch.empty(total, t, dtype=values.dtype, device=values.device)
+    output = values.new_empty(total, t)
     if total and t:
-        itemsize = values.element_size()
-        chosen = configurations.dense_configuration(d, t, itemsize)
+        chosen, launch = _dense_launch(d, t, values.dtype, products_of(values.dtype))
         num_later = total // chosen.rows
         if bias is not None:
             bias = bias.contiguous()
-        _launch_dense(
+        launch(
             ((batch_size + num_later) * cdiv(t, chosen.block_t),),
             values, offsets.contiguous(), dense, bias, output, num_later, batch_size, total, *values.stride(), *dense.stride(),
-            D=d, T=t, BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t, VECTOR=16 // itemsize,
-            USE_DOT=chosen.use_dot, PRECISION=float32_products(), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
         )  # fmt: skip
     return Rows(output)
 
@@ -250,25 +271,22 @@ def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
     """Launch `jagged_jagged_bmm_kernel`, and the sum over chunks where a sample may have several."""
     a, b, offsets = x
     (total, d), t, batch_size = a.shape, b.shape[1], offsets.shape[0] - 1
-    output = torch.empty(batch_size, d, t, dtype=a.dtype, device=a.device)
+    output = a.new_empty(batch_size, d, t)
     if not (batch_size and d and t):
         return Sums(output)
     strides = (t, 1)
     if d < t:
         # The narrower side is the second one; the output is written transposed.
         a, b, d, t, strides = b, a, t, d, (1, t)
-    itemsize = a.element_size()
-    chosen = configurations.jagged_configuration(d, t, itemsize)
-    chunk = configurations.chunk_of(d, t, total, batch_size, itemsize)
+    chosen, launch = _jagged_launch(d, t, strides, a.dtype, products_of(a.dtype))
+    chunk = configurations.chunk_of(d, t, total, batch_size, a.element_size())
     # No sample is longer than all together.
     num_later = total // chunk if total > chunk else 0
-    partial = torch.empty(2 * num_later * d * t, dtype=torch.float32, device=a.device)
+    partial = a.new_empty(2 * num_later * d * t, dtype=torch.float32)
     offsets = offsets.contiguous()
-    _launch_jagged(
+    launch(
         ((batch_size + num_later) * cdiv(d, chosen.block_d) * cdiv(t, chosen.block_t),),
-        a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(), D=d, T=t,
-        D_STRIDE=strides[0], T_STRIDE=strides[1], BLOCK_M=chosen.rows, BLOCK_D=chosen.block_d, BLOCK_T=chosen.block_t,
-        USE_DOT=chosen.use_dot, PRECISION=float32_products(), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        a, b, offsets, output, partial, num_later, batch_size, total, chunk, *a.stride(), *b.stride(),
     )  # fmt: skip
     if num_later:
         _launch_reduce(

@@ -6,6 +6,8 @@ come from memory once. A side of at most half a tile is met with half of it.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import dot, find_tile, load_segment, pairs_before
 from jagged.ops._shared.kernels import pair_starts
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import Launcher, bound
 from jagged.ops._shared.matrices import float32_products
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.bmm.spec import PairInputs, PairOptions, Scores, WeightedInputs, WeightedOptions, WeightedSums
@@ -248,12 +250,33 @@ _launch_scores = Launcher(pair_scores_kernel)
 _launch_sums = Launcher(pair_sums_kernel)
 
 
+@functools.cache
+def _scores_launch(
+    chosen: ScoresConfiguration, is_square: bool, width: int, precision: str, index: tl.dtype
+) -> Callable[..., None]:
+    return bound(
+        _launch_scores, IS_SQUARE=is_square, WIDTH=width, BLOCK_M=chosen.rows, BLOCK_N=chosen.columns, BLOCK_K=chosen.step,
+        PRECISION=precision, INDEX=index, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+
+
+@functools.cache
+def _sums_launch(
+    chosen: SumsConfiguration, is_square: bool, transposed: bool, width: int, precision: str, index: tl.dtype
+) -> Callable[..., None]:
+    return bound(
+        _launch_sums, IS_SQUARE=is_square, TRANSPOSED=transposed, WIDTH=width, BLOCK_M=chosen.rows, BLOCK_K=chosen.chunk,
+        BLOCK_D=chosen.step, TERMS=chosen.terms, COLUMNS=chosen.columns, PRECISION=precision, INDEX=index,
+        num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+    )  # fmt: skip
+
+
 def pair_scores(x: PairInputs, o: PairOptions) -> Scores:
     """Launch `pair_scores_kernel`."""
     a, b, a_offsets, b_offsets = x
     (num_pairs,) = o
     (a_total, width), b_total, batch_size = a.shape, b.shape[0], a_offsets.shape[0] - 1
-    scores = torch.empty(num_pairs, dtype=a.dtype, device=a.device)
+    scores = a.new_empty(num_pairs)
     # Of a width of 0 the scores are zeros, computed by the same kernel; without rows there are none.
     if batch_size == 0 or a_total == 0 or num_pairs == 0:
         return Scores(scores)
@@ -265,12 +288,14 @@ def pair_scores(x: PairInputs, o: PairOptions) -> Scores:
     # A row of a meets so many tiles of b on average. Where these are many, as in long samples, they are spread over programs;
     # programs to spare are then no more than whole tiles.
     parts = min(max(num_pairs // (a_total * chosen.columns), 1), MAX_GRID)
-    _launch_scores(
+    launch = _scores_launch(
+        chosen, _is_square(a_offsets, b_offsets), width, _precision(a.dtype),
+        _index(num_pairs, a_total * a_stride, b_total * b_stride),
+    )  # fmt: skip
+    launch(
         (a_total // chosen.rows + batch_size, parts),
         a, b, scores, a_offsets, b_offsets, pair_starts(a_offsets, b_offsets), batch_size, a_total, b_total, num_pairs,
-        a_stride, b_stride, IS_SQUARE=_is_square(a_offsets, b_offsets), WIDTH=width, BLOCK_M=chosen.rows,
-        BLOCK_N=chosen.columns, BLOCK_K=chosen.step, PRECISION=_precision(a.dtype),
-        INDEX=_index(num_pairs, a_total * a_stride, b_total * b_stride), num_warps=chosen.num_warps, num_stages=chosen.num_stages,
+        a_stride, b_stride,
     )  # fmt: skip
     return Scores(scores)
 
@@ -282,7 +307,7 @@ def pair_sums(x: WeightedInputs, o: WeightedOptions) -> WeightedSums:
     (total, width), batch_size = values.shape, a_offsets.shape[0] - 1
     a_offsets, b_offsets = a_offsets.contiguous(), b_offsets.contiguous()
     output_offsets, offsets = (b_offsets, a_offsets) if transposed else (a_offsets, b_offsets)
-    output = torch.empty(output_total, width, dtype=values.dtype, device=values.device)
+    output = values.new_empty(output_total, width)
     if not (batch_size and output_total and width):
         return WeightedSums(output)
     values = _readable(values)
@@ -290,13 +315,14 @@ def pair_sums(x: WeightedInputs, o: WeightedOptions) -> WeightedSums:
     is_wide = (width | stride) % 16 == 0
     chosen = sums_configuration(values.dtype, is_wide, num_pairs / max(total, 1), num_pairs / output_total)
     programs = (output_total // chosen.rows + batch_size) * cdiv(width, chosen.columns)
-    _launch_sums(
+    launch = _sums_launch(
+        chosen, _is_square(a_offsets, b_offsets), transposed, width, _precision(values.dtype),
+        _index(num_pairs * scores_stride, total * stride),
+    )  # fmt: skip
+    launch(
         (programs,),
         scores, values, output, output_offsets, offsets, pair_starts(a_offsets, b_offsets), batch_size, output_total, total,
-        num_pairs, scores_stride, stride, IS_SQUARE=_is_square(a_offsets, b_offsets), TRANSPOSED=transposed, WIDTH=width,
-        BLOCK_M=chosen.rows, BLOCK_K=chosen.chunk, BLOCK_D=chosen.step, TERMS=chosen.terms, COLUMNS=chosen.columns,
-        PRECISION=_precision(values.dtype), INDEX=_index(num_pairs * scores_stride, total * stride), num_warps=chosen.num_warps,
-        num_stages=chosen.num_stages,
+        num_pairs, scores_stride, stride,
     )  # fmt: skip
     return WeightedSums(output)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import struct
 
@@ -25,9 +26,15 @@ MAX_BLOCK_FEATURES = 1024
 
 def block_sizes(num_rows: int, num_features: int) -> tuple[int, int]:
     """Return rows and features of a tile."""
+    most, block_features = _most_rows(num_features)
+    return most if num_rows >= most else next_power_of_2(num_rows), block_features
+
+
+@functools.cache
+def _most_rows(num_features: int) -> tuple[int, int]:
     block_features = min(next_power_of_2(num_features), MAX_BLOCK_FEATURES)
     elements = TILE_ELEMENTS if num_features % 16 == 0 else TILE_ELEMENTS // 2
-    return max(1, min(elements // block_features, 128, next_power_of_2(num_rows))), block_features
+    return max(1, min(elements // block_features, 128)), block_features
 
 
 def to_jagged_warps(num_features: int, itemsize: int) -> int:
@@ -199,7 +206,7 @@ def split(x: Rows, o: Totals) -> Pieces:
     """Launch `copy_part_kernel` once a part, out of one tensor."""
     features, offsets = x.values.shape[1:], x.offsets.contiguous()
     pieces = tuple([x.values.new_empty(total, *features) for total in o.totals])
-    rows = _as_rows(x.values)
+    rows = x.values if x.values.dim() == 1 else _as_rows(x.values)
     for k, piece in enumerate(pieces):
         _copy_part(rows, piece, offsets, k, into_whole=False)
     return Pieces(pieces)
@@ -252,8 +259,12 @@ def _select(
 def _copy_part(source: Tensor, target: Tensor, offsets: Tensor, part: int, *, into_whole: bool) -> None:
     if source.numel() == 0 or target.numel() == 0:
         return
-    source = _as_rows(source)
-    (source_rows, num_features), target_rows = source.shape, target.shape[0]
+    if source.dim() == 1:
+        source_rows, num_features = source.shape[0], 1
+    else:
+        source = _as_rows(source)
+        source_rows, num_features = source.shape
+    target_rows = target.shape[0]
     part_rows, whole_rows = (source_rows, target_rows) if into_whole else (target_rows, source_rows)
     num_parts, num_offsets = offsets.shape
     block_rows, block_features = block_sizes(part_rows, num_features)

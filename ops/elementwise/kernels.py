@@ -7,6 +7,7 @@ tile. A search for each row, which would leave no tile half empty, reads that op
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -58,6 +59,7 @@ CHUNK = 256
 PAIR_ROWS, PAIR_COLUMNS, PAIR_WARPS = 32, 32, 4
 
 
+@functools.cache
 def block_sizes(kernel: str, num_features: int) -> tuple[int, int, int]:
     """Return rows, features and warps of a kernel's tile for a number of features."""
     tile = CONFIGURATIONS[kernel]
@@ -315,7 +317,7 @@ def activate(x: Hidden, o: Activating) -> Combined:
 def _combine(values: Tensor | None, dense: Tensor, offsets: Tensor, total: int, operation: str) -> Tensor:
     (_, *length, num_features), strides = dense.shape, dense.stride()
     num_samples = offsets.shape[0] - 1
-    output = torch.empty(total, num_features, dtype=dense.dtype, device=dense.device)
+    output = dense.new_empty(total, num_features)
     if total and num_features and num_samples:
         block_rows, block_features, num_warps = block_sizes("combine", num_features)
         row_stride, feature_stride = (0, 0) if values is None else values.stride()
@@ -354,7 +356,7 @@ def activate_backward(
 ) -> dict[str, Tensor]:
     """Launch `sum_rows_kernel` over the gradients of an activation, which it stores too."""
     grad = grads.output
-    terms, sums = grad.new_empty(grad.shape), grad.new_empty(x.context.shape)
+    terms, sums = grad.new_empty(*grad.shape), grad.new_empty(*x.context.shape)
     saved = out.output if o.activation == "relu" else x.values
     _sum_rows(grad, saved, x.context, x.offsets, terms, sums, o.activation)
     found = {"values": terms, "context": sums}

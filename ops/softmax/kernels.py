@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jagged.ops._shared.device import find_segment, load_segment
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import Launcher, bound
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.softmax.spec import BackwardInputs, Gradient, Inputs, Options, Weights
 from jagged.ops.softmax.vectors import (
@@ -43,8 +45,8 @@ class Configuration(NamedTuple):
 
 def softmax_configuration(total: int, batch_size: int, num_features: int) -> Configuration:
     """Choose for `jagged_softmax` from shapes alone: samples of up to twice the mean length fit into one tile."""
-    vectors = min(triton.next_power_of_2(num_features), 16)
-    elements = min(max(triton.next_power_of_2(2 * total // batch_size), 32), 8 * WARP_ELEMENTS // vectors)
+    vectors = min(next_power_of_2(num_features), 16)
+    elements = min(max(next_power_of_2(2 * total // batch_size), 32), 8 * WARP_ELEMENTS // vectors)
     num_warps = max(vectors * elements // WARP_ELEMENTS, 4)
     return Configuration(vectors, elements, num_warps * WARP_ELEMENTS // vectors, num_warps)
 
@@ -200,10 +202,22 @@ _launch_products = Launcher(jagged_softmax_products_kernel)
 _launch_backward = Launcher(jagged_softmax_backward_kernel)
 
 
+@functools.cache
+def _with_tile(launch: Callable[..., None], tile: Configuration, is_split: bool) -> Callable[..., None]:
+    return bound(
+        launch,
+        IS_SPLIT=is_split,
+        BLOCK_V=tile.vectors,
+        BLOCK_L=tile.elements,
+        LONG_L=tile.long_elements,
+        num_warps=tile.num_warps,
+    )
+
+
 def softmax(x: Inputs, o: Options) -> Weights:
     """Launch `jagged_softmax_forward_kernel`, after `jagged_softmax_statistics_kernel` where samples may be long."""
     values, offsets = x
-    output = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    output = values.new_empty(*values.shape)
     batch_size = offsets.shape[0] - 1
     if not batch_size or not values.numel():
         return Weights(output)
@@ -219,10 +233,9 @@ def softmax(x: Inputs, o: Options) -> Weights:
             (slots, feature_tiles), values, offsets, largest, weight, batch_size, total, chunk, num_features, *strides,
             BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
         )  # fmt: skip
-    _launch_forward(
+    _with_tile(_launch_forward, tile, slots > 0)(
         (slots + batch_size, feature_tiles),
         values, offsets, largest, weight, output, batch_size, total, chunk, slots, num_features, *strides,
-        IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
     )  # fmt: skip
     return Weights(output)
 
@@ -247,10 +260,9 @@ def softmax_backward(x: BackwardInputs, o: Options) -> Gradient:
             (slots, feature_tiles), grad, weights, offsets, products, batch_size, total, chunk, num_features, *strides,
             BLOCK_V=tile.vectors, LONG_L=tile.long_elements, num_warps=tile.num_warps,
         )  # fmt: skip
-    _launch_backward(
+    _with_tile(_launch_backward, tile, slots > 0)(
         (slots + batch_size, feature_tiles),
         grad, weights, offsets, products, output, batch_size, total, chunk, slots, num_features, *strides,
-        IS_SPLIT=slots > 0, BLOCK_V=tile.vectors, BLOCK_L=tile.elements, LONG_L=tile.long_elements, num_warps=tile.num_warps,
     )  # fmt: skip
     return Gradient(output)
 

@@ -5,6 +5,7 @@ A program owns a tile of vectors of one sample, rows or columns. The tile is a h
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import triton.language as tl
 
 from jagged.ops._shared.device import find_segment, pairs_before
 from jagged.ops._shared.kernels import pair_starts
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import Launcher, bound
 from jagged.ops.softmax.spec import Gradient, PairBackwardInputs, PairInputs, PairOptions, Weights
 from jagged.ops.softmax.vectors import (
     statistics,
@@ -201,7 +202,7 @@ _launch_backward = Launcher(jagged2_softmax_backward_kernel)
 
 def pair_softmax(x: PairInputs, o: PairOptions) -> Weights:
     """Launch `jagged2_softmax_forward_kernel`."""
-    output = torch.empty(x.values.shape, dtype=x.values.dtype, device=x.values.device)
+    output = x.values.new_empty(*x.values.shape)
     _launch(_launch_forward, (x.values,), x, output, o.by_columns)
     return Weights(output)
 
@@ -230,8 +231,14 @@ def _launch(launch, values, x, output, by_columns):
     tile = COLUMNS if by_columns else ROWS
     # As many vectors as square blocks can have at most, and all that the list has to spare. Of others programs take several.
     programs = math.isqrt(num_pairs * batch_size) // tile.vectors + batch_size
-    launch(
-        (programs,), *values, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride, BY_COLUMNS=by_columns,
-        INDEX=tl.int32 if num_pairs * max(stride, 1) < 2**31 else tl.int64, VECTORS=tile.vectors, STEPS=tile.steps,
-        LANES=tile.lanes, num_warps=tile.num_warps, maxnreg=tile.max_registers,
+    launch = _with_tile(launch, by_columns, tl.int32 if num_pairs * max(stride, 1) < 2**31 else tl.int64)
+    launch((programs,), *values, a_offsets, b_offsets, pair_offsets, output, batch_size, num_pairs, stride)
+
+
+@functools.cache
+def _with_tile(launch, by_columns, index):
+    tile = COLUMNS if by_columns else ROWS
+    return bound(
+        launch, BY_COLUMNS=by_columns, INDEX=index, VECTORS=tile.vectors, STEPS=tile.steps, LANES=tile.lanes,
+        num_warps=tile.num_warps, maxnreg=tile.max_registers,
     )  # fmt: skip

@@ -324,8 +324,8 @@ def test_which_kernels_are_launched(
         launched.append("hopper")
         return None
 
-    for name in ("forward", "dq", "dkv", "prepare_biases"):
-        monkeypatch.setattr(launch, f"_launch_{name}", record_other)
+    monkeypatch.setattr(launch, "_launch_prepare_biases", record_other)
+    monkeypatch.setattr(launch, "_prepared", lambda *arguments, **constants: record_other)
     capability = options.get("capability", (9, 0))
     for module in (hopper, launch):
         monkeypatch.setattr(module, "capability", lambda device: capability)

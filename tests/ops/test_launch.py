@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from jagged.ops._shared import launch
+from jagged.ops._shared.backends import INTERPRETED
 
 # Each of them, and each name that the launch makes of the others, might be a name of the launch's own.
 NAMES = ("key", "key_offsets", "offsets", "kind", "found", "device", "grid", "options", "kernel", "at_offsets", "align_key")
@@ -37,7 +38,7 @@ class Kernel:
 
 
 def test_parameters_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
     kernel = Kernel(NAMES)
     run = launch._make_run(kernel, {})
@@ -50,3 +51,137 @@ def test_parameters_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(given is argument for given, argument in zip(compiled.values(), arguments, strict=True))
     pointers = [argument.data_ptr() if isinstance(argument, torch.Tensor) else argument for argument in arguments]
     assert kernel.launched == [(2, 3, 1, 7, None, None, None, None, None, *pointers)] * 2
+
+
+if not INTERPRETED:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from jagged.ops._shared.ring import LAYOUT, descriptor, rows_descriptor
+
+    @gluon.jit(do_not_specialize=["total"])
+    def described_kernel(rows, output, total, stride, factor, BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr = True):
+        pass
+
+
+class Triton:
+    """Triton's own way from a launch to what C is given, with all but the compiler and C itself."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.runtime import driver
+        from triton.runtime.jit import JITFunction
+
+        self.device = 0
+        self.bound = 0
+        self.given: list[tuple[Any, ...]] = []
+
+        def fill(pointer: int, *others: Any) -> tuple[Any, ...]:
+            assert pointer % 16 == 0
+            return pointer, *(list(other) if isinstance(other, (list, tuple)) else other for other in others)
+
+        stand_in = types.SimpleNamespace(
+            get_current_target=lambda: GPUTarget("cuda", 90, 32),
+            get_current_device=lambda: self.device,
+            get_current_stream=lambda device: 7,
+            utils=types.SimpleNamespace(fill_tma_descriptor=fill, fill_tma_descriptor_tiled=fill),
+        )
+
+        def compiled(kernel: Any, key: Any, signature: Any, device: int, *_: Any) -> Any:
+            made = types.SimpleNamespace(
+                run=self.launcher(signature),
+                function=f"of device {device}",
+                packed_metadata=(4, 1),
+                launch_metadata=lambda *_: None,
+            )
+            kernel.device_caches[device][0][key] = made
+            return made
+
+        run = JITFunction.run
+
+        def bound(kernel: Any, *arguments: Any, **named: Any) -> Any:
+            self.bound += 1
+            return run(kernel, *arguments, **named)
+
+        monkeypatch.setattr(driver, "_active", stand_in)
+        monkeypatch.setattr(JITFunction, "_do_compile", compiled)
+        monkeypatch.setattr(JITFunction, "run", bound)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+
+    def launcher(self, signature: dict[str, Any]) -> Any:
+        from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
+
+        def launch(*given: Any) -> None:
+            # 3.7 hands C one sequence of arguments, 3.6 each by itself.
+            flat = [*given[:-1], *given[-1]] if isinstance(given[-1], (list, tuple)) else list(given)
+            self.given.append(tuple(x.data_ptr() if isinstance(x, torch.Tensor) else getattr(x, "calls", x) for x in flat))
+
+        described = {"swizzle": 3, "elem_size": 2, "elem_type": 8, "block_size": [64, 64], "fp4_padded": False}
+        made = CudaLauncher.__new__(CudaLauncher)
+        made.launch = wrap_handle_tensordesc(launch, signature, [described])
+        made.num_ctas, made.arg_annotations, made.kernel_signature = 1, None, None
+        made.global_scratch_size = made.global_scratch_align = made.profile_scratch_size = made.profile_scratch_align = 0
+        made.launch_cooperative_grid = made.launch_pdl = False
+        return made
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no descriptors")
+def test_descriptors_are_launched_as_triton_launches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = Triton(monkeypatch)
+    launch_described = launch.Launcher(described_kernel)
+    matrix, output = torch.zeros(100, 80, dtype=torch.bfloat16), torch.zeros(9, dtype=torch.float32)
+    rows = rows_descriptor(matrix, 64, 64)
+    assert rows == TensorDescriptor(matrix, matrix.shape, matrix.stride(), [64, 64], LAYOUT)
+    other_layout = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
+    usual = rows, output, 100, 80, 0.5
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        (usual, {}),
+        ((rows_descriptor(matrix, 128, 64), *usual[1:]), {}),
+        ((rows_descriptor(matrix.half(), 64, 64), *usual[1:]), {}),
+        ((descriptor(matrix, matrix.shape, matrix.stride(), [64, 64], other_layout), *usual[1:]), {}),
+        ((rows, output[1:], *usual[2:]), {}),
+        ((*usual[:3], 81, 0.5), {}),
+        ((*usual[:3], 1, 0.5), {}),
+        ((*usual[:3], 2**40, 0.5), {}),
+        ((*usual[:3], 2**63, 0.5), {}),
+        ((*usual[:2], 2**40, 80, 0.5), {}),
+        ((*usual[:2], 2**63, 80, 0.5), {}),
+        ((*usual[:4], None), {}),
+        (usual, {"HAS_BIAS": 1}),
+        (usual, {"num_warps": 8}),
+    ]
+    for device in (0, 1):
+        triton.device = device
+        for arguments, named in calls:
+            named = {"BLOCK": 64, "num_warps": 4, **named}
+            before = triton.bound
+            # What is new is Triton's, then twice it is not; other rows of the same kind are known.
+            launch_described((3, 2), *arguments, **named)
+            assert triton.bound == before + 1, arguments
+            launch_described((3, 2), *arguments, **named)
+            described_kernel[(3, 2)](*arguments, **named)
+            assert triton.bound == before + 2, arguments
+            first, ours, its = triton.given[-3:]
+            hooks = [place for place, given in enumerate(its) if given == []]
+            # Triton hands hooks on that are empty, and looks at them in C.
+            assert [None if place in hooks else given for place, given in enumerate(its)] == list(ours)
+            assert first == its
+    before = triton.bound
+    launch_described((5,), rows_descriptor(matrix[8:, 16:], 64, 64), *usual[1:2], 92, 160, 2.5, BLOCK=64, num_warps=4)
+    launch_described((0,), *usual, BLOCK=64, num_warps=4)
+    assert triton.bound == before
+    # With constants of its own a launch is found by the arguments alone.
+    with_constants = launch.bound(launch_described, BLOCK=64, HAS_BIAS=False, num_warps=4)
+    for _ in range(2):
+        with_constants((3,), *usual)
+        with_constants((3,), *usual[:3], 81, 0.5)
+    assert triton.bound == before + 2
+    described_kernel[(3,)](*usual, BLOCK=64, HAS_BIAS=False, num_warps=4)
+    first, ours, its = triton.given[-5], triton.given[-3], triton.given[-1]
+    assert first == its
+    assert ours[13:] == its[13:]
+    # A descriptor of another type is Triton's to refuse or to take.
+    with pytest.raises(Exception, match="failed to specialize"):
+        launch_described((1,), object(), *usual[1:], BLOCK=64, num_warps=4)

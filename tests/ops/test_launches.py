@@ -6,7 +6,6 @@ write. Here the launches themselves are compiled, for compute capability 9.0 as 
 
 from __future__ import annotations
 
-import gc
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 
 from jagged.ops import trust_values
 from jagged.ops._shared import backends
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import LAUNCHERS
 from tests.ops import families
 from tests.places import PLACE, Place
 from tests.strategies import jagged_of
@@ -83,18 +82,20 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(backends, "INTERPRETED", True)
     monkeypatch.setattr(families, "PLACE", Place("cpu", torch.device("cpu"), "triton", PLACE.dtypes))
     families.kernels(for_hopper=True)
-    launchers = [launcher for launcher in gc.get_objects() if type(launcher) is Launcher]
-    for launcher in launchers:
-        monkeypatch.setitem(launcher._run.__globals__, "_current_device", lambda: 0)
-        monkeypatch.setitem(launcher._run.__globals__, "_current_stream", lambda device: 0)
+    # Of launchers that are made in a test, and of those that there are.
+    for name, given in (("_cuda_getDevice", lambda: 0), ("_cuda_getCurrentRawStream", lambda device: 0)):
+        monkeypatch.setattr(torch._C, name, given, raising=False)
+    for launch in LAUNCHERS:
+        monkeypatch.setitem(launch.__globals__, "_current_device", lambda: 0)
+        monkeypatch.setitem(launch.__globals__, "_current_stream", lambda device: 0)
     before = driver._active
     driver.set_active(Driver())
     yield found
     driver._active = before
     # No other test is to find what stands for compiled kernels here.
-    for launcher in launchers:
-        launcher.compiled.clear()
-        launcher.kernel.device_caches.clear()
+    for launch in LAUNCHERS:
+        launch.compiled.clear()
+        launch.kernel.device_caches.clear()
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)

@@ -19,12 +19,12 @@ OPTIONS = frozenset(("causal", "scale", "pointwise", "normalizer"))
 
 def supports(x: Inputs, o: Options, grad: Tensor | None = None) -> str | None:
     """Return why the kernels do not serve a call, None where they do; with the output's `grad` they are those of its backward."""
-    for name, given in zip(Inputs._fields, x, strict=True):
-        if given is not None and name not in INPUTS:
-            return f"{name} is given"
-    for name, option, default in zip(Options._fields, o, _DEFAULTS, strict=True):
-        if option != default and name not in OPTIONS:
-            return f"{name} is {option}"
+    for place in _OTHER_INPUTS:
+        if x[place] is not None:
+            return f"{Inputs._fields[place]} is given"
+    for place in _OTHER_OPTIONS:
+        if o[place] != _DEFAULTS[place]:
+            return f"{Options._fields[place]} is {o[place]}"
     if grad is not None and o.pointwise:
         return "pointwise weights have no backward pass here"
     total, _, width = x.q.shape
@@ -42,6 +42,8 @@ def supports(x: Inputs, o: Options, grad: Tensor | None = None) -> str | None:
 
 
 _DEFAULTS = Options()
+_OTHER_INPUTS = [place for place, name in enumerate(Inputs._fields) if name not in INPUTS]
+_OTHER_OPTIONS = [place for place, name in enumerate(Options._fields) if name not in OPTIONS]
 
 
 def is_aligned(rows: Tensor) -> bool:

@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.ring import await_left, await_tile, leave_tile, make_ring
 from jagged.ops.attention.hopper.forward import (
     BLOCK_M,
@@ -390,23 +391,29 @@ def attention_backward_dkv_hopper_kernel(
     )  # fmt: skip
 
 
+_launch_dq = Launcher(attention_backward_dq_hopper_kernel)
+_launch_dkv = Launcher(attention_backward_dkv_hopper_kernel)
+
+
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options) -> dict[str, Tensor]:
     """Launch both kernels for what `supports` has nothing against."""
     total, heads, head_dim = x.q.shape
     num_samples = x.q_offsets.shape[0] - 1
-    grad_q, grad_k, grad_v = (torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) for rows in x[:3])
-    statistics = torch.empty(*out.lse.shape, 2, dtype=torch.float32, device=x.q.device)
+    grad_q, grad_k, grad_v = (rows.new_empty(*rows.shape) for rows in x[:3])
+    statistics = out.lse.new_empty(*out.lse.shape, 2)
     counters = torch.zeros(2, dtype=torch.int32, device=x.q.device)
     offsets = x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets
     constants = {"IS_CAUSAL": o.causal, "GROUP": heads // x.k.shape[1], "HEAD_DIM": head_dim, "num_warps": 4}
     # Tiles of queries and the rows that are streamed are cut alike.
     rows = [ragged_descriptor(each, GROUP_M.value) for each in x[:3]]
     upstream = ragged_descriptor(grads.output, GROUP_M.value)
-    attention_backward_dq_hopper_kernel[programs_for(x.q, num_samples)](
+    _launch_dq(
+        programs_for(x.q, num_samples),
         upstream, grads.lse, *rows, out.output, out.lse, *offsets, grad_q, statistics, counters[0], num_samples, total,
         x.k.shape[0], heads, o.scale, **constants,
     )  # fmt: skip
-    attention_backward_dkv_hopper_kernel[programs_for(x.k, num_samples)](
+    _launch_dkv(
+        programs_for(x.k, num_samples),
         upstream, *rows, statistics, *offsets, grad_k, grad_v, counters[1], num_samples, total, x.k.shape[0], x.k.shape[1],
         o.scale, **constants,
     )  # fmt: skip

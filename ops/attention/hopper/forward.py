@@ -25,7 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from jagged.ops._shared.ring import await_left, await_tile, leave_tile, make_ring
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.matrices import gpu
+from jagged.ops._shared.ring import await_left, await_tile, descriptor, leave_tile, make_ring
 from jagged.ops.attention.spec import Inputs, Options, Outputs
 from jagged.ops.attention.triton.scores import LN_2, LOG2_E
 
@@ -54,7 +56,7 @@ def ragged_descriptor(rows: Tensor, block: int) -> TensorDescriptor:
     row_stride, head_stride, _ = rows.stride()
     shape = [ROWS.value + 1, ROWS.value + 1, rows.shape[1], ROWS.value, rows.shape[2]]
     strides = [2**34 - row_stride, row_stride, head_stride, row_stride, 1]
-    return TensorDescriptor(rows, shape, strides, [1, 1, 1, block, WIDTH.value], LAYOUT)
+    return descriptor(rows, shape, strides, [1, 1, 1, block, WIDTH.value], LAYOUT)
 
 
 @gluon.jit
@@ -344,13 +346,17 @@ def attention_forward_hopper_kernel(
     )  # fmt: skip
 
 
+_launch_forward = Launcher(attention_forward_hopper_kernel)
+
+
 def forward(x: Inputs, o: Options) -> Outputs:
     """Launch `attention_forward_hopper_kernel` for what `supports` has nothing against."""
     total, heads, head_dim = x.q.shape
     num_samples = x.q_offsets.shape[0] - 1
-    output = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device)
-    lse = torch.empty((0,) if o.pointwise else (heads, total), dtype=torch.float32, device=x.q.device)
-    attention_forward_hopper_kernel[programs_for(x.q, num_samples)](
+    output = x.q.new_empty(*x.q.shape)
+    lse = x.q.new_empty(*((0,) if o.pointwise else (heads, total)), dtype=torch.float32)
+    _launch_forward(
+        programs_for(x.q, num_samples),
         ragged_descriptor(x.q, GROUP_M.value), ragged_descriptor(x.k, BLOCK_N.value), ragged_descriptor(x.v, BLOCK_N.value),
         x.q_offsets, x.q_offsets if x.k_offsets is None else x.k_offsets, output, lse,
         torch.zeros(1, dtype=torch.int32, device=x.q.device), num_samples, total, x.k.shape[0], heads, o.scale, o.normalizer,
@@ -362,4 +368,4 @@ def forward(x: Inputs, o: Options) -> Outputs:
 def programs_for(rows: Tensor, num_samples: int) -> tuple[int]:
     """Return as many programs as run at once, or fewer where there are fewer tiles."""
     tiles = (rows.shape[0] // BLOCK_M.value + num_samples) * rows.shape[1]
-    return (min(tiles, torch.cuda.get_device_properties(rows.device).multi_processor_count),)
+    return (min(tiles, gpu(rows.device).multiprocessors),)

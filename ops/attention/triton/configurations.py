@@ -6,6 +6,7 @@ ahead-of-time compilation name.
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple
 
 import torch
@@ -94,8 +95,15 @@ def configuration(
     Rows of a width that is no multiple of 16 need not begin at 16 bytes; such rows reach shared memory through registers, which
     the large tiles have none to spare for; nor have those for long samples without a row for their biases.
     """
+    for length, border in BORDERS.items():
+        if total <= border * batch_size:
+            return _row(head_dim, dtype, length, allows_tma, kind)
+    return _row(head_dim, dtype, "long", allows_tma, kind)
+
+
+@functools.cache
+def _row(head_dim: int, dtype: torch.dtype, length: str, allows_tma: bool, kind: Kind) -> Configuration:
     size, width = dtype.itemsize, padded_width(head_dim)
-    length = next((name for name, border in BORDERS.items() if total <= border * batch_size), "long")
     if kind in ("distances", "times", "biased") and length != "short":
         length = next((row for row in (kind, "biased") if (size, width, row) in TABLE), "short")
     if kind == "pointwise" and length == "long":

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import float32_products
+from jagged.ops._shared.launch import Launcher, bound
+from jagged.ops._shared.matrices import products_of
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.attention import hopper
 from jagged.ops.attention.hopper import capability, is_aligned
@@ -37,15 +38,14 @@ def forward(x: Inputs, o: Options) -> Outputs:
 
         return hopper_forward(x, o)
     total, heads, _ = x.q.shape
-    output = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device)
-    lse = torch.empty((0,) if o.pointwise else (heads, total), dtype=torch.float32, device=x.q.device)
-    chosen = _configuration(x, o, allows_tma=_allow_tma(x.k, x.v))
+    output = x.q.new_empty(*x.q.shape)
+    lse = x.q.new_empty(*((0,) if o.pointwise else (heads, total)), dtype=torch.float32)
+    chosen = _configuration(x, o, x.k, x.v)
     tiles = chosen.forward
-    _launch_forward(
+    _prepared(_launch_forward, x, o, chosen.apart, tiles, BLOCK_M=tiles.own, BLOCK_N=tiles.visit)(
         _grid(x.q, x.q_offsets, tiles),
         x.q, x.k, x.v, x.q_offsets, x.k_offsets, x.num_targets, output, None if o.pointwise else lse, *_scalars(x, o),
-        *_strides(x.q, x.k, x.v), output.stride(0), **_extras(x, o), BLOCK_M=tiles.own, BLOCK_N=tiles.visit,
-        **_constants(x, o, chosen.apart, tiles),
+        *_strides(x.q, x.k, x.v), output.stride(0), **_extras(x, o),
     )  # fmt: skip
     return Outputs(output, lse)
 
@@ -63,14 +63,11 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         from jagged.ops.attention.hopper.backward import backward as hopper_backward
 
         return hopper_backward(Outputs(grad, grad_lse), x, out, o)  # type: ignore[arg-type]
-    found = {
-        name: torch.empty(rows.shape, dtype=rows.dtype, device=rows.device) for name, rows in (("q", x.q), ("k", x.k), ("v", x.v))
-    }
+    found = {"q": x.q.new_empty(*x.q.shape), "k": x.k.new_empty(*x.k.shape), "v": x.v.new_empty(*x.v.shape)}
     row_lse = None if o.pointwise else out.lse
-    statistics = None if o.pointwise else torch.empty(*out.lse.shape, 2, dtype=torch.float32, device=x.q.device)
+    statistics = None if o.pointwise else out.lse.new_empty(*out.lse.shape, 2, dtype=torch.float32)
     # A loop over heads moves a pointer, which it could not do with a descriptor.
-    allows_tma = x.q.shape[1] == x.k.shape[1] and _allow_tma(grad, x.q, x.k, x.v)
-    chosen = _configuration(x, o, allows_tma=allows_tma)
+    chosen = _configuration(x, o, grad, x.q, x.k, x.v, allows_tma=x.q.shape[1] == x.k.shape[1])
     scalars = *_scalars(x, o), *_strides(grad, x.q, x.k, x.v)
     extras = _extras(x, o)
     sums = {
@@ -82,36 +79,28 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         found["bias"] = torch.zeros(x.bias.shape, dtype=wanted["bias"], device=x.bias.device)
     copies = {name: len(table) for name, table in sums.items()}
     num_buckets = sums["time_bias"].shape[3] if "time_bias" in sums else 1
-    _launch_dq(
+    block_t = next_power_of_2(min(num_buckets, MOST_BUCKETS))
+    _prepared(_launch_dq, x, o, chosen.apart, chosen.dq, BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=block_t)(
         _grid(x.q, x.q_offsets, chosen.dq),
         grad, grad_lse, x.q, x.k, x.v, out.output, row_lse, x.q_offsets, x.k_offsets, x.num_targets, found["q"], statistics,
         *scalars, found["q"].stride(0), **extras,
         grad_relative_bias=sums.get("relative_bias"), relative_copies=copies.get("relative_bias", 0),
         grad_time_bias=sums.get("time_bias"), time_copies=copies.get("time_bias", 0), grad_bias=found.get("bias"),
-        BLOCK_M=chosen.dq.own, BLOCK_N=chosen.dq.visit, BLOCK_T=next_power_of_2(min(num_buckets, MOST_BUCKETS)),
-        **_constants(x, o, chosen.apart, chosen.dq),
     )  # fmt: skip
-    _launch_dkv(
+    _prepared(_launch_dkv, x, o, chosen.apart, chosen.dkv, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own)(
         _grid(x.k, x.q_offsets, chosen.dkv),
         grad, x.q, x.k, x.v, statistics, x.q_offsets, x.k_offsets, x.num_targets, found["k"], found["v"], *scalars,
-        found["k"].stride(0), **extras, BLOCK_M=chosen.dkv.visit, BLOCK_N=chosen.dkv.own,
-        **_constants(x, o, chosen.apart, chosen.dkv),
+        found["k"].stride(0), **extras,
     )  # fmt: skip
     return found | {name: _rounded(bins, wanted[name]) for name, bins in sums.items()}
 
 
 def _readable(x: Inputs) -> Inputs:
     """Return inputs as the kernels read them: rows and heads of any stride, columns and all other elements side by side."""
-    return x._replace(
-        q=_with_adjacent_columns(x.q),
-        k=_with_adjacent_columns(x.k),
-        v=_with_adjacent_columns(x.v),
-        **{
-            name: tensor.contiguous()
-            for name, tensor in zip(Inputs._fields[3:], x[3:], strict=True)
-            if tensor is not None and name != "bias"
-        },
-    )
+    q, k, v, *others = x
+    bias = x.bias
+    made = [each if each is None or each is bias else each.contiguous() for each in others]
+    return Inputs(*map(_with_adjacent_columns, (q, k, v)), *made)  # type: ignore[arg-type]
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:
@@ -166,6 +155,14 @@ def _prepare_biases(x: Inputs, scale: float) -> dict[str, Tensor | None]:
 
 def _extras(x: Inputs, o: Options) -> dict[str, Any]:
     """Arguments of all three kernels; a jagged bias `[H, P]` is one row of `P` pairs for each head."""
+    of_dropout = {
+        "dropout_seed": x.dropout_seed,
+        "dropout_threshold": min(round(o.dropout_p * 2**32), 2**32 - 1) if o.dropout_p else 0,
+        "kept_scale": 1 / (1 - o.dropout_p),
+        "normalizer": o.normalizer,
+    }
+    if x.relative_bias is x.time_bias is x.bias is None:
+        return _NO_BIASES | of_dropout
     dense = None if x.bias is None else x.bias if x.bias.dim() == 4 else x.bias[None, :, None]
     strides = (0, 0, 0, 0) if dense is None else dense.stride()
     return {
@@ -176,12 +173,16 @@ def _extras(x: Inputs, o: Options) -> dict[str, Any]:
         "bias_offsets": x.bias_offsets,
         "bias_rows": 0 if dense is None else dense.shape[2],
         "bias_keys": 0 if dense is None else dense.shape[3],
-        **{f"bias_{name}_stride": stride for name, stride in zip(("batch", "head", "row", "key"), strides, strict=True)},
-        "dropout_seed": x.dropout_seed,
-        "dropout_threshold": min(round(o.dropout_p * 2**32), 2**32 - 1),
-        "kept_scale": 1 / (1 - o.dropout_p),
-        "normalizer": o.normalizer,
+        **dict(zip(_STRIDES_OF_BIAS, strides, strict=True)),
+        **of_dropout,
     }
+
+
+_STRIDES_OF_BIAS = tuple(f"bias_{name}_stride" for name in ("batch", "head", "row", "key"))
+_NO_BIASES: dict[str, Any] = {
+    **dict.fromkeys(("relative_bias", "time_bias", "q_times", "k_times", "bias", "bias_offsets")),
+    **dict.fromkeys(("max_distance", "num_buckets", "bias_rows", "bias_keys", *_STRIDES_OF_BIAS), 0),
+}
 
 
 def _scalars(x: Inputs, o: Options) -> tuple[int | float | None, ...]:
@@ -191,15 +192,18 @@ def _scalars(x: Inputs, o: Options) -> tuple[int | float | None, ...]:
     )  # fmt: skip
 
 
-def _configuration(x: Inputs, o: Options, *, allows_tma: bool) -> Configuration:
+def _configuration(x: Inputs, o: Options, *rows: Tensor, allows_tma: bool = True) -> Configuration:
+    """Return tiles; those that read `rows` by descriptors only where these can be read so, which costs to ask."""
     total, _, head_dim = x.q.shape
-    return configuration(head_dim, x.q.dtype, total, x.q_offsets.shape[0] - 1, allows_tma=allows_tma, kind=_kind(x, o))
+    call = head_dim, x.q.dtype, total, x.q_offsets.shape[0] - 1
+    chosen = configuration(*call, allows_tma=allows_tma, kind=_kind(x, o))
+    return chosen if not chosen.dq.tma or _allow_tma(*rows) else configuration(*call, allows_tma=False, kind=_kind(x, o))
 
 
 def _kind(x: Inputs, o: Options) -> Kind:
+    if x.relative_bias is x.time_bias is x.bias is None:
+        return "pointwise" if o.pointwise else "plain"
     match x.relative_bias is not None, x.time_bias is not None, x.bias is not None:
-        case False, False, False:
-            return "pointwise" if o.pointwise else "plain"
         case True, False, False:
             return "distances"
         case False, True, False:
@@ -217,23 +221,29 @@ def _grid(rows: Tensor, offsets: Tensor, tiles: Tiles) -> tuple[int, int]:
     return (rows.shape[0] // tiles.own + batch_size if batch_size and rows.numel() else 0, rows.shape[1])
 
 
-def _constants(x: Inputs, o: Options, apart: bool, tiles: Tiles) -> dict[str, Any]:
+def _prepared(
+    launch: Callable[..., None], x: Inputs, o: Options, apart: bool, tiles: Tiles, **blocks: int
+) -> Callable[..., None]:
+    """Return the launch with its constants."""
     if tiles.tma:
         # Descriptors lie in memory that Triton asks for at each launch, from an allocator that belongs to the thread.
         triton.set_allocator(_allocate)
+    (_, heads, width), dtype = x.q.shape, x.q.dtype
     limited = tiles.max_registers is not None and capability(x.q.device) == (9, 0)
-    return {
-        "IS_CAUSAL": o.causal,
-        "APART": apart,
-        "USE_TMA": tiles.tma,
-        "GROUP": x.q.shape[1] // x.k.shape[1],
-        "HEAD_DIM": x.q.shape[2],
-        "BLOCK_D": padded_width(x.q.shape[2]),
-        "INPUT_PRECISION": float32_products() if x.q.dtype == torch.float32 else "ieee",
+    return _with_constants(
+        launch, tiles, limited, IS_CAUSAL=o.causal, APART=apart, GROUP=heads // x.k.shape[1], HEAD_DIM=width,
+        INPUT_PRECISION=products_of(dtype), **blocks,
+    )  # fmt: skip
+
+
+@functools.cache
+def _with_constants(launch: Callable[..., None], tiles: Tiles, limited: bool, **constants: Any) -> Callable[..., None]:
+    options = {
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
         **({"maxnreg": tiles.max_registers} if limited else {}),
     }
+    return bound(launch, USE_TMA=tiles.tma, BLOCK_D=padded_width(constants["HEAD_DIM"]), **constants, **options)
 
 
 def _allow_tma(*rows: Tensor) -> bool:

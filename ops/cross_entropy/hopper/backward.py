@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_left, await_tile, begin_tile, leave_tile, make_ring, rows_descriptor, send_tile
 from jagged.ops._shared.sizes import cdiv
@@ -268,6 +269,9 @@ def linear_cross_entropy_backward_hopper_kernel(
         )  # fmt: skip
 
 
+_launch_backward = Launcher(linear_cross_entropy_backward_hopper_kernel)
+
+
 def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool, unless: Tensor | None = None) -> Tensor:
     """Return the gradient of weight or of hidden in a dtype, of at least one row and matrices of at most 256 columns.
 
@@ -312,7 +316,8 @@ def _gradient_of_some(
     tiles = cdiv(len(other), BLOCK.value)
     num_parts, tiles_per_part = balanced_parts(tiles, blocks, programs, 0, TURNS * programs // blocks, least)
     parts = grad[None] if num_parts == 1 else own.new_empty(num_parts, num_own, width, dtype=torch.float32)
-    linear_cross_entropy_backward_hopper_kernel[(min(blocks * num_parts, programs),)](
+    _launch_backward(
+        (min(blocks * num_parts, programs),),
         rows_descriptor(own, BLOCK.value, columns), rows_descriptor(other, BLOCK.value, columns), rows.target, rows.shift,
         rows.grad_softmax, rows.grad_target, rows.inverse_scale, unless, parts, num_own, len(other), tiles_per_part,
         blocks * num_parts, 1 / temperature, OWNS_ITEMS=owns_items, GROUPS=plan.groups, PLACES=plan.places, BLOCK_D=columns,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import load_tile
 from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.sizes import cdiv
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
 BLOCK_ITEMS = 32
 
@@ -36,5 +36,5 @@ def copy_in_order(weight: Tensor, order: Tensor, pays: Tensor | None, copy: Tens
     num_items, width = copy.shape
     _launch_copy(
         (cdiv(num_items, BLOCK_ITEMS),), weight, order, pays, copy, num_items, weight.stride(0), BLOCK_V=BLOCK_ITEMS,
-        BLOCK_D=triton.next_power_of_2(width), WIDTH=width,
+        BLOCK_D=next_power_of_2(width), WIDTH=width,
     )  # fmt: skip

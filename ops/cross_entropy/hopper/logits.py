@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -31,9 +30,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import balanced_parts, gpu
 from jagged.ops._shared.ring import await_tile, leave_tile, make_ring, rows_descriptor, send_tile
-from jagged.ops._shared.sizes import cdiv
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.cross_entropy.hopper import WIDEST
 from jagged.ops.cross_entropy.triton.arguments import Rows
 from jagged.ops.cross_entropy.triton.logits import LOG2_E
@@ -355,6 +355,10 @@ def linear_cross_entropy_steps_hopper_kernel(
     )  # fmt: skip
 
 
+_launch_walk = Launcher(linear_cross_entropy_walk_hopper_kernel)
+_launch_steps = Launcher(linear_cross_entropy_steps_hopper_kernel)
+
+
 def walk_of(width: int, *, marks: bool = False) -> Walk:
     """Return how hidden states of at most `WIDEST` columns are walked, by forward or for marks."""
     columns = min(columns for columns in WALKS if width <= columns)
@@ -380,14 +384,16 @@ def logits_in_parts(hidden: Tensor, weight: Tensor, temperature: float) -> tuple
     part_maximum = hidden.new_empty(num_parts, num_rows, dtype=torch.float32)
     part_sum = torch.empty_like(part_maximum)
     if walk is None:
-        linear_cross_entropy_steps_hopper_kernel[(programs,)](
+        _launch_steps(
+            (programs,),
             rows_descriptor(hidden, GROUP_N.value, WIDE_STEP), rows_descriptor(weight, WIDE_ITEMS, WIDE_STEP), part_maximum,
             part_sum, None, None, None, None, None, num_rows, row_blocks, num_parts, 0, num_items, items_per_part, 0, rate,
             STEPS=cdiv(width, WIDE_STEP), PLACES=WIDE_PLACES, num_warps=4,
         )  # fmt: skip
     else:
-        columns = max(64, triton.next_power_of_2(width))
-        linear_cross_entropy_walk_hopper_kernel[(programs,)](
+        columns = max(64, next_power_of_2(width))
+        _launch_walk(
+            (programs,),
             rows_descriptor(hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns), part_maximum,
             part_sum, None, None, None, None, num_rows, row_blocks, num_parts, num_items, items_per_part, 0, rate,
             GROUPS=walk.groups, PLACES=walk.places, num_warps=4,
@@ -403,9 +409,10 @@ def mark_tiles(rows: Rows, weight: Tensor, temperature: float, marks: Tensor, pa
     """
     (num_rows, width), walk = rows.hidden.shape, walk_of(rows.hidden.shape[1], marks=True)
     row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, len(weight), walk.groups, 2 * walk.items, weight.device)
-    columns = max(64, triton.next_power_of_2(width))
+    columns = max(64, next_power_of_2(width))
     hidden, items = rows_descriptor(rows.hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns)
-    linear_cross_entropy_walk_hopper_kernel[(programs,)](
+    _launch_walk(
+        (programs,),
         hidden, items, None, None, rows.shift, rows.grad_softmax, marks, pays, num_rows, row_blocks, num_parts, len(weight),
         items_per_part, marks.stride(0), LOG2_E.value / temperature, GROUPS=walk.groups, PLACES=walk.places, num_warps=4,
     )  # fmt: skip
@@ -416,7 +423,8 @@ def logit_gradients(rows: Rows, weight: Tensor, first: int, last: int, temperatu
     num_rows, width = rows.hidden.shape
     row_blocks, num_parts = cdiv(num_rows, GROUP_N.value * WIDE_GROUPS), cdiv(last - first, WIDE_ITEMS)
     grid = (min(row_blocks * num_parts, gpu(weight.device).multiprocessors),)
-    linear_cross_entropy_steps_hopper_kernel[grid](
+    _launch_steps(
+        grid,
         rows_descriptor(rows.hidden, GROUP_N.value, WIDE_STEP), rows_descriptor(weight, WIDE_ITEMS, WIDE_STEP), None, None,
         rows.target, rows.shift, rows.grad_softmax, rows.grad_target, gradients, num_rows, row_blocks, num_parts, first, last,
         WIDE_ITEMS, gradients.stride(0), LOG2_E.value / temperature, STEPS=cdiv(width, WIDE_STEP), PLACES=WIDE_PLACES,

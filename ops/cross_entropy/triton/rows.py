@@ -63,7 +63,7 @@ def prepare_rows(
 ) -> Rows:
     """Return `Rows` of hidden states and targets of any strides, and vectors `[N]` float32."""
     hidden, num_rows = aligned(x.hidden), x.hidden.shape[0]
-    clean = hidden.new_empty(hidden.shape)
+    clean = hidden.new_empty(*hidden.shape)
     items = x.target.new_empty(num_rows, dtype=torch.int32)
     vectors = lse.new_empty(3 if grad_smoothed is None else 4, num_rows)
     _launch_rows(

@@ -6,6 +6,7 @@ columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -132,6 +133,7 @@ def _limit(width: int, table: Mapping[int, object]) -> int:
     return min((limit for limit in table if width <= limit), default=max(table))
 
 
+@functools.cache
 def row_configuration(width: int, dtype: torch.dtype, capability: int) -> RowConfiguration:
     """Return the tile of the forward of one row; float32 takes half the negatives in the same registers."""
     limit = _limit(width, ROW_TILES)
@@ -139,11 +141,13 @@ def row_configuration(width: int, dtype: torch.dtype, capability: int) -> RowCon
     return tile._replace(negatives=tile.negatives // 2) if dtype.itemsize == 4 else tile
 
 
+@functools.cache
 def item_configuration(width: int) -> RowConfiguration:
     """Return the tile of the gradient of one item."""
     return ITEM_TILES[_limit(width, ITEM_TILES)]
 
 
+@functools.cache
 def block_configuration(
     kernel: str, width: int, dtype: torch.dtype, capability: int, rows_per_draw: int, *, is_plain: bool = True
 ) -> BlockConfiguration:

@@ -101,7 +101,7 @@ def weight_gradient(c: Call, lists: Lists | None, rows: Rows | None, slopes: Slo
         items = torch.arange(c.num_items, device=device)
         touched, place = compacted(items, is_touched[:-1], most_touched)
         grad_weight = grad_weight[touched].masked_fill_((items[:most_touched] > place[-1])[:, None], 0)
-    grad_weight = grad_weight.to(dtype)
+    grad_weight = grad_weight if is_whole else grad_weight.to(dtype)
     return {"weight": grad_weight} if touched is None else {"weight": grad_weight, "touched": touched}
 
 
@@ -125,14 +125,14 @@ def _add_entries(
     grad_weight: Tensor, *, adds: bool,
 ) -> None:  # fmt: skip
     """Add entries to the gradients of their items, `keys`, in ascending order; of places in `touched` if that is given."""
-    x, o, width, device, num_items = c.x, c.o, c.width, keys.device, grad_weight.shape[0]
+    x, o, width, num_items = c.x, c.o, c.width, grad_weight.shape[0]
     num_entries = keys.shape[0]
-    entry_offsets = torch.empty(num_items + 1, dtype=torch.int32, device=device)
+    entry_offsets = keys.new_empty(num_items + 1)
     _launch_offsets((cdiv(num_items + 1, OFFSETS_BLOCK),), keys, entry_offsets, num_items, num_entries, BLOCK=OFFSETS_BLOCK)
     tile = item_configuration(width)
     # Chunks that are not the first of their item, counted as if every item had all its entries in common.
     others, columns = num_entries // CHUNK, cdiv(width, tile.columns)
-    first_sums, other_sums = torch.empty(2, others, width, dtype=torch.float32, device=device).unbind()
+    first_sums, other_sums = (slopes.share.new_empty(others, width) for _ in range(2))
     by_entry = num_entries < others + num_items
     _launch_items(
         (num_entries if by_entry else others + num_items, columns),

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.launch import Launcher, bound
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, num_touched
 from jagged.ops.sampled_cross_entropy.triton.backward import sampled_backward_rows_kernel
 from jagged.ops.sampled_cross_entropy.triton.call import Call, call_of
-from jagged.ops.sampled_cross_entropy.triton.configurations import row_configuration
+from jagged.ops.sampled_cross_entropy.triton.configurations import RowConfiguration, row_configuration
 from jagged.ops.sampled_cross_entropy.triton.entries import Slopes, weight_gradient
 from jagged.ops.sampled_cross_entropy.triton.forward import sampled_forward_rows_kernel
 from jagged.ops.sampled_cross_entropy.triton.shared_draws import block_directions, block_results, draw_lists, prepare_rows
@@ -27,8 +28,9 @@ _launch_backward_rows = Launcher(sampled_backward_rows_kernel)
 def forward(x: Inputs, o: Options) -> Outputs:
     """Compute losses, and what backward needs of them, in float32."""
     (num_rows, width), device = x.hidden.shape, x.hidden.device
-    shapes = (*(num_rows,) * 5, x.hidden.shape if o.with_direction else 0)
-    out = Outputs._make([torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes])
+    losses = torch.empty(num_rows, dtype=torch.float32, device=device)
+    of_rows = [losses, *[torch.empty_like(losses) for _ in range(4)]]
+    out = Outputs._make([*of_rows, losses.new_empty(*(x.hidden.shape if o.with_direction else (0,)))])
     if num_rows == 0:
         return out
     c = call_of(x, o)
@@ -50,7 +52,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     (num_rows, width), device = x.hidden.shape, x.hidden.device
     found = {}
     if "hidden" in wanted:
-        found["hidden"] = torch.empty(x.hidden.shape, dtype=wanted["hidden"], device=device)
+        found["hidden"] = x.hidden.new_empty(*x.hidden.shape, dtype=wanted["hidden"])
     if num_rows == 0:
         if "weight" in wanted:
             num_grads = num_touched(x, o) if o.is_sparse else x.weight.shape[0]
@@ -71,7 +73,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
             direction = torch.empty(num_rows, stride, dtype=torch.float32, device=device)
             # The kernel's way with a finished statistic, which writes no losses; a filter of 0 leaves out nothing.
             _forward_rows(c, out._replace(losses=out.share, lse=out.share), direction, o.filter_eps or 0.0)
-    slopes = Slopes(out.statistic, out.share, *torch.empty(2, num_rows, dtype=torch.float32, device=device).unbind())
+    slopes = Slopes(out.statistic, out.share, out.share.new_empty(num_rows), out.share.new_empty(num_rows))
     # A log-sum-exp may be all that has a gradient.
     grad_loss = torch.zeros_like(out.share) if grads.losses is None else grads.losses.contiguous()
     _launch_backward_rows(
@@ -91,13 +93,28 @@ def _forward_rows(c: Call, out: Outputs, direction: Tensor | None, filter_eps: f
     """Launch the kernel for rows that draw for themselves."""
     x, o = c.x, c.o
     tile = row_configuration(c.width, x.hidden.dtype, gpu(x.hidden.device).capability)
-    _launch_forward_rows(
+    _forward_launch(o.kind, o.loss, o.is_corrected, o.is_inside, o.mask_hits, o.renormalise, c.width, tile)(
         (c.num_rows, 1 if direction is None else cdiv(c.width, tile.columns)),
         x.hidden, x.weight, x.target, x.ids, x.log_q, x.probability, x.seed, x.target_correction, x.excluded, x.exclude_offsets,
         x.sample_weight, *out[:5], direction, c.num_rows, c.num_items, o.num_negatives, c.num_excluded, c.hidden_stride,
         c.weight_stride, o.rows_per_draw, c.parameter, c.offset, o.scale, o.positive_weight, o.ignore_index, filter_eps,
-        KIND=o.kind, LOSS=o.loss, IS_CORRECTED=o.is_corrected, IS_INSIDE=o.is_inside, MASK_HITS=o.mask_hits,
-        RENORMALISE=o.renormalise, WIDTH=c.width, BLOCK_J=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
+    )  # fmt: skip
+
+
+@functools.cache
+def _forward_launch(
+    kind: str,
+    loss: str,
+    is_corrected: bool,
+    is_inside: bool,
+    mask_hits: bool,
+    renormalise: bool,
+    width: int,
+    tile: RowConfiguration,
+) -> Callable[..., None]:
+    return bound(
+        _launch_forward_rows, KIND=kind, LOSS=loss, IS_CORRECTED=is_corrected, IS_INSIDE=is_inside, MASK_HITS=mask_hits,
+        RENORMALISE=renormalise, WIDTH=width, BLOCK_J=tile.negatives, BLOCK_D=tile.columns, num_warps=tile.num_warps,
     )  # fmt: skip
 
 
