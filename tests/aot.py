@@ -17,12 +17,23 @@ TARGETS = (80, 90, 100)
 # AMD's MI300. What is claimed of it is that kernels compile and fit into its shared memory: nobody has run them there.
 AMD = "gfx942"
 AMD_SHARED_BYTES = 64 * 1024
+# Tiles are chosen with Triton 3.7. The most bytes that kernels are known to spill beside those of it under 3.6, which comes with
+# PyTorch 2.11, at any of their tiles.
+SPILLS_OF_TRITON_3_6 = {
+    "attention_backward_dkv_kernel": 8,
+    "copy_part_kernel": 32,
+    "jagged_dense_bmm_kernel": 248,
+    "linear_cross_entropy_logit_gradients_kernel": 16,
+    "sampled_directions_kernel": 48,
+    "sampled_forward_blocks_kernel": 12,
+    "sampled_forward_rows_kernel": 24,
+}
 
 
 @dataclass(frozen=True)
 class Resources:
     registers: int
-    spills: int
+    spills: int  # in bytes, less those of Triton 3.6 alone
     is_serialised: bool
     shared_bytes: int
     # PTX, or AMD's assembly.
@@ -71,8 +82,10 @@ def compile_kernel(
     with _without_cubin():
         compiled = triton.compile(source, target=target, options=options)
     assembly = compiled.asm["amdgcn" if isinstance(arch, str) else "ptx"]
-    read = _read_amdgcn(assembly) if isinstance(arch, str) else _assemble_ptx(assembly, arch)
-    return Resources(*read, compiled.metadata.shared, assembly)
+    registers, spills, is_serialised = _read_amdgcn(assembly) if isinstance(arch, str) else _assemble_ptx(assembly, arch)
+    if triton.__version__.startswith("3.6."):
+        spills = max(0, spills - SPILLS_OF_TRITON_3_6.get(kernel.__name__, 0))
+    return Resources(registers, spills, is_serialised, compiled.metadata.shared, assembly)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -60,6 +61,12 @@ def _shapes(x: Inputs, o: Options) -> Outputs:
     return Outputs(x.q.new_empty(x.q.shape), lse)
 
 
+def _gradient_shapes(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    # Compiled code reads memory as it is declared: gradients of q, k and v come in the dtype that autocast gave these.
+    dtypes = {**wanted, **{name: x.q.dtype for name in ("q", "k", "v") if name in wanted}}
+    return {name: x.q.new_empty(getattr(x, name).shape, dtype=dtype) for name, dtype in dtypes.items()}
+
+
 # Backward computes the weights again, so that memory is linear in the rows; that of pointwise weights needs no output.
 ATTENTION = operator(
     "attention",
@@ -71,5 +78,6 @@ ATTENTION = operator(
     triton="jagged.ops.attention.triton.launch:forward,backward",
     saved=lambda o: Inputs._fields + (() if o.pointwise else Outputs._fields),
     autocast=("q", "k", "v"),
+    gradient_shapes=_gradient_shapes,
     title=lambda o: "jagged_hstu_attention" if o.pointwise else "jagged_attention",
 )

@@ -127,7 +127,8 @@ def embedding_bags(
     size, batches, host_batches = num_bags // max(1, num_features), None, None
     if batch_sizes is not None:
         host_batches, batches, size = layout.batches(tuple(batch_sizes), weights.device)
-    options = Options(size, layout.width, output_dtype, programs, counted_rows, version, *rule)
+    name = str(output_dtype).removeprefix("torch.")
+    options = Options(size, layout.width, name, programs, counted_rows, version, *rule)
     inputs = Inputs(
         weights, scales, indices.contiguous(), offsets.contiguous(), per_sample_weights, layout.tensor(weights.device), batches,
         codes, *states, layout.fields, host_batches,

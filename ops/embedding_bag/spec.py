@@ -47,7 +47,8 @@ class Options(NamedTuple):
 
     size: int
     width: int
-    output_dtype: torch.dtype
+    # By name: in packages of AOTInductor, PyTorch 2.11 hands operators another dtype than was exported (pytorch/pytorch#169157).
+    output_dtype: str
     programs: int = PROGRAMS
     counted_rows: int | None = None
     version: int | None = None
@@ -58,6 +59,11 @@ class Options(NamedTuple):
     beta2: float | None = None
     weight_decay: float | None = None
     stochastic_rounding: bool | None = None
+
+    def new_output(self, x: Inputs) -> Tensor:
+        """Return a tensor for the pooled rows, not filled."""
+        shape = (self.size, self.width) if x.batches is None else (self.size,)
+        return x.weights.new_empty(shape, dtype=getattr(torch, self.output_dtype))
 
 
 class Outputs(NamedTuple):
@@ -231,7 +237,7 @@ EMBEDDING_BAGS = operator(
     Inputs,
     Options,
     Outputs,
-    shapes=lambda x, o: Outputs(x.weights.new_empty((o.size, o.width) if x.batches is None else o.size, dtype=o.output_dtype)),
+    shapes=lambda x, o: Outputs(o.new_output(x)),
     torch=f"{_TORCH}:forward",
     triton=f"{_TRITON}.launch:forward",
     gradient=_gradient,

@@ -121,9 +121,9 @@ def forward(x: Inputs, o: Options) -> Outputs:
             refuse_wrong_ids(x.indices[feature.places], feature.of.rows, number, feature.places.start)
             raise
     if not outputs:
-        return Outputs(weights.new_empty((o.size, o.width) if x.batches is None else o.size, dtype=o.output_dtype))
+        return Outputs(o.new_output(x))
     flat = torch.cat(outputs, 1) if x.batches is None else torch.cat([pooled.view(-1) for pooled in outputs])
-    return Outputs(flat.to(o.output_dtype))
+    return Outputs(flat.to(getattr(torch, o.output_dtype)))
 
 
 def _pooled(

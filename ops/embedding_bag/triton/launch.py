@@ -59,7 +59,7 @@ def turns_of_units(num_bags: int, num_lookups: int, num_features: int) -> int:
 def forward(x: Inputs, o: Options) -> Outputs:
     """Launch `embedding_bags_small_kernel`, or the map and `embedding_bags_forward_kernel`."""
     weights, batches, scales = x.weights, x.batches, x.scales
-    output = weights.new_empty((o.size, o.width) if batches is None else o.size, dtype=o.output_dtype)
+    output = o.new_output(x)
     if not output.numel():
         return Outputs(output)
     if scales is not None:

@@ -84,10 +84,8 @@ def sampled_forward_blocks_kernel(
         place = start + tl.arange(0, BLOCK_J)
         in_draw = place < num_negatives
         item = tl.load(items + first_of_draw + place, mask=in_draw, other=-1)
-        if IS_GATHERED:
-            source, exists = place, in_draw
-        else:
-            source, exists = item, item >= 0
+        source = place if IS_GATHERED else item
+        exists = in_draw if IS_GATHERED else item >= 0
         if WIDTH <= BLOCK_K:
             tile = load_tile(table, source, table_stride, exists, 0, WIDTH, BLOCK_K)
             products = dot(hidden_tile, tl.trans(tile), None, PRECISION)
@@ -225,10 +223,8 @@ def sampled_directions_kernel(
         place = start + tl.arange(0, BLOCK_J)
         in_draw = place < num_negatives
         item = tl.load(items + first_of_draw + place, mask=in_draw, other=-1)
-        if IS_GATHERED:
-            source, exists = place, in_draw
-        else:
-            source, exists = item, item >= 0
+        source = place if IS_GATHERED else item
+        exists = in_draw if IS_GATHERED else item >= 0
         tile = load_tile(table, source, table_stride, exists, first_column, WIDTH, BLOCK_D)
         if WIDTH <= BLOCK_K:
             products = dot(hidden_tile, tl.trans(tile), None, PRECISION)
