@@ -530,7 +530,9 @@ def run(
     saved: Callable[[dict[str, Any]], Any] = lambda result: None,
 ) -> dict[str, Any]:
     """Measure every case of a part after the `former` rows; print, and hand on for saving, as it goes."""
-    rows: dict[str, Any] = dict(former or {})
+    # Rows of cases that are no more go.
+    cases = {**part, **parts().get(title, {}), **cpu_parts().get(title, {})}
+    rows: dict[str, Any] = {name: row for name, row in (former or {}).items() if name in cases}
     result: dict[str, Any] = {"rows": rows, "summary": summary(title, rows)}
 
     def keep(row: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ class Costs(NamedTuple):
 
 
 # Measured (internals). Lists are walked by the kernels for every GPU, of which exact gradients on Hopper need no more.
-COSTS, COSTS_ON_HOPPER = Costs(0.55, 1.1, 1.1), Costs(0.55, 1.5, 1.9)
+COSTS, COSTS_ON_HOPPER = Costs(0.6, 1.1, 1.1), Costs(0.6, 1.8, 2.3)
 # Of the exact gradients' time the filter may be estimated to take.
 MARGIN = 0.8
 
