@@ -352,10 +352,10 @@ def test_a_run_that_is_cut_off_leaves_what_it_measured(monkeypatch: pytest.Monke
             {"small": Case(Size(24, 200, 8, "fp32"), ("jagged", "liger", "eager"))},
             "cpu",
             at_once,
-            {"former": {}},
+            {"8,192 x 100,000 x 64": {}, "of a case that is no more": {}},
             lambda result: left.append(json.loads(json.dumps(result))),
         )
-    assert left[-1]["rows"].keys() == {"former", "small"}
+    assert left[-1]["rows"].keys() == {"8,192 x 100,000 x 64", "small"}
     assert "both" in left[-1]["rows"]["small"]["liger"]
 
 

@@ -57,6 +57,9 @@ def cast_by_hand(place: Place, step: Step, *, exact: bool = False) -> Sequence[T
             # Gradients pass as they are, where those of a cast are rounded.
             return given.double() + (low.double() - given.double()).detach() if exact else low
 
+        if exact and "with_direction" in o._fields:
+            # What kernels of shared draws leave to their backward, PyTorch's forward makes.
+            o = o._replace(with_direction=True)
         x = x._replace(**{name: changed(name, given) for name, given in x._asdict().items()})
         with torch.autocast(place.device.type, enabled=False):
             return call(self, x, o, None if exact else backend)
