@@ -474,7 +474,7 @@ def release(w: Workload) -> None:
 
 
 def time_on_gpu(prepare: Callable[[], Callable[[], Any]], sustained: float = 0.0) -> dict[str, Any]:
-    """Microseconds a call: up to ten milliseconds by replays of a CUDA graph, else by events; what is slow is called seldom.
+    """Microseconds a call: up to a tenth of a second by replays of a CUDA graph, else by events; what is slow is called seldom.
 
     `sustained` is as in `replay_us`.
     """
@@ -485,19 +485,12 @@ def time_on_gpu(prepare: Callable[[], Callable[[], Any]], sustained: float = 0.0
         return {**spread([seconds * 1e6 for seconds in times]), "captured": False}
     # The first calls of all load kernels and start threads.
     rough = min(seconds_of(timed)[0] for _ in range(3))
-    if rough < 10e-3:
+    if rough < 0.1:
         # A graph that lives keeps its leaves on the stream it was made on, and no other could be captured.
         del timed
         return replay_us(prepare=prepare, sustained=sustained)
-    calls, repeats = max(1, round(10e-3 / rough)), 3 if rough > 50e-3 else 7
-
-    def several() -> None:
-        # Results are let go at once: some are gigabytes.
-        for _ in range(calls):
-            timed()
-
-    figures = {**spread(event_us(several, repeats, calls)), "captured": False}
-    return figures | lasting(several, calls, sustained) if sustained else figures
+    figures = {**spread(event_us(timed, 3, 1)), "captured": False}
+    return figures | lasting(timed, 1, sustained) if sustained else figures
 
 
 def time_on_cpu(prepare: Callable[[], Callable[[], Any]], seconds: float) -> dict[str, Any]:

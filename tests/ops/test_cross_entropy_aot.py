@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import triton
 
+from jagged.ops._shared.sizes import next_power_of_2
 from jagged.ops.cross_entropy.triton.configurations import CONFIGURATIONS, EXCEPTIONS, SCALED, configuration
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
@@ -141,13 +141,29 @@ def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
     assert used.spills == 0, str(used)
 
 
+@pytest.mark.parametrize("arch", [*TARGETS, AMD])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("width", [16, 256, 600])
+def test_mean_logits(width: int, dtype: str, arch: int | str) -> None:
+    from jagged.ops.cross_entropy.triton import filter
+
+    kernel = filter.linear_cross_entropy_mean_logits_kernel
+    signature = dict.fromkeys(("mean", "bias", "item_scale", "logits"), "*fp32") | {"weight": f"*{dtype}"}
+    signature |= dict.fromkeys(("num_items", "weight_stride"), "i32")
+    block = min(filter.BLOCK_COLUMNS, next_power_of_2(width))
+    constants = {"WIDTH": width, "BLOCK_V": filter.BLOCK_ITEMS, "BLOCK_D": block}
+    signature = {name: signature[name] for name in kernel.arg_names if name not in constants}
+    used = compile_kernel(kernel, signature, constants, arch=arch, divisible=("weight_stride",))
+    assert used.spills == 0, used
+
+
 @pytest.mark.parametrize("width", [16, 64, 130, 256])
 def test_copies(width: int) -> None:
     from jagged.ops.cross_entropy.hopper import copies
 
     kernel = copies.linear_cross_entropy_copy_kernel
     signature = {"weight": "*bf16", "order": "*i32", "pays": "*i32", "copy": "*bf16", "num_items": "i32", "weight_stride": "i32"}
-    constants = {"BLOCK_V": copies.BLOCK_ITEMS, "BLOCK_D": triton.next_power_of_2(width), "WIDTH": width}
+    constants = {"BLOCK_V": copies.BLOCK_ITEMS, "BLOCK_D": next_power_of_2(width), "WIDTH": width}
     used = compile_kernel(kernel, signature, constants, arch=90, divisible=("weight_stride",))
     assert used.spills == 0, used
 

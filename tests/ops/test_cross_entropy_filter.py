@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from jagged.ops import linear_cross_entropy
+from jagged.ops._shared.matrices import aligned
 from jagged.ops.cross_entropy.triton import backward, filter
 from jagged.ops.cross_entropy.triton.arguments import Filter, Items, Kept, Rows
 from tests.graphs import captured
 from tests.ops.test_cross_entropy import inputs_of, targets_of
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
+from tests.strategies import random_tensor
 
 pytestmark = pytest.mark.skipif(PLACE.name == "cpu", reason="says something of the kernels alone")
 ON_GPU = pytest.mark.gpu
@@ -240,6 +242,22 @@ def test_what_is_small_is_not_even_sampled(place: Place, monkeypatch: pytest.Mon
     monkeypatch.setattr(filter, "LEAST_WORK", 130 * 520 * 16)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         gradients(0.5)
+
+
+@pytest.mark.parametrize("width", [16, 130])
+@pytest.mark.parametrize("dtype", [FLOAT, *HALVES])
+@pytest.mark.parametrize("is_shaped", [False, True])
+def test_the_order_is_by_the_mean_rows_logits(place: Place, width: int, dtype: torch.dtype, is_shaped: bool) -> None:
+    hidden, weight = (aligned(x) for x in inputs_of(70, 333, width, dtype))
+    target = targets_of(70, 333).int()
+    bias, scale = (random_tensor((333,), FLOAT, seed) for seed in (2, 3)) if is_shaped else (None, None)
+    rows = Rows(hidden, target, *(hidden.new_empty(70, dtype=FLOAT) for _ in range(3)), None, None)
+    order = filter._order(rows, Items(weight, bias, scale, None, 1.0, None))
+    logits = weight.double() @ hidden.double().mean(0)
+    logits = logits if scale is None or bias is None else logits * scale + bias
+    assert sorted(order.tolist()) == list(range(333))
+    # Like ones may change places.
+    assert bool((logits[order.long()].diff() < 1e-5).all())
 
 
 @pytest.mark.parametrize(("count", "block", "expected"), [(5, 8, [0, 1, 2, 3, 4]), (19, 8, [0, 8]), (90, 8, [8, 24, 40, 56, 72])])

@@ -24,7 +24,7 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, load_tile, logits_of_tiles
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import split
-from jagged.ops._shared.sizes import cdiv
+from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.cross_entropy.triton.arguments import Filter, Items, Kept, Rows, constants, tile_for
 from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, logits_of_products
 
@@ -32,6 +32,8 @@ from jagged.ops.cross_entropy.triton.logits import load_rows, logit_gradients, l
 PROGRAMS = 8
 # Marks that a program of the lists reads at once.
 BLOCK_MARKS = 1024
+# Of the mean row's logits.
+BLOCK_ITEMS, BLOCK_COLUMNS = 64, 128
 # Of the copy of some items in their order.
 COPY_BYTES = 32 * 2**20
 # Multiplications of rows with items from which a filter is considered: sorting, a sample and launches that return at once take a
@@ -61,6 +63,26 @@ class Marks(NamedTuple):
     largest: Tensor
     rows: int
     items: int
+
+
+@triton.jit(do_not_specialize=["num_items"])
+def linear_cross_entropy_mean_logits_kernel(
+    mean, weight, bias, item_scale, logits, num_items, weight_stride, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Logits of one row, a block of items. The BLAS takes several times as long for a tall matrix of 16 bits."""
+    item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    exists = item < num_items
+    total = tl.zeros((BLOCK_V,), tl.float32)
+    for first in tl.static_range(0, WIDTH, BLOCK_D):
+        column = first + tl.arange(0, BLOCK_D)
+        tile = load_tile(weight, item, weight_stride, exists, first, WIDTH, BLOCK_D)
+        total += tl.sum(tile.to(tl.float32) * tl.load(mean + column, mask=column < WIDTH, other=0.0)[None, :], 1)
+    if item_scale is not None:
+        total *= tl.load(item_scale + item, mask=exists, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + item, mask=exists, other=0.0)
+    tl.store(logits + item, total, mask=exists)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_items", "items_per_part"])
@@ -129,6 +151,7 @@ def linear_cross_entropy_kept_tiles_kernel(
     tl.store(counts + block, count)
 
 
+_launch_mean_logits = Launcher(linear_cross_entropy_mean_logits_kernel)
 _launch_marks = Launcher(linear_cross_entropy_marks_kernel)
 _launch_kept_tiles = Launcher(linear_cross_entropy_kept_tiles_kernel)
 
@@ -266,10 +289,11 @@ def _mark_targets(marks: Marks, rows: Rows, order: Tensor) -> None:
 
 def _order(rows: Rows, items: Items) -> Tensor:
     """Return the items by falling logit of the mean row, `[V]` int32: those that any row gives weight to come together."""
-    share = torch.full_like(rows.hidden[:, 0], 1 / rows.hidden.shape[0])
-    logits = items.weight @ (share @ rows.hidden)
-    if items.scale is not None:
-        logits = logits * items.scale
-    if items.bias is not None:
-        logits = logits + items.bias
+    mean, weight = rows.hidden.mean(0, dtype=torch.float32), items.weight
+    num_items, width = weight.shape
+    logits = mean.new_empty(num_items)
+    _launch_mean_logits(
+        (cdiv(num_items, BLOCK_ITEMS),), mean, weight, items.bias, items.scale, logits, num_items, weight.stride(0), WIDTH=width,
+        BLOCK_V=BLOCK_ITEMS, BLOCK_D=min(BLOCK_COLUMNS, next_power_of_2(width)),
+    )  # fmt: skip
     return logits.argsort(descending=True, stable=True).to(torch.int32)
