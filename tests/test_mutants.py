@@ -81,6 +81,7 @@ def test_the_nearest_tests() -> None:
     assert nearest_tests("ops/softmax/kernels.py", ROOT) == ["tests/ops/test_softmax.py"]
     assert nearest_tests("modules/heads.py", ROOT)[0] == "tests/modules/test_heads.py"
     assert nearest_tests("jagged/metrics.py", ROOT)[0] == "tests/test_metrics.py"
+    assert "tests/data/test_malformed.py" in nearest_tests("jagged/data/events.py", ROOT)
 
 
 @pytest.fixture

@@ -250,6 +250,15 @@ def test_no_users_give_an_empty_table(recommender):
     assert table.column_names == ["user_id", "item_id", "score", "rank"]
 
 
+def test_what_takes_over_two_seconds_shows_progress(texts, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr("tqdm.tqdm", lambda steps, **options: (shown.append(options), steps)[1])
+    (tmp_path / "h.txt").write_text("u1 i1 i2\n")
+    for progress in (True, False):
+        recommend(texts, tmp_path / "h.txt", k=1, progress=progress)
+    assert [(of["delay"], of["disable"]) for of in shown] == [(2, False), (2, True)]
+
+
 def test_memory_bound_and_batches_change_nothing(texts, tmp_path, monkeypatch):
     lines = [" ".join([f"u{user}", *(f"i{(user * 3 + step) % NUM_ITEMS}" for step in range(user % 9 + 1))]) for user in range(50)]
     (tmp_path / "h.txt").write_text("\n".join(lines) + "\n")

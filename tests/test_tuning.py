@@ -317,6 +317,17 @@ def test_some_features_are_looked_up_as_with_all(places: tuple[int, ...], option
     assert [of.layout.num_features for of in tuning._of_features(launches, (0, 1, 2, 3, 4))] == [4, 1]
 
 
+@pytest.mark.parametrize("expected", [torch.float32, torch.bfloat16])
+def test_what_is_tuned_gives_the_dtype_that_the_collection_gives(expected: torch.dtype) -> None:
+    """Its own where the kernels write it, of tables in that dtype; float32, which is converted then, of others."""
+    collection = module(output_dtype=expected)
+    launches = tuning._launches(collection, [batch()])
+    plain = [tuning.BagSchedules(torch.full((of.layout.num_features,), BY_MAP, dtype=torch.int32)) for of in launches]
+    outputs = [tuning._look_up(of, of.batches[0], codes) for of, codes in zip(launches, plain, strict=True)]
+    found = {launch.storage.dtype: output.dtype for launch, output in zip(launches, outputs, strict=True)}
+    assert found == {torch.float32: torch.float32, torch.bfloat16: expected}
+
+
 def test_what_is_refused() -> None:
     with pytest.raises(TuningError, match="module: expected tables on an NVIDIA GPU, got cpu"):
         tune(module(), [batch()])

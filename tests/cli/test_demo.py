@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from jagged import cli, demo
 from jagged.demo import DemoResult
@@ -50,8 +51,14 @@ def test_good_is_near_the_attainable_and_far_above_popularity(changes: dict[str,
 
 
 @pytest.mark.usefixtures("small")
-def test_the_demo_shows_names_and_repeats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_names_and_repeats(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, set_threads, used = torch.get_num_threads(), torch.set_num_threads, []
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: (used.append(count), set_threads(count))[1])
     first = demo.demo(tmp_path / "demo")
+    # One, and as many afterwards as before.
+    assert used == [1, threads]
     text = capsys.readouterr().out
     for name in ("best attainable", "reached", "popularity", "What three readers could read next", "Written"):
         assert name in text

@@ -587,3 +587,9 @@ def test_more_selected_rows_than_int32_counts_are_refused() -> None:
     expected = "offsets: expected int64 for the 3221225472 rows that are taken, got int32; convert them with .long()"
     with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
         ops.jagged_index_select(values, offsets, torch.zeros(3, dtype=torch.int64))
+
+
+def test_places_of_rows_in_their_samples(place: Place) -> None:
+    offsets = torch.tensor([0, 3, 3, 5], device=place.device)
+    assert ops.row_positions(offsets, 5).tolist() == [0, 1, 2, 0, 1]
+    assert ops.row_positions(offsets, 5, from_end=True).tolist() == [2, 1, 0, 1, 0]

@@ -456,3 +456,16 @@ def test_addresses_past_2_to_the_31(place: Place) -> None:
     for dim in (-1, -2):
         ours = ops.jagged2_softmax(flat, a, b, dim)
         torch.testing.assert_close(ours[-2 * features :].view(2, features), torch.softmax(values[-2:], dim))
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_rows_and_columns_of_pairs(place: Place, is_known: bool) -> None:
+    """The PyTorch implementation's on a GPU; each named by the place of its first pair."""
+    from jagged.ops.softmax.spec import PairInputs
+    from jagged.ops.softmax.torch_impl import _vector_of_pair
+
+    a, b = (torch.tensor(offsets, device=place.device) for offsets in ([0, 2, 2, 3], [0, 2, 5, 6]))
+    starts = ops.pair_offsets(a, b)
+    x = PairInputs(torch.zeros(5, device=place.device), a, b, starts if is_known else None)
+    assert _vector_of_pair(x, 5, False).tolist() == [0, 0, 2, 2, 4]
+    assert _vector_of_pair(x, 5, True).tolist() == [0, 1, 0, 1, 4]
