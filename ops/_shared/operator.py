@@ -416,7 +416,12 @@ def _define_backward(
 
     def implementation(*flat: Any) -> Any:
         like = next(value for value in flat if isinstance(value, Tensor))
-        return _returned(returned(run(like, flat[-1], *packed(flat)), like))
+        grads, x, out, o, wanted = packed(flat)
+        found = run(like, flat[-1], grads, x, out, o, wanted)
+        if shapes is None:
+            # What is promised below: generated code reads memory by it.
+            found = {**found, **{field: _in(found[field], dtype) for field, dtype in wanted.items()}}
+        return _returned(returned(found, like))
 
     def fake(*flat: Any) -> Any:
         grads, x, out, o, wanted = packed(flat)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import jagged.ops  # noqa: F401  (declares the operators)
@@ -223,6 +224,22 @@ def test_autocast_promotes_and_a_second_derivative_sees_it(wide: torch.dtype) ->
         got = second(lambda v, f: CUT(Whole(v, f), Sizes((4,))).pieces[0])
         assert got[0].dtype == torch.promote_types(torch.bfloat16, wide)
     torch.testing.assert_close(got, second(lambda v, f: v * f))
+
+
+def test_a_backward_operator_gives_the_dtypes_that_it_promises() -> None:
+    """A backward that leaves a gradient in the dtype of its products: generated code reads memory as what was promised."""
+    values, offsets, weights = torch.ones(3, 2), torch.tensor([0, 1, 3]), torch.ones(3)
+    grad, counts = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)
+    backward = SEGMENT_SUM.rules.dispatched_backward
+    assert backward is not None
+    given = grad, None, values.bfloat16(), offsets, weights.bfloat16(), None, None, counts, 1.0, False, (), None
+    real = backward(*given, torch.float32, torch.float32, "torch")
+    with FakeTensorMode() as mode:
+        promised = backward(
+            *(mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for one in given),
+            torch.float32, torch.float32, "torch",
+        )  # fmt: skip
+    assert [one.dtype for one in real] == [one.dtype for one in promised] == [torch.float32] * 2
 
 
 def test_a_second_derivative_is_refused_by_name() -> None:
