@@ -182,11 +182,12 @@ def copy(root: Path, target: Path) -> None:
             shutil.copy(root / name, target / name, follow_symlinks=False)
 
 
-def pytest_in(tree: Path, interpreted: bool, arguments: list[str], seconds: float) -> tuple[int | None, str]:
+def pytest_in(tree: Path, interpreted: bool, arguments: list[str], seconds: float, workers: int) -> tuple[int | None, str]:
     """Return the exit code, None past the limit, and the first line that says what failed."""
     # Of this copy, not of the package that is installed; the same draws each time.
     own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "JAGGED_TEST_SEED": "0", "TRITON_INTERPRET": str(int(interpreted))}
     chosen = ["-m", "interpret"] if interpreted else []
+    chosen += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
     child = subprocess.Popen(
         [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *chosen, *arguments],
         cwd=tree,
@@ -206,7 +207,7 @@ def pytest_in(tree: Path, interpreted: bool, arguments: list[str], seconds: floa
     return child.returncode, next((line for line in lines if line.startswith(("FAILED ", "ERROR "))), (lines or [""])[-1])
 
 
-def outcome(tree: Path, mutant: Mutant, source: str, seconds: float) -> tuple[str, str]:
+def outcome(tree: Path, mutant: Mutant, source: str, seconds: float, workers: int = 1) -> tuple[str, str]:
     """Run the tests of a mutant; return `killed`, `survived` or `stopped` by the limit, and the line that says what failed."""
     path, files = tree / mutant.path, nearest_tests(mutant.path, tree)
     # By PyTorch on the CPU, and by the kernels, interpreted: what the file is for comes first.
@@ -217,7 +218,7 @@ def outcome(tree: Path, mutant: Mutant, source: str, seconds: float) -> tuple[st
     path.write_text(mutant.text(source), encoding="utf-8")
     try:
         for interpreted in runs:
-            code, line = pytest_in(tree, interpreted, files, end - time.monotonic())
+            code, line = pytest_in(tree, interpreted, files, end - time.monotonic(), workers)
             if code is None:
                 return "stopped", ""
             # 5: no test was chosen.
@@ -228,7 +229,7 @@ def outcome(tree: Path, mutant: Mutant, source: str, seconds: float) -> tuple[st
     finally:
         path.write_text(source, encoding="utf-8")
     test = line.split(" ", 1)[-1].split(" - ")[0]
-    if "::" in test and pytest_in(tree, interpreted, [test], 600)[0] != 0:
+    if "::" in test and pytest_in(tree, interpreted, [test], 600, 1)[0] != 0:
         raise SystemExit(f"{test} fails without a mutant, too: mend it first")
     return "killed", line
 
@@ -236,7 +237,10 @@ def outcome(tree: Path, mutant: Mutant, source: str, seconds: float) -> tuple[st
 def run(
     root: Path, results: Path, count: int, seed: int, seconds: float, again: Collection[str] = (), processes: int = 1
 ) -> list[dict[str, Any]]:
-    """Run drawn mutants that have no result yet, or one of those that are named; save after each."""
+    """Run drawn mutants that have no result yet, or one of those that are named; save after each.
+
+    Tests of a mutant have as many processes of their own as there are cores for each of `processes`.
+    """
     files = sources(root)
     known = {row["name"]: row for row in json.loads(results.read_text())["mutants"]} if results.exists() else {}
     drawn = {mutant.name(files[mutant.path]): mutant for mutant in draw(files, count, seed)}
@@ -246,7 +250,7 @@ def run(
     def row_of(name: str, mutant: Mutant, trees: SimpleQueue[Path]) -> None:
         tree, begin = trees.get(), time.monotonic()
         try:
-            found, by = outcome(tree, mutant, files[mutant.path], seconds)
+            found, by = outcome(tree, mutant, files[mutant.path], seconds, max(1, (os.cpu_count() or 1) // processes))
         finally:
             trees.put(tree)
         facts = {key: getattr(mutant, key) for key in ("path", "line", "kind", "before", "after")}
