@@ -165,7 +165,8 @@ def nearest_tests(path: str, root: Path) -> list[str]:
             100 * (f"_{word}" in test.stem) + 30 * (f"_{word.rpartition('_')[0] or word}" in test.stem) + 10 * (word == folder)
             for word in words
         )
-        scores[name] += sum(word in text for word in public)
+        # How often they are called, too, where several files know the same names.
+        scores[name] += sum(min(9, text.count(f"{word}(")) + (word in text) for word in public)
         scores[name] += parts[1] == "_shared" and test.stem in ("test_operator", "test_softmax", "test_conversion")
     # Of `jagged` what a file does is tested where it is used, too; interpreted tests take too long for more than a few.
     least = 100 if layer != "jagged" and max(scores.values()) >= 100 else 1

@@ -55,6 +55,9 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
             continue
         batch = batch_of(lengths, seed)
         inputs.take(batch)
+        # All rows are some sample's, and no sample has rows that are not there.
+        assert inputs.offsets.tolist() == sorted(inputs.offsets.tolist())
+        assert int(inputs.offsets[-1]) == rows == int(inputs.lengths.sum())
         results = []
         for one in (batch, inputs.batch(NUM_ITEMS)):
             task.zero_grad()
