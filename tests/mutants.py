@@ -170,7 +170,7 @@ def nearest_tests(path: str, root: Path) -> list[str]:
         scores[name] += parts[1] == "_shared" and test.stem in ("test_operator", "test_softmax", "test_conversion")
     # Of `jagged` what a file does is tested where it is used, too; interpreted tests take too long for more than a few.
     least = 100 if layer != "jagged" and max(scores.values()) >= 100 else 1
-    nearest = [name for name, score in scores.most_common(5) if score >= least]
+    nearest = [name for name, score in scores.most_common(8 if layer == "jagged" else 5) if score >= least]
     return nearest or ["tests/modules/test_every_module.py" if layer == "modules" else "tests/test_imports.py"]
 
 
