@@ -260,10 +260,13 @@ def test_the_order_is_by_the_mean_rows_logits(place: Place, width: int, dtype: t
     assert bool((logits[order.long()].diff() < 1e-5).all())
 
 
-@pytest.mark.parametrize(("count", "block", "expected"), [(5, 8, [0, 1, 2, 3, 4]), (19, 8, [0, 8]), (90, 8, [8, 24, 40, 56, 72])])
+@pytest.mark.parametrize(
+    ("count", "block", "expected"),
+    [(5, 8, [0, 1, 2, 3, 4]), (19, 8, [0, 8]), (90, 8, [8, 24, 40, 56, 72]), (200, 8, [*range(8, 200, 24)])],
+)
 def test_samples_are_evenly_spaced(place: Place, count: int, block: int, expected: list[int]) -> None:
     """Whole blocks, four at least where there are so many."""
-    places = filter._evenly(count, block, place.device).tolist()
+    places = filter._evenly(count, block, 3, place.device).tolist()
     assert places == ([*range(count)] if count < block else [first + i for first in expected for i in range(block)])
 
 

@@ -39,8 +39,9 @@ COPY_BYTES = 32 * 2**20
 # Multiplications of rows with items from which a filter is considered: sorting, a sample and launches that return at once take a
 # hundredth of the exact gradients of so many (measured, internals).
 LEAST_WORK = 2**39
-# The sample: of how many blocks of rows one is marked, and of blocks of items, and how long both are: no program owns more.
-ONE_IN, SAMPLED_ROWS, SAMPLED_ITEMS = 8, 128, 256
+# The sample: how long blocks of rows and of items are, no program owning more, and of how many of each one is marked.
+SAMPLED_ROWS, SAMPLED_ITEMS = 128, 256
+ONE_IN_ROWS, ONE_IN_ITEMS = 8, 16
 
 
 class Costs(NamedTuple):
@@ -186,10 +187,10 @@ def _pays(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) -> Te
     """Decide on the device whether a filter is worth its while, by the tiles that count of evenly spaced ones; `[1]` int32."""
     costs = COSTS_ON_HOPPER if on_hopper else COSTS
     order, num_items = filtering.order, len(filtering.order)
-    sampled = _evenly(len(rows.hidden), SAMPLED_ROWS, order.device)
+    sampled = _evenly(len(rows.hidden), SAMPLED_ROWS, ONE_IN_ROWS, order.device)
     by_row = {name: of.index_select(0, sampled) for name, of in zip(Rows._fields[:6], rows[:6], strict=True) if of is not None}
     some_rows = rows._replace(**by_row)
-    some = filtering._replace(order=order.index_select(0, _evenly(num_items, SAMPLED_ITEMS, order.device)))
+    some = filtering._replace(order=order.index_select(0, _evenly(num_items, SAMPLED_ITEMS, ONE_IN_ITEMS, order.device)))
     marks = (_marks_on_hopper if on_hopper else _marks)(some_rows, items, some.order, None)
     kept = _kept(marks, some_rows, items, some, None)
     # Of each side as much as all its targets keep at most, each a tile of its own: the sample on Hopper does not see them.
@@ -204,12 +205,12 @@ def _pays(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) -> Te
     return (estimate < limit).to(torch.int32).reshape(1)
 
 
-def _evenly(count: int, block: int, device: torch.device) -> Tensor:
-    """Return the places of one in `ONE_IN` blocks, of at least four where there are so many; all where no block is whole."""
+def _evenly(count: int, block: int, one_in: int, device: torch.device) -> Tensor:
+    """Return the places of one in `one_in` blocks, of at least four where there are so many; all where no block is whole."""
     blocks = count // block
     if blocks == 0:
         return torch.arange(count, device=device)
-    step = max(1, min(ONE_IN, blocks // 4))
+    step = max(1, min(one_in, blocks // 4))
     first = torch.arange(step // 2, blocks, step, device=device) * block
     return (first[:, None] + torch.arange(block, device=device)).flatten()
 
