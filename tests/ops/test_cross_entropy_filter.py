@@ -244,6 +244,19 @@ def test_what_is_small_is_not_even_sampled(place: Place, monkeypatch: pytest.Mon
         gradients(0.5)
 
 
+def test_a_filter_is_considered_from_the_size_that_the_page_names(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(filter, "_order", None)
+
+    def considered(num_rows: int) -> Filter | None:
+        hidden, weight = torch.empty(num_rows, 64, device="meta"), torch.empty(2**20, 64, device="meta")
+        rows = Rows(hidden, *(hidden[:, 0] for _ in range(4)), None, None)
+        return filter.filter_of(rows, Items(weight, None, None, None, 1.0, None), 0.5, None, on_hopper=False)
+
+    assert considered(2**13 - 1) is None
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        considered(2**13)
+
+
 @pytest.mark.parametrize("width", [16, 130])
 @pytest.mark.parametrize("dtype", [FLOAT, *HALVES])
 @pytest.mark.parametrize("is_shaped", [False, True])
