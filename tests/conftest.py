@@ -32,6 +32,10 @@ hypothesis.settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
+    # Mutants want to know that a test fails, not the smallest example of it.
+    phases=[
+        phase for phase in hypothesis.Phase if phase != hypothesis.Phase.shrink or os.environ.get("JAGGED_TEST_SHRINK") != "0"
+    ],
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.load_profile("jagged")

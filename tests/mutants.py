@@ -186,7 +186,8 @@ def copy(root: Path, target: Path) -> None:
 def pytest_in(tree: Path, interpreted: bool, arguments: list[str], seconds: float, workers: int) -> tuple[int | None, str]:
     """Return the exit code, None past the limit, and the first line that says what failed."""
     # Of this copy, not of the package that is installed; the same draws each time.
-    own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "JAGGED_TEST_SEED": "0", "TRITON_INTERPRET": str(int(interpreted))}
+    own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "JAGGED_TEST_SEED": "0", "JAGGED_TEST_SHRINK": "0"}
+    own["TRITON_INTERPRET"] = str(int(interpreted))
     chosen = ["-m", "interpret"] if interpreted else []
     chosen += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
     child = subprocess.Popen(

@@ -1205,3 +1205,15 @@ def test_what_a_layout_keeps_belongs_to_no_transform() -> None:
     again = (layout.tensor(device), *layout.batches((2, 1), device)[:2])
     assert all(one is other for one, other in zip(kept, again, strict=True))
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in kept)
+
+
+@ON_CPU
+def test_huge_pages_are_for_large_gradients_on_a_cpu(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jagged.ops.embedding_bag import torch_impl
+
+    monkeypatch.setattr(torch_impl, "_huge_pages", None)
+    count = torch_impl.LARGE_BYTES // 4
+    assert torch_impl.new_in_huge_pages(torch.empty(0), count - 1, torch.float32).shape == (count - 1,)
+    assert torch_impl.new_in_huge_pages(torch.empty(0, device="meta"), count, torch.float32).shape == (count,)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        torch_impl.new_in_huge_pages(torch.empty(0), count, torch.float32)
