@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import linear_cross_entropy
 from jagged.ops._shared.matrices import aligned
@@ -41,6 +42,7 @@ def _decided(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Filtered]]:
 
     def kept_tiles(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) -> tuple[Kept | None, Kept | None]:
         tiles = filter.kept_tiles(rows, items, filtering, on_hopper=on_hopper)
+        assert filtering.pays is not None
         seen.append(Filtered(bool(filtering.pays), tiles))
         return tiles
 
@@ -229,6 +231,36 @@ def test_the_device_decides(
         far = torch.arange(size[1], device=place.device) % one_in > 0
         # At the border, and of a tile that only part of the items fill.
         assert int(found[1][far].any(1).sum()) < 512
+
+
+@pytest.mark.parametrize("one_in", [1, 30])
+@pytest.mark.parametrize("way", ["checkpoint", "compiled", "autocast"])
+def test_what_users_put_around_a_filtered_loss(place: Place, monkeypatch: pytest.MonkeyPatch, way: str, one_in: int) -> None:
+    """Bit by bit what a plain call gives, filtered or exact, and float32 gradients of float32 weights under autocast."""
+    monkeypatch.setattr(filter, "LEAST_WORK", 0)
+    leaves, target = clustered(300, 900, 16, FLOAT, one_in=one_in)
+
+    def loss(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, target, reduction="sum", filter_eps=2.0**-10, backend=place.backend)
+
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    if way == "checkpoint":
+        found = torch.autograd.grad(checkpoint(loss, *leaves, use_reentrant=False), leaves)
+    elif way == "compiled":
+        torch.compiler.reset()
+        compiled = torch.compile(loss, fullgraph=True, backend="inductor" if place.name == "gpu" else "aot_eager")
+        found = torch.autograd.grad(compiled(*leaves), leaves)
+    else:
+        low = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
+        expected = torch.autograd.grad(loss(*low), low)
+        with torch.autocast(place.device.type, torch.bfloat16):
+            found = torch.autograd.grad(loss(*leaves), leaves)
+        assert [gradient.dtype for gradient in found] == [FLOAT, FLOAT]
+        # All but the last rounding is the same, which the interpreter does in its own way: neighbouring numbers of bfloat16.
+        for ours, plain in zip(found, expected, strict=True):
+            assert bool((ours.bfloat16().view(torch.int16).int() - plain.view(torch.int16).int()).abs().max() <= 1)
+        return
+    assert all(torch.equal(ours, plain) for ours, plain in zip(found, expected, strict=True))
 
 
 def test_what_is_small_is_not_even_sampled(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

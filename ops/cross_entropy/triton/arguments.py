@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from jagged.ops._shared.matrices import float32_products, gpu
+from jagged.ops._shared.matrices import gpu, products_of
 from jagged.ops.cross_entropy.triton.configurations import Configuration, configuration
 
 
@@ -65,13 +64,14 @@ class Filter(NamedTuple):
         of_hidden: `[]` float32, the gradient of a logit from which a tile counts for hidden's gradient; None for an exact one, or
             one that is not wanted.
         of_weight: the same for weight's.
-        pays: `[1]` int32 on the device: 1 where both go along their tiles, 0 where they are exact.
+        pays: `[1]` int32 on the device: 1 where both go along their tiles, 0 where they are exact; None before it is decided,
+            when all tiles that count are listed.
     """
 
     order: Tensor
     of_hidden: Tensor | None
     of_weight: Tensor | None
-    pays: Tensor
+    pays: Tensor | None
 
 
 def tile_for(kernel: str, hidden: Tensor, *, is_scaled: bool = False) -> Configuration:
@@ -86,7 +86,7 @@ def constants(tile: Configuration, hidden: Tensor) -> dict[str, Any]:
         "BLOCK_V": tile.items,
         "BLOCK_K": tile.step,
         "WIDTH": hidden.shape[1],
-        "PRECISION": float32_products() if hidden.dtype == torch.float32 else "ieee",
+        "PRECISION": products_of(hidden.dtype),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }

@@ -36,8 +36,8 @@ BLOCK_MARKS = 1024
 BLOCK_ITEMS, BLOCK_COLUMNS = 64, 128
 # Of the copy of some items in their order.
 COPY_BYTES = 32 * 2**20
-# Multiplications of rows with items from which a filter is considered: sorting, a sample and launches that return at once take a
-# hundredth of the exact gradients of so many (measured, internals).
+# Multiplications of rows with items from which a filter is considered. Of fewer, sorting, a sample and launches that return at
+# once would take more than a few hundredths of the exact gradients; what they take of more is in the internals.
 LEAST_WORK = 2**39
 # The sample: how long blocks of rows and of items are, no program owning more, and of how many of each one is marked.
 SAMPLED_ROWS, SAMPLED_ITEMS = 128, 256
@@ -52,7 +52,8 @@ class Costs(NamedTuple):
     weight: float
 
 
-# Measured (internals). Lists are walked by the kernels for every GPU, of which exact gradients on Hopper need no more.
+# What was measured on Hopper (internals: 0.5, 1.5 and 1.9) and a fifth more: there lists are walked by the kernels for every GPU,
+# which take longer than the exact ones. Elsewhere both are the same kernels, and what lists cost is an assumption.
 COSTS, COSTS_ON_HOPPER = Costs(0.6, 1.1, 1.1), Costs(0.6, 1.8, 2.3)
 # Of the exact gradients' time the filter may be estimated to take.
 MARGIN = 0.8
@@ -71,7 +72,7 @@ def linear_cross_entropy_mean_logits_kernel(
     mean, weight, bias, item_scale, logits, num_items, weight_stride, WIDTH: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Logits of one row, a block of items. The BLAS takes several times as long for a tall matrix of 16 bits."""
+    """Logits of one row, a block of items, in one reading of the weights."""
     item = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     exists = item < num_items
     total = tl.zeros((BLOCK_V,), tl.float32)
@@ -168,7 +169,7 @@ def filter_of(rows: Rows, items: Items, of_hidden: float | None, of_weight: floa
     # In the kernels' units: those of the gradients that they are given.
     highest = rows.grad_softmax.abs().amax()
     hidden_least, weight_least = (None if share is None else highest * share for share in (of_hidden, of_weight))
-    filtering = Filter(_order(rows, items), hidden_least, weight_least, rows.target.new_empty(1))
+    filtering = Filter(_order(rows, items), hidden_least, weight_least, None)
     return filtering._replace(pays=_pays(rows, items, filtering, on_hopper=on_hopper))
 
 
@@ -180,7 +181,7 @@ def kept_tiles(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) 
         _mark_targets(marks, rows, order)
     else:
         marks = _marks(rows, items, order, pays)
-    return _kept(marks, rows, items, filtering, pays)
+    return _kept(marks, rows, items, filtering)
 
 
 def _pays(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) -> Tensor:
@@ -192,7 +193,7 @@ def _pays(rows: Rows, items: Items, filtering: Filter, *, on_hopper: bool) -> Te
     some_rows = rows._replace(**by_row)
     some = filtering._replace(order=order.index_select(0, _evenly(num_items, SAMPLED_ITEMS, ONE_IN_ITEMS, order.device)))
     marks = (_marks_on_hopper if on_hopper else _marks)(some_rows, items, some.order, None)
-    kept = _kept(marks, some_rows, items, some, None)
+    kept = _kept(marks, some_rows, items, some)
     # Of each side as much as all its targets keep at most, each a tile of its own: the sample on Hopper does not see them.
     limit, estimate = -costs.marks, None
     for of, cost in zip(kept, costs[1:], strict=True):
@@ -215,16 +216,16 @@ def _evenly(count: int, block: int, one_in: int, device: torch.device) -> Tensor
     return (first[:, None] + torch.arange(block, device=device)).flatten()
 
 
-def _kept(marks: Marks, rows: Rows, items: Items, filtering: Filter, pays: Tensor | None) -> tuple[Kept | None, Kept | None]:
+def _kept(marks: Marks, rows: Rows, items: Items, filtering: Filter) -> tuple[Kept | None, Kept | None]:
     """Return the tiles of hidden's gradient and of weight's that reach their thresholds, None without one."""
     hidden = weight = None
     if filtering.of_hidden is not None:
         block = tile_for("backward_hidden", rows.hidden, is_scaled=items.scale is not None).rows
-        lists = _lists(marks.largest, filtering.of_hidden, pays, marks.rows, block)
+        lists = _lists(marks.largest, filtering.of_hidden, filtering.pays, marks.rows, block)
         hidden = Kept(filtering.order, *lists, marks.items)
     if filtering.of_weight is not None:
         block = tile_for("backward_weight", rows.hidden, is_scaled=items.scale is not None).items
-        lists = _lists(marks.largest.t(), filtering.of_weight, pays, marks.items, block)
+        lists = _lists(marks.largest.t(), filtering.of_weight, filtering.pays, marks.items, block)
         weight = Kept(filtering.order, *lists, marks.rows)
     return hidden, weight
 
