@@ -53,6 +53,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    # Before anything is patched: modules of kernels remember whether they are interpreted, and other tests compile them.
+    families.kernels(for_hopper=True)
     found = Launches()
     run = JITFunction.run
 
@@ -81,7 +83,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(JITFunction, "run", bound)
     monkeypatch.setattr(backends, "INTERPRETED", True)
     monkeypatch.setattr(families, "PLACE", Place("cpu", torch.device("cpu"), "triton", PLACE.dtypes))
-    families.kernels(for_hopper=True)
     # Of launchers that are made in a test, and of those that there are.
     for name, given in (("_cuda_getDevice", lambda: 0), ("_cuda_getCurrentRawStream", lambda device: 0)):
         monkeypatch.setattr(torch._C, name, given, raising=False)
