@@ -6,6 +6,7 @@ if __name__ != "jagged.ops":
         f"this package was imported as {__name__!r}; import it as 'jagged.ops' (the folder `ops/` is that package's home)"
     )
 
+from jagged.ops._shared.losses import Reduction
 from jagged.ops._shared.offsets import pair_offsets, row_positions, sample_of_row
 from jagged.ops._shared.tracing import recorded
 from jagged.ops._shared.validation import trust_values, validate_ids, validate_offsets, values_are_trusted
@@ -54,7 +55,6 @@ from jagged.ops.sampled_cross_entropy import (
     Draw,
     Loss,
     Positive,
-    Reduction,
     drawn_negatives,
     sampled_linear_cross_entropy,
 )

@@ -73,7 +73,7 @@ def inverse_scale_of(valid: Tensor, *grads: Tensor | None) -> Tensor:
 
     `grads` are by numbers of rows; those of rows that are not `valid` do not count.
     """
-    bound = sum(grad.abs() for grad in grads if grad is not None)
+    bound = functools.reduce(torch.add, [grad.abs() for grad in grads if grad is not None])
     return torch.where(valid, bound, 0).amax().clamp_(min=1e-30) / 2**14
 
 

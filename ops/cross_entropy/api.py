@@ -7,6 +7,7 @@ from typing import Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.losses import Reduction, reduced
 from jagged.ops._shared.validation import (
     FLOATS,
     check_choice,
@@ -21,8 +22,6 @@ from jagged.ops._shared.validation import (
 from jagged.ops.cross_entropy.norms import NORM_AT_LEAST, inverse_norms
 from jagged.ops.cross_entropy.spec import LINEAR_CROSS_ENTROPY, MEMORY_BUDGET, Inputs, Options
 from jagged.ops.cross_entropy.strategy import STRATEGIES, StrategyName
-
-Reduction = Literal["mean", "sum", "none"]
 
 
 class _Options(TypedDict, total=False):
@@ -208,15 +207,19 @@ def linear_cross_entropy(
         float(temperature), None if softcap is None else float(softcap), ignore_index, *pair, strategy, memory_budget
     )
     lse, logit, smoothed = LINEAR_CROSS_ENTROPY(Inputs(hidden, weight, target, bias, item_scale, smoothing), options, backend)
-    losses = lse - logit
+    losses: Tensor = lse
+    less: Tensor | None = logit
     if of_target is not None:
-        losses = losses * of_target
+        losses, less = (lse - logit) * of_target, None
     if smoothing is not None:
         # In ignored rows each of the three is 0.
-        losses = (1 - label_smoothing) * losses + smoothing.sum() * lse - smoothed
+        losses = (1 - label_smoothing) * (losses if less is None else losses - less) + smoothing.sum() * lse - smoothed
+        less = None
     if z_loss:
         losses = losses + z_loss * lse.square()
-    loss = _reduced(losses, target, ignore_index, reduction, of_target, sample_weight)
+    loss = reduced(
+        losses, target, ignore_index, reduction, less=less, of_target=of_target, sample_weight=sample_weight, backend=backend
+    )
     if return_lse:
         return (loss, lse, logit) if return_target_logit else (loss, lse)
     return (loss, logit) if return_target_logit else loss
@@ -237,26 +240,3 @@ def _weights_of_classes(
         else:
             smoothing = torch.full((num_items,), share, dtype=dtype, device=weight.device)
     return of_target, smoothing
-
-
-def _reduced(
-    losses: Tensor, target: Tensor, ignore_index: int, reduction: str, of_target: Tensor | None, sample_weight: Tensor | None
-) -> Tensor:
-    """Return the losses, weighted, or their sum or mean."""
-    if sample_weight is not None:
-        sample_weight = sample_weight.to(losses.dtype).masked_fill(target == ignore_index, 0)
-        losses = losses * sample_weight
-    if reduction == "none":
-        return losses
-    total = losses.sum()
-    if reduction == "sum":
-        return total
-    counted = target != ignore_index
-    if of_target is None and sample_weight is None:
-        # No valid row gives 0 / 1: a step on an empty batch is no step, rather than a NaN in every weight.
-        return total / counted.sum().clamp_(min=1)
-    norm = counted.to(losses.dtype)
-    for factor in (of_target, sample_weight):
-        norm = norm if factor is None else norm * factor
-    norm = norm.sum()
-    return total / torch.where(norm == 0, 1, norm)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.backends import resolve_backend
+from jagged.ops._shared.losses import Reduction, reduced
 from jagged.ops._shared.validation import validate_ids, validation_is_on
 from jagged.ops.sampled_cross_entropy.checks import check_exclude, check_options, check_tensors, gbce_weight, source_of_negatives
 from jagged.ops.sampled_cross_entropy.draws import Draw, target_correction_of
@@ -18,7 +19,6 @@ from jagged.ops.sampled_cross_entropy.spec import (
     Loss,
     Options,
     Positive,
-    Reduction,
     loss_dtype,
 )
 from jagged.ops.sampled_cross_entropy.triton.configurations import SHARED_ROWS
@@ -181,15 +181,13 @@ def sampled_linear_cross_entropy(
     target_correction = None
     if correction == "both":
         target_correction = target_correction_of(source, target, target_log_q, num_items, dtype)
-    if sample_weight is not None:
-        sample_weight = torch.where(target != ignore_index, sample_weight, 0).to(dtype)
     # With a filter the direction depends on the finished statistic; backward computes it then. So it does where rows share a
     # draw, for which the kernels' way through the finished statistic is the shorter one. A compiled graph, which serves every
     # number of rows, keeps the direction.
     shares = chosen == "triton" and not torch.compiler.is_compiling() and source.rows_per_draw >= SHARED_ROWS
     x = Inputs(
         hidden, weight, target, *source[:4], target_correction, excluded, exclude_offsets,
-        None if filter_eps is None else sample_weight,
+        None if filter_eps is None or sample_weight is None else sample_weight.to(dtype).masked_fill(target == ignore_index, 0),
     )  # fmt: skip
     options = Options(
         *source[4:],
@@ -206,20 +204,5 @@ def sampled_linear_cross_entropy(
         with_direction=hidden.requires_grad and torch.is_grad_enabled() and filter_eps is None and not shares,
     )
     out = SAMPLED_LINEAR_CROSS_ENTROPY(x, options, backend)
-    reduced = _reduced(out.losses, target, ignore_index, sample_weight, reduction)
-    return (reduced, out.lse) if return_lse else reduced
-
-
-def _reduced(loss: Tensor, target: Tensor, ignore_index: int, sample_weight: Tensor | None, reduction: Reduction) -> Tensor:
-    """Return the sum or the mean of losses times their rows' weights, or these themselves."""
-    if sample_weight is not None:
-        loss = loss * sample_weight
-    if reduction == "none":
-        return loss
-    total = loss.sum()
-    if reduction == "sum":
-        return total
-    weights = target != ignore_index if sample_weight is None else sample_weight
-    normaliser = weights.sum(dtype=loss.dtype)
-    # No counted row gives 0 / 1: a step on an empty batch is no step, rather than a NaN in every weight.
-    return total / (normaliser.clamp_(min=1) if sample_weight is None else normaliser.masked_fill_(normaliser == 0, 1))
+    result = reduced(out.losses, target, ignore_index, reduction, sample_weight=sample_weight, backend=backend)
+    return (result, out.lse) if return_lse else result

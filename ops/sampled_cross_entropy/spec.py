@@ -14,7 +14,6 @@ from jagged.ops._shared.sizes import cdiv
 Loss = Literal["softmax", "refined", "bce", "gbce"]
 Correction = Literal["none", "negatives", "both"]
 Positive = Literal["inside", "outside"]
-Reduction = Literal["mean", "sum", "none"]
 
 
 class Inputs(NamedTuple):

@@ -385,6 +385,22 @@ def test_vectors_of_any_stride(place: Place, strategy: str) -> None:
             torch.testing.assert_close(ours, other, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"return_lse": True}])
+def test_gradients_of_any_stride(place: Place, options: dict[str, Any]) -> None:
+    (hidden, weight), target = inputs_of(20, 50, 8, torch.float32), targets_of(20, 50)
+    leaves = [hidden.requires_grad_(), weight.requires_grad_()]
+    outputs = linear_cross_entropy(*leaves, target, reduction="none", backend=place.backend, **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    columns = random_tensor((20, 2), torch.float32, 3)
+    for vector in (columns[:, 0], torch.full((1,), 0.5, device=place.device).expand(20)):
+        got, wanted = (
+            torch.autograd.grad(outputs, leaves, [upstream] * len(outputs), retain_graph=True)
+            for upstream in (vector, vector.contiguous())
+        )
+        for ours, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, other, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("strategy", ["fused", "chunked"])
 @pytest.mark.parametrize(("normalize", "temperature", "size"), [(False, 0.05, 1.0), (True, 0.05, 1e-2), (True, 1.0, 1e-2)])
 def test_half_gradients_stay_in_range(place: Place, strategy: str, normalize: bool, temperature: float, size: float) -> None:

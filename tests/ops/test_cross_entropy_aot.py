@@ -136,6 +136,7 @@ def test_kernels_of_one_tile(name: str, dtype: str, arch: int | str) -> None:
     types |= {"target": "*i32" if name == "logit_gradients" else "*i64", "items": "*i32"}
     types |= dict.fromkeys((*SIZES, *ALIGNED), "i32") | dict.fromkeys(("inverse_temperature", "softcap"), "fp32")
     types |= dict.fromkeys(("num_own", "num_other", "own_stride", "other_stride"), "i32")
+    types |= dict.fromkeys(("lse_stride", "target_stride", "smoothed_stride"), "i32")
     signature = {argument: types[argument] for argument in kernel.arg_names if argument not in constants}
     used = compile_kernel(kernel, signature, constants, arch=arch, divisible=ALIGNED)
     assert used.spills == 0, str(used)

@@ -627,6 +627,22 @@ def test_second_derivatives_are_refused(place: Place) -> None:
 
 
 @pytest.mark.parametrize("rows_per_draw", [1, None])
+def test_gradients_of_any_stride(place: Place, rows_per_draw: int | None) -> None:
+    leaves = [x.requires_grad_() for x in inputs_of(20, 50, 8, torch.float32)]
+    outputs = sampled_linear_cross_entropy(
+        *leaves, targets_of(20, 50), draw_of("uniform", 6, 50, 1, rows_per_draw), reduction="none", return_lse=True,
+        backend=place.backend,
+    )  # fmt: skip
+    columns = random_tensor((20, 2), torch.float32, 3)
+    for vector in (columns[:, 0], torch.full((1,), 0.5, device=place.device).expand(20)):
+        got, wanted = (
+            torch.autograd.grad(outputs, leaves, [upstream] * 2, retain_graph=True) for upstream in (vector, vector.contiguous())
+        )
+        for ours, other in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows_per_draw", [1, None])
 def test_gradient_of_the_log_sum_exp_alone(place: Place, rows_per_draw: int | None) -> None:
     leaves = [x.requires_grad_() for x in inputs_of(17, 30, 8, torch.float32)]
     draw = Draw("uniform", 4, seed_of(1), rows_per_draw)

@@ -279,13 +279,15 @@ def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool, 
     """
     own, other = (items.weight, rows.hidden) if owns_items else (rows.hidden, items.weight)
     plan, programs = PLANS[_columns(own)], gpu(own.device).multiprocessors
-    least = cdiv(cdiv(len(other), BLOCK.value), LONGEST)
+    least = cdiv(cdiv(other.shape[0], BLOCK.value), LONGEST)
     # Parts of walks for as many turns: all own rows where one part will do.
-    at_once = len(own) if least == 1 else max(1, TURNS * programs // least) * plan.groups * BLOCK.value
+    at_once = own.shape[0] if least == 1 else max(1, TURNS * programs // least) * plan.groups * BLOCK.value
     grad = own.new_empty(own.shape, dtype=dtype)
-    for first in range(0, len(own), at_once):
-        last = min(first + at_once, len(own))
-        if owns_items:
+    for first in range(0, own.shape[0], at_once):
+        last = min(first + at_once, own.shape[0])
+        if last - first == own.shape[0]:
+            some = rows
+        elif owns_items:
             some = rows if first == 0 else rows._replace(target=torch.where(rows.target < first, -1, rows.target - first))
         else:
             some = rows._replace(**{name: getattr(rows, name)[first:last] for name in BY_ROW})
@@ -313,13 +315,13 @@ def _gradient_of_some(
     (num_own, width), columns = own.shape, _columns(own)
     plan, programs = PLANS[columns], gpu(own.device).multiprocessors
     blocks = cdiv(num_own, plan.groups * BLOCK.value)
-    tiles = cdiv(len(other), BLOCK.value)
+    tiles = cdiv(other.shape[0], BLOCK.value)
     num_parts, tiles_per_part = balanced_parts(tiles, blocks, programs, 0, TURNS * programs // blocks, least)
     parts = grad[None] if num_parts == 1 else own.new_empty(num_parts, num_own, width, dtype=torch.float32)
     _launch_backward(
         (min(blocks * num_parts, programs),),
         rows_descriptor(own, BLOCK.value, columns), rows_descriptor(other, BLOCK.value, columns), rows.target, rows.shift,
-        rows.grad_softmax, rows.grad_target, rows.inverse_scale, unless, parts, num_own, len(other), tiles_per_part,
+        rows.grad_softmax, rows.grad_target, rows.inverse_scale, unless, parts, num_own, other.shape[0], tiles_per_part,
         blocks * num_parts, 1 / temperature, OWNS_ITEMS=owns_items, GROUPS=plan.groups, PLACES=plan.places, BLOCK_D=columns,
         WIDTH=width, num_warps=4,
     )  # fmt: skip

@@ -408,12 +408,14 @@ def mark_tiles(rows: Rows, weight: Tensor, temperature: float, marks: Tensor, pa
     programs' of them, and room for whole pairs of tiles. Where `pays` holds 0, nothing is written.
     """
     (num_rows, width), walk = rows.hidden.shape, walk_of(rows.hidden.shape[1], marks=True)
-    row_blocks, num_parts, items_per_part, programs = _parts_of(num_rows, len(weight), walk.groups, 2 * walk.items, weight.device)
+    row_blocks, num_parts, items_per_part, programs = _parts_of(
+        num_rows, weight.shape[0], walk.groups, 2 * walk.items, weight.device
+    )
     columns = max(64, next_power_of_2(width))
     hidden, items = rows_descriptor(rows.hidden, GROUP_N.value, columns), rows_descriptor(weight, walk.items, columns)
     _launch_walk(
         (programs,),
-        hidden, items, None, None, rows.shift, rows.grad_softmax, marks, pays, num_rows, row_blocks, num_parts, len(weight),
+        hidden, items, None, None, rows.shift, rows.grad_softmax, marks, pays, num_rows, row_blocks, num_parts, weight.shape[0],
         items_per_part, marks.stride(0), LOG2_E.value / temperature, GROUPS=walk.groups, PLACES=walk.places, num_warps=4,
     )  # fmt: skip
 

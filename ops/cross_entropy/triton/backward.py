@@ -223,12 +223,12 @@ def _grad_hidden(
     hidden, weight, (num_rows, width) = rows.hidden, items.weight, rows.hidden.shape
     tile = tile_for("backward_hidden", hidden, is_scaled=items.scale is not None)
     blocks, columns = cdiv(num_rows, tile.rows), cdiv(width, tile.columns)
-    num_parts, items_per_part = split(len(weight), tile.items, blocks * columns, PROGRAMS, hidden.device)
+    num_parts, items_per_part = split(weight.shape[0], tile.items, blocks * columns, PROGRAMS, hidden.device)
     parts = _parts(num_parts, (num_rows, width), hidden, dtype, exact)
     lists, list_stride, sizes = _lists(kept, tile.rows, tile.items)
     _launch_hidden(
         (blocks, num_parts, columns),
-        *rows, *items[:4], *lists, pays, parts, num_rows, len(weight), hidden.stride(0), weight.stride(0), list_stride,
+        *rows, *items[:4], *lists, pays, parts, num_rows, weight.shape[0], hidden.stride(0), weight.stride(0), list_stride,
         items_per_part // tile.items, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
         BLOCK_D=tile.columns,
     )  # fmt: skip
@@ -249,18 +249,18 @@ def _grad_weight(
     dtype = dtype or weight.dtype
     tile = tile_for("backward_weight", hidden, is_scaled=items.scale is not None)
     blocks, columns = cdiv(num_items, tile.items), cdiv(width, tile.columns)
-    num_parts, rows_per_part = split(len(hidden), tile.rows, blocks * columns, PROGRAMS, hidden.device)
+    num_parts, rows_per_part = split(hidden.shape[0], tile.rows, blocks * columns, PROGRAMS, hidden.device)
     parts = _parts(num_parts, (num_items, width), weight, dtype, exact[0])
     bias_parts = _parts(num_parts, (num_items,), weight, torch.float32, exact[1]) if has_grad_bias else None
     lists, list_stride, sizes = _lists(kept, tile.items, tile.rows)
-    if len(hidden) == 0:
+    if hidden.shape[0] == 0:
         parts.zero_()
         if bias_parts is not None:
             bias_parts.zero_()
     else:
         _launch_weight(
             (blocks, num_parts, columns),
-            *rows, *items[:4], *lists, pays, parts, bias_parts, len(hidden), num_items, hidden.stride(0), weight.stride(0),
+            *rows, *items[:4], *lists, pays, parts, bias_parts, hidden.shape[0], num_items, hidden.stride(0), weight.stride(0),
             list_stride, rows_per_part // tile.rows, 1 / items.temperature, items.softcap, **constants(tile, hidden), **sizes,
             BLOCK_D=tile.columns,
         )  # fmt: skip
@@ -276,7 +276,7 @@ def _parts(num_parts: int, shape: tuple[int, ...], like: Tensor, dtype: torch.dt
 
 
 def _join(parts: Tensor, dtype: torch.dtype, pays: Tensor | None, exact: Tensor | None) -> Tensor:
-    if len(parts) == 1:
+    if parts.shape[0] == 1:
         return parts[0]
     joined = parts.sum(0).to(dtype)
     return joined if exact is None or pays is None else torch.where(pays > 0, joined, exact)

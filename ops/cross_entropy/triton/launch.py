@@ -28,7 +28,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     grad_lse, grad_target = (torch.zeros_like(out.lse) if grad is None else grad for grad in grads[:2])
     grad_smoothed = None if x.smoothing is None else torch.zeros_like(out.lse) if grads.smoothed is None else grads.smoothed
     inverse_scale = None
-    if x.hidden.dtype == torch.float16 and len(x.target):
+    if x.hidden.dtype == torch.float16 and x.target.shape[0]:
         # Of gradients before the temperature, which divides them once more.
         inverse_scale = inverse_scale_of(x.target != o.ignore_index, grad_lse, grad_target, grad_smoothed) / o.temperature
     rows = prepare_rows(x, o, out.lse, grad_lse, grad_target, grad_smoothed, inverse_scale)
@@ -44,12 +44,12 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         memory_budget=o.memory_budget,
         is_direct=on_hopper,
     )
-    if chunk_items and len(x.target):
+    if chunk_items and x.target.shape[0]:
         found = backward_chunked(rows, items, chunk_items, wanted, on_hopper=on_hopper)
     else:
         on_hopper = on_hopper and rows.hidden.shape[1] <= hopper.WIDEST
         filtering = None
-        if len(x.target):
+        if x.target.shape[0]:
             of_hidden = o.hidden_eps if "hidden" in wanted else None
             of_weight = o.weight_eps if "weight" in wanted or "bias" in wanted else None
             filtering = filter_of(rows, items, of_hidden, of_weight, on_hopper=on_hopper)

@@ -18,12 +18,16 @@ from jagged.ops.cross_entropy.triton.logits import LOG2_E
 BLOCK_ROWS, BLOCK_WIDTH = 16, 256
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_items", "ignore_index"])
+@triton.jit(do_not_specialize=["num_rows", "num_items", "lse_stride", "target_stride", "smoothed_stride", "ignore_index"])
 def linear_cross_entropy_rows_kernel(
     hidden, target, lse, grad_lse, grad_target, grad_smoothed, inverse_scale, clean, items, vectors, num_rows, num_items,
-    hidden_stride, inverse_temperature, ignore_index, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
+    lse_stride, target_stride, smoothed_stride, hidden_stride, inverse_temperature, ignore_index, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Rows of `Rows`: hidden states, targets, and the vectors of shifts and gradients, one after the other."""
+    """Rows of `Rows`: hidden states, targets, and the vectors of shifts and gradients, one after the other.
+
+    Gradients of a mean are one number for all rows, of the stride 0.
+    """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = row < num_rows
     item = tl.load(target + row, mask=exists, other=0)
@@ -36,12 +40,12 @@ def linear_cross_entropy_rows_kernel(
         shift *= LOG2_E
     tl.store(vectors + row, shift, mask=exists)
     place = vectors + tl.cast(num_rows, tl.int64)
-    tl.store(place + row, tl.load(grad_lse + row, mask=valid, other=0.0) * scale, mask=exists)
+    tl.store(place + row, tl.load(grad_lse + row * lse_stride, mask=valid, other=0.0) * scale, mask=exists)
     place += num_rows
-    tl.store(place + row, tl.load(grad_target + row, mask=valid, other=0.0) * scale, mask=exists)
+    tl.store(place + row, tl.load(grad_target + row * target_stride, mask=valid, other=0.0) * scale, mask=exists)
     if grad_smoothed is not None:
         place += num_rows
-        tl.store(place + row, tl.load(grad_smoothed + row, mask=valid, other=0.0) * scale, mask=exists)
+        tl.store(place + row, tl.load(grad_smoothed + row * smoothed_stride, mask=valid, other=0.0) * scale, mask=exists)
     for start in range(0, WIDTH, BLOCK_D):
         column = start + tl.arange(0, BLOCK_D)
         address = clean + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -61,17 +65,16 @@ def prepare_rows(
     grad_smoothed: Tensor | None,
     inverse_scale: Tensor | None,
 ) -> Rows:
-    """Return `Rows` of hidden states and targets of any strides, and vectors `[N]` float32."""
+    """Return `Rows` of hidden states and targets of any strides, and of vectors `[N]` float32, gradients also of any."""
     hidden, num_rows = aligned(x.hidden), x.hidden.shape[0]
     clean = hidden.new_empty(*hidden.shape)
     items = x.target.new_empty(num_rows, dtype=torch.int32)
     vectors = lse.new_empty(3 if grad_smoothed is None else 4, num_rows)
     _launch_rows(
         (cdiv(num_rows, BLOCK_ROWS),),
-        hidden, x.target.contiguous(), lse, grad_lse.contiguous(), grad_target.contiguous(),
-        None if grad_smoothed is None else grad_smoothed.contiguous(), inverse_scale, clean, items, vectors, num_rows,
-        x.weight.shape[0], hidden.stride(0), 1 / o.temperature, o.ignore_index, BLOCK_N=BLOCK_ROWS, BLOCK_D=BLOCK_WIDTH,
-        WIDTH=hidden.shape[1],
+        hidden, x.target.contiguous(), lse, grad_lse, grad_target, grad_smoothed, inverse_scale, clean, items, vectors, num_rows,
+        x.weight.shape[0], grad_lse.stride(0), grad_target.stride(0), 0 if grad_smoothed is None else grad_smoothed.stride(0),
+        hidden.stride(0), 1 / o.temperature, o.ignore_index, BLOCK_N=BLOCK_ROWS, BLOCK_D=BLOCK_WIDTH, WIDTH=hidden.shape[1],
     )  # fmt: skip
     shift, of_softmax, of_target, *of_smoothed = vectors.unbind()
     return Rows(clean, items, shift, of_softmax, of_target, of_smoothed[0] if of_smoothed else None, inverse_scale)

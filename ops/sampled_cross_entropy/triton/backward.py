@@ -27,26 +27,27 @@ from jagged.ops.sampled_cross_entropy.triton.negatives import (
 @triton.jit(do_not_specialize=VARYING)
 def sampled_backward_rows_kernel(
     grad_loss, grad_lse, weight, target, statistic, share, pull, direction, grad_logit, grad_statistic, grad_hidden, num_rows,
-    num_items, num_parts, weight_stride, direction_stride, scale, ignore_index, IS_INSIDE: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    num_items, num_parts, loss_stride, lse_stride, weight_stride, direction_stride, scale, ignore_index,
+    IS_INSIDE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Gradients of rows' target logits and statistics, times the scale; with them the gradient of hidden states.
 
-    `direction` is a sum of parts `[num_parts, N, direction_stride]`.
+    `direction` is a sum of parts `[num_parts, N, direction_stride]`. Gradients of a mean are one number for all rows, of the
+    stride 0.
     """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = row < num_rows
     row_target, _ = load_target(target, row, exists, num_items, ignore_index)
     known = row_target >= 0
     row_share = tl.load(share + row, mask=known, other=0.0)
-    row_grad = tl.load(grad_loss + row, mask=known, other=0.0)
+    row_grad = tl.load(grad_loss + row * loss_stride, mask=known, other=0.0)
     to_logit = row_grad * tl.load(pull + row, mask=known, other=0.0)
     to_statistic = row_grad * row_share
     if grad_lse is not None:
         through = row_share
         if not IS_INSIDE:
             through = tl.where(tl.load(statistic + row, mask=known, other=0.0) == float("inf"), 0.0, 1.0)
-        row_grad = tl.load(grad_lse + row, mask=known, other=0.0)
+        row_grad = tl.load(grad_lse + row * lse_stride, mask=known, other=0.0)
         to_logit += row_grad * (1.0 - through)
         to_statistic += row_grad * through
     to_logit *= scale

@@ -75,13 +75,13 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
             _forward_rows(c, out._replace(losses=out.share, lse=out.share), direction, o.filter_eps or 0.0)
     slopes = Slopes(out.statistic, out.share, out.share.new_empty(num_rows), out.share.new_empty(num_rows))
     # A log-sum-exp may be all that has a gradient.
-    grad_loss = torch.zeros_like(out.share) if grads.losses is None else grads.losses.contiguous()
+    grad_loss = torch.zeros_like(out.share) if grads.losses is None else grads.losses
     _launch_backward_rows(
         (cdiv(num_rows, ROW_BLOCK),),
-        grad_loss, None if grads.lse is None else grads.lse.contiguous(), c.x.weight, c.x.target, out.statistic, out.share,
-        out.pull, direction, slopes.grad_logit, slopes.grad_statistic, found.get("hidden"), num_rows, c.num_items, parts,
-        c.weight_stride, stride, o.scale, o.ignore_index, IS_INSIDE=o.is_inside, WIDTH=width, BLOCK_N=ROW_BLOCK,
-        BLOCK_D=ROW_WIDTH,
+        grad_loss, grads.lse, c.x.weight, c.x.target, out.statistic, out.share, out.pull, direction, slopes.grad_logit,
+        slopes.grad_statistic, found.get("hidden"), num_rows, c.num_items, parts, grad_loss.stride(0),
+        0 if grads.lse is None else grads.lse.stride(0), c.weight_stride, stride, o.scale, o.ignore_index,
+        IS_INSIDE=o.is_inside, WIDTH=width, BLOCK_N=ROW_BLOCK, BLOCK_D=ROW_WIDTH,
     )  # fmt: skip
     if "weight" in wanted:
         found |= weight_gradient(c, lists, rows, slopes, wanted["weight"])
