@@ -95,17 +95,24 @@ def host_us(call: Callable[[], Any], calls: int = 1_000, rounds: int = 3) -> dic
 
     That holds where the device needs less time for a call than the host: a queue that is full makes the host wait.
     """
-    for _ in range(20):
-        call()
-    times = []
-    for _ in range(rounds):
-        _wait()
-        start = time.perf_counter()
-        for _ in range(calls):
+    return host_us_in_turns([call], calls, rounds)[0]
+
+
+def host_us_in_turns(several: Sequence[Callable[[], Any]], calls: int = 1_000, rounds: int = 3) -> list[dict[str, float]]:
+    """`host_us` of several calls, whose rounds come in turns: a host's clock changes by a third within a minute."""
+    times: list[list[float]] = [[] for _ in several]
+    for call in several:
+        for _ in range(20):
             call()
-        times.append((time.perf_counter() - start) / calls * 1e6)
+    for _ in range(rounds):
+        for call, of in zip(several, times, strict=True):
+            _wait()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            of.append((time.perf_counter() - start) / calls * 1e6)
     _wait()
-    return spread(times)
+    return [spread(of) for of in times]
 
 
 def eager_us(call: Callable[[], Any], calls: int = 100) -> dict[str, float]:

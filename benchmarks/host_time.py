@@ -4,9 +4,11 @@
     python -m benchmarks.host_time --tree build/before     # another version of jagged beside this one (benchmarks/trees.py)
     python -m benchmarks.host_time --device cpu            # two threads: whole calls, as nothing runs beside them
 
-`operators`: 64 samples of mean length 20, bfloat16, forward and forward with backward. The host's time of a call is that of a
-thousand calls in a row, for which the device is not waited, divided; kernels that would take longer than their calls are told by
-`gpu_us`. `sll` are the Triton kernels of FBGEMM-GPU, `fbgemm` its C++ operators. What is wrong or fails gets the reason.
+`operators`: 64 samples of mean length 20, bfloat16, forward, forward with backward, and both on one thread: under
+`torch.autograd.set_multithreading_enabled(False)` the thread of the calls runs backward too. The host's time of a call is that of
+a thousand calls in a row, for which the device is not waited, divided; an operator's implementations come in turns. Kernels that
+would take longer than their calls are told by `gpu_us`. `sll` are the Triton kernels of FBGEMM-GPU, `fbgemm` its C++ operators.
+What is wrong or fails gets the reason.
 
 `eager`: the mean of a hundred calls in a row up to the end of the last, beside the replay of a CUDA graph of the same call and
 beside one call that is waited for. `ratio` is the mean over the replay.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import attention_cases, cross_entropy_cases
-from benchmarks.common import ROOT, eager_us, environment, host_us, replay_us, save, some_of
+from benchmarks.common import ROOT, eager_us, environment, host_us_in_turns, replay_us, save, some_of
 from benchmarks.cross_entropy import Pass
 from benchmarks.jagged_cases import CASES
 from benchmarks.jagged_ops import Size, _run, check, register_peers
@@ -40,8 +43,10 @@ EAGER_LOSSES = {
     "1,024 x 10,000 x 64": ("jagged", cross_entropy_cases.Size(1024, 10_000, 64)),
 }
 ATTENTION_PEERS = {"operators": ("sll", "fa2"), "eager": ("fa2", "fa4")}
-WAYS = ("forward", "forward_backward")
+WAYS = ("forward", "forward_backward", "one_thread")
 ROUNDS = 2
+# Of the operators' calls in turns.
+TURNS = 5
 # In a row: on a CPU, and on a GPU; a tenth of them of the common sizes.
 CALLS = (20, 1_000)
 
@@ -71,7 +76,7 @@ def operators(device: str, peers: bool) -> Iterator[Row]:
                 continue
             calls: Calls = {"forward": torch.no_grad()(functools.partial(right[who], *case.inputs))}
             if "backward" not in found[who]:
-                calls["forward_backward"] = functools.partial(_run, right[who], case.inputs, reference.upstream)
+                calls |= _on_threads(functools.partial(_run, right[who], case.inputs, reference.upstream))
             yield Row(name, who, calls)
     yield from attention("jagged_attention", SMALL_ATTENTION, device, ATTENTION_PEERS["operators"] if peers else ())
 
@@ -83,7 +88,7 @@ def eager(device: str, peers: bool) -> Iterator[Row]:
     for name, (method, of) in EAGER_LOSSES.items():
         w = cross_entropy_cases.Workload(of, device)
         passes = Pass(w, cross_entropy_cases.METHODS[method].make(w))
-        yield Row(f"cross-entropy, {name}", "jagged", {"forward": passes.forward, "forward_backward": passes.both})
+        yield Row(f"cross-entropy, {name}", "jagged", {"forward": passes.forward, **_on_threads(passes.both)})
 
 
 def attention(name: str, size: attention_cases.Size, device: str, peers: tuple[str, ...]) -> Iterator[Row]:
@@ -96,20 +101,45 @@ def attention(name: str, size: attention_cases.Size, device: str, peers: tuple[s
         except Exception as error:
             yield Row(name, who, {}, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:200])
             continue
-        yield Row(name, who, {"forward": made.forward, "forward_backward": functools.partial(_both, made)})
+        yield Row(name, who, {"forward": made.forward, **_on_threads(functools.partial(_both, made))})
+
+
+def _on_threads(both: Callable[[], Any]) -> Calls:
+    """The ways of a call with backward."""
+
+    def alone() -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return both()
+
+    return {"forward_backward": both, "one_thread": alone}
 
 
 def _both(made: attention_cases.Implementation) -> Any:
     return torch.autograd.grad(made.call(*made.inputs), made.inputs, made.upstream)
 
 
-def figures_of(title: str, call: Callable[[], Any], on_gpu: bool) -> dict[str, Any]:
-    """Times of a call, as the part has them."""
-    gpu = replay_us(call) if on_gpu else None
+def figures_of(title: str, calls: dict[tuple[str, str], Callable[[], Any]], on_gpu: bool) -> dict[tuple[str, str], Any]:
+    """Times of a case's calls, as the part has them, by implementation and way; in place of a call that fails why."""
+    found: dict[tuple[str, str], Any] = {}
+    for key, call in calls.items():
+        try:
+            gpu = replay_us(call) if on_gpu else None
+            if title == "operators":
+                found[key] = {"gpu_us": gpu["median"]} if gpu else {}
+                call()
+                continue
+            figures: dict[str, Any] = eager_us(call, CALLS[on_gpu] // 10)
+            has_graph = gpu is not None and gpu["captured"]
+            found[key] = figures | ({"graph": gpu["median"], "ratio": figures["mean"] / gpu["median"]} if has_graph else {})
+        except Exception as error:
+            if key[0] == "jagged":
+                raise
+            found[key] = {"failed": f"{type(error).__name__}: {error}"[:200]}
     if title == "operators":
-        return {**host_us(call, CALLS[on_gpu]), **({"gpu_us": gpu["median"]} if gpu else {})}
-    figures: dict[str, Any] = eager_us(call, CALLS[on_gpu] // 10)
-    return figures | ({"graph": gpu["median"], "ratio": figures["mean"] / gpu["median"]} if gpu and gpu["captured"] else {})
+        right = {key: call for key, call in calls.items() if "failed" not in found[key]}
+        for key, figures in zip(right, host_us_in_turns([*right.values()], CALLS[on_gpu], TURNS), strict=True):
+            found[key] = figures | found[key]
+    return found
 
 
 PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {"operators": operators, "eager": eager}
@@ -120,17 +150,14 @@ def measure(titles: list[str], device: str, peers: bool, words: list[str]) -> di
     result: dict[str, Any] = {}
     for title in titles:
         rows = result.setdefault(title, {})
-        for case, who, calls, failed in PARTS[title](device, peers):
+        for case, of_case in itertools.groupby(PARTS[title](device, peers), key=lambda row: row.case):
+            made = list(of_case)
             if words and not some_of({title: {case: None}}, words):
                 continue
-            of = rows.setdefault(case, {}).setdefault(who, {"failed": failed} if failed else {})
-            for way, call in calls.items():
-                try:
-                    of[way] = figures_of(title, call, device == "cuda")
-                except Exception as error:
-                    if who == "jagged":
-                        raise
-                    of[way] = {"failed": f"{type(error).__name__}: {error}"[:200]}
+            of = rows[case] = {row.who: {"failed": row.failed} if row.failed else {} for row in made}
+            calls = {(row.who, way): call for row in made for way, call in row.calls.items()}
+            for (who, way), figures in figures_of(title, calls, device == "cuda").items():
+                of[who][way] = figures
             gc.collect()
     return result
 

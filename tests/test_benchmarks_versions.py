@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from benchmarks import (
 )
 from benchmarks.attention_cases import Mask
 from benchmarks.before_after import compare, longer, told
-from benchmarks.common import host_us
 from benchmarks.jagged_cases import CASES
 from benchmarks.jagged_ops import Size
 from benchmarks.trees import HERE, measured, tree_of
@@ -42,12 +40,12 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_host_times(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fbgemm_gpu.sll")
     monkeypatch.setattr(host_time, "CALLS", (10, 10))
-    monkeypatch.setattr(host_time, "host_us", partial(host_us, rounds=1))
+    monkeypatch.setattr(host_time, "TURNS", 1)
     found = host_time.measure(["operators", "eager"], "cpu", True, [])
     beside = {name: build(host_time.SMALL.workload("cpu")).peers for name, build in CASES.items()}
     assert found["operators"].keys() == {name for name, peers in beside.items() if peers} | {"jagged_attention"}
     for name, row in found["operators"].items():
-        assert row["jagged"].keys() == {"forward", "forward_backward"}, row
+        assert row["jagged"].keys() == {"forward", "forward_backward", "one_thread"}, row
         assert row.keys() == {"jagged", *beside.get(name, ("sll", "fa2"))}
     assert found["operators"]["jagged_attention"]["fa2"]["failed"].startswith("NotImplementedError: Could not run")
     assert len(found["eager"]) == 4
@@ -55,10 +53,17 @@ def test_host_times(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["jagged"]["forward_backward"].keys() == {"mean", "host", "synchronised"}
     # As on a GPU, where there is a graph to compare with.
     monkeypatch.setattr(host_time, "replay_us", lambda call: {"median": 2.0, "captured": True})
-    on_gpu = host_time.figures_of("eager", lambda: None, True)
+    key = ("jagged", "forward")
+    on_gpu = host_time.figures_of("eager", {key: lambda: None}, True)[key]
     assert on_gpu["ratio"] == on_gpu["mean"] / 2.0
-    assert host_time.figures_of("operators", lambda: None, True)["gpu_us"] == 2.0
+    in_turns = host_time.figures_of("operators", {key: lambda: None, ("sll", "forward"): _fail}, True)
+    assert in_turns[key].keys() == {"median", "min", "max", "gpu_us"}
+    assert in_turns["sll", "forward"] == {"failed": "RuntimeError: no such call"}
     assert host_time.measure(["eager"], "cpu", False, ["nothing"]) == {"eager": {}}
+
+
+def _fail() -> None:
+    raise RuntimeError("no such call")
 
 
 def test_host_times_of_two_versions() -> None:
