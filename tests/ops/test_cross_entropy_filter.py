@@ -210,7 +210,8 @@ EPS = 2.0**-10
 if PLACE.name == "gpu":
     # Probabilities over so many items are this small.
     EPS = 2.0**-18
-    SIZES = [(600, 1_000_000, width, dtype) for width, dtype in ((64, HALVES[0]), (130, HALVES[0]), (256, HALVES[1]), (16, FLOAT))]
+    KINDS = ((64, HALVES[0]), (130, HALVES[0]), (256, HALVES[1]), (16, FLOAT))
+    SIZES = [(600, 1_000_000, width, dtype) for width, dtype in KINDS]
 
 
 @pytest.mark.parametrize("size", SIZES)
