@@ -4,9 +4,9 @@
     python -m benchmarks.before_after --tree build/before --only attention        # this one
     python -m benchmarks.before_after --tree build/before --quick                 # few rows of each
 
-Each version is measured in a process of its own (benchmarks/trees.py), in turns: other version, this one, and the same again. A
-row's time is the least of its rounds. Rows that took longer by more than a limit are measured so again, with twice the rounds.
-Results are not checked here: the benchmarks do. A row that only one version can do has no ratio.
+Each version is a process (benchmarks/trees.py) that makes a row's tensors and times it when it is asked to: other version, this
+one, and the same again. A row's time is the least of its rounds. One that took longer by more than a limit is measured so again,
+with twice the rounds. Results are not checked here: the benchmarks do. A row that only one version can do has no ratio.
 """
 
 from __future__ import annotations
@@ -14,16 +14,13 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import json
 import math
 import multiprocessing
 import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +31,7 @@ from benchmarks.common import ROOT, environment, other_parts, save, some_of
 from benchmarks.cross_entropy_cases import METHODS, our_topk
 from benchmarks.embedding_cases import Ours
 from benchmarks.jagged_cases import CASES
-from benchmarks.trees import hand_over, measured, tree_of
+from benchmarks.trees import Version, serve, tree_of
 
 # What is timed, by way: prepares the work that is timed.
 Ways = dict[str, Callable[[], Callable[[], Any]]]
@@ -134,40 +131,54 @@ FAMILIES: dict[str, tuple[Callable[[bool], Rows], Callable[..., dict[str, Any]]]
 }
 
 
-def rows_of(family: str, quick: bool, names: list[str] | None) -> dict[str, Callable[[str], Ways]]:
+def rows_of(family: str, quick: bool, names: list[str] | None = None) -> dict[str, Callable[[str], Ways]]:
     """The rows of a family, or those of them that are named."""
     return {name: make for name, make in FAMILIES[family][0](quick) if names is None or name in names}
 
 
-def measure(wanted: dict[str, list[str] | None], quick: bool, device: str = "cuda") -> dict[str, Any]:
-    """Microseconds by family, row and way, or why not."""
-    found: dict[str, Any] = {}
-    for family, names in wanted.items():
-        time_it = FAMILIES[family][1]
-        of_family = found.setdefault(family, {})
-        for name, make in rows_of(family, quick, names).items():
-            try:
-                of_family[name] = {way: time_it(prepare)["median"] for way, prepare in make(device).items()}
-            except Exception as error:
-                # Another version may lack what this one can do; which rows failed is told at the end.
-                of_family[name] = {"failed": f"{type(error).__name__}: {error}"[:300]}
-            gc.collect()
-            if device == "cuda":
-                torch.cuda.empty_cache()
-    return found
+class Rounds:
+    """One version's part, in a process of its own: the rows that it can make, and the one that it has made."""
+
+    def __init__(self, quick: bool, device: str = "cuda") -> None:
+        self.device = device
+        self.rows = {family: rows_of(family, quick) for family in FAMILIES}
+        self.family = ""
+        self.ways: Ways = {}
+
+    def answer(self, request: list[Any]) -> Any:
+        """What a method returns that is named with its arguments; in place of what fails `{"failed": why}`."""
+        what, *given = request
+        try:
+            return {"warm": self.warm, "make": self.make, "time": self.time, "drop": self.drop}[what](*given)
+        except Exception as error:
+            # Another version may lack what this one can do; which rows failed is told at the end.
+            return {"failed": f"{type(error).__name__}: {error}"[:300]}
+
+    def warm(self, family: str, names: list[str]) -> None:
+        """Compile rows' kernels in several processes; Triton keeps them on disk."""
+        with ProcessPoolExecutor(min(WARMING, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(_warm_row, [self.rows[family][name] for name in names]))
+
+    def make(self, family: str, name: str) -> None:
+        """Make a row's tensors."""
+        self.family, self.ways = family, self.rows[family][name](self.device)
+
+    def time(self) -> dict[str, float]:
+        """Time the row that was made: microseconds by way."""
+        time_it = FAMILIES[self.family][1]
+        return {way: time_it(prepare)["median"] for way, prepare in self.ways.items()}
+
+    def drop(self) -> None:
+        """Free the row's tensors."""
+        self.ways = {}
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()
 
 
-def warm(wanted: dict[str, list[str] | None], quick: bool) -> None:
-    """Compile the rows' kernels in several processes; Triton keeps them on disk."""
-    tasks = [(family, quick, name) for family, names in wanted.items() for name in rows_of(family, quick, names)]
-    with ProcessPoolExecutor(min(WARMING, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_warm_row, tasks))
-
-
-def _warm_row(task: tuple[str, bool, str]) -> None:
-    family, quick, name = task
+def _warm_row(make: Callable[[str], Ways]) -> None:
     try:
-        for prepare in rows_of(family, quick, [name])[name]("cuda").values():
+        for prepare in make("cuda").values():
             prepare()()
         torch.cuda.synchronize()
     except Exception:  # It is named when it is measured.
@@ -177,57 +188,51 @@ def _warm_row(task: tuple[str, bool, str]) -> None:
         torch.cuda.empty_cache()
 
 
-def compare(rounds: list[tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, Any]:
-    """By family and row: the least time of each version's rounds and their ratio, by way; and reasons of failures."""
-    found: dict[str, Any] = {}
-    for family in rounds[0][0]:
-        for name in rounds[0][0][family]:
-            both = [[of[version][family][name] for of in rounds] for version in (0, 1)]
-            row = found.setdefault(family, {}).setdefault(name, {})
-            for version, of in zip(("before", "after"), both, strict=True):
-                if reasons := [one["failed"] for one in of if "failed" in one]:
-                    row.setdefault("failed", {})[version] = reasons[0]
-            for way in [] if "failed" in row else both[0][0]:
-                before, after = (min(one[way] for one in of) for of in both)
+def compared(versions: Sequence[Version], family: str, name: str) -> dict[str, Any]:
+    """Of each way the least time of the other version, `before`, of this one, `after`, and their ratio; or why there is none."""
+    try:
+        if failed := _failures([version.ask(["make", family, name]) for version in versions]):
+            return failed
+        for rounds in (ROUNDS, 2 * ROUNDS):
+            times = []
+            for _ in range(rounds):
+                times.append([version.ask(["time"]) for version in versions])
+                if failed := _failures(times[-1]):
+                    return failed
+            row = {}
+            for way in times[0][0]:
+                before, after = (min(of[which][way] for of in times) for which in (0, 1))
                 row[way] = {"before": before, "after": after, "ratio": after / before}
-    return found
+            if not is_longer(row):
+                break
+        return row
+    finally:
+        for version in versions:
+            version.ask(["drop"])
 
 
-def longer(found: dict[str, Any]) -> dict[str, list[str]]:
-    """Rows that took longer than allowed, by family."""
-    slow = {
-        family: [name for name, row in rows.items() if any(of["ratio"] > ALLOWED for way, of in row.items() if way != "failed")]
-        for family, rows in found.items()
-    }
-    return {family: names for family, names in slow.items() if names}
+def _failures(answers: Sequence[Any]) -> dict[str, Any]:
+    found = {which: of["failed"] for which, of in zip(("before", "after"), answers, strict=True) if of and "failed" in of}
+    return {"failed": found} if found else {}
 
 
-def told(found: dict[str, Any]) -> Iterator[str]:
-    """Lines for people: of each family the mean ratio, and what took longer or failed."""
-    for family, rows in found.items():
-        ratios = {(name, way): of for name, row in rows.items() for way, of in row.items() if way != "failed"}
-        if ratios:
-            mean = math.exp(sum(math.log(of["ratio"]) for of in ratios.values()) / len(ratios))
-            yield f"{family}: {len(ratios)} times, {mean:.3f} of those before on the geometric mean"
-        for (name, way), of in sorted(ratios.items(), key=lambda item: -item[1]["ratio"]):
-            if of["ratio"] > ALLOWED:
-                yield f"  longer: {name}, {way}: {of['before']:.1f} to {of['after']:.1f} us, {of['ratio']:.3f}"
-        for name, row in rows.items():
-            for version, reason in row.get("failed", {}).items():
-                yield f"  failed {version}: {name}: {reason}"
+def is_longer(row: dict[str, Any]) -> bool:
+    """Whether a row took longer than allowed."""
+    return any(of["ratio"] > ALLOWED for way, of in row.items() if way != "failed")
 
 
-def in_turns(tree: Path, wanted: dict[str, list[str] | None], quick: bool, rounds: int, compiles: bool) -> list[tuple[Any, Any]]:
-    """What `measure` gives in processes of both versions, in turns; the first compile what there is, if kernels are new."""
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "rows.json").write_text(json.dumps(wanted))
-        words = ["--rows", str(Path(folder) / "rows.json"), *(["--quick"] if quick else [])]
-        found = []
-        for place in range(rounds):
-            # What the first round compiled is on disk.
-            every = [*words, "--warm"] if place == 0 and compiles else words
-            found.append(tuple(measured("benchmarks.before_after", version, every) for version in (tree, None)))
-        return [(before, after) for before, after in found]
+def told(family: str, rows: dict[str, Any]) -> Iterator[str]:
+    """Lines for people: the mean ratio of a family, and what took longer or failed."""
+    ratios = {(name, way): of for name, row in rows.items() for way, of in row.items() if way != "failed"}
+    if ratios:
+        mean = math.exp(sum(math.log(of["ratio"]) for of in ratios.values()) / len(ratios))
+        yield f"{family}: {len(ratios)} times, {mean:.3f} of those before on the geometric mean"
+    for (name, way), of in sorted(ratios.items(), key=lambda item: -item[1]["ratio"]):
+        if of["ratio"] > ALLOWED:
+            yield f"  longer: {name}, {way}: {of['before']:.1f} to {of['after']:.1f} us, {of['ratio']:.3f}"
+    for name, row in rows.items():
+        for version, reason in row.get("failed", {}).items():
+            yield f"  failed {version}: {name}: {reason}"
 
 
 def main() -> None:
@@ -236,17 +241,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES), help="families to measure")
     parser.add_argument("--cases", nargs="+", help="rows whose name has one of these, commas aside")
     parser.add_argument("--quick", action="store_true", help="few rows of each family")
-    parser.add_argument("--json", help=argparse.SUPPRESS)
-    parser.add_argument("--rows", help=argparse.SUPPRESS)
-    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("found no NVIDIA GPU")
-    if options.json:
-        wanted = json.loads(Path(options.rows).read_text())
-        if options.warm:
-            warm(wanted, options.quick)
-        hand_over(options.json, measure(wanted, options.quick))
+    if options.serve:
+        serve(Rounds(options.quick).answer)
         return
     try:
         tree = tree_of(options.tree or "")
@@ -254,27 +254,29 @@ def main() -> None:
         parser.error(f"--tree: {error}")
     facts = environment()
     result = {"environment": facts, **other_parts("before_after", facts)}
-    failed = []
-    for family in options.only:
-        begun = time.perf_counter()
-        names = {family: dict.fromkeys(rows_of(family, options.quick, None))}
-        chosen = {of: list(rows) for of, rows in (some_of(names, options.cases) if options.cases else names).items()}
-        if not chosen:
-            continue
-        rounds = in_turns(tree, chosen, options.quick, ROUNDS, True)
-        found = compare(rounds)
-        if slow := longer(found):
-            again = compare(in_turns(tree, slow, options.quick, 2 * ROUNDS, False))
-            for of, rows in again.items():
-                found[of] |= rows
-        result[family] = {**result.get(family, {}), **found[family]}
-        path = save("before_after", result)
-        print(f"--- {family}: {time.perf_counter() - begun:.0f} s, saved in {path.relative_to(ROOT)}", flush=True)
-        print("\n".join(told(found)), flush=True)
-        failed += [f"{of}: {name}" for of, rows in longer(found).items() for name in rows]
-        failed += [f"{family}: {name}" for name, row in found[family].items() if "after" in row.get("failed", {})]
-    if failed:
-        sys.exit("\n".join([f"longer than {ALLOWED} times or failed:", *failed]))
+    slow = []
+    words = ["--quick"] if options.quick else []
+    with Version("benchmarks.before_after", tree, words) as other, Version("benchmarks.before_after", None, words) as this:
+        for family in options.only:
+            begun = time.perf_counter()
+            every = {family: dict.fromkeys(rows_of(family, options.quick))}
+            names = list((some_of(every, options.cases) if options.cases else every).get(family, []))
+            if not names:
+                continue
+            for version in (other, this):
+                version.ask(["warm", family, names])
+            print(f"--- {family}: {len(names)} rows, compiled in {time.perf_counter() - begun:.0f} s", flush=True)
+            found: dict[str, Any] = {}
+            for name in names:
+                found[name] = compared((other, this), family, name)
+                # Kept from row to row: a run may be cut off.
+                result[family] = {**result.get(family, {}), **found}
+                path = save("before_after", result)
+            print("\n".join(told(family, found)), flush=True)
+            print(f"--- {family}: {time.perf_counter() - begun:.0f} s, saved in {path.relative_to(ROOT)}", flush=True)
+            slow += [f"{family}: {name}" for name, row in found.items() if is_longer(row) or "after" in row.get("failed", {})]
+    if slow:
+        sys.exit("\n".join([f"longer than {ALLOWED} times or failed:", *slow]))
 
 
 if __name__ == "__main__":

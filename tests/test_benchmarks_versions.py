@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,10 @@ from benchmarks import (
     tables,
 )
 from benchmarks.attention_cases import Mask
-from benchmarks.before_after import compare, longer, told
+from benchmarks.before_after import compared, is_longer, told
 from benchmarks.jagged_cases import CASES
 from benchmarks.jagged_ops import Size
-from benchmarks.trees import HERE, measured, tree_of
+from benchmarks.trees import HERE, Version, measured, tree_of
 
 
 @pytest.fixture
@@ -126,7 +125,7 @@ def test_rows_of_both_versions_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> 
             timed()
             timed()
     for family in before_after.FAMILIES:
-        every, few = (before_after.rows_of(family, quick, None) for quick in (False, True))
+        every, few = (before_after.rows_of(family, quick) for quick in (False, True))
         assert 0 < len(few) < len(every)
 
     def make(device: str) -> before_after.Ways:
@@ -134,45 +133,63 @@ def test_rows_of_both_versions_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> 
 
     made = {"good": lambda device: found[0], "bad": make}
     monkeypatch.setitem(before_after.FAMILIES, "jagged_ops", (lambda quick: iter(made.items()), lambda prepare: {"median": 5.0}))
-    assert before_after.measure({"jagged_ops": None}, False, "cpu") == {
-        "jagged_ops": {"good": {"forward": 5.0, "backward": 5.0}, "bad": {"failed": "NotImplementedError: no such option"}}
-    }
     assert list(before_after.rows_of("jagged_ops", False, ["good"])) == ["good"]
+    version = before_after.Rounds(False, "cpu")
+    assert version.answer(["make", "jagged_ops", "bad"]) == {"failed": "NotImplementedError: no such option"}
+    assert version.answer(["make", "jagged_ops", "good"]) is None
+    assert version.answer(["time"]) == {"forward": 5.0, "backward": 5.0}
+    assert version.answer(["drop"]) is None
+    assert version.answer(["time"]) == {}
+
+
+class Asked:
+    """A version that gives these times, one after the other, and fails where it has none."""
+
+    def __init__(self, *times: tuple[float, float] | str) -> None:
+        self.times = list(times)
+        self.asked: list[str] = []
+
+    def ask(self, request: list[str]) -> Any:
+        self.asked.append(request[0])
+        if request[0] != "time":
+            return None
+        given = self.times.pop(0)
+        return {"failed": given} if isinstance(given, str) else dict(zip(("forward", "backward"), given, strict=True))
+
+
+def test_rows_are_timed_in_turns() -> None:
+    before, after = Asked((10.0, 8.0), (11.0, 8.5)), Asked((9.0, 8.2), (8.0, 8.1))
+    assert compared([before, after], "ops", "a") == {  # type: ignore[list-item]
+        "forward": {"before": 10.0, "after": 8.0, "ratio": 0.8},
+        "backward": {"before": 8.0, "after": 8.1, "ratio": 8.1 / 8.0},
+    }
+    assert before.asked == after.asked == ["make", "time", "time", "drop"]
+    # What took longer is measured again, four times.
+    before, after = Asked(*[(10.0, 8.0)] * 6), Asked(*[(10.4, 8.0)] * 5, (10.2, 8.0))
+    assert compared([before, after], "ops", "a")["forward"] == {"before": 10.0, "after": 10.2, "ratio": 1.02}  # type: ignore[list-item]
+    before, after = Asked((10.0, 8.0)), Asked("out of memory")
+    assert compared([before, after], "ops", "a") == {"failed": {"after": "out of memory"}}  # type: ignore[list-item]
+    assert before.asked == after.asked == ["make", "time", "drop"]
 
 
 def test_what_takes_longer_is_told() -> None:
-    def version(forward: float, backward: float, **failed: str) -> dict[str, Any]:
-        rows = {"a": {"forward": forward, "backward": backward}, "b": {"forward": 3.0}}
-        return {"ops": {**rows, **{name: {"failed": why} for name, why in failed.items()}}}
+    def of(before: float, after: float) -> dict[str, float]:
+        return {"before": before, "after": after, "ratio": after / before}
 
-    found = compare([(version(10.0, 8.0, b="missing"), version(9.0, 9.0)), (version(11.0, 8.5, b="missing"), version(8.0, 8.8))])
-    assert found["ops"]["a"] == {
-        "forward": {"before": 10.0, "after": 8.0, "ratio": 0.8},
-        "backward": {"before": 8.0, "after": 8.8, "ratio": pytest.approx(1.1)},
-    }
-    assert found["ops"]["b"] == {"failed": {"before": "missing"}}
-    assert longer(found) == {"ops": ["a"]}
-    assert list(told(found)) == [
+    rows = {"a": {"forward": of(10.0, 8.0), "backward": of(8.0, 8.8)}, "b": {"failed": {"before": "missing"}}}
+    assert list(told("ops", rows)) == [
         "ops: 2 times, 0.938 of those before on the geometric mean",
         "  longer: a, backward: 8.0 to 8.8 us, 1.100",
         "  failed before: b: missing",
     ]
-    json.dumps(found)
-    assert longer(compare([(version(1.0, 1.0), version(1.02, 1.0))])) == {}
+    assert [is_longer(row) for row in rows.values()] == [True, False]
+    assert not is_longer({"forward": of(1.0, 1.02)})
 
 
-def test_versions_are_measured_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Path | None, bool]] = []
-
-    def measured(module: str, tree: Path | None, words: list[str]) -> str:
-        assert json.loads(Path(words[words.index("--rows") + 1]).read_text()) == {"ops": ["a"]}
-        assert ("--quick" in words, module) == (True, "benchmarks.before_after")
-        asked.append((tree, "--warm" in words))
-        return "before" if tree else "after"
-
-    monkeypatch.setattr(before_after, "measured", measured)
-    assert before_after.in_turns(tmp_path, {"ops": ["a"]}, True, 2, True) == [("before", "after")] * 2
-    # Kernels are compiled in the first round.
-    assert asked == [(tmp_path, True), (None, True), (tmp_path, False), (None, False)]
-    before_after.in_turns(tmp_path, {"ops": ["a"]}, True, 1, False)
-    assert asked[4:] == [(tmp_path, False), (None, False)]
+def test_versions_answer(tmp_path: Path) -> None:
+    (tmp_path / "jagged").symlink_to(HERE / "jagged")
+    for tree in (tmp_path, None):
+        with Version("tests.answers", tree, ["twice"]) as version:
+            assert [version.ask({"a": 1}), version.ask([2])] == [["twice", {"a": 1}], ["twice", [2]]]
+    with pytest.raises(RuntimeError, match=r"-P -m tests.answers --serve fail ended with 3$"):
+        Version("tests.answers", None, ["fail"])
