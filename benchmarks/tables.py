@@ -668,6 +668,7 @@ def write_embedding_bags() -> None:
 UNMEASURED_BAGS = "No results yet: `python -m benchmarks.embedding_bags` measures them.\n"
 
 
+HOST_WAYS = {**WAYS, "one_thread": "the same, on one thread"}
 HOST = {"jagged": "jagged", "sll": "FBGEMM `sll`", "fbgemm": "FBGEMM C++", "fa2": "FA2", "before": "jagged before"}
 UNMEASURED_HOST = "No results yet: `python -m benchmarks.host_time` measures them.\n"
 
@@ -676,12 +677,12 @@ def host_page(result: dict[str, Any]) -> str:
     """Markdown of a result file of host times: operators on a small batch, then calls of a common size."""
     rows = result["operators"]["rows"]
     present = [who for who in HOST if any(who in row for row in rows.values())]
+    ways = [way for way in ("forward", "forward_backward", "one_thread") if any(way in row["jagged"] for row in rows.values())]
     lines = [f"| | {' | '.join(HOST[who] for who in present)} |", f"|---|{'---:|' * len(present)}"]
     for name, row in rows.items():
-        cells = [" / ".join(_host(row[who].get(way)) for way in ("forward", "forward_backward")) if who in row else ""
-                 for who in present]  # fmt: skip
+        cells = [" / ".join(_host(row[who].get(way)) for way in ways) if who in row else "" for who in present]
         lines.append(f"| {name} | {' | '.join(cell if set(cell) & set('0123456789') else '-' for cell in cells)} |")
-    words = "64 samples of mean length 20, bfloat16; microseconds of the host, forward / forward and backward:"
+    words = f"64 samples of mean length 20, bfloat16; microseconds of the host, {' / '.join(HOST_WAYS[way] for way in ways)}:"
     blocks = [_machine(result["environment"]), words, "\n".join(lines)]
     lines = ["| | | | eager | graph | eager / graph | one call that is waited for |", "|---|---|---|---:|---:|---:|---:|"]
     for name, row in result.get("eager", {}).get("rows", {}).items():
@@ -689,7 +690,7 @@ def host_page(result: dict[str, Any]) -> str:
             for way, figure in of.items():
                 if isinstance(figure, dict) and "graph" in figure:
                     cells = [_us(figure["mean"]), _us(figure["graph"]), f"{figure['ratio']:.2f}", _us(figure["synchronised"])]
-                    lines.append(f"| {name} | {ATTENTION.get(who, who)} | {WAYS[way]} | {' | '.join(cells)} |")
+                    lines.append(f"| {name} | {ATTENTION.get(who, who)} | {HOST_WAYS[way]} | {' | '.join(cells)} |")
     return "\n\n".join([*blocks, "A hundred eager calls in a row, and a CUDA graph of the same call; microseconds a call:",
                         "\n".join(lines)]) + "\n"  # fmt: skip
 

@@ -90,9 +90,16 @@ def test_host_times_of_two_versions() -> None:
     )
     facts = {"device": "NVIDIA Made-Up", "torch": "2", "triton": "3", "fbgemm_gpu": "1"}
     call = {"mean": 5.0, "host": 4.0, "synchronised": 9.0, "graph": 4.5, "ratio": 1.111}
-    page = tables.host_page({"environment": facts, **saved, "eager": {"rows": {"attention": {"jagged": {"forward": call}}}}})
+    of_attention = {"attention": {"jagged": {"forward": call, "one_thread": call}}}
+    page = tables.host_page({"environment": facts, **saved, "eager": {"rows": of_attention}})
+    assert "microseconds of the host, forward / forward and backward:" in page
     assert "| softmax | 10.0 / 30.0 | 40.0 / - | - | 20.0 / 60.0 |" in page
     assert "| attention | jagged | forward | 5.0 | 4.5 | 1.11 | 9.0 |" in page
+    assert "| attention | jagged | the same, on one thread | 5.0 | 4.5 | 1.11 | 9.0 |" in page
+    row["jagged"]["one_thread"] = {"median": 20.0}
+    page = tables.host_page({"environment": facts, **saved})
+    assert "microseconds of the host, forward / forward and backward / the same, on one thread:" in page
+    assert "| softmax | 10.0 / 30.0 / 20.0 | 40.0 / - / - | - | 20.0 / 60.0 / - |" in page
     assert host_time.summary({"softmax": row})["before"]["forward"] == {"median": 0.5, "largest": 0.5}
 
 
