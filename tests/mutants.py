@@ -2,7 +2,7 @@
 
 `python -m tests.mutants` (`make mutants`) draws faults by a seed, runs the tests of each, and saves what became of it in
 `tests/mutants.json` after every one; a run that was stopped goes on from there. Killed is a mutant of which a test fails,
-survived one of which none does; one whose tests take longer than the limit is neither. A survivor that computes the same as the
+survived one of which none does; one whose tests take longer than the limit is neither. One that computes the same as the
 original gets `"equivalent": "why"` in the file, by hand, which later runs keep.
 """
 
@@ -285,7 +285,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     outcomes = ("killed", "survived", "equivalent", "stopped")
     of: Counter[tuple[str, str]] = Counter()
     for row in rows:
-        found = "equivalent" if "equivalent" in row and row["outcome"] == "survived" else row["outcome"]
+        found = "equivalent" if "equivalent" in row and row["outcome"] != "killed" else row["outcome"]
         of.update([(row["kind"], found), ("all", found)])
     lines = [f"{'':12}" + "".join(f"{name:>12}" for name in outcomes)]
     lines += [f"{kind:12}" + "".join(f"{of[kind, name]:12}" for name in outcomes) for kind in (*KINDS, "all")]

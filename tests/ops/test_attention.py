@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from jagged.ops import jagged_attention, jagged_hstu_attention
 from jagged.ops.attention import torch_impl
 from jagged.ops.attention.spec import Inputs, Options
+from jagged.ops.attention.triton.configurations import TABLE, configuration
 from tests.graphs import captured
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -178,6 +181,24 @@ def test_a_prefix_that_every_window_keeps(place: Place, dtype: torch.dtype, data
         "global_prefix": data.draw(st.integers(1, 40)),
     }
     check(place, case.queries, case.inputs(), case.keys, **options)
+
+
+@pytest.mark.parametrize("row", [*TABLE, "rows of other widths"], ids=str)
+def test_triton_can_make_every_tile(row: Any) -> None:
+    """Interpreted kernels take tiles that a GPU's do not, and no number of warps at all."""
+    of_others = [
+        configuration(width, dtype, total, 1, allows_tma=False)
+        for width, dtype, total in itertools.product((1, 20, 200), (torch.float16, torch.float32), (1, 64, 1_000))
+    ]
+    rows = [TABLE[row]] if row in TABLE else of_others
+    for tiles in (tiles for of in rows for tiles in (of.forward, of.dq, of.dkv)):
+        for number in (tiles.own, tiles.visit, tiles.num_warps):
+            assert number > 0
+            assert number & (number - 1) == 0
+        assert min(tiles.own, tiles.visit) >= 16
+        assert tiles.num_warps <= 8
+        assert 1 <= tiles.num_stages <= 4
+        assert tiles.max_registers is None or 64 <= tiles.max_registers <= 255
 
 
 @pytest.mark.parametrize(
