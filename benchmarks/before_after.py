@@ -264,7 +264,8 @@ def main() -> None:
             if not names:
                 continue
             for version in (other, this):
-                version.ask(["warm", family, names])
+                if failed := version.ask(["warm", family, names]):
+                    print(f"kernels were not compiled before: {failed['failed']}", flush=True)
             print(f"--- {family}: {len(names)} rows, compiled in {time.perf_counter() - begun:.0f} s", flush=True)
             found: dict[str, Any] = {}
             for name in names:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ def test_rows_of_both_versions_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> 
     for family in before_after.FAMILIES:
         every, few = (before_after.rows_of(family, quick) for quick in (False, True))
         assert 0 < len(few) < len(every)
+        # To the processes that compile them.
+        assert pickle.loads(pickle.dumps(every)).keys() == every.keys()
 
     def make(device: str) -> before_after.Ways:
         raise NotImplementedError("no such option")

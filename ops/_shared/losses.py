@@ -65,6 +65,14 @@ MEAN_LOSS = operator(
 )
 
 
+def side_by_side(grad: Tensor) -> Tensor:
+    """Return a gradient `[N]` as kernels read it, with its stride: a mean's is one number of the stride 0, others are copied.
+
+    A kernel's product of a row and a stride has 32 bits, which a column of a wide matrix would not fit.
+    """
+    return grad if grad.stride(0) == 0 else grad.contiguous()
+
+
 def reduced(
     losses: Tensor,
     target: Tensor,

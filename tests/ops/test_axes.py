@@ -121,6 +121,25 @@ def test_activation_checkpointing(place: Place, family: str) -> None:
         assert torch.equal(got, expected)
 
 
+@ONCE
+@pytest.mark.parametrize("family", DIFFERENTIABLE)
+def test_backward_on_the_thread_of_the_call(place: Place, family: str) -> None:
+    """There it is inside of what the caller has switched on, autocast too, which gradients are not to see."""
+    step = step_of(family)
+
+    def loss() -> Tensor:
+        outputs = step.forward(*step.leaves)
+        # The products of linear layers are PyTorch's own, which autocast casts wherever their backward runs.
+        return total([*outputs[:3], *outputs[6:]] if family == "elementwise" else outputs)
+
+    expected, again = torch.autograd.grad(loss(), step.leaves, allow_unused=True), loss()
+    with torch.autograd.set_multithreading_enabled(False), torch.autocast(place.device.type, dtype=torch.bfloat16):
+        found = torch.autograd.grad(again, step.leaves, allow_unused=True)
+    assert [grad is None for grad in found] == [family == "elementwise" and number == 3 for number in range(len(found))]
+    for ours, plain in zip(found, expected, strict=True):
+        assert ours is None or torch.equal(ours, plain)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_another_default_dtype_changes_nothing(place: Place, family: str) -> None:
     step = step_of(family)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.losses import MEAN_LOSS, Options, Rows
+from jagged.ops._shared.losses import MEAN_LOSS, Options, Rows, side_by_side
 from tests.aot import AMD, TARGETS, compile_kernel
 from tests.places import PLACE, Place
 from tests.strategies import random_tensor
@@ -42,6 +42,14 @@ def test_is_the_mean_of_rows_that_count(place: Place, rows: int, target_dtype: t
 def test_derivatives_of_any_order(place: Place) -> None:
     losses, less, target = rows_of(7, torch.float64, torch.int64, place.device)
     assert torch.autograd.gradgradcheck(lambda x, y: mean_of(x, y, target, "torch").square(), (losses, less))
+
+
+def test_kernels_get_gradients_whose_strides_are_0_or_1() -> None:
+    """A column of a wide matrix would lie past what a product of 32 bits reaches."""
+    column, one = torch.rand(5, 7)[:, 3], torch.rand(()).expand(5)
+    assert side_by_side(column).stride() == (1,)
+    assert torch.equal(side_by_side(column), column)
+    assert side_by_side(one) is one
 
 
 @pytest.mark.skipif(PLACE.name != "cpu", reason="compiles ahead of time")

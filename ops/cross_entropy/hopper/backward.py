@@ -285,10 +285,10 @@ def gradient(rows: Rows, items: Items, dtype: torch.dtype, *, owns_items: bool, 
     grad = own.new_empty(own.shape, dtype=dtype)
     for first in range(0, own.shape[0], at_once):
         last = min(first + at_once, own.shape[0])
-        if last - first == own.shape[0]:
+        if first == 0 and (owns_items or last == own.shape[0]):
             some = rows
         elif owns_items:
-            some = rows if first == 0 else rows._replace(target=torch.where(rows.target < first, -1, rows.target - first))
+            some = rows._replace(target=torch.where(rows.target < first, -1, rows.target - first))
         else:
             some = rows._replace(**{name: getattr(rows, name)[first:last] for name in BY_ROW})
         of_some = grad[first:last]

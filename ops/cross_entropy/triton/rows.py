@@ -9,6 +9,7 @@ from torch import Tensor
 
 from jagged.ops._shared.device import load_tile
 from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.losses import side_by_side
 from jagged.ops._shared.matrices import aligned
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.cross_entropy.spec import Inputs, Options
@@ -67,6 +68,8 @@ def prepare_rows(
 ) -> Rows:
     """Return `Rows` of hidden states and targets of any strides, and of vectors `[N]` float32, gradients also of any."""
     hidden, num_rows = aligned(x.hidden), x.hidden.shape[0]
+    grad_lse, grad_target = side_by_side(grad_lse), side_by_side(grad_target)
+    grad_smoothed = None if grad_smoothed is None else side_by_side(grad_smoothed)
     clean = hidden.new_empty(*hidden.shape)
     items = x.target.new_empty(num_rows, dtype=torch.int32)
     vectors = lse.new_empty(3 if grad_smoothed is None else 4, num_rows)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.launch import Launcher, bound
+from jagged.ops._shared.losses import side_by_side
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.sampled_cross_entropy.spec import Inputs, Options, Outputs, num_touched
@@ -75,12 +76,13 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
             _forward_rows(c, out._replace(losses=out.share, lse=out.share), direction, o.filter_eps or 0.0)
     slopes = Slopes(out.statistic, out.share, out.share.new_empty(num_rows), out.share.new_empty(num_rows))
     # A log-sum-exp may be all that has a gradient.
-    grad_loss = torch.zeros_like(out.share) if grads.losses is None else grads.losses
+    grad_loss = torch.zeros_like(out.share) if grads.losses is None else side_by_side(grads.losses)
+    grad_lse = None if grads.lse is None else side_by_side(grads.lse)
     _launch_backward_rows(
         (cdiv(num_rows, ROW_BLOCK),),
-        grad_loss, grads.lse, c.x.weight, c.x.target, out.statistic, out.share, out.pull, direction, slopes.grad_logit,
+        grad_loss, grad_lse, c.x.weight, c.x.target, out.statistic, out.share, out.pull, direction, slopes.grad_logit,
         slopes.grad_statistic, found.get("hidden"), num_rows, c.num_items, parts, grad_loss.stride(0),
-        0 if grads.lse is None else grads.lse.stride(0), c.weight_stride, stride, o.scale, o.ignore_index,
+        0 if grad_lse is None else grad_lse.stride(0), c.weight_stride, stride, o.scale, o.ignore_index,
         IS_INSIDE=o.is_inside, WIDTH=width, BLOCK_N=ROW_BLOCK, BLOCK_D=ROW_WIDTH,
     )  # fmt: skip
     if "weight" in wanted:
