@@ -20,20 +20,99 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 # A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
 _MAX_FILE_BYTES = 16 * 1024
+# Metrics of which less is better, by the name before any cut-off.
+_LESS_IS_BETTER = frozenset(("loss", "logloss", "ne", "mse", "rmse", "mae"))
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be used; the message names the field, what was found and what is expected."""
 
 
-class TrainConfig(BaseModel):
-    """What `jagged train` trains, on what, and how.
+class TrainerConfig(BaseModel):
+    """How `jagged.training.Trainer` trains, whatever the model and the data.
 
-    Sources, later ones winning: the defaults below, a file (`--config`), `--set key=value`, flags. Types are strict: `1` is no
-    boolean and `"64"` no number, in Python as in a file. Where a field may be None, a file (TOML knows no null) says `"none"`.
+    Types are strict: `1` is no boolean and `"64"` no number, in Python as in a file. Where a field may be None, a file (TOML
+    knows no null) says `"none"`.
+
+    Raises:
+        ConfigError: one line per wrong field: its name, what was found, what is expected.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+
+    output: str = Field("runs/model", description="directory to write the run into")
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="learning rate after the warm-up: as it is, or down to 0 at the last of max_epochs"
+    )
+    warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
+    table_optimizer: Literal["adamw", "adagrad", "rowwise-adagrad", "sgd"] = Field(
+        "adamw", description="optimizer of embedding tables; all else has AdamW"
+    )
+    table_learning_rate: float | None = Field(None, gt=0, description="peak rate of embedding tables; none for learning_rate")
+    gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
+    accumulate: int = Field(1, ge=1, description="batches whose gradients make one step")
+    max_epochs: int = Field(60, ge=1, description="most passes over the training data")
+    validate_every: str = Field(
+        "1 epoch", pattern=r"^[1-9][0-9]{0,8} (epoch|step)s?$", description="epochs or steps between validations, as `2 epochs`"
+    )
+    patience: int = Field(6, ge=1, description="validations without a better metric before training stops")
+    monitor: str = Field("loss", min_length=1, description="validation metric that selects the checkpoint")
+    monitor_goal: Literal["auto", "max", "min"] = Field(
+        "auto", description="whether more or less is better; auto: less for losses and errors, else more"
+    )
+    precision: Literal["32-true", "bf16-mixed", "auto"] = Field("auto", description="auto: bf16-mixed on a GPU, else 32-true")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed of everything random")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
+    cuda_graphs: bool = Field(True, description="on one GPU, replay steps as CUDA graphs, with less than 1/16 of rows filled up")
+    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints, beside those after validations")
+    checkpoint_seconds: float = Field(30.0, ge=0, description="a validation sooner than this after a checkpoint writes none")
+    hang_seconds: float = Field(45.0, gt=0, description="several processes: how long one may stand still before the run ends")
+    tensorboard: bool = Field(True, description="write TensorBoard curves where tensorboard is installed")
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise ConfigError("\n".join(_explain(error, type(self)))) from None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping):
+            return values
+        plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
+        for name, value in plain.items():
+            if value == "none" and name in cls.model_fields and NoneType in _kinds(name, cls):
+                plain[name] = None
+        return plain
+
+    @property
+    def validation_steps(self) -> int | None:
+        """Steps between validations; None where they come after epochs."""
+        number, unit = self.validate_every.split()
+        return int(number) if unit.startswith("step") else None
+
+    @property
+    def validation_epochs(self) -> int:
+        """Epochs between validations."""
+        number, unit = self.validate_every.split()
+        return int(number) if unit.startswith("epoch") else 1
+
+    @property
+    def less_is_better(self) -> bool:
+        """Whether a smaller monitored value is the better one."""
+        if self.monitor_goal != "auto":
+            return self.monitor_goal == "min"
+        return self.monitor.rpartition("/")[2].partition("@")[0] in _LESS_IS_BETTER
+
+
+class TrainConfig(TrainerConfig):
+    """What `jagged train` trains, on what, and how.
+
+    Sources, later ones winning: the defaults below, a file (`--config`), `--set key=value`, flags. The rest as `TrainerConfig`.
+    """
 
     # Data.
     data: str | None = Field(None, description="events file or folder: text, csv or parquet; none for the built-in sample")
@@ -53,14 +132,6 @@ class TrainConfig(BaseModel):
     num_heads: int = Field(2, ge=1, description="attention heads; must divide embedding_dim")
     num_layers: int = Field(2, ge=1, description="transformer blocks")
     dropout: float = Field(0.5, ge=0, lt=1, description="dropout probability")
-
-    # Training.
-    batch_size: int = Field(256, ge=1, description="users per step and process")
-    max_tokens: int | None = Field(None, ge=1, description="events per step and process, instead of batch_size")
-    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate of AdamW")
-    weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay of AdamW")
-    warmup_steps: int = Field(0, ge=0, description="steps of linear learning-rate warm-up")
-    gradient_clip_norm: float | None = Field(1.0, gt=0, description="largest global gradient norm; none for no clipping")
     head: Literal["cross-entropy", "sampled", "scalable"] = Field(
         "cross-entropy", description="loss over all items, sampled ones, or buckets of high scores"
     )
@@ -80,38 +151,25 @@ class TrainConfig(BaseModel):
     num_buckets: int = Field(128, ge=1, description="scalable: number of buckets")
     rows_per_bucket: int = Field(128, ge=1, description="scalable: events in a bucket")
     items_per_bucket: int = Field(256, ge=1, description="scalable: items in a bucket")
-    max_epochs: int = Field(60, ge=1, description="most passes over the training data")
-    patience: int = Field(6, ge=1, description="validations without a better metric before training stops")
-    monitor: str = Field(
-        "ndcg@10",
-        pattern=r"^(ndcg|recall|mrr|coverage|surprisal)@(5|10|20)$",
-        description="validation metric that selects the checkpoint",
-    )
-    precision: Literal["32-true", "bf16-mixed", "auto"] = Field("auto", description="auto: bf16-mixed on a GPU, else 32-true")
-    seed: int = Field(0, ge=0, description="seed of everything random")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where there is one")
-    cuda_graphs: bool = Field(True, description="on one GPU, replay steps as CUDA graphs, with less than 1/16 of rows filled up")
+
+    # Training, beside the fields of TrainerConfig.
+    batch_size: int = Field(256, ge=1, description="users per step and process")
+    max_tokens: int | None = Field(None, ge=1, description="events per step and process, instead of batch_size")
     num_workers: int = Field(0, ge=0, description="loader processes")
-    checkpoint_every: int | None = Field(None, ge=1, description="steps between checkpoints, beside those after epochs")
-    checkpoint_seconds: float = Field(30.0, ge=0, description="an epoch sooner than this after a checkpoint writes none")
-    tensorboard: bool = Field(True, description="write TensorBoard curves where tensorboard is installed")
 
     # Evaluation.
+    monitor: str = Field(
+        "ndcg@10",
+        pattern=r"^(ndcg|recall|mrr|coverage|surprisal)@[1-9][0-9]{0,5}$",
+        description="validation metric that selects the checkpoint",
+    )
+    validate_users: int | None = Field(
+        None, ge=1, description="most users of a validation, drawn by seed; none for all of them"
+    )
     filter_viewed: bool = Field(
         False, description="take items of a user's history out of the ranking", json_schema_extra={"off": "--keep-viewed"}
     )
     eval_batch_size: int = Field(1024, ge=1, description="users per evaluation step")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _plain(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        plain = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in values.items()}
-        for name, value in plain.items():
-            if value == "none" and name in cls.model_fields and NoneType in _kinds(name):
-                plain[name] = None
-        return plain
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -150,10 +208,10 @@ class TrainConfig(BaseModel):
         values = {} if path is None else _read_file(Path(path))
         values.update(overrides or {})
         try:
-            return cls.model_validate(values)
-        except ValidationError as error:
+            return cls(**{str(name): value for name, value in values.items()})
+        except ConfigError as error:
             prefix = "" if path is None else f"{path}: "
-            raise ConfigError("\n".join(prefix + line for line in _explain(error))) from None
+            raise ConfigError("\n".join(prefix + line for line in str(error).splitlines())) from None
 
     def save(self, path: str | Path) -> None:
         """Write the resolved configuration as JSON; `load` reads it."""
@@ -162,13 +220,20 @@ class TrainConfig(BaseModel):
 
 def sections() -> dict[str, list[str]]:
     """The fields' names under the headings that help and report show them by."""
-    headings = {"data": "Data", "model": "Model", "batch_size": "Training", "filter_viewed": "Evaluation"}
-    result: dict[str, list[str]] = {}
-    for name in TrainConfig.model_fields:
-        if name in headings:
-            current = result.setdefault(headings[name], [])
+    headings = {"data": "Data", "model": "Model", "batch_size": "Training", "monitor": "Evaluation"}
+    result: dict[str, list[str]] = {heading: [] for heading in headings.values()}
+    current: list[str] = []
+    for name in _fields(TrainConfig):
+        inherited = name not in TrainConfig.__annotations__
+        current = result[headings.get(name, "Training")] if name in headings or inherited else current
         current.append(name)
     return result
+
+
+def _fields(config: type[TrainerConfig]) -> list[str]:
+    """The fields' names, a configuration's own ones first."""
+    own = [name for name in config.__annotations__ if name in config.model_fields]
+    return own + [name for name in config.model_fields if name not in own]
 
 
 def choices(name: str) -> tuple[str, ...]:
@@ -216,9 +281,9 @@ def parse_text(name: str, text: str) -> Any:
     return value
 
 
-def _kinds(name: str) -> set[type]:
+def _kinds(name: str, config: type[TrainerConfig] = TrainConfig) -> set[type]:
     """The Python types that the field `name` takes."""
-    annotation = TrainConfig.model_fields[name].annotation
+    annotation = config.model_fields[name].annotation
     if isinstance(annotation, type):
         return {annotation}
     return {part if isinstance(part, type) else type(part) for part in get_args(annotation)}
@@ -244,12 +309,12 @@ def _read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _explain(error: ValidationError) -> list[str]:
+def _explain(error: ValidationError, config: type[TrainerConfig]) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
         name = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            lines.append(_unknown(name))
+            lines.append(_unknown(name, config))
         elif name:
             lines.append(f"{name}: {problem['msg']}; got {_short(problem['input'])}")
         else:
@@ -257,8 +322,8 @@ def _explain(error: ValidationError) -> list[str]:
     return lines
 
 
-def _unknown(name: str) -> str:
-    known = list(TrainConfig.model_fields)
+def _unknown(name: str, config: type[TrainerConfig] = TrainConfig) -> str:
+    known = _fields(config)
     close = difflib.get_close_matches(name.replace("-", "_").lower(), known, n=1)
     return f"{_short(name)}: unknown option; " + (f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}")
 

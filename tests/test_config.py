@@ -36,7 +36,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
 
 def test_every_field_has_a_description_and_one_section() -> None:
     assert all(field.description for field in TrainConfig.model_fields.values())
-    assert [name for names in sections().values() for name in names] == list(TrainConfig.model_fields)
+    assert sorted(name for names in sections().values() for name in names) == sorted(TrainConfig.model_fields)
     assert list(sections()) == ["Data", "Model", "Training", "Evaluation"]
 
 
@@ -59,7 +59,7 @@ def test_choices_are_those_of_the_field() -> None:
         ("learning_rate = inf", "learning_rate: Input should be a finite number; got inf"),
         ("learning_rate = nan", "learning_rate: Input should be"),
         ("device = 'tpu'", "device: Input should be 'auto', 'cpu' or 'cuda'; got 'tpu'"),
-        ("monitor = 'ndcg@7'", "monitor: String should match pattern"),
+        ("monitor = 'ndcg@0'", "monitor: String should match pattern"),
         ("num_heads = 3", "embedding_dim (256) must be a multiple of num_heads (3)"),
         ("max_tokens = 49", "max_tokens (49) must be at least max_seq_len (50)"),
         ("sampled_loss = 'refined'\ncorrection = 'none'", "correction (none) must be negatives"),
@@ -151,7 +151,7 @@ def test_none_is_spelt_out_where_a_field_can_be_unset(tmp_path: Path) -> None:
 
 
 def test_python_users_get_the_same_checks() -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ConfigError, match=r"^num_heads: Input should be a valid integer; got '2'$"):
         TrainConfig(num_heads="2")  # type: ignore[arg-type]
     with pytest.raises(ValidationError):
         TrainConfig().seed = 3  # type: ignore[misc]

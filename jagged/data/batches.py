@@ -44,6 +44,10 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
     viewed: KeyedJaggedTensor | None = None
     num_items: int | None = None
 
+    def __len__(self) -> int:
+        """Users."""
+        return self.features.stride()
+
     def is_checked(self, num_items: int) -> bool:
         """Whether all ids are known to lie in a catalogue of `num_items`."""
         return self.num_items is not None and self.num_items <= num_items

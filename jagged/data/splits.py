@@ -55,6 +55,14 @@ class SequencePart:
         """Events of each sample's range, int64 `[n]`."""
         return self.end - self.start
 
+    def sample(self, count: int, seed: int) -> SequencePart:
+        """At most `count` of the samples, drawn by a seed, in their order; all of them where there are no more."""
+        if count >= len(self):
+            return self
+        drawn = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count].sort().values
+        target = None if self.target is None else self.target[drawn]
+        return SequencePart(self.dataset, self.user[drawn], self.start[drawn], self.end[drawn], target)
+
     def item_counts(self) -> Tensor:
         """How often each item occurs in the ranges, int64 `[num_items]`; of the training part, the items' popularity."""
         counts = torch.zeros(self.dataset.num_items, dtype=torch.int64)

@@ -1,8 +1,11 @@
-"""Ranking models on KeyedJaggedTensors, the module that trains them, and the registry that builds them by name."""
+"""Ranking models on KeyedJaggedTensors, the tasks that train them, and the registry that builds them by name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import nn
 
 from jagged.versions import warn_of_problems
 
@@ -10,20 +13,50 @@ from jagged.versions import warn_of_problems
 warn_of_problems()
 
 from jagged.models.heads import build_head  # noqa: E402
+from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
-from jagged.models.task import TrainTask  # noqa: E402
+from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 
-_MODELS = {"sasrec": SASRec}
+_MODELS: dict[str, Callable[..., nn.Module]] = {"sasrec": SASRec}
 
-__all__ = ["SASRec", "TrainTask", "build", "build_head"]
+__all__ = [
+    "NextItemTask",
+    "RankingTask",
+    "SASRec",
+    "Task",
+    "TaskOutput",
+    "TaskScores",
+    "build",
+    "build_head",
+    "register",
+]
 
 
-def build(name: str, **config: Any) -> SASRec:
+def register(name: str, model: Callable[..., nn.Module]) -> None:
+    """Let `build`, and so `model.json` of a directory, know a model or task by a name.
+
+    Args:
+        name: what is written down in place of the class; code is never read from a directory.
+        model: a class or function whose keyword arguments are plain numbers, words and lists of them.
+
+    Raises:
+        ValueError: another one has the name.
+    """
+    if _MODELS.setdefault(name, model) is not model:
+        raise ValueError(f"name: got {name!r}, which is {_MODELS[name]!r} already; take another name")
+
+
+def name_of(module: nn.Module) -> str | None:
+    """The registered name of a module's class; None without one."""
+    return next((name for name, model in _MODELS.items() if type(module) is model), None)
+
+
+def build(name: str, **config: Any) -> Any:
     """Build a model by name, as `model.json` of a run directory records it.
 
     Raises:
         ValueError: an unknown name; the message lists the known ones.
     """
     if name not in _MODELS:
-        raise ValueError(f"model: got {name!r}, expected one of {', '.join(sorted(_MODELS))}")
+        raise ValueError(f"model: got {name!r}, expected one of {', '.join(sorted(_MODELS))}; jagged.models.register adds one")
     return _MODELS[name](**config)

@@ -1,77 +1,176 @@
-"""The module that TorchRec's train pipelines train: a model and its head in one forward."""
+"""What training, evaluation and prediction ask of a model: the protocol `RankingTask`, and `Task`, a base with the usual answers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from jagged.models.heads import Head
-from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
-from jagged.ops import validate_ids, values_are_trusted
+from jagged.data.moving import moved
+from jagged.pointwise import PointwiseMetrics
 
-if TYPE_CHECKING:
-    from jagged.data import SequenceBatch
-    from jagged.models.sasrec import SASRec
+#: Figures of an evaluation: by group (a protocol, a task) and by name.
+Figures = dict[str, dict[str, float]]
 
 
-class TrainTask(nn.Module):
-    """Next-item prediction.
+@dataclass(frozen=True)
+class TaskScores:
+    """What a task says of N rows of a batch.
 
-    Args:
-        model: gives hidden states for features and owns the item table.
-        label_smoothing: share of the target's probability that is spread evenly over all items, where no head is given.
-        head: gives the loss; None for cross-entropy over the whole catalogue.
-
-    Raises:
-        ValueError: both `label_smoothing` and `head`.
-
-    Shape:
-        A `SequenceBatch` in; `(loss, (loss, logits, labels))` out, as TorchRec's pipelines expect, the inner ones detached:
-        `logits` `[sum L]` are the scores of the targets, `labels` `[sum L]` the targets.
+    Attributes:
+        logits: `[N]` scores before any sigmoid.
+        labels: `[N]`; for a binary task 0 and 1 in any dtype.
+        mask: bool `[N]`, the rows that have a label; None for all.
+        weights: `[N]` float, how much each row counts; None for 1.
     """
 
-    def __init__(
-        self,
-        model: SASRec,
-        *,
-        label_smoothing: float = 0.0,
-        head: Head | None = None,
-    ) -> None:
-        super().__init__()
-        if head is not None and label_smoothing:
-            raise ValueError(f"label_smoothing: got {label_smoothing} and a head; build the head with it, or leave the head out")
-        self.model = model
-        self.head: Head = CutCrossEntropyHead(label_smoothing=label_smoothing) if head is None else head
+    logits: Tensor
+    labels: Tensor
+    mask: Tensor | None = None
+    weights: Tensor | None = None
 
-    def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Return the mean loss of the batch's rows and what metrics need."""
-        num_items = self.model.config["num_items"]
-        with batch.trusted(num_items):
-            if not values_are_trusted():
-                validate_ids(batch.targets, num_items, name="targets")
-            hidden = self.model(batch.features)
-        loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
-        return loss, (loss.detach(), logits, batch.targets)
+    def count(self) -> int | Tensor:
+        """What a mean over the rows divides by: their number, or the sum of their weights as a 0-dim tensor."""
+        if self.weights is not None:
+            return (self.weights if self.mask is None else self.weights * self.mask).sum()
+        return self.labels.shape[0] if self.mask is None else self.mask.sum()
 
-    def split(self, group: ProcessGroup, host_group: ProcessGroup) -> None:
-        """Keep this process's rows of the item table alone; look up, and score, together with the other processes of the group.
 
-        From here on the gradient of the table's rows is that of the sum of all processes' losses, and every process must call
-        forward and backward, with a batch of no users too. All processes must have the same table.
+class TaskOutput(NamedTuple):
+    """What `forward` of a task returns; TorchRec's train pipelines take it as it is.
+
+    Attributes:
+        loss: 0-dim; the mean over the rows that the first task counts. On several processes, and where gradients are accumulated,
+            batches are weighted by that count.
+        scores: by task.
+    """
+
+    loss: Tensor
+    scores: Mapping[str, TaskScores]
+
+    def count(self) -> int | Tensor:
+        """What the loss is the mean over."""
+        return next(iter(self.scores.values())).count()
+
+
+@runtime_checkable
+class RankingTask(Protocol):
+    """A model with its loss, as `jagged.training.Trainer` trains it. It is an `nn.Module`; `Task` has all methods but forward.
+
+    Attributes:
+        kept: the module whose weights are saved when training has ended; often the task itself.
+    """
+
+    @property
+    def kept(self) -> nn.Module: ...
+
+    def __call__(self, batch: Any) -> TaskOutput:
+        """Loss and scores of a batch."""
+
+    def predict(self, batch: Any) -> Mapping[str, Tensor]:
+        """By task what is told to users, probabilities for example."""
+
+    def evaluate(self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True) -> Figures:
+        """Figures of a held-out part, "valid" or "test", by group and name."""
+
+
+class Task(nn.Module):
+    """Base of a task of one's own: write `forward(batch) -> TaskOutput`, and the rest is here.
+
+    A batch is what the loader gives: a tensor, TorchRec's types, or dicts, sequences and dataclasses of them. It comes on the
+    device of training.
+
+    Example:
+        >>> class Clicks(Task):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(3, 1)
+        ...     def forward(self, batch):
+        ...         logits = self.linear(batch["x"]).squeeze(1)
+        ...         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
+        ...         return TaskOutput(loss, {"click": TaskScores(logits, batch["label"])})
+    """
+
+    @property
+    def kept(self) -> nn.Module:
+        """The module whose weights are saved: all of the task."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next((tensor.device for tensor in (*self.parameters(), *self.buffers())), torch.device("cpu"))
+
+    def predict(self, batch: Any) -> dict[str, Tensor]:
+        """By task the sigmoid of the logits, `[N]`, in eval mode and without gradients."""
+        with evaluating(self), torch.no_grad():
+            output = self(moved(batch, self.device))
+        return {name: scores.logits.float().sigmoid() for name, scores in output.scores.items()}
+
+    def evaluate(self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True) -> Figures:
+        """By task the figures of `jagged.pointwise.PointwiseMetrics`; under "all" the loss, the mean over all rows.
+
+        Weights are used in fp32 and in eval mode.
 
         Args:
-            group, host_group: as for `jagged.modules.RowSplit`.
+            batches: a held-out part; on several processes each one's own.
+            part: "valid" or "test", for tasks that treat them differently.
+            progress: show a bar after two seconds.
+            all_processes: add up over the processes of a `torch.distributed` group.
 
         Raises:
-            ValueError: a head of some items only, whose rows any process may hold.
+            ValueError: no rows, or scores that are not finite.
         """
-        if not isinstance(self.head, CutCrossEntropyHead):
-            raise ValueError(
-                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {type(self.head).__name__}; "
-                "take one process, or that head"
-            )
-        table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)
-        self.model.item_embeddings = table
-        self.head.split = table.split
+        metrics: dict[str, PointwiseMetrics] = {}
+        sums = torch.zeros(2, dtype=torch.float64)
+        with evaluating(self), torch.no_grad():
+            for batch in bar(batches, progress):
+                loss, scores = output = self(moved(batch, self.device))
+                count = output.count()
+                sums += torch.stack([torch.as_tensor(x).double().cpu() for x in (loss * count, count)])
+                for name, of in scores.items():
+                    metrics.setdefault(name, PointwiseMetrics(name)).update(of.logits, of.labels, of.mask, of.weights)
+        if all_processes and several():
+            total = sums.to(self.device, torch.float64 if self.device.type == "cpu" else torch.float32)
+            torch.distributed.all_reduce(total)
+            sums = total.double().cpu()
+            for metric in metrics.values():
+                metric.all_gather(self.device)
+        if not metrics or not sums[1]:
+            raise ValueError(f"the {part} part has no rows with a label to evaluate; give more data")
+        figures = {name: metric.compute() for name, metric in metrics.items()}
+        return {"all": {"loss": float(sums[0] / sums[1])}, **figures}
+
+
+class evaluating:  # noqa: N801 - used as a context manager
+    """A module in eval mode; every submodule's own mode is restored."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modes: Sequence[tuple[nn.Module, bool]] = [(part, part.training) for part in module.modules()]
+        self._module = module
+
+    def __enter__(self) -> None:
+        self._module.eval()
+
+    def __exit__(self, *error: object) -> None:
+        for module, training in self._modes:
+            module.training = training
+
+
+def several() -> bool:
+    """Whether there is a `torch.distributed` group of several processes."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def bar(batches: Any, shown: bool) -> Iterable[Any]:
+    """The batches, under a progress bar of the first process after two seconds."""
+    if not shown or (several() and torch.distributed.get_rank()):
+        return batches  # type: ignore[no-any-return]
+    from tqdm import tqdm
+
+    total = len(batches) if hasattr(batches, "__len__") else None
+    return tqdm(batches, total=total, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]

@@ -1,11 +1,11 @@
-"""TorchRec's engine around a training task: DistributedModelParallel and TrainPipelineBase, mixed precision, exact averages."""
+"""TorchRec's engine around a task: DistributedModelParallel and TrainPipelineBase, mixed precision, exact averages."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,53 +14,67 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, Dist
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.types import ShardingPlan
 
-from jagged.config import TrainConfig
-from jagged.models import TrainTask
+from jagged.config import TrainerConfig
+from jagged.data.moving import Carried
+from jagged.models import NextItemTask
 from jagged.modules import RowSplit, SplitEmbeddingCollection
+from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
 from jagged.training.graphs import GraphedSteps, graphs_serve
-from jagged.training.optimizer import Optimizer
+from jagged.training.optimizer import Optimizer, table_names
 from jagged.training.processes import Processes
 
-_MODEL = "model."
-_HEAD = "head."
+_TASK = "task."
 _RANDOM = "random."
 
 
-class Engine:
-    """A model and its task under TorchRec's engine, with an optimizer, and all of their state as named tensors.
+class Trained(NamedTuple):
+    """A batch that was trained on.
 
-    The item table is looked up and scored against, so its gradient has two sources and it must be an ordinary dense parameter.
-    On several processes a `TrainTask`'s table and head are split over the catalogue, each process with its rows' gradient and
-    optimizer state; DistributedModelParallel replicates everything else. Named tensors are of the whole table, so that they fit
-    any number of processes.
-
-    Args:
-        model: the model, on any device but meta; the same weights in every process.
-        task: `(loss, (loss, logits, labels))` from a batch; loss is the mean over the batch's `targets`. On several processes it
-            also takes a batch of no users.
-        config: learning rate, weight decay, warm-up, clipping.
-        precision: "32-true" or "bf16-mixed"; the weights are fp32 either way.
-        processes: the run's processes and this one's device.
+    Attributes:
+        loss: 0-dim, on the device.
+        count: rows that it is the mean over, on the host or as a 0-dim tensor.
+        updated: whether the weights were updated, and not only gradients accumulated.
     """
 
-    def __init__(self, model: nn.Module, task: nn.Module, config: TrainConfig, precision: str, processes: Processes) -> None:
-        self.model = model
-        # Samplers have tables, and a seed of evaluation.
-        self._head = task.head if isinstance(task, TrainTask) else nn.Module()
+    loss: Tensor
+    count: int | Tensor
+    updated: bool
+
+
+class Engine:
+    """A task under TorchRec's engine, with an optimizer, and all of their state as named tensors.
+
+    An item table that is looked up and scored against has a gradient of two sources and must be an ordinary dense parameter.
+    On several processes a task that has `split` keeps a part of its table in each one, with its rows' gradient and optimizer
+    state; DistributedModelParallel replicates everything else. Named tensors are of the whole table, so that they fit any number
+    of processes.
+
+    Args:
+        task: a `RankingTask`, on any device but meta; the same weights in every process. On several processes one that is split
+            also takes a batch of no users.
+        config: optimizers, schedule, clipping, accumulation.
+        precision: "32-true" or "bf16-mixed"; the weights are fp32 either way.
+        processes: the run's processes and this one's device.
+        total_steps: of the whole run, for schedules.
+    """
+
+    def __init__(
+        self, task: nn.Module, config: TrainerConfig, precision: str, processes: Processes, total_steps: int = 0
+    ) -> None:
+        self.task = task
         self.processes = processes
+        self._accumulate = config.accumulate
         device = processes.device
-        if processes.world_size > 1 and isinstance(task, TrainTask):
+        if processes.world_size > 1 and hasattr(task, "split"):
             task.split(processes.group, processes.host_group)
+        # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
         self._step = _Step(task, precision, processes, graphs_serve(config, task, processes)).to(device)
-        self._tables = {path: module for path, module in model.named_modules() if isinstance(module, SplitEmbeddingCollection)}
+        self._tables = {path: module for path, module in task.named_modules() if isinstance(module, SplitEmbeddingCollection)}
         self._splits = {
             f"{path}.{name}": table.split for path, table in self._tables.items() for name, _ in table.named_parameters()
         }
-        split = {model.get_parameter(name) for name in self._splits}
-        for parameter in split:
-            # The loss is weighted for an average over processes, and these rows get the sum.
-            parameter.register_post_accumulate_grad_hook(_divide_gradient(processes.world_size))
+        split = {task.get_parameter(name) for name in self._splits}
         ignored = [name for name, parameter in self._step.named_parameters() if parameter in split]
         self._parallel = DistributedModelParallel(
             self._step,
@@ -70,59 +84,68 @@ class Engine:
             data_parallel_wrapper=_Replicated(params_to_ignore=ignored),
         )
         self.optimizer = Optimizer(
-            dict(model.named_parameters()),
-            learning_rate=config.learning_rate,
-            weight_decay=config.weight_decay,
-            warmup_steps=config.warmup_steps,
-            clip_norm=config.gradient_clip_norm,
+            dict(task.named_parameters()),
+            config,
+            total_steps=total_steps,
+            tables=table_names(task),
             split=self._splits,
+            world_size=processes.world_size,
         )
+        if self._accumulate > 1:
+            self._step.optimizer = self.optimizer
 
     @property
     def samples(self) -> int:
-        """Samples this process has trained on."""
+        """Samples this process has trained on; 0 where batches do not tell."""
         return self._step.samples
 
-    def steps(self, batches: Iterator[Any]) -> Iterator[tuple[Tensor, int]]:
-        """Train on every batch; after each step yield its loss, a 0-dim tensor on the device, and its number of targets.
+    def steps(self, batches: Iterable[Any], left: int | None = None) -> Iterator[Trained]:
+        """Train on every batch, and yield after each one. Nothing here waits for a GPU.
 
-        TorchRec's pipeline copies the next batch to the device while a step computes. Nothing here waits for a GPU.
+        TorchRec's pipeline copies the next batch to the device while a step computes.
+
+        Args:
+            batches: of an epoch, from its beginning or from behind an update on.
+            left: how many; the last one ends its step. None where every batch is a step.
         """
         self._parallel.train()
         pipeline = TrainPipelineBase(self._parallel, self.optimizer, self.processes.device)
+        batches, done = carried(batches), 0
         while True:
+            done += 1
+            updated = done % self._accumulate == 0 or done == left
+            self._step.last = updated
             try:
-                loss, _, labels = pipeline.progress(batches)
+                loss, count = pipeline.progress(batches)
             except StopIteration:
                 return
-            yield loss, labels.numel()
+            yield Trained(loss, count, updated)
 
     def is_finite(self) -> bool:
         """Whether all weights of all processes are finite; waits for the device. Every process must call."""
-        norms = torch._foreach_norm([p.detach() for p in self.model.parameters() if p.numel()], float("inf"))
+        norms = torch._foreach_norm([p.detach() for p in self.task.parameters() if p.numel()], float("inf"))
         return not self.processes.any(not bool(torch.isfinite(torch.stack(norms)).all()))
 
     @contextmanager
-    def whole_model(self) -> Iterator[nn.Module]:
-        """The model with all rows of its item table, to be evaluated or written; every process must enter.
+    def whole_task(self) -> Iterator[nn.Module]:
+        """The task with all rows of its item table, to be evaluated or written; every process must enter.
 
         On several processes that is a copy on each one's device, which lives as long as the context.
         """
         for path, table in self._tables.items():
-            self.model.set_submodule(path, table.whole())
+            self.task.set_submodule(path, table.whole())
         try:
-            yield self.model
+            yield self.task
         finally:
             for path, table in self._tables.items():
-                self.model.set_submodule(path, table)
+                self.task.set_submodule(path, table)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Weights, buffers, optimizer state and every process's random state, by name; every process must call.
 
         Where each process holds rows of its own, the first one gets all, on the CPU, and the others nothing.
         """
-        tensors = {f"{_MODEL}{name}": value.detach() for name, value in self.model.state_dict().items()}
-        tensors.update({f"{_HEAD}{name}": value.detach() for name, value in self._head.state_dict().items()})
+        tensors = {f"{_TASK}{name}": value.detach() for name, value in self.task.state_dict().items()}
         tensors.update(self.optimizer.state_tensors())
         tensors = self.collect(tensors)
         for kind, state in _random_state(self.processes.device).items():
@@ -167,13 +190,13 @@ class Engine:
         """Take over the weights and buffers alone.
 
         Raises:
-            CheckpointError: names or shapes do not fit the model.
+            CheckpointError: names or shapes do not fit the task.
         """
-        weights = {name.removeprefix(_MODEL): value for name, value in self.own_rows(tensors).items() if name.startswith(_MODEL)}
+        weights = {name.removeprefix(_TASK): value for name, value in self.own_rows(tensors).items() if name.startswith(_TASK)}
         try:
-            self.model.load_state_dict(weights)
+            self.task.load_state_dict(weights)
         except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint's weights do not fit the model: {' '.join(str(error).split())}") from None
+            raise CheckpointError(f"the checkpoint's weights do not fit the task: {' '.join(str(error).split())}") from None
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Take over everything that `state_tensors` gave after `steps` steps.
@@ -184,11 +207,6 @@ class Engine:
             CheckpointError: names or shapes do not fit.
         """
         self.load_weights(tensors)
-        head = {name.removeprefix(_HEAD): value for name, value in tensors.items() if name.startswith(_HEAD)}
-        try:
-            self._head.load_state_dict(head)
-        except RuntimeError as error:
-            raise CheckpointError(f"the checkpoint's state of the head does not fit: {' '.join(str(error).split())}") from None
         try:
             self.optimizer.load_state_tensors(self.own_rows(tensors), steps)
         except (KeyError, ValueError) as error:
@@ -214,24 +232,33 @@ class _Step(nn.Module):
         super().__init__()
         self.task = task
         self.samples = 0
+        # Set where gradients are accumulated, and whether the batch that comes ends its step.
+        self.optimizer: Optimizer | None = None
+        self.last = True
         self._autocast = precision == "bf16-mixed"
         self._processes = processes
         self._graphs: GraphedSteps | None = None
         if graphs:
-            assert isinstance(task, TrainTask)
+            assert isinstance(task, NextItemTask)
             self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device)
             self._num_items = task.model.config["num_items"]
 
-    def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        self.samples += batch.features.stride()
+    def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
+        batch = batch.batch if isinstance(batch, Carried) else batch
+        self.samples += len(batch) if hasattr(batch, "__len__") and not isinstance(batch, (dict, tuple, list)) else 0
         if self._graphs is not None and batch.is_checked(self._num_items):
-            loss, logits = self._graphs(batch)
+            loss, _ = self._graphs(batch)
             # The gradients are there already; the pipeline's own backward ends at the loss.
-            return loss.requires_grad_(), (loss.detach(), logits, batch.targets)
-        loss, output = self._task(batch)
-        if self._processes.world_size > 1:
-            loss = self._share(loss, batch.targets.numel())
-        return loss, output
+            return loss.requires_grad_(), (loss.detach(), batch.targets.numel())
+        output = self._task(batch)
+        loss, count = output.loss, output.count()
+        told = loss.detach()
+        if self.optimizer is not None:
+            self.optimizer.hold(count, self.last)
+            loss = loss * count
+        elif self._processes.world_size > 1:
+            loss = self._share(loss, count)
+        return loss, (told, count)
 
     def _task(self, batch: Any) -> Any:
         if not self._autocast:
@@ -240,14 +267,15 @@ class _Step(nn.Module):
             return self.task(batch)
 
     def _loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
-        loss, (_, logits, _) = self._task(batch)
-        return loss, logits
+        loss, scores = self._task(batch)
+        return loss, scores["next_item"].logits
 
-    def _share(self, loss: Tensor, count: int) -> Tensor:
-        # The gradient is averaged over processes, but each one's loss is a mean over its own number of targets.
-        total = torch.full((), float(count), device=loss.device)
+    def _share(self, loss: Tensor, count: int | Tensor) -> Tensor:
+        # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.
+        count = torch.as_tensor(count, dtype=torch.float32, device=loss.device)
+        total = count.clone()
         dist.all_reduce(total)
-        return loss * (count * self._processes.world_size / total)
+        return loss * (count * self._processes.world_size / total.clamp(min=1e-30))
 
 
 class _Replicated(DefaultDataParallelWrapper):  # type: ignore[misc]
@@ -260,14 +288,6 @@ class _Replicated(DefaultDataParallelWrapper):  # type: ignore[misc]
                 # torchrec passes an argument that torch 2.13 renames; a buffer's synchronisation is not wanted under either name.
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
                 super().wrap(dmp, env, device)
-
-
-def _divide_gradient(number: int) -> Callable[[Tensor], None]:
-    def hook(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        parameter.grad.div_(number)
-
-    return hook
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

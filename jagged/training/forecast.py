@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
-from jagged.models import TrainTask
+from jagged.models import NextItemTask
 from jagged.training.checkpoint import FILE_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
@@ -81,7 +81,7 @@ class Forecast:
 
 
 def forecast(
-    config: TrainConfig, split: SequenceSplit, loader: BatchLoader, task: TrainTask, precision: str, processes: Processes
+    config: TrainConfig, split: SequenceSplit, loader: BatchLoader, task: NextItemTask, precision: str, processes: Processes
 ) -> Forecast:
     """Forecast a run from its data, its model, whole yet in every process, and a forward pass of a few samples.
 
@@ -160,9 +160,9 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"),
     ):
-        loss, _ = task(batch)
+        loss, scores = task(batch)
     task.train(was_training)
-    del loss
+    del loss, scores
     return sum(kept.values()) / max(1, batch.targets.numel())
 
 

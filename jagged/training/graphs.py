@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from jagged.config import TrainConfig
+from jagged.config import TrainerConfig
 from jagged.data.batches import SequenceBatch, keyed
-from jagged.models import TrainTask
+from jagged.models import NextItemTask
 from jagged.training.processes import Processes
 
 # The head's mark of a row that has no loss.
@@ -19,10 +19,13 @@ _NO_TARGET = -100
 _FILLING_ROWS = 64
 
 
-def graphs_serve(config: TrainConfig, task: nn.Module, processes: Processes) -> bool:
-    """Whether a run's steps are replayed as graphs: several processes exchange sizes through the host, which no graph can."""
+def graphs_serve(config: TrainerConfig, task: nn.Module, processes: Processes) -> bool:
+    """Whether a run's steps are replayed as graphs.
+
+    Several processes exchange sizes through the host, which no graph can; a graph has one gradient, which is a whole step's.
+    """
     alone_on_gpu = processes.world_size == 1 and processes.device.type == "cuda"
-    return config.cuda_graphs and alone_on_gpu and isinstance(task, TrainTask)
+    return config.cuda_graphs and config.accumulate == 1 and alone_on_gpu and isinstance(task, NextItemTask)
 
 
 def capacity(rows: int, samples: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The training loop: steps, validation, early stopping, checkpoints."""
+"""The training loop: steps, validation, early stopping, callbacks, checkpoints."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ import json
 import math
 import signal
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from jagged.config import TrainConfig
-from jagged.data import BatchLoader, SequenceSplit
-from jagged.evaluation import PROTOCOLS, evaluate_protocols
-from jagged.metrics import TrainCounts
+from jagged.config import TrainerConfig
 from jagged.training import manifest
+from jagged.training.batches import Positioned
+from jagged.training.callbacks import Callback, Progress, states_of
 from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
-from jagged.training.engine import Engine
+from jagged.training.engine import Engine, Trained
 from jagged.training.errors import CheckpointError, TrainingError, TrainingInterrupted
 from jagged.training.state import TrainState
 from jagged.training.stop import StopRequested, StopWish
+from jagged.training.watch import Watch
 
 CHECKPOINTS = "checkpoints"
 HISTORY = "history.jsonl"
@@ -33,53 +35,57 @@ _KEPT = 2
 # Steps between two looks at the losses. Each look waits for the device; a loss that is NaN is found this many steps late.
 _INTERVAL = {"cpu": 10, "cuda": 50}
 
+Figures = Mapping[str, Mapping[str, float]]
+
 
 class Loop:
     """Trains an engine to its end from wherever its state stands.
 
     Args:
         config: resolved.
-        split: what is trained, validated and tested on.
-        engine: model and optimizer.
-        loaders: of training, validation and test.
+        engine: task and optimizer.
+        loaders: of training and validation.
         state: where the run stands; changed as it goes.
         wish: whether the run was asked to stop.
         display: progress bar and curves.
-        train_counts: training users of each item.
-        best: the model's weights at the best validation so far, by name, this process's rows where they are split; empty where
+        callbacks: the user's, with their states.
+        best: the task's weights at the best validation so far, by name, this process's rows where they are split; empty where
             there was none.
+        valid_note: what a reader of a validation's figures should know.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
-        split: SequenceSplit,
+        config: TrainerConfig,
         engine: Engine,
-        loaders: tuple[BatchLoader, BatchLoader, BatchLoader],
+        loaders: tuple[Positioned, Positioned],
         state: TrainState,
         wish: StopWish,
         display: Display,
-        train_counts: TrainCounts,
+        callbacks: Sequence[Callback],
         best: dict[str, Tensor],
+        valid_note: str = "",
     ) -> None:
         self.config, self.engine, self.state = config, engine, state
-        self._split, self._wish, self._display = split, wish, display
-        self._train, self._valid, self._test = loaders
+        self._wish, self._display, self._callbacks = wish, display, callbacks
+        self._train, self._valid = loaders
         self._processes = engine.processes
         self._directory = Path(config.output)
         self._root = self._directory / CHECKPOINTS
         self._interval = _INTERVAL[self._processes.device.type]
-        self.train_counts = train_counts
         self._best = best
-        self._losses: list[tuple[Tensor, int]] = []
+        self._valid_note = valid_note
+        self._progress = Progress(engine.task, state)  # type: ignore[arg-type]
+        self._watch = Watch(self._processes, config.hang_seconds, self._last_checkpoint)
+        self._trained: list[Trained] = []
         self._clock = self._saved_at = time.perf_counter()
-        self._seen = (0, 0)
+        self._seen = (0, 0.0)
 
     def fit(self) -> None:
-        """Train until the last epoch or until validation stops getting better.
+        """Train until the last epoch, until validation stops getting better, or until a callback ends it.
 
         Raises:
-            TrainingError: loss, gradient or weights are not finite.
+            TrainingError: loss, gradient or weights are not finite, or the monitored metric is not there.
             TrainingInterrupted: a signal came; a checkpoint was written.
             CheckpointError: a checkpoint could not be written.
         """
@@ -87,84 +93,133 @@ class Loop:
             clean(self._root)
             # A killed run may have left it a row short of its last checkpoint, or some rows ahead.
             self._write_history()
-        try:
-            while not self._finished:
-                self._train_epoch()
-                figures = self._validate()
-                self._finish_epoch(figures)
-        except StopRequested:
-            self._interrupted()
+        with self._watch:
+            try:
+                while not self._finished:
+                    self._train_epoch()
+                if self.state.validated_step != self.state.step:
+                    self._validate()
+                    self._keep()
+            except StopRequested:
+                self._checkpoint()
+                self._tell("on_stop")
+                self._interrupted()
+            except RuntimeError as error:
+                self._explain(error)
+            self._tell("on_stop")
 
-    def test(self) -> dict[str, Any]:
-        """Load the best weights and rank the test part with seen items left in and taken out.
+    def test(self, test: Positioned | None) -> dict[str, Any]:
+        """Load the best weights and evaluate them on the test part.
 
         Returns:
             The content of `metrics.json`.
         """
         state = self.state
-        self.engine.model.load_state_dict(self._best)
-        try:
-            test = self._evaluate(self._test, (False, True))
-        except StopRequested:
-            number = self._wish.signal or signal.SIGTERM
-            raise TrainingInterrupted(
-                f"stopped by {signal.Signals(number).name} before the test; resume to test and finish", number
-            ) from None
-        monitor = self.config.monitor
-        return {
-            "monitor": monitor,
-            "best": {"epoch": state.best_epoch, "value": state.best, "protocol": self._protocol},
-            "valid": {self._protocol: _figures(state.history[state.best_epoch - 1])},
-            "test": test,
-        }
+        self.engine.task.load_state_dict(self._best)
+        chosen = state.history[state.best_validation - 1]
+        best = {"epoch": chosen["epoch"], "step": chosen["step"], "value": state.best}
+        metrics: dict[str, Any] = {"monitor": self.config.monitor, "best": best, "valid": chosen["valid"]}
+        if test is not None:
+            try:
+                with self._watch:
+                    metrics["test"] = self._evaluate(test, "test")
+            except StopRequested:
+                number = self._wish.signal or signal.SIGTERM
+                raise TrainingInterrupted(
+                    f"stopped by {signal.Signals(number).name} before the test; resume to test and finish", number
+                ) from None
+        return metrics
 
     @property
     def _finished(self) -> bool:
-        return self.state.epoch >= self.config.max_epochs or self.state.worse_epochs >= self.config.patience
-
-    @property
-    def _protocol(self) -> str:
-        return PROTOCOLS[self.config.filter_viewed]
+        state = self.state
+        return state.epoch >= self.config.max_epochs or state.worse >= self.config.patience or bool(state.stopped)
 
     def _train_epoch(self) -> None:
-        state = self.state
+        state, config = self.state, self.config
+        if state.to_validate:
+            self._validate()
+            self._keep()
         batches = self._train.num_batches(state.epoch)
-        if state.batch >= batches:
+        if state.batch < batches and not self._finished:
+            self._train.set_position(state.epoch, state.batch)
+            self._display.begin_epoch(f"epoch {state.epoch + 1}/{config.max_epochs}", batches, state.batch)
+            self._clock, self._seen = time.perf_counter(), (self.engine.samples, state.tokens)
+            for trained in self.engine.steps(iter(self._train), batches - state.batch):
+                self._step(trained, batches)
+                if self._finished:
+                    return
+            self._look()
+        if not self._finished:
+            self._end_epoch()
+
+    def _step(self, trained: Trained, batches: int) -> None:
+        """Keep the books for a batch, and do what comes after an update."""
+        state, alone = self.state, self._processes.world_size == 1
+        self._trained.append(trained)
+        state.batch += 1
+        due = state.batch % self._interval == 0
+        self._watch.beat()
+        if not trained.updated:
             return
-        self._train.set_position(state.epoch, state.batch)
-        self._display.begin_epoch(f"epoch {state.epoch + 1}/{self.config.max_epochs}", batches, state.batch)
-        self._clock, self._seen = time.perf_counter(), (self.engine.samples, state.tokens)
-        every, alone = self.config.checkpoint_every, self._processes.world_size == 1
-        for loss, count in self.engine.steps(iter(self._train)):
-            self._losses.append((loss, count))
-            state.step += 1
-            state.batch += 1
-            due = state.batch % self._interval == 0
-            if due:
-                self._look()
-            if (alone and self._wish.signal is not None) or (
-                due and not alone and self._processes.any(self._wish.signal is not None)
-            ):
-                raise StopRequested
-            if every is not None and state.step % every == 0 and state.batch < batches:
-                self._checkpoint()
-        self._look()
+        state.step += 1
+        self._tell("on_step")
+        if due or len(self._trained) >= self._interval:
+            due = True
+            self._look()
+        if alone or due:
+            self._ask_callbacks()
+        if (alone and self._wish.signal is not None) or (
+            due and not alone and self._processes.any(self._wish.signal is not None)
+        ):
+            raise StopRequested
+        every, validation_steps = self.config.checkpoint_every, self.config.validation_steps
+        if validation_steps is not None and state.step % validation_steps == 0:
+            state.to_validate = True
+            self._look()
+            self._validate()
+            if state.batch < batches:
+                self._keep()
+                self._clock, self._seen = time.perf_counter(), (self.engine.samples, state.tokens)
+        if every is not None and state.step % every == 0 and state.batch < batches and not self._finished:
+            self._checkpoint()
+
+    def _end_epoch(self) -> None:
+        state, config = self.state, self.config
+        last = state.epoch + 1 >= config.max_epochs
+        if not state.epoch_told:
+            self._tell("on_epoch")
+            state.epoch_told = True
+            by_epochs = config.validation_steps is None and (state.epoch + 1) % config.validation_epochs == 0
+            state.to_validate = state.validated_step != state.step and (by_epochs or last)
+        validated = state.to_validate
+        if validated:
+            self._validate()
+        state.epoch, state.batch, state.epoch_told = state.epoch + 1, 0, False
+        self._ask_callbacks()
+        if validated or self._finished:
+            self._keep()
 
     def _look(self) -> None:
         """Read the losses since the last look, which waits for the device, and show them."""
         state, engine = self.state, self.engine
-        if not self._losses:
+        if not self._trained:
             return
         norms = engine.optimizer.norms
-        values = torch.stack([loss.float() for loss, _ in self._losses] + norms).tolist()
-        losses, norm_values = values[: len(self._losses)], values[len(self._losses) :]
-        first = state.step - len(losses) + 1
-        bad = [first + i for i, value in enumerate(losses) if not math.isfinite(value)]
+        read = [of.loss.float() for of in self._trained] + norms
+        read += [of.count for of in self._trained if isinstance(of.count, Tensor)]
+        values = torch.stack([value.double() for value in read]).tolist()
+        losses, norm_values = values[: len(self._trained)], values[len(self._trained) : len(self._trained) + len(norms)]
+        on_device = iter(values[len(self._trained) + len(norms) :])
+        counts = [next(on_device) if isinstance(of.count, Tensor) else of.count for of in self._trained]
+        first = state.step - sum(of.updated for of in self._trained) + 1
+        steps = [first + sum(of.updated for of in self._trained[:i]) for i in range(len(self._trained))]
+        bad = [step for step, value in zip(steps, losses, strict=True) if not math.isfinite(value)]
         bad_norms = [first + i for i, value in enumerate(norm_values) if not math.isfinite(value)]
         if self._processes.any(bool(bad or bad_norms)):
             self._not_finite("the loss" if bad else "the gradient", min(bad or bad_norms or [state.step]))
         # One by one: the sum must not depend on when it was looked at.
-        for value, (_, count) in zip(losses, self._losses, strict=True):
+        for value, count in zip(losses, counts, strict=True):
             state.loss_sum += value * count
             state.tokens += count
         now = time.perf_counter()
@@ -173,7 +228,7 @@ class Loop:
         samples, tokens = engine.samples - self._seen[0], state.tokens - self._seen[1]
         self._clock, self._seen = now, (engine.samples, state.tokens)
         mean = sum(losses) / len(losses)
-        state.gradient_norm = norm_values[-1] if norm_values else None
+        state.gradient_norm = norm_values[-1] if norm_values else state.gradient_norm
         self._display.advance(len(losses), mean, samples / elapsed, tokens / elapsed)
         points = {
             "train/loss": mean,
@@ -183,61 +238,66 @@ class Loop:
         if norm_values:
             points["train/gradient_norm"] = norm_values[-1]
         self._display.curves(state.step, points)
-        self._losses.clear()
+        self._trained.clear()
         norms.clear()
 
-    def _validate(self) -> dict[str, float]:
-        return self._evaluate(self._valid, (self.config.filter_viewed,))[self._protocol]
-
-    def _evaluate(self, loader: BatchLoader, filter_viewed: tuple[bool, ...]) -> dict[str, dict[str, float]]:
+    def _evaluate(self, loader: Positioned, part: str) -> Figures:
         self._display.end_epoch()
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
         loader.set_position(0, 0)
-        with self.engine.whole_model() as model:
-            return evaluate_protocols(
-                model,
-                # One process must not leave the others waiting in a collective.
-                _Stoppable(loader, self._wish) if self._processes.world_size == 1 else loader,
-                train_counts=self.train_counts,
-                filter_viewed=filter_viewed,
-                device=self._processes.device,
-                progress=self._display.shown,
+        with self.engine.whole_task() as task:
+            # One process must not leave the others waiting in a collective.
+            wish = self._wish if self._processes.world_size == 1 else None
+            figures: Figures = task.evaluate(  # type: ignore[operator]
+                _Watched(loader, self._watch, wish), part, progress=self._display.shown
             )
+        return figures
 
-    def _finish_epoch(self, figures: dict[str, float]) -> None:
+    def _validate(self) -> None:
+        """Evaluate, write the row of the history, keep the best weights."""
         state, config = self.state, self.config
+        figures = self._evaluate(self._valid, "valid")
+        try:
+            name, value = monitored(figures, config.monitor)
+        except TrainingError as error:
+            self._checkpoint()
+            raise TrainingError(f"{error}; {self._last_checkpoint()} with another monitor") from None
         loss_sum, tokens = self._processes.sum([state.loss_sum, float(state.tokens)])
-        value = figures[config.monitor]
         loss = loss_sum / max(tokens, 1.0)
-        seconds = max(state.epoch_seconds, 1e-9)
         row = {
             "epoch": state.epoch + 1,
             "step": state.step,
             "loss": loss,
+            "monitored": value,
             "learning_rate": self.engine.optimizer.learning_rate,
             "gradient_norm": state.gradient_norm,
             "seconds": state.epoch_seconds,
-            "tokens_per_second": tokens / seconds,
-            **figures,
+            "tokens_per_second": tokens / max(state.epoch_seconds, 1e-9),
+            "valid": {group: dict(of) for group, of in figures.items()},
         }
         state.history.append(row)
         state.seconds += state.epoch_seconds
-        state.epoch, state.batch = state.epoch + 1, 0
         state.loss_sum, state.tokens, state.epoch_seconds = 0.0, 0, 0.0
-        better = state.best is None or value > state.best
+        state.to_validate, state.validated_step = False, state.step
+        better = state.best is None or (value < state.best if config.less_is_better else value > state.best)
         if better:
-            state.best, state.best_epoch, state.worse_epochs = value, state.epoch, 0
+            state.best, state.best_validation, state.worse = value, len(state.history), 0
+            self._best = {key: tensor.detach().clone() for key, tensor in self.engine.task.state_dict().items()}
         else:
-            state.worse_epochs += 1
-        self._display.say(
-            f"epoch {state.epoch}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({self._protocol})"
-            + (", the best so far" if better else "")
-        )
-        self._display.curves(state.step, {"train/epoch_loss": loss, **{f"valid/{name}": figures[name] for name in figures}})
-        if better:
-            self._best = {name: value.detach().clone() for name, value in self.engine.model.state_dict().items()}
-        waited = time.perf_counter() - self._saved_at >= config.checkpoint_seconds
+            state.worse += 1
+        when = f"epoch {state.epoch + 1}" if config.validation_steps is None else f"step {state.step:,}"
+        said = f"{when}: loss {loss:.4f}, validation {name} {value:.4f}"
+        self._display.say(f"{said}{self._valid_note}" + (", the best so far" if better else ""))
+        points = {f"valid/{group}/{key}": number for group, of in figures.items() for key, number in of.items()}
+        self._display.curves(state.step, {"train/epoch_loss": loss, **points})
+        for callback in self._callbacks:
+            callback.on_validation(self._progress, figures)
+        self._ask_callbacks()
+
+    def _keep(self) -> None:
+        """After a validation: a checkpoint, unless there was one a moment ago, and the history."""
+        waited = time.perf_counter() - self._saved_at >= self.config.checkpoint_seconds
         if self._finished or self._processes.any(waited):
             self._checkpoint()
         if self._processes.is_first:
@@ -252,13 +312,15 @@ class Loop:
         self._look()
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
+        self.state.callbacks = states_of(self._callbacks)
         name = next_name(self._root, self.state.step)
         best = self.engine.collect({f"{BEST}{name}": value for name, value in self._best.items()})
         tensors = self.engine.state_tensors() | best
         failure: CheckpointError | None = None
         if self._processes.is_first:
             try:
-                save_checkpoint(self._root, name, tensors, self.state.to_json())
+                with self._watch.patient():
+                    save_checkpoint(self._root, name, tensors, self.state.to_json())
             except CheckpointError as error:
                 failure = error
         if self._processes.any(failure is not None):
@@ -267,14 +329,36 @@ class Loop:
             prune(self._root, _KEPT)
         self._clock = self._saved_at = time.perf_counter()
 
+    def _tell(self, method: str) -> None:
+        for callback in self._callbacks:
+            getattr(callback, method)(self._progress)
+
+    def _ask_callbacks(self) -> None:
+        """Whether a callback of any process wants to end the training."""
+        if self._callbacks and self._processes.any(self._progress.reason is not None):
+            self.state.stopped = self._progress.reason or "a callback of another process"
+
     def _interrupted(self) -> NoReturn:
         number = self._wish.signal or signal.SIGTERM
-        self._checkpoint()
         raise TrainingInterrupted(
             f"stopped by {signal.Signals(number).name} after step {self.state.step:,}; a checkpoint is in {self._root}: "
             "resume to go on",
             number,
         )
+
+    def _last_checkpoint(self) -> str:
+        checkpoints = list_checkpoints(self._root)
+        return f"the last checkpoint, {checkpoints[-1]}, is whole: resume" if checkpoints else "there is no checkpoint yet: start again"
+
+    def _explain(self, error: RuntimeError) -> NoReturn:
+        """Tell a process that is gone from a fault of the program."""
+        if self._processes.world_size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+            reason = str(error).strip().splitlines()[0][:200]
+            raise TrainingError(
+                f"another process of the run ended or cannot be reached, after step {self.state.step:,}: {reason}; "
+                f"{self._last_checkpoint()}"
+            ) from error
+        raise error
 
     def _not_finite(self, what: str, step: int) -> NoReturn:
         checkpoints = list_checkpoints(self._root)
@@ -285,18 +369,29 @@ class Loop:
         )
 
 
-class _Stoppable:
-    """A loader that stops at the wish to."""
+class _Watched:
+    """A loader whose batches tell the watch that the run goes on, and that stops at the wish to."""
 
-    def __init__(self, loader: BatchLoader, wish: StopWish) -> None:
-        self._loader, self._wish = loader, wish
+    def __init__(self, loader: Any, watch: Watch, wish: StopWish | None) -> None:
+        self._loader, self._watch, self._wish = loader, watch, wish
 
-    def __iter__(self) -> Any:
-        return self._wish.watched(self._loader)
+    def __iter__(self) -> Iterator[Any]:
+        batches = self._watch.over(self._loader)
+        return batches if self._wish is None else self._wish.watched(batches)
 
     def __len__(self) -> int:
         return len(self._loader)
 
 
-def _figures(row: dict[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in row.items() if "@" in name}
+def monitored(figures: Figures, name: str) -> tuple[str, float]:
+    """The figure of a name, `group/metric`, or `metric` where one group alone has it; with its full name.
+
+    Raises:
+        TrainingError: none, or several.
+    """
+    found = {f"{group}/{key}": value for group, of in figures.items() for key, value in of.items()}
+    fitting = [key for key in found if name in (key, key.partition("/")[2])]
+    if len(fitting) == 1:
+        return fitting[0], found[fitting[0]]
+    expected = ", ".join(fitting or found)
+    raise TrainingError(f"monitor: got {name!r}, expected one of {expected}")

@@ -1,27 +1,57 @@
-"""AdamW with warm-up and gradient clipping, as one object whose `step` TorchRec's pipeline owns."""
+"""One object whose `step` TorchRec's pipeline owns: optimizers of tables and of the rest, schedule, clipping, accumulation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, EmbeddingCollectionInterface
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from jagged.config import TrainerConfig
+
+# What each optimizer keeps for a parameter.
+_STATES: dict[str, tuple[str, ...]] = {
+    "adamw": ("step", "exp_avg", "exp_avg_sq"),
+    "adagrad": ("step", "sum"),
+    "rowwise-adagrad": ("step", "sum"),
+    "sgd": (),
+}
+_TABLES = (EmbeddingBagCollectionInterface, EmbeddingCollectionInterface, nn.Embedding, nn.EmbeddingBag)
+
+
+def table_names(module: nn.Module) -> set[str]:
+    """Names of the parameters that are embedding tables."""
+    return {
+        f"{path}.{name}".removeprefix(".")
+        for path, part in module.named_modules()
+        if isinstance(part, _TABLES)
+        for name, _ in part.named_parameters()
+    }
 
 
 class Optimizer:
-    """Fused AdamW; linear warm-up, then a constant rate; the global gradient norm clipped before each step.
+    """Fused AdamW, another optimizer for tables where that is asked for, and what belongs to a step.
 
-    Weight decay is decoupled and leaves out norms and biases (parameters of one dimension). The rate is a function of the number
-    of steps alone: `learning_rate * min(1, (steps + 1) / warmup_steps)`.
+    Weight decay is AdamW's, decoupled, and leaves out norms and biases (parameters of one dimension). A rate is a function of the
+    number of steps n alone: the peak times `min(1, (n + 1) / warmup_steps)`, and after the warm-up, with t from 0 to 1 over the
+    steps that are left, times `1 - t` (linear) or `(1 + cos(pi t)) / 2` (cosine). The global gradient norm is clipped before each
+    step.
+
+    Gradients of several batches make a step where `hold` says so: losses must then be sums over rows, whose number is given, and
+    the gradient is that of the mean over all rows of all batches and processes.
 
     Args:
         parameters: by name; on several processes those not in `split` are replicated, with averaged gradients.
-        learning_rate: peak rate.
-        weight_decay: decoupled, a fraction of the weight for each unit of the rate.
-        warmup_steps: steps until the peak.
-        clip_norm: largest global L2 norm of the gradient; None for no clipping.
-        split: names of parameters of which each process holds rows of its own. They count once each in the norm.
+        config: rates, schedule, clipping, optimizers.
+        total_steps: at whose end linear and cosine schedules are at 0.
+        tables: names of the embedding tables.
+        split: names of parameters of which each process holds rows of its own, and whose gradients are sums over the processes'
+            losses. They count once each in the norm.
+        world_size: processes.
 
     Attributes:
         steps: steps taken.
@@ -31,65 +61,117 @@ class Optimizer:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        config: TrainerConfig,
         *,
-        learning_rate: float,
-        weight_decay: float,
-        warmup_steps: int = 0,
-        clip_norm: float | None = None,
+        total_steps: int = 0,
+        tables: Collection[str] = (),
         split: Collection[str] = (),
+        world_size: int = 1,
     ) -> None:
         self.steps = 0
         self.norms: list[Tensor] = []
+        self._config, self._total_steps, self._world_size = config, total_steps, world_size
         self._named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self._parameters = list(self._named.values())
         self._split = [parameter for name, parameter in self._named.items() if name in split]
         self._replicated = [parameter for name, parameter in self._named.items() if name not in split]
-        self._learning_rate, self._warmup_steps, self._clip_norm = learning_rate, warmup_steps, clip_norm
-        groups = [
-            {"params": [p for p in self._parameters if p.dim() > 1], "weight_decay": weight_decay},
-            {"params": [p for p in self._parameters if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
-        self._set_rate()
+        self._held, self._fresh = False, True
+        self._rows: list[int | Tensor] = []
+        apart = config.table_optimizer != "adamw" or config.table_learning_rate is not None
+        own = [parameter for name, parameter in self._named.items() if apart and name in tables]
+        rest = [parameter for name, parameter in self._named.items() if not (apart and name in tables)]
+        self._kinds = {name: config.table_optimizer if apart and name in tables else "adamw" for name in self._named}
+        # Optimizers with the peak rates of their groups.
+        self._optimizers: list[tuple[torch.optim.Optimizer, float]] = []
+        if rest:
+            self._optimizers.append((_adamw(rest, config.learning_rate, config.weight_decay), config.learning_rate))
+        if own:
+            rate = config.table_learning_rate or config.learning_rate
+            made = {
+                "adamw": lambda: _adamw(own, rate, config.weight_decay),
+                "adagrad": lambda: torch.optim.Adagrad(own, lr=rate),
+                "rowwise-adagrad": lambda: RowWiseAdagrad(own, lr=rate),
+                "sgd": lambda: torch.optim.SGD(own, lr=rate),
+            }[config.table_optimizer]()
+            self._optimizers.append((made, rate))
+        self._set_rates()
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step."""
-        return float(self._adamw.param_groups[0]["lr"])
+        """The rate of the next step, outside of tables that have another one."""
+        return float(self._optimizers[0][0].param_groups[0]["lr"])
+
+    def hold(self, rows: int | Tensor, last: bool) -> None:
+        """Tell of the batch that comes that its loss is a sum over `rows`, and whether it is the last one of its step."""
+        self._rows.append(rows)
+        self._held = not last
 
     def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
+        """Drop all gradients, but not those of a step's batches so far."""
+        if self._fresh:
+            for parameter in self._parameters:
+                parameter.grad = None
 
     def step(self) -> None:
-        """Clip, update, and set the next step's rate. Nothing waits for a GPU."""
-        if self._clip_norm is not None:
+        """Clip, update, and set the next step's rates. Nothing waits for a GPU."""
+        self._fresh = not self._held
+        if self._held:
+            return
+        self._average()
+        clip_norm = self._config.gradient_clip_norm
+        if clip_norm is not None:
             norm = _norm(self._replicated)
             if self._split:
                 squares = _norm(self._split).double().square()
                 dist.all_reduce(squares)
                 norm = (norm.double().square() + squares).sqrt().to(norm.dtype)
-            nn.utils.clip_grads_with_norm_(self._parameters, self._clip_norm, norm, foreach=True)
+            nn.utils.clip_grads_with_norm_(self._parameters, clip_norm, norm, foreach=True)
             self.norms.append(norm)
-        self._adamw.step()
+        for optimizer, _ in self._optimizers:
+            optimizer.step()
         self.steps += 1
-        if self.steps <= self._warmup_steps:
-            self._set_rate()
+        self._set_rates()
 
-    def _set_rate(self) -> None:
-        rate = self._learning_rate * min(1.0, (self.steps + 1) / max(1, self._warmup_steps))
-        for group in self._adamw.param_groups:
-            group["lr"] = rate
+    def _average(self) -> None:
+        """Make of the gradients there are those of the mean over the joint rows."""
+        replicated = [parameter.grad for parameter in self._replicated if parameter.grad is not None]
+        split = [parameter.grad for parameter in self._split if parameter.grad is not None]
+        if not self._rows:
+            # The losses were weighted for an average over processes, and split rows have the sum.
+            for gradient in split if self._world_size > 1 else ():
+                gradient.div_(self._world_size)
+            return
+        device = self._parameters[0].device
+        total = torch.stack([torch.as_tensor(rows, dtype=torch.float64).to(device) for rows in self._rows]).sum()
+        self._rows.clear()
+        if self._world_size > 1:
+            dist.all_reduce(total)
+        for gradients, sums in ((replicated, 1 / self._world_size), (split, 1.0)):
+            if gradients:
+                torch._foreach_div_(gradients, (total * sums).clamp(min=1e-30).to(gradients[0].dtype))
+
+    def _set_rates(self) -> None:
+        config, steps = self._config, self.steps
+        factor = min(1.0, (steps + 1) / max(1, config.warmup_steps))
+        if config.schedule != "constant" and steps >= config.warmup_steps:
+            left = max(1, self._total_steps - config.warmup_steps)
+            passed = min(1.0, (steps - config.warmup_steps) / left)
+            factor = 1 - passed if config.schedule == "linear" else (1 + math.cos(math.pi * passed)) / 2
+        for optimizer, peak in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * factor
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state, `optimizer.<what>.<parameter>`; empty before the first step."""
-        state = self._adamw.state
+        """The state, `optimizer.<what>.<parameter>`; nothing of AdamW's before the first step."""
         return {
-            f"optimizer.{key}.{name}": value.detach()
+            f"optimizer.{key}.{name}": torch.as_tensor(self._state(parameter)[key]).detach()
             for name, parameter in self._named.items()
-            for key, value in state.get(parameter, {}).items()
+            for key in _STATES[self._kinds[name]]
+            if key in self._state(parameter)
         }
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        return next((optimizer.state[parameter] for optimizer, _ in self._optimizers if parameter in optimizer.state), {})
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Take over a state that `state_tensors` gave after `steps` steps.
@@ -98,16 +180,31 @@ class Optimizer:
             KeyError: a tensor is missing.
             ValueError: a tensor's shape does not fit.
         """
-        for name, parameter in self._named.items() if steps else ():
+        for name, parameter in self._named.items():
+            keys = _STATES[self._kinds[name]]
+            # A parameter that had no gradient yet has no state.
+            if not any(f"optimizer.{key}.{name}" in tensors for key in keys):
+                continue
             state = {}
-            for key in ("step", "exp_avg", "exp_avg_sq"):
+            for key in keys:
                 value = tensors[f"optimizer.{key}.{name}"]
-                if key != "step" and value.shape != parameter.shape:
-                    raise ValueError(f"optimizer.{key}.{name}: shape {tuple(value.shape)}, expected {tuple(parameter.shape)}")
-                state[key] = value.to(parameter.device, copy=True)
-            self._adamw.state[parameter] = state
+                rowwise = key == "sum" and self._kinds[name] == "rowwise-adagrad"
+                expected = (len(parameter), 1) if rowwise else tuple(parameter.shape)
+                if key != "step" and tuple(value.shape) != expected:
+                    raise ValueError(f"optimizer.{key}.{name}: shape {tuple(value.shape)}, expected {expected}")
+                state[key] = value.to("cpu" if key == "step" and self._kinds[name] != "adamw" else parameter.device, copy=True)
+            owner = next(o for o, _ in self._optimizers if any(parameter is p for group in o.param_groups for p in group["params"]))
+            owner.state[parameter] = state
         self.steps = steps
-        self._set_rate()
+        self._set_rates()
+
+
+def _adamw(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.AdamW:
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, fused=True)
 
 
 def _norm(parameters: list[nn.Parameter]) -> Tensor:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,51 +23,23 @@ from jagged.data import (
     synthetic_sessions,
 )
 from jagged.metrics import TrainCounts
-from jagged.models import TrainTask, build, build_head
+from jagged.models import NextItemTask, build, build_head
 from jagged.models.pretrained import save_pretrained
 from jagged.training import manifest
-from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
-from jagged.training.display import Display
-from jagged.training.engine import Engine
+from jagged.training.callbacks import Callback
 from jagged.training.errors import TrainingError
-from jagged.training.forecast import Forecast, forecast
-from jagged.training.loop import BEST, CHECKPOINTS, Loop
+from jagged.training.forecast import forecast
 from jagged.training.processes import Processes, process_group, resolve_device
-from jagged.training.state import TrainState
-from jagged.training.stop import stop_wish
+from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 
 DATASET = "dataset"
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run leaves.
-
-    Attributes:
-        directory: the run's directory; `jagged.models.pretrained.from_pretrained` opens it.
-        metrics: what `metrics.json` holds: `"valid"` and `"test"`, each with its figures by protocol. Empty after a dry run.
-        history: a row for each epoch: `epoch, step, loss, learning_rate, gradient_norm, seconds, tokens_per_second`, and the
-            validation figures by name.
-        best_metric: the monitored validation metric of the weights that were kept; NaN after a dry run.
-        epochs, steps: trained in all, earlier attempts included.
-        seconds: of training and validation, earlier attempts included.
-        forecast: what was forecast.
-    """
-
-    directory: Path
-    metrics: dict[str, Any]
-    history: list[dict[str, Any]]
-    best_metric: float
-    epochs: int
-    steps: int
-    seconds: float
-    forecast: Forecast = field(repr=False)
 
 
 def train(
     config: TrainConfig,
     dataset: SequenceDataset | None = None,
     *,
+    callbacks: Sequence[Callback] = (),
     resume: bool = False,
     dry_run: bool = False,
     progress: bool = True,
@@ -84,6 +54,7 @@ def train(
     Args:
         config: what to train, on what, how, and where to.
         dataset: the events; by default `config.data` is read, or the built-in sample where that is None.
+        callbacks: called while the run goes.
         resume: go on from the newest checkpoint in `config.output`; without one, start.
         dry_run: stop after the forecast of memory and steps, with nothing written.
         progress: show the forecast, a progress bar and messages.
@@ -94,62 +65,47 @@ def train(
             fit the checkpoint. `TrainingInterrupted` after a signal.
         CheckpointError: a checkpoint is damaged or cannot be written.
     """
-    device = resolve_device(config.device)
-    precision = config.precision
-    if precision == "auto":
-        precision = "bf16-mixed" if device.type == "cuda" else "32-true"
-    config = config.model_copy(update={"precision": precision, "device": device.type})
+    config = resolved(config)
     directory = Path(config.output)
-    with process_group(device) as processes:
+    with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
         if not dry_run:
-            _check_output(directory, resume)
+            closing.enter_context(locked(directory, processes, resume))
         dataset = dataset if dataset is not None else _read(config, progress and processes.is_first)
         split = _split(config, dataset)
-        torch.manual_seed(config.seed)
-        model = build(config.model, **_model_arguments(config, dataset.num_items)).to(device)
         if config.head != "cross-entropy" and processes.world_size > 1:
             raise TrainingError(f"head: {config.head} trains in one process; start one, or take head=cross-entropy")
+        torch.manual_seed(config.seed)
+        model = build(config.model, **_model_arguments(config, dataset.num_items)).to(processes.device)
         train_counts = TrainCounts.from_part(split.train)
-        task = TrainTask(model, head=build_head(config, train_counts.users_per_item).to(device))
+        task = NextItemTask(
+            model,
+            head=build_head(config, train_counts.users_per_item).to(processes.device),
+            train_counts=train_counts,
+            filter_viewed=config.filter_viewed,
+            ks=sorted({5, 10, 20, int(config.monitor.partition("@")[2])}),
+        )
         loaders = _loaders(config, split, processes)
-        expected = forecast(config, split, loaders[0], task, precision, processes)
+        expected = forecast(config, split, loaders[0], task, config.precision, processes)
         if progress and processes.is_first:
             print(expected, flush=True)
         if dry_run:
-            return TrainResult(directory, {}, [], float("nan"), 0, 0, 0.0, expected)
-        with _lock(directory, processes), stop_wish() as wish, ExitStack() as closing:
-            for loader in loaders:
-                closing.callback(loader.close)
-            if processes.is_first:
-                for left in directory.glob(f".{DATASET}.*"):
-                    shutil.rmtree(left, ignore_errors=True)
-                with manifest.writing(directory / DATASET, "make room, or choose another output"):
-                    dataset.save(directory / DATASET)
-            engine = Engine(model, task, config, precision, processes)
-            # Dropout differs between processes; what they share was drawn before.
-            torch.manual_seed(config.seed + processes.rank)
-            state = TrainState(config.model_dump(), dataset.fingerprint, processes.world_size, dataset.num_items)
-            state, best = _resume(engine, directory, state) if resume else (state, {})
-            curves = directory / "tensorboard" if config.tensorboard and processes.is_first else None
-            with Display(device, curves, state.step, progress and processes.is_first) as display:
-                if state.step:
-                    display.say(f"resumed after step {state.step:,} from {directory / CHECKPOINTS}")
-                loop = Loop(config, split, engine, loaders, state, wish, display, train_counts, best)
-                loop.fit()
-                metrics = loop.test()
-            with engine.whole_model() as whole:
-                if processes.is_first:
-                    _write(directory, config, dataset, split, whole, loop, metrics)
-            return TrainResult(
-                directory,
-                metrics,
-                state.history,
-                metrics["best"]["value"],
-                len(state.history),
-                state.step,
-                state.seconds,
-                expected,
-            )
+            return TrainResult(directory, {}, [], float("nan"), 0, 0, 0.0, forecast=expected)
+        if processes.is_first:
+            for left in directory.glob(f".{DATASET}.*"):
+                shutil.rmtree(left, ignore_errors=True)
+            with manifest.writing(directory / DATASET, "make room, or choose another output"):
+                dataset.save(directory / DATASET)
+
+        def write(whole: nn.Module, metrics: dict[str, Any], history: list[dict[str, Any]]) -> None:
+            _write(directory, config, split, whole, train_counts, metrics)
+
+        drawn = len(split.valid) if config.validate_users is None else config.validate_users
+        note = f" of {drawn:,} of {len(split.valid):,} users" if drawn < len(split.valid) else ""
+        trainer = Trainer(task, config, callbacks=callbacks)
+        result = trainer.run(
+            processes, config, loaders, resume, progress, fingerprint=dataset.fingerprint, write=write, valid_note=note
+        )
+        return replace(result, forecast=expected)
 
 
 def _read(config: TrainConfig, progress: bool) -> SequenceDataset:
@@ -197,43 +153,22 @@ def _loaders(config: TrainConfig, split: SequenceSplit, processes: Processes) ->
         size: dict[str, Any] = {"max_tokens": config.max_tokens} if config.max_tokens else {"batch_size": config.batch_size}
         train_loader = BatchLoader(split.train, shuffle=True, **size, **common)
         common.update(batch_size=config.eval_batch_size, shuffle=False)
-        valid = BatchLoader(split.valid, with_viewed=config.filter_viewed, **common)
+        chosen = split.valid if config.validate_users is None else split.valid.sample(config.validate_users, config.seed)
+        valid = BatchLoader(chosen, with_viewed=config.filter_viewed, **common)
         return train_loader, valid, BatchLoader(split.test, with_viewed=True, **common)
     except ValueError as error:
         raise TrainingError(str(error)) from None
 
 
-def _check_output(directory: Path, resume: bool) -> None:
-    if directory.exists() and not directory.is_dir():
-        raise TrainingError(f"output: {directory} is a file, expected a directory")
-    if not resume and directory.exists() and any(entry.name != ".lock" for entry in directory.iterdir()):
-        raise TrainingError(
-            f"output: {directory} is not empty; resume to go on with the run in it, choose another output, or delete it"
-        )
-
-
-def _resume(engine: Engine, directory: Path, fresh: TrainState) -> tuple[TrainState, dict[str, torch.Tensor]]:
-    path = latest_checkpoint(directory / CHECKPOINTS)
-    if path is None:
-        return fresh, {}
-    tensors, content = load_checkpoint(path)
-    state = TrainState.from_json(content, path)
-    state.check_resumable(fresh, path)
-    state.config = fresh.config
-    engine.load_state_tensors(tensors, state.step)
-    best = engine.own_rows({name: value for name, value in tensors.items() if name.startswith(BEST)})
-    return state, {name.removeprefix(BEST): value.to(engine.processes.device) for name, value in best.items()}
-
-
 def _write(
     directory: Path,
     config: TrainConfig,
-    dataset: SequenceDataset,
     split: SequenceSplit,
-    model: nn.Module,
-    loop: Loop,
+    task: nn.Module,
+    train_counts: TrainCounts,
     metrics: dict[str, Any],
 ) -> None:
+    dataset = split.train.dataset
     description = {
         "name": split.name,
         "users": dataset.num_users,
@@ -246,33 +181,12 @@ def _write(
         "notes": {**dataset.notes, **split.notes},
     }
     save_pretrained(
-        model,
+        task.model,  # type: ignore[arg-type]
         directory,
         items=dataset.items,
         name=config.model,
         config=config,
         split=description,
         metrics=metrics,
-        train_counts=loop.train_counts,
+        train_counts=train_counts,
     )
-
-
-@contextmanager
-def _lock(directory: Path, processes: Processes) -> Iterator[None]:
-    """Refuse a second run in the same directory. The lock ends with the process, however that ends; workers do not inherit it."""
-    if not processes.is_first:
-        yield
-        return
-    with manifest.writing(directory, "choose another output"):
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise TrainingError(
-                f"output: another process is training in {directory}; wait for it or choose another output"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)

@@ -8,23 +8,22 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from jagged.config import TrainConfig
 from jagged.training.errors import CheckpointError, TrainingError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
 # `data` and how it is read may, because the fingerprint of what was read is compared.
 _READING = ("data", "format", "user_column", "item_column", "timestamp_column")
 _HANDLING = (
     "output",
-    "max_epochs",
     "patience",
     "device",
     "num_workers",
     "checkpoint_every",
     "checkpoint_seconds",
     "cuda_graphs",
+    "hang_seconds",
     "tensorboard",
     "eval_batch_size",
 )
@@ -37,35 +36,41 @@ class TrainState:
 
     Attributes:
         config: the resolved configuration.
-        fingerprint: of the dataset.
-        world_size: processes; the share of each depends on it.
-        num_items: size of the catalogue.
-        step: optimizer steps taken.
-        epoch, batch: the next batch to train on, both from 0. A batch at the epoch's end means: validate next.
-        loss_sum, tokens: over the epoch so far, of this process: sum of losses, and number of targets.
+        fingerprint: of the data; empty where there is none.
+        world_size: processes.
+        step: updates of the weights; epoch, batch: where in the training data, both from 0.
+        epoch_told: whether callbacks know that the epoch's last step is done; to_validate: whether a validation comes next.
+        loss_sum, tokens: sum of the losses of all rows since the last validation, of this process, and the number of rows.
         gradient_norm: of the last step looked at, before clipping; None without clipping.
-        seconds: of training so far; epoch_seconds: of the epoch so far.
-        best: the best monitored value so far, and at which epoch (from 1).
-        worse_epochs: validations since then.
-        history: a row for each validated epoch.
+        seconds: of training until the last validation; epoch_seconds: since then.
+        best: the best monitored value so far, and by which validation (from 1).
+        worse: validations since then.
+        validated_step: step of the last validation.
+        stopped: why a callback ended the training; empty where none did.
+        history: a row for each validation.
+        callbacks: the callbacks' states, each behind the name of its class.
     """
 
     config: dict[str, Any]
     fingerprint: str
     world_size: int
-    num_items: int
     step: int = 0
     epoch: int = 0
     batch: int = 0
+    epoch_told: bool = False
+    to_validate: bool = False
     loss_sum: float = 0.0
-    tokens: int = 0
+    tokens: float = 0
     gradient_norm: float | None = None
     seconds: float = 0.0
     epoch_seconds: float = 0.0
     best: float | None = None
-    best_epoch: int = 0
-    worse_epochs: int = 0
+    best_validation: int = 0
+    worse: int = 0
+    validated_step: int = 0
+    stopped: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)
+    callbacks: list[Any] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         """The content of `state.json`."""
@@ -106,13 +111,20 @@ class TrainState:
             )
         changed = [
             f"{name}={wanted.config.get(name)} (was {self.config.get(name)})"
-            for name in TrainConfig.model_fields
-            if name not in _MAY_CHANGE and self.config.get(name) != wanted.config.get(name)
+            for name in wanted.config
+            if not self._may_change(name) and self.config.get(name) != wanted.config.get(name)
         ]
         if changed:
             raise TrainingError(
                 f"{path}: cannot go on with other options: {', '.join(changed)}; give those it had, or choose another output"
             )
+
+    def _may_change(self, name: str) -> bool:
+        if name == "max_epochs":
+            # Other schedules end with the last epoch.
+            return self.config.get("schedule") == "constant"
+        # Nothing was selected by it yet.
+        return name in _MAY_CHANGE or (name in ("monitor", "monitor_goal") and not self.history)
 
 
 def _fits(value: Any, hint: Any) -> bool:

@@ -1,0 +1,61 @@
+"""Batches of any make on another device: tensors and TorchRec's types inside of dicts, sequences and dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.streamable import Pipelineable
+
+
+def each(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """The same structure with `change` done to each part that can be moved; what is no tensor stays as it is."""
+    if isinstance(batch, Tensor) or hasattr(batch, "to"):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return {key: each(value, change) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(each(value, change) for value in batch))
+    if isinstance(batch, (list, tuple)):
+        return type(batch)(each(value, change) for value in batch)
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        changed = {field.name: each(getattr(batch, field.name), change) for field in dataclasses.fields(batch) if field.init}
+        return dataclasses.replace(batch, **changed)
+    return batch
+
+
+def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """A batch on a device."""
+    return each(batch, lambda part: part.to(device, non_blocking=non_blocking))
+
+
+class Carried(Pipelineable):  # type: ignore[misc]
+    """A batch of any make as TorchRec's pipelines carry it.
+
+    Attributes:
+        batch: what the loader gave.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        self.batch = batch
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Carried:
+        """The batch on another device."""
+        return Carried(moved(self.batch, device, non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until work queued on `stream` is done."""
+
+        def record(part: Any) -> Any:
+            if hasattr(part, "record_stream"):
+                part.record_stream(stream)
+            return part
+
+        each(self.batch, record)
+
+    def pin_memory(self) -> Carried:
+        """The batch in page-locked memory."""
+        return Carried(each(self.batch, lambda part: part.pin_memory() if hasattr(part, "pin_memory") else part))

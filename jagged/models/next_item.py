@@ -1,0 +1,118 @@
+"""Next-item prediction as a task: a model of hidden states and its head in one forward, ranked over the whole catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from jagged.evaluation import evaluate_protocols
+from jagged.models.heads import Head
+from jagged.models.task import Figures, TaskOutput, TaskScores
+from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
+from jagged.ops import validate_ids, values_are_trusted
+
+if TYPE_CHECKING:
+    from jagged.data import SequenceBatch
+    from jagged.metrics import TrainCounts
+    from jagged.models.sasrec import SASRec
+
+
+class NextItemTask(nn.Module):
+    """Next-item prediction.
+
+    Args:
+        model: gives hidden states for features and owns the item table.
+        label_smoothing: share of the target's probability that is spread evenly over all items, where no head is given.
+        head: gives the loss; None for cross-entropy over the whole catalogue.
+        train_counts: training users of each item; `evaluate` needs them.
+        filter_viewed: take items of the history out of the ranking of the part "valid"; of "test" both figures are given.
+        ks: cut-offs of the figures.
+
+    Raises:
+        ValueError: both `label_smoothing` and `head`.
+
+    Shape:
+        A `SequenceBatch` in; a `TaskOutput` out, whose task "next_item" has the scores of the targets `[sum L]`, detached, and the
+        targets as labels.
+    """
+
+    def __init__(
+        self,
+        model: SASRec,
+        *,
+        label_smoothing: float = 0.0,
+        head: Head | None = None,
+        train_counts: TrainCounts | None = None,
+        filter_viewed: bool = False,
+        ks: Sequence[int] = (5, 10, 20),
+    ) -> None:
+        super().__init__()
+        if head is not None and label_smoothing:
+            raise ValueError(f"label_smoothing: got {label_smoothing} and a head; build the head with it, or leave the head out")
+        self.model = model
+        self.head: Head = CutCrossEntropyHead(label_smoothing=label_smoothing) if head is None else head
+        self.train_counts, self.filter_viewed, self.ks = train_counts, filter_viewed, tuple(ks)
+
+    @property
+    def kept(self) -> nn.Module:
+        """The module whose weights are saved: the model, without its head."""
+        return self.model
+
+    def forward(self, batch: SequenceBatch) -> TaskOutput:
+        """Return the mean loss of the batch's rows, and the scores of their targets."""
+        num_items = self.model.config["num_items"]
+        with batch.trusted(num_items):
+            if not values_are_trusted():
+                validate_ids(batch.targets, num_items, name="targets")
+            hidden = self.model(batch.features)
+        loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
+        return TaskOutput(loss, {"next_item": TaskScores(logits, batch.targets)})
+
+    def predict(self, batch: SequenceBatch) -> Mapping[str, Tensor]:
+        """Under "hidden" each user's hidden state `[B, D]`, whose inner product with an item's row of the table is its score."""
+        return {"hidden": self.model.final_hidden(batch.features)}
+
+    def evaluate(
+        self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True
+    ) -> Figures:
+        """Rank the whole catalogue: `jagged.evaluation.evaluate_protocols`, for "test" with seen items left in and taken out.
+
+        Raises:
+            ValueError: the task was made without `train_counts`.
+            EvaluationError: the model's scores are NaN or infinite.
+        """
+        if self.train_counts is None:
+            raise ValueError("train_counts: got None, expected TrainCounts.from_part(split.train); make the task with them")
+        return evaluate_protocols(
+            self.model,
+            batches,
+            train_counts=self.train_counts,
+            filter_viewed=(False, True) if part == "test" else (self.filter_viewed,),
+            ks=self.ks,
+            progress=progress,
+            all_processes=all_processes,
+        )
+
+    def split(self, group: ProcessGroup, host_group: ProcessGroup) -> None:
+        """Keep this process's rows of the item table alone; look up, and score, together with the other processes of the group.
+
+        From here on the gradient of the table's rows is that of the sum of all processes' losses, and every process must call
+        forward and backward, with a batch of no users too. All processes must have the same table.
+
+        Args:
+            group, host_group: as for `jagged.modules.RowSplit`.
+
+        Raises:
+            ValueError: a head of some items only, whose rows any process may hold.
+        """
+        if not isinstance(self.head, CutCrossEntropyHead):
+            raise ValueError(
+                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {type(self.head).__name__}; "
+                "take one process, or that head"
+            )
+        table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)
+        self.model.item_embeddings = table
+        self.head.split = table.split

@@ -1,0 +1,132 @@
+"""What a loop trains on, whatever loader gives it: batches by epoch and place, with random numbers of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torchrec.streamable import Pipelineable
+
+from jagged.data.moving import Carried
+from jagged.training.errors import TrainingError
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """A loader that knows epochs and places, as `jagged.data.BatchLoader` does."""
+
+    def set_position(self, epoch: int, batch: int) -> None:
+        """Let the next iteration start at a batch of an epoch; both count from 0."""
+
+    def num_batches(self, epoch: int) -> int:
+        """Batches of an epoch, the same in every process."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+def positioned(loader: Any, name: str, seed: int) -> Positioned:
+    """A loader as it is where it knows places, else `Repeated`.
+
+    Raises:
+        TypeError: what cannot be iterated again and again, or has no length.
+    """
+    if isinstance(loader, Positioned):
+        return loader
+    if not hasattr(loader, "__iter__") or not hasattr(loader, "__len__") or iter_is_itself(loader):
+        raise TypeError(
+            f"{name}: got a {type(loader).__name__}, expected batches that can be iterated again and have a length: "
+            "a DataLoader or a list of batches"
+        )
+    return Repeated(loader, name, seed)
+
+
+def iter_is_itself(loader: Any) -> bool:
+    """Whether a loader is an iterator, which is used up by one epoch."""
+    return isinstance(loader, Iterator)
+
+
+class Repeated:
+    """An iterable of a known length, a `DataLoader` for example, as a loader with places.
+
+    An epoch is drawn from random states of torch, numpy and Python that are a function of `(seed, epoch)` and are exchanged for
+    the caller's at each batch. So an epoch comes again as it was, whatever the training draws; a place in it is reached by
+    passing over the batches before. A sampler's `set_epoch` is called, where it has one.
+
+    Args:
+        batches: iterated once an epoch.
+        name: of the part, for messages.
+        seed: of the random states.
+    """
+
+    def __init__(self, batches: Any, name: str, seed: int) -> None:
+        self._batches, self._name, self._seed = batches, name, seed
+        self._epoch = self._first = 0
+
+    def set_position(self, epoch: int, batch: int) -> None:
+        """Let the next iteration start at a batch of an epoch."""
+        self._epoch, self._first = epoch, batch
+
+    def num_batches(self, epoch: int) -> int:
+        """The iterable's length."""
+        return len(self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        state = _seeded(int(np.random.SeedSequence([self._seed, self._epoch]).generate_state(1)[0]))
+        sampler = getattr(self._batches, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self._epoch)
+        with _exchanged(state):
+            iterator = iter(self._batches)
+        given = 0
+        while True:
+            with _exchanged(state):
+                try:
+                    batch = next(iterator)
+                except StopIteration:
+                    break
+            given += 1
+            if given > self._first:
+                yield batch
+        if given != len(self._batches):
+            raise TrainingError(
+                f"{self._name}: got {given:,} batches in epoch {self._epoch + 1}, expected {len(self._batches):,}, the loader's length"
+            )
+
+
+def carried(batches: Iterable[Any]) -> Iterator[Any]:
+    """Batches as TorchRec's pipelines take them."""
+    return (batch if isinstance(batch, (torch.Tensor, Pipelineable)) else Carried(batch) for batch in batches)
+
+
+def _states() -> list[Any]:
+    return [torch.get_rng_state(), random.getstate(), np.random.get_state()]
+
+
+def _set(states: list[Any]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def _seeded(seed: int) -> list[Any]:
+    generator = np.random.RandomState(seed)
+    return [torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate(), generator.get_state()]
+
+
+@contextmanager
+def _exchanged(states: list[Any]) -> Iterator[None]:
+    """Random numbers from `states`, which move on; the caller's stay where they were."""
+    before = _states()
+    _set(states)
+    try:
+        yield
+    finally:
+        states[:] = _states()
+        _set(before)

@@ -1,0 +1,247 @@
+"""`Trainer`: trains any `RankingTask`, keeps its best weights, and leaves a directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from jagged.config import TrainerConfig
+from jagged.models import RankingTask
+from jagged.models.pretrained import save_task
+from jagged.training import manifest
+from jagged.training.batches import Positioned, positioned
+from jagged.training.callbacks import Callback, load_states
+from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
+from jagged.training.display import Display
+from jagged.training.engine import Engine
+from jagged.training.errors import TrainingError
+from jagged.training.loop import BEST, CHECKPOINTS, Loop
+from jagged.training.processes import Processes, process_group, resolve_device
+from jagged.training.state import TrainState
+from jagged.training.stop import stop_wish
+
+Config = TypeVar("Config", bound=TrainerConfig)
+# Writes what a finished run leaves: the task with its best weights, and the content of `metrics.json`.
+Writer = Callable[[nn.Module, dict[str, Any], list[dict[str, Any]]], None]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run leaves.
+
+    Attributes:
+        directory: the run's directory.
+        metrics: what `metrics.json` holds: `"valid"` and, with a test part, `"test"`, by group and name; `"best"`, when the kept
+            weights were reached. Empty after a dry run.
+        history: a row for each validation: `epoch, step, loss, monitored, learning_rate, gradient_norm, seconds,
+            tokens_per_second`, and `valid` with all figures.
+        best_metric: the monitored validation metric of the weights that were kept; NaN after a dry run.
+        epochs, steps: trained in all, earlier attempts included.
+        seconds: of training and validation, earlier attempts included.
+        stopped: why a callback ended the training; empty where none did.
+        forecast: what was forecast, where something was.
+    """
+
+    directory: Path
+    metrics: dict[str, Any]
+    history: list[dict[str, Any]]
+    best_metric: float
+    epochs: int
+    steps: int
+    seconds: float
+    stopped: str = ""
+    forecast: Any = field(default=None, repr=False)
+
+
+class Trainer:
+    """Trains a task: yours or ours, in one process or under torchrun, on the CPU or on GPUs.
+
+    On the CPU the same seed gives the same weights bit for bit, also when the run was killed and resumed, in the middle of an
+    epoch too.
+
+    Args:
+        task: a `jagged.models.RankingTask`, for example a `jagged.models.Task` of your own. On several processes each one must
+            have the same weights: make it after `torch.manual_seed`.
+        config: how to train, and where to.
+        callbacks: called while the run goes.
+
+    Example:
+        >>> trainer = Trainer(task, TrainerConfig(output="runs/clicks", max_epochs=3))  # doctest: +SKIP
+        >>> trainer.fit(train, valid).metrics["valid"]["click"]["auc"]  # doctest: +SKIP
+    """
+
+    def __init__(self, task: RankingTask, config: TrainerConfig, *, callbacks: Sequence[Callback] = ()) -> None:
+        if not isinstance(task, nn.Module) or not isinstance(task, RankingTask):
+            missing = [name for name in ("kept", "predict", "evaluate") if not hasattr(task, name)]
+            raise TypeError(
+                f"task: got a {type(task).__name__} {'without ' + ', '.join(missing) if missing else 'that is no nn.Module'}, "
+                "expected a RankingTask; derive it from jagged.models.Task, which has all but forward"
+            )
+        self.task, self.config, self.callbacks = task, config, tuple(callbacks)
+
+    def fit(
+        self,
+        train: Any,
+        valid: Any,
+        test: Any = None,
+        *,
+        resume: bool = False,
+        progress: bool = True,
+        fingerprint: str = "",
+        write: Writer | None = None,
+    ) -> TrainResult:
+        """Train, keep the best weights by the monitored validation metric, test them, and leave a directory.
+
+        SIGTERM and SIGINT end the run after the present step, with a checkpoint.
+
+        Args:
+            train, valid, test: batches: a `DataLoader`, a list, or anything else that can be iterated again and has a length; or
+                a loader with places, `jagged.data.BatchLoader`. On several processes each one's own share, as many batches of
+                `train` in each. Without `test` there are no test figures.
+            resume: go on from the newest checkpoint in `config.output`; without one, start.
+            progress: show a progress bar and messages.
+            fingerprint: of the data; a run does not go on with other data.
+            write: writes the finished run in place of `jagged.models.save_task`; called in the first process.
+
+        Raises:
+            TypeError: batches of another kind.
+            TrainingError: the run cannot start or go on: an output that holds another run, a loss that is NaN, options that do
+                not fit the checkpoint. `TrainingInterrupted` after a signal.
+            CheckpointError: a checkpoint is damaged or cannot be written.
+        """
+        config = resolved(self.config)
+        with process_group(resolve_device(config.device)) as processes, locked(Path(config.output), processes, resume):
+            loaders = train, valid, test
+            return self.run(processes, config, loaders, resume, progress, fingerprint=fingerprint, write=write)
+
+    def run(
+        self,
+        processes: Processes,
+        config: TrainerConfig,
+        loaders: tuple[Any, Any, Any],
+        resume: bool,
+        progress: bool,
+        *,
+        fingerprint: str = "",
+        write: Writer | None = None,
+        valid_note: str = "",
+    ) -> TrainResult:
+        """`fit` inside of a process group and of the output's lock, with a resolved configuration."""
+        directory, device = Path(config.output), processes.device
+        named = zip(("train", "valid", "test"), loaders, strict=True)
+        parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None}
+        with ExitStack() as closing:
+            wish = closing.enter_context(stop_wish())
+            for loader in parts.values():
+                if hasattr(loader, "close"):
+                    closing.callback(loader.close)
+            check_shares(parts["train"], processes)
+            total_steps = config.max_epochs * -(-parts["train"].num_batches(0) // config.accumulate)
+            self.task.to(device)  # type: ignore[attr-defined]
+            engine = Engine(self.task, config, config.precision, processes, total_steps)  # type: ignore[arg-type]
+            # Dropout differs between processes; what they share was drawn before.
+            torch.manual_seed(config.seed + processes.rank)
+            fresh = TrainState(config.model_dump(), fingerprint, processes.world_size)
+            state, best = _resume(engine, directory, fresh, self.callbacks) if resume else (fresh, {})
+            curves = directory / "tensorboard" if config.tensorboard and processes.is_first else None
+            with Display(device, curves, state.step, progress and processes.is_first) as display:
+                if state.step:
+                    display.say(f"resumed after step {state.step:,} from {directory / CHECKPOINTS}")
+                pair = parts["train"], parts["valid"]
+                loop = Loop(config, engine, pair, state, wish, display, self.callbacks, best, valid_note)
+                loop.fit()
+                metrics = loop.test(parts.get("test"))
+            with engine.whole_task() as whole:
+                if processes.is_first:
+                    if write is None:
+                        save_task(whole, directory, config=config, metrics=metrics, history=state.history)
+                    else:
+                        write(whole, metrics, state.history)
+            kept = float(metrics["best"]["value"])
+            return TrainResult(
+                directory, metrics, state.history, kept, state.epoch, state.step, state.seconds, stopped=state.stopped
+            )
+
+
+def resolved(config: Config) -> Config:
+    """The configuration with the device and the precision that `auto` means here.
+
+    Raises:
+        TrainingError: a GPU that is not there.
+    """
+    device = resolve_device(config.device)
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16-mixed" if device.type == "cuda" else "32-true"
+    return config.model_copy(update={"precision": precision, "device": device.type})
+
+
+def check_shares(loader: Positioned, processes: Processes) -> None:
+    """Refuse an empty loader, and processes with different numbers of batches, which would wait for one another for ever.
+
+    Raises:
+        TrainingError: the numbers.
+    """
+    numbers = [int(number) for number in processes.gather(torch.tensor([loader.num_batches(0)]))]
+    if len(set(numbers)) > 1 or not numbers[0]:
+        told = ", ".join(f"{number:,}" for number in numbers)
+        raise TrainingError(f"train: got {told} batches in the {len(numbers)} processes, expected the same number in each, 1 or more")
+
+
+def _resume(
+    engine: Engine, directory: Path, fresh: TrainState, callbacks: Sequence[Callback]
+) -> tuple[TrainState, dict[str, torch.Tensor]]:
+    path = latest_checkpoint(directory / CHECKPOINTS)
+    if path is None:
+        return fresh, {}
+    tensors, content = load_checkpoint(path)
+    state = TrainState.from_json(content, path)
+    state.check_resumable(fresh, path)
+    state.config = fresh.config
+    engine.load_state_tensors(tensors, state.step)
+    load_states(callbacks, state.callbacks, path)
+    best = engine.own_rows({name: value for name, value in tensors.items() if name.startswith(BEST)})
+    return state, {name.removeprefix(BEST): value.to(engine.processes.device) for name, value in best.items()}
+
+
+@contextmanager
+def locked(directory: Path, processes: Processes, resume: bool) -> Iterator[None]:
+    """Lock a run's directory, and only then look at what is in it.
+
+    A second run is refused while the first one goes, and where it has ended too. The lock ends with the process, however that
+    ends; workers do not inherit it.
+
+    Raises:
+        TrainingError: another process trains there, or something is there and the run does not go on with it.
+        CheckpointError: it cannot be made.
+    """
+    if not processes.is_first:
+        yield
+        return
+    if directory.exists() and not directory.is_dir():
+        raise TrainingError(f"output: {directory} is a file, expected a directory")
+    with manifest.writing(directory, "choose another output"):
+        directory.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise TrainingError(
+                f"output: another process is training in {directory}; wait for it or choose another output"
+            ) from None
+        if not resume and any(entry.name != ".lock" for entry in directory.iterdir()):
+            raise TrainingError(
+                f"output: {directory} is not empty; resume to go on with the run in it, choose another output, or delete it"
+            )
+        yield
+    finally:
+        os.close(descriptor)

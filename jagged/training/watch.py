@@ -1,0 +1,140 @@
+"""A run of several processes that stands still ends, and says where each process stands.
+
+A process that hangs keeps all others waiting inside of a collective, where Python cannot reach them. So a thread of each process
+looks whether its main thread goes on, and tells the others through the group's store.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from jagged.training.processes import Processes
+
+_LOOKS = 20
+
+
+class Watch:
+    """Watches over this process's main thread, where there are several processes; else nothing.
+
+    Args:
+        processes: the run's.
+        seconds: how long a process may stand still; the first step, and what is said to be `patient`, may take longer.
+        advice: what to tell the user at the end of the message; asked for when it is told.
+    """
+
+    def __init__(self, processes: Processes, seconds: float, advice: Callable[[], str]) -> None:
+        self._processes, self._seconds, self._advice = processes, seconds, advice
+        self._beats, self._beaten, self._patient = 0, time.monotonic(), 1
+        self._main = threading.get_ident()
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Watch:
+        if self._processes.world_size > 1:
+            # A prefix of its own for each watch: an earlier run's words are no news.
+            prefix = f"jagged/watch/{_next()}"
+            self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            self._thread = threading.Thread(target=self._watch, name="jagged-watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def beat(self) -> None:
+        """Say that the main thread goes on."""
+        # The first step compiles and fills caches; from the second one on, time counts.
+        self._beats += 1
+        if self._beats == 2:
+            self._patient -= 1
+        self._beaten = time.monotonic()
+
+    def over(self, items: Iterable[Any]) -> Iterator[Any]:
+        """The items, with a beat after each."""
+        for item in items:
+            yield item
+            self.beat()
+
+    @contextmanager
+    def patient(self) -> Iterator[None]:
+        """Work of this process alone that may take long, while the others wait."""
+        self._patient += 1
+        try:
+            yield
+        finally:
+            self._patient -= 1
+            self.beat()
+
+    def _watch(self) -> None:
+        interval, number = self._seconds / _LOOKS, 0
+        seen: dict[int, tuple[str, float]] = {}
+        while not self._done.wait(interval):
+            number += 1
+            try:
+                self._store.set(str(self._processes.rank), json.dumps([number, self._patient > 0, self._place()]))
+                if time.monotonic() - self._beaten < self._seconds or self._patient:
+                    seen = {rank: (word, time.monotonic()) for rank, word in self._words().items()}
+                    continue
+                words = self._words()
+            except RuntimeError:
+                # The process that keeps the store is gone, which the collectives will say.
+                return
+            now = time.monotonic()
+            seen = {
+                rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()
+            }
+            # Who says nothing new is stopped as a whole; a patient one is waited for while it speaks.
+            silent = {rank for rank, (_, since) in seen.items() if now - since > self._seconds / 2}
+            if any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
+                continue
+            if now - self._beaten > 1.2 * self._seconds:
+                self._end(words, silent)
+
+    def _words(self) -> dict[int, str]:
+        others = [rank for rank in range(self._processes.world_size) if self._store.check([str(rank)])]
+        return {rank: self._store.get(str(rank)).decode() for rank in others}
+
+    def _place(self) -> str:
+        """Where the main thread is, in its innermost line outside of torch, or in torch."""
+        frame = sys._current_frames().get(self._main)
+        innermost = frame
+        while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
+            frame = frame.f_back
+        frame = frame or innermost
+        if frame is None:
+            return "nowhere"
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+    def _end(self, words: dict[int, str], silent: set[int]) -> None:
+        size = self._processes.world_size
+        places = ", ".join(
+            f"rank {rank} {'does not answer' if rank in silent or rank not in words else f'in {json.loads(words[rank])[2]}'}"
+            for rank in range(size)
+        )
+        print(
+            f"jagged: rank {self._processes.rank} of {size} has stood still for {time.monotonic() - self._beaten:.0f} s, "
+            f"hang_seconds are {self._seconds:g}; {places}; {self._advice()}",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(2)
+
+
+_watches = 0
+
+
+def _next() -> int:
+    global _watches
+    _watches += 1
+    return _watches
