@@ -182,6 +182,10 @@ def evaluate(
         typer.Option(help="events file to evaluate on, by default the run's own data", show_default=False),
     ] = None,
     part: Annotated[str, typer.Option(metavar="valid|test", help="the held-out part")] = "test",
+    k: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20", min=1, show_default=False),
+    ] = None,
     filter_viewed: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option(
@@ -201,16 +205,17 @@ def evaluate(
     \b
     Examples:
         jagged evaluate runs/shop
-        jagged evaluate runs/shop --part valid --filter-viewed
+        jagged evaluate runs/shop --part valid --filter-viewed --k 1 --k 10
 
     The protocol is printed beside the figures; without a choice, seen items are left in and then taken out.
     """
     _prepare()
     from jagged.evaluation import evaluate as run
+    from jagged.metrics import DEFAULT_KS
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
-    chosen: Any = part
-    print(run(directory, data, part=chosen, filter_viewed=filter_viewed, format=format, device=device, **columns))
+    chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k or DEFAULT_KS))}
+    print(run(directory, data, **chosen, format=format, device=device, **columns))
 
 
 @app.command()

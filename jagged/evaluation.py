@@ -12,16 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from jagged.config import ConfigError
-from jagged.metrics import RankingMetrics, TrainCounts
+from jagged.metrics import ALL_ITEMS, DEFAULT_KS, IN_WORDS, UNSEEN_ITEMS, Figures, RankingMetrics, TrainCounts
 from jagged.runs import Run
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
 
 if TYPE_CHECKING:
     from jagged.data import SequenceBatch, SequenceDataset
 
-#: The two protocols by the names they are printed with.
-PROTOCOLS = {False: "seen items left in", True: "seen items taken out"}
-
+#: The name of the protocol that leaves seen items in, or takes them out.
+PROTOCOLS = {False: ALL_ITEMS, True: UNSEEN_ITEMS}
 
 #: What a model that cannot rank is refused with.
 NOT_FINITE = (
@@ -39,7 +38,8 @@ class Evaluation:
     """Figures and what they are figures of.
 
     Attributes:
-        metrics: for each protocol ("seen items left in", "seen items taken out") its figures, `{"ndcg@10": ..., ...}`.
+        metrics: by protocol and metric: `metrics.all_items["ndcg@10"]` where the whole catalogue is ranked,
+            `metrics.unseen_items["ndcg@10"]` where the items of a user's history are taken out.
         part: "valid" or "test".
         split: how the part was held out.
         num_users: users evaluated.
@@ -49,7 +49,7 @@ class Evaluation:
             (left out) where the data has items that the model does not know.
     """
 
-    metrics: dict[str, dict[str, float]]
+    metrics: Figures
     part: str
     split: str
     num_users: int
@@ -68,7 +68,7 @@ class Evaluation:
                 f"{self.notes['unknown_targets']:,} targets count as misses, "
                 f"{self.notes['unknown_history_events']:,} events are left out of histories"
             )
-        lines.append("".join([f"{'metric':<13}", *(f"{protocol:>24}" for protocol in self.metrics)]))
+        lines.append("".join([f"{'metric':<13}", *(f"{IN_WORDS[protocol]:>24}" for protocol in self.metrics)]))
         for name in next(iter(self.metrics.values())):
             lines.append("".join([f"{name:<13}", *(f"{figures[name]:>24.4f}" for figures in self.metrics.values())]))
         return "\n".join(lines)
@@ -109,7 +109,7 @@ def evaluate_model(
     *,
     train_counts: TrainCounts,
     filter_viewed: bool = False,
-    ks: Sequence[int] = (5, 10, 20),
+    ks: Sequence[int] = DEFAULT_KS,
     device: torch.device | str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
@@ -133,7 +133,7 @@ def evaluate_model(
         progress=progress,
         all_processes=all_processes,
     )
-    return results[PROTOCOLS[filter_viewed]]
+    return dict(results[PROTOCOLS[filter_viewed]])
 
 
 def evaluate_protocols(
@@ -142,12 +142,12 @@ def evaluate_protocols(
     *,
     train_counts: TrainCounts,
     filter_viewed: Sequence[bool] = (False, True),
-    ks: Sequence[int] = (5, 10, 20),
+    ks: Sequence[int] = DEFAULT_KS,
     device: torch.device | str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
     all_processes: bool = True,
-) -> dict[str, dict[str, float]]:
+) -> Figures:
     """Rank the whole catalogue for every user of `loader`, under several protocols from one run of the model.
 
     An item's rank is the number of items with a higher score plus the number with an equal score and a smaller id. A user
@@ -169,7 +169,7 @@ def evaluate_protocols(
         all_processes: add up over the processes of a group; False for a call that only some of them make.
 
     Returns:
-        For each protocol its name in `PROTOCOLS` and its figures.
+        The figures by protocol: `all_items`, `unseen_items`.
 
     Raises:
         EvaluationError: the model gives NaN or infinite hidden states or has such item weights.
@@ -179,7 +179,7 @@ def evaluate_protocols(
     metrics = [RankingMetrics(len(model.item_weight), train_counts, ks, device=device) for _ in filter_viewed]
     strange = torch.zeros((), dtype=torch.int64, device=device)
     ranked = rank_batches(
-        model, loader, max(ks), filter_viewed=filter_viewed, device=device, max_bytes=max_bytes, progress=progress
+        model, loader, metrics[0].depth, filter_viewed=filter_viewed, device=device, max_bytes=max_bytes, progress=progress
     )
     with closing(ranked):
         for results in ranked:
@@ -193,7 +193,7 @@ def evaluate_protocols(
             metric.all_reduce()
     if strange:
         raise EvaluationError(NOT_FINITE)
-    return {PROTOCOLS[out]: metric.compute() for out, metric in zip(filter_viewed, metrics, strict=True)}
+    return Figures({PROTOCOLS[out]: metric.compute() for out, metric in zip(filter_viewed, metrics, strict=True)})
 
 
 def is_finite(item_weight: Tensor) -> bool:
@@ -250,11 +250,11 @@ def popularity_metrics(
     *,
     part: str = "test",
     filter_viewed: Sequence[bool] = (False, True),
-    ks: Sequence[int] = (5, 10, 20),
+    ks: Sequence[int] = DEFAULT_KS,
     batch_size: int = 1024,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
-) -> dict[str, dict[str, float]]:
+) -> Figures:
     """The figures of ranking by training popularity, under the same protocols: what a model has to beat.
 
     Args:
@@ -287,7 +287,7 @@ def evaluate(
     *,
     part: Literal["valid", "test"] = "test",
     filter_viewed: bool | None = None,
-    ks: Sequence[int] = (5, 10, 20),
+    ks: Sequence[int] = DEFAULT_KS,
     format: str = "auto",
     user_column: str | None = None,
     item_column: str | None = None,

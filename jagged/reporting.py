@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from jagged import charts, page
 from jagged.config import ConfigError, TrainConfig, sections
+from jagged.metrics import IN_WORDS, cut_offs
 from jagged.versions import installed
 
 if TYPE_CHECKING:
@@ -119,8 +120,9 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
     run = Run.open(directory)
     config, dataset = run.config, run.read()
     split = run.split(dataset)
-    model_metrics = evaluate(directory, dataset, part=part, progress=progress).metrics
-    baseline = popularity_metrics(split, part=part, batch_size=config.eval_batch_size, progress=progress)
+    ks = cut_offs(config.monitor)
+    model_metrics = evaluate(directory, dataset, part=part, ks=ks, progress=progress).metrics
+    baseline = popularity_metrics(split, part=part, ks=ks, batch_size=config.eval_batch_size, progress=progress)
     held_out = split.test if part == "test" else split.valid
     models = {"model": run.model, "popularity": Popularity(run.train_counts(), device=run.device)}
     return RunFacts(
@@ -228,7 +230,7 @@ def _protocol(filter_viewed: bool) -> str:
 def _headline(facts: RunFacts, protocol: str) -> str:
     metric = facts.config.monitor
     by_model = facts.metrics[protocol]
-    values = [(f"{figures[metric]:.4f}", f"{metric} of {name}, {protocol}") for name, figures in by_model.items()]
+    values = [(f"{figures[metric]:.4f}", f"{metric} of {name}, {IN_WORDS[protocol]}") for name, figures in by_model.items()]
     found = sum(facts.leaks.values())
     values.append(("none" if not found else f"{found:,}", "leaks found"))
     return page.cards(values)
@@ -237,13 +239,13 @@ def _headline(facts: RunFacts, protocol: str) -> str:
 def _metrics_table(metrics: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
     columns = [(protocol, name, figures) for protocol, by_model in metrics.items() for name, figures in by_model.items()]
     rows = [[key, *(f"{figures[key]:.4f}" for _, _, figures in columns)] for key in columns[0][2]]
-    return page.table(["", *(f"{name}, {protocol}" for protocol, name, _ in columns)], rows, numbers_from=1)
+    return page.table(["", *(f"{name}, {IN_WORDS[protocol]}" for protocol, name, _ in columns)], rows, numbers_from=1)
 
 
 def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
     """By name each picture and its caption; a directory without history has no curves."""
     monitor, limit = facts.config.monitor, facts.config.max_seq_len
-    protocol = _protocol(facts.config.filter_viewed)
+    protocol = IN_WORDS[_protocol(facts.config.filter_viewed)]
     result = {}
     if facts.history:
         points = {key: [(row["epoch"], row[key]) for row in facts.history] for key in ("loss", monitor)}

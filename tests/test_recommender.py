@@ -292,7 +292,7 @@ def test_fit_save_open_recommend(tmp_path):
     assert [rows[0][0] for rows in by_user(table).values()] == [6, 1]
 
     evaluation = fitted.evaluate(filter_viewed=True)
-    assert evaluation.metrics["seen items taken out"]["recall@5"] > 0.9
+    assert evaluation.metrics.unseen_items["recall@5"] > 0.9
     assert evaluation.same_data
 
     fitted.save_pretrained(tmp_path / "copy")

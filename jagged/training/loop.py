@@ -15,7 +15,7 @@ from torch import Tensor
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
 from jagged.evaluation import PROTOCOLS, evaluate_protocols
-from jagged.metrics import TrainCounts
+from jagged.metrics import IN_WORDS, Figures, TrainCounts, cut_offs
 from jagged.training import manifest
 from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
@@ -115,7 +115,7 @@ class Loop:
             "monitor": monitor,
             "best": {"epoch": state.best_epoch, "value": state.best, "protocol": self._protocol},
             "valid": {self._protocol: _figures(state.history[state.best_epoch - 1])},
-            "test": test,
+            "test": test.to_json(),
         }
 
     @property
@@ -187,9 +187,9 @@ class Loop:
         norms.clear()
 
     def _validate(self) -> dict[str, float]:
-        return self._evaluate(self._valid, (self.config.filter_viewed,))[self._protocol]
+        return dict(self._evaluate(self._valid, (self.config.filter_viewed,))[self._protocol])
 
-    def _evaluate(self, loader: BatchLoader, filter_viewed: tuple[bool, ...]) -> dict[str, dict[str, float]]:
+    def _evaluate(self, loader: BatchLoader, filter_viewed: tuple[bool, ...]) -> Figures:
         self._display.end_epoch()
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
@@ -201,6 +201,7 @@ class Loop:
                 _Stoppable(loader, self._wish) if self._processes.world_size == 1 else loader,
                 train_counts=self.train_counts,
                 filter_viewed=filter_viewed,
+                ks=cut_offs(self.config.monitor),
                 device=self._processes.device,
                 progress=self._display.shown,
             )
@@ -231,7 +232,7 @@ class Loop:
         else:
             state.worse_epochs += 1
         self._display.say(
-            f"epoch {state.epoch}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({self._protocol})"
+            f"epoch {state.epoch}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({IN_WORDS[self._protocol]})"
             + (", the best so far" if better else "")
         )
         self._display.curves(state.step, {"train/epoch_loss": loss, **{f"valid/{name}": figures[name] for name in figures}})

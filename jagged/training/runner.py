@@ -24,7 +24,7 @@ from jagged.data import (
     split_leave_one_out,
     synthetic_sessions,
 )
-from jagged.metrics import TrainCounts
+from jagged.metrics import RunMetrics, TrainCounts
 from jagged.models import TrainTask, build, build_head
 from jagged.models.pretrained import save_pretrained
 from jagged.training import manifest
@@ -47,7 +47,7 @@ class TrainResult:
 
     Attributes:
         directory: the run's directory; `jagged.models.pretrained.from_pretrained` opens it.
-        metrics: what `metrics.json` holds: `"valid"` and `"test"`, each with its figures by protocol. Empty after a dry run.
+        metrics: what `metrics.json` holds: `metrics.test.all_items["ndcg@10"]`. Empty after a dry run.
         history: a row for each epoch: `epoch, step, loss, learning_rate, gradient_norm, seconds, tokens_per_second`, and the
             validation figures by name.
         best_metric: the monitored validation metric of the weights that were kept; NaN after a dry run.
@@ -57,7 +57,7 @@ class TrainResult:
     """
 
     directory: Path
-    metrics: dict[str, Any]
+    metrics: RunMetrics
     history: list[dict[str, Any]]
     best_metric: float
     epochs: int
@@ -116,7 +116,7 @@ def train(
         if progress and processes.is_first:
             print(expected, flush=True)
         if dry_run:
-            return TrainResult(directory, {}, [], float("nan"), 0, 0, 0.0, expected)
+            return TrainResult(directory, RunMetrics(), [], float("nan"), 0, 0, 0.0, expected)
         with _lock(directory, processes), stop_wish() as wish, ExitStack() as closing:
             for loader in loaders:
                 closing.callback(loader.close)
@@ -142,7 +142,7 @@ def train(
                     _write(directory, config, dataset, split, whole, loop, metrics)
             return TrainResult(
                 directory,
-                metrics,
+                RunMetrics.from_json(metrics),
                 state.history,
                 metrics["best"]["value"],
                 len(state.history),

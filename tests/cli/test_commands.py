@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jagged import cli
+from jagged.metrics import IN_WORDS
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -30,9 +31,9 @@ def histories(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "protocols"),
     [
-        ([], ["seen items left in", "seen items taken out"]),
-        (["--keep-viewed"], ["seen items left in"]),
-        (["--filter-viewed", "--part", "valid"], ["seen items taken out"]),
+        ([], ["all_items", "unseen_items"]),
+        (["--keep-viewed"], ["all_items"]),
+        (["--filter-viewed", "--part", "valid"], ["unseen_items"]),
     ],
 )
 def test_evaluate_prints_figures_with_their_protocol(
@@ -49,9 +50,22 @@ def test_evaluate_prints_figures_with_their_protocol(
     part = "valid" if "valid" in options else "test"
     assert f"{part} part (leave-one-out): 200 users, all 96 items ranked" in text
     figures = evaluate(run_directory, part=part).metrics
-    assert [protocol for protocol in figures if protocol in text] == protocols
+    assert [protocol for protocol in figures if IN_WORDS[protocol] in text] == protocols
     for protocol in protocols:
         assert f"{figures[protocol]['ndcg@10']:.4f}" in text
+
+
+def test_evaluate_takes_any_cut_offs(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jagged import evaluate
+
+    assert run(monkeypatch, "evaluate", str(run_directory), "--k", "10", "--k", "1", "--k", "10") == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    figures = evaluate(run_directory, ks=(1, 10)).metrics
+    names = [f"{name}@{k}" for name in ("ndcg", "recall", "mrr", "coverage", "surprisal") for k in (1, 10)]
+    assert rows == [f"{name:<13}{figures.all_items[name]:>24.4f}{figures.unseen_items[name]:>24.4f}" for name in names]
+    assert run(monkeypatch, "evaluate", str(run_directory), "--k", "0") == 2
 
 
 def test_evaluate_refuses_an_unknown_part(

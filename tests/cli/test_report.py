@@ -16,6 +16,7 @@ from jagged import charts, evaluate, page
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
+from jagged.metrics import IN_WORDS
 from jagged.reporting import LEAKS, RunFacts, gather, render, report, write_pictures
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -63,7 +64,8 @@ def test_the_page_says_what_evaluation_says(facts: RunFacts, run_directory: Path
     measured = evaluate(run_directory).metrics
     baseline = popularity_metrics(split_leave_one_out(_dataset(run_directory)))
     for protocol, figures in measured.items():
-        assert protocol in words
+        assert IN_WORDS[protocol] in words
+        assert protocol not in words
         for name, value in figures.items():
             assert f"{value:.4f}" in words, name
             assert f"{baseline[protocol][name]:.4f}" in words, name
@@ -85,7 +87,7 @@ def test_ranks_agree_with_the_metrics(facts: RunFacts) -> None:
         assert ranks.min() >= 1
         assert ranks.max() <= facts.num_items
         for k in (5, 10, 20):
-            assert np.mean(ranks <= k) == pytest.approx(facts.metrics["seen items left in"][name][f"recall@{k}"])
+            assert np.mean(ranks <= k) == pytest.approx(facts.metrics["all_items"][name][f"recall@{k}"])
 
 
 def test_ranks_follow_the_runs_choice_about_seen_items(run_directory: Path, tmp_path: Path) -> None:
@@ -98,7 +100,7 @@ def test_ranks_follow_the_runs_choice_about_seen_items(run_directory: Path, tmp_
     shutil.copytree(run_directory / "dataset", tmp_path / "run" / "dataset")
     facts = gather(tmp_path / "run", progress=False)
     for name, ranks in facts.ranks.items():
-        assert np.mean(ranks <= 10) == pytest.approx(facts.metrics["seen items taken out"][name]["recall@10"])
+        assert np.mean(ranks <= 10) == pytest.approx(facts.metrics["unseen_items"][name]["recall@10"])
     words = Document(render(facts)).words
     assert "Where the held-out item stood, seen items taken out" in words
     # The copy has no history: a page without curves.
