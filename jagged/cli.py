@@ -210,8 +210,8 @@ def evaluate(
     The protocol is printed beside the figures; without a choice, seen items are left in and then taken out.
     """
     _prepare()
-    from jagged.evaluation import evaluate as run
     from jagged.metrics import DEFAULT_KS
+    from jagged.runs.evaluating import evaluate as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k or DEFAULT_KS))}
@@ -247,7 +247,7 @@ def recommend(
     The result is a table user_id, item_id, score, rank, in your own ids.
     """
     _prepare()
-    from jagged.recommender import recommend as run
+    from jagged.runs.recommending import recommend as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     table = run(directory, histories, output, k=k, filter_viewed=filter_viewed, format=format, device=device, **columns)
@@ -274,7 +274,7 @@ def report(
     On the page: training curves, lengths, ranks, metrics with the protocol they were measured by, and checks for leaks.
     """
     _prepare()
-    from jagged.reporting import report as run
+    from jagged.runs.reporting import report as run
 
     print(run(directory, output))
 

@@ -95,8 +95,8 @@ def demo(output: str | os.PathLike[str] = "runs/demo", *, seed: int = 0) -> Demo
 def _demo(directory: Path, seed: int) -> DemoResult:
     from jagged.data import synthetic_sessions
     from jagged.metrics import ALL_ITEMS
-    from jagged.recommender import recommend
-    from jagged.reporting import gather, write_page, write_pictures
+    from jagged.runs.recommending import recommend
+    from jagged.runs.reporting import gather, write_page, write_pictures
     from jagged.training import train
     from jagged.training.checkpoint import latest_checkpoint
 

@@ -16,7 +16,6 @@ from jagged.evaluation import (
     PROTOCOLS,
     EvaluationError,
     Popularity,
-    evaluate,
     evaluate_model,
     evaluate_protocols,
     popularity_metrics,
@@ -25,6 +24,7 @@ from jagged.evaluation import (
 from jagged.metrics import RankingMetrics, TrainCounts
 from jagged.models import SASRec
 from jagged.models.pretrained import save_pretrained
+from jagged.runs.evaluating import evaluate
 
 NUM_ITEMS, DIM = 60, 6
 

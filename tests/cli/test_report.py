@@ -17,7 +17,7 @@ from jagged.config import ConfigError, TrainConfig
 from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
 from jagged.metrics import IN_WORDS
-from jagged.reporting import LEAKS, RunFacts, gather, render, report, write_pictures
+from jagged.runs.reporting import LEAKS, RunFacts, gather, render, report, write_pictures
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -217,7 +217,7 @@ def test_a_broken_history_is_named(run_directory: Path, tmp_path: Path) -> None:
 
 
 def test_times_are_shown_as_times(facts: RunFacts) -> None:
-    from jagged.reporting import _readable
+    from jagged.runs.reporting import _readable
 
     notes = {"valid_time": 1_577_836_800_000_000, "users_without_targets": 3}
     assert _readable(notes, "zoned") == {"valid_time": "2020-01-01T00:00:00.000000", "users_without_targets": 3}

@@ -114,8 +114,9 @@ def write_pictures(facts: RunFacts, directory: Path) -> list[Path]:
 def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] = "test", progress: bool = True) -> RunFacts:
     """Evaluate a run and its popularity baseline, and collect what the page shows. Raises what `report` does."""
     from jagged.data import leaks
-    from jagged.evaluation import Popularity, evaluate, popularity_metrics
-    from jagged.runs import Run
+    from jagged.evaluation import Popularity, popularity_metrics
+    from jagged.runs.evaluating import evaluate
+    from jagged.runs.run import Run
 
     run = Run.open(directory)
     config, dataset = run.config, run.read()
