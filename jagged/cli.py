@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -169,9 +170,13 @@ def train(
     overrides.update({name: parse_text(name, value) if isinstance(value, str) else value for name, value in flags.items()})
     resolved = TrainConfig.load(config, overrides)
     _prepare()
+    from jagged.runs import summary
     from jagged.training import train as run
 
     run(resolved, resume=resume, dry_run=dry_run)
+    # Of the processes that torchrun started the first one speaks.
+    if not dry_run and os.environ.get("RANK", "0") == "0":
+        print("\n".join(summary.summary_lines(resolved.output)))
 
 
 @app.command()
