@@ -90,8 +90,8 @@ def run_jagged(dataset: SequenceDataset, config: TrainConfig) -> dict[str, Any]:
         "epochs": result.epochs,
         "steps": result.steps,
         "seconds_per_epoch": seconds / result.epochs,
-        "test_ndcg@10_left_in": result.metrics["test"]["seen items left in"]["ndcg@10"],
-        "test_ndcg@10_taken_out": result.metrics["test"]["seen items taken out"]["ndcg@10"],
+        "test_ndcg@10_left_in": result.metrics.test.all_items["ndcg@10"],
+        "test_ndcg@10_taken_out": result.metrics.test.unseen_items["ndcg@10"],
     }
 
 

@@ -14,24 +14,24 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from jagged.config import TrainConfig as TrainConfig
     from jagged.diagnosis import doctor as doctor
-    from jagged.evaluation import evaluate as evaluate
-    from jagged.recommender import Recommender as Recommender
-    from jagged.recommender import recommend as recommend
-    from jagged.reporting import report as report
+    from jagged.runs.evaluating import evaluate as evaluate
+    from jagged.runs.recommending import Recommender as Recommender
+    from jagged.runs.recommending import recommend as recommend
+    from jagged.runs.reporting import report as report
     from jagged.training import train as train
     from jagged.tuning import tune as tune
 
 _WHERE = {
     "TrainConfig": "jagged.config",
-    "Recommender": "jagged.recommender",
+    "Recommender": "jagged.runs.recommending",
     "doctor": "jagged.diagnosis",
-    "evaluate": "jagged.evaluation",
-    "recommend": "jagged.recommender",
-    "report": "jagged.reporting",
+    "evaluate": "jagged.runs.evaluating",
+    "recommend": "jagged.runs.recommending",
+    "report": "jagged.runs.reporting",
     "train": "jagged.training",
     "tune": "jagged.tuning",
 }
-_SUBPACKAGES = ("data", "models", "modules", "ops", "training")
+_SUBPACKAGES = ("data", "models", "modules", "ops", "runs", "training")
 
 __all__ = ["Recommender", "TrainConfig", "doctor", "evaluate", "recommend", "report", "train", "tune"]
 

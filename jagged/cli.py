@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -169,9 +170,13 @@ def train(
     overrides.update({name: parse_text(name, value) if isinstance(value, str) else value for name, value in flags.items()})
     resolved = TrainConfig.load(config, overrides)
     _prepare()
+    from jagged.runs import summary
     from jagged.training import train as run
 
     run(resolved, resume=resume, dry_run=dry_run)
+    # Of the processes that torchrun started the first one speaks.
+    if not dry_run and os.environ.get("RANK", "0") == "0":
+        print("\n".join(summary.summary_lines(resolved.output)))
 
 
 @app.command()
@@ -182,6 +187,10 @@ def evaluate(
         typer.Option(help="events file to evaluate on, by default the run's own data", show_default=False),
     ] = None,
     part: Annotated[str, typer.Option(metavar="valid|test", help="the held-out part")] = "test",
+    k: Annotated[
+        Optional[list[int]],  # noqa: UP045
+        typer.Option(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20", min=1, show_default=False),
+    ] = None,
     filter_viewed: Annotated[
         Optional[bool],  # noqa: UP045
         typer.Option(
@@ -201,16 +210,17 @@ def evaluate(
     \b
     Examples:
         jagged evaluate runs/shop
-        jagged evaluate runs/shop --part valid --filter-viewed
+        jagged evaluate runs/shop --part valid --filter-viewed --k 1 --k 10
 
     The protocol is printed beside the figures; without a choice, seen items are left in and then taken out.
     """
     _prepare()
-    from jagged.evaluation import evaluate as run
+    from jagged.metrics import DEFAULT_KS
+    from jagged.runs.evaluating import evaluate as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
-    chosen: Any = part
-    print(run(directory, data, part=chosen, filter_viewed=filter_viewed, format=format, device=device, **columns))
+    chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k or DEFAULT_KS))}
+    print(run(directory, data, **chosen, format=format, device=device, **columns))
 
 
 @app.command()
@@ -242,7 +252,7 @@ def recommend(
     The result is a table user_id, item_id, score, rank, in your own ids.
     """
     _prepare()
-    from jagged.recommender import recommend as run
+    from jagged.runs.recommending import recommend as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     table = run(directory, histories, output, k=k, filter_viewed=filter_viewed, format=format, device=device, **columns)
@@ -269,7 +279,7 @@ def report(
     On the page: training curves, lengths, ranks, metrics with the protocol they were measured by, and checks for leaks.
     """
     _prepare()
-    from jagged.reporting import report as run
+    from jagged.runs.reporting import report as run
 
     print(run(directory, output))
 

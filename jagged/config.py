@@ -10,13 +10,14 @@ import contextlib
 import difflib
 import json
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Self, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 # A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
 _MAX_FILE_BYTES = 16 * 1024
@@ -160,8 +161,7 @@ class TrainConfig(TrainerConfig):
     # Evaluation.
     monitor: str = Field(
         "ndcg@10",
-        pattern=r"^(ndcg|recall|mrr|coverage|surprisal)@[1-9][0-9]{0,5}$",
-        description="validation metric that selects the checkpoint",
+        description="validation metric that selects the checkpoint: ndcg, recall, mrr, coverage or surprisal, @ and any cut-off",
     )
     validate_users: int | None = Field(
         None, ge=1, description="most users of a validation, drawn by seed; none for all of them"
@@ -170,6 +170,13 @@ class TrainConfig(TrainerConfig):
         False, description="take items of a user's history out of the ranking", json_schema_extra={"off": "--keep-viewed"}
     )
     eval_batch_size: int = Field(1024, ge=1, description="users per evaluation step")
+
+    @field_validator("monitor")
+    @classmethod
+    def _is_metric(cls, monitor: str) -> str:
+        if not re.fullmatch(r"(ndcg|recall|mrr|coverage|surprisal)@[1-9][0-9]{0,8}", monitor):
+            raise ValueError("expected ndcg, recall, mrr, coverage or surprisal with a cut-off, for example ndcg@10")
+        return monitor
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -312,13 +319,13 @@ def _read_file(path: Path) -> dict[str, Any]:
 def _explain(error: ValidationError, config: type[TrainerConfig]) -> list[str]:
     lines = []
     for problem in error.errors(include_url=False):
-        name = ".".join(str(part) for part in problem["loc"])
+        name, message = ".".join(str(part) for part in problem["loc"]), problem["msg"].removeprefix("Value error, ")
         if problem["type"] == "extra_forbidden":
             lines.append(_unknown(name, config))
         elif name:
-            lines.append(f"{name}: {problem['msg']}; got {_short(problem['input'])}")
+            lines.append(f"{name}: {message}; got {_short(problem['input'])}")
         else:
-            lines.append(problem["msg"].removeprefix("Value error, "))
+            lines.append(message)
     return lines
 
 

@@ -94,9 +94,9 @@ def demo(output: str | os.PathLike[str] = "runs/demo", *, seed: int = 0) -> Demo
 
 def _demo(directory: Path, seed: int) -> DemoResult:
     from jagged.data import synthetic_sessions
-    from jagged.evaluation import PROTOCOLS
-    from jagged.recommender import recommend
-    from jagged.reporting import gather, write_page, write_pictures
+    from jagged.metrics import ALL_ITEMS
+    from jagged.runs.recommending import recommend
+    from jagged.runs.reporting import gather, write_page, write_pictures
     from jagged.training import train
     from jagged.training.checkpoint import latest_checkpoint
 
@@ -112,7 +112,7 @@ def _demo(directory: Path, seed: int) -> DemoResult:
     )
     run = train(TrainConfig.load(None, {**_OPTIONS, "data": str(events), "output": str(directory / "run"), "seed": seed}))
     facts = gather(run.directory)
-    figures = facts.metrics[PROTOCOLS[False]]
+    figures = facts.metrics[ALL_ITEMS]
     result = DemoResult(
         attainable=attainable.ndcg10,
         reached=figures["model"][METRIC],

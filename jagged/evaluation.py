@@ -1,27 +1,19 @@
-"""Evaluate a model over its whole catalogue, and the function behind `jagged evaluate`."""
+"""Evaluate a model over its whole catalogue: figures of any model over any loader."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from jagged.config import ConfigError
-from jagged.metrics import RankingMetrics, TrainCounts
-from jagged.runs import Run
+from jagged.metrics import ALL_ITEMS, DEFAULT_KS, UNSEEN_ITEMS, Figures, RankingMetrics, TrainCounts
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
 
-if TYPE_CHECKING:
-    from jagged.data import SequenceBatch, SequenceDataset
-
-#: The two protocols by the names they are printed with.
-PROTOCOLS = {False: "seen items left in", True: "seen items taken out"}
-
+#: The name of the protocol that leaves seen items in, or takes them out.
+PROTOCOLS = {False: ALL_ITEMS, True: UNSEEN_ITEMS}
 
 #: What a model that cannot rank is refused with.
 NOT_FINITE = (
@@ -32,46 +24,6 @@ NOT_FINITE = (
 
 class EvaluationError(ValueError):
     """A model or data that cannot be evaluated; the message says what, where, and what to do."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures and what they are figures of.
-
-    Attributes:
-        metrics: for each protocol ("seen items left in", "seen items taken out") its figures, `{"ndcg@10": ..., ...}`.
-        part: "valid" or "test".
-        split: how the part was held out.
-        num_users: users evaluated.
-        num_items: size of the catalogue; all of it is ranked for each user.
-        same_data: whether the events are, by fingerprint, those the model was trained on; None where the run does not know.
-        notes: counts: of the split, and `unknown_items`, `unknown_targets` (counted as misses) and `unknown_history_events`
-            (left out) where the data has items that the model does not know.
-    """
-
-    metrics: dict[str, dict[str, float]]
-    part: str
-    split: str
-    num_users: int
-    num_items: int
-    same_data: bool | None
-    notes: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        lines = [f"{self.part} part ({self.split}): {self.num_users:,} users, all {self.num_items:,} items ranked for each"]
-        if not self.same_data:
-            known = "not known to be" if self.same_data is None else "not"
-            lines.append(f"note: these events are {known} those the model was trained on")
-        if self.notes.get("unknown_items"):
-            lines.append(
-                f"note: {self.notes['unknown_items']:,} items are unknown to the model: "
-                f"{self.notes['unknown_targets']:,} targets count as misses, "
-                f"{self.notes['unknown_history_events']:,} events are left out of histories"
-            )
-        lines.append("".join([f"{'metric':<13}", *(f"{protocol:>24}" for protocol in self.metrics)]))
-        for name in next(iter(self.metrics.values())):
-            lines.append("".join([f"{name:<13}", *(f"{figures[name]:>24.4f}" for figures in self.metrics.values())]))
-        return "\n".join(lines)
 
 
 class SequenceRanker(Protocol):
@@ -109,7 +61,7 @@ def evaluate_model(
     *,
     train_counts: TrainCounts,
     filter_viewed: bool = False,
-    ks: Sequence[int] = (5, 10, 20),
+    ks: Sequence[int] = DEFAULT_KS,
     device: torch.device | str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
@@ -133,7 +85,7 @@ def evaluate_model(
         progress=progress,
         all_processes=all_processes,
     )
-    return results[PROTOCOLS[filter_viewed]]
+    return dict(results[PROTOCOLS[filter_viewed]])
 
 
 def evaluate_protocols(
@@ -142,12 +94,12 @@ def evaluate_protocols(
     *,
     train_counts: TrainCounts,
     filter_viewed: Sequence[bool] = (False, True),
-    ks: Sequence[int] = (5, 10, 20),
+    ks: Sequence[int] = DEFAULT_KS,
     device: torch.device | str | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
     all_processes: bool = True,
-) -> dict[str, dict[str, float]]:
+) -> Figures:
     """Rank the whole catalogue for every user of `loader`, under several protocols from one run of the model.
 
     An item's rank is the number of items with a higher score plus the number with an equal score and a smaller id. A user
@@ -169,7 +121,7 @@ def evaluate_protocols(
         all_processes: add up over the processes of a group; False for a call that only some of them make.
 
     Returns:
-        For each protocol its name in `PROTOCOLS` and its figures.
+        The figures by protocol: `all_items`, `unseen_items`.
 
     Raises:
         EvaluationError: the model gives NaN or infinite hidden states or has such item weights.
@@ -179,7 +131,7 @@ def evaluate_protocols(
     metrics = [RankingMetrics(len(model.item_weight), train_counts, ks, device=device) for _ in filter_viewed]
     strange = torch.zeros((), dtype=torch.int64, device=device)
     ranked = rank_batches(
-        model, loader, max(ks), filter_viewed=filter_viewed, device=device, max_bytes=max_bytes, progress=progress
+        model, loader, metrics[0].depth, filter_viewed=filter_viewed, device=device, max_bytes=max_bytes, progress=progress
     )
     with closing(ranked):
         for results in ranked:
@@ -193,7 +145,7 @@ def evaluate_protocols(
             metric.all_reduce()
     if strange:
         raise EvaluationError(NOT_FINITE)
-    return {PROTOCOLS[out]: metric.compute() for out, metric in zip(filter_viewed, metrics, strict=True)}
+    return Figures({PROTOCOLS[out]: metric.compute() for out, metric in zip(filter_viewed, metrics, strict=True)})
 
 
 def is_finite(item_weight: Tensor) -> bool:
@@ -250,11 +202,11 @@ def popularity_metrics(
     *,
     part: str = "test",
     filter_viewed: Sequence[bool] = (False, True),
-    ks: Sequence[int] = (5, 10, 20),
+    ks: Sequence[int] = DEFAULT_KS,
     batch_size: int = 1024,
     max_bytes: int = DEFAULT_MAX_BYTES,
     progress: bool = True,
-) -> dict[str, dict[str, float]]:
+) -> Figures:
     """The figures of ranking by training popularity, under the same protocols: what a model has to beat.
 
     Args:
@@ -279,133 +231,6 @@ def popularity_metrics(
         progress=progress,
         all_processes=False,
     )
-
-
-def evaluate(
-    directory: str | os.PathLike[str],
-    data: str | os.PathLike[str] | SequenceDataset | None = None,
-    *,
-    part: Literal["valid", "test"] = "test",
-    filter_viewed: bool | None = None,
-    ks: Sequence[int] = (5, 10, 20),
-    format: str = "auto",
-    user_column: str | None = None,
-    item_column: str | None = None,
-    timestamp_column: str | None = None,
-    device: str = "auto",
-    batch_size: int | None = None,
-    max_bytes: int = DEFAULT_MAX_BYTES,
-    progress: bool = True,
-) -> Evaluation:
-    """Evaluate what training left in a directory; the function behind `jagged evaluate`.
-
-    Items of other data that the model does not know are left out of histories; as targets they count as misses, since no
-    ranking of the model's catalogue can hold them.
-
-    Args:
-        directory: a run's directory.
-        data: events to evaluate on, split as the run's configuration says; by default those the run was trained on.
-        part: the held-out part.
-        filter_viewed: whether to take the items of a user's history out of the ranking; None for both, one after the other.
-        ks: cut-offs.
-        format: of `data`: "auto" (by name), "text", "csv" or "parquet".
-        user_column, item_column, timestamp_column: names of columns of `data`, by default those of the run's configuration.
-        device: "auto" (the GPU where there is one), "cpu" or "cuda".
-        batch_size: users at a time; by default the run's `eval_batch_size`.
-        max_bytes: bound on the memory that grows with users times items.
-        progress: show progress bars after two seconds.
-
-    Raises:
-        ConfigError: an unknown part or device.
-        EvaluationError: the directory has no data and none is given, nothing is held out, or the model's scores are not finite.
-        CheckpointError: the directory is no run, or a file of it is damaged.
-        DataError: the data cannot be used.
-    """
-    from jagged.data import BatchLoader
-
-    if part not in ("valid", "test"):
-        raise ConfigError(f"part: got {part!r}, expected 'valid' or 'test'")
-    run = Run.open(directory, device=device)
-    columns = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
-    dataset = run.read(data, format=format, columns=columns, progress=progress)
-    split = run.split(dataset)
-    held_out = split.test if part == "test" else split.valid
-    if not len(held_out):
-        raise EvaluationError(
-            f"{dataset.directory}: no user has a held-out event in the {part} part; users need at least 3 events"
-        )
-    protocols = (False, True) if filter_viewed is None else (filter_viewed,)
-    loader = BatchLoader(
-        held_out,
-        batch_size=batch_size or run.config.eval_batch_size,
-        max_seq_len=run.config.max_seq_len,
-        shuffle=False,
-        seed=0,
-        with_viewed=True in protocols,
-    )
-    dense = run.dense_items(dataset)
-    mapped = loader if dense is None else _Mapped(loader, dense)
-    metrics = evaluate_protocols(
-        run.model,
-        mapped,
-        train_counts=run.train_counts(),
-        filter_viewed=protocols,
-        ks=ks,
-        max_bytes=max_bytes,
-        progress=progress,
-        all_processes=False,
-    )
-    notes = dict(split.notes)
-    if isinstance(mapped, _Mapped):
-        notes |= mapped.notes
-    same_data = None if run.fingerprint is None else run.fingerprint == dataset.fingerprint
-    return Evaluation(metrics, part, split.name, len(held_out), len(run.items), same_data, notes)
-
-
-def known_items(values: Tensor, lengths: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Renumber samples' items: id `i` becomes `dense[i]` and is left out where that is negative.
-
-    Args:
-        values: `[S]` int64 ids of all samples in a row.
-        lengths: `[B]` int64, summing to S.
-        dense: int64 new numbers.
-
-    Returns:
-        The new values and lengths.
-    """
-    numbers = dense[values]
-    known = numbers >= 0
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return numbers[known], torch.bincount(rows[known], minlength=len(lengths))
-
-
-class _Mapped:
-    """A loader's batches in the dense ids of a model, without the items that it does not know."""
-
-    def __init__(self, loader: Any, dense: Tensor) -> None:
-        self.loader, self.dense = loader, dense
-        self.num_items = int(dense.max()) + 1 if len(dense) else 0
-        self.notes = {"unknown_items": int((dense < 0).sum()), "unknown_targets": 0, "unknown_history_events": 0}
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[SequenceBatch]:
-        from jagged.data import SequenceBatch
-
-        for batch in self.loader:
-            features = self._map(batch.features)
-            targets = self.dense[batch.targets]
-            self.notes["unknown_history_events"] += len(batch.features.values()) - len(features.values())
-            self.notes["unknown_targets"] += int((targets < 0).sum())
-            viewed = None if batch.viewed is None else self._map(batch.viewed)
-            yield SequenceBatch(features, targets, batch.users, viewed, self.num_items)
-
-    def _map(self, features: Any) -> Any:
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-        values, lengths = known_items(features.values(), features.lengths(), self.dense)
-        return KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths)
 
 
 @contextmanager

@@ -6,10 +6,10 @@ are integers, so the result depends neither on how users were batched nor on how
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,140 @@ from torch import Tensor
 #: Rank of a target that the model cannot rank (it is not in its catalogue): beyond every cut-off.
 MISS = torch.iinfo(torch.int64).max
 
+#: The protocols by the names that figures have: all items of the catalogue are ranked, or those of a user's history are left out.
+ALL_ITEMS, UNSEEN_ITEMS = "all_items", "unseen_items"
+#: What people read in their place.
+IN_WORDS = {ALL_ITEMS: "seen items left in", UNSEEN_ITEMS: "seen items taken out"}
+
+#: Cut-offs where none are asked for.
+DEFAULT_KS = (5, 10, 20)
+
 _COUNTS_FILE = "train_counts.safetensors"
+
+Value = TypeVar("Value", covariant=True)
+
+
+class _Named(Mapping[str, Value], Generic[Value]):
+    """An immutable mapping that says what it holds where it is asked for something else."""
+
+    __slots__ = ("_values",)
+    _kind = "metric"
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = dict(values)
+
+    def __getitem__(self, name: str) -> Value:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise KeyError(self._missing(name)) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.to_json()!r})"
+
+    def _missing(self, name: str) -> str:
+        return f"{self._kind}: got {name!r}, expected {' or '.join(self) or 'none: there are no figures'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain dicts."""
+        return dict(self._values)
+
+
+class Group(_Named[float]):
+    """Figures of one protocol by metric and cut-off: `group["ndcg@10"]`."""
+
+    __slots__ = ()
+
+
+class Figures(_Named[Group]):
+    """Figures by group, and by metric in it: `figures.all_items["ndcg@10"]`, or `figures["all_items"]["ndcg@10"]`.
+
+    A group is a protocol or a task: `all_items` ranks the whole catalogue, `unseen_items` leaves out the items of the user's history.
+    Immutable; equal to plain dicts of the same content.
+
+    Args:
+        groups: by the group's name its figures.
+
+    Raises:
+        KeyError, AttributeError: for a group or metric that is not there; the message lists those that are.
+    """
+
+    __slots__ = ()
+    _kind = "group of figures"
+
+    def __init__(self, groups: Mapping[str, Mapping[str, float]]) -> None:
+        super().__init__({name: Group(figures) for name, figures in groups.items()})
+
+    def __getattr__(self, name: str) -> Group:
+        # Names of Python's own protocols are asked for before there are values.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in self._values:
+            raise AttributeError(self._missing(name))
+        return self._values[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as plain dicts."""
+        return {name: group.to_json() for name, group in self.items()}
+
+
+class Best(NamedTuple):
+    """The validation that chose a run's weights.
+
+    Attributes:
+        epoch, step: when it was, both from 1.
+        value: of the monitored metric.
+        group: of the figures that it is in: a protocol, or a task.
+    """
+
+    epoch: int
+    step: int
+    value: float
+    group: str
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """What a run reached: the content of `metrics.json`.
+
+    Attributes:
+        monitor: the metric that chose the weights; empty after a dry run.
+        best: when and what it was; None after a dry run.
+        valid, test: the figures of the chosen weights, `metrics.test.all_items["ndcg@10"]`.
+    """
+
+    monitor: str = ""
+    best: Best | None = None
+    valid: Figures = field(default_factory=lambda: Figures({}))
+    test: Figures = field(default_factory=lambda: Figures({}))
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> RunMetrics:
+        """Read what `to_json` gave."""
+        return cls(content["monitor"], Best(**content["best"]), Figures(content["valid"]), Figures(content["test"]))
+
+    def to_json(self) -> dict[str, Any]:
+        """The content as plain dicts."""
+        return {
+            "monitor": self.monitor,
+            "best": self.best and self.best._asdict(),
+            "valid": self.valid.to_json(),
+            "test": self.test.to_json(),
+        }
+
+
+def cut_offs(monitor: str) -> tuple[int, ...]:
+    """The usual cut-offs and that of a metric, `ndcg@7`."""
+    return tuple(sorted({*DEFAULT_KS, int(monitor.partition("@")[2])}))
 
 
 @dataclass(frozen=True)
@@ -87,7 +220,7 @@ class RankingMetrics:
     Args:
         num_items: size of the catalogue, V.
         train_counts: training users of each item, `TrainCounts`.
-        ks: the cut-offs.
+        ks: the cut-offs, any; one beyond the catalogue counts all of it.
         device: where the counts live; `update` then runs there without a synchronisation.
 
     Raises:
@@ -98,7 +231,7 @@ class RankingMetrics:
         self,
         num_items: int,
         train_counts: TrainCounts,
-        ks: Sequence[int] = (5, 10, 20),
+        ks: Sequence[int] = DEFAULT_KS,
         *,
         device: torch.device | str | None = None,
     ) -> None:
@@ -110,8 +243,10 @@ class RankingMetrics:
                 "count the training part of the data set that the model was trained on"
             )
         self.num_items, self.train_counts, self.ks = num_items, train_counts, tuple(sorted(ks))
-        # Target ranks below max(ks), then all others; then how often each item was shown within each cut-off.
-        self._ranks = torch.zeros(self.ks[-1] + 1, dtype=torch.int64, device=device)
+        #: How many of each user's best items count.
+        self.depth = min(self.ks[-1], num_items)
+        # Target ranks below the depth, then all others; then how often each item was shown within each cut-off.
+        self._ranks = torch.zeros(self.depth + 1, dtype=torch.int64, device=device)
         self._shown = torch.zeros(len(self.ks), num_items + 1, dtype=torch.int64, device=device)
 
     def update(self, ranks: Tensor, top: Tensor) -> None:
@@ -119,14 +254,14 @@ class RankingMetrics:
 
         Args:
             ranks: `[B]` int64, 0-based rank of each user's target; `MISS` if it was not ranked.
-            top: `[B, max(ks)]` or wider, int64, each user's best items in order; -1 where there are fewer.
+            top: `[B, depth]` or wider, int64, each user's best items in order; -1 where there are fewer.
         """
-        if ranks.dim() != 1 or top.dim() != 2 or len(top) != len(ranks) or top.shape[1] < self.ks[-1]:
+        if ranks.dim() != 1 or top.dim() != 2 or len(top) != len(ranks) or top.shape[1] < self.depth:
             raise ValueError(
                 f"ranks, top: got shapes {tuple(ranks.shape)} and {tuple(top.shape)}, "
-                f"expected [B] and [B, {self.ks[-1]}] (the largest cut-off) or wider"
+                f"expected [B] and [B, {self.depth}] (the largest cut-off, or the catalogue) or wider"
             )
-        self._ranks.scatter_add_(0, ranks.clamp(max=self.ks[-1]), torch.ones_like(ranks))
+        self._ranks.scatter_add_(0, ranks.clamp(max=self.depth), torch.ones_like(ranks))
         for row, k in zip(self._shown, self.ks, strict=True):
             shown = top[:, :k].flatten()
             row.scatter_add_(0, torch.where(shown < 0, self.num_items, shown), torch.ones_like(shown))
@@ -160,7 +295,8 @@ class RankingMetrics:
         users = ranks.sum()
         if not users:
             raise ValueError("no user has a held-out target to evaluate; check the split or choose another part")
-        position = torch.arange(self.ks[-1], dtype=torch.float64)
+        position = torch.arange(self.depth, dtype=torch.float64)
+        ranks = ranks[: self.depth]
         had = self.train_counts.users_per_item.cpu()
         surprisal = _surprisal(had, self.train_counts.num_users)
         result = {}

@@ -32,6 +32,7 @@ _PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "tqdm": ("tqdm", ("tqdm",)),
     "typer": ("typer", ("typer",)),
     "matplotlib": ("matplotlib", ("matplotlib",)),
+    "jinja2": ("jinja2", ("jinja2",)),
     "tensorboard": ("tensorboard", ("tensorboard",)),
 }
 # Triton is needed on a GPU alone, where torch's own wheel brings it.

@@ -15,6 +15,8 @@ from pydantic import ValidationError
 
 from jagged.config import ConfigError, TrainConfig, choices, parse_assignments, parse_text, sections
 
+_MONITOR = "monitor: expected ndcg, recall, mrr, coverage or surprisal with a cut-off, for example ndcg@10"
+
 
 def load_text(tmp_path: Path, text: str, name: str = "run.toml", **overrides: object) -> TrainConfig:
     path = tmp_path / name
@@ -59,7 +61,10 @@ def test_choices_are_those_of_the_field() -> None:
         ("learning_rate = inf", "learning_rate: Input should be a finite number; got inf"),
         ("learning_rate = nan", "learning_rate: Input should be"),
         ("device = 'tpu'", "device: Input should be 'auto', 'cpu' or 'cuda'; got 'tpu'"),
-        ("monitor = 'ndcg@0'", "monitor: String should match pattern"),
+        *(
+            (f"monitor = '{name}'", f"{_MONITOR}; got '{name}'")
+            for name in ("ndcg", "ndcg@0", "ndcg@05", "auc@10", "ndcg@1000000000", "ndcg@10 ", "NDCG@10")
+        ),
         ("num_heads = 3", "embedding_dim (256) must be a multiple of num_heads (3)"),
         ("max_tokens = 49", "max_tokens (49) must be at least max_seq_len (50)"),
         ("sampled_loss = 'refined'\ncorrection = 'none'", "correction (none) must be negatives"),

@@ -16,7 +16,6 @@ from jagged.evaluation import (
     PROTOCOLS,
     EvaluationError,
     Popularity,
-    evaluate,
     evaluate_model,
     evaluate_protocols,
     popularity_metrics,
@@ -25,6 +24,7 @@ from jagged.evaluation import (
 from jagged.metrics import RankingMetrics, TrainCounts
 from jagged.models import SASRec
 from jagged.models.pretrained import save_pretrained
+from jagged.runs.evaluating import evaluate
 
 NUM_ITEMS, DIM = 60, 6
 
@@ -103,7 +103,7 @@ def test_both_protocols_match_ranking_user_by_user(size):
     histories, targets = users()
     model = MeanOfHistory()
     results = evaluate_protocols(model, batches(histories, targets, size), train_counts=counts(), ks=(5, 10))
-    assert list(results) == ["seen items left in", "seen items taken out"]
+    assert list(results) == ["all_items", "unseen_items"]
     for take_out in (False, True):
         got = results[PROTOCOLS[take_out]]
         for k in (5, 10):
@@ -111,7 +111,21 @@ def test_both_protocols_match_ranking_user_by_user(size):
             assert figures == pytest.approx(reference(model, histories, targets, take_out, k), rel=1e-12)
         one = evaluate_model(model, batches(histories, targets, size), train_counts=counts(), ks=(5, 10), filter_viewed=take_out)
         assert one == got
-    assert results["seen items left in"] != results["seen items taken out"]
+    assert results.all_items != results.unseen_items
+
+
+def test_any_cut_offs_may_be_asked_for_also_beyond_the_catalogue():
+    histories, targets = users()
+    model = MeanOfHistory()
+    ks = (1, 7, 59, 60, 61, 10**9)
+    results = evaluate_protocols(model, batches(histories, targets, 9), train_counts=counts(), ks=ks)
+    for take_out in (False, True):
+        got = results[PROTOCOLS[take_out]]
+        assert list(got) == [f"{name}@{k}" for name in ("ndcg", "recall", "mrr", "coverage", "surprisal") for k in ks]
+        for k in ks:
+            figures = [got[f"{name}@{k}"] for name in ("ndcg", "recall", "mrr", "coverage")]
+            assert figures == pytest.approx(reference(model, histories, targets, take_out, k), rel=1e-12)
+        assert got["recall@1000000000"] == 1
 
 
 def test_modes_are_restored_also_after_a_failure():
@@ -201,11 +215,12 @@ def test_a_runs_directory_is_evaluated(tmp_path):
         assert got.metrics == {protocol: pytest.approx(figures, rel=1e-9) for protocol, figures in expected.items()}
         assert (got.part, got.split, got.num_users, got.num_items) == (part, "leave-one-out", len(split.test), dataset.num_items)
         assert got.same_data is True
-    assert list(evaluate(tmp_path / "run", filter_viewed=True).metrics) == ["seen items taken out"]
+    assert list(evaluate(tmp_path / "run", filter_viewed=True).metrics) == ["unseen_items"]
     assert evaluate(tmp_path / "run", data) == got
     lines = str(got).splitlines()
     assert lines[0] == "test part (leave-one-out): 30 users, all 29 items ranked for each"
-    assert lines[1].split() == ["metric", "seen", "items", "left", "in", "seen", "items", "taken", "out"]
+    assert lines[1] == "metric             seen items left in    seen items taken out"
+    assert lines[2] == f"ndcg@5       {got.metrics.all_items['ndcg@5']:>24.4f}{got.metrics.unseen_items['ndcg@5']:>24.4f}"
     assert len(lines) == 2 + 15
 
 
@@ -236,7 +251,7 @@ def test_items_that_the_model_does_not_know_leave_histories_and_are_missed_as_ta
         viewed = {int(n) for n in dataset.items.encode(seen)} - {target}
         order = sorted((n for n in range(dataset.num_items) if n not in viewed), key=lambda n: (-scores[n], n))
         hits += order.index(target) < 5
-    assert got.metrics["seen items taken out"]["recall@5"] == pytest.approx(hits / users)
+    assert got.metrics.unseen_items["recall@5"] == pytest.approx(hits / users)
     assert hits
     assert unknown_targets
     assert got.same_data is False

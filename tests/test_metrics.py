@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jagged.metrics import MISS, RankingMetrics, TrainCounts
+from jagged.config import TrainConfig
+from jagged.metrics import MISS, Best, Figures, RankingMetrics, RunMetrics, TrainCounts, cut_offs
 
 KS = (1, 3, 4)
+
+FIGURES = Figures({"all_items": {"ndcg@10": 0.25, "mrr@7": 0.5}, "click": {"auc": 0.75}})
 
 
 @st.composite
@@ -112,9 +118,11 @@ def test_bad_shapes_are_refused():
     counts = TrainCounts(torch.tensor([1, 1, 0]), 2)
     with pytest.raises(ValueError, match=r"got shape \(3,\), expected \(4,\)"):
         RankingMetrics(4, counts)
-    metrics = RankingMetrics(3, counts, (5,))
-    with pytest.raises(ValueError, match="expected \\[B\\] and \\[B, 5\\]"):
-        metrics.update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4, dtype=torch.int64))
+    metrics = RankingMetrics(3, counts, (2, 5))
+    with pytest.raises(ValueError, match="expected \\[B\\] and \\[B, 3\\]"):
+        metrics.update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="expected \\[B\\] and \\[B, 2\\]"):
+        RankingMetrics(3, counts, (2,)).update(torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match="other: got 3 items"):
         metrics.merge(RankingMetrics(3, counts, (4,)))
 
@@ -142,3 +150,74 @@ def test_training_counts_are_saved(tmp_path):
     loaded = TrainCounts.load(tmp_path)
     assert loaded.users_per_item.tolist() == [3, 0, 1]
     assert loaded.num_users == 7
+
+
+def test_figures_are_found_by_plain_names():
+    assert FIGURES.all_items["ndcg@10"] == FIGURES["all_items"]["ndcg@10"] == 0.25
+    assert FIGURES.click == {"auc": 0.75}
+    assert list(FIGURES) == ["all_items", "click"]
+    assert FIGURES == {"all_items": {"ndcg@10": 0.25, "mrr@7": 0.5}, "click": {"auc": 0.75}}
+    assert FIGURES != {"all_items": {"ndcg@10": 0.25, "mrr@7": 0.5}}
+    assert {"all_items", "click", "to_json"} <= set(dir(FIGURES))
+    assert repr(FIGURES.click) == "Group({'auc': 0.75})"
+    assert repr(FIGURES) == "Figures({'all_items': {'ndcg@10': 0.25, 'mrr@7': 0.5}, 'click': {'auc': 0.75}})"
+
+
+def test_a_name_that_figures_do_not_have_is_answered_with_those_they_have():
+    expected = "group of figures: got 'unseen', expected all_items or click"
+    with pytest.raises(AttributeError) as attribute:
+        _ = FIGURES.unseen
+    assert str(attribute.value) == expected
+    with pytest.raises(KeyError) as key:
+        FIGURES["unseen"]
+    assert key.value.args == (expected,)
+    with pytest.raises(KeyError) as key:
+        FIGURES.all_items["ndcg@5"]
+    assert key.value.args == ("metric: got 'ndcg@5', expected ndcg@10 or mrr@7",)
+    with pytest.raises(AttributeError) as attribute:
+        _ = RunMetrics().test.all_items
+    assert str(attribute.value) == "group of figures: got 'all_items', expected none: there are no figures"
+    assert not hasattr(FIGURES, "unseen")
+    assert FIGURES.get("unseen") is None
+    assert "unseen" not in FIGURES
+
+
+def test_figures_do_not_change():
+    given_groups = {"all_items": {"ndcg@10": 0.25}}
+    figures = Figures(given_groups)
+    given_groups["all_items"]["ndcg@10"] = 1.0
+    figures.to_json()["all_items"]["ndcg@10"] = 1.0
+    assert figures.all_items["ndcg@10"] == 0.25
+    with pytest.raises(AttributeError):
+        figures.all_items = {}
+    with pytest.raises(TypeError):
+        figures.all_items["ndcg@10"] = 1.0
+
+
+def test_figures_are_copied_pickled_and_written_as_plain_json():
+    for same in (copy.deepcopy(FIGURES), pickle.loads(pickle.dumps(FIGURES))):
+        assert isinstance(same, Figures)
+        assert same.all_items["mrr@7"] == 0.5
+        assert same == FIGURES
+    metrics = RunMetrics("mrr@7", Best(3, 0.5, "all_items"), Figures({"all_items": {"mrr@7": 0.5}}), FIGURES)
+    content = metrics.to_json()
+    assert content == {
+        "monitor": "mrr@7",
+        "best": {"epoch": 3, "value": 0.5, "protocol": "all_items"},
+        "valid": {"all_items": {"mrr@7": 0.5}},
+        "test": {"all_items": {"ndcg@10": 0.25, "mrr@7": 0.5}, "click": {"auc": 0.75}},
+    }
+    assert RunMetrics.from_json(json.loads(json.dumps(content))) == metrics
+    assert (metrics.best.epoch, metrics.test.click["auc"]) == (3, 0.75)
+
+
+def test_the_monitored_cut_off_joins_the_usual_ones():
+    assert cut_offs("ndcg@10") == (5, 10, 20)
+    assert cut_offs("mrr@7") == (5, 7, 10, 20)
+    assert cut_offs("recall@100") == (5, 10, 20, 100)
+
+
+def test_every_metric_can_be_monitored():
+    metrics = RankingMetrics(3, TrainCounts(torch.tensor([1, 1, 0]), 2), (1, 123))
+    metrics.update(torch.tensor([0]), torch.tensor([[0, 1, 2]]))
+    assert [TrainConfig(monitor=name).monitor for name in metrics.compute()] == list(metrics.compute())

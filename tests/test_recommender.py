@@ -21,7 +21,7 @@ from jagged.evaluation import EvaluationError
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec
 from jagged.models.pretrained import save_pretrained
-from jagged.recommender import Recommender, recommend
+from jagged.runs.recommending import Recommender, recommend
 from jagged.training import CheckpointError
 
 NUM_ITEMS = 40
@@ -263,7 +263,7 @@ def test_memory_bound_and_batches_change_nothing(texts, tmp_path, monkeypatch):
     lines = [" ".join([f"u{user}", *(f"i{(user * 3 + step) % NUM_ITEMS}" for step in range(user % 9 + 1))]) for user in range(50)]
     (tmp_path / "h.txt").write_text("\n".join(lines) + "\n")
     whole = recommend(texts, tmp_path / "h.txt", k=5)
-    monkeypatch.setattr("jagged.recommender._BATCH", 7)
+    monkeypatch.setattr("jagged.runs.recommending._BATCH", 7)
     cut = recommend(texts, tmp_path / "h.txt", k=5, max_bytes=2**16)
     assert cut.drop_columns("score").equals(whole.drop_columns("score"))
     assert cut.column("score").to_pylist() == pytest.approx(whole.column("score").to_pylist(), rel=1e-5)
@@ -292,7 +292,7 @@ def test_fit_save_open_recommend(tmp_path):
     assert [rows[0][0] for rows in by_user(table).values()] == [6, 1]
 
     evaluation = fitted.evaluate(filter_viewed=True)
-    assert evaluation.metrics["seen items taken out"]["recall@5"] > 0.9
+    assert evaluation.metrics.unseen_items["recall@5"] > 0.9
     assert evaluation.same_data
 
     fitted.save_pretrained(tmp_path / "copy")

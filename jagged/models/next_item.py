@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from jagged.evaluation import evaluate_protocols
+from jagged.metrics import DEFAULT_KS, Figures
 from jagged.models.heads import Head
-from jagged.models.task import Figures, TaskOutput, TaskScores
+from jagged.models.task import TaskOutput, TaskScores
 from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
 
@@ -47,7 +48,7 @@ class NextItemTask(nn.Module):
         head: Head | None = None,
         train_counts: TrainCounts | None = None,
         filter_viewed: bool = False,
-        ks: Sequence[int] = (5, 10, 20),
+        ks: Sequence[int] = DEFAULT_KS,
     ) -> None:
         super().__init__()
         if head is not None and label_smoothing:

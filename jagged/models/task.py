@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from jagged.data.moving import moved
+from jagged.metrics import Figures
 from jagged.pointwise import PointwiseMetrics
-
-#: Figures of an evaluation: by group (a protocol, a task) and by name.
-Figures = dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,7 @@ class Task(nn.Module):
         if not metrics or not sums[1]:
             raise ValueError(f"the {part} part has no rows with a label to evaluate; give more data")
         figures = {name: metric.compute() for name, metric in metrics.items()}
-        return {"all": {"loss": float(sums[0] / sums[1])}, **figures}
+        return Figures({"all": {"loss": float(sums[0] / sums[1])}, **figures})
 
 
 class evaluating:  # noqa: N801 - used as a context manager

@@ -6,7 +6,7 @@ import json
 import math
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jagged.config import TrainerConfig
+from jagged.metrics import IN_WORDS, Best, Figures, RunMetrics
 from jagged.training import manifest
 from jagged.training.batches import Positioned
 from jagged.training.callbacks import Callback, Progress, states_of
@@ -34,8 +35,6 @@ _KEPT = 2
 
 # Steps between two looks at the losses. Each look waits for the device; a loss that is NaN is found this many steps late.
 _INTERVAL = {"cpu": 10, "cuda": 50}
-
-Figures = Mapping[str, Mapping[str, float]]
 
 
 class Loop:
@@ -108,27 +107,24 @@ class Loop:
                 self._explain(error)
             self._tell("on_stop")
 
-    def test(self, test: Positioned | None) -> dict[str, Any]:
-        """Load the best weights and evaluate them on the test part.
-
-        Returns:
-            The content of `metrics.json`.
-        """
-        state = self.state
+    def test(self, test: Positioned | None) -> RunMetrics:
+        """Load the best weights and evaluate them on the test part, where there is one."""
+        state, figures = self.state, Figures({})
         self.engine.task.load_state_dict(self._best)
-        chosen = state.history[state.best_validation - 1]
-        best = {"epoch": chosen["epoch"], "step": chosen["step"], "value": state.best}
-        metrics: dict[str, Any] = {"monitor": self.config.monitor, "best": best, "valid": chosen["valid"]}
         if test is not None:
             try:
                 with self._watch:
-                    metrics["test"] = self._evaluate(test, "test")
+                    figures = self._evaluate(test, "test")
             except StopRequested:
                 number = self._wish.signal or signal.SIGTERM
                 raise TrainingInterrupted(
                     f"stopped by {signal.Signals(number).name} before the test; resume to test and finish", number
                 ) from None
-        return metrics
+        chosen = state.history[state.best_validation - 1]
+        valid = Figures(chosen["valid"])
+        group = monitored(valid, self.config.monitor)[0]
+        best = Best(chosen["epoch"], chosen["step"], chosen["monitored"], group)
+        return RunMetrics(self.config.monitor, best, valid, figures)
 
     @property
     def _finished(self) -> bool:
@@ -259,7 +255,7 @@ class Loop:
         state, config = self.state, self.config
         figures = self._evaluate(self._valid, "valid")
         try:
-            name, value = monitored(figures, config.monitor)
+            group, value = monitored(figures, config.monitor)
         except TrainingError as error:
             self._checkpoint()
             raise TrainingError(f"{error}; {self._last_checkpoint()} with another monitor") from None
@@ -274,7 +270,7 @@ class Loop:
             "gradient_norm": state.gradient_norm,
             "seconds": state.epoch_seconds,
             "tokens_per_second": tokens / max(state.epoch_seconds, 1e-9),
-            "valid": {group: dict(of) for group, of in figures.items()},
+            "valid": figures.to_json(),
         }
         state.history.append(row)
         state.seconds += state.epoch_seconds
@@ -287,8 +283,8 @@ class Loop:
         else:
             state.worse += 1
         when = f"epoch {state.epoch + 1}" if config.validation_steps is None else f"step {state.step:,}"
-        said = f"{when}: loss {loss:.4f}, validation {name} {value:.4f}"
-        self._display.say(f"{said}{self._valid_note}" + (", the best so far" if better else ""))
+        said = f"{when}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({IN_WORDS.get(group, group)}{self._valid_note})"
+        self._display.say(said + (", the best so far" if better else ""))
         points = {f"valid/{group}/{key}": number for group, of in figures.items() for key, number in of.items()}
         self._display.curves(state.step, {"train/epoch_loss": loss, **points})
         for callback in self._callbacks:
@@ -384,7 +380,7 @@ class _Watched:
 
 
 def monitored(figures: Figures, name: str) -> tuple[str, float]:
-    """The figure of a name, `group/metric`, or `metric` where one group alone has it; with its full name.
+    """Group and value of a figure by its name, `group/metric`, or `metric` where one group alone has it.
 
     Raises:
         TrainingError: none, or several.
@@ -392,6 +388,6 @@ def monitored(figures: Figures, name: str) -> tuple[str, float]:
     found = {f"{group}/{key}": value for group, of in figures.items() for key, value in of.items()}
     fitting = [key for key in found if name in (key, key.partition("/")[2])]
     if len(fitting) == 1:
-        return fitting[0], found[fitting[0]]
+        return fitting[0].partition("/")[0], found[fitting[0]]
     expected = ", ".join(fitting or found)
     raise TrainingError(f"monitor: got {name!r}, expected one of {expected}")

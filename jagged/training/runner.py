@@ -22,7 +22,7 @@ from jagged.data import (
     split_leave_one_out,
     synthetic_sessions,
 )
-from jagged.metrics import TrainCounts
+from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import NextItemTask, build, build_head
 from jagged.models.pretrained import save_pretrained
 from jagged.training import manifest
@@ -82,21 +82,21 @@ def train(
             head=build_head(config, train_counts.users_per_item).to(processes.device),
             train_counts=train_counts,
             filter_viewed=config.filter_viewed,
-            ks=sorted({5, 10, 20, int(config.monitor.partition("@")[2])}),
+            ks=cut_offs(config.monitor),
         )
         loaders = _loaders(config, split, processes)
         expected = forecast(config, split, loaders[0], task, config.precision, processes)
         if progress and processes.is_first:
             print(expected, flush=True)
         if dry_run:
-            return TrainResult(directory, {}, [], float("nan"), 0, 0, 0.0, forecast=expected)
+            return TrainResult(directory, RunMetrics(), [], float("nan"), 0, 0, 0.0, forecast=expected)
         if processes.is_first:
             for left in directory.glob(f".{DATASET}.*"):
                 shutil.rmtree(left, ignore_errors=True)
             with manifest.writing(directory / DATASET, "make room, or choose another output"):
                 dataset.save(directory / DATASET)
 
-        def write(whole: nn.Module, metrics: dict[str, Any], history: list[dict[str, Any]]) -> None:
+        def write(whole: nn.Module, metrics: RunMetrics, history: list[dict[str, Any]]) -> None:
             _write(directory, config, split, whole, train_counts, metrics)
 
         drawn = len(split.valid) if config.validate_users is None else config.validate_users
@@ -166,7 +166,7 @@ def _write(
     split: SequenceSplit,
     task: nn.Module,
     train_counts: TrainCounts,
-    metrics: dict[str, Any],
+    metrics: RunMetrics,
 ) -> None:
     dataset = split.train.dataset
     description = {
@@ -187,6 +187,6 @@ def _write(
         name=config.model,
         config=config,
         split=description,
-        metrics=metrics,
+        metrics=metrics.to_json(),
         train_counts=train_counts,
     )

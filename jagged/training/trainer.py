@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from jagged.config import TrainerConfig
+from jagged.metrics import RunMetrics
 from jagged.models import RankingTask
 from jagged.models.pretrained import save_task
 from jagged.training import manifest
@@ -29,8 +30,8 @@ from jagged.training.state import TrainState
 from jagged.training.stop import stop_wish
 
 Config = TypeVar("Config", bound=TrainerConfig)
-# Writes what a finished run leaves: the task with its best weights, and the content of `metrics.json`.
-Writer = Callable[[nn.Module, dict[str, Any], list[dict[str, Any]]], None]
+# Writes what a finished run leaves: the task with its best weights, its figures and its history.
+Writer = Callable[[nn.Module, RunMetrics, list[dict[str, Any]]], None]
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class TrainResult:
 
     Attributes:
         directory: the run's directory.
-        metrics: what `metrics.json` holds: `"valid"` and, with a test part, `"test"`, by group and name; `"best"`, when the kept
-            weights were reached. Empty after a dry run.
+        metrics: what `metrics.json` holds: `metrics.test.all_items["ndcg@10"]`, `metrics.valid.click["auc"]`. Empty after a dry
+            run; without test data `metrics.test` is.
         history: a row for each validation: `epoch, step, loss, monitored, learning_rate, gradient_norm, seconds,
             tokens_per_second`, and `valid` with all figures.
         best_metric: the monitored validation metric of the weights that were kept; NaN after a dry run.
@@ -51,7 +52,7 @@ class TrainResult:
     """
 
     directory: Path
-    metrics: dict[str, Any]
+    metrics: RunMetrics
     history: list[dict[str, Any]]
     best_metric: float
     epochs: int
@@ -75,7 +76,7 @@ class Trainer:
 
     Example:
         >>> trainer = Trainer(task, TrainerConfig(output="runs/clicks", max_epochs=3))  # doctest: +SKIP
-        >>> trainer.fit(train, valid).metrics["valid"]["click"]["auc"]  # doctest: +SKIP
+        >>> trainer.fit(train, valid).metrics.valid.click["auc"]  # doctest: +SKIP
     """
 
     def __init__(self, task: RankingTask, config: TrainerConfig, *, callbacks: Sequence[Callback] = ()) -> None:
@@ -165,7 +166,8 @@ class Trainer:
                         save_task(whole, directory, config=config, metrics=metrics, history=state.history)
                     else:
                         write(whole, metrics, state.history)
-            kept = float(metrics["best"]["value"])
+            assert metrics.best is not None
+            kept = metrics.best.value
             return TrainResult(
                 directory, metrics, state.history, kept, state.epoch, state.step, state.seconds, stopped=state.stopped
             )

@@ -27,11 +27,13 @@ def jagged(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, dict[str, Any]]]:
-    """The configurations that `train` would have been called with."""
+    """The configurations that `train` would have been called with; nothing is trained or summed up."""
     import jagged.training
+    from jagged.runs import summary
 
     calls: list[tuple[TrainConfig, dict[str, Any]]] = []
     monkeypatch.setattr(jagged.training, "train", lambda config, **options: calls.append((config, options)))
+    monkeypatch.setattr(summary, "summary_lines", lambda directory: [f"summary of {directory}"])
     return calls
 
 
@@ -126,6 +128,26 @@ def test_a_run_can_be_repeated_from_its_configuration(
     first.save(tmp_path / "config.json")
     assert run(monkeypatch, "train", "--config", str(tmp_path / "config.json")) == 0
     assert trained[0][0] == first
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rank", "expected"),
+    [
+        ([], None, "summary of runs/here\n"),
+        ([], "0", "summary of runs/here\n"),
+        ([], "1", ""),
+        (["--dry-run"], None, ""),
+    ],
+)
+@pytest.mark.usefixtures("trained")
+def test_the_first_process_sums_up_what_was_trained(
+    arguments: list[str], rank: str | None, expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    assert run(monkeypatch, "train", "--output", "runs/here", *arguments) == 0
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import sys
 from pathlib import Path
 
 import pytest
 
 from jagged import cli
+from jagged.config import TrainConfig
+from jagged.metrics import IN_WORDS, Best, Figures, RunMetrics
+from jagged.runs.summary import summary_lines
+from jagged.training import CheckpointError
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -30,9 +35,9 @@ def histories(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "protocols"),
     [
-        ([], ["seen items left in", "seen items taken out"]),
-        (["--keep-viewed"], ["seen items left in"]),
-        (["--filter-viewed", "--part", "valid"], ["seen items taken out"]),
+        ([], ["all_items", "unseen_items"]),
+        (["--keep-viewed"], ["all_items"]),
+        (["--filter-viewed", "--part", "valid"], ["unseen_items"]),
     ],
 )
 def test_evaluate_prints_figures_with_their_protocol(
@@ -49,9 +54,22 @@ def test_evaluate_prints_figures_with_their_protocol(
     part = "valid" if "valid" in options else "test"
     assert f"{part} part (leave-one-out): 200 users, all 96 items ranked" in text
     figures = evaluate(run_directory, part=part).metrics
-    assert [protocol for protocol in figures if protocol in text] == protocols
+    assert [protocol for protocol in figures if IN_WORDS[protocol] in text] == protocols
     for protocol in protocols:
         assert f"{figures[protocol]['ndcg@10']:.4f}" in text
+
+
+def test_evaluate_takes_any_cut_offs(
+    run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from jagged import evaluate
+
+    assert run(monkeypatch, "evaluate", str(run_directory), "--k", "10", "--k", "1", "--k", "10") == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    figures = evaluate(run_directory, ks=(1, 10)).metrics
+    names = [f"{name}@{k}" for name in ("ndcg", "recall", "mrr", "coverage", "surprisal") for k in (1, 10)]
+    assert rows == [f"{name:<13}{figures.all_items[name]:>24.4f}{figures.unseen_items[name]:>24.4f}" for name in names]
+    assert run(monkeypatch, "evaluate", str(run_directory), "--k", "0") == 2
 
 
 def test_evaluate_refuses_an_unknown_part(
@@ -117,6 +135,29 @@ def test_report_prints_where_the_page_is(
     assert page.read_text().startswith("<!doctype html>")
 
 
+def test_a_summary_says_what_was_monitored_and_quotes_what_a_shell_would_split(tmp_path: Path) -> None:
+    directory = tmp_path / "my run"
+    directory.mkdir()
+    best = Best(12, 0.25, "unseen_items")
+    test = {"all_items": {"mrr@7": 0.125, "ndcg@10": 1.0}, "unseen_items": {"mrr@7": 0.5, "ndcg@10": 1.0}}
+    split = {"name": "global-time", "users": 12_345, "items": 1_000, "events": 1_234_567, "test": 2_001}
+    (directory / "metrics.json").write_text(json.dumps(RunMetrics("mrr@7", best, Figures({}), Figures(test)).to_json()))
+    (directory / "split.json").write_text(json.dumps(split))
+    TrainConfig(output="elsewhere", monitor="mrr@7").save(directory / "config.json")
+    assert summary_lines(directory) == [
+        "read     12,345 users, 1,000 items, 1,234,567 events from the built-in sample",
+        "reached  test mrr@7 0.1250 with seen items left in, 0.5000 with seen items taken out; "
+        "global-time, 2,001 users, all items ranked for each",
+        f"kept     {directory}: weights of epoch 12, validation mrr@7 0.2500 with seen items taken out",
+        f"next     jagged evaluate '{directory}'",
+        f"         jagged recommend '{directory}' histories.csv",
+    ]
+    (directory / "metrics.json").unlink()
+    with pytest.raises(CheckpointError) as error:
+        summary_lines(directory)
+    assert str(error.value) == f"{directory}/metrics.json: cannot be read: No such file or directory"
+
+
 def test_train_forecasts_trains_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -131,7 +172,16 @@ def test_train_forecasts_trains_and_resumes(
 
     assert run(monkeypatch, "train", *options, "--max-epochs", "1") == 0
     assert (tmp_path / "run" / "model.safetensors").exists()
-    capsys.readouterr()
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    left_in, taken_out = (metrics["test"][name]["ndcg@10"] for name in ("all_items", "unseen_items"))
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        f"read     60 users, 30 items, 360 events from {events}",
+        f"reached  test ndcg@10 {left_in:.4f} with seen items left in, {taken_out:.4f} with seen items taken out; "
+        "leave-one-out, 60 users, all items ranked for each",
+        f"kept     {tmp_path}/run: weights of epoch 1, validation ndcg@10 {metrics['best']['value']:.4f} with seen items left in",
+        f"next     jagged evaluate {tmp_path}/run",
+        f"         jagged recommend {tmp_path}/run histories.csv",
+    ]
 
     assert run(monkeypatch, "train", *options, "--max-epochs", "1") == 2
     assert "not empty" in capsys.readouterr().err

@@ -9,15 +9,19 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 
-from jagged import charts, evaluate, page
+from jagged import charts, evaluate
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
-from jagged.reporting import LEAKS, RunFacts, gather, render, report, write_pictures
+from jagged.metrics import IN_WORDS
+from jagged.runs import reporting
+from jagged.runs.reporting import _TEMPLATES, LEAKS, RunFacts, gather, render, report, write_pictures
 
+TEMPLATES = Path(reporting.__file__).parent / "templates"
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
 
@@ -63,7 +67,8 @@ def test_the_page_says_what_evaluation_says(facts: RunFacts, run_directory: Path
     measured = evaluate(run_directory).metrics
     baseline = popularity_metrics(split_leave_one_out(_dataset(run_directory)))
     for protocol, figures in measured.items():
-        assert protocol in words
+        assert IN_WORDS[protocol] in words
+        assert protocol not in words
         for name, value in figures.items():
             assert f"{value:.4f}" in words, name
             assert f"{baseline[protocol][name]:.4f}" in words, name
@@ -85,7 +90,7 @@ def test_ranks_agree_with_the_metrics(facts: RunFacts) -> None:
         assert ranks.min() >= 1
         assert ranks.max() <= facts.num_items
         for k in (5, 10, 20):
-            assert np.mean(ranks <= k) == pytest.approx(facts.metrics["seen items left in"][name][f"recall@{k}"])
+            assert np.mean(ranks <= k) == pytest.approx(facts.metrics["all_items"][name][f"recall@{k}"])
 
 
 def test_ranks_follow_the_runs_choice_about_seen_items(run_directory: Path, tmp_path: Path) -> None:
@@ -98,7 +103,7 @@ def test_ranks_follow_the_runs_choice_about_seen_items(run_directory: Path, tmp_
     shutil.copytree(run_directory / "dataset", tmp_path / "run" / "dataset")
     facts = gather(tmp_path / "run", progress=False)
     for name, ranks in facts.ranks.items():
-        assert np.mean(ranks <= 10) == pytest.approx(facts.metrics["seen items taken out"][name]["recall@10"])
+        assert np.mean(ranks <= 10) == pytest.approx(facts.metrics["unseen_items"][name]["recall@10"])
     words = Document(render(facts)).words
     assert "Where the held-out item stood, seen items taken out" in words
     # The copy has no history: a page without curves.
@@ -215,7 +220,7 @@ def test_a_broken_history_is_named(run_directory: Path, tmp_path: Path) -> None:
 
 
 def test_times_are_shown_as_times(facts: RunFacts) -> None:
-    from jagged.reporting import _readable
+    from jagged.runs.reporting import _readable
 
     notes = {"valid_time": 1_577_836_800_000_000, "users_without_targets": 3}
     assert _readable(notes, "zoned") == {"valid_time": "2020-01-01T00:00:00.000000", "users_without_targets": 3}
@@ -244,9 +249,29 @@ def test_histograms_count_every_user(longest: int) -> None:
 
 
 def test_tables_are_escaped_and_aligned() -> None:
-    text = page.table(["<a>", "b"], [["x & y", "1"]], numbers_from=1)
-    assert "<th>&lt;a&gt;</th>" in text
-    assert '<td>x &amp; y</td><td class="number">1</td>' in text
+    table: Any = _TEMPLATES.get_template("table.html").module
+    text = table.table([["x & y", "1"]], ["<a>", "b"])
+    assert '<tr><th>&lt;a&gt;</th><th class="number">b</th></tr>' in text
+    assert '<tr><td>x &amp; y</td><td class="number">1</td></tr>' in text
+    assert "<tr><td>x &amp; y</td><td>1</td></tr>" in table.table([["x & y", "1"]], texts=True)
+
+
+def test_templates_escape_every_text_and_refuse_a_misspelt_name(facts: RunFacts) -> None:
+    name = "</title><script>alert(\"a\" & 'b')</script>"
+    text = render(dataclasses.replace(facts, directory=Path(name), versions={name: name}))
+    escaped = "&lt;/title&gt;&lt;script&gt;alert(&#34;a&#34; &amp; &#39;b&#39;)&lt;/script&gt;"
+    lines = text.splitlines()
+    assert f"<title>jagged: {escaped}</title>" in lines
+    assert f"<h1>{escaped}</h1>" in lines
+    assert f"<tr><td>{escaped}</td><td>{escaped}</td></tr>" in lines
+    # In the configuration, by the run's data.
+    assert "<tr><td>data</td><td>sample &lt;b&gt;&amp;&#39;&#34;.csv</td></tr>" in lines
+    assert name not in text
+    # The one place that is not escaped holds pictures.
+    safe = [path.name for path in TEMPLATES.iterdir() for _ in range(path.read_text().count("| safe"))]
+    assert safe == ["report.html"]
+    with pytest.raises(jinja2.UndefinedError, match="'fcats' is undefined"):
+        _TEMPLATES.from_string("{{ fcats }}").render(facts=facts)
 
 
 def test_configuration_is_shown_by_sections(facts: RunFacts) -> None:

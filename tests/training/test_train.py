@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from jagged.data import SequenceDataset
+from jagged.metrics import RunMetrics
 from jagged.models.pretrained import from_pretrained
 from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, loop, train
 from jagged.training import checkpoint as checkpoints
@@ -47,12 +48,12 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     }  # fmt: skip
     assert list((result.directory / "tensorboard").iterdir())
     metrics = json.loads((result.directory / "metrics.json").read_text())
-    assert metrics == result.metrics
-    assert set(metrics["test"]) == {"seen items left in", "seen items taken out"}
-    assert set(metrics["valid"]) == {"seen items left in"}
+    assert metrics == result.metrics.to_json()
+    assert set(metrics["test"]) == {"all_items", "unseen_items"}
+    assert set(metrics["valid"]) == {"all_items"}
     best = max(result.history, key=lambda row: row["ndcg@10"])
     assert metrics["best"]["value"] == best["ndcg@10"] == result.best_metric
-    assert metrics["valid"]["seen items left in"]["mrr@5"] == result.history[metrics["best"]["epoch"] - 1]["mrr@5"]
+    assert result.metrics.valid.all_items["mrr@5"] == result.history[metrics["best"]["epoch"] - 1]["mrr@5"]
     assert [json.loads(line) for line in (result.directory / "history.jsonl").read_text().splitlines()] == result.history
     config = json.loads((result.directory / "config.json").read_text())
     assert (config["precision"], config["device"], config["embedding_dim"]) == ("32-true", "cpu", 8)
@@ -62,9 +63,9 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
 
 def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> None:
     # The second epoch's rate is absurd, so the first epoch's weights are the best.
-    result = run(tmp_path, dataset, max_epochs=6, patience=2, learning_rate=0.02, monitor="mrr@10")
-    best = result.metrics["best"]["epoch"]
-    values = [row["mrr@10"] for row in result.history]
+    result = run(tmp_path, dataset, max_epochs=6, patience=2, learning_rate=0.02, monitor="mrr@7")
+    best = result.metrics.best.epoch
+    values = [row["mrr@7"] for row in result.history]
     assert best == values.index(max(values)) + 1
     assert len(values) == min(6, best + 2)
     tensors, _ = checkpoints.load_checkpoint(checkpoints.list_checkpoints(tmp_path / "checkpoints")[-1])
@@ -304,7 +305,7 @@ def test_a_dry_run_writes_nothing(dataset: SequenceDataset, tmp_path: Path, caps
     printed = capsys.readouterr().out
     for expected in ("forecast", f"{STEPS_PER_EPOCH} steps an epoch", "at most 15 steps"):
         assert expected in printed
-    assert (result.steps, result.metrics, result.history) == (0, {}, [])
+    assert (result.steps, result.metrics, result.history) == (0, RunMetrics(), [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -331,7 +332,7 @@ def test_token_budget_warm_up_and_filtering(dataset: SequenceDataset, tmp_path: 
     assert result.steps > STEPS_PER_EPOCH
     assert result.history[0]["learning_rate"] == pytest.approx(1e-3 * (result.steps + 1) / 100)
     assert result.history[0]["gradient_norm"] is None
-    assert set(result.metrics["valid"]) == {"seen items taken out"}
+    assert set(result.metrics.valid) == {"unseen_items"}
 
 
 def test_too_little_data_is_refused(tmp_path: Path) -> None:

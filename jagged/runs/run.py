@@ -125,3 +125,20 @@ def find_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: got 'cuda', but torch sees no GPU; run `jagged doctor`, or use device=cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def known_items(values: Tensor, lengths: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+    """Renumber samples' items: id `i` becomes `dense[i]` and is left out where that is negative.
+
+    Args:
+        values: `[S]` int64 ids of all samples in a row.
+        lengths: `[B]` int64, summing to S.
+        dense: int64 new numbers.
+
+    Returns:
+        The new values and lengths.
+    """
+    numbers = dense[values]
+    known = numbers >= 0
+    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return numbers[known], torch.bincount(rows[known], minlength=len(lengths))

@@ -8,15 +8,19 @@ import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from jagged import charts, page
+from jagged import charts
 from jagged.config import ConfigError, TrainConfig, sections
+from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics
+from jagged.metrics import IN_WORDS, cut_offs
+from jagged.runs.evaluating import evaluate
+from jagged.runs.run import Run
 from jagged.versions import installed
 
 if TYPE_CHECKING:
@@ -25,6 +29,12 @@ if TYPE_CHECKING:
     from jagged.data import SequencePart
 
 Counts = npt.NDArray[np.int64]
+
+# All text that comes to a page is escaped, and a name that a template misspells is an error.
+_TEMPLATES = Environment(
+    loader=PackageLoader("jagged.runs"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+_TEMPLATES.filters["thousands"] = "{:,}".format
 
 # What each count of `jagged.data.leaks` would mean.
 LEAKS = {
@@ -51,7 +61,7 @@ class RunFacts:
         lengths: `[U]` events of each user.
         ranks: by model name `[n]` 1-based rank of each held-out item, under the run's own choice about seen items.
         metrics: by protocol, by model name, by metric.
-        history: a row for each epoch: "epoch", "loss" and the monitored validation metric.
+        history: a row for each validation: "epoch", "loss" and "monitored", the validation metric.
         leaks: counts of `jagged.data.leaks`.
         versions: by distribution.
     """
@@ -113,14 +123,13 @@ def write_pictures(facts: RunFacts, directory: Path) -> list[Path]:
 def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] = "test", progress: bool = True) -> RunFacts:
     """Evaluate a run and its popularity baseline, and collect what the page shows. Raises what `report` does."""
     from jagged.data import leaks
-    from jagged.evaluation import Popularity, evaluate, popularity_metrics
-    from jagged.runs import Run
 
     run = Run.open(directory)
     config, dataset = run.config, run.read()
     split = run.split(dataset)
-    model_metrics = evaluate(directory, dataset, part=part, progress=progress).metrics
-    baseline = popularity_metrics(split, part=part, batch_size=config.eval_batch_size, progress=progress)
+    ks = cut_offs(config.monitor)
+    model_metrics = evaluate(directory, dataset, part=part, ks=ks, progress=progress).metrics
+    baseline = popularity_metrics(split, part=part, ks=ks, batch_size=config.eval_batch_size, progress=progress)
     held_out = split.test if part == "test" else split.valid
     models = {"model": run.model, "popularity": Popularity(run.train_counts(), device=run.device)}
     return RunFacts(
@@ -136,7 +145,7 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
         lengths=dataset.lengths.numpy(),
         ranks={name: _target_ranks(model, held_out, config, run.device) for name, model in models.items()},
         metrics={name: {"model": figures, "popularity": baseline[name]} for name, figures in model_metrics.items()},
-        history=_read_history(Path(directory) / "history.jsonl", ("epoch", "loss", config.monitor)),
+        history=_read_history(Path(directory) / "history.jsonl", ("epoch", "loss", "monitored")),
         leaks=leaks(split),
         versions=installed(),
     )
@@ -184,72 +193,46 @@ def _readable(notes: Mapping[str, int], time_kind: str) -> dict[str, int | str]:
 
 def render(facts: RunFacts) -> str:
     """The page as HTML."""
-    config = facts.config
-    protocol = _protocol(config.filter_viewed)
-    num_ranked = len(next(iter(facts.ranks.values())))
-    name = str(facts.directory)
-    body = [
-        f"<h1>{escape(name)}</h1>",
-        page.paragraph(
-            f"{config.model} trained on {config.data or 'the built-in sample'}: {facts.num_events:,} events of "
-            f"{facts.num_users:,} users and {facts.num_items:,} items.",
-            "soft",
-        ),
-        _headline(facts, protocol),
-        page.heading("Metrics"),
-        page.paragraph(
-            f"Protocol: split {facts.split}, {facts.part} part, {num_ranked:,} users with one held-out item each, every one of "
-            f"the {facts.num_items:,} items ranked, ties to the smaller item number. Popularity ranks items by their number "
-            "of training users, for everybody alike."
-        ),
-        _metrics_table(facts.metrics),
-        page.heading("Training, ranks and lengths"),
-        page.charts((charts.to_svg(figure, name), text) for name, (figure, text) in _pictures(facts, charts.PAGE).items()),
-        page.heading("Leak checks"),
-        *_leak_section(facts),
-        page.heading("Data"),
-        page.table((), _data_rows(facts), numbers_from=1),
-        page.heading("Configuration"),
-        page.columns(
-            (title, page.table((), [(key, _value(getattr(config, key))) for key in keys])) for title, keys in sections().items()
-        ),
-        page.heading("Versions of this page's writer"),
-        page.table((), [("python", platform.python_version()), *sorted(facts.versions.items())]),
-    ]
-    return page.page(f"jagged: {name}", body)
+    pictures = _pictures(facts, charts.PAGE).items()
+    found = [(_leak(name), count) for name, count in facts.leaks.items() if count]
+    total = sum(facts.leaks.values())
+    choice = PROTOCOLS[facts.config.filter_viewed]
+    monitored = [(name, figures[facts.config.monitor]) for name, figures in facts.metrics[choice].items()]
+    columns = [(protocol, name, figures) for protocol, by_model in facts.metrics.items() for name, figures in by_model.items()]
+    return _TEMPLATES.get_template("report.html").render(
+        facts=facts,
+        headline=[
+            *((f"{value:.4f}", f"{facts.config.monitor} of {name}, {IN_WORDS[choice]}") for name, value in monitored),
+            (f"{total:,}" if total else "none", "leaks found"),
+        ],
+        num_ranked=len(next(iter(facts.ranks.values()))),
+        columns=["", *(f"{name}, {IN_WORDS[protocol]}" for protocol, name, _ in columns)],
+        metrics=[[key, *(f"{figures[key]:.4f}" for _, _, figures in columns)] for key in columns[0][2]],
+        pictures=[(charts.to_svg(figure, name), caption) for name, (figure, caption) in pictures],
+        found=found,
+        leaks=[(_leak(name), f"{count:,}", "found" if count else "none") for name, count in facts.leaks.items()],
+        data=_data_rows(facts),
+        configuration=[
+            (title, [(name, _value(getattr(facts.config, name))) for name in names]) for title, names in sections().items()
+        ],
+        versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
+    )
 
 
-def _protocol(filter_viewed: bool) -> str:
-    from jagged.evaluation import PROTOCOLS
-
-    return PROTOCOLS[filter_viewed]
-
-
-def _headline(facts: RunFacts, protocol: str) -> str:
-    metric = facts.config.monitor
-    by_model = facts.metrics[protocol]
-    values = [(f"{figures[metric]:.4f}", f"{metric} of {name}, {protocol}") for name, figures in by_model.items()]
-    found = sum(facts.leaks.values())
-    values.append(("none" if not found else f"{found:,}", "leaks found"))
-    return page.cards(values)
-
-
-def _metrics_table(metrics: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
-    columns = [(protocol, name, figures) for protocol, by_model in metrics.items() for name, figures in by_model.items()]
-    rows = [[key, *(f"{figures[key]:.4f}" for _, _, figures in columns)] for key in columns[0][2]]
-    return page.table(["", *(f"{name}, {protocol}" for protocol, name, _ in columns)], rows, numbers_from=1)
+def _leak(name: str) -> str:
+    return LEAKS.get(name, name.replace("_", " "))
 
 
 def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
     """By name each picture and its caption; a directory without history has no curves."""
     monitor, limit = facts.config.monitor, facts.config.max_seq_len
-    protocol = _protocol(facts.config.filter_viewed)
+    protocol = IN_WORDS[PROTOCOLS[facts.config.filter_viewed]]
     result = {}
     if facts.history:
-        points = {key: [(row["epoch"], row[key]) for row in facts.history] for key in ("loss", monitor)}
-        best = max(points[monitor], key=lambda point: point[1])[0]
+        points = {key: [(row["epoch"], row[key]) for row in facts.history] for key in ("loss", "monitored")}
+        best = max(points["monitored"], key=lambda point: point[1])[0]
         loss = charts.curve({"training loss": points["loss"]}, "training loss", palette)
-        metric = charts.curve({monitor: points[monitor]}, f"validation {monitor}", palette, mark=best)
+        metric = charts.curve({monitor: points["monitored"]}, f"validation {monitor}", palette, mark=best)
         result["loss"] = (loss, "Training loss, mean of each epoch.")
         result["metric"] = (metric, f"Validation {monitor}, {protocol}; the best epoch was kept.")
     medians = ", ".join(f"{name} {np.median(values):,.0f}" for name, values in facts.ranks.items())
@@ -263,22 +246,6 @@ def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, 
         f"Events of each user. {longer:,} users have more than the model sees ({limit}).",
     )
     return result
-
-
-def _leak_section(facts: RunFacts) -> list[str]:
-    rows = [
-        (LEAKS.get(name, name.replace("_", " ")), f"{count:,}", "found" if count else "none")
-        for name, count in facts.leaks.items()
-    ]
-    found = [(text, count) for text, count, verdict in rows if verdict == "found"]
-    if found:
-        listed = "; ".join(f"{count} {text}" for text, count in found)
-        verdict = page.paragraph(f"Something leaks, and the metrics above are not to be trusted: {listed}.", "bad")
-    else:
-        verdict = page.paragraph(
-            "Nothing leaks: no held-out event was trained on, and no history holds what it is to predict.", "good"
-        )
-    return [verdict, page.table(("check", "count", "outcome"), rows, numbers_from=1)]
 
 
 def _data_rows(facts: RunFacts) -> list[tuple[str, str]]:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import DataError
-from jagged.evaluation import NOT_FINITE, Evaluation, EvaluationError, Popularity, evaluate, is_finite, known_items
+from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite
 from jagged.metrics import TrainCounts
-from jagged.runs import Run
+from jagged.runs.evaluating import Evaluation, evaluate
+from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
 
 if TYPE_CHECKING:

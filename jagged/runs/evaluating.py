@@ -1,0 +1,170 @@
+"""Evaluate what training left in a directory: the function behind `jagged evaluate`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import Tensor
+
+from jagged.config import ConfigError
+from jagged.evaluation import EvaluationError, evaluate_protocols
+from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures
+from jagged.runs.run import Run, known_items
+from jagged.scoring import DEFAULT_MAX_BYTES
+
+if TYPE_CHECKING:
+    from jagged.data import SequenceBatch, SequenceDataset
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures and what they are figures of.
+
+    Attributes:
+        metrics: by protocol and metric: `metrics.all_items["ndcg@10"]` where the whole catalogue is ranked,
+            `metrics.unseen_items["ndcg@10"]` where the items of a user's history are taken out.
+        part: "valid" or "test".
+        split: how the part was held out.
+        num_users: users evaluated.
+        num_items: size of the catalogue; all of it is ranked for each user.
+        same_data: whether the events are, by fingerprint, those the model was trained on; None where the run does not know.
+        notes: counts: of the split, and `unknown_items`, `unknown_targets` (counted as misses) and `unknown_history_events`
+            (left out) where the data has items that the model does not know.
+    """
+
+    metrics: Figures
+    part: str
+    split: str
+    num_users: int
+    num_items: int
+    same_data: bool | None
+    notes: dict[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        lines = [f"{self.part} part ({self.split}): {self.num_users:,} users, all {self.num_items:,} items ranked for each"]
+        if not self.same_data:
+            known = "not known to be" if self.same_data is None else "not"
+            lines.append(f"note: these events are {known} those the model was trained on")
+        if self.notes.get("unknown_items"):
+            lines.append(
+                f"note: {self.notes['unknown_items']:,} items are unknown to the model: "
+                f"{self.notes['unknown_targets']:,} targets count as misses, "
+                f"{self.notes['unknown_history_events']:,} events are left out of histories"
+            )
+        lines.append("".join([f"{'metric':<13}", *(f"{IN_WORDS[protocol]:>24}" for protocol in self.metrics)]))
+        for name in next(iter(self.metrics.values())):
+            lines.append("".join([f"{name:<13}", *(f"{figures[name]:>24.4f}" for figures in self.metrics.values())]))
+        return "\n".join(lines)
+
+
+def evaluate(
+    directory: str | os.PathLike[str],
+    data: str | os.PathLike[str] | SequenceDataset | None = None,
+    *,
+    part: Literal["valid", "test"] = "test",
+    filter_viewed: bool | None = None,
+    ks: Sequence[int] = DEFAULT_KS,
+    format: str = "auto",
+    user_column: str | None = None,
+    item_column: str | None = None,
+    timestamp_column: str | None = None,
+    device: str = "auto",
+    batch_size: int | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    progress: bool = True,
+) -> Evaluation:
+    """Evaluate what training left in a directory; the function behind `jagged evaluate`.
+
+    Items of other data that the model does not know are left out of histories; as targets they count as misses, since no
+    ranking of the model's catalogue can hold them.
+
+    Args:
+        directory: a run's directory.
+        data: events to evaluate on, split as the run's configuration says; by default those the run was trained on.
+        part: the held-out part.
+        filter_viewed: whether to take the items of a user's history out of the ranking; None for both, one after the other.
+        ks: cut-offs.
+        format: of `data`: "auto" (by name), "text", "csv" or "parquet".
+        user_column, item_column, timestamp_column: names of columns of `data`, by default those of the run's configuration.
+        device: "auto" (the GPU where there is one), "cpu" or "cuda".
+        batch_size: users at a time; by default the run's `eval_batch_size`.
+        max_bytes: bound on the memory that grows with users times items.
+        progress: show progress bars after two seconds.
+
+    Raises:
+        ConfigError: an unknown part or device.
+        EvaluationError: the directory has no data and none is given, nothing is held out, or the model's scores are not finite.
+        CheckpointError: the directory is no run, or a file of it is damaged.
+        DataError: the data cannot be used.
+    """
+    from jagged.data import BatchLoader
+
+    if part not in ("valid", "test"):
+        raise ConfigError(f"part: got {part!r}, expected 'valid' or 'test'")
+    run = Run.open(directory, device=device)
+    columns = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    dataset = run.read(data, format=format, columns=columns, progress=progress)
+    split = run.split(dataset)
+    held_out = split.test if part == "test" else split.valid
+    if not len(held_out):
+        raise EvaluationError(
+            f"{dataset.directory}: no user has a held-out event in the {part} part; users need at least 3 events"
+        )
+    protocols = (False, True) if filter_viewed is None else (filter_viewed,)
+    loader = BatchLoader(
+        held_out,
+        batch_size=batch_size or run.config.eval_batch_size,
+        max_seq_len=run.config.max_seq_len,
+        shuffle=False,
+        seed=0,
+        with_viewed=True in protocols,
+    )
+    dense = run.dense_items(dataset)
+    mapped = loader if dense is None else _Mapped(loader, dense)
+    metrics = evaluate_protocols(
+        run.model,
+        mapped,
+        train_counts=run.train_counts(),
+        filter_viewed=protocols,
+        ks=ks,
+        max_bytes=max_bytes,
+        progress=progress,
+        all_processes=False,
+    )
+    notes = dict(split.notes)
+    if isinstance(mapped, _Mapped):
+        notes |= mapped.notes
+    same_data = None if run.fingerprint is None else run.fingerprint == dataset.fingerprint
+    return Evaluation(metrics, part, split.name, len(held_out), len(run.items), same_data, notes)
+
+
+class _Mapped:
+    """A loader's batches in the dense ids of a model, without the items that it does not know."""
+
+    def __init__(self, loader: Any, dense: Tensor) -> None:
+        self.loader, self.dense = loader, dense
+        self.num_items = int(dense.max()) + 1 if len(dense) else 0
+        self.notes = {"unknown_items": int((dense < 0).sum()), "unknown_targets": 0, "unknown_history_events": 0}
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[SequenceBatch]:
+        from jagged.data import SequenceBatch
+
+        for batch in self.loader:
+            features = self._map(batch.features)
+            targets = self.dense[batch.targets]
+            self.notes["unknown_history_events"] += len(batch.features.values()) - len(features.values())
+            self.notes["unknown_targets"] += int((targets < 0).sum())
+            viewed = None if batch.viewed is None else self._map(batch.viewed)
+            yield SequenceBatch(features, targets, batch.users, viewed, self.num_items)
+
+    def _map(self, features: Any) -> Any:
+        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+        values, lengths = known_items(features.values(), features.lengths(), self.dense)
+        return KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths)
