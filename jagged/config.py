@@ -18,6 +18,8 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from jagged.artifacts import dump_json, write_file
+
 # A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
 _MAX_FILE_BYTES = 16 * 1024
 
@@ -157,7 +159,7 @@ class TrainConfig(BaseModel):
 
     def save(self, path: str | Path) -> None:
         """Write the resolved configuration as JSON; `load` reads it."""
-        Path(path).write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
+        write_file(Path(path), dump_json(self.model_dump()))
 
 
 def sections() -> dict[str, list[str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -12,11 +11,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from jagged import artifacts
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
 from jagged.evaluation import PROTOCOLS, evaluate_protocols
 from jagged.metrics import TrainCounts
-from jagged.training import manifest
+from jagged.models.pretrained import HISTORY
 from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
 from jagged.training.engine import Engine
@@ -25,7 +25,6 @@ from jagged.training.state import TrainState
 from jagged.training.stop import StopRequested, StopWish
 
 CHECKPOINTS = "checkpoints"
-HISTORY = "history.jsonl"
 # Prefix of the best weights' names in a checkpoint.
 BEST = "best."
 _KEPT = 2
@@ -244,9 +243,10 @@ class Loop:
             self._write_history()
 
     def _write_history(self) -> None:
-        lines = "".join(json.dumps(line) + "\n" for line in self.state.history)
-        with manifest.writing(self._directory / HISTORY, "make room and resume"):
-            manifest.write_file(self._directory / HISTORY, lines.encode())
+        with artifacts.writing(self._directory / HISTORY, "make room and resume", CheckpointError):
+            # A finished model stays whole while its run goes on; the last history is listed with the next one.
+            artifacts.unlist(self._directory, HISTORY)
+            artifacts.write_file(self._directory / HISTORY, artifacts.dump_json_lines(self.state.history))
 
     def _checkpoint(self) -> None:
         self._look()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from jagged import artifacts
+from jagged.artifacts import CheckpointError
 from jagged.config import TrainConfig
 from jagged.data import (
     BatchLoader,
@@ -27,7 +25,6 @@ from jagged.data import (
 from jagged.metrics import TrainCounts
 from jagged.models import TrainTask, build, build_head
 from jagged.models.pretrained import save_pretrained
-from jagged.training import manifest
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
 from jagged.training.display import Display
 from jagged.training.engine import Engine
@@ -100,9 +97,9 @@ def train(
         precision = "bf16-mixed" if device.type == "cuda" else "32-true"
     config = config.model_copy(update={"precision": precision, "device": device.type})
     directory = Path(config.output)
-    with process_group(device) as processes:
+    with process_group(device) as processes, ExitStack() as held:
         if not dry_run:
-            _check_output(directory, resume)
+            _claim(directory, resume, processes, held)
         dataset = dataset if dataset is not None else _read(config, progress and processes.is_first)
         split = _split(config, dataset)
         torch.manual_seed(config.seed)
@@ -117,13 +114,12 @@ def train(
             print(expected, flush=True)
         if dry_run:
             return TrainResult(directory, {}, [], float("nan"), 0, 0, 0.0, expected)
-        with _lock(directory, processes), stop_wish() as wish, ExitStack() as closing:
+        with stop_wish() as wish, ExitStack() as closing:
             for loader in loaders:
                 closing.callback(loader.close)
             if processes.is_first:
-                for left in directory.glob(f".{DATASET}.*"):
-                    shutil.rmtree(left, ignore_errors=True)
-                with manifest.writing(directory / DATASET, "make room, or choose another output"):
+                artifacts.sweep(directory)
+                with artifacts.writing(directory / DATASET, "make room, or choose another output", CheckpointError):
                     dataset.save(directory / DATASET)
             engine = Engine(model, task, config, precision, processes)
             # Dropout differs between processes; what they share was drawn before.
@@ -203,10 +199,21 @@ def _loaders(config: TrainConfig, split: SequenceSplit, processes: Processes) ->
         raise TrainingError(str(error)) from None
 
 
+def _claim(directory: Path, resume: bool, processes: Processes, held: ExitStack) -> None:
+    """Hold the output for this run, or refuse it; the first process holds it for all."""
+    # Before anything is put there, and again where nobody else can put anything there.
+    _check_output(directory, resume)
+    if processes.is_first:
+        busy = TrainingError(f"output: another process is training in {directory}; wait for it or choose another output")
+        with artifacts.writing(directory, "choose another output", CheckpointError):
+            held.enter_context(artifacts.lock(directory, busy))
+        _check_output(directory, resume)
+
+
 def _check_output(directory: Path, resume: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise TrainingError(f"output: {directory} is a file, expected a directory")
-    if not resume and directory.exists() and any(entry.name != ".lock" for entry in directory.iterdir()):
+    if not resume and directory.exists() and any(entry.name != artifacts.LOCK for entry in directory.iterdir()):
         raise TrainingError(
             f"output: {directory} is not empty; resume to go on with the run in it, choose another output, or delete it"
         )
@@ -254,25 +261,5 @@ def _write(
         split=description,
         metrics=metrics,
         train_counts=loop.train_counts,
+        history=loop.state.history,
     )
-
-
-@contextmanager
-def _lock(directory: Path, processes: Processes) -> Iterator[None]:
-    """Refuse a second run in the same directory. The lock ends with the process, however that ends; workers do not inherit it."""
-    if not processes.is_first:
-        yield
-        return
-    with manifest.writing(directory, "choose another output"):
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise TrainingError(
-                f"output: another process is training in {directory}; wait for it or choose another output"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)

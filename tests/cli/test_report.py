@@ -199,7 +199,7 @@ def test_by_default_the_page_lies_in_the_run(run_directory: Path, tmp_path: Path
     assert report(copy, progress=False) == copy / "report.html"
 
 
-@pytest.mark.parametrize(("output", "expected"), [("missing/page.html", "cannot be written"), (".", "is a directory")])
+@pytest.mark.parametrize(("output", "expected"), [("missing/page.html", "could not be written"), (".", "is a directory")])
 def test_a_page_that_cannot_be_written_is_a_named_error(output: str, expected: str, run_directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=expected):
         report(run_directory, tmp_path / output, progress=False)

@@ -44,6 +44,7 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     listed = set(json.loads((result.directory / "manifest.json").read_text())["files"])
     assert listed == {
         "model.safetensors", "model.json", "config.json", "items.arrow", "split.json", "metrics.json", "train_counts.safetensors",
+        "history.jsonl",
     }  # fmt: skip
     assert list((result.directory / "tensorboard").iterdir())
     metrics = json.loads((result.directory / "metrics.json").read_text())
@@ -57,7 +58,7 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     config = json.loads((result.directory / "config.json").read_text())
     assert (config["precision"], config["device"], config["embedding_dim"]) == ("32-true", "cpu", 8)
     assert SequenceDataset.load(result.directory / "dataset").fingerprint == dataset.fingerprint
-    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".metadata") or ".unfinished" in path.name]
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".metadata", ".tmp")]
 
 
 def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> None:
