@@ -16,6 +16,8 @@ from jagged.artifacts.readers import parse_json, read_bytes
 
 FORMAT_VERSION = 1
 _COPY = "copy it again"
+# Smaller files are hashed in less than the two seconds after which a bar is shown.
+_QUICK_BYTES = 1 << 26
 
 
 class Manifest(NamedTuple):
@@ -112,7 +114,7 @@ def dump_json_lines(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _digest(path: Path, bar: bool) -> str:
-    if not bar:
+    if not bar or path.stat().st_size < _QUICK_BYTES:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     from tqdm import tqdm

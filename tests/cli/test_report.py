@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jagged import charts, evaluate, page
+from jagged.artifacts import CheckpointError, unlist
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
@@ -208,6 +209,14 @@ def test_a_page_that_cannot_be_written_is_a_named_error(output: str, expected: s
 
 def test_a_broken_history_is_named(run_directory: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run_directory, tmp_path / "run")
+    content = (copy / "history.jsonl").read_bytes()
+    (copy / "history.jsonl").write_bytes(content[:-1])
+    with pytest.raises(
+        CheckpointError, match=rf"history\.jsonl: damaged: found {len(content) - 1} bytes, expected {len(content)}"
+    ):
+        gather(copy, progress=False)
+    # Not listed as long as its run goes on.
+    unlist(copy, "history.jsonl")
     for broken in ('{"epoch": 1', "[1, 2]", "1", '{"epoch": 1}', '{"epoch": 1, "loss": "x", "ndcg@10": 0}', "[" * 100_000):
         (copy / "history.jsonl").write_text(broken)
         with pytest.raises(ConfigError, match=r"history\.jsonl: cannot be read"):
