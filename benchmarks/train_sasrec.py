@@ -34,7 +34,7 @@ from benchmarks.common import environment, other_parts, save, seconds_of, spread
 from jagged.config import TrainConfig, parse_assignments
 from jagged.data import SequenceDataset, read_events, split_leave_one_out
 from jagged.data.splits import SequencePart
-from jagged.training import train
+from jagged.runs.training import train
 from tests.reference.sasrec import PaddedSASRec
 
 HEADS: dict[str, dict[str, Any]] = {

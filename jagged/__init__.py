@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jagged.runs.recommending import Recommender as Recommender
     from jagged.runs.recommending import recommend as recommend
     from jagged.runs.reporting import report as report
-    from jagged.training import train as train
+    from jagged.runs.training import train as train
     from jagged.tuning import tune as tune
 
 _WHERE = {
@@ -28,7 +28,7 @@ _WHERE = {
     "evaluate": "jagged.runs.evaluating",
     "recommend": "jagged.runs.recommending",
     "report": "jagged.runs.reporting",
-    "train": "jagged.training",
+    "train": "jagged.runs.training",
     "tune": "jagged.tuning",
 }
 _SUBPACKAGES = ("data", "models", "modules", "ops", "runs", "training")

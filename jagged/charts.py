@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from jagged.artifacts import replacing
+
 Counts = npt.NDArray[np.int64]
 
 
@@ -92,8 +94,10 @@ def rank_histogram(ranks: Mapping[str, Counts], num_items: int, palette: Palette
 
 def to_png(figure: Any, path: str | Path) -> Path:
     """Write a figure as PNG; the same figure gives the same bytes."""
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    return Path(path)
+    path = Path(path)
+    with replacing(path) as aside:
+        figure.savefig(aside, format="png", dpi=150, metadata={"Software": None})
+    return path
 
 
 def to_svg(figure: Any, name: str) -> str:

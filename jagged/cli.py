@@ -171,7 +171,7 @@ def train(
     resolved = TrainConfig.load(config, overrides)
     _prepare()
     from jagged.runs import summary
-    from jagged.training import train as run
+    from jagged.runs.training import train as run
 
     run(resolved, resume=resume, dry_run=dry_run)
     # Of the processes that torchrun started the first one speaks.

@@ -19,6 +19,8 @@ from typing import Any, Literal, Self, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from jagged.artifacts import dump_json, write_file
+
 # A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
 _MAX_FILE_BYTES = 16 * 1024
 # Metrics of which less is better, by the name before any cut-off.
@@ -222,7 +224,7 @@ class TrainConfig(TrainerConfig):
 
     def save(self, path: str | Path) -> None:
         """Write the resolved configuration as JSON; `load` reads it."""
-        Path(path).write_text(json.dumps(self.model_dump(), indent=2) + "\n", encoding="utf-8")
+        write_file(Path(path), dump_json(self.model_dump()))
 
 
 def sections() -> dict[str, list[str]]:

@@ -97,7 +97,7 @@ def _demo(directory: Path, seed: int) -> DemoResult:
     from jagged.metrics import ALL_ITEMS
     from jagged.runs.recommending import recommend
     from jagged.runs.reporting import gather, write_page, write_pictures
-    from jagged.training import train
+    from jagged.runs.training import train
     from jagged.training.checkpoint import latest_checkpoint
 
     began = time.perf_counter()

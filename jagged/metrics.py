@@ -6,6 +6,7 @@ are integers, so the result depends neither on how users were batched nor on how
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from jagged.artifacts import CheckpointError, Expected, errors_as, message, read_tensors, save_tensors
 
 #: Rank of a target that the model cannot rank (it is not in its catalogue): beyond every cut-off.
 MISS = torch.iinfo(torch.int64).max
@@ -180,28 +183,35 @@ class TrainCounts:
         return cls(counts, int((part.end > part.start).sum()))
 
     def save(self, directory: str | Path) -> None:
-        """Write `train_counts.safetensors` into a run's directory."""
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
+        """Write `train_counts.safetensors` into a run's directory.
 
-        path = Path(directory) / _COUNTS_FILE
-        try:
-            save_file(
-                {"users_per_item": self.users_per_item.cpu().contiguous(), "num_users": torch.tensor([self.num_users])}, path
-            )
-        except SafetensorError as error:
-            raise OSError(f"{path}: {error}") from error
+        Raises:
+            OSError: it cannot be written.
+        """
+        tensors = {"users_per_item": self.users_per_item, "num_users": torch.tensor([self.num_users])}
+        save_tensors(Path(directory) / _COUNTS_FILE, tensors)
 
     @classmethod
-    def load(cls, directory: str | Path) -> TrainCounts | None:
-        """Read what `save` wrote; None where the directory has no counts."""
-        from safetensors.torch import load_file
+    def load(cls, directory: str | Path, num_items: int | None = None) -> TrainCounts | None:
+        """Read what `save` wrote; None where the directory has no counts.
 
+        Args:
+            directory: of the run.
+            num_items: size of its catalogue, where it is known.
+
+        Raises:
+            CheckpointError: the file is damaged, or counts another catalogue.
+        """
         path = Path(directory) / _COUNTS_FILE
-        if not path.exists():
+        if not os.path.lexists(path):
             return None
-        stored = load_file(path)
-        return cls(stored["users_per_item"], int(stored["num_users"]))
+        expected = {"users_per_item": Expected(("I64",), (num_items,)), "num_users": Expected(("I64",), (1,))}
+        with errors_as(CheckpointError):
+            stored = read_tensors(path, expected)
+        counts, num_users = stored["users_per_item"], int(stored["num_users"])
+        if bool((counts < 0).any()) or bool((counts > num_users).any()):
+            raise CheckpointError(message(path, "counts out of range", f"0 to {num_users}", "copy it again"))
+        return cls(counts, num_users)
 
 
 class RankingMetrics:

@@ -14,6 +14,22 @@ import jagged.modules
 import jagged.ops
 
 ROOT = Path(__file__).parent.parent
+#: The parts of `jagged/`, from below to above: each imports itself and those before it, also inside functions.
+LAYERS = (
+    ("artifacts", "versions", "page"),
+    ("config", "charts"),
+    ("data",),
+    ("metrics",),
+    ("scoring",),
+    ("models",),
+    ("runs",),
+    ("evaluation",),
+    ("training",),
+    ("recommender", "reporting", "tuning", "diagnosis"),
+    ("demo",),
+    ("cli",),
+    ("__main__",),
+)
 ENGINE = ("torchrec", "fbgemm_gpu", "pyarrow", "pydantic", "typer", "numpy")
 
 
@@ -68,6 +84,40 @@ def offences(source: str, package: str, at: Path) -> list[str]:
 def test_nothing_imports_upward(folder: str) -> None:
     found = [offence for path, package in files(folder) for offence in offences(path.read_text(), package, path)]
     assert found == []
+
+
+def upward(source: str, package: str, at: Path) -> list[str]:
+    """Imports of a file of `jagged/` that go up, or to another part of its own layer."""
+    places = {name: number for number, names in enumerate(LAYERS) for name in names}
+    own = package.split(".")[1] if "." in package else at.stem
+    found = []
+    for line, name in imports(source, package, at):
+        other = ".".join(name.split(".")[1:2]) if name.startswith("jagged.") else ""
+        if other in places and other != own and places[other] >= places[own]:
+            found.append(f"{at}:{line}: {own} imports {name}")
+    return found
+
+
+def test_the_layers_of_jagged_import_one_way() -> None:
+    at = [(path, package) for path, package in files("jagged") if (path.name, package) != ("__init__.py", "jagged")]
+    parts = {package.split(".")[1] if "." in package else path.stem for path, package in at}
+    assert parts == {name for names in LAYERS for name in names}
+    assert [offence for path, package in at for offence in upward(path.read_text(), package, path)] == []
+
+
+@pytest.mark.parametrize(
+    ("package", "at", "source"),
+    [
+        ("jagged.models", "pretrained.py", "from jagged.training import CheckpointError"),
+        ("jagged.models", "pretrained.py", "def f():\n    from jagged.training.trainer import Trainer"),
+        ("jagged.artifacts", "files.py", "from jagged.data import DataError"),
+        ("jagged.data", "events.py", "from ..models import SASRec"),
+        ("jagged", "metrics.py", "import jagged.evaluation"),
+        ("jagged", "reporting.py", "from jagged import recommender"),
+    ],
+)
+def test_an_import_between_layers_would_be_found(package: str, at: str, source: str) -> None:
+    assert len(upward(source, package, Path(at))) == 1
 
 
 @pytest.mark.parametrize(

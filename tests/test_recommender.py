@@ -193,7 +193,7 @@ def test_a_failed_write_leaves_what_was_there(texts, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ConfigError, match=r"out\.jsonl: cannot be written: No space left on device"):
+    with pytest.raises(ConfigError, match=r"out\.jsonl: could not be written: No space left on device"):
         recommend(texts, {"a": ["i1", "i2"]}, output, k=3)
     assert output.read_text() == "before"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.jsonl"]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from jagged.data.dataset import EVENTS, ITEMS, USERS, SequenceDataset, write_manifest
+from jagged.data.dataset import EVENTS, ITEMS, USERS, SequenceDataset, sealed
 from jagged.data.errors import MAX_ID_BYTES, refuse, shown
 from jagged.data.parsers import Chunk
 from jagged.data.vocabulary import Vocabulary, digest, infer_integers
@@ -177,18 +177,15 @@ class DatasetBuilder:
         fingerprint = self._write_events(offsets, users, items, advance)
         users.save(self.directory / USERS)
         items.save(self.directory / ITEMS)
-        manifest = write_manifest(
-            self.directory,
-            {
-                "fingerprint": fingerprint,
-                "num_users": len(users),
-                "num_items": len(items),
-                "num_events": int(offsets[-1]),
-                "time_kind": self._time_kind,
-                "notes": self.notes,
-            },
-        )
-        return SequenceDataset(self.directory, manifest)
+        content = {
+            "fingerprint": fingerprint,
+            "num_users": len(users),
+            "num_items": len(items),
+            "num_events": int(offsets[-1]),
+            "time_kind": self._time_kind,
+            "notes": self.notes,
+        }
+        return sealed(self.directory, content)
 
     def _sort(self, offsets: IntArray, advance: Callable[[int], object]) -> None:
         total = int(offsets[-1])

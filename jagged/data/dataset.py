@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import secrets
 import shutil
 import weakref
 from pathlib import Path
@@ -15,16 +12,19 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
-from tqdm import tqdm
 
-from jagged.data.errors import refuse, shown
+from jagged.artifacts import MANIFEST, Manifest, errors_as, new_directory, read_arrow, verify, write_manifest
+from jagged.data.errors import DataError, refuse, shown
 from jagged.data.vocabulary import Vocabulary
 
 EVENTS = "events.arrow"
 USERS = "users.arrow"
 ITEMS = "items.arrow"
-MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
+
+_FILES = (EVENTS, USERS, ITEMS)
+_COUNTS = ("num_users", "num_items", "num_events")
+_TIME_KINDS = ("number", "naive", "zoned", "none")
 
 
 class SequenceDataset:
@@ -45,8 +45,7 @@ class SequenceDataset:
         self._manifest = manifest
         self._vocabularies: dict[str, Vocabulary] = {}
         self._keep: object = None
-        with pa.memory_map(str(self.directory / EVENTS)) as source:
-            batch = pa.ipc.open_file(source).get_batch(0)
+        batch = _read_events(self.directory / EVENTS)
         items = batch.column("item_id")
         self.offsets: Tensor = from_dlpack(items.offsets)
         self.item_ids: Tensor = from_dlpack(items.values)
@@ -119,48 +118,35 @@ class SequenceDataset:
 
         Raises:
             DataError: the directory exists and holds something else than this dataset.
+            OSError: it cannot be written.
         """
         target = Path(directory)
         if target.exists() and any(target.iterdir()):
             if SequenceDataset.load(target).fingerprint == self.fingerprint:
                 return
             raise refuse(target, "another dataset", "a directory that does not exist yet", "name another one")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = fresh_directory(target.parent, f".{target.name}.")
-        try:
-            for name in (EVENTS, USERS, ITEMS, MANIFEST):
-                shutil.copyfile(self.directory / name, temporary / name)
-            publish(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        with new_directory(target) as copy:
+            for name in (*_FILES, MANIFEST):
+                shutil.copyfile(self.directory / name, copy / name)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> SequenceDataset:
         """Open a directory written by `save` or kept by `read_events` as its cache, after verifying every byte of it.
 
         Raises:
-            DataError: a file is missing or differs from the manifest's size and SHA-256, with its name.
+            DataError: a file is missing, differs from the manifest's size and SHA-256, or holds no dataset, with its name.
         """
         directory = Path(directory)
-        manifest = _read_manifest(directory)
-        for name, expected in manifest["files"].items():
-            path = directory / name
-            try:
-                size = path.stat().st_size
-                if size != expected["size"]:
-                    raise refuse(path, f"{size} bytes", f"{expected['size']}", "the copy is damaged")
-                if file_digest(path) != expected["sha256"]:
-                    raise refuse(path, "another SHA-256 than the manifest's", "the file as it was written", "the copy is damaged")
-            except OSError as error:
-                raise refuse(path, f"{type(error).__name__}: {error}", "a readable file") from None
-        dataset = cls(directory, manifest)
+        with errors_as(DataError):
+            manifest = verify(directory, exact=False, bar=True)
+        _check_manifest(manifest, directory / MANIFEST)
+        dataset = cls(directory, manifest.content)
         dataset._check_content()
         return dataset
 
     def _check_content(self) -> None:
         # A dataset made by other hands passes the digests; ids and offsets out of range must not reach a kernel.
         where = self.directory / EVENTS
-        lengths = self.lengths
         items = torch.aminmax(self.item_ids) if self.num_events else None
         if (
             self.offsets.shape != (self.num_users + 1,)
@@ -168,7 +154,7 @@ class SequenceDataset:
             or (self.timestamps is not None and self.timestamps.shape != self.item_ids.shape)
             or int(self.offsets[0]) != 0
             or int(self.offsets[-1]) != self.num_events
-            or bool((lengths < 0).any())
+            or bool((self.offsets[1:] < self.offsets[:-1]).any())
         ):
             raise refuse(where, "offsets that do not fit the events", "a dataset of this library")
         if items is None or int(items.min) < 0 or int(items.max) >= self.num_items:
@@ -189,72 +175,35 @@ def _remove(directory: str, process: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def write_manifest(directory: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """List the data files with size and SHA-256 beside `content`, seal the list with a digest of its own, and return it."""
-    files = {
-        name: {"size": (directory / name).stat().st_size, "sha256": file_digest(directory / name)}
-        for name in (EVENTS, USERS, ITEMS)
-    }
-    content = {"version": FORMAT_VERSION, "files": files, **content}
-    sealed = {**content, "sha256": _seal(content)}
-    (directory / MANIFEST).write_text(json.dumps(sealed, indent=2) + "\n", encoding="utf-8")
-    return content
+def sealed(directory: Path, content: dict[str, Any]) -> SequenceDataset:
+    """The dataset of the data files in a directory, after `content` was put beside their sizes and SHA-256 in its manifest."""
+    return SequenceDataset(directory, write_manifest(directory, _FILES, content, bar=True).content)
 
 
-def publish(temporary: Path, target: Path) -> None:
-    """Flush a directory's files to disk and rename it into place.
-
-    Raises:
-        OSError: the target exists and is not empty.
-    """
-    for path in [*temporary.iterdir(), temporary]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    os.rename(temporary, target)
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file, with a bar when it takes longer than two seconds."""
-    sha = hashlib.sha256()
-    with (
-        open(path, "rb") as file,
-        tqdm(total=path.stat().st_size, desc=f"Hashing {path.name}", unit="B", unit_scale=True, delay=2, leave=False) as bar,
-    ):
-        while piece := file.read(1 << 20):
-            sha.update(piece)
-            bar.update(len(piece))
-    return sha.hexdigest()
+def _read_events(path: Path) -> pa.RecordBatch:
+    """The one batch of an events file, mapped, a row a user."""
+    expected = "the events of a dataset"
+    with errors_as(DataError):
+        batches = read_arrow(path, expected, mapped=True)
+    names = batches[0].schema.names if len(batches) == 1 else None
+    if names not in (["item_id"], ["item_id", "timestamp"]):
+        raise refuse(path, f"columns {shown(names)} in {len(batches)} batches", expected, "read the events again")
+    for name, column in zip(names, batches[0].columns, strict=True):
+        if column.type != pa.large_list(pa.int64()) or column.null_count or column.offset or column.values.null_count:
+            raise refuse(path, f"{name} of type {column.type} with {column.null_count} nulls", expected, "read the events again")
+    return batches[0]
 
 
-def fresh_directory(parent: Path, prefix: str) -> Path:
-    """Make a new directory with the ordinary permissions, unlike `tempfile`, since it is to be renamed into place."""
-    while True:
-        path = parent / f"{prefix}{secrets.token_hex(8)}"
-        try:
-            path.mkdir()
-            return path
-        except FileExistsError:
-            continue
-
-
-def _seal(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _read_manifest(directory: Path) -> dict[str, Any]:
-    path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise refuse(path, f"{type(error).__name__}: {shown(str(error), 160)}", "the manifest of a dataset") from None
-    sealed = isinstance(manifest, dict) and manifest.pop("sha256", None)
-    if not sealed or sealed != _seal(manifest):
-        raise refuse(path, "content that does not fit its digest", "the manifest as it was written", "the copy is damaged")
-    if manifest.get("version") != FORMAT_VERSION or set(manifest.get("files", {})) != {EVENTS, USERS, ITEMS}:
-        raise refuse(
-            path, f"version {shown(manifest.get('version'))}", f"a dataset of version {FORMAT_VERSION}", "read the events again"
-        )
-    return manifest
+def _check_manifest(manifest: Manifest, path: Path) -> None:
+    content = manifest.content
+    found = None
+    if set(manifest.files) != set(_FILES):
+        found = f"the files {shown(sorted(manifest.files))}"
+    elif bad := [name for name in _COUNTS if type(content.get(name)) is not int or content[name] < 0]:
+        found = f"{bad[0]} {shown(content.get(bad[0]))}"
+    elif not isinstance(content.get("fingerprint"), str) or content.get("time_kind") not in _TIME_KINDS:
+        found = f"fingerprint {shown(content.get('fingerprint'))} and time_kind {shown(content.get('time_kind'))}"
+    elif not isinstance(notes := content.get("notes"), dict) or not all(type(count) is int for count in notes.values()):
+        found = f"notes {shown(content.get('notes'))}"
+    if found is not None:
+        raise refuse(path, found, f"a dataset of version {FORMAT_VERSION}", "read the events again")

@@ -8,21 +8,19 @@ import logging
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from jagged.artifacts import DAY, new_directory, remove, sweep, writing
 from jagged.data.build import DatasetBuilder
-from jagged.data.dataset import FORMAT_VERSION, SequenceDataset, fresh_directory, own_temporary, publish
+from jagged.data.dataset import FORMAT_VERSION, SequenceDataset, own_temporary
 from jagged.data.errors import DataError, refuse
 from jagged.data.files import find_files
 from jagged.data.parsers import Columns, read_csv, read_parquet, read_text
 
 _READERS = {"text": read_text, "csv": read_csv, "parquet": read_parquet}
-
-_BUILDING = ".building-"
 
 logger = logging.getLogger("jagged")
 
@@ -77,40 +75,25 @@ def read_events(
 
 
 def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> SequenceDataset:
-    try:
+    with writing(cache, "name another cache_directory", DataError):
         cache.mkdir(parents=True, exist_ok=True)
+        sweep(cache, older_than=DAY)
         target = cache / _key(files, kind, columns)
-        _sweep(cache)
-        temporary = fresh_directory(cache, _BUILDING)
-    except OSError as error:
-        raise refuse(cache, str(error), "a directory to write to", "name another cache_directory") from None
-    try:
         if target.exists():
             try:
                 return SequenceDataset.load(target)
             except DataError as error:
                 logger.warning("the cached dataset is damaged and is built again: %s", error)
-                # Renamed, so that a reader of the damaged entry keeps its files and the name is free.
-                os.rename(target, temporary / "damaged")
-        built = temporary / "built"
-        built.mkdir()
-        _build(built, source, files, kind, columns, progress)
+                # A reader of the damaged entry keeps its files.
+                remove(target)
         try:
-            publish(built, target)
-        except OSError as error:
+            with new_directory(target) as built:
+                _build(built, source, files, kind, columns, progress)
+        except OSError:
             # Another process may have published the same entry meanwhile; it is verified like any other.
             if not target.exists():
-                raise _no_room(cache, error) from None
-        return SequenceDataset.load(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _sweep(cache: Path) -> None:
-    """Remove what a process that was killed a day ago or earlier has left half built."""
-    for path in cache.glob(f"{_BUILDING}*"):
-        if time.time() - path.stat().st_mtime > 86_400:
-            shutil.rmtree(path, ignore_errors=True)
+                raise
+    return SequenceDataset.load(target)
 
 
 def _key(files: list[Path], kind: str, columns: Columns) -> str:
@@ -127,7 +110,7 @@ def _key(files: list[Path], kind: str, columns: Columns) -> str:
 def _build(directory: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> SequenceDataset:
     # A bar that appears only when the work outlasts two seconds.
     quiet: dict[str, Any] = {"disable": not progress, "delay": 2, "leave": False, "unit_scale": True}
-    try:
+    with writing(directory.parent, "set cache_directory (or TMPDIR) to a larger disk", DataError):
         builder = DatasetBuilder(directory, typed=kind == "parquet")
         try:
             with tqdm(total=sum(file.stat().st_size for file in files), desc="Reading", unit="B", **quiet) as bar:
@@ -138,10 +121,3 @@ def _build(directory: Path, source: str, files: list[Path], kind: str, columns: 
                 return builder.finish(source, bar.update)
         finally:
             builder.close()
-    except OSError as error:
-        raise _no_room(directory, error) from None
-
-
-def _no_room(directory: Path, error: OSError) -> DataError:
-    cure = "set cache_directory (or TMPDIR) to a larger disk"
-    return refuse(directory, f"{type(error).__name__}: {error}", "room for the events on disk", cure)

@@ -7,7 +7,6 @@ no code.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from jagged.artifacts import replacing
 from jagged.data.errors import refuse, shown
 
 FORMAT, VERSION = "jagged recorded batches", 1
@@ -92,16 +92,8 @@ def record_batches(
         ],
     }
     _checked(content, path)
-    target = Path(path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(content, file)
-        os.chmod(name, 0o644)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with replacing(Path(path)) as aside, open(aside, "wb") as file:
+        torch.save(content, file)
 
 
 def read_batches(path: str | os.PathLike[str]) -> RecordedBatches:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from jagged.artifacts import errors_as, read_arrow, replacing
 from jagged.data.errors import DataError, refuse, shown
 
 _CANONICAL_INTEGER = r"^(0|-?[1-9][0-9]{0,18})$"
@@ -104,17 +105,13 @@ class Vocabulary:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write an Arrow file with one column `id` and a digest of it; the file appears whole or not at all."""
-        path = Path(path)
         schema = pa.schema([("id", self.ids.type)], metadata={_DIGEST: digest(self.ids)})
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with pa.OSFile(str(temporary), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-                writer.write_batch(pa.record_batch([self.ids], schema=schema))
-            with open(temporary, "rb") as file:
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with (
+            replacing(Path(path)) as aside,
+            pa.OSFile(str(aside), "wb") as sink,
+            pa.ipc.new_file(sink, schema) as writer,
+        ):
+            writer.write_batch(pa.record_batch([self.ids], schema=schema))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
@@ -123,24 +120,19 @@ class Vocabulary:
         Raises:
             DataError: the file is missing, damaged, or not a vocabulary.
         """
+        with errors_as(DataError):
+            batches = read_arrow(path, "a vocabulary file")
+        names = batches[0].schema.names if batches else []
+        metadata = (batches[0].schema.metadata if batches else None) or {}
+        if names != ["id"] or _DIGEST not in metadata or len(batches) != 1:
+            raise refuse(path, f"columns {shown(names)}", "a vocabulary file with the column 'id'")
+        ids = batches[0].column(0)
+        if ids.type not in (pa.int64(), pa.large_string()) or ids.null_count or metadata[_DIGEST] != digest(ids):
+            raise refuse(path, "content that does not fit its digest", "the file as it was written", "copy it again")
         try:
-            with pa.OSFile(os.fspath(path), "rb") as source:
-                table = pa.ipc.open_file(source).read_all()
-            table.validate(full=True)
-            if table.column_names != ["id"] or (table.schema.metadata or {}).get(_DIGEST) is None:
-                raise refuse(path, f"columns {shown(table.column_names)}", "a vocabulary file with the column 'id'")
-            ids = table.column("id").combine_chunks()
-            if isinstance(ids, pa.ChunkedArray):
-                ids = pa.concat_arrays(ids.chunks) if ids.num_chunks else pa.array([], ids.type)
-            if table.schema.metadata[_DIGEST] != digest(ids):
-                raise refuse(path, "content that does not fit its digest", "the file as it was written", "copy it again")
             return cls(ids)
-        except DataError:
-            raise
-        except Exception as error:  # damaged bytes can make Arrow raise almost anything
-            raise refuse(
-                path, f"{type(error).__name__}: {shown(str(error), 160)}", "a vocabulary file", "copy it again"
-            ) from None
+        except DataError as error:
+            raise DataError(f"{os.fspath(path)}: {error}") from None
 
 
 def infer_integers(ids: pa.Array) -> pa.Array:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from jagged.config import ConfigError, TrainConfig
+from jagged import artifacts
+from jagged.artifacts import FLOATS, CheckpointError, Described, Expected, errors_as, message, shown
+from jagged.config import ConfigError, TrainConfig, TrainerConfig
 from jagged.data import DataError, Vocabulary
-from jagged.models import build
-from jagged.training import manifest
-from jagged.training.errors import CheckpointError
+from jagged.models import build, name_of
 
 if TYPE_CHECKING:
     from jagged.metrics import TrainCounts
@@ -30,7 +30,12 @@ ITEMS = "items.arrow"
 CONFIG = "config.json"
 SPLIT = "split.json"
 METRICS = "metrics.json"
+HISTORY = "history.jsonl"
 FORMAT_VERSION = 1
+
+# Arguments that leave no trace in the weights, a number of heads or a window, may be larger than a tiny model's tensors.
+_ANY_MODEL_MAY = 1 << 20
+_DTYPES = {torch.float32: FLOATS, torch.float64: FLOATS, torch.float16: FLOATS, torch.bfloat16: FLOATS, torch.bool: ("BOOL",)}
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class Pretrained:
         config: of the run that trained it; None where it was saved without.
         split: name and notes of the split it was trained under; empty where it was saved without.
         metrics: validation and test figures by protocol; empty where it was saved without.
+        history: a row for each epoch of the run; empty where it was saved without.
     """
 
     directory: Path
@@ -52,6 +58,7 @@ class Pretrained:
     config: TrainConfig | None
     split: dict[str, Any]
     metrics: dict[str, Any]
+    history: list[dict[str, Any]]
 
 
 def save_pretrained(
@@ -64,6 +71,7 @@ def save_pretrained(
     split: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     train_counts: TrainCounts | None = None,
+    history: Sequence[Mapping[str, Any]] | None = None,
 ) -> None:
     """Write a model into a directory that `from_pretrained` opens, on any machine.
 
@@ -75,34 +83,97 @@ def save_pretrained(
         directory: made where it does not exist.
         items: the ids behind the model's dense item numbers.
         name: the model's name in `jagged.models.build`.
-        config, split, metrics, train_counts: what is kept beside it, where given.
+        config, split, metrics, train_counts, history: what is kept beside it, where given.
 
     Raises:
         ValueError: the vocabulary does not fit the model's item table.
         CheckpointError: the directory could not be written.
     """
-    directory = Path(directory)
     if len(items) != len(model.item_weight):  # type: ignore[arg-type]
         raise ValueError(f"items: got {len(items)} ids, expected {len(model.item_weight)}, one for each row of the item table")  # type: ignore[arg-type]
-    described = {"format_version": FORMAT_VERSION, "model": name, "arguments": model.config}
-    documents = {MODEL: described, CONFIG: config and config.model_dump(), SPLIT: split, METRICS: metrics}
-    with manifest.writing(directory, "make room or choose another directory; an unfinished one is refused by from_pretrained"):
-        directory.mkdir(parents=True, exist_ok=True)
-        aside = directory / ".unfinished"
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
-            aside.mkdir()
-            _write_weights(model, aside / WEIGHTS)
-            items.save(aside / ITEMS)
-            if train_counts is not None:
-                train_counts.save(aside)
-            for file, content in documents.items():
-                if content is not None:
-                    (aside / file).write_bytes(manifest.dump_json(dict(content)))
-            manifest.write_manifest(aside, [path.name for path in aside.iterdir()])
-            manifest.replace_files(aside, directory)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+
+    def more(aside: Path) -> None:
+        items.save(aside / ITEMS)
+        if train_counts is not None:
+            train_counts.save(aside)
+
+    documents = {CONFIG: config and config.model_dump(), SPLIT: split, METRICS: metrics}
+    _save(model, Path(directory), name, model.config, documents, history, more)  # type: ignore[arg-type]
+
+
+def save_task(
+    task: nn.Module,
+    directory: str | os.PathLike[str],
+    *,
+    config: TrainerConfig | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    history: Sequence[Mapping[str, Any]] | None = None,
+) -> None:
+    """Write a task's kept weights into a directory that `load_task` opens, as `save_pretrained` does.
+
+    The class stands there by its registered name (`jagged.models.register`), where it has one, with the arguments in its `config`.
+
+    Args:
+        task: a `RankingTask`.
+        directory: made where it does not exist.
+        config, metrics, history: what is kept beside it, where given.
+
+    Raises:
+        CheckpointError: the directory could not be written.
+    """
+    kept = task.kept
+    documents = {CONFIG: config and config.model_dump(), METRICS: metrics}
+    _save(kept, Path(directory), name_of(kept), getattr(kept, "config", {}), documents, history)  # type: ignore[arg-type]
+
+
+def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: torch.device | str = "cpu") -> Any:
+    """Read what `save_task` wrote, after verifying every listed file.
+
+    Args:
+        directory: the directory.
+        task: whose kept weights are replaced; None to build what was saved by its registered name.
+        device: where it goes.
+
+    Returns:
+        The task, in eval mode.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or does not fit the task; the message names it.
+    """
+    directory = Path(directory)
+    with errors_as(CheckpointError):
+        listed = artifacts.verify(directory, exact=False).files
+        for file in (WEIGHTS, MODEL):
+            if file not in listed:
+                raise CheckpointError(f"{directory / file}: missing: the directory holds no task")
+        if task is None:
+            return _read_model(directory).to(device).eval()
+        expected = {name: _expected(value) for name, value in task.kept.state_dict().items()}
+        weights = artifacts.read_tensors(directory / WEIGHTS, expected, f"by {type(task.kept).__name__}")
+    task.kept.load_state_dict(weights)
+    return task.to(device).eval()
+
+
+def _save(
+    model: nn.Module,
+    directory: Path,
+    name: str | None,
+    arguments: Mapping[str, Any],
+    documents: Mapping[str, Mapping[str, Any] | None],
+    history: Sequence[Mapping[str, Any]] | None,
+    more: Callable[[Path], None] = lambda aside: None,
+) -> None:
+    described = {"format_version": FORMAT_VERSION, "model": name, "arguments": arguments}
+    cure = "make room or choose another directory; an unfinished one is refused by from_pretrained"
+    with artifacts.writing(directory, cure, CheckpointError), artifacts.replacing_files(directory) as aside:
+        artifacts.save_tensors(aside / WEIGHTS, model.state_dict())
+        more(aside)
+        for file, content in {MODEL: described, **documents}.items():
+            if content is not None:
+                (aside / file).write_bytes(artifacts.dump_json(dict(content)))
+        if history:
+            (aside / HISTORY).write_bytes(artifacts.dump_json_lines(history))
+        artifacts.write_manifest(aside, os.listdir(aside))
 
 
 def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> Pretrained:
@@ -118,60 +189,82 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; expected one that `jagged train` or save_pretrained wrote")
-    listed = set(manifest.verify(directory, exact=False))
-    for file in (WEIGHTS, MODEL, ITEMS):
-        if file not in listed:
-            raise CheckpointError(f"{directory / file}: missing: the directory holds no model")
-    documents = {file: manifest.read_json(directory / file) for file in (SPLIT, METRICS) if file in listed}
-    try:
+    with errors_as(CheckpointError, ConfigError, DataError):
+        listed = artifacts.verify(directory, exact=False).files
+        for file in (WEIGHTS, MODEL, ITEMS):
+            if file not in listed:
+                raise CheckpointError(f"{directory / file}: missing: the directory holds no model")
+        documents = {file: artifacts.read_json(directory / file) for file in (SPLIT, METRICS) if file in listed}
+        history = artifacts.read_json_lines(directory / HISTORY) if HISTORY in listed else []
         config = TrainConfig.load(directory / CONFIG) if CONFIG in listed else None
         items = Vocabulary.load(directory / ITEMS)
-    except (ConfigError, DataError) as error:
-        raise CheckpointError(str(error)) from None
-    model = _read_model(directory).to(device).eval()
+        model = _read_model(directory).to(device).eval()
     if len(items) != len(model.item_weight):
         raise CheckpointError(
             f"{directory / ITEMS}: {len(items)} ids, expected {len(model.item_weight)}, one for each item of the model"
         )
-    return Pretrained(directory, model, items, config, documents.get(SPLIT, {}), documents.get(METRICS, {}))
-
-
-def _write_weights(model: nn.Module, path: Path) -> None:
-    try:
-        save_file({name: value.detach().cpu().contiguous() for name, value in model.state_dict().items()}, path)
-    except SafetensorError as error:
-        # Its message holds the operating system's, of a full disk for example.
-        raise OSError(str(error)) from error
+    return Pretrained(directory, model, items, config, documents.get(SPLIT, {}), documents.get(METRICS, {}), history)
 
 
 def _read_model(directory: Path) -> SASRec:
-    described = manifest.read_json(directory / MODEL)
+    where = directory / MODEL
+    described = artifacts.read_json(where)
     if described.get("format_version") != FORMAT_VERSION:
-        raise CheckpointError(
-            f"{directory / MODEL}: format version {described.get('format_version')!r}, expected {FORMAT_VERSION}"
-        )
+        raise CheckpointError(message(where, f"format version {shown(described.get('format_version'))}", str(FORMAT_VERSION)))
     name, arguments = described.get("model"), described.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict) or "device" in arguments:
-        raise CheckpointError(f"{directory / MODEL}: expected the model's name and arguments")
+        raise CheckpointError(f"{where}: expected the model's name and arguments; a class that is not registered is given to load_task")
+    header = artifacts.read_header(directory / WEIGHTS)
+    _check_arguments(arguments, header, where)
     try:
-        weights = load_file(directory / WEIGHTS)
         # Shapes are compared before the arguments have cost any memory.
-        _check_shapes(build(name, device="meta", **arguments).state_dict(), weights, directory / WEIGHTS)
+        with _no_more_tensors_than(header, where):
+            empty = build(name, device="meta", **arguments).state_dict()
+        expected = {tensor: _expected(value) for tensor, value in empty.items()}
+        weights = artifacts.read_tensors(directory / WEIGHTS, expected, f"by {MODEL}")
         with torch.random.fork_rng(devices=[]):
             model = build(name, **arguments)
         model.load_state_dict(weights)
-    except CheckpointError:
+    except artifacts.ArtifactError:
         raise
     except Exception as error:
         # The bytes are those that the manifest promised; what still fails was made by other hands.
-        raise CheckpointError(
-            f"{directory / MODEL}: no model of this library: {type(error).__name__}: {str(error)[:200]}"
-        ) from error
+        raise CheckpointError(f"{where}: no model of this library: {artifacts.reason(error)}") from error
     return model
 
 
-def _check_shapes(expected: Mapping[str, Tensor], found: Mapping[str, Tensor], path: Path) -> None:
-    for name in sorted(expected.keys() | found.keys()):
-        shapes = [tuple(tensors[name].shape) if name in tensors else "none" for tensors in (found, expected)]
-        if shapes[0] != shapes[1]:
-            raise CheckpointError(f"{path}: {name}: found {shapes[0]}, expected {shapes[1]} by {MODEL}")
+def _check_arguments(arguments: Any, header: Mapping[str, Described], where: Path) -> None:
+    """Refuse a number that no model with these weights has: building with it may never end."""
+    most = max(sum(tensor.numel for tensor in header.values()), _ANY_MODEL_MAY)
+    waiting = [(name, value) for name, value in arguments.items()]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, (dict, list)):
+            waiting += [(name, part) for part in (value.values() if isinstance(value, dict) else value)]
+        elif isinstance(value, (int, float)) and not abs(value) <= most:
+            cure = f"the elements of {WEIGHTS}; copy the directory again"
+            raise CheckpointError(message(f"{where}: {name}", shown(value), f"at most {most}", cure))
+
+
+@contextmanager
+def _no_more_tensors_than(header: Mapping[str, Described], where: Path) -> Iterator[None]:
+    """Stop a model's building, in this thread, where it makes far more parameters than there are weights for."""
+    # Parts may be built and replaced, or share a weight.
+    most, made, thread = 4 * len(header) + 64, 0, threading.get_ident()
+
+    def count(*_: object) -> None:
+        nonlocal made
+        made += threading.get_ident() == thread
+        if made > most:
+            cure = "copy the directory again"
+            raise CheckpointError(message(where, f"a model of more than {most} tensors", f"the {len(header)} of {WEIGHTS}", cure))
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _expected(tensor: Tensor) -> Expected:
+    return Expected(_DTYPES.get(tensor.dtype, ("I64", "I32", "I16", "I8", "U8")), tuple(tensor.shape))

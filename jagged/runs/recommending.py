@@ -6,7 +6,6 @@ import csv
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import pyarrow.parquet as parquet
 import torch
 from torch import Tensor
 
+from jagged.artifacts import replacing, writing
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import DataError
 from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite
@@ -69,9 +69,9 @@ class Recommender:
             data: a `SequenceDataset`, or a path that wins over `config.data`; without either, the built-in sample.
 
         Raises:
-            ConfigError, DataError, TrainingError: as `jagged.training.train`.
+            ConfigError, DataError, TrainingError: as `jagged.train`.
         """
-        from jagged.training import train
+        from jagged.runs.training import train
 
         if isinstance(data, (str, os.PathLike)):
             self.config = TrainConfig.load(None, {**self.config.model_dump(), "data": os.fspath(data)})
@@ -127,7 +127,8 @@ class Recommender:
             config=opened.config,
             split=opened.split or None,
             metrics=opened.metrics or None,
-            train_counts=TrainCounts.load(run.directory),
+            train_counts=TrainCounts.load(run.directory, len(opened.items)),
+            history=opened.history,
         )
 
     def _opened(self) -> Run:
@@ -374,21 +375,10 @@ def _writer(path: Path) -> Callable[[pa.Table], None]:
         raise ConfigError(f"output: got {str(path)!r}, expected a file name ending in {', '.join(formats)}")
 
     def write(table: pa.Table) -> None:
-        try:
+        with writing(f"output: {path}", "make room or choose another output", ConfigError):
             path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    formats[path.suffix.lower()](table, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.chmod(name, 0o644)
-                os.replace(name, path)
-            except BaseException:
-                os.unlink(name)
-                raise
-        except OSError as error:
-            raise ConfigError(f"output: {path}: cannot be written: {error.strerror or error}") from None
+            with replacing(path) as aside, open(aside, "wb") as file:
+                formats[path.suffix.lower()](table, file)
 
     return write
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +14,7 @@ import numpy.typing as npt
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jagged import charts
+from jagged.artifacts import read_json_lines, write_file, writing
 from jagged.config import ConfigError, TrainConfig, sections
 from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics
 from jagged.metrics import IN_WORDS, cut_offs
@@ -178,7 +177,7 @@ def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: t
 def _read_history(path: Path, keys: tuple[str, ...]) -> list[dict[str, float]]:
     """The numbers under `keys` of each epoch; none where the directory was saved without its history."""
     try:
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        rows = read_json_lines(path) if path.exists() else []
         return [{key: float(row[key]) for key in keys} for row in rows]
     except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         cure = "delete it for a page without curves"
@@ -262,15 +261,5 @@ def _value(value: Any) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Put the whole page in place at once: one that is there is complete."""
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            try:
-                file.write(text)
-                file.close()
-                os.chmod(file.name, 0o644)
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}; choose another --output") from None
+    with writing(path, "choose another --output", ConfigError):
+        write_file(path, text.encode())

@@ -104,8 +104,13 @@ class Run:
         return split_global_time(dataset, self.config.valid_fraction, self.config.test_fraction)
 
     def train_counts(self) -> TrainCounts:
-        """Training users of each item: as stored, or counted again from the kept events."""
-        return TrainCounts.load(self.directory) or TrainCounts.from_part(self.split(self.read()).train)
+        """Training users of each item: as stored, or counted again from the kept events.
+
+        Raises:
+            CheckpointError: what is stored is damaged.
+            ConfigError, DataError: nothing is stored, and there are no events or damaged ones.
+        """
+        return TrainCounts.load(self.directory, len(self.items)) or TrainCounts.from_part(self.split(self.read()).train)
 
     def dense_items(self, dataset: SequenceDataset) -> Tensor | None:
         """The model's row for each item of a dataset, int64 `[num_items]`, -1 if unknown; None if both have the same items."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from jagged.config import TrainConfig
 from jagged.metrics import IN_WORDS, RunMetrics
 from jagged.models.pretrained import CONFIG, METRICS, SPLIT
-from jagged.training.manifest import read_json
+from jagged.artifacts import read_json
 
 
 def summary_lines(directory: str | os.PathLike[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Training on TorchRec's engine, checkpoints that resume bit for bit, and the directory that a run leaves.
 
-Everything is loaded on first use: the errors and the manifest need no torch, only training needs torchrec.
+Everything is loaded on first use: the errors and the manifest need no torch, only training needs torchrec. `jagged.train` is the run from a configuration.
 """
 
 from __future__ import annotations
@@ -9,23 +9,36 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jagged.training.callbacks import Callback as Callback
+    from jagged.training.callbacks import Progress as Progress
     from jagged.training.errors import CheckpointError as CheckpointError
     from jagged.training.errors import TrainingError as TrainingError
     from jagged.training.errors import TrainingInterrupted as TrainingInterrupted
     from jagged.training.forecast import Forecast as Forecast
-    from jagged.training.runner import TrainResult as TrainResult
-    from jagged.training.runner import train as train
+    from jagged.training.trainer import Trainer as Trainer
+    from jagged.training.trainer import TrainResult as TrainResult
 
 _WHERE = {
+    "Callback": "callbacks",
     "CheckpointError": "errors",
     "Forecast": "forecast",
-    "TrainResult": "runner",
+    "Progress": "callbacks",
+    "TrainResult": "trainer",
+    "Trainer": "trainer",
     "TrainingError": "errors",
     "TrainingInterrupted": "errors",
-    "train": "runner",
 }
 
-__all__ = ["CheckpointError", "Forecast", "TrainResult", "TrainingError", "TrainingInterrupted", "train"]
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "Forecast",
+    "Progress",
+    "TrainResult",
+    "Trainer",
+    "TrainingError",
+    "TrainingInterrupted",
+]
 
 
 def __getattr__(name: str) -> Any:

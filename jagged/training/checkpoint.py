@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,8 +22,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from jagged.training import manifest
-from jagged.training.errors import CheckpointError
+from jagged import artifacts
+from jagged.artifacts import CheckpointError, errors_as
 
 STATE = "state.json"
 
@@ -32,8 +31,6 @@ STATE = "state.json"
 FILE_BYTES = 256 * 2**20
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_UNFINISHED = ".unfinished-"
-_REMOVED = ".removed-"
 
 
 def next_name(root: Path, step: int) -> str:
@@ -61,19 +58,10 @@ def save_checkpoint(root: Path, name: str, tensors: Mapping[str, Tensor], state:
     """
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     cure = f"{size / 2**20:.0f} MiB are needed; earlier checkpoints are untouched: make room and resume"
-    with manifest.writing(root / name, cure):
-        root.mkdir(parents=True, exist_ok=True)
-        temporary = root / f"{_UNFINISHED}{name}.{os.getpid()}"
-        try:
-            temporary.mkdir()
-            _write_tensors(temporary, tensors)
-            (temporary / STATE).write_bytes(manifest.dump_json(dict(state)))
-            manifest.write_manifest(temporary, os.listdir(temporary))
-            os.rename(temporary, root / name)
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        manifest.fsync(root)
+    with artifacts.writing(root / name, cure, CheckpointError), artifacts.new_directory(root / name) as aside:
+        _write_tensors(aside, tensors)
+        (aside / STATE).write_bytes(artifacts.dump_json(dict(state)))
+        artifacts.write_manifest(aside, os.listdir(aside))
     return root / name
 
 
@@ -96,6 +84,8 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     reader = HuggingFaceStorageReader(str(path))
     try:
         entries = reader.read_metadata().state_dict_metadata
+        # A tensor costs no memory before its file is known to have it whole.
+        _check_sizes(path, entries)
         tensors = {
             name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in entries.items()
@@ -107,7 +97,7 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise
     except Exception as error:
         # The bytes are those that the manifest promised; what still fails was made by other hands.
-        raise CheckpointError(f"{path}: no readable checkpoint: {type(error).__name__}: {str(error)[:200]}") from error
+        raise CheckpointError(f"{path}: no readable checkpoint: {artifacts.reason(error)}") from error
     return tensors, state
 
 
@@ -117,13 +107,14 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: it is damaged; the message names the file.
     """
-    names = manifest.verify(path)
-    for name in names:
-        if name != STATE and not name.endswith((".safetensors", ".safetensors.index.json")):
-            raise CheckpointError(f"{path / name}: no file of a checkpoint")
-    if STATE not in names:
-        raise CheckpointError(f"{path / STATE}: missing: no checkpoint of this library")
-    return manifest.read_json(path / STATE)
+    with errors_as(CheckpointError):
+        names = artifacts.verify(path).files
+        for name in names:
+            if name != STATE and not name.endswith((".safetensors", ".safetensors.index.json")):
+                raise CheckpointError(f"{path / name}: no file of a checkpoint")
+        if STATE not in names:
+            raise CheckpointError(f"{path / STATE}: missing: no checkpoint of this library")
+        return artifacts.read_json(path / STATE)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -147,22 +138,25 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def prune(root: Path, keep: int) -> None:
-    """Remove all but the last `keep` checkpoints.
-
-    A checkpoint loses its name before its files go, so that a half removed one is never taken for a checkpoint.
-    """
+    """Remove all but the last `keep` checkpoints; a half removed one is never taken for a checkpoint."""
     for path in list_checkpoints(root)[:-keep]:
-        removed = path.with_name(f"{_REMOVED}{path.name}")
         with contextlib.suppress(OSError):
-            os.rename(path, removed)
-            shutil.rmtree(removed, ignore_errors=True)
+            artifacts.remove(path)
 
 
 def clean(root: Path) -> None:
     """Remove what a process left that was killed while it wrote or removed a checkpoint."""
-    for entry in _entries(root):
-        if entry.name.startswith((_UNFINISHED, _REMOVED)):
-            shutil.rmtree(entry, ignore_errors=True)
+    artifacts.sweep(root)
+
+
+def _check_sizes(path: Path, entries: Mapping[str, Any]) -> None:
+    sizes = {}
+    with errors_as(CheckpointError):
+        for file in path.glob("*.safetensors"):
+            sizes.update({name: tensor.shape for name, tensor in artifacts.read_header(file).items()})
+    for name, entry in entries.items():
+        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != sizes.get(name):
+            raise CheckpointError(f"{path}: {name}: found no whole tensor of the size that the checkpoint says; copy it again")
 
 
 def _write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import signal
 
-
-class CheckpointError(ValueError):
-    """A checkpoint or run directory that cannot be written or must not be read; the message names the file and the cure."""
+from jagged.artifacts.errors import CheckpointError as CheckpointError
 
 
 class TrainingError(RuntimeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import time
@@ -14,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from jagged import artifacts
 from jagged.config import TrainerConfig
 from jagged.metrics import IN_WORDS, Best, Figures, RunMetrics
-from jagged.training import manifest
+from jagged.models.pretrained import HISTORY
 from jagged.training.batches import Positioned
 from jagged.training.callbacks import Callback, Progress, states_of
 from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
@@ -28,7 +28,6 @@ from jagged.training.stop import StopRequested, StopWish
 from jagged.training.watch import Watch
 
 CHECKPOINTS = "checkpoints"
-HISTORY = "history.jsonl"
 # Prefix of the best weights' names in a checkpoint.
 BEST = "best."
 _KEPT = 2
@@ -300,9 +299,10 @@ class Loop:
             self._write_history()
 
     def _write_history(self) -> None:
-        lines = "".join(json.dumps(line) + "\n" for line in self.state.history)
-        with manifest.writing(self._directory / HISTORY, "make room and resume"):
-            manifest.write_file(self._directory / HISTORY, lines.encode())
+        with artifacts.writing(self._directory / HISTORY, "make room and resume", CheckpointError):
+            # A finished model stays whole while its run goes on; the last history is listed with the next one.
+            artifacts.unlist(self._directory, HISTORY)
+            artifacts.write_file(self._directory / HISTORY, artifacts.dump_json_lines(self.state.history))
 
     def _checkpoint(self) -> None:
         self._look()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from jagged import artifacts
+from jagged.artifacts import CheckpointError
 from jagged.config import TrainerConfig
 from jagged.metrics import RunMetrics
 from jagged.models import RankingTask
 from jagged.models.pretrained import save_task
-from jagged.training import manifest
 from jagged.training.batches import Positioned, positioned
 from jagged.training.callbacks import Callback, load_states
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
@@ -163,7 +162,7 @@ class Trainer:
             with engine.whole_task() as whole:
                 if processes.is_first:
                     if write is None:
-                        save_task(whole, directory, config=config, metrics=metrics, history=state.history)
+                        save_task(whole, directory, config=config, metrics=metrics.to_json(), history=state.history)
                     else:
                         write(whole, metrics, state.history)
             assert metrics.best is not None
@@ -230,20 +229,13 @@ def locked(directory: Path, processes: Processes, resume: bool) -> Iterator[None
         return
     if directory.exists() and not directory.is_dir():
         raise TrainingError(f"output: {directory} is a file, expected a directory")
-    with manifest.writing(directory, "choose another output"):
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise TrainingError(
-                f"output: another process is training in {directory}; wait for it or choose another output"
-            ) from None
-        if not resume and any(entry.name != ".lock" for entry in directory.iterdir()):
+    busy = TrainingError(f"output: another process is training in {directory}; wait for it or choose another output")
+    with ExitStack() as held:
+        with artifacts.writing(directory, "choose another output", CheckpointError):
+            held.enter_context(artifacts.lock(directory, busy))
+        if not resume and any(entry.name != artifacts.LOCK for entry in directory.iterdir()):
             raise TrainingError(
                 f"output: {directory} is not empty; resume to go on with the run in it, choose another output, or delete it"
             )
+        artifacts.sweep(directory)
         yield
-    finally:
-        os.close(descriptor)

@@ -12,7 +12,7 @@ from jagged.config import TrainConfig
 @pytest.fixture(scope="session")
 def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from jagged.data import synthetic_sessions
-    from jagged.training import train
+    from jagged.runs.training import train
 
     dataset, _ = synthetic_sessions(3, num_users=200, num_items=96, mean_length=8, max_length=20)
     config = TrainConfig(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jagged import charts, evaluate
+from jagged.artifacts import CheckpointError, unlist
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
@@ -204,7 +205,7 @@ def test_by_default_the_page_lies_in_the_run(run_directory: Path, tmp_path: Path
     assert report(copy, progress=False) == copy / "report.html"
 
 
-@pytest.mark.parametrize(("output", "expected"), [("missing/page.html", "cannot be written"), (".", "is a directory")])
+@pytest.mark.parametrize(("output", "expected"), [("missing/page.html", "could not be written"), (".", "is a directory")])
 def test_a_page_that_cannot_be_written_is_a_named_error(output: str, expected: str, run_directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=expected):
         report(run_directory, tmp_path / output, progress=False)
@@ -213,6 +214,14 @@ def test_a_page_that_cannot_be_written_is_a_named_error(output: str, expected: s
 
 def test_a_broken_history_is_named(run_directory: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run_directory, tmp_path / "run")
+    content = (copy / "history.jsonl").read_bytes()
+    (copy / "history.jsonl").write_bytes(content[:-1])
+    with pytest.raises(
+        CheckpointError, match=rf"history\.jsonl: damaged: found {len(content) - 1} bytes, expected {len(content)}"
+    ):
+        gather(copy, progress=False)
+    # Not listed as long as its run goes on.
+    unlist(copy, "history.jsonl")
     for broken in ('{"epoch": 1', "[1, 2]", "1", '{"epoch": 1}', '{"epoch": 1, "loss": "x", "ndcg@10": 0}', "[" * 100_000):
         (copy / "history.jsonl").write_text(broken)
         with pytest.raises(ConfigError, match=r"history\.jsonl: cannot be read"):

@@ -256,10 +256,12 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
         # Writing beyond the limit is an error like that of a full disk.
         resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, limits[1]))
         try:
-            message = refused(path, cache_directory=tmp_path / "cache")
+            with pytest.raises(DataError) as caught:
+                read_events(path, cache_directory=tmp_path / "cache")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert "room for the events on disk; set cache_directory (or TMPDIR) to a larger disk" in message
+        reason = "could not be written: File too large; set cache_directory (or TMPDIR) to a larger disk"
+        assert str(caught.value) == f"{tmp_path / 'cache'}: {reason}"
         assert not list((tmp_path / "cache").iterdir())
     assert read_events(path, cache_directory=tmp_path / "cache").num_events == 2999
 
@@ -267,4 +269,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     path = oracle.write_text(tmp_path / "e.txt", [(1, 2)])
     (tmp_path / "file").touch()
-    assert "a directory to write to" in refused(path, cache_directory=tmp_path / "file")
+    with pytest.raises(DataError) as caught:
+        read_events(path, cache_directory=tmp_path / "file")
+    expected = f"{tmp_path / 'file'}: could not be written: File exists; name another cache_directory"
+    assert str(caught.value) == expected

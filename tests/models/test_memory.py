@@ -7,7 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import SequenceBatch
-from jagged.models import SASRec, TrainTask
+from jagged.models import SASRec, NextItemTask
 from tests.conftest import LONG
 from tests.memory import Flat
 from tests.places import PLACE, Place
@@ -34,7 +34,7 @@ def test_memory_is_flat_while_sasrec_trains(place: Place) -> None:
     # The mode fills what is uninitialised and takes other operations; users train without it.
     torch.use_deterministic_algorithms(False)
     torch.manual_seed(0)
-    task = TrainTask(SASRec(ITEMS, embedding_dim=32, max_seq_len=50)).to(place.device)
+    task = NextItemTask(SASRec(ITEMS, embedding_dim=32, max_seq_len=50)).to(place.device)
     optimizer = torch.optim.AdamW(task.parameters())
     given = batches(place)
 

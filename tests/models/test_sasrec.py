@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import SequenceBatch
-from jagged.models import SASRec, TrainTask, build
+from jagged.models import SASRec, NextItemTask, build
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.sasrec import PaddedSASRec, left_padded, twin_names
@@ -43,7 +43,7 @@ def random_model(place: Place, seed: int) -> SASRec:
 @given(jagged_batches(longest=LENGTH).filter(lambda batch: batch.batch_size > 0), seeds())
 def test_agrees_with_the_padded_twin(place: Place, batch: Jagged, seed: int) -> None:
     model = random_model(place, seed)
-    task, twin = TrainTask(model), PaddedSASRec(ITEMS, **SIZES).to(place.device)
+    task, twin = NextItemTask(model), PaddedSASRec(ITEMS, **SIZES).to(place.device)
     names = twin_names(SIZES["num_layers"])
     parameters = [model.get_parameter(name).detach() for name in names]
     generator = torch.Generator().manual_seed(seed)
@@ -153,7 +153,7 @@ def test_is_traced_with_its_parts_as_leaves() -> None:
 @pytest.mark.gpu
 def test_bf16_mixed_step_without_synchronisation(place: Place) -> None:
     model = SASRec(1000, embedding_dim=64).to(place.device)
-    task = TrainTask(model)
+    task = NextItemTask(model)
     lengths = torch.tensor([5, 1, 30], device=place.device)
     values = torch.randint(1000, (36,), device=place.device)
     features = KeyedJaggedTensor(keys=["item_id"], values=values, lengths=lengths, length_per_key=[36])
@@ -186,15 +186,15 @@ def test_ids_out_of_range_reach_no_kernel(place: Place, ids: list[int], bad: int
     values, lengths = torch.tensor(ids, device=place.device), torch.tensor([3, 0], device=place.device)
     features = KeyedJaggedTensor(keys=["item_id"], values=values, lengths=lengths)
     message = rf"features\['item_id'\]\.values\(\)\[{where}\]: expected an id from 0 to {ITEMS - 1}, got {bad}"
-    for call in (model, model.final_hidden, lambda f: TrainTask(model)(SequenceBatch(f, good, good[:2]))):
+    for call in (model, model.final_hidden, lambda f: NextItemTask(model)(SequenceBatch(f, good, good[:2]))):
         with pytest.raises(ValueError, match=message):
             call(features)
     right = KeyedJaggedTensor(keys=["item_id"], values=good, lengths=lengths)
     with pytest.raises(ValueError, match=rf"targets\[{where}\]: expected an id from 0 to {ITEMS - 1}, got {bad}"):
-        TrainTask(model)(SequenceBatch(right, values, good[:2]))
+        NextItemTask(model)(SequenceBatch(right, values, good[:2]))
     # A larger catalogue than the model's is no reason to trust a batch.
     with pytest.raises(ValueError, match=message):
-        TrainTask(model)(SequenceBatch(features, good, good[:2], num_items=ITEMS + 1))
+        NextItemTask(model)(SequenceBatch(features, good, good[:2], num_items=ITEMS + 1))
     # The process and its GPU live.
     assert torch.isfinite(model(right).values()).all()
 

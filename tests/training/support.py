@@ -14,7 +14,8 @@ import torch
 
 from jagged.config import TrainConfig
 from jagged.data import SequenceDataset, synthetic_sessions
-from jagged.training import TrainResult, train
+from jagged.runs.training import train
+from jagged.training import TrainResult
 from jagged.training.engine import Engine
 
 # 40 users in batches of 8: 5 steps an epoch, about 10 ms a step.

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from jagged.training import CheckpointError, manifest
+from jagged import artifacts
+from jagged.artifacts.manifest import _serialise
+from jagged.training import CheckpointError
 from jagged.training import checkpoint as checkpoints
 from tests.conftest import LONG
 from tests.seeds import generators
@@ -94,8 +96,8 @@ def test_what_is_kept(tmp_path: Path) -> None:
 
 def test_leavings_of_a_killed_process_are_no_checkpoints(saved: Path) -> None:
     root = saved.parent
-    shutil.copytree(saved, root / ".unfinished-step-00000009.77")
-    shutil.copytree(saved, root / ".removed-step-00000001")
+    shutil.copytree(saved, root / ".step-00000009.77-0123abcd.tmp")
+    shutil.copytree(saved, root / ".step-00000001.77.tmp")
     assert checkpoints.latest_checkpoint(root) == saved
     checkpoints.clean(root)
     assert os.listdir(root) == [saved.name]
@@ -130,7 +132,7 @@ def test_every_damage_is_found_and_the_file_named(saved: Path, kind: str) -> Non
             checkpoints.load_checkpoint(saved)
         # A damaged manifest may still parse and then accuse itself or the file whose entry it garbled.
         named = [file.name for file in files if file.name in str(caught.value)]
-        assert path.name in named or (path.name == manifest.MANIFEST and str(saved) in str(caught.value)), str(caught.value)
+        assert path.name in named or (path.name == artifacts.MANIFEST and str(saved) in str(caught.value)), str(caught.value)
         path.write_bytes(originals[path])
     checkpoints.load_checkpoint(saved)
 
@@ -142,11 +144,11 @@ def test_missing_and_extra_files(saved: Path) -> None:
     with pytest.raises(CheckpointError, match=r"state\.json: missing or unreadable"):
         checkpoints.load_checkpoint(saved)
     state.mkdir()
-    with pytest.raises(CheckpointError, match=r"state\.json: no regular file"):
+    with pytest.raises(CheckpointError, match=r"state\.json: found no regular file"):
         checkpoints.load_checkpoint(saved)
     state.rmdir()
     os.mkfifo(state)
-    with pytest.raises(CheckpointError, match=r"state\.json: no regular file"):
+    with pytest.raises(CheckpointError, match=r"state\.json: found no regular file"):
         checkpoints.load_checkpoint(saved)
     state.unlink()
     state.write_bytes(content)
@@ -157,7 +159,7 @@ def test_missing_and_extra_files(saved: Path) -> None:
 
 def relist(directory: Path) -> None:
     """What someone does who plants a file and knows the format: list it properly."""
-    manifest.write_manifest(directory, [path.name for path in directory.iterdir() if path.name != manifest.MANIFEST])
+    artifacts.write_manifest(directory, [path.name for path in directory.iterdir() if path.name != artifacts.MANIFEST])
 
 
 class Planted:
@@ -185,9 +187,9 @@ def test_a_planted_pickle_is_not_opened(saved: Path, tmp_path: Path, name: str) 
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b", "manifest.json"])
 def test_names_that_lead_elsewhere_are_refused(saved: Path, name: str) -> None:
     (saved.parent / "outside").write_bytes(b"x")
-    files = json.loads((saved / manifest.MANIFEST).read_text())["files"]
+    files = json.loads((saved / artifacts.MANIFEST).read_text())["files"]
     files[name] = {"size": 1, "sha256": "2d711642b726b04401627ca9fbac32f5c8530fb1903cc4db02258717921a4881"}
-    (saved / manifest.MANIFEST).write_bytes(manifest._serialise(files))
+    (saved / artifacts.MANIFEST).write_bytes(_serialise(artifacts.Manifest(files, {})))
     with pytest.raises(CheckpointError, match="is no plain file name"):
         checkpoints.load_checkpoint(saved)
 
@@ -262,4 +264,4 @@ def test_nothing_may_be_written_there(tmp_path: Path) -> None:
 
 def test_a_run_that_is_not_finite_has_no_state() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        manifest.dump_json({"loss": float("nan")})
+        artifacts.dump_json({"loss": float("nan")})

@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
-from jagged.models import TrainTask, build
+from jagged.models import NextItemTask, build
 from jagged.training import CheckpointError
 from jagged.training.engine import Engine
 from jagged.training.optimizer import Optimizer
@@ -82,7 +82,7 @@ def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
 
 def test_state_that_does_not_fit_is_refused(processes: Processes) -> None:
     engine = Engine(sasrec(), nn.Identity(), TrainConfig(), "32-true", processes)
-    task = TrainTask(engine.model)  # type: ignore[arg-type]
+    task = NextItemTask(engine.model)  # type: ignore[arg-type]
     engine = Engine(engine.model, task, TrainConfig(), "32-true", processes)
     for _ in engine.steps(iter(loader())):
         pass
@@ -112,7 +112,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float32(proce
 
     def losses(precision: str) -> list[float]:
         model = sasrec(dropout=0.0)
-        engine = Engine(model, TrainTask(model), TrainConfig(), precision, processes)  # type: ignore[arg-type]
+        engine = Engine(model, NextItemTask(model), TrainConfig(), precision, processes)  # type: ignore[arg-type]
         linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
         linear.register_forward_hook(lambda module, inputs, output: seen.__setitem__(precision, output.dtype))
         found = [float(loss) for loss, _ in engine.steps(iter(loader()))]
@@ -128,7 +128,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float32(proce
 
 def test_every_batch_is_trained_on_once_and_counted(processes: Processes) -> None:
     model = sasrec()
-    engine = Engine(model, TrainTask(model), TrainConfig(), "32-true", processes)  # type: ignore[arg-type]
+    engine = Engine(model, NextItemTask(model), TrainConfig(), "32-true", processes)  # type: ignore[arg-type]
     batches = list(loader())
     counts = [count for _, count in engine.steps(iter(batches))]
     assert counts == [batch.targets.numel() for batch in batches]

@@ -18,7 +18,7 @@ import json, sys, torch
 from pathlib import Path
 from jagged.config import TrainConfig
 from jagged.data import read_events
-from jagged.training import train
+from jagged.runs.training import train
 from tests.memory import peak_resident_bytes
 options = json.loads(sys.argv[1])
 items = options.pop("num_items")

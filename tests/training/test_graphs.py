@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
 from jagged.data.batches import keyed
-from jagged.models import TrainTask, build, build_head
+from jagged.models import NextItemTask, build, build_head
 from jagged.training.engine import Engine
 from jagged.training.graphs import Filled, GraphedSteps, capacity
 from jagged.training.processes import process_group
@@ -46,7 +46,7 @@ def batch_of(lengths: list[int], seed: int) -> SequenceBatch:
 def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int]], seed: int) -> None:
     torch.manual_seed(seed)
     model = build("sasrec", num_items=NUM_ITEMS, embedding_dim=8, num_layers=1, max_seq_len=12, dropout=0.0).double()
-    task = TrainTask(model, label_smoothing=0.1)
+    task = NextItemTask(model, label_smoothing=0.1)
     rows, samples = capacity(max(sum(lengths) for lengths in batches), max(len(lengths) for lengths in batches))
     # One after the other in the same memory: nothing may be left of the one before.
     inputs = Filled.empty(rows, 2 * samples, torch.device("cpu"))
@@ -77,7 +77,7 @@ def engine_losses(cuda_graphs: bool, sampler: str | None, **options: Any) -> tup
         chosen = {"label_smoothing": 0.1} if sampler is None else {"head": "sampled", "sampler": sampler}
         config = TrainConfig(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen)
         head = build_head(config, torch.ones(dataset.num_items)).to(device)
-        engine = Engine(model, TrainTask(model, head=head), config, "32-true", processes)
+        engine = Engine(model, NextItemTask(model, head=head), config, "32-true", processes)
         # The losses are kept while later steps run, as the loop does.
         losses = [loss for epoch in range(2) for loss, _ in engine.steps(_positioned(loader, epoch))]
         return torch.stack(losses).tolist(), [parameter.detach().cpu() for parameter in model.parameters()], engine

@@ -14,7 +14,7 @@ import torch
 
 from jagged.config import TrainConfig
 from jagged.data import SequenceDataset
-from jagged.models import TrainTask, build, build_head
+from jagged.models import NextItemTask, build, build_head
 from jagged.modules import (
     CutCrossEntropyHead,
     InBatchSampler,
@@ -87,7 +87,7 @@ def test_a_checkpoint_without_the_seed_is_refused() -> None:
     model = build("sasrec", num_items=5, embedding_dim=8)
     config = TrainConfig(embedding_dim=8, head="sampled")
     with process_group(torch.device("cpu")) as processes:
-        engine = Engine(model, TrainTask(model, head=build_head(config, torch.ones(5))), config, "32-true", processes)
+        engine = Engine(model, NextItemTask(model, head=build_head(config, torch.ones(5))), config, "32-true", processes)
         state = engine.state_tensors()
         engine.load_state_tensors(state, 0)
         del state["head.sampler.seed"]
@@ -105,8 +105,8 @@ def test_sampled_heads_train_in_one_process(dataset: SequenceDataset, tmp_path: 
     with pytest.raises(TrainingError, match="head: sampled trains in one process; start one, or take head=cross-entropy"):
         run(tmp_path, dataset, head="sampled")
     model = build("sasrec", num_items=5, embedding_dim=8)
-    task = TrainTask(model, head=SampledCrossEntropyHead(UniformSampler(5, 2)))
+    task = NextItemTask(model, head=SampledCrossEntropyHead(UniformSampler(5, 2)))
     with pytest.raises(ValueError, match=r"head: expected a CutCrossEntropyHead, .* got SampledCrossEntropyHead"):
         task.split(None, None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"label_smoothing: got 0\.1 and a head"):
-        TrainTask(model, label_smoothing=0.1, head=task.head)
+        NextItemTask(model, label_smoothing=0.1, head=task.head)

@@ -15,11 +15,12 @@ import pytest
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from jagged import artifacts
 from jagged.data import Vocabulary
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec
 from jagged.models.pretrained import from_pretrained, save_pretrained
-from jagged.training import CheckpointError, manifest
+from jagged.training import CheckpointError
 from tests.conftest import LONG
 from tests.seeds import generators
 from tests.training.support import tiny_config
@@ -114,7 +115,7 @@ def test_a_crash_between_two_files_is_not_taken_for_whole(
         moved: list[Any] = []
 
         def replace(source: Any, target: Any, allowed: int = allowed, moved: list[Any] = moved) -> None:
-            if Path(source).parent.name == ".unfinished":
+            if Path(source).parent.name.endswith(".tmp"):
                 moved.append(target)
                 if len(moved) > allowed:
                     raise KeyboardInterrupt
@@ -144,14 +145,14 @@ def test_a_full_disk_is_named_and_the_old_directory_whole(model: SASRec, items: 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert from_pretrained(saved).split == {"name": "leave-one-out"}
-    assert ".unfinished" not in os.listdir(saved)
+    assert not [name for name in os.listdir(saved) if name.endswith(".tmp")]
 
 
 def plant(saved: Path, name: str, content: bytes) -> None:
     """Put a file in place and list it properly, as someone does who knows the format."""
     (saved / name).write_bytes(content)
     listed = set(json.loads((saved / "manifest.json").read_text())["files"]) | {name}
-    manifest.write_manifest(saved, listed)
+    artifacts.write_manifest(saved, listed)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +203,7 @@ def test_opens_without_the_training_engine(saved: Path) -> None:
         "import sys, warnings; warnings.simplefilter('ignore')\n"
         "from jagged.models.pretrained import from_pretrained\n"
         f"print(from_pretrained({str(saved)!r}).items.ids.to_pylist())\n"
-        "assert not {'jagged.training.engine', 'jagged.training.runner', 'jagged.training.checkpoint'} & set(sys.modules)\n"
+        "assert not {'jagged.training.engine', 'jagged.runs.training', 'jagged.training.checkpoint'} & set(sys.modules)\n"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -16,7 +16,8 @@ import torch
 from jagged.data import SequenceDataset
 from jagged.metrics import RunMetrics
 from jagged.models.pretrained import from_pretrained
-from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, loop, train
+from jagged.runs.training import train
+from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, loop
 from jagged.training import checkpoint as checkpoints
 from jagged.training.loop import Loop
 from tests.training.support import STEPS_PER_EPOCH, at_step, kill_self, outcome, run, tiny_config, tiny_dataset
@@ -45,6 +46,7 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     listed = set(json.loads((result.directory / "manifest.json").read_text())["files"])
     assert listed == {
         "model.safetensors", "model.json", "config.json", "items.arrow", "split.json", "metrics.json", "train_counts.safetensors",
+        "history.jsonl",
     }  # fmt: skip
     assert list((result.directory / "tensorboard").iterdir())
     metrics = json.loads((result.directory / "metrics.json").read_text())
@@ -58,7 +60,7 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     config = json.loads((result.directory / "config.json").read_text())
     assert (config["precision"], config["device"], config["embedding_dim"]) == ("32-true", "cpu", 8)
     assert SequenceDataset.load(result.directory / "dataset").fingerprint == dataset.fingerprint
-    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".metadata") or ".unfinished" in path.name]
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".metadata", ".tmp")]
 
 
 def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
-from jagged.models import TrainTask, build
+from jagged.models import NextItemTask, build
 from jagged.training.checkpoint import load_checkpoint, save_checkpoint
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
@@ -67,7 +67,7 @@ def share(items: int, rank: int, world_size: int, empty_last: bool = False) -> I
 def started(case: Case, processes: Processes, dtype: torch.dtype = torch.float64) -> Engine:
     torch.manual_seed(0)
     model = build("sasrec", num_items=case.items, **SIZES).to(processes.device, dtype)
-    return Engine(model, TrainTask(model, label_smoothing=case.smoothing), CONFIG, "32-true", processes)
+    return Engine(model, NextItemTask(model, label_smoothing=case.smoothing), CONFIG, "32-true", processes)
 
 
 def take_steps(engine: Engine, case: Case, first: int = 0, last: int = STEPS, empty_last: bool = False) -> None:

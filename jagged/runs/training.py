@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from jagged import artifacts
+from jagged.artifacts import CheckpointError
 from jagged.config import TrainConfig
 from jagged.data import (
     BatchLoader,
@@ -25,7 +26,6 @@ from jagged.data import (
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import NextItemTask, build, build_head
 from jagged.models.pretrained import save_pretrained
-from jagged.training import manifest
 from jagged.training.callbacks import Callback
 from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast
@@ -91,13 +91,11 @@ def train(
         if dry_run:
             return TrainResult(directory, RunMetrics(), [], float("nan"), 0, 0, 0.0, forecast=expected)
         if processes.is_first:
-            for left in directory.glob(f".{DATASET}.*"):
-                shutil.rmtree(left, ignore_errors=True)
-            with manifest.writing(directory / DATASET, "make room, or choose another output"):
+            with artifacts.writing(directory / DATASET, "make room, or choose another output", CheckpointError):
                 dataset.save(directory / DATASET)
 
         def write(whole: nn.Module, metrics: RunMetrics, history: list[dict[str, Any]]) -> None:
-            _write(directory, config, split, whole, train_counts, metrics)
+            _write(directory, config, split, whole, train_counts, metrics, history)
 
         drawn = len(split.valid) if config.validate_users is None else config.validate_users
         note = f" of {drawn:,} of {len(split.valid):,} users" if drawn < len(split.valid) else ""
@@ -167,6 +165,7 @@ def _write(
     task: nn.Module,
     train_counts: TrainCounts,
     metrics: RunMetrics,
+    history: list[dict[str, Any]],
 ) -> None:
     dataset = split.train.dataset
     description = {
@@ -189,4 +188,5 @@ def _write(
         split=description,
         metrics=metrics.to_json(),
         train_counts=train_counts,
+        history=history,
     )
