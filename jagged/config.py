@@ -165,9 +165,7 @@ class TrainConfig(TrainerConfig):
         "ndcg@10",
         description="validation metric that selects the checkpoint: ndcg, recall, mrr, coverage or surprisal, @ and any cut-off",
     )
-    validate_users: int | None = Field(
-        None, ge=1, description="most users of a validation, drawn by seed; none for all of them"
-    )
+    validate_users: int | None = Field(None, ge=1, description="most users of a validation, drawn by seed; none for all of them")
     filter_viewed: bool = Field(
         False, description="take items of a user's history out of the ranking", json_schema_extra={"off": "--keep-viewed"}
     )

@@ -74,7 +74,7 @@ class Group(_Named[float]):
 class Figures(_Named[Group]):
     """Figures by group, and by metric in it: `figures.all_items["ndcg@10"]`, or `figures["all_items"]["ndcg@10"]`.
 
-    A group is a protocol or a task: `all_items` ranks the whole catalogue, `unseen_items` leaves out the items of the user's history.
+    A group is a task or a protocol: `all_items` ranks the whole catalogue, `unseen_items` leaves out the user's history.
     Immutable; equal to plain dicts of the same content.
 
     Args:

@@ -43,7 +43,7 @@ class PointwiseMetrics:
         for what, tensor in given.items():
             if tensor is not None and (tensor.shape != logits.shape or logits.dim() != 1):
                 raise ValueError(
-                    f"{self._name}: {what}: got shape {tuple(tensor.shape)} and logits of {tuple(logits.shape)}, expected [N] of both"
+                    f"{self._name}: {what}: got shape {tuple(tensor.shape)}, logits {tuple(logits.shape)}, expected [N] of both"
                 )
         weights = torch.ones_like(logits, dtype=torch.float32) if weights is None else weights
         rows = torch.stack([x.detach().to("cpu", torch.float64) for x in (logits, labels, weights)])

@@ -36,8 +36,8 @@ class NextItemTask(nn.Module):
         ValueError: both `label_smoothing` and `head`.
 
     Shape:
-        A `SequenceBatch` in; a `TaskOutput` out, whose task "next_item" has the scores of the targets `[sum L]`, detached, and the
-        targets as labels.
+        A `SequenceBatch` in; a `TaskOutput` out, whose task "next_item" has the scores of the targets `[sum L]`, detached, and
+        the targets as labels.
     """
 
     def __init__(
@@ -76,9 +76,7 @@ class NextItemTask(nn.Module):
         """Under "hidden" each user's hidden state `[B, D]`, whose inner product with an item's row of the table is its score."""
         return {"hidden": self.model.final_hidden(batch.features)}
 
-    def evaluate(
-        self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True
-    ) -> Figures:
+    def evaluate(self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True) -> Figures:
         """Rank the whole catalogue: `jagged.evaluation.evaluate_protocols`, for "test" with seen items left in and taken out.
 
         Raises:

@@ -111,7 +111,7 @@ def save_task(
 ) -> None:
     """Write a task's kept weights into a directory that `load_task` opens, as `save_pretrained` does.
 
-    The class stands there by its registered name (`jagged.models.register`), where it has one, with the arguments in its `config`.
+    The class stands there by its registered name (`jagged.models.register`), where it has one, with its `config` as arguments.
 
     Args:
         task: a `RankingTask`.
@@ -213,7 +213,7 @@ def _read_model(directory: Path) -> SASRec:
         raise CheckpointError(message(where, f"format version {shown(described.get('format_version'))}", str(FORMAT_VERSION)))
     name, arguments = described.get("model"), described.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, dict) or "device" in arguments:
-        raise CheckpointError(f"{where}: expected the model's name and arguments; a class that is not registered is given to load_task")
+        raise CheckpointError(f"{where}: expected a registered model's name and arguments; give load_task the task")
     header = artifacts.read_header(directory / WEIGHTS)
     _check_arguments(arguments, header, where)
     try:

@@ -1,4 +1,4 @@
-"""What training, evaluation and prediction ask of a model: the protocol `RankingTask`, and `Task`, a base with the usual answers."""
+"""What training, evaluation and prediction ask of a model: the protocol `RankingTask`, and `Task`, a base for one's own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TaskScores:
     mask: Tensor | None = None
     weights: Tensor | None = None
 
-    def count(self) -> int | Tensor:
+    def rows(self) -> int | Tensor:
         """What a mean over the rows divides by: their number, or the sum of their weights as a 0-dim tensor."""
         if self.weights is not None:
             return (self.weights if self.mask is None else self.weights * self.mask).sum()
@@ -49,9 +49,9 @@ class TaskOutput(NamedTuple):
     loss: Tensor
     scores: Mapping[str, TaskScores]
 
-    def count(self) -> int | Tensor:
+    def rows(self) -> int | Tensor:
         """What the loss is the mean over."""
-        return next(iter(self.scores.values())).count()
+        return next(iter(self.scores.values())).rows()
 
 
 @runtime_checkable
@@ -63,7 +63,8 @@ class RankingTask(Protocol):
     """
 
     @property
-    def kept(self) -> nn.Module: ...
+    def kept(self) -> nn.Module:
+        """As above."""
 
     def __call__(self, batch: Any) -> TaskOutput:
         """Loss and scores of a batch."""
@@ -127,8 +128,8 @@ class Task(nn.Module):
         with evaluating(self), torch.no_grad():
             for batch in bar(batches, progress):
                 loss, scores = output = self(moved(batch, self.device))
-                count = output.count()
-                sums += torch.stack([torch.as_tensor(x).double().cpu() for x in (loss * count, count)])
+                rows = output.rows()
+                sums += torch.stack([torch.as_tensor(x).double().cpu() for x in (loss * rows, rows)])
                 for name, of in scores.items():
                     metrics.setdefault(name, PointwiseMetrics(name)).update(of.logits, of.labels, of.mask, of.weights)
         if all_processes and several():

@@ -6,10 +6,10 @@ import os
 import shlex
 from pathlib import Path
 
+from jagged.artifacts import read_json
 from jagged.config import TrainConfig
 from jagged.metrics import IN_WORDS, RunMetrics
 from jagged.models.pretrained import CONFIG, METRICS, SPLIT
-from jagged.artifacts import read_json
 
 
 def summary_lines(directory: str | os.PathLike[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Training on TorchRec's engine, checkpoints that resume bit for bit, and the directory that a run leaves.
 
-Everything is loaded on first use: the errors and the manifest need no torch, only training needs torchrec. `jagged.train` is the run from a configuration.
+Everything is loaded on first use: the errors and the manifest need no torch, only training needs torchrec. The run from a
+configuration is `jagged.train`.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Repeated:
     def __iter__(self) -> Iterator[Any]:
         state = _seeded(int(np.random.SeedSequence([self._seed, self._epoch]).generate_state(1)[0]))
         sampler = getattr(self._batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
+        if sampler is not None and hasattr(sampler, "set_epoch"):
             sampler.set_epoch(self._epoch)
         with _exchanged(state):
             iterator = iter(self._batches)
@@ -96,7 +96,8 @@ class Repeated:
                 yield batch
         if given != len(self._batches):
             raise TrainingError(
-                f"{self._name}: got {given:,} batches in epoch {self._epoch + 1}, expected {len(self._batches):,}, the loader's length"
+                f"{self._name}: got {given:,} batches in epoch {self._epoch + 1}, expected the loader's length, "
+                f"{len(self._batches):,}"
             )
 
 

@@ -74,7 +74,7 @@ def load_states(callbacks: Sequence[Callback], states: Sequence[Sequence[Any]], 
         if fitting is None:
             known = ", ".join(type(callback).__qualname__ for callback in callbacks) or "none"
             raise TrainingError(
-                f"{where}: holds the state of a callback {name}, found {known}; resume with the callbacks that it was trained with"
+                f"{where}: holds the state of a callback {name}, found {known}; resume with those it was trained with"
             )
         fitting.load_state_dict(state)
         left.remove(fitting)

@@ -33,12 +33,12 @@ class Trained(NamedTuple):
 
     Attributes:
         loss: 0-dim, on the device.
-        count: rows that it is the mean over, on the host or as a 0-dim tensor.
+        rows: those that it is the mean over, on the host or as a 0-dim tensor.
         updated: whether the weights were updated, and not only gradients accumulated.
     """
 
     loss: Tensor
-    count: int | Tensor
+    rows: int | Tensor
     updated: bool
 
 
@@ -46,7 +46,7 @@ class Engine:
     """A task under TorchRec's engine, with an optimizer, and all of their state as named tensors.
 
     An item table that is looked up and scored against has a gradient of two sources and must be an ordinary dense parameter.
-    On several processes a task that has `split` keeps a part of its table in each one, with its rows' gradient and optimizer
+    On several processes a `NextItemTask` keeps a part of its table in each one, with its rows' gradient and optimizer
     state; DistributedModelParallel replicates everything else. Named tensors are of the whole table, so that they fit any number
     of processes.
 
@@ -66,7 +66,7 @@ class Engine:
         self.processes = processes
         self._accumulate = config.accumulate
         device = processes.device
-        if processes.world_size > 1 and hasattr(task, "split"):
+        if processes.world_size > 1 and isinstance(task, NextItemTask):
             task.split(processes.group, processes.host_group)
         # The optimizer comes with what it updates, and what is updated may be replicated by the wrapper.
         self._step = _Step(task, precision, processes, graphs_serve(config, task, processes)).to(device)
@@ -116,10 +116,10 @@ class Engine:
             updated = done % self._accumulate == 0 or done == left
             self._step.last = updated
             try:
-                loss, count = pipeline.progress(batches)
+                loss, rows = pipeline.progress(batches)
             except StopIteration:
                 return
-            yield Trained(loss, count, updated)
+            yield Trained(loss, rows, updated)
 
     def is_finite(self) -> bool:
         """Whether all weights of all processes are finite; waits for the device. Every process must call."""
@@ -251,14 +251,14 @@ class _Step(nn.Module):
             # The gradients are there already; the pipeline's own backward ends at the loss.
             return loss.requires_grad_(), (loss.detach(), batch.targets.numel())
         output = self._task(batch)
-        loss, count = output.loss, output.count()
+        loss, rows = output.loss, output.rows()
         told = loss.detach()
         if self.optimizer is not None:
-            self.optimizer.hold(count, self.last)
-            loss = loss * count
+            self.optimizer.hold(rows, self.last)
+            loss = loss * rows
         elif self._processes.world_size > 1:
-            loss = self._share(loss, count)
-        return loss, (told, count)
+            loss = self._share(loss, rows)
+        return loss, (told, rows)
 
     def _task(self, batch: Any) -> Any:
         if not self._autocast:
@@ -270,9 +270,9 @@ class _Step(nn.Module):
         loss, scores = self._task(batch)
         return loss, scores["next_item"].logits
 
-    def _share(self, loss: Tensor, count: int | Tensor) -> Tensor:
+    def _share(self, loss: Tensor, rows: int | Tensor) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.
-        count = torch.as_tensor(count, dtype=torch.float32, device=loss.device)
+        count = torch.as_tensor(rows, dtype=torch.float32, device=loss.device)
         total = count.clone()
         dist.all_reduce(total)
         return loss * (count * self._processes.world_size / total.clamp(min=1e-30))

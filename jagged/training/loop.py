@@ -202,11 +202,11 @@ class Loop:
             return
         norms = engine.optimizer.norms
         read = [of.loss.float() for of in self._trained] + norms
-        read += [of.count for of in self._trained if isinstance(of.count, Tensor)]
+        read += [of.rows for of in self._trained if isinstance(of.rows, Tensor)]
         values = torch.stack([value.double() for value in read]).tolist()
         losses, norm_values = values[: len(self._trained)], values[len(self._trained) : len(self._trained) + len(norms)]
         on_device = iter(values[len(self._trained) + len(norms) :])
-        counts = [next(on_device) if isinstance(of.count, Tensor) else of.count for of in self._trained]
+        counts = [next(on_device) if isinstance(of.rows, Tensor) else of.rows for of in self._trained]
         first = state.step - sum(of.updated for of in self._trained) + 1
         steps = [first + sum(of.updated for of in self._trained[:i]) for i in range(len(self._trained))]
         bad = [step for step, value in zip(steps, losses, strict=True) if not math.isfinite(value)]
@@ -282,7 +282,9 @@ class Loop:
         else:
             state.worse += 1
         when = f"epoch {state.epoch + 1}" if config.validation_steps is None else f"step {state.step:,}"
-        said = f"{when}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({IN_WORDS.get(group, group)}{self._valid_note})"
+        said = (
+            f"{when}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({IN_WORDS.get(group, group)}{self._valid_note})"
+        )
         self._display.say(said + (", the best so far" if better else ""))
         points = {f"valid/{group}/{key}": number for group, of in figures.items() for key, number in of.items()}
         self._display.curves(state.step, {"train/epoch_loss": loss, **points})
@@ -344,7 +346,11 @@ class Loop:
 
     def _last_checkpoint(self) -> str:
         checkpoints = list_checkpoints(self._root)
-        return f"the last checkpoint, {checkpoints[-1]}, is whole: resume" if checkpoints else "there is no checkpoint yet: start again"
+        return (
+            f"the last checkpoint, {checkpoints[-1]}, is whole: resume"
+            if checkpoints
+            else "there is none yet: start again"
+        )
 
     def _explain(self, error: RuntimeError) -> NoReturn:
         """Tell a process that is gone from a fault of the program."""

@@ -94,6 +94,7 @@ class Optimizer:
                 "sgd": lambda: torch.optim.SGD(own, lr=rate),
             }[config.table_optimizer]()
             self._optimizers.append((made, rate))
+        self._owner = {p: of for of, _ in self._optimizers for group in of.param_groups for p in group["params"]}
         self._set_rates()
 
     @property
@@ -171,7 +172,7 @@ class Optimizer:
         }
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        return next((optimizer.state[parameter] for optimizer, _ in self._optimizers if parameter in optimizer.state), {})
+        return self._owner[parameter].state.get(parameter, {})
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor], steps: int) -> None:
         """Take over a state that `state_tensors` gave after `steps` steps.
@@ -193,8 +194,7 @@ class Optimizer:
                 if key != "step" and tuple(value.shape) != expected:
                     raise ValueError(f"optimizer.{key}.{name}: shape {tuple(value.shape)}, expected {expected}")
                 state[key] = value.to("cpu" if key == "step" and self._kinds[name] != "adamw" else parameter.device, copy=True)
-            owner = next(o for o, _ in self._optimizers if any(parameter is p for group in o.param_groups for p in group["params"]))
-            owner.state[parameter] = state
+            self._owner[parameter].state[parameter] = state
         self.steps = steps
         self._set_rates()
 

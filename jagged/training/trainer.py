@@ -194,7 +194,9 @@ def check_shares(loader: Positioned, processes: Processes) -> None:
     numbers = [int(number) for number in processes.gather(torch.tensor([loader.num_batches(0)]))]
     if len(set(numbers)) > 1 or not numbers[0]:
         told = ", ".join(f"{number:,}" for number in numbers)
-        raise TrainingError(f"train: got {told} batches in the {len(numbers)} processes, expected the same number in each, 1 or more")
+        raise TrainingError(
+            f"train: got {told} batches in the {len(numbers)} processes, expected the same number in each, 1 or more"
+        )
 
 
 def _resume(

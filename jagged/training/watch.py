@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from jagged.training.processes import Processes
 
@@ -42,7 +42,7 @@ class Watch:
         if self._processes.world_size > 1:
             # A prefix of its own for each watch: an earlier run's words are no news.
             prefix = f"jagged/watch/{_next()}"
-            self._store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+            self._store = PrefixStore(prefix, _get_default_store())
             self._thread = threading.Thread(target=self._watch, name="jagged-watch", daemon=True)
             self._thread.start()
         return self
@@ -91,9 +91,7 @@ class Watch:
                 # The process that keeps the store is gone, which the collectives will say.
                 return
             now = time.monotonic()
-            seen = {
-                rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()
-            }
+            seen = {rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()}
             # Who says nothing new is stopped as a whole; a patient one is waited for while it speaks.
             silent = {rank for rank, (_, since) in seen.items() if now - since > self._seconds / 2}
             if any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):

@@ -7,7 +7,7 @@ import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import SequenceBatch
-from jagged.models import SASRec, NextItemTask
+from jagged.models import NextItemTask, SASRec
 from tests.conftest import LONG
 from tests.memory import Flat
 from tests.places import PLACE, Place

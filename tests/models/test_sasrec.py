@@ -9,7 +9,7 @@ from torch.func import functional_call
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import SequenceBatch
-from jagged.models import SASRec, NextItemTask, build
+from jagged.models import NextItemTask, SASRec, build
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.sasrec import PaddedSASRec, left_padded, twin_names
