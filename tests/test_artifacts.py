@@ -168,6 +168,15 @@ def test_a_lock_refuses_another_process_and_ends_with_its_holder(tmp_path: Path)
         assert os.listdir(tmp_path) == [".lock"]
 
 
+def test_a_directory_made_for_a_lock_goes_where_nothing_was_put_there(tmp_path: Path) -> None:
+    with artifacts.lock(tmp_path / "new", ValueError("busy")):
+        assert os.listdir(tmp_path / "new") == [".lock"]
+    assert os.listdir(tmp_path) == []
+    with artifacts.lock(tmp_path / "new", ValueError("busy")):
+        (tmp_path / "new" / "file").touch()
+    assert sorted(os.listdir(tmp_path / "new")) == [".lock", "file"]
+
+
 COUNTS = {"users_per_item": Expected(("I64",), (None,)), "num_users": Expected(("I64",), (1,))}
 
 

@@ -346,11 +346,7 @@ class Loop:
 
     def _last_checkpoint(self) -> str:
         checkpoints = list_checkpoints(self._root)
-        return (
-            f"the last checkpoint, {checkpoints[-1]}, is whole: resume"
-            if checkpoints
-            else "there is none yet: start again"
-        )
+        return f"the last checkpoint, {checkpoints[-1]}, is whole: resume" if checkpoints else "there is none yet: start again"
 
     def _explain(self, error: RuntimeError) -> NoReturn:
         """Tell a process that is gone from a fault of the program."""
