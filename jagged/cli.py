@@ -8,25 +8,40 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any, Literal, Optional
 
-import typer
-from typer.core import TyperCommand
+from cyclopts import App, CycloptsError, Group, Parameter
+from cyclopts.validators import Number
+from pydantic.fields import FieldInfo
 
 from jagged import __version__, versions
-from jagged.config import TrainConfig, choices, parse_assignments, parse_text, sections
+from jagged.config import (
+    SECTIONS,
+    ConfigError,
+    TrainConfig,
+    choices,
+    effect,
+    kinds,
+    leaves,
+    main_option,
+    merge,
+    parse_assignments,
+    parse_text,
+)
 
-app = typer.Typer(
+app = App(
     name="jagged",
     help="Train, evaluate and use sequence rankers on jagged tensors.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
+    version=__version__,
+    help_format="plaintext",
+    # A list has no flag that empties it, and what may be left out is not shown to be None.
+    default_parameter=Parameter(negative_iterable=(), show_default=lambda value: None if value in (None, ()) else value),
+    result_action="return_value",
 )
 
 # What a user can mend: one line on stderr. They are looked up among the modules loaded by then, for the modules import torch.
@@ -38,11 +53,23 @@ _KNOWN_ERRORS = (
     ("jagged.evaluation", "EvaluationError"),
     ("jagged.tuning", "TuningError"),
 )
+# The options of `train` that are shown first, and those that are spelt otherwise than by their names.
+_MOST_USED = ("data.path", "output", "training.max_epochs", "device", "seed")
+_NEGATIVES = {"evaluation.filter_viewed": "--evaluation.keep-viewed"}
 
-_Format = Annotated[str, typer.Option(metavar="|".join(choices("format")), help="format of the events; auto by file name")]
-_Device = Annotated[str, typer.Option(metavar="|".join(choices("device")), help="auto: the GPU where there is one")]
-_Column = Annotated[Optional[str], typer.Option(help="name of the column, by default the run's", show_default=False)]  # noqa: UP045
-_Directory = Annotated[Path, typer.Argument(help="a run's directory, as `jagged train` leaves it", show_default=False)]
+_Format = Annotated[Literal["auto", "text", "csv", "parquet"], Parameter(help="format of the events; auto by file name")]
+_Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: the GPU where there is one")]
+_Column = Annotated[Optional[str], Parameter(help="name of the column, by default the run's")]  # noqa: UP045
+_Directory = Annotated[Path, Parameter(help="a run's directory, as `jagged train` leaves it")]
+_Programs = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
+_Count = Annotated[int, Parameter(validator=Number(gte=1))]
+
+
+def _command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function a command; the help begins with the first line of its docstring and ends with the others, as they stand."""
+    first, _, others = str(inspect.getdoc(function)).partition("\n\n")
+    app.command(function, help=first, help_epilogue=others)
+    return function
 
 
 def main() -> None:
@@ -51,14 +78,21 @@ def main() -> None:
     Exit code 0 for success, 1 for a check that failed, 2 for an error of the user's to mend; a run that a signal stopped ends
     with the signal's code.
     """
+    words = sys.argv[1:]
     try:
-        app(prog_name="jagged")
+        code = app(words, exit_on_error=False, print_error=False) or 0
+    except CycloptsError as error:
+        command = f"jagged {words[0]}" if words and words[0] in _COMMANDS else "jagged"
+        print(f"jagged: {' '.join(str(error).split())} See {command} --help.", file=sys.stderr)
+        code = 2
     except Exception as error:
         message = _explain(error)
         if message is None:
             raise
-        print("\n".join(f"jagged: {line}" for line in message.splitlines()), file=sys.stderr)
-        raise SystemExit(getattr(error, "exit_code", 2)) from None
+        flags = _flags(words[0])
+        print("\n".join(f"jagged: {_with_flags(line, flags)}" for line in message.splitlines()), file=sys.stderr)
+        code = getattr(error, "exit_code", 2)
+    raise SystemExit(code)
 
 
 def _explain(error: Exception) -> str | None:
@@ -70,133 +104,187 @@ def _explain(error: Exception) -> str | None:
     return None if problem is None else str(problem)
 
 
-@app.callback(invoke_without_command=True)
-def _root(
-    version: Annotated[bool, typer.Option("--version", help="print the version and leave", show_default=False)] = False,
-) -> None:
-    if version:
-        print(__version__)
-        raise typer.Exit
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flags(command: str) -> dict[str, str]:
+    """The flags of a command by the names that Python's messages have for them."""
+    if command == "train":
+        last = {name.rpartition(".")[2]: _flag(name) for name in leaves()}
+        return last | {name: _flag(name) for name in leaves()} | {name: _flag(name) for name in (*SECTIONS, "resume")}
+    parameters = inspect.signature(_COMMANDS[command]).parameters.values()
+    return {parameter.name: _flag(parameter.name) for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+
+
+def _with_flags(line: str, flags: Mapping[str, str]) -> str:
+    """A message with flags in place of the names of Python's arguments.
+
+    A plain word is a name only where the line begins with it or a value is behind it: `device: ...`, `precision=32-true`.
+    """
+
+    def spell(match: re.Match[str]) -> str:
+        name, equals = match[1], match[2]
+        told = equals or "_" in name or "." in name or (not match.start() and line.startswith(": ", match.end()))
+        return flags[name] + (" " if equals else "") if name in flags and told else match[0]
+
+    return re.sub(r"(?<![\w./'\"-])([a-z_]+(?:\.[a-z_]+)?)(?![\w/'\"-])(=?)", spell, line)
 
 
 def _with_config_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add one option to `command` for each field of `TrainConfig`; it gets those that were given, as text, as `flags`."""
+    """Add one flag to `command` for each option of `TrainConfig`; it gets those that were given, as text, as `flags`."""
     own = [parameter for parameter in inspect.signature(command, eval_str=True).parameters.values() if parameter.name != "flags"]
-    generated = []
-    for section, names in sections().items():
-        for name in names:
-            field = TrainConfig.model_fields[name]
-            default, flag = field.default, f"--{name.replace('_', '-')}"
-            kind: type = bool if field.annotation is bool else str
-            if kind is bool:
-                extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
-                on, off = flag, extra.get("off", f"--no-{flag[2:]}")
-                default, flag = (on if field.default else off), f"{on}/{off}"
-            option = typer.Option(
-                flag,
-                help=f"{field.description} [default: {'none' if default is None else default}]",
-                metavar="|".join(choices(name)) or _metavar(name),
-                show_default=False,
-                rich_help_panel=section,
-            )
-            annotation = Annotated[Optional[kind], option]  # type: ignore[valid-type]  # noqa: UP045
-            generated.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
+    # The most used ones stand first.
+    names = {name.replace(".", "__"): name for name in dict.fromkeys([*_MOST_USED, *leaves()])}
+    generated = [
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name))
+        for key, name in names.items()
+    ]
 
     def wrapper(**arguments: Any) -> None:
-        flags = {name: value for name in TrainConfig.model_fields if (value := arguments.pop(name)) is not None}
-        command(flags=flags, **arguments)
+        given = {name: arguments.pop(key) for key, name in names.items() if arguments.get(key) is not None}
+        rest = {key: value for key, value in arguments.items() if key not in names}
+        command({name: parse_text(name, value) if isinstance(value, str) else value for name, value in given.items()}, **rest)
 
-    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + generated
+    parameters = [*generated, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapper
 
 
-class _SectionedCommand(TyperCommand):
-    """A command whose help groups its options under headings."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write one block of options for each heading."""
-        blocks: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                blocks.setdefault(getattr(parameter, "rich_help_panel", None) or "Run", []).append(record)
-        for heading, records in blocks.items():
-            with formatter.section(f"{heading} options"):
-                formatter.write_dl(records, col_max=34)
+_GROUPS = {
+    name: Group(title, sort_key=number)
+    for number, (name, title) in enumerate(
+        [("most", "Most used"), ("", "Run"), *((name, name.capitalize()) for name in SECTIONS)]
+    )
+}
 
 
-def _metavar(name: str) -> str:
-    annotation = str(TrainConfig.model_fields[name].annotation)
-    return "INTEGER" if "int" in annotation else "NUMBER" if "float" in annotation else "TEXT"
+def _annotation(name: str) -> Any:
+    """The flag of a dotted name."""
+    variants, section = leaves()[name], name.rpartition(".")[0]
+    field = variants[0][1]
+    short = [_flag(short) for short in SECTIONS if main_option(short) == name]
+    tag = short and len(SECTIONS[section]) > 1
+    # What it belongs to, unless it is in every variant of its section.
+    belongs = [] if len(variants) == len(SECTIONS.get(section, variants)) else [_tag_of(kind) for kind, _ in variants]
+    told = "; ".join([*belongs, *filter(None, [effect(field)])])
+    values = [value for _, each in variants for value in choices(each)]
+    on_off = kinds(field) == {bool}
+    default = f"[default: {'none' if field.default is None else field.default}]".replace("True", "on").replace("False", "off")
+    return Annotated[
+        (bool if on_off else str) | None,  # type: ignore[valid-type]
+        Parameter(
+            name=[_flag(name), *short],
+            negative=_NEGATIVES.get(name, f"--{section}.no-{_flag(name.rpartition('.')[2])[2:]}") if on_off else (),
+            help=f"{f'{told}: ' if told and not tag else ''}{field.description} {default}",
+            metavar="|".join(values) or _metavar(field),
+            group=_GROUPS["most" if name in _MOST_USED else section],
+            show_default=False,
+        ),
+    ]
 
 
-@app.command(cls=_SectionedCommand)
+def _tag_of(kind: type[Any]) -> str:
+    return str(next(iter(kind.model_fields.values())).default)
+
+
+def _metavar(field: FieldInfo) -> str:
+    found = kinds(field)
+    return "INTEGER" if int in found else "NUMBER" if float in found else "TEXT"
+
+
+@_command
 @_with_config_options
 def train(
     flags: Mapping[str, Any],
+    *,
+    resume: Annotated[
+        Optional[Path],  # noqa: UP045
+        Parameter(metavar="RUN", help="go on with the run in this directory; it needs no other option", group=_GROUPS["most"]),
+    ] = None,
     config: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="TOML file of options, or an earlier run's config.json", show_default=False),
+        Parameter(metavar="FILE", help="TOML file of options, or an earlier run's config.json", group=_GROUPS["most"]),
     ] = None,
     assignments: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option(
-            "--set",
+        tuple[str, ...],
+        Parameter(
+            name="--set",
             metavar="KEY=VALUE",
             help="one option by name, may be repeated; wins over --config, and a flag wins over it",
-            show_default=False,
+            group=_GROUPS[""],
         ),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on from the last checkpoint in the output directory")] = False,
+    ] = (),
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="read the data, print the forecast of memory and steps, and stop"),
+        Parameter(
+            help="read the data, print the forecast of memory and steps, and stop",
+            negative=(),
+            show_default=False,
+            group=_GROUPS[""],
+        ),
     ] = False,
 ) -> None:
     """Train a sequence ranker on an events file.
 
-    \b
     Examples:
-        jagged train --data events.csv --output runs/shop --embedding-dim 128
-        jagged train --config run.toml --set learning_rate=5e-4 --dry-run
+        jagged train --data events.csv --output runs/shop --model.embedding-dim 128
+        jagged train --config run.toml --set training.learning_rate=5e-4 --dry-run
+        jagged train --resume runs/shop
 
     It leaves one directory that stands alone.
     The data: text lines `user item item ...`, or a csv or parquet table with the columns user_id, item_id, timestamp.
     Options win over one another in this order: defaults, --config, --set, flags. `none` unsets an option that may be unset.
     """
-    overrides = parse_assignments(assignments or [])
-    overrides.update({name: parse_text(name, value) if isinstance(value, str) else value for name, value in flags.items()})
-    resolved = TrainConfig.load(config, overrides)
+    if resume is not None:
+        config, flags = _resumed(resume, config, flags)
+    resolved = TrainConfig.load(config, merge(parse_assignments(assignments), flags))
     _prepare()
     from jagged.runs import summary
     from jagged.runs.training import train as run
 
-    run(resolved, resume=resume, dry_run=dry_run)
+    run(resolved, resume=resume or False, dry_run=dry_run)
     # Of the processes that torchrun started the first one speaks.
     if not dry_run and os.environ.get("RANK", "0") == "0":
         print("\n".join(summary.summary_lines(resolved.output)))
 
 
-@app.command()
+def _resumed(run: Path, config: Path | None, flags: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
+    """The configuration and the flags of a run that goes on: its own, and what was given beside it.
+
+    The same command may start it: with `--output` where nothing is there yet.
+    """
+    output = Path(flags.get("output", run))
+    if output != run:
+        raise ConfigError(f"output: got {output}, expected {run}, the run that goes on; leave it out")
+    kept = run / "config.json"
+    if kept.exists():
+        return kept, {**flags, "output": str(run)}
+    if "output" not in flags:
+        raise ConfigError(f"resume: {run} holds no run; to start one there name it as --output, too")
+    return config, dict(flags)
+
+
+@_command
 def evaluate(
     directory: _Directory,
+    /,
+    *,
     data: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="events file to evaluate on, by default the run's own data", show_default=False),
+        Parameter(help="events file to evaluate on, by default the run's own data"),
     ] = None,
-    part: Annotated[str, typer.Option(metavar="valid|test", help="the held-out part")] = "test",
+    part: Annotated[Literal["valid", "test"], Parameter(help="the held-out part")] = "test",
     k: Annotated[
-        Optional[list[int]],  # noqa: UP045
-        typer.Option(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20", min=1, show_default=False),
-    ] = None,
+        tuple[_Count, ...],
+        Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20"),
+    ] = (),
     filter_viewed: Annotated[
         Optional[bool],  # noqa: UP045
-        typer.Option(
-            "--filter-viewed/--keep-viewed",
-            help="take items of the history out of the ranking, or leave them in",
-            show_default="both",
+        Parameter(
+            negative="--keep-viewed", help="take items of the history out of the ranking, or leave them in; by default both"
         ),
     ] = None,
     format: _Format = "auto",
@@ -207,7 +295,6 @@ def evaluate(
 ) -> None:
     """Rank the whole catalogue for held-out events; print metrics.
 
-    \b
     Examples:
         jagged evaluate runs/shop
         jagged evaluate runs/shop --part valid --filter-viewed --k 1 --k 10
@@ -223,19 +310,19 @@ def evaluate(
     print(run(directory, data, **chosen, format=format, device=device, **columns))
 
 
-@app.command()
+@_command
 def recommend(
     directory: _Directory,
-    histories: Annotated[
-        Path, typer.Argument(help="events file of the users to recommend for; they may be new", show_default=False)
-    ],
+    histories: Annotated[Path, Parameter(help="events file of the users to recommend for; they may be new")],
+    /,
+    *,
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="table to write: .csv, .parquet or .jsonl; by default csv on standard output", show_default=False),
+        Parameter(help="table to write: .csv, .parquet or .jsonl; by default csv on standard output"),
     ] = None,
-    k: Annotated[int, typer.Option(help="items for each user", min=1)] = 10,
+    k: Annotated[_Count, Parameter(help="items for each user")] = 10,
     filter_viewed: Annotated[
-        bool, typer.Option("--filter-viewed/--keep-viewed", help="take items of the history out of the ranking, or leave them in")
+        bool, Parameter(negative="--keep-viewed", help="take items of the history out of the ranking, or leave them in")
     ] = True,
     format: _Format = "auto",
     user_column: _Column = None,
@@ -245,7 +332,6 @@ def recommend(
 ) -> None:
     """Recommend items for users' histories.
 
-    \b
     Example:
         jagged recommend runs/shop histories.csv --output recommendations.csv --k 10
 
@@ -262,17 +348,18 @@ def recommend(
         csv.write_csv(table, sys.stdout.buffer)
 
 
-@app.command()
+@_command
 def report(
     directory: _Directory,
+    /,
+    *,
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option(help="page to write, by default report.html in the directory", show_default=False),
+        Parameter(help="page to write, by default report.html in the directory"),
     ] = None,
 ) -> None:
     """Write one self-contained HTML page about a run.
 
-    \b
     Example:
         jagged report runs/shop --output shop.html
 
@@ -284,44 +371,36 @@ def report(
     print(run(directory, output))
 
 
-@app.command()
-def tune(
-    batches: Annotated[
-        Path, typer.Option(help="file that jagged.data.record_batches wrote: tables, and batches of lookups", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="plan to write, JSON; a plan that is there is replaced", show_default=False)],
+@_command
+def tune_bags(
+    *,
+    batches: Annotated[Path, Parameter(help="file that jagged.data.record_batches wrote: tables, and batches of lookups")],
+    out: Annotated[Path, Parameter(help="plan to write, JSON; a plan that is there is replaced")],
     programs: Annotated[
-        Optional[list[int]],  # noqa: UP045
-        typer.Option(
+        tuple[_Programs, ...],
+        Parameter(
             help="programs for each multiprocessor that are tried, may be repeated; by default 8, 12, 16, 20, 24, 28, 32",
-            min=1,
-            max=64,
-            show_default=False,
         ),
-    ] = None,
-    backward: Annotated[
-        bool, typer.Option("--backward/--no-backward", help="time backward passes, too; not needed where tables are only read")
-    ] = True,
+    ] = (),
+    backward: Annotated[bool, Parameter(help="time backward passes, too; not needed where tables are only read")] = True,
 ) -> None:
     """Measure a plan of schedules for embedding bags.
 
-    \b
     Example:
-        jagged tune --batches batches.pt --out plan.json
+        jagged tune-bags --batches batches.pt --out plan.json
 
     Needs the GPU that the plan is for. ScheduledEmbeddingBagCollection(..., plan="plan.json") follows it.
     """
     _prepare()
     from jagged.tuning import tune_recorded as run
 
-    print(run(batches, out, programs=programs or None, backward=backward))
+    print(run(batches, out, programs=list(programs) or None, backward=backward))
 
 
-@app.command()
-def doctor() -> None:
+@_command
+def doctor() -> int:
     """Print versions and GPU, and run a tiny piece of every part.
 
-    \b
     Example:
         jagged doctor
 
@@ -331,18 +410,17 @@ def doctor() -> None:
 
     result = run()
     print(result)
-    if not result.ok:
-        raise typer.Exit(1)
+    return 0 if result.ok else 1
 
 
-@app.command()
+@_command
 def demo(
-    output: Annotated[Path, typer.Option(help="directory to write the run into")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="seed of the sample and of the training", min=0)] = 0,
-) -> None:
+    *,
+    output: Annotated[Path, Parameter(help="directory to write the run into")] = Path("runs/demo"),
+    seed: Annotated[int, Parameter(help="seed of the sample and of the training", validator=Number(gte=0))] = 0,
+) -> int:
     """Train on a built-in sample with a known optimum.
 
-    \b
     Example:
         jagged demo --output runs/demo
 
@@ -351,9 +429,19 @@ def demo(
     _prepare()
     from jagged.demo import demo as run
 
-    result = run(output, seed=seed)
-    if not result.ok:
-        raise typer.Exit(1)
+    return 0 if run(output, seed=seed).ok else 1
+
+
+# The functions by the words that call them.
+_COMMANDS: dict[str, Callable[..., Any]] = {
+    "train": train,
+    "evaluate": evaluate,
+    "recommend": recommend,
+    "report": report,
+    "tune-bags": tune_bags,
+    "doctor": doctor,
+    "demo": demo,
+}
 
 
 def _prepare() -> None:

@@ -1,0 +1,211 @@
+"""The options of a run, by section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from jagged.config.section import Problem, Section, option
+
+# Metrics of which less is better, by the name before any cut-off.
+_LESS_IS_BETTER = frozenset(("loss", "logloss", "ne", "mse", "rmse", "mae"))
+
+
+class DataOptions(Section):
+    """What is trained on."""
+
+    path: str | None = option(None, "events file or folder: text, csv or parquet; none for the built-in sample")
+    format: Literal["auto", "text", "csv", "parquet"] = option("auto", "format of the data; auto by file name")
+    user_column: str = option("user_id", "column of user ids")
+    item_column: str = option("item_id", "column of item ids")
+    timestamp_column: str = option("timestamp", "column of times: numbers or timestamps")
+    max_seq_len: int = option(50, "longest history the model sees; older events are left out", ge=1, le=65_536)
+
+
+class LeaveOneOut(Section):
+    """The last event of each user is the test, the one before it the validation."""
+
+    type: Literal["leave-one-out"] = option("leave-one-out", "how validation and test are held out")
+
+
+class GlobalTime(Section):
+    """The last events of all are the test, those before them the validation."""
+
+    type: Literal["global-time"] = option("global-time", "how validation and test are held out")
+    valid_fraction: float = option(0.1, "the fraction of events used for validation", gt=0, lt=1)
+    test_fraction: float = option(0.1, "the last fraction of events, used for the test", gt=0, lt=1)
+
+    def contradictions(self) -> Iterator[Problem]:
+        """Both fractions leave something to train on."""
+        if self.valid_fraction + self.test_fraction >= 1:
+            yield Problem(
+                "valid_fraction",
+                f"got {self.valid_fraction}, expected with test_fraction ({self.test_fraction}) less than 1, or nothing is left "
+                "to train on",
+            )
+
+
+class ModelOptions(Section):
+    """What a model brings in options: the base of the class that `jagged.models.register` takes.
+
+    A subclass has `name: Literal["mine"] = "mine"` and a field for each option. The model is built with `num_items`,
+    `max_seq_len` and these options.
+    """
+
+    name: Any = option("", "the model to train")
+
+
+class SASRecOptions(ModelOptions):
+    """A causal transformer over each user's items."""
+
+    name: Literal["sasrec"] = option("sasrec", "the model to train")
+    embedding_dim: int = option(256, "width of item embeddings and hidden states", ge=1)
+    num_heads: int = option(2, "attention heads; must divide embedding_dim", ge=1)
+    num_layers: int = option(2, "transformer blocks", ge=1)
+    dropout: float = option(0.5, "dropout probability", ge=0, lt=1)
+
+    def contradictions(self) -> Iterator[Problem]:
+        """The heads share the width."""
+        if self.embedding_dim % self.num_heads:
+            yield Problem("num_heads", f"got {self.num_heads}, expected a divisor of embedding_dim ({self.embedding_dim})")
+
+
+class CrossEntropyHead(Section):
+    """The loss over all items."""
+
+    type: Literal["cross-entropy"] = option("cross-entropy", "loss over all items, sampled ones, or buckets of high scores")
+    label_smoothing: float = option(0.2, "share of the target's probability spread over all items", ge=0, lt=1)
+
+
+class SampledHead(Section):
+    """The loss over some items.
+
+    `bce` and `gbce` have no correction, without which popular items rank last where the sampler draws them more often: with them
+    the sampler is uniform.
+    """
+
+    type: Literal["sampled"] = option("sampled", "loss over all items, sampled ones, or buckets of high scores")
+    sampler: Literal["uniform", "popularity", "in-batch", "mixed"] = option(
+        "uniform", "where negatives come from; mixed is in-batch and uniform"
+    )
+    num_negatives: int = option(256, "negatives drawn", when={"sampler": ("uniform", "popularity", "mixed")}, ge=1)
+    negatives_per: Literal["row", "batch"] = option(
+        "row", "who has a draw of its own", when={"sampler": ("uniform", "popularity")}
+    )
+    loss: Literal["softmax", "refined", "bce", "gbce"] = option("softmax", "the loss; refined corrects the negatives alone")
+    correction: Literal["auto", "none", "negatives", "both"] = option(
+        "auto",
+        "whose logits are corrected by how probable they were drawn; auto: as the sampler needs it",
+        when={"loss": ("softmax",)},
+    )
+    gbce_t: float = option(0.75, "0 for bce, 1 for scores as over all items", when={"loss": ("gbce",)}, ge=0, le=1)
+
+    def contradictions(self) -> Iterator[Problem]:
+        """What has no correction is drawn uniformly."""
+        if self.loss in ("bce", "gbce") and self.sampler != "uniform":
+            yield Problem(
+                "sampler",
+                f"got {self.sampler}, expected uniform with loss {self.loss}, which has no correction, so that popular "
+                "items would rank last",
+            )
+
+
+class ScalableHead(Section):
+    """The loss over buckets of high scores."""
+
+    type: Literal["scalable"] = option("scalable", "loss over all items, sampled ones, or buckets of high scores")
+    num_buckets: int = option(128, "number of buckets", ge=1)
+    rows_per_bucket: int = option(128, "events in a bucket", ge=1)
+    items_per_bucket: int = option(256, "items in a bucket", ge=1)
+
+
+class LoopOptions(Section):
+    """What `TrainerConfig` and a run's `training` have in common."""
+
+    learning_rate: float = option(1e-3, "peak learning rate of AdamW", gt=0)
+    weight_decay: float = option(0.01, "decoupled weight decay of AdamW", ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", "learning rate after the warm-up: as it is, or down to 0 at the last of max_epochs"
+    )
+    warmup_steps: int = option(0, "steps of linear learning-rate warm-up", ge=0)
+    table_optimizer: Literal["adamw", "adagrad", "rowwise-adagrad", "sgd"] = option(
+        "adamw", "optimizer of embedding tables; all else has AdamW"
+    )
+    table_learning_rate: float | None = option(None, "peak rate of embedding tables; none for learning_rate", gt=0)
+    gradient_clip_norm: float | None = option(1.0, "largest global gradient norm; none for no clipping", gt=0)
+    accumulate: int = option(1, "batches whose gradients make one step", ge=1)
+    max_epochs: int = option(60, "most passes over the training data", ge=1)
+    validate_every: str = option(
+        "1 epoch",
+        "epochs or steps between validations, as `2 epochs`",
+        expected="a number of epochs or steps, for example `2 epochs`",
+        pattern=r"^[1-9][0-9]{0,8} (epoch|step)s?$",
+    )
+    patience: int = option(6, "validations without a better metric before training stops", ge=1)
+    monitor: str = option("loss", "validation metric that selects the checkpoint", min_length=1, expected="the name of a metric")
+    monitor_goal: Literal["auto", "max", "min"] = option(
+        "auto", "whether more or less is better; auto: less for losses and errors, else more"
+    )
+    cuda_graphs: bool = option(True, "on one GPU, replay steps as CUDA graphs, with less than 1/16 of rows filled up")
+    checkpoint_every: int | None = option(None, "steps between checkpoints, beside those after validations", ge=1)
+    checkpoint_seconds: float = option(30.0, "a validation sooner than this after a checkpoint writes none", ge=0)
+    hang_seconds: float = option(45.0, "several processes: how long one may stand still before the run ends", gt=0)
+    tensorboard: bool = option(True, "write TensorBoard curves where tensorboard is installed")
+
+
+class RunOptions(Section):
+    """What `TrainerConfig` and `TrainConfig` have in common."""
+
+    output: str = option("runs/model", "directory to write the run into")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: the GPU where there is one")
+    precision: Literal["32-true", "bf16-mixed", "auto"] = option("auto", "auto: bf16-mixed on a GPU, else 32-true")
+    seed: int = option(0, "seed of everything random", ge=0, lt=2**63)
+
+
+class TrainerConfig(LoopOptions, RunOptions):
+    """How `jagged.training.Trainer` trains, whatever the model and the data.
+
+    Raises:
+        ConfigError: one line per wrong option: its name, what was found, what is expected.
+    """
+
+    @property
+    def validation_steps(self) -> int | None:
+        """Steps between validations; None where they come after epochs."""
+        number, unit = self.validate_every.split()
+        return int(number) if unit.startswith("step") else None
+
+    @property
+    def validation_epochs(self) -> int:
+        """Epochs between validations."""
+        number, unit = self.validate_every.split()
+        return int(number) if unit.startswith("epoch") else 1
+
+    @property
+    def less_is_better(self) -> bool:
+        """Whether a smaller monitored value is the better one."""
+        if self.monitor_goal != "auto":
+            return self.monitor_goal == "min"
+        return self.monitor.rpartition("/")[2].partition("@")[0] in _LESS_IS_BETTER
+
+
+class TrainingOptions(LoopOptions):
+    """How it is trained."""
+
+    batch_size: int = option(256, "users per step and process", when={"max_tokens": (None,)}, ge=1)
+    max_tokens: int | None = option(None, "events per step and process, instead of batch_size", ge=1)
+    num_workers: int = option(0, "loader processes", ge=0)
+    monitor: str = option(
+        "ndcg@10",
+        "validation metric that selects the checkpoint: ndcg, recall, mrr, coverage or surprisal, @ and any cut-off",
+        expected="ndcg, recall, mrr, coverage or surprisal with a cut-off, for example ndcg@10",
+        pattern=r"^(ndcg|recall|mrr|coverage|surprisal)@[1-9][0-9]{0,8}$",
+    )
+
+
+class EvaluationOptions(Section):
+    """How it is validated and tested."""
+
+    validate_users: int | None = option(None, "most users of a validation, drawn by seed; none for all of them", ge=1)
+    filter_viewed: bool = option(False, "take items of a user's history out of the ranking")
+    eval_batch_size: int = option(1024, "users per evaluation step", ge=1)

@@ -1,0 +1,291 @@
+"""`TrainConfig`: the sections together, and the names of all their options."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import SerializeAsAny
+from pydantic.fields import FieldInfo
+
+from jagged.artifacts import dump_json, write_file
+from jagged.config.options import (
+    CrossEntropyHead,
+    DataOptions,
+    EvaluationOptions,
+    GlobalTime,
+    LeaveOneOut,
+    LoopOptions,
+    ModelOptions,
+    RunOptions,
+    SampledHead,
+    SASRecOptions,
+    ScalableHead,
+    TrainerConfig,
+    TrainingOptions,
+)
+from jagged.config.section import ConfigError, Problem, Section, inert, kinds, option, or_list, short, spelt, unknown
+from jagged.config.sources import read_file, text_value
+
+# What each section may be. Of several variants the first is the default, and their first option, the tag, tells which one it is.
+# Models that are registered join their section.
+SECTIONS: dict[str, list[type[Section]]] = {
+    "data": [DataOptions],
+    "split": [LeaveOneOut, GlobalTime],
+    "model": [SASRecOptions],
+    "head": [CrossEntropyHead, SampledHead, ScalableHead],
+    "training": [TrainingOptions],
+    "evaluation": [EvaluationOptions],
+}
+# Where a section is given by one word it is this option.
+_MAIN = {"data": "path", "split": "type", "model": "name", "head": "type"}
+
+
+class TrainConfig(RunOptions):
+    """What `jagged train` trains, on what, and how.
+
+    A section is given by its class, by a dictionary, or, where one word says it, by a word: `data="events.csv"`,
+    `head={"type": "sampled", "num_negatives": 64}`.
+
+    Raises:
+        ConfigError: one line per wrong option: its name, what was found, what is expected.
+
+    Example:
+        >>> TrainConfig(model={"embedding_dim": 64}, head="sampled").head.num_negatives
+        256
+    """
+
+    output: str = option("runs/sasrec", "directory to write the run into")
+    data: DataOptions
+    split: LeaveOneOut | GlobalTime
+    model: SerializeAsAny[ModelOptions]
+    head: CrossEntropyHead | SampledHead | ScalableHead
+    training: TrainingOptions
+    evaluation: EvaluationOptions
+
+    def __init__(self, **values: Any) -> None:
+        values, problems = nested(values), []
+        for name in [name for name in values if name not in TrainConfig.model_fields]:
+            problems.append(Problem(name, _unknown("", name)))
+            del values[name]
+        for section in SECTIONS:
+            values[section] = _build(section, values.get(section, {}), problems)
+        # What is wrong with a section is told above; the rest is checked beside its default.
+        sound: dict[str, Any] = {
+            name: values.get(name) or SECTIONS[name][0]() if name in SECTIONS else values[name] for name in values
+        }
+        try:
+            super().__init__(**sound)
+        except ConfigError as error:
+            problems = [*error.problems, *problems]
+        if problems:
+            raise ConfigError.of(problems)
+
+    def contradictions(self) -> Iterable[Problem]:
+        """A batch holds at least one history."""
+        tokens, length = self.training.max_tokens, self.data.max_seq_len
+        if tokens is not None and tokens < length:
+            yield Problem("training.max_tokens", f"got {tokens}, expected at least data.max_seq_len ({length})")
+
+    @property
+    def trainer(self) -> TrainerConfig:
+        """The part of it that `jagged.training.Trainer` takes."""
+        run = {name: getattr(self, name) for name in RunOptions.model_fields}
+        return TrainerConfig(**run, **{name: getattr(self.training, name) for name in LoopOptions.model_fields})
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+        """Resolve a configuration from a file and overrides, which win.
+
+        Where an override takes another variant of a section, the file's options of the former one are left out.
+
+        Args:
+            path: a TOML file, or the `config.json` of an earlier run.
+            overrides: values by name, nested (`{"model": {"dropout": 0.1}}`) or dotted (`{"model.dropout": 0.1}`).
+
+        Raises:
+            ConfigError: one line per wrong option: its name, what was found, what is expected.
+        """
+        above = nested(overrides or {})
+        try:
+            return cls(**merge({} if path is None else read_file(Path(path)), above))
+        except ConfigError as error:
+            if path is None or not error.problems:
+                raise
+            own = flat(above)
+            lines = [str(problem) if problem.name in own else f"{path}: {problem}" for problem in error.problems]
+            raise ConfigError("\n".join(lines)) from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the resolved configuration as JSON; `load` reads it."""
+        write_file(Path(path), dump_json(self.model_dump()))
+
+
+def register_model(name: str, options: type[ModelOptions]) -> None:
+    """Let `model.name` be `name`, with the options of a class.
+
+    Raises:
+        ValueError: a class whose `name` is another, or a name that is taken.
+    """
+    if not issubclass(options, ModelOptions) or options.model_fields["name"].default != name:
+        raise ValueError(f"options: got {options.__name__}, expected a ModelOptions with name: Literal[{name!r}] = {name!r}")
+    if _tags("model").setdefault(name, options) is not options:
+        raise ValueError(f"name: got {name!r}, which has the options {_tags('model')[name].__name__} already; take another name")
+    if options not in SECTIONS["model"]:
+        SECTIONS["model"].append(options)
+
+
+def leaves() -> dict[str, list[tuple[type[Section], FieldInfo]]]:
+    """All options by their dotted names, in order, each with the variants that have it."""
+    found: dict[str, list[tuple[type[Section], FieldInfo]]] = {}
+    for name, field in TrainConfig.model_fields.items():
+        if name not in SECTIONS:
+            found[name] = [(TrainConfig, field)]
+    for section, variants in SECTIONS.items():
+        for variant in variants:
+            for name, field in variant.model_fields.items():
+                found.setdefault(f"{section}.{name}", []).append((variant, field))
+    return found
+
+
+def main_option(name: str) -> str:
+    """The option that a name stands for: `data.path` for `data`, itself for all others."""
+    return f"{name}.{_MAIN[name]}" if name in _MAIN else name
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted names, sections and single words as dictionaries of dictionaries."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        section, dot, rest = str(name).partition(".")
+        if isinstance(value, Section):
+            value = value.model_dump()
+        if dot:
+            value = {rest: value}
+        elif section in _MAIN and not isinstance(value, Mapping):
+            value = {_MAIN[section]: value}
+        former = result.get(section)
+        result[section] = {**former, **value} if isinstance(former, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted names."""
+    result: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = value.items() if isinstance(value, Mapping) else None
+        result.update({f"{name}.{key}": each for key, each in inner} if inner is not None else {name: value})
+    return result
+
+
+def merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of two sources, nested, of which the later one wins.
+
+    Options of the earlier one that have no effect any more beside those of the later one, because a tag is another, are left out.
+    """
+    earlier, later = nested(earlier), nested(later)
+    result = dict(earlier)
+    for name, value in later.items():
+        former = earlier.get(name)
+        if isinstance(former, Mapping) and isinstance(value, Mapping):
+            joint = {**former, **value}
+            kept = {key for key in joint if key in value or not _fits(name, key, former) or _fits(name, key, joint)}
+            value = {key: each for key, each in joint.items() if key in kept}
+        result[name] = value
+    return result
+
+
+def _fits(section: str, name: str, values: Mapping[str, Any]) -> bool:
+    variant = _variant(section, values)
+    return variant is not None and name in variant.model_fields and not inert(variant, name, values)
+
+
+def _tags(section: str) -> dict[Any, type[Section]]:
+    """The variants of a section by the value of the tag; those of a section without a tag by None."""
+    tag = _MAIN.get(section) if section != "data" else None
+    return {variant.model_fields[tag].default if tag else None: variant for variant in SECTIONS[section]}
+
+
+def _variant(section: str, values: Mapping[str, Any]) -> type[Section] | None:
+    tags = _tags(section)
+    if None in tags:
+        return tags[None]
+    tag = values.get(_MAIN[section], next(iter(tags)))
+    return tags.get(tag) if isinstance(tag, str) else None
+
+
+def _build(section: str, values: Any, problems: list[Problem]) -> Section | None:
+    if not isinstance(values, Mapping):
+        problems.append(Problem(section, f"got {short(values)}, expected a table of options"))
+        return None
+    variant = _variant(section, values)
+    if variant is None:
+        tag, known = _MAIN[section], or_list(sorted(_tags(section)) if section == "model" else _tags(section))
+        problems.append(Problem(f"{section}.{tag}", f"got {short(values[tag])}, expected {known}"))
+        return None
+    sound = {}
+    for name, value in values.items():
+        if name not in variant.model_fields:
+            problems.append(Problem(f"{section}.{name}", _unknown(section, str(name), variant)))
+        elif without_effect := inert(variant, name, values, f"{section}."):
+            problems.append(Problem(f"{section}.{name}", without_effect))
+        else:
+            sound[name] = value
+    try:
+        return variant(**sound)
+    except ConfigError as error:
+        problems += [Problem(f"{section}.{name}" if name else section, text) for name, text in error.problems]
+        return None
+
+
+def _unknown(section: str, name: str, variant: type[Section] | None = None) -> str:
+    """What to say of an option that a section has not: which variant has it, or what was probably meant."""
+    if variant is not None:
+        tag = _MAIN.get(section)
+        others = [value for value, other in _tags(section).items() if name in other.model_fields]
+        if others:
+            return f"belongs to {section}.{tag} {or_list(others)}, got {spelt(variant.model_fields[str(tag)].default)}"
+    known = list(leaves())
+    plain = name.replace("-", "_").lower()
+    whole = f"{section}.{plain}" if section else plain
+    # The option itself may lie in another section; else the name that looks most alike, with its section or without.
+    for dotted in known:
+        if dotted.rpartition(".")[2] == plain:
+            return f"unknown option; did you mean {dotted}?"
+    own = [dotted for dotted in known if dotted.startswith(f"{section}.")] if section else known
+    if close := difflib.get_close_matches(whole, own, n=1):
+        return f"unknown option; did you mean {close[0]}?"
+    last = {dotted.rpartition(".")[2]: dotted for dotted in reversed(known)}
+    if close := difflib.get_close_matches(plain.rpartition(".")[2], last, n=1):
+        return f"unknown option; did you mean {last[close[0]]}?"
+    return unknown(name, own if section else TrainConfig.model_fields)
+
+
+def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
+    """`key=value` texts, as `--set` takes them, to values by dotted name; a later one wins.
+
+    Raises:
+        ConfigError: an entry without `=`, or an unknown key.
+    """
+    values, known = {}, leaves()
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        name = main_option(name.strip())
+        if not equals:
+            raise ConfigError(f"--set {assignment}: found no '=', expected key=value, for example --set model.embedding_dim=128")
+        if name not in known:
+            section, _, last = name.rpartition(".")
+            raise ConfigError(f"--set {assignment}: {_unknown(section if section in SECTIONS else '', last)}")
+        values[name] = parse_text(name, text.strip())
+    return values
+
+
+def parse_text(name: str, text: str) -> Any:
+    """The text of a flag or of `--set` as a value for the option of a dotted name; `none` stays a word.
+
+    A TOML literal (`0.2`, `true`, `"quoted"`) means what it says in TOML, any other text is a string. An option that takes
+    strings gets the text as it stands, quotes aside, so that an events file may be called `2024`.
+    """
+    return text_value(text, {kind for _, field in leaves()[name] for kind in kinds(field)})
