@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import environment, other_parts, save, seconds_of, spread
-from jagged.config import TrainConfig, parse_assignments
+from jagged.config import CrossEntropyHead, TrainConfig, merge, parse_assignments
 from jagged.data import SequenceDataset, read_events, split_leave_one_out
 from jagged.data.splits import SequencePart
 from jagged.runs.training import train
@@ -40,21 +40,21 @@ from tests.reference.sasrec import PaddedSASRec
 HEADS: dict[str, dict[str, Any]] = {
     "ce": {},
     "cce": {},
-    "cce-uniform": {"head": "sampled"},
-    "cce-popularity": {"head": "sampled", "sampler": "popularity", "correction": "none"},
-    "in-batch": {"head": "sampled", "sampler": "in-batch", "correction": "negatives"},
-    "mixed": {"head": "sampled", "sampler": "mixed", "correction": "negatives"},
-    "refined": {"head": "sampled", "sampler": "in-batch", "correction": "negatives", "sampled_loss": "refined"},
-    "bce": {"head": "sampled", "sampled_loss": "bce"},
-    "gbce": {"head": "sampled", "sampled_loss": "gbce"},
-    "sce": {"head": "scalable"},
+    "cce-uniform": {"type": "sampled"},
+    "cce-popularity": {"type": "sampled", "sampler": "popularity", "correction": "none"},
+    "in-batch": {"type": "sampled", "sampler": "in-batch", "correction": "negatives"},
+    "mixed": {"type": "sampled", "sampler": "mixed", "correction": "negatives"},
+    "refined": {"type": "sampled", "sampler": "in-batch", "loss": "refined"},
+    "bce": {"type": "sampled", "loss": "bce"},
+    "gbce": {"type": "sampled", "loss": "gbce"},
+    "sce": {"type": "scalable"},
 }
 # Those that draw as many negatives as they are told.
-DRAWING = [name for name, of in HEADS.items() if of.get("head") == "sampled" and of.get("sampler") != "in-batch"]
+DRAWING = [name for name, of in HEADS.items() if of.get("type") == "sampled" and of.get("sampler") != "in-batch"]
 
 
 def heads(text: str) -> dict[str, dict[str, Any]]:
-    """The settings of the heads that `--head` names, by the name with its number of negatives.
+    """The options of the heads that `--head` names, by the name with its number of negatives.
 
     Raises:
         argparse.ArgumentTypeError: an unknown name or none, or a number of negatives that is none or of a head that draws none.
@@ -104,38 +104,41 @@ def run_padded(dataset: SequenceDataset, config: TrainConfig, *, lean: bool = Fa
 
 class _Padded:
     def __init__(self, dataset: SequenceDataset, config: TrainConfig, lean: bool) -> None:
-        self.config, self.lean = config, lean
+        self.training, self.lean = config.training, lean
+        assert isinstance(config.head, CrossEntropyHead)
+        self.label_smoothing = config.head.label_smoothing
+        length, sizes = config.data.max_seq_len, config.model.model_dump()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.mixed = self.device.type == "cuda"
         split = split_leave_one_out(dataset)
-        self.train_inputs = _left_padded(dataset, split.train, config.max_seq_len, self.device, shift=1)
-        self.train_targets = _left_padded(dataset, split.train, config.max_seq_len, self.device, shift=0)[0]
+        self.train_inputs = _left_padded(dataset, split.train, length, self.device, shift=1)
+        self.train_targets = _left_padded(dataset, split.train, length, self.device, shift=0)[0]
         self.parts = {
             name: (
-                *_left_padded(dataset, part, config.max_seq_len, self.device, shift=0),
+                *_left_padded(dataset, part, length, self.device, shift=0),
                 dataset.item_ids[part.target].to(self.device),
             )
             for name, part in (("valid", split.valid), ("test", split.test))
         }
         self.viewed = {name: _pairs(dataset, part, self.device) for name, part in (("valid", split.valid), ("test", split.test))}
         model = PaddedSASRec(
-            dataset.num_items, config.embedding_dim, config.num_heads, config.num_layers, config.max_seq_len, config.dropout
+            dataset.num_items, sizes["embedding_dim"], sizes["num_heads"], sizes["num_layers"], length, sizes["dropout"]
         )
-        nn.init.normal_(model.item_weight, std=config.embedding_dim**-0.5)
+        nn.init.normal_(model.item_weight, std=sizes["embedding_dim"] ** -0.5)
         self.model = model.to(self.device)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() == 1]
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
-            lr=config.learning_rate,
+            [{"params": matrices, "weight_decay": self.training.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+            lr=self.training.learning_rate,
             fused=self.mixed,
         )
 
     def train(self) -> dict[str, Any]:
         best, best_weights, worse, epochs, steps = -1.0, {}, 0, 0, 0
-        for _ in range(self.config.max_epochs):
+        for _ in range(self.training.max_epochs):
             order = torch.randperm(self.train_targets.shape[0]).to(self.device)
-            for rows in order.split(self.config.batch_size):
+            for rows in order.split(self.training.batch_size):
                 self._step(rows)
                 steps += 1
             epochs += 1
@@ -143,7 +146,7 @@ class _Padded:
             worse = 0 if value > best else worse + 1
             if value > best:
                 best, best_weights = value, {name: p.detach().clone() for name, p in self.model.state_dict().items()}
-            if worse == self.config.patience:
+            if worse == self.training.patience:
                 break
         self.model.load_state_dict(best_weights)
         return {
@@ -160,11 +163,11 @@ class _Padded:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.mixed):
             hidden = self.model(items, filled)
             logits = nn.functional.linear(hidden[filled] if self.lean else hidden.flatten(0, 1), self.model.item_weight)
-        loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=self.config.label_smoothing)
+        loss = nn.functional.cross_entropy(logits.float(), targets, label_smoothing=self.label_smoothing)
         self.optimizer.zero_grad()
         loss.backward()
-        if self.config.gradient_clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.config.gradient_clip_norm)
+        if self.training.gradient_clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.training.gradient_clip_norm)
         self.optimizer.step()
 
     @torch.inference_mode()
@@ -210,7 +213,9 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="events file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--head", type=heads, metavar="NAMES", help=f"train with these: {', '.join(HEADS)}")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, e.g. embedding_dim=64")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="change a setting, e.g. model.embedding_dim=64"
+    )
     arguments = parser.parse_args()
     settings = parse_assignments(arguments.set)
     dataset = read_events(arguments.data, progress=False)
@@ -231,10 +236,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in range(-1, arguments.seeds):
             # The first round of each compiles kernels and warms caches; it is short and not counted.
-            changes = {"max_epochs": 1} if seed < 0 else {}
-            fixed = {"seed": max(seed, 0), "output": f"{folder}/run", "tensorboard": False}
+            changes: dict[str, Any] = {"training.max_epochs": 1} if seed < 0 else {}
+            changes |= {"seed": max(seed, 0), "output": f"{folder}/run", "training.tensorboard": False}
             for name, run in models.items():
-                config = TrainConfig(**{**settings, **(arguments.head or {}).get(name, {}), **changes, **fixed})
+                config = TrainConfig(**merge(settings, changes | {"head": (arguments.head or {}).get(name, {})}))
                 if torch.cuda.is_available():
                     gc.collect()
                     # cuBLAS keeps some memory for each stream that there was.

@@ -22,15 +22,10 @@ TIMES_POPULARITY, SHARE_OF_ATTAINABLE = 3.0, 0.9
 # Enough users that the sample determines a good ranking: with a third of them the model learns their chance events by heart.
 _NUM_USERS, _NUM_ITEMS = 9000, 240
 _OPTIONS: dict[str, Any] = {
-    "max_seq_len": 50,
-    "embedding_dim": 64,
-    "num_heads": 2,
-    "num_layers": 1,
-    "dropout": 0.1,
-    "batch_size": 128,
-    "learning_rate": 3e-3,
-    "max_epochs": 12,
     "precision": "32-true",
+    "data.max_seq_len": 50,
+    "model": {"embedding_dim": 64, "num_heads": 2, "num_layers": 1, "dropout": 0.1},
+    "training": {"batch_size": 128, "learning_rate": 3e-3, "max_epochs": 12},
 }
 
 

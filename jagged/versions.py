@@ -30,7 +30,7 @@ _PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "pydantic": ("pydantic", ("pydantic",)),
     "safetensors": ("safetensors", ("safetensors",)),
     "tqdm": ("tqdm", ("tqdm",)),
-    "typer": ("typer", ("typer",)),
+    "cyclopts": ("cyclopts", ("cyclopts",)),
     "matplotlib": ("matplotlib", ("matplotlib",)),
     "jinja2": ("jinja2", ("jinja2",)),
     "tensorboard": ("tensorboard", ("tensorboard",)),

@@ -30,7 +30,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-ENGINE = ("torchrec", "fbgemm_gpu", "pyarrow", "pydantic", "typer", "numpy")
+ENGINE = ("torchrec", "fbgemm_gpu", "pyarrow", "pydantic", "cyclopts", "numpy")
 
 
 def imports(source: str, package: str, at: Path) -> Iterator[tuple[int, str]]:
@@ -72,7 +72,7 @@ def offences(source: str, package: str, at: Path) -> list[str]:
             bad = top in ENGINE or (top == "jagged" and not (f"{name}.".startswith("jagged.ops.") and own))
         elif package.startswith("jagged.modules"):
             is_public = name.removeprefix("jagged.ops.") in jagged.ops.__all__
-            bad = top in ("pydantic", "typer", "pyarrow") or (
+            bad = top in ("pydantic", "cyclopts", "pyarrow") or (
                 top == "jagged" and not f"{name}.".startswith("jagged.modules.") and not is_public
             )
         if top in ("ops", "modules") or bad:

@@ -539,7 +539,7 @@ def test_sasrec_is_trained_with_the_heads_that_are_named(
     (tmp_path / "events.txt").write_text("\n".join(lines) + "\n")
     saved: dict[str, Any] = {}
     monkeypatch.setattr(train_sasrec, "save", lambda name, result: saved.update({name: result}))
-    settings = ["embedding_dim=8", "num_layers=1", "max_epochs=1", "batch_size=8", "num_negatives=4", "device=cpu"]
+    settings = ["model.embedding_dim=8", "model.num_layers=1", "training.max_epochs=1", "training.batch_size=8", "device=cpu"]
     words = ["--data", str(tmp_path / "events.txt"), "--seeds", "1", *(word for one in settings for word in ("--set", one))]
     monkeypatch.setattr("sys.argv", ["train_sasrec", *words, "--head", "ce,cce,refined,gbce,gbce:2,sce"])
     train_sasrec.main()
@@ -560,7 +560,7 @@ def test_sasrec_is_trained_with_the_heads_that_are_named(
     assert (tmp_path / "heads.png").stat().st_size > 0
     assert train_sasrec.heads("bce, cce-uniform:64") == {
         "bce": HEADS["bce"],
-        "cce-uniform:64": {"head": "sampled", "num_negatives": 64},
+        "cce-uniform:64": {"type": "sampled", "num_negatives": 64},
     }
     for names, message in (
         ("ce,softmax", "got 'softmax', expected some of ce, cce"),
@@ -572,4 +572,4 @@ def test_sasrec_is_trained_with_the_heads_that_are_named(
             train_sasrec.main()
         assert message in capsys.readouterr().err
     for options in HEADS.values():
-        TrainConfig(**options)
+        TrainConfig(head=options)

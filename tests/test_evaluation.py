@@ -196,7 +196,7 @@ def write_run(directory, data, *, keep_events=True):
         model,
         directory,
         items=dataset.items,
-        config=TrainConfig.load(None, {"max_seq_len": 4, "eval_batch_size": 7}),
+        config=TrainConfig.load(None, {"data.max_seq_len": 4, "evaluation.eval_batch_size": 7}),
         split={"name": split.name, "fingerprint": dataset.fingerprint},
         train_counts=TrainCounts.from_part(split.train),
     )

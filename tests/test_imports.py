@@ -29,7 +29,7 @@ def run(code: str, *arguments: str) -> str:
 
 
 def test_the_package_imports_nothing_heavy() -> None:
-    heavy = "{'torch', 'torchrec', 'fbgemm_gpu', 'triton', 'numpy', 'pyarrow', 'pydantic', 'typer', 'matplotlib'}"
+    heavy = "{'torch', 'torchrec', 'fbgemm_gpu', 'triton', 'numpy', 'pyarrow', 'pydantic', 'cyclopts', 'matplotlib'}"
     assert run(f"import sys, jagged; print(sorted({heavy} & set(sys.modules)))").strip() == "[]"
 
 

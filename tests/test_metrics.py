@@ -220,4 +220,4 @@ def test_the_monitored_cut_off_joins_the_usual_ones():
 def test_every_metric_can_be_monitored():
     metrics = RankingMetrics(3, TrainCounts(torch.tensor([1, 1, 0]), 2), (1, 123))
     metrics.update(torch.tensor([0]), torch.tensor([[0, 1, 2]]))
-    assert [TrainConfig(monitor=name).monitor for name in metrics.compute()] == list(metrics.compute())
+    assert [TrainConfig(training={"monitor": name}).training.monitor for name in metrics.compute()] == list(metrics.compute())

@@ -38,7 +38,7 @@ def write_run(directory, ids, *, counts=True, seed=0, **config):
         model,
         directory,
         items=Vocabulary(ids),
-        config=TrainConfig.load(None, {"max_seq_len": 5, "embedding_dim": 8, **config}),
+        config=TrainConfig.load(None, {"data.max_seq_len": 5, "model.embedding_dim": 8, **config}),
         train_counts=TrainCounts(users, 20) if counts else None,
     )
     return model.eval()
@@ -219,7 +219,7 @@ def test_mistakes_are_named(texts, recommender, tmp_path):
         recommender.recommend(["a"])
     with pytest.raises(ConfigError, match=r"no model yet; call fit\(data\)"):
         Recommender().recommend({"a": ["i1"]})
-    with pytest.raises(ConfigError, match="embedding_dimm"):
+    with pytest.raises(ConfigError, match=r"^embedding_dimm: unknown option; did you mean model\.embedding_dim\?$"):
         Recommender(embedding_dimm=3)
     with pytest.raises(CheckpointError, match="no such directory"):
         Recommender.from_pretrained(tmp_path / "nowhere")
@@ -277,14 +277,9 @@ def test_fit_save_open_recommend(tmp_path):
     (tmp_path / "events.txt").write_text("\n".join(lines) + "\n")
     fitted = Recommender(
         output=tmp_path / "run",
-        max_epochs=12,
-        embedding_dim=16,
-        num_layers=1,
-        dropout=0.0,
-        learning_rate=0.01,
-        batch_size=32,
+        model={"embedding_dim": 16, "num_layers": 1, "dropout": 0.0},
+        training={"max_epochs": 12, "learning_rate": 0.01, "batch_size": 32, "tensorboard": False},
         device="cpu",
-        tensorboard=False,
     )
     assert fitted.fit(tmp_path / "events.txt") is fitted
     histories = {"new": [3, 4, 5], "other": [17, 18, 19, 0]}

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from jagged.config import ModelOptions, register_model
 from jagged.versions import warn_of_problems
 
 # Before torchrec is imported: versions that do not fit fail there, and not by saying why.
@@ -32,16 +33,20 @@ __all__ = [
 ]
 
 
-def register(name: str, model: Callable[..., nn.Module]) -> None:
+def register(name: str, model: Callable[..., nn.Module], options: type[ModelOptions] | None = None) -> None:
     """Let `build`, and so `model.json` of a directory, know a model or task by a name.
 
     Args:
         name: what is written down in place of the class; code is never read from a directory.
         model: a class or function whose keyword arguments are plain numbers, words and lists of them.
+        options: what `[model]` of a configuration takes with this name, so that `jagged.train` trains it: the model is built with
+            `num_items`, `max_seq_len` and these options, and is used as `SASRec` is.
 
     Raises:
-        ValueError: another one has the name.
+        ValueError: another one has the name, or the options have another one.
     """
+    if options is not None:
+        register_model(name, options)
     if _MODELS.setdefault(name, model) is not model:
         raise ValueError(f"name: got {name!r}, which is {_MODELS[name]!r} already; take another name")
 

@@ -116,8 +116,8 @@ def evaluate(
     protocols = (False, True) if filter_viewed is None else (filter_viewed,)
     loader = BatchLoader(
         held_out,
-        batch_size=batch_size or run.config.eval_batch_size,
-        max_seq_len=run.config.max_seq_len,
+        batch_size=batch_size or run.config.evaluation.eval_batch_size,
+        max_seq_len=run.config.data.max_seq_len,
         shuffle=False,
         seed=0,
         with_viewed=True in protocols,

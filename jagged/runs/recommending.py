@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from jagged.artifacts import replacing, writing
-from jagged.config import ConfigError, TrainConfig
+from jagged.config import ConfigError, TrainConfig, merge
 from jagged.data import DataError
 from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite
 from jagged.metrics import TrainCounts
@@ -39,14 +39,14 @@ class Recommender:
 
     Args:
         config: the configuration of `fit`; the defaults without one.
-        **overrides: fields of `TrainConfig` that win over `config`, for example `embedding_dim=128, max_epochs=5`.
+        **overrides: options of `TrainConfig` that win over `config`, for example `model={"embedding_dim": 128}`.
 
     Raises:
         ConfigError: an unknown field or a value that does not fit.
     """
 
     def __init__(self, config: TrainConfig | None = None, **overrides: Any) -> None:
-        self.config = TrainConfig.load(None, {**(config.model_dump() if config is not None else {}), **overrides})
+        self.config = TrainConfig(**merge(config.model_dump() if config is not None else {}, overrides))
         self._run: Run | None = None
 
     @classmethod
@@ -66,7 +66,7 @@ class Recommender:
         """Train on events and keep the best model; the run's directory is `config.output`.
 
         Args:
-            data: a `SequenceDataset`, or a path that wins over `config.data`; without either, the built-in sample.
+            data: a `SequenceDataset`, or a path that wins over `config.data.path`; without either, the built-in sample.
 
         Raises:
             ConfigError, DataError, TrainingError: as `jagged.train`.
@@ -74,7 +74,7 @@ class Recommender:
         from jagged.runs.training import train
 
         if isinstance(data, (str, os.PathLike)):
-            self.config = TrainConfig.load(None, {**self.config.model_dump(), "data": os.fspath(data)})
+            self.config = TrainConfig(**merge(self.config.model_dump(), {"data": os.fspath(data)}))
             data = None
         result = train(self.config, data)
         self._run = Run.open(result.directory, device=self.config.device)
@@ -341,7 +341,7 @@ def _read(
     progress: bool = True,
 ) -> SequenceDataset:
     columns = dict(columns or {})
-    expected = run.config.timestamp_column
+    expected = run.config.data.timestamp_column
     if columns.get("timestamp_column") is None and expected and not _has_column(path, format, expected):
         logger.warning("%s: no column %r: rows count as oldest first", os.fspath(path), expected)
         columns["timestamp_column"] = ""

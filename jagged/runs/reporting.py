@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jagged import charts
 from jagged.artifacts import read_json_lines, write_file, writing
-from jagged.config import ConfigError, TrainConfig, sections
+from jagged.config import ConfigError, TrainConfig
 from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics
 from jagged.metrics import IN_WORDS, cut_offs
 from jagged.runs.evaluating import evaluate
@@ -126,9 +126,9 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
     run = Run.open(directory)
     config, dataset = run.config, run.read()
     split = run.split(dataset)
-    ks = cut_offs(config.monitor)
+    ks = cut_offs(config.training.monitor)
     model_metrics = evaluate(directory, dataset, part=part, ks=ks, progress=progress).metrics
-    baseline = popularity_metrics(split, part=part, ks=ks, batch_size=config.eval_batch_size, progress=progress)
+    baseline = popularity_metrics(split, part=part, ks=ks, batch_size=config.evaluation.eval_batch_size, progress=progress)
     held_out = split.test if part == "test" else split.valid
     models = {"model": run.model, "popularity": Popularity(run.train_counts(), device=run.device)}
     return RunFacts(
@@ -157,9 +157,14 @@ def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: t
     from jagged.data import BatchLoader
     from jagged.scoring import rank_catalogue
 
-    choice = config.filter_viewed
+    choice = config.evaluation.filter_viewed
     loader = BatchLoader(
-        part, batch_size=config.eval_batch_size, max_seq_len=config.max_seq_len, shuffle=False, seed=0, with_viewed=choice
+        part,
+        batch_size=config.evaluation.eval_batch_size,
+        max_seq_len=config.data.max_seq_len,
+        shuffle=False,
+        seed=0,
+        with_viewed=choice,
     )
     ranks = []
     with torch.inference_mode():
@@ -195,13 +200,13 @@ def render(facts: RunFacts) -> str:
     pictures = _pictures(facts, charts.PAGE).items()
     found = [(_leak(name), count) for name, count in facts.leaks.items() if count]
     total = sum(facts.leaks.values())
-    choice = PROTOCOLS[facts.config.filter_viewed]
-    monitored = [(name, figures[facts.config.monitor]) for name, figures in facts.metrics[choice].items()]
+    choice = PROTOCOLS[facts.config.evaluation.filter_viewed]
+    monitored = [(name, figures[facts.config.training.monitor]) for name, figures in facts.metrics[choice].items()]
     columns = [(protocol, name, figures) for protocol, by_model in facts.metrics.items() for name, figures in by_model.items()]
     return _TEMPLATES.get_template("report.html").render(
         facts=facts,
         headline=[
-            *((f"{value:.4f}", f"{facts.config.monitor} of {name}, {IN_WORDS[choice]}") for name, value in monitored),
+            *((f"{value:.4f}", f"{facts.config.training.monitor} of {name}, {IN_WORDS[choice]}") for name, value in monitored),
             (f"{total:,}" if total else "none", "leaks found"),
         ],
         num_ranked=len(next(iter(facts.ranks.values()))),
@@ -211,11 +216,17 @@ def render(facts: RunFacts) -> str:
         found=found,
         leaks=[(_leak(name), f"{count:,}", "found" if count else "none") for name, count in facts.leaks.items()],
         data=_data_rows(facts),
-        configuration=[
-            (title, [(name, _value(getattr(facts.config, name))) for name in names]) for title, names in sections().items()
-        ],
+        configuration=_configuration(facts.config),
         versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
     )
+
+
+def _configuration(config: TrainConfig) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Titles, each with the names and values of its options; those that have no effect are left out."""
+    values = config.model_dump()
+    run = {name: value for name, value in values.items() if not isinstance(value, dict)}
+    sections = {"Run": run, **{name.capitalize(): value for name, value in values.items() if name not in run}}
+    return [(title, [(name, _value(value)) for name, value in of.items()]) for title, of in sections.items()]
 
 
 def _leak(name: str) -> str:
@@ -224,8 +235,8 @@ def _leak(name: str) -> str:
 
 def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
     """By name each picture and its caption; a directory without history has no curves."""
-    monitor, limit = facts.config.monitor, facts.config.max_seq_len
-    protocol = IN_WORDS[PROTOCOLS[facts.config.filter_viewed]]
+    monitor, limit = facts.config.training.monitor, facts.config.data.max_seq_len
+    protocol = IN_WORDS[PROTOCOLS[facts.config.evaluation.filter_viewed]]
     result = {}
     if facts.history:
         points = {key: [(row["epoch"], row[key]) for row in facts.history] for key in ("loss", "monitored")}

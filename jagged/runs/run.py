@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from jagged.config import ConfigError, TrainConfig
+from jagged.config import ConfigError, LeaveOneOut, TrainConfig
 from jagged.metrics import TrainCounts
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Run:
     def columns(self, chosen: Mapping[str, str | None]) -> dict[str, str]:
         """Names of columns: those chosen, else those of the run's configuration."""
         names = ("user_column", "item_column", "timestamp_column")
-        return {name: getattr(self.config, name) for name in names} | {
+        return {name: getattr(self.config.data, name) for name in names} | {
             name: value for name, value in chosen.items() if value is not None
         }
 
@@ -99,9 +99,10 @@ class Run:
         """Split events as the run's were."""
         from jagged.data import split_global_time, split_leave_one_out
 
-        if self.config.split == "leave-one-out":
+        chosen = self.config.split
+        if isinstance(chosen, LeaveOneOut):
             return split_leave_one_out(dataset)
-        return split_global_time(dataset, self.config.valid_fraction, self.config.test_fraction)
+        return split_global_time(dataset, chosen.valid_fraction, chosen.test_fraction)
 
     def train_counts(self) -> TrainCounts:
         """Training users of each item: as stored, or counted again from the kept events.

@@ -24,7 +24,7 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     """
     path = Path(directory)
     split, metrics = read_json(path / SPLIT), RunMetrics.from_json(read_json(path / METRICS))
-    source = TrainConfig.load(path / CONFIG).data or "the built-in sample"
+    source = TrainConfig.load(path / CONFIG).data.path or "the built-in sample"
     reached = ", ".join(f"{group[metrics.monitor]:.4f} with {IN_WORDS[name]}" for name, group in metrics.test.items())
     best, name = metrics.best, shlex.quote(str(path))
     assert best is not None

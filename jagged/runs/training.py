@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import TrainConfig
+from jagged.config import ConfigError, GlobalTime, TrainConfig
 from jagged.data import (
     BatchLoader,
     SequenceDataset,
@@ -25,10 +26,12 @@ from jagged.data import (
 )
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import NextItemTask, build, build_head
-from jagged.models.pretrained import save_pretrained
+from jagged.models.pretrained import CONFIG, save_pretrained
 from jagged.training.callbacks import Callback
+from jagged.training.checkpoint import latest_checkpoint
 from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast
+from jagged.training.loop import CHECKPOINTS
 from jagged.training.processes import Processes, process_group, resolve_device
 from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 
@@ -36,11 +39,11 @@ DATASET = "dataset"
 
 
 def train(
-    config: TrainConfig,
+    config: TrainConfig | None = None,
     dataset: SequenceDataset | None = None,
     *,
     callbacks: Sequence[Callback] = (),
-    resume: bool = False,
+    resume: bool | str | os.PathLike[str] = False,
     dry_run: bool = False,
     progress: bool = True,
 ) -> TrainResult:
@@ -52,37 +55,42 @@ def train(
     SIGTERM and SIGINT end the run after the present step, with a checkpoint.
 
     Args:
-        config: what to train, on what, how, and where to.
-        dataset: the events; by default `config.data` is read, or the built-in sample where that is None.
+        config: what to train, on what, how, and where to; the defaults without one, or those of the run that goes on.
+        dataset: the events; by default `config.data.path` is read, or the built-in sample where that is None.
         callbacks: called while the run goes.
-        resume: go on from the newest checkpoint in `config.output`; without one, start.
+        resume: the directory of a run, which needs no other argument: its configuration and its events are there. Or true: go on
+            from the newest checkpoint in `config.output`; without one, start.
         dry_run: stop after the forecast of memory and steps, with nothing written.
         progress: show the forecast, a progress bar and messages.
 
     Raises:
+        ConfigError: `resume` is a directory without a run, or another one than `config.output`.
         DataError: the data cannot be used.
         TrainingError: the run cannot start or go on: an output that holds another run, a loss that is NaN, options that do not
             fit the checkpoint. `TrainingInterrupted` after a signal.
         CheckpointError: a checkpoint is damaged or cannot be written.
     """
-    config = resolved(config)
+    if not isinstance(resume, bool):
+        config, dataset = _going_on(Path(resume), config, dataset)
+        resume = True
+    config = resolved(config or TrainConfig())
     directory = Path(config.output)
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
         if not dry_run:
             closing.enter_context(locked(directory, processes, resume))
         dataset = dataset if dataset is not None else _read(config, progress and processes.is_first)
         split = _split(config, dataset)
-        if config.head != "cross-entropy" and processes.world_size > 1:
-            raise TrainingError(f"head: {config.head} trains in one process; start one, or take head=cross-entropy")
+        if config.head.type != "cross-entropy" and processes.world_size > 1:
+            raise TrainingError(f"head: {config.head.type} trains in one process; start one, or take head=cross-entropy")
         torch.manual_seed(config.seed)
-        model = build(config.model, **_model_arguments(config, dataset.num_items)).to(processes.device)
+        model = _model(config, dataset.num_items).to(processes.device)
         train_counts = TrainCounts.from_part(split.train)
         task = NextItemTask(
             model,
             head=build_head(config, train_counts.users_per_item).to(processes.device),
             train_counts=train_counts,
-            filter_viewed=config.filter_viewed,
-            ks=cut_offs(config.monitor),
+            filter_viewed=config.evaluation.filter_viewed,
+            ks=cut_offs(config.training.monitor),
         )
         loaders = _loaders(config, split, processes)
         expected = forecast(config, split, loaders[0], task, config.precision, processes)
@@ -93,35 +101,64 @@ def train(
         if processes.is_first:
             with artifacts.writing(directory / DATASET, "make room, or choose another output", CheckpointError):
                 dataset.save(directory / DATASET)
+                # From here on the run needs nothing else to go on; one that goes on already has its own.
+                if latest_checkpoint(directory / CHECKPOINTS) is None:
+                    config.save(directory / CONFIG)
 
         def write(whole: nn.Module, metrics: RunMetrics, history: list[dict[str, Any]]) -> None:
             _write(directory, config, split, whole, train_counts, metrics, history)
 
-        drawn = len(split.valid) if config.validate_users is None else config.validate_users
+        drawn = len(split.valid) if config.evaluation.validate_users is None else config.evaluation.validate_users
         note = f" of {drawn:,} of {len(split.valid):,} users" if drawn < len(split.valid) else ""
-        trainer = Trainer(task, config, callbacks=callbacks)
+        trainer = Trainer(task, config.trainer, callbacks=callbacks)
         result = trainer.run(
-            processes, config, loaders, resume, progress, fingerprint=dataset.fingerprint, write=write, valid_note=note
+            processes,
+            config.trainer,
+            loaders,
+            resume,
+            progress,
+            fingerprint=dataset.fingerprint,
+            write=write,
+            valid_note=note,
+            options=config.model_dump(),
         )
         return replace(result, forecast=expected)
 
 
+def _going_on(
+    run: Path, config: TrainConfig | None, dataset: SequenceDataset | None
+) -> tuple[TrainConfig, SequenceDataset | None]:
+    """The configuration and the events of a run that goes on: its own, where no others are given."""
+    if config is not None and Path(config.output) != run:
+        raise ConfigError(f"resume: got {run}, expected config.output ({config.output})")
+    if not (run / CONFIG).exists():
+        if config is None:
+            raise ConfigError(f"resume: {run} holds no run; to start one there give its configuration, too")
+        return config, dataset
+    kept = TrainConfig.load(run / CONFIG, {"output": run})
+    config = config or kept
+    if dataset is None and config.data == kept.data and (run / DATASET).is_dir():
+        dataset = SequenceDataset.load(run / DATASET)
+    return config, dataset
+
+
 def _read(config: TrainConfig, progress: bool) -> SequenceDataset:
-    if config.data is None:
+    data = config.data
+    if data.path is None:
         return synthetic_sessions(config.seed)[0]
     return read_events(
-        config.data,
-        format=config.format,
-        user_column=config.user_column,
-        item_column=config.item_column,
-        timestamp_column=config.timestamp_column,
+        data.path,
+        format=data.format,
+        user_column=data.user_column,
+        item_column=data.item_column,
+        timestamp_column=data.timestamp_column,
         progress=progress,
     )
 
 
 def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
-    if config.split == "global-time":
-        split = split_global_time(dataset, config.valid_fraction, config.test_fraction)
+    if isinstance(config.split, GlobalTime):
+        split = split_global_time(dataset, config.split.valid_fraction, config.split.test_fraction)
     else:
         split = split_leave_one_out(dataset)
     for name, part in (("training", split.train), ("validation", split.valid), ("test", split.test)):
@@ -133,26 +170,28 @@ def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
     return split
 
 
-def _model_arguments(config: TrainConfig, num_items: int) -> dict[str, Any]:
-    names = ("embedding_dim", "num_heads", "num_layers", "max_seq_len", "dropout")
-    return {"num_items": num_items, **{name: getattr(config, name) for name in names}}
+def _model(config: TrainConfig, num_items: int) -> Any:
+    options = {name: value for name, value in config.model.model_dump().items() if name != "name"}
+    return build(config.model.name, num_items=num_items, max_seq_len=config.data.max_seq_len, **options)
 
 
 def _loaders(config: TrainConfig, split: SequenceSplit, processes: Processes) -> tuple[BatchLoader, BatchLoader, BatchLoader]:
     common: dict[str, Any] = {
-        "max_seq_len": config.max_seq_len,
+        "max_seq_len": config.data.max_seq_len,
         "seed": config.seed,
-        "num_workers": config.num_workers,
+        "num_workers": config.training.num_workers,
         "pin_memory": processes.device.type == "cuda",
         "rank": processes.rank,
         "world_size": processes.world_size,
     }
     try:
-        size: dict[str, Any] = {"max_tokens": config.max_tokens} if config.max_tokens else {"batch_size": config.batch_size}
+        tokens = config.training.max_tokens
+        size: dict[str, Any] = {"max_tokens": tokens} if tokens else {"batch_size": config.training.batch_size}
         train_loader = BatchLoader(split.train, shuffle=True, **size, **common)
-        common.update(batch_size=config.eval_batch_size, shuffle=False)
-        chosen = split.valid if config.validate_users is None else split.valid.sample(config.validate_users, config.seed)
-        valid = BatchLoader(chosen, with_viewed=config.filter_viewed, **common)
+        common.update(batch_size=config.evaluation.eval_batch_size, shuffle=False)
+        users = config.evaluation.validate_users
+        chosen = split.valid if users is None else split.valid.sample(users, config.seed)
+        valid = BatchLoader(chosen, with_viewed=config.evaluation.filter_viewed, **common)
         return train_loader, valid, BatchLoader(split.test, with_viewed=True, **common)
     except ValueError as error:
         raise TrainingError(str(error)) from None
@@ -183,7 +222,7 @@ def _write(
         task.model,  # type: ignore[arg-type]
         directory,
         items=dataset.items,
-        name=config.model,
+        name=config.model.name,
         config=config,
         split=description,
         metrics=metrics.to_json(),

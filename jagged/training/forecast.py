@@ -100,20 +100,24 @@ def forecast(
     ]
     whole, largest = sum(sizes) + others.nbytes, max(*sizes, table.nbytes)
     whole_table = table.nbytes if world_size > 1 else 0
-    rows = (split.train.lengths - 1).clamp(0, config.max_seq_len).double()
+    rows = (split.train.lengths - 1).clamp(0, config.data.max_seq_len).double()
     steps = loader.num_batches(0)
     tokens = float(rows.sum()) / (steps * world_size)
     samples = len(rows) / (steps * world_size)
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
-    most = min(most, config.max_tokens) if config.max_tokens else min(most, float(config.batch_size * config.max_seq_len))
+    most = (
+        min(most, config.training.max_tokens)
+        if config.training.max_tokens
+        else min(most, float(config.training.batch_size * config.data.max_seq_len))
+    )
     writes = device.type == "cpu" and processes.is_first
     exchanged = 3 * 4 * table.shape[1] * world_size if world_size > 1 else 0
-    graphs = graphs_serve(config, task, processes)
+    graphs = graphs_serve(config.trainer, task, processes)
     if graphs:
         # A step's gradients are added to what stays, and a step's last rows are filled up.
         most = most * 17 / 16 + 64
-    catalogue = 4.0 * split.train.dataset.num_items * config.eval_batch_size
+    catalogue = 4.0 * split.train.dataset.num_items * config.evaluation.eval_batch_size
     return Forecast(
         device=device.type,
         present=memory_in_use(device),
@@ -128,7 +132,7 @@ def forecast(
         samples=samples,
         tokens=tokens,
         steps_per_epoch=steps,
-        max_steps=steps * config.max_epochs,
+        max_steps=steps * config.training.max_epochs,
     )
 
 
@@ -136,7 +140,7 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
     probe = BatchLoader(
         split.train,
         batch_size=min(_PROBE_SAMPLES, len(split.train)),
-        max_seq_len=config.max_seq_len,
+        max_seq_len=config.data.max_seq_len,
         shuffle=True,
         seed=config.seed,
     )

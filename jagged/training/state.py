@@ -8,26 +8,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from jagged.config import flat
 from jagged.training.errors import CheckpointError, TrainingError
 
 FORMAT_VERSION = 2
 
 # What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
 # `data` and how it is read may, because the fingerprint of what was read is compared.
-_READING = ("data", "format", "user_column", "item_column", "timestamp_column")
-_HANDLING = (
-    "output",
-    "patience",
-    "device",
-    "num_workers",
-    "checkpoint_every",
-    "checkpoint_seconds",
-    "cuda_graphs",
-    "hang_seconds",
-    "tensorboard",
-    "eval_batch_size",
-)
-_MAY_CHANGE = frozenset((*_READING, *_HANDLING))
+_READING = ("path", "format", "user_column", "item_column", "timestamp_column")
+_HANDLING = ("patience", "num_workers", "checkpoint_every", "checkpoint_seconds", "cuda_graphs", "hang_seconds", "tensorboard")
+_MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", *_HANDLING, *(f"data.{name}" for name in _READING)))
 
 
 @dataclass
@@ -109,20 +99,21 @@ class TrainState:
                 f"{path}: was trained by {self.world_size} processes, now {wanted.world_size}; "
                 "start as many, or choose another output"
             )
+        was, now = flat(self.config), flat(wanted.config)
         changed = [
-            f"{name}={wanted.config.get(name)} (was {self.config.get(name)})"
-            for name in wanted.config
-            if not self._may_change(name) and self.config.get(name) != wanted.config.get(name)
+            f"{name}={now.get(name)} (was {was.get(name)})"
+            for name in {**now, **was}
+            if not self._may_change(name.removeprefix("training."), was) and was.get(name) != now.get(name)
         ]
         if changed:
             raise TrainingError(
                 f"{path}: cannot go on with other options: {', '.join(changed)}; give those it had, or choose another output"
             )
 
-    def _may_change(self, name: str) -> bool:
+    def _may_change(self, name: str, was: Mapping[str, Any]) -> bool:
         if name == "max_epochs":
             # Other schedules end with the last epoch.
-            return self.config.get("schedule") == "constant"
+            return "constant" in (was.get("schedule"), was.get("training.schedule"))
         # Nothing was selected by it yet.
         return name in _MAY_CHANGE or (name in ("monitor", "monitor_goal") and not self.history)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import TrainerConfig
+from jagged.config import RunOptions, TrainerConfig
 from jagged.metrics import RunMetrics
 from jagged.models import RankingTask
 from jagged.models.pretrained import save_task
@@ -28,7 +28,7 @@ from jagged.training.processes import Processes, process_group, resolve_device
 from jagged.training.state import TrainState
 from jagged.training.stop import stop_wish
 
-Config = TypeVar("Config", bound=TrainerConfig)
+Config = TypeVar("Config", bound=RunOptions)
 # Writes what a finished run leaves: the task with its best weights, its figures and its history.
 Writer = Callable[[nn.Module, RunMetrics, list[dict[str, Any]]], None]
 
@@ -133,8 +133,12 @@ class Trainer:
         fingerprint: str = "",
         write: Writer | None = None,
         valid_note: str = "",
+        options: Mapping[str, Any] | None = None,
     ) -> TrainResult:
-        """`fit` inside of a process group and of the output's lock, with a resolved configuration."""
+        """`fit` inside of a process group and of the output's lock, with a resolved configuration.
+
+        `options` are all that a checkpoint must agree in, where there are more than those of `config`.
+        """
         directory, device = Path(config.output), processes.device
         named = zip(("train", "valid", "test"), loaders, strict=True)
         parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None}
@@ -149,7 +153,7 @@ class Trainer:
             engine = Engine(self.task, config, config.precision, processes, total_steps)  # type: ignore[arg-type]
             # Dropout differs between processes; what they share was drawn before.
             torch.manual_seed(config.seed + processes.rank)
-            fresh = TrainState(config.model_dump(), fingerprint, processes.world_size)
+            fresh = TrainState(dict(options or config.model_dump()), fingerprint, processes.world_size)
             state, best = _resume(engine, directory, fresh, self.callbacks) if resume else (fresh, {})
             curves = directory / "tensorboard" if config.tensorboard and processes.is_first else None
             with Display(device, curves, state.step, progress and processes.is_first) as display:

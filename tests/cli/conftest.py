@@ -16,13 +16,10 @@ def run_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     dataset, _ = synthetic_sessions(3, num_users=200, num_items=96, mean_length=8, max_length=20)
     config = TrainConfig(
-        data="sample <b>&'\".csv",
+        data={"path": "sample <b>&'\".csv", "max_seq_len": 10},
         output=str(tmp_path_factory.mktemp("runs") / "tiny"),
-        embedding_dim=16,
-        num_layers=1,
-        max_seq_len=10,
-        max_epochs=2,
-        tensorboard=False,
+        model={"embedding_dim": 16, "num_layers": 1},
+        training={"max_epochs": 2, "tensorboard": False},
         device="cpu",
     )
     return train(config, dataset, progress=False).directory

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from jagged import cli
-from jagged.config import TrainConfig
+from jagged.config import TrainConfig, leaves
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ["train", "evaluate", "recommend", "report", "tune", "doctor", "demo"]
+COMMANDS = ["train", "evaluate", "recommend", "report", "tune-bags", "doctor", "demo"]
 
 
 def jagged(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -28,11 +28,11 @@ def jagged(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, dict[str, Any]]]:
     """The configurations that `train` would have been called with; nothing is trained or summed up."""
-    import jagged.training
+    import jagged.runs.training
     from jagged.runs import summary
 
     calls: list[tuple[TrainConfig, dict[str, Any]]] = []
-    monkeypatch.setattr(jagged.training, "train", lambda config, **options: calls.append((config, options)))
+    monkeypatch.setattr(jagged.runs.training, "train", lambda config, **options: calls.append((config, options)))
     monkeypatch.setattr(summary, "summary_lines", lambda directory: [f"summary of {directory}"])
     return calls
 
@@ -69,62 +69,109 @@ def test_help_needs_no_torch_and_less_than_a_second() -> None:
 def test_help_shows_a_worked_example_that_parses(command: str) -> None:
     text = jagged(command, "--help").stdout
     assert "Example" in text
-    examples = [line.split() for line in text.splitlines() if line.startswith(f"      jagged {command}")]
+    examples = [line.split() for line in text.splitlines() if line.startswith(f"    jagged {command}")]
     assert examples, text
     for example in examples:
         # With --help at its end every option before it has been parsed.
         assert jagged(*example[1:], "--help").returncode == 0, example
 
 
-def test_every_field_is_an_option_with_its_default_and_description() -> None:
-    text = " ".join(jagged("train", "--help").stdout.split())
-    for name, field in TrainConfig.model_fields.items():
-        assert f"--{name.replace('_', '-')} " in text, name
-        assert field.description in text, name
-    for heading in ("Run", "Data", "Model", "Training", "Evaluation"):
-        assert f"{heading} options:" in text
-    assert "[default: 0.001]" in text
-    assert "auto|cpu|cuda" in text
+def test_every_option_is_a_flag_with_its_default_and_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Wide enough that no line is broken.
+    monkeypatch.setenv("COLUMNS", "250")
+    text = jagged("train", "--help").stdout
+    words = " ".join(text.replace("│", " ").split())
+    for name, variants in leaves().items():
+        assert f"--{name.replace('_', '-')} " in words, name
+        assert variants[0][1].description in words, name
+    headings = [line.strip("╭─╮ ") for line in text.splitlines() if line.startswith("╭")]
+    assert headings == ["Most used", "Run", "Data", "Split", "Model", "Head", "Training", "Evaluation"]
+    first = text.split("╰")[0]
+    assert [word for word in first.split() if word.startswith("--")] == [
+        "--data.path", "--data", "--output", "--training.max-epochs", "--device", "--seed", "--resume", "--config"
+    ]  # fmt: skip
+    for line in (
+        "--training.learning-rate NUMBER peak learning rate of AdamW [default: 0.001]",
+        "--device auto|cpu|cuda auto: the GPU where there is one [default: auto]",
+        "--head.num-negatives INTEGER sampled; sampler uniform, popularity or mixed: negatives drawn [default: 256]",
+        "--split.valid-fraction NUMBER global-time: the fraction of events used for validation [default: 0.1]",
+    ):
+        assert line in words
 
 
 def test_sources_win_in_the_order_defaults_file_set_flags(
     trained: list[tuple[TrainConfig, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("num_layers = 3\nnum_heads = 4\nembedding_dim = 32\nseed = 1\n")
-    arguments = ["--set", "num_heads=8", "--set", "embedding_dim=16", "--set", "embedding_dim=48", "--num-heads", "1"]
+    file.write_text("seed = 1\nmodel = { num_layers = 3, num_heads = 4 }\n[head]\ntype = 'scalable'\nnum_buckets = 7\n")
+    chosen = ["model.num_heads=8", "model.embedding_dim=16", "model.embedding_dim=48", "head=sampled", "head.num_negatives=3"]
+    arguments = [word for one in chosen for word in ("--set", one)] + ["--model.num-heads", "1", "--head.sampler", "in-batch"]
     assert run(monkeypatch, "train", "--config", str(file), *arguments) == 0
     ((config, options),) = trained
-    assert (config.num_layers, config.num_heads, config.embedding_dim, config.seed) == (3, 1, 48, 1)
-    assert config.dropout == TrainConfig().dropout
+    # The file's num_buckets and the assigned num_negatives go with the tags that they belonged to.
+    expected = TrainConfig(
+        seed=1, model={"num_layers": 3, "num_heads": 1, "embedding_dim": 48}, head={"type": "sampled", "sampler": "in-batch"}
+    )
+    assert config == expected
+    assert config.model_dump()["head"] == {"type": "sampled", "sampler": "in-batch", "loss": "softmax", "correction": "auto"}
     assert options == {"resume": False, "dry_run": False}
 
 
 def test_flags_of_every_kind_arrive(trained: list[tuple[TrainConfig, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = (
-        "train --data 2024 --no-tensorboard --filter-viewed --max-tokens 512 --gradient-clip-norm none"
-        " --precision 32-true --learning-rate .5 --monitor recall@20 --resume --dry-run"
+        "train --data 2024 --training.no-tensorboard --evaluation.filter-viewed --training.max-tokens 512"
+        " --training.gradient-clip-norm none --precision 32-true --training.learning-rate=.5 --training.monitor recall@20"
+        " --head sampled --head.num-negatives 64 --split global-time --split.test-fraction .2 --dry-run"
     )
     assert run(monkeypatch, *arguments.split()) == 0
     ((config, options),) = trained
     expected = TrainConfig(
-        data="2024",
-        tensorboard=False,
-        filter_viewed=True,
-        max_tokens=512,
-        gradient_clip_norm=None,
+        data={"path": "2024"},
+        training={
+            "tensorboard": False,
+            "max_tokens": 512,
+            "gradient_clip_norm": None,
+            "learning_rate": 0.5,
+            "monitor": "recall@20",
+        },
+        evaluation={"filter_viewed": True},
         precision="32-true",
-        learning_rate=0.5,
-        monitor="recall@20",
+        head={"type": "sampled", "num_negatives": 64},
+        split={"type": "global-time", "test_fraction": 0.2},
     )
     assert config == expected
-    assert options == {"resume": True, "dry_run": True}
+    assert options == {"resume": False, "dry_run": True}
+
+
+def test_a_run_goes_on_by_its_directory_alone(
+    trained: list[tuple[TrainConfig, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    directory = tmp_path / "shop"
+    directory.mkdir()
+    # The directory was moved since it was written.
+    TrainConfig(output="runs/shop", seed=3, head="scalable").save(directory / "config.json")
+    assert run(monkeypatch, "train", "--resume", str(directory), "--training.max-epochs", "7") == 0
+    ((config, options),) = trained
+    assert config == TrainConfig(output=str(directory), seed=3, head="scalable", training={"max_epochs": 7})
+    assert options == {"resume": directory, "dry_run": False}
+
+
+def test_the_same_command_starts_a_run_and_goes_on_with_it(
+    trained: list[tuple[TrainConfig, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    command = ["train", "--output", str(tmp_path), "--resume", str(tmp_path), "--model.num-heads", "4"]
+    assert run(monkeypatch, *command) == 0
+    trained[0][0].save(tmp_path / "config.json")
+    assert run(monkeypatch, *command) == 0
+    assert (
+        trained[0] == trained[1] == (TrainConfig(output=tmp_path, model={"num_heads": 4}), {"resume": tmp_path, "dry_run": False})
+    )
 
 
 def test_a_run_can_be_repeated_from_its_configuration(
     trained: list[tuple[TrainConfig, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    first = TrainConfig(output=str(tmp_path), num_heads=1, max_tokens=99)
+    first = TrainConfig(output=tmp_path, model={"num_heads": 1}, training={"max_tokens": 99})
     first.save(tmp_path / "config.json")
     assert run(monkeypatch, "train", "--config", str(tmp_path / "config.json")) == 0
     assert trained[0][0] == first
@@ -153,28 +200,86 @@ def test_the_first_process_sums_up_what_was_trained(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["train", "--num-heads", "two"], "num_heads: Input should be a valid integer; got 'two'"),
-        (["train", "--num-heads", "3"], "must be a multiple of num_heads"),
-        (["train", "--set", "sede=1"], "did you mean seed?"),
-        (["train", "--set", "seed"], "expected key=value"),
+        (["train", "--model.num-heads", "two"], "--model.num-heads: got 'two', expected a whole number, at least 1"),
+        (["train", "--model.num-heads", "3"], "--model.num-heads: got 3, expected a divisor of --model.embedding-dim (256)"),
+        (["train", "--head.num-negatives", "3"], "--head.num-negatives: belongs to --head.type sampled, got cross-entropy"),
+        (["train", "--head", "softmax"], "--head.type: got 'softmax', expected cross-entropy, sampled or scalable"),
+        (["train", "--training.max-tokens", "9"], "--training.max-tokens: got 9, expected at least --data.max-seq-len (50)"),
+        (["train", "--set", "sede=1"], "--set sede=1: unknown option; did you mean seed?"),
+        (["train", "--set", "embedding_dim=1"], "--set embedding_dim=1: unknown option; did you mean model.embedding_dim?"),
+        (["train", "--set", "seed"], "--set seed: found no '=', expected key=value, for example --set model.embedding_dim=128"),
         (["train", "--config", "missing.toml"], "missing.toml: cannot be read: No such file or directory"),
-        (["train", "--device", "tpu"], "device: Input should be 'auto', 'cpu' or 'cuda'; got 'tpu'"),
-        (["train", "--data", "missing.csv", "--output", "run"], "missing.csv"),
-        (["evaluate", "missing"], "missing"),
-        (["recommend", "missing", "histories.csv"], "missing"),
-        (["report", "missing"], "missing"),
+        (
+            ["train", "--config", "run.toml", "--seed", "-1"],
+            "run.toml: model.num_heads: got 0, expected a whole number, at least 1",
+        ),
+        (["train", "--device", "tpu"], "--device: got 'tpu', expected auto, cpu or cuda"),
+        (["train", "--data", "missing.csv", "--output", "run"], "missing.csv: found no such file or folder"),
+        (["train", "--resume", "nowhere"], "--resume: nowhere holds no run; to start one there name it as --output, too"),
+        (["train", "--resume", "a", "--output", "b"], "--output: got b, expected a, the run that goes on; leave it out"),
+        (["evaluate", "missing"], "missing: no such directory"),
+        (["recommend", "missing", "histories.csv"], "missing: no such directory"),
+        (["report", "missing"], "missing: no such directory"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_exit_code_2(
     arguments: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("[model]\nnum_heads = 0\n")
     assert run(monkeypatch, *arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""
-    (line,) = output.err.splitlines()
-    assert line.startswith("jagged: ")
-    assert expected in line
+    assert f"jagged: {expected}" in [line[: len(expected) + 8] for line in output.err.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "expected"),
+    [
+        (
+            "a.csv: found no column 't'; pass timestamp_column=\"\"",
+            "train",
+            "a.csv: found no column 't'; pass --data.timestamp-column \"\"",
+        ),
+        (
+            "a.csv: found no column 't'; pass timestamp_column=\"\"",
+            "evaluate",
+            "a.csv: found no column 't'; pass --timestamp-column \"\"",
+        ),
+        (
+            "lower learning_rate (now 0.1) or precision=32-true",
+            "train",
+            "lower --training.learning-rate (now 0.1) or --precision 32-true",
+        ),
+        ("output: runs/a is no output", "train", "--output: runs/a is no output"),
+        ("part: got 'x'; the device is 'cpu'", "evaluate", "--part: got 'x'; the device is 'cpu'"),
+        ("runs/max_epochs: 'num_heads' is no file", "train", "runs/max_epochs: 'num_heads' is no file"),
+        ("head: in one process; take head=cross-entropy", "train", "--head: in one process; take --head cross-entropy"),
+    ],
+)
+def test_messages_name_the_commands_flags(line: str, command: str, expected: str) -> None:
+    assert cli._with_flags(line, cli._flags(command)) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            ["train", "--model.embeding-dim", "3"],
+            "Unknown option: --model.embeding-dim. Did you mean --model.embedding-dim? See jagged train --help.",
+        ),
+        (["evaluate", "run", "--k", "0"], 'Invalid value "0" for --k. Must be >= 1. See jagged evaluate --help.'),
+        (
+            ["evaluate", "run", "--part", "train"],
+            "Invalid value for --part: unable to convert \"train\" into one of {'valid', 'test'}. See jagged evaluate --help.",
+        ),
+    ],
+)
+def test_a_call_that_cannot_be_read_is_one_line(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    assert capsys.readouterr() == ("", f"jagged: {expected}\n")
 
 
 def test_a_process_of_its_own_says_no_more(tmp_path: Path) -> None:
@@ -187,12 +292,12 @@ def test_a_process_of_its_own_says_no_more(tmp_path: Path) -> None:
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jagged.training
+    import jagged.runs.training
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(jagged.training, "train", fail)
+    monkeypatch.setattr(jagged.runs.training, "train", fail)
     monkeypatch.setattr(sys, "argv", ["jagged", "train"])
     with pytest.raises(ValueError, match="a bug"):
         cli.main()
@@ -204,14 +309,14 @@ def test_every_named_error_exists_and_becomes_one_line(
 ) -> None:
     import importlib
 
-    import jagged.training
+    import jagged.runs.training
 
     kind = getattr(importlib.import_module(module), name)
 
     def fail(*_: object, **__: object) -> None:
         raise kind("events.csv:3: found nothing, expected an item")
 
-    monkeypatch.setattr(jagged.training, "train", fail)
+    monkeypatch.setattr(jagged.runs.training, "train", fail)
     assert run(monkeypatch, "train") == 2
     assert capsys.readouterr().err == "jagged: events.csv:3: found nothing, expected an item\n"
 

@@ -143,7 +143,7 @@ def test_a_summary_says_what_was_monitored_and_quotes_what_a_shell_would_split(t
     split = {"name": "global-time", "users": 12_345, "items": 1_000, "events": 1_234_567, "test": 2_001}
     (directory / "metrics.json").write_text(json.dumps(RunMetrics("mrr@7", best, Figures({}), Figures(test)).to_json()))
     (directory / "split.json").write_text(json.dumps(split))
-    TrainConfig(output="elsewhere", monitor="mrr@7").save(directory / "config.json")
+    TrainConfig(output="elsewhere", training={"monitor": "mrr@7"}).save(directory / "config.json")
     assert summary_lines(directory) == [
         "read     12,345 users, 1,000 items, 1,234,567 events from the built-in sample",
         "reached  test mrr@7 0.1250 with seen items left in, 0.5000 with seen items taken out; "

@@ -94,4 +94,4 @@ def test_what_is_not_good_enough_ends_with_1(
 def test_the_shipped_options_are_a_configuration() -> None:
     from jagged.config import TrainConfig
 
-    assert TrainConfig.load(None, demo._OPTIONS).max_epochs == demo._OPTIONS["max_epochs"]
+    assert TrainConfig.load(None, demo._OPTIONS).training.max_epochs == demo._OPTIONS["training"]["max_epochs"]

@@ -15,7 +15,7 @@ import pytest
 
 from jagged import charts, evaluate
 from jagged.artifacts import CheckpointError, unlist
-from jagged.config import ConfigError, TrainConfig
+from jagged.config import ConfigError, DataOptions, EvaluationOptions, TrainConfig, flat
 from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
 from jagged.metrics import IN_WORDS
@@ -76,7 +76,8 @@ def test_the_page_says_what_evaluation_says(facts: RunFacts, run_directory: Path
     assert "split leave-one-out, test part, 200 users" in words
     assert "every one of the 96 items ranked" in words
     assert "Nothing leaks" in words
-    for name, value in facts.config.model_dump().items():
+    for dotted, value in flat(facts.config.model_dump()).items():
+        name = dotted.rpartition(".")[2]
         assert f"{name} {'none' if value is None else str(value).lower() if isinstance(value, bool) else value}" in words
 
 
@@ -99,7 +100,7 @@ def test_ranks_follow_the_runs_choice_about_seen_items(run_directory: Path, tmp_
 
     opened = from_pretrained(run_directory)
     assert opened.config is not None
-    config = opened.config.model_copy(update={"filter_viewed": True})
+    config = opened.config.model_copy(update={"evaluation": EvaluationOptions(filter_viewed=True)})
     save_pretrained(opened.model, tmp_path / "run", items=opened.items, config=config, split=opened.split)
     shutil.copytree(run_directory / "dataset", tmp_path / "run" / "dataset")
     facts = gather(tmp_path / "run", progress=False)
@@ -145,7 +146,7 @@ def test_no_text_becomes_markup(facts: RunFacts) -> None:
         facts,
         directory=Path("x") / hostile.replace("/", "|"),
         config=facts.config.model_copy(
-            update={"data": hostile, "output": hostile, "user_column": hostile, "item_column": hostile}
+            update={"data": DataOptions(path=hostile, user_column=hostile, item_column=hostile), "output": hostile}
         ),
         split=hostile,
         part=hostile,

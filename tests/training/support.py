@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from jagged.config import TrainConfig
+from jagged.config import TrainConfig, leaves, merge, nested
 from jagged.data import SequenceDataset, synthetic_sessions
 from jagged.runs.training import train
 from jagged.training import TrainResult
@@ -37,8 +37,18 @@ def tiny_dataset(seed: int = 0) -> SequenceDataset:
     return synthetic_sessions(seed, num_users=40, num_items=96, mean_length=8)[0]
 
 
+def flat_config(**options: Any) -> TrainConfig:
+    """A configuration from options by their plain names: `head`, `sampled_loss`, `dropout`."""
+    return TrainConfig(**_sections(options))
+
+
 def tiny_config(output: Path | str, **options: Any) -> TrainConfig:
-    return TrainConfig(**{**TINY, "output": str(output), **options})
+    return TrainConfig(**merge(_sections(TINY), _sections({"output": str(output), **options})))
+
+
+def _sections(options: dict[str, Any]) -> dict[str, Any]:
+    names = {name.rpartition(".")[2]: name for name in leaves()} | {"sampled_loss": "head.loss"}
+    return nested({names.get(name, name): value for name, value in options.items()})
 
 
 def run(output: Path | str, dataset: SequenceDataset, *, resume: bool = False, **options: Any) -> TrainResult:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.config import TrainConfig
+from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
 from jagged.models import NextItemTask, build
 from jagged.training import CheckpointError
@@ -81,9 +81,9 @@ def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
 
 
 def test_state_that_does_not_fit_is_refused(processes: Processes) -> None:
-    engine = Engine(sasrec(), nn.Identity(), TrainConfig(), "32-true", processes)
+    engine = Engine(sasrec(), nn.Identity(), TrainerConfig(), "32-true", processes)
     task = NextItemTask(engine.model)  # type: ignore[arg-type]
-    engine = Engine(engine.model, task, TrainConfig(), "32-true", processes)
+    engine = Engine(engine.model, task, TrainerConfig(), "32-true", processes)
     for _ in engine.steps(iter(loader())):
         pass
     good = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
@@ -112,7 +112,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float32(proce
 
     def losses(precision: str) -> list[float]:
         model = sasrec(dropout=0.0)
-        engine = Engine(model, NextItemTask(model), TrainConfig(), precision, processes)  # type: ignore[arg-type]
+        engine = Engine(model, NextItemTask(model), TrainerConfig(), precision, processes)  # type: ignore[arg-type]
         linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
         linear.register_forward_hook(lambda module, inputs, output: seen.__setitem__(precision, output.dtype))
         found = [float(loss) for loss, _ in engine.steps(iter(loader()))]
@@ -128,7 +128,7 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float32(proce
 
 def test_every_batch_is_trained_on_once_and_counted(processes: Processes) -> None:
     model = sasrec()
-    engine = Engine(model, NextItemTask(model), TrainConfig(), "32-true", processes)  # type: ignore[arg-type]
+    engine = Engine(model, NextItemTask(model), TrainerConfig(), "32-true", processes)  # type: ignore[arg-type]
     batches = list(loader())
     counts = [count for _, count in engine.steps(iter(batches))]
     assert counts == [batch.targets.numel() for batch in batches]
@@ -148,7 +148,7 @@ class _Sum(nn.Module):
 
 def test_weights_that_are_not_finite_are_seen(processes: Processes) -> None:
     model = nn.Linear(2, 2)
-    engine = Engine(model, _Sum(model), TrainConfig(), "32-true", processes)
+    engine = Engine(model, _Sum(model), TrainerConfig(), "32-true", processes)
     assert engine.is_finite()
     features = KeyedJaggedTensor(keys=["item_id"], values=torch.tensor([1]), lengths=torch.tensor([1]), stride=1)
     for loss, _ in engine.steps(iter([SequenceBatch(features, torch.tensor([3]), torch.tensor([0]))])):

@@ -30,7 +30,8 @@ processes, rank = options.pop("processes"), int(sys.argv[3])
 if processes > 1:
     store = torch.distributed.FileStore(sys.argv[2] + ".store", processes)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
-result = train(TrainConfig(output=sys.argv[2], max_epochs=1, tensorboard=False, device="cpu", **options), dataset, progress=False)
+own = {"output": sys.argv[2], "training.max_epochs": 1, "training.tensorboard": False, "device": "cpu"}
+result = train(TrainConfig.load(None, options | own), dataset, progress=False)
 f = result.forecast
 print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_resident_bytes(), "steps": result.steps,
                   "forecast_steps": f.steps_per_epoch, "most": f.max_steps}))
@@ -44,33 +45,33 @@ print(json.dumps({"peak": f.peak, "present": f.present, "measured": peak_residen
         {
             "num_users": 50,
             "num_items": 20_000,
-            "embedding_dim": 512,
-            "num_heads": 8,
-            "batch_size": 20,
-            "num_layers": 1,
-            "eval_batch_size": 64,
+            "model.embedding_dim": 512,
+            "model.num_heads": 8,
+            "training.batch_size": 20,
+            "model.num_layers": 1,
+            "evaluation.eval_batch_size": 64,
             "processes": 1,
         },
         # A larger table in two halves.
         {
             "num_users": 60,
             "num_items": 60_000,
-            "embedding_dim": 512,
-            "num_heads": 8,
-            "batch_size": 20,
-            "max_seq_len": 5,
-            "num_layers": 1,
-            "eval_batch_size": 64,
+            "model.embedding_dim": 512,
+            "model.num_heads": 8,
+            "training.batch_size": 20,
+            "data.max_seq_len": 5,
+            "model.num_layers": 1,
+            "evaluation.eval_batch_size": 64,
             "processes": 2,
         },
         # Most of it is activations.
         {
             "num_users": 100,
             "num_items": 200,
-            "embedding_dim": 256,
-            "num_heads": 2,
-            "batch_size": 100,
-            "num_layers": 3,
+            "model.embedding_dim": 256,
+            "model.num_heads": 2,
+            "training.batch_size": 100,
+            "model.num_layers": 3,
             "processes": 1,
         },
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jagged.config import TrainConfig
+from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, split_leave_one_out, synthetic_sessions
 from jagged.models import NextItemTask, build
 from jagged.models.pretrained import from_pretrained
@@ -50,7 +50,7 @@ def test_steps_wait_for_nothing() -> None:
     loader = BatchLoader(split_leave_one_out(dataset).train, batch_size=16, max_seq_len=50, shuffle=True, seed=0, pin_memory=True)
     with process_group(device) as processes:
         model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.2).to(device)
-        engine = Engine(model, NextItemTask(model), TrainConfig(embedding_dim=32), "bf16-mixed", processes)
+        engine = Engine(model, NextItemTask(model), TrainerConfig(), "bf16-mixed", processes)
         # Kernels are compiled and loaded in the first steps.
         for _ in engine.steps(itertools.islice(iter(loader), 4)):
             pass

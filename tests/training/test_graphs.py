@@ -11,14 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
 from jagged.data.batches import keyed
 from jagged.models import NextItemTask, build, build_head
 from jagged.training.engine import Engine
 from jagged.training.graphs import Filled, GraphedSteps, capacity
 from jagged.training.processes import process_group
-from tests.training.support import run, tiny_dataset
+from tests.training.support import flat_config, run, tiny_dataset
 
 NUM_ITEMS = 30
 
@@ -75,9 +74,9 @@ def engine_losses(cuda_graphs: bool, sampler: str | None, **options: Any) -> tup
     with process_group(device) as processes:
         model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.0).to(device)
         chosen = {"label_smoothing": 0.1} if sampler is None else {"head": "sampled", "sampler": sampler}
-        config = TrainConfig(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen)
+        config = flat_config(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen)
         head = build_head(config, torch.ones(dataset.num_items)).to(device)
-        engine = Engine(model, NextItemTask(model, head=head), config, "32-true", processes)
+        engine = Engine(model, NextItemTask(model, head=head), config.trainer, "32-true", processes)
         # The losses are kept while later steps run, as the loop does.
         losses = [loss for epoch in range(2) for loss, _ in engine.steps(_positioned(loader, epoch))]
         return torch.stack(losses).tolist(), [parameter.detach().cpu() for parameter in model.parameters()], engine

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from jagged.config import TrainConfig
 from jagged.data import SequenceDataset
 from jagged.models import NextItemTask, build, build_head
 from jagged.modules import (
@@ -27,13 +26,13 @@ from jagged.modules import (
 from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, runner
 from jagged.training.engine import Engine
 from jagged.training.processes import process_group
-from tests.training.support import at_step, kill_self, outcome, run, tiny_dataset
+from tests.training.support import at_step, flat_config, kill_self, outcome, run, tiny_dataset
 
 HEADS: dict[str, dict[str, Any]] = {
-    "uniform": {"sampled_loss": "gbce"},
-    "popularity": {"sampler": "popularity", "correction": "both", "negatives_per": "batch"},
+    "uniform": {"num_negatives": 16, "sampled_loss": "gbce"},
+    "popularity": {"sampler": "popularity", "num_negatives": 16, "correction": "both", "negatives_per": "batch"},
     "in-batch": {"sampler": "in-batch", "sampled_loss": "refined"},
-    "mixed": {"sampler": "mixed"},
+    "mixed": {"sampler": "mixed", "num_negatives": 16},
     "scalable": {"head": "scalable", "num_buckets": 8, "rows_per_bucket": 16, "items_per_bucket": 16},
 }
 
@@ -45,25 +44,26 @@ def dataset() -> SequenceDataset:
 
 def test_heads_are_built_as_configured() -> None:
     counts = torch.tensor([3, 0, 1])
-    smoothed = build_head(TrainConfig(label_smoothing=0.3), counts)
+    smoothed = build_head(flat_config(label_smoothing=0.3), counts)
     assert isinstance(smoothed, CutCrossEntropyHead)
     assert smoothed.label_smoothing == 0.3
-    options: dict[str, Any] = {"head": "sampled", "num_negatives": 7, "seed": 4}
+    options: dict[str, Any] = {"head": "sampled", "seed": 4}
     kinds = {"uniform": UniformSampler, "popularity": PopularitySampler, "in-batch": InBatchSampler, "mixed": MixedSampler}
     for name, kind in kinds.items():
-        head = build_head(TrainConfig(sampler=name, **options), counts)
+        drawn = {} if name == "in-batch" else {"num_negatives": 7}
+        head = build_head(flat_config(sampler=name, **drawn, **options), counts)
         assert isinstance(head, SampledCrossEntropyHead)
         assert type(head.sampler) is kind
         assert (head.loss, head.correction) == ("softmax", "none" if name == "uniform" else "negatives")
         if name in ("uniform", "popularity"):
             assert (head.sampler.count, head.sampler.rows_per_draw, head.sampler.seed.item()) == (7, 1, 4)
-            shared = build_head(TrainConfig(sampler=name, negatives_per="batch", **options), counts)
+            shared = build_head(flat_config(sampler=name, negatives_per="batch", **drawn, **options), counts)
             assert isinstance(shared, SampledCrossEntropyHead)
             assert shared.sampler.rows_per_draw is None
-    buckets = build_head(TrainConfig(head="scalable", num_buckets=2, rows_per_bucket=3, items_per_bucket=4), counts)
+    buckets = build_head(flat_config(head="scalable", num_buckets=2, rows_per_bucket=3, items_per_bucket=4), counts)
     assert isinstance(buckets, ScalableCrossEntropyHead)
     assert (buckets.num_buckets, buckets.rows_per_bucket, buckets.items_per_bucket) == (2, 3, 4)
-    gbce = build_head(TrainConfig(sampled_loss="gbce", gbce_t=0.1, **options), counts)
+    gbce = build_head(flat_config(sampled_loss="gbce", gbce_t=0.1, **options), counts)
     assert isinstance(gbce, SampledCrossEntropyHead)
     assert (gbce.loss, gbce.gbce_t) == ("gbce", 0.1)
 
@@ -72,7 +72,7 @@ def test_heads_are_built_as_configured() -> None:
 def test_a_resumed_run_draws_what_it_would_have_drawn(
     dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    options = {"head": "sampled", "num_negatives": 16, "max_epochs": 2, "learning_rate": 1e-2, **HEADS[name]}
+    options = {"head": "sampled", "max_epochs": 2, "learning_rate": 1e-2, **HEADS[name]}
     result = run(tmp_path / "whole", dataset, **options)
     assert result.history[-1]["loss"] < result.history[0]["loss"]
     with monkeypatch.context() as patch:
@@ -85,9 +85,9 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(
 
 def test_a_checkpoint_without_the_seed_is_refused() -> None:
     model = build("sasrec", num_items=5, embedding_dim=8)
-    config = TrainConfig(embedding_dim=8, head="sampled")
+    config = flat_config(embedding_dim=8, head="sampled")
     with process_group(torch.device("cpu")) as processes:
-        engine = Engine(model, NextItemTask(model, head=build_head(config, torch.ones(5))), config, "32-true", processes)
+        engine = Engine(model, NextItemTask(model, head=build_head(config, torch.ones(5))), config.trainer, "32-true", processes)
         state = engine.state_tensors()
         engine.load_state_tensors(state, 0)
         del state["head.sampler.seed"]

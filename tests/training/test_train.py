@@ -187,14 +187,16 @@ def test_a_finished_run_can_be_finished_again_and_trained_longer(
     assert outcome(tmp_path) == first
     run(tmp_path, dataset, max_epochs=3, resume=True)
     assert outcome(tmp_path) == outcome(undisturbed)
-    assert from_pretrained(tmp_path).config.max_epochs == 3  # type: ignore[union-attr]
+    assert from_pretrained(tmp_path).config.training.max_epochs == 3  # type: ignore[union-attr]
 
 
 def test_refuses_what_would_not_be_the_same_run(dataset: SequenceDataset, tmp_path: Path) -> None:
     run(tmp_path, dataset, max_epochs=1)
     with pytest.raises(TrainingError, match="not empty; resume to go on"):
         run(tmp_path, dataset)
-    with pytest.raises(TrainingError, match=r"other options: embedding_dim=16 \(was 8\), dropout=0\.1 \(was 0\.2\)"):
+    with pytest.raises(
+        TrainingError, match=r"other options: model\.embedding_dim=16 \(was 8\), model\.dropout=0\.1 \(was 0\.2\)"
+    ):
         run(tmp_path, dataset, resume=True, embedding_dim=16, dropout=0.1)
     (tmp_path / "dataset").rename(tmp_path / "kept")
     with pytest.raises(TrainingError, match="was trained on other data"):

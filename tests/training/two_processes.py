@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.config import TrainConfig
+from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
 from jagged.models import NextItemTask, build
 from jagged.training.checkpoint import load_checkpoint, save_checkpoint
@@ -27,7 +27,7 @@ from tests.training.support import outcome, run, tiny_config, tiny_dataset
 
 LENGTH, STEPS = 12, 4
 SIZES: dict[str, Any] = {"embedding_dim": 8, "num_heads": 2, "num_layers": 2, "max_seq_len": LENGTH, "dropout": 0.0}
-CONFIG = TrainConfig(learning_rate=0.01, warmup_steps=3, gradient_clip_norm=0.05, weight_decay=0.1)
+CONFIG = TrainerConfig(learning_rate=0.01, warmup_steps=3, gradient_clip_norm=0.05, weight_decay=0.1)
 ADAM = ("exp_avg", "exp_avg_sq")
 TABLE = "item_embeddings.embeddings.item_id.weight"
 
