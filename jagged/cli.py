@@ -90,7 +90,10 @@ def main() -> None:
         if message is None:
             raise
         flags = _flags(words[0])
-        print("\n".join(f"jagged: {_with_flags(line, flags)}" for line in message.splitlines()), file=sys.stderr)
+        # A problem that names a file or an assignment speaks of keys, as they stand there.
+        keys = {str(problem) for problem in getattr(error, "problems", ()) if problem.name and problem.name not in flags}
+        for line in message.splitlines():
+            print(f"jagged: {line if line in keys else _with_flags(line, flags)}", file=sys.stderr)
         code = getattr(error, "exit_code", 2)
     raise SystemExit(code)
 

@@ -115,8 +115,9 @@ class TrainConfig(RunOptions):
             if path is None or not error.problems:
                 raise
             own = flat(above)
-            lines = [str(problem) if problem.name in own else f"{path}: {problem}" for problem in error.problems]
-            raise ConfigError("\n".join(lines)) from None
+            raise ConfigError.of(
+                problem if problem.name in own else Problem(str(path), str(problem)) for problem in error.problems
+            ) from None
 
     def save(self, path: str | Path) -> None:
         """Write the resolved configuration as JSON; `load` reads it."""
@@ -274,10 +275,11 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
         name, equals, text = assignment.partition("=")
         name = main_option(name.strip())
         if not equals:
-            raise ConfigError(f"--set {assignment}: found no '=', expected key=value, for example --set model.embedding_dim=128")
+            text = "found no '=', expected key=value, for example --set model.embedding_dim=128"
+            raise ConfigError.of([Problem(f"--set {assignment}", text)])
         if name not in known:
             section, _, last = name.rpartition(".")
-            raise ConfigError(f"--set {assignment}: {_unknown(section if section in SECTIONS else '', last)}")
+            raise ConfigError.of([Problem(f"--set {assignment}", _unknown(section if section in SECTIONS else "", last))])
         values[name] = parse_text(name, text.strip())
     return values
 

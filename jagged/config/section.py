@@ -8,11 +8,10 @@ from collections.abc import Iterable, Mapping
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_serializer
 from pydantic.fields import FieldInfo
 
-_BOUNDS = {Ge: ("ge", "at least"), Gt: ("gt", "above"), Le: ("le", "at most"), Lt: ("lt", "below")}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 class Problem(NamedTuple):
@@ -148,9 +147,9 @@ def expected(field: FieldInfo) -> str:
         text = next((said for kind, said in words.items() if kind in found), "a value of another type")
         limits = [
             f"{said} {_number(getattr(limit, name))}"
-            for kind, (name, said) in _BOUNDS.items()
+            for name, said in _BOUNDS.items()
             for limit in field.metadata
-            if type(limit) is kind
+            if hasattr(limit, name)
         ]
         text += f", {' and '.join(limits)}" if limits else ""
     return text + (", or none" if NoneType in found else "")

@@ -10,7 +10,7 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from jagged.data.errors import at, refuse, shown
+from jagged.data.errors import DataError, at, refuse, shown
 
 Format = Literal["text", "csv", "parquet"]
 
@@ -57,6 +57,8 @@ def find_files(path: str | os.PathLike[str], format: str) -> tuple[list[Path], F
                 raise refuse(path, f"the unknown suffix {shown(root.suffix)}", _EXPECTED, "name the format (format=...)")
             return [root], kind  # type: ignore[return-value]
         files = sorted(child for child in root.iterdir() if child.name[0] not in "._" and child.is_file())
+    except DataError:
+        raise
     except (OSError, ValueError) as error:
         raise refuse(path, f"{type(error).__name__}: {error}", "a readable file or folder") from None
     if format != "auto":

@@ -214,7 +214,10 @@ def test_the_first_process_sums_up_what_was_trained(
             "run.toml: model.num_heads: got 0, expected a whole number, at least 1",
         ),
         (["train", "--device", "tpu"], "--device: got 'tpu', expected auto, cpu or cuda"),
-        (["train", "--data", "missing.csv", "--output", "run"], "missing.csv: found no such file or folder"),
+        (
+            ["train", "--data", "missing.csv", "--output", "run"],
+            "missing.csv: found no file or folder of that name, expected event data",
+        ),
         (["train", "--resume", "nowhere"], "--resume: nowhere holds no run; to start one there name it as --output, too"),
         (["train", "--resume", "a", "--output", "b"], "--output: got b, expected a, the run that goes on; leave it out"),
         (["evaluate", "missing"], "missing: no such directory"),
@@ -271,7 +274,7 @@ def test_messages_name_the_commands_flags(line: str, command: str, expected: str
         (["evaluate", "run", "--k", "0"], 'Invalid value "0" for --k. Must be >= 1. See jagged evaluate --help.'),
         (
             ["evaluate", "run", "--part", "train"],
-            "Invalid value for --part: unable to convert \"train\" into one of {'valid', 'test'}. See jagged evaluate --help.",
+            'Invalid value "train" for --part. Choose from: "valid", "test". See jagged evaluate --help.',
         ),
     ],
 )

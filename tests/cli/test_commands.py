@@ -76,7 +76,10 @@ def test_evaluate_refuses_an_unknown_part(
     run_directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "evaluate", str(run_directory), "--part", "train") == 2
-    assert capsys.readouterr().err == "jagged: part: got 'train', expected 'valid' or 'test'\n"
+    assert (
+        capsys.readouterr().err
+        == 'jagged: Invalid value "train" for --part. Choose from: "valid", "test". See jagged evaluate --help.\n'
+    )
 
 
 def test_recommend_writes_a_table_in_the_users_own_ids(
@@ -163,14 +166,12 @@ def test_train_forecasts_trains_and_resumes(
 ) -> None:
     events = tmp_path / "events.txt"
     events.write_text("".join(f"{user} {' '.join(str((user + i) % 30) for i in range(6))}\n" for user in range(60)))
-    options = (
-        f"--data {events} --output {tmp_path / 'run'} --embedding-dim 8 --num-layers 1 --device cpu --no-tensorboard".split()
-    )
-    assert run(monkeypatch, "train", *options, "--max-epochs", "1", "--dry-run") == 0
+    options = f"--data {events} --output {tmp_path / 'run'} --model.embedding-dim 8 --model.num-layers 1 --device cpu --training.no-tensorboard".split()
+    assert run(monkeypatch, "train", *options, "--training.max-epochs", "1", "--dry-run") == 0
     assert "forecast" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
 
-    assert run(monkeypatch, "train", *options, "--max-epochs", "1") == 0
+    assert run(monkeypatch, "train", *options, "--training.max-epochs", "1") == 0
     assert (tmp_path / "run" / "model.safetensors").exists()
     metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
     left_in, taken_out = (metrics["test"][name]["ndcg@10"] for name in ("all_items", "unseen_items"))
@@ -183,7 +184,9 @@ def test_train_forecasts_trains_and_resumes(
         f"         jagged recommend {tmp_path}/run histories.csv",
     ]
 
-    assert run(monkeypatch, "train", *options, "--max-epochs", "1") == 2
+    assert run(monkeypatch, "train", *options, "--training.max-epochs", "1") == 2
     assert "not empty" in capsys.readouterr().err
-    assert run(monkeypatch, "train", *options, "--max-epochs", "2", "--resume") == 0
+    # The events are in the run.
+    events.unlink()
+    assert run(monkeypatch, "train", "--resume", str(tmp_path / "run"), "--training.max-epochs", "2") == 0
     assert len((tmp_path / "run" / "history.jsonl").read_text().splitlines()) == 2

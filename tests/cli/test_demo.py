@@ -28,8 +28,8 @@ RESULT = DemoResult(
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "_NUM_USERS", 150)
     monkeypatch.setattr(demo, "_NUM_ITEMS", 96)
-    monkeypatch.setitem(demo._OPTIONS, "embedding_dim", 16)
-    monkeypatch.setitem(demo._OPTIONS, "max_epochs", 1)
+    monkeypatch.setitem(demo._OPTIONS["model"], "embedding_dim", 16)
+    monkeypatch.setitem(demo._OPTIONS["training"], "max_epochs", 1)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,7 @@ def test_templates_escape_every_text_and_refuse_a_misspelt_name(facts: RunFacts)
     assert f"<h1>{escaped}</h1>" in lines
     assert f"<tr><td>{escaped}</td><td>{escaped}</td></tr>" in lines
     # In the configuration, by the run's data.
-    assert "<tr><td>data</td><td>sample &lt;b&gt;&amp;&#39;&#34;.csv</td></tr>" in lines
+    assert "<tr><td>path</td><td>sample &lt;b&gt;&amp;&#39;&#34;.csv</td></tr>" in lines
     assert name not in text
     # The one place that is not escaped holds pictures.
     safe = [path.name for path in TEMPLATES.iterdir() for _ in range(path.read_text().count("| safe"))]
@@ -287,9 +287,9 @@ def test_templates_escape_every_text_and_refuse_a_misspelt_name(facts: RunFacts)
 def test_configuration_is_shown_by_sections(facts: RunFacts) -> None:
     assert json.loads(json.dumps(facts.config.model_dump())) == facts.config.model_dump()
     assert isinstance(facts.config, TrainConfig)
-    assert [text for text in ("Data", "Model", "Training", "Evaluation") if f"<h3>{text}</h3>" in render(facts)] == [
-        "Data",
-        "Model",
-        "Training",
-        "Evaluation",
-    ]
+    text = render(facts)
+    titles = ["Run", "Data", "Split", "Model", "Head", "Training", "Evaluation"]
+    assert [title for title in titles if f"<h3>{title}</h3>" in text] == titles
+    assert "<td>label_smoothing</td>" in text
+    # What has no effect is not shown.
+    assert "<td>num_negatives</td>" not in text
