@@ -28,11 +28,11 @@ def jagged(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[TrainConfig, dict[str, Any]]]:
     """The configurations that `train` would have been called with; nothing is trained or summed up."""
-    import jagged.training
+    import jagged.runs.training
     from jagged.runs import summary
 
     calls: list[tuple[TrainConfig, dict[str, Any]]] = []
-    monkeypatch.setattr(jagged.training, "train", lambda config, **options: calls.append((config, options)))
+    monkeypatch.setattr(jagged.runs.training, "train", lambda config, **options: calls.append((config, options)))
     monkeypatch.setattr(summary, "summary_lines", lambda directory: [f"summary of {directory}"])
     return calls
 
@@ -187,12 +187,12 @@ def test_a_process_of_its_own_says_no_more(tmp_path: Path) -> None:
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    import jagged.training
+    import jagged.runs.training
 
     def fail(*_: object, **__: object) -> None:
         raise ValueError("a bug")
 
-    monkeypatch.setattr(jagged.training, "train", fail)
+    monkeypatch.setattr(jagged.runs.training, "train", fail)
     monkeypatch.setattr(sys, "argv", ["jagged", "train"])
     with pytest.raises(ValueError, match="a bug"):
         cli.main()
@@ -204,14 +204,14 @@ def test_every_named_error_exists_and_becomes_one_line(
 ) -> None:
     import importlib
 
-    import jagged.training
+    import jagged.runs.training
 
     kind = getattr(importlib.import_module(module), name)
 
     def fail(*_: object, **__: object) -> None:
         raise kind("events.csv:3: found nothing, expected an item")
 
-    monkeypatch.setattr(jagged.training, "train", fail)
+    monkeypatch.setattr(jagged.runs.training, "train", fail)
     assert run(monkeypatch, "train") == 2
     assert capsys.readouterr().err == "jagged: events.csv:3: found nothing, expected an item\n"
 

@@ -53,11 +53,12 @@ def test_agrees_with_the_padded_twin(place: Place, batch: Jagged, seed: int) -> 
 
     def ours(*values_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         named = {f"model.{name}": value for name, value in zip(names, values_, strict=True)}
-        loss, (detached, logits, labels) = functional_call(task, named, (batch_of(values, targets, batch),))
-        assert not detached.requires_grad
-        assert not logits.requires_grad
-        assert labels is targets
-        return loss, logits
+        output = functional_call(task, named, (batch_of(values, targets, batch),))
+        scores = output.scores["next_item"]
+        assert not scores.logits.requires_grad
+        assert scores.labels is targets
+        assert output.rows() == len(targets)
+        return output.loss, scores.logits
 
     def padded(*values_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         named = dict(zip(names.values(), values_, strict=True))
