@@ -24,7 +24,7 @@ from jagged.data import (
     synthetic_sessions,
 )
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
-from jagged.models import NextItemTask, build, build_head
+from jagged.models import NextItemTask, SASRec, build, build_head
 from jagged.models.pretrained import save_pretrained
 from jagged.training.callbacks import Callback
 from jagged.training.errors import TrainingError
@@ -75,7 +75,7 @@ def train(
         if config.head != "cross-entropy" and processes.world_size > 1:
             raise TrainingError(f"head: {config.head} trains in one process; start one, or take head=cross-entropy")
         torch.manual_seed(config.seed)
-        model = build(config.model, **_model_arguments(config, dataset.num_items)).to(processes.device)
+        model = _model(config, dataset.num_items, processes.device)
         train_counts = TrainCounts.from_part(split.train)
         task = NextItemTask(
             model,
@@ -131,6 +131,19 @@ def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
                 "a user needs at least 3 events: give more data"
             )
     return split
+
+
+def _model(config: TrainConfig, num_items: int, device: torch.device) -> SASRec:
+    arguments = _model_arguments(config, num_items)
+    try:
+        model: SASRec = build(config.model, **arguments).to(device)
+    except (RuntimeError, MemoryError) as error:
+        # torch says that memory is out by a RuntimeError of many lines; what was asked for is what the user can change.
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
+            raise
+        asked = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        raise TrainingError(f"model: does not fit into memory with {asked}; make it smaller") from None
+    return model
 
 
 def _model_arguments(config: TrainConfig, num_items: int) -> dict[str, Any]:

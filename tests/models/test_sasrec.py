@@ -177,6 +177,16 @@ def test_bf16_mixed_step_without_synchronisation(place: Place) -> None:
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
+def test_a_batch_without_samples_is_refused() -> None:
+    none = KeyedJaggedTensor(
+        keys=["item_id"], values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64), stride=0
+    )
+    model = SASRec(ITEMS, embedding_dim=8)
+    for call in (model, model.final_hidden):
+        with pytest.raises(ValueError, match=r"^features: got no samples, expected at least one; leave an empty batch out$"):
+            call(none)
+
+
 BAD_IDS = [([0, ITEMS, 2], ITEMS, 1), ([0, 1, -1], -1, 2), ([2**40, 1, -1], 2**40, 0)]
 
 

@@ -346,6 +346,16 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "run", read_events(tmp_path / "events.txt", progress=False))
 
 
+def test_a_model_that_no_memory_holds_is_named(dataset: SequenceDataset, tmp_path: Path) -> None:
+    size = 2**40
+    with pytest.raises(TrainingError) as caught:
+        run(tmp_path, dataset, embedding_dim=size)
+    assert str(caught.value) == (
+        f"model: does not fit into memory with num_items={dataset.num_items}, embedding_dim={size}, num_heads=2, num_layers=1, "
+        "max_seq_len=12, dropout=0.2; make it smaller"
+    )
+
+
 def test_reads_the_data_it_is_told(tmp_path: Path) -> None:
     lines = [f"{user} " + " ".join(str(10 + (user * 7 + k * 3) % 23) for k in range(6)) for user in range(30)]
     (tmp_path / "events.txt").write_text("\n".join(lines) + "\n")
