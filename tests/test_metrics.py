@@ -199,11 +199,11 @@ def test_figures_are_copied_pickled_and_written_as_plain_json():
         assert isinstance(same, Figures)
         assert same.all_items["mrr@7"] == 0.5
         assert same == FIGURES
-    metrics = RunMetrics("mrr@7", Best(3, 0.5, "all_items"), Figures({"all_items": {"mrr@7": 0.5}}), FIGURES)
+    metrics = RunMetrics("mrr@7", Best(3, 12, 0.5, "all_items"), Figures({"all_items": {"mrr@7": 0.5}}), FIGURES)
     content = metrics.to_json()
     assert content == {
         "monitor": "mrr@7",
-        "best": {"epoch": 3, "value": 0.5, "protocol": "all_items"},
+        "best": {"epoch": 3, "step": 12, "value": 0.5, "group": "all_items"},
         "valid": {"all_items": {"mrr@7": 0.5}},
         "test": {"all_items": {"ndcg@10": 0.25, "mrr@7": 0.5}, "click": {"auc": 0.75}},
     }

@@ -185,6 +185,18 @@ def test_output_files_hold_the_table(texts, tmp_path, suffix):
     assert [path.name for path in output.parent.iterdir()] == [output.name]
 
 
+def test_ids_that_a_spreadsheet_would_run_are_told(tmp_path, caplog):
+    from jagged.runs.recommending import _writer
+
+    table = pa.table({"user_id": ["=cmd", "a", "-1"], "item_id": [1, 2, 3], "score": [0.5, 0.25, 0.5], "rank": [1, 1, 1]})
+    for name, told in (("out.csv", 1), ("out.parquet", 0)):
+        caplog.clear()
+        _writer(tmp_path / name)(table)
+        assert [record.getMessage() for record in caplog.records] == told * [
+            f"{tmp_path / name}: 2 ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl"
+        ]
+
+
 def test_a_failed_write_leaves_what_was_there(texts, tmp_path, monkeypatch):
     output = tmp_path / "out.jsonl"
     output.write_text("before")

@@ -27,6 +27,9 @@ RANGE_EVENTS = 1 << 22
 # Ranges are files open at the same time.
 MAX_RANGES = 256
 COPY_EVENTS = 1 << 20
+# Numbers that are times from 1973 to 2286 in seconds, milliseconds, microseconds or nanoseconds: each unit's first and last.
+_UNITS = ("seconds", "milliseconds", "microseconds", "nanoseconds")
+_UNIT_BOUNDS = np.array([bound * 1000**power for power in range(4) for bound in (10**8, 10**10)][:-1], dtype=np.int64)
 
 IntArray = npt.NDArray[np.int64]
 
@@ -103,6 +106,8 @@ class DatasetBuilder:
         self._rows = np.zeros(1024, dtype=np.int64)
         self._without_items: set[int | str] = set()
         self._time_kind = ""
+        # Where the first time stands of each unit that numbers since 1970 may have; "" for numbers that are none.
+        self._units: dict[str, str] = {}
         self._spill_path = directory / "spill"
         self._spill = open(self._spill_path, "wb")  # noqa: SIM115 closed by finish or close
         self._width = 2
@@ -117,6 +122,9 @@ class DatasetBuilder:
         if len(chunk.users) == 0:
             return
         self._check_time_kind(chunk)
+        self._note_units(chunk)
+        if chunk.trimmed:
+            self.notes["trimmed_ids"] = self.notes.get("trimmed_ids", 0) + chunk.trimmed
         users, counts = chunk.users, chunk.counts
         numbers = chunk
         if counts is not None and (counts == 0).any():
@@ -153,6 +161,26 @@ class DatasetBuilder:
             )
         self._time_kind = chunk.time_kind
 
+    def _note_units(self, chunk: Chunk) -> None:
+        if chunk.time_kind != "number" or chunk.times is None or not len(chunk.times):
+            return
+        unit = np.searchsorted(_UNIT_BOUNDS, chunk.times, side="right")
+        for code, first in zip(*np.unique(unit, return_index=True), strict=True):
+            # Between two bounds lies a unit at every second place, and no time of our days at the others.
+            name = _UNITS[code // 2] if code % 2 else ""
+            self._units.setdefault(name, f"{chunk.times[first]} at {chunk.item_place(int(first))}")
+
+    def _check_units(self, source: str) -> None:
+        if len(self._units) < 2 or "" in self._units:
+            return
+        (unit, place), (other, elsewhere) = list(self._units.items())[:2]
+        raise refuse(
+            source,
+            f"times in {unit} since 1970 ({place}) and in {other} ({elsewhere})",
+            "one unit",
+            "multiply or divide one of them by a power of 1000",
+        )
+
     @property
     def num_events(self) -> int:
         """Events added so far."""
@@ -170,6 +198,7 @@ class DatasetBuilder:
         np.cumsum(self._counts[:num_users], out=offsets[1:])
         if not offsets[-1]:
             raise refuse(source, "no events", "at least one user with an item")
+        self._check_units(source)
         users, items = self._users.vocabulary(self.typed), self._items.vocabulary(self.typed)
         self.notes["duplicate_users"] = int((self._rows[:num_users] > 1).sum())
         self.notes["empty_users"] = len(self._without_items - self._users.codes.keys())

@@ -70,7 +70,8 @@ class SequenceDataset:
 
     @property
     def notes(self) -> dict[str, int]:
-        """What reading met: `duplicate_users` (users in more than one line) and `empty_users` (without an item, left out)."""
+        """What reading met: `duplicate_users` (users in more than one line) and `empty_users` (without an item, left out),
+        and `trimmed_ids` (of csv, with blanks around them) where there were some."""
         return dict(self._manifest["notes"])
 
     @property

@@ -40,7 +40,8 @@ class Chunk:
     """Some rows of one file.
 
     `users` has one id a row; `items` one id an event, `counts[i]` of them in row i (one each when `counts` is None).
-    `times` belongs to `items`. `numbers` are the rows' line (or row) numbers in the file.
+    `times` belongs to `items`. `numbers` are the rows' line (or row) numbers in the file. `trimmed` is how many
+    ids had blanks around them.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Chunk:
     times: IntArray | None
     time_kind: str
     numbers: IntArray
+    trimmed: int = 0
 
     def user_place(self, row: int) -> str:
         """Where row `row` stands in the input."""
@@ -130,7 +132,10 @@ def read_csv(path: Path, columns: Columns, advance: Callable[[int], object]) -> 
         stamps, kind = None, "none"
         if columns.timestamp is not None:
             stamps, kind = times.from_text(parts[columns.timestamp], partial(_place, path, numbers, ""))
-        yield Chunk(path, "", parts[columns.user], parts[columns.item], None, stamps, kind, numbers)
+        ids = [pc.utf8_trim(parts[name], characters=" ") for name in (columns.user, columns.item)]
+        found = (parts[columns.user], parts[columns.item])
+        trimmed = sum(pc.sum(pc.not_equal(*pair)).as_py() for pair in zip(ids, found, strict=True))
+        yield Chunk(path, "", ids[0], ids[1], None, stamps, kind, numbers, trimmed)
 
 
 def _place(path: Path, numbers: IntArray, unit: str, row: int) -> str:

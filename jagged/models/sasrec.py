@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.models.validation import validate_features
-from jagged.modules import JaggedPooling, JaggedTransformerBlock, PositionalEncoding, with_values
+from jagged.modules import JaggedPooling, JaggedTransformerBlock, PositionalEncoding, SplitEmbeddingCollection, with_values
 
 FEATURE = "item_id"
 
@@ -100,7 +100,8 @@ class SASRec(nn.Module):
 
     def forward(self, features: KeyedJaggedTensor) -> JaggedTensor:
         """Return the hidden state of every row; the one of row i knows rows 0..i of its sample."""
-        validate_features(features, FEATURE, self.config["num_items"])
+        # TorchRec's own collection takes no batch without samples; a split one has to, where other processes have some.
+        validate_features(features, FEATURE, self.config["num_items"], isinstance(self.item_embeddings, SplitEmbeddingCollection))
         x = self.positions(self.item_embeddings(features)[FEATURE])
         x = with_values(x, self.embedding_dropout(x.values()))
         for block in self.blocks:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 import torch
@@ -379,8 +380,20 @@ def _writer(path: Path) -> Callable[[pa.Table], None]:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as aside, open(aside, "wb") as file:
                 formats[path.suffix.lower()](table, file)
+        if path.suffix.lower() == ".csv" and (formulas := _formulas(table)):
+            logger.warning(
+                "%s: %d ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl",
+                path,
+                formulas,
+            )
 
     return write
+
+
+def _formulas(table: pa.Table) -> int:
+    """How many ids a spreadsheet would take for formulas."""
+    texts = [column for column in table.columns if pa.types.is_string(column.type) or pa.types.is_large_string(column.type)]
+    return sum(pc.sum(pc.match_substring_regex(text, "^[=+@-]")).as_py() or 0 for text in texts)
 
 
 def _write_json_lines(table: pa.Table, file: Any) -> None:

@@ -25,7 +25,7 @@ from jagged.data import (
     synthetic_sessions,
 )
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
-from jagged.models import NextItemTask, build, build_head
+from jagged.models import NextItemTask, SASRec, build, build_head
 from jagged.models.pretrained import CONFIG, save_pretrained
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import latest_checkpoint
@@ -83,7 +83,7 @@ def train(
         if config.head.type != "cross-entropy" and processes.world_size > 1:
             raise TrainingError(f"head: {config.head.type} trains in one process; start one, or take head=cross-entropy")
         torch.manual_seed(config.seed)
-        model = _model(config, dataset.num_items).to(processes.device)
+        model = _model(config, dataset.num_items, processes.device)
         train_counts = TrainCounts.from_part(split.train)
         task = NextItemTask(
             model,
@@ -170,9 +170,17 @@ def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
     return split
 
 
-def _model(config: TrainConfig, num_items: int) -> Any:
-    options = {name: value for name, value in config.model.model_dump().items() if name != "name"}
-    return build(config.model.name, num_items=num_items, max_seq_len=config.data.max_seq_len, **options)
+def _model(config: TrainConfig, num_items: int, device: torch.device) -> SASRec:
+    arguments = {"num_items": num_items, **config.model.model_dump(exclude={"name"}), "max_seq_len": config.data.max_seq_len}
+    try:
+        model: SASRec = build(config.model.name, **arguments).to(device)
+    except (RuntimeError, MemoryError) as error:
+        # torch says that memory is out by a RuntimeError of many lines; what was asked for is what the user can change.
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
+            raise
+        asked = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        raise TrainingError(f"model: does not fit into memory with {asked}; make it smaller") from None
+    return model
 
 
 def _loaders(config: TrainConfig, split: SequenceSplit, processes: Processes) -> tuple[BatchLoader, BatchLoader, BatchLoader]:

@@ -73,9 +73,6 @@ class Trainer:
         config: how to train, and where to.
         callbacks: called while the run goes.
 
-    Example:
-        >>> trainer = Trainer(task, TrainerConfig(output="runs/clicks", max_epochs=3))  # doctest: +SKIP
-        >>> trainer.fit(train, valid).metrics.valid.click["auc"]  # doctest: +SKIP
     """
 
     def __init__(self, task: RankingTask, config: TrainerConfig, *, callbacks: Sequence[Callback] = ()) -> None:

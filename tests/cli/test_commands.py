@@ -141,7 +141,7 @@ def test_report_prints_where_the_page_is(
 def test_a_summary_says_what_was_monitored_and_quotes_what_a_shell_would_split(tmp_path: Path) -> None:
     directory = tmp_path / "my run"
     directory.mkdir()
-    best = Best(12, 0.25, "unseen_items")
+    best = Best(12, 360, 0.25, "unseen_items")
     test = {"all_items": {"mrr@7": 0.125, "ndcg@10": 1.0}, "unseen_items": {"mrr@7": 0.5, "ndcg@10": 1.0}}
     split = {"name": "global-time", "users": 12_345, "items": 1_000, "events": 1_234_567, "test": 2_001}
     (directory / "metrics.json").write_text(json.dumps(RunMetrics("mrr@7", best, Figures({}), Figures(test)).to_json()))

@@ -79,6 +79,7 @@ def parse_csv(data: bytes) -> Histories:
     if not all(header.count(name) == 1 for name in ("user_id", "item_id", "timestamp")):
         raise ValueError("columns")
     users, items, times = ([row[header.index(name)] for row in rows] for name in ("user_id", "item_id", "timestamp"))
+    users, items = ([value.strip(" ") for value in values] for values in (users, items))
     if not all(0 < len(value.encode()) <= 1024 and "\t" not in value for value in [*users, *items]):
         raise ValueError("ids")
     if not all(re.fullmatch(r"-?[0-9]{1,19}(\.0*)?", value) for value in times):

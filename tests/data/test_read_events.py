@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jagged.data import DataError, SequenceDataset, read_events
+from jagged.data import DataError, SequenceDataset, build, read_events
 from jagged.data.build import DatasetBuilder
 from jagged.data.parsers import Columns, read_csv
 from tests.data import oracle
@@ -212,6 +212,49 @@ def test_sorting_by_ranges_is_the_same_as_at_once(tmp_path: Path, range_events: 
     assert oracle.histories(dataset) == oracle.from_events(events)
     assert dataset.fingerprint == read_events(path).fingerprint
     assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["events.arrow", "items.arrow", "manifest.json", "users.arrow"]
+
+
+def test_the_files_open_at_once_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    users = 4 * build.MAX_RANGES
+    path = oracle.write_csv(tmp_path / "e.csv", [(user, 1, user) for user in range(users)])
+    (tmp_path / "d").mkdir()
+    builder = DatasetBuilder(tmp_path / "d", typed=False, range_events=1)
+    ranges = []
+    original = DatasetBuilder._distribute
+    monkeypatch.setattr(
+        DatasetBuilder, "_distribute", lambda self, bounds: ranges.append(len(bounds) - 1) or original(self, bounds)
+    )
+    for chunk in read_csv(path, Columns("user_id", "item_id", "timestamp"), lambda count: None):
+        builder.add(chunk)
+    assert builder.finish("test", lambda count: None).num_events == users
+    assert ranges == [build.MAX_RANGES]
+
+
+def test_blanks_around_ids_of_csv_are_no_part_of_them(tmp_path: Path) -> None:
+    (tmp_path / "e.csv").write_text('user_id,item_id,timestamp\n1, 2,3\n1 ,2,4\n" 1","b c ",5\n')
+    dataset = read_events(tmp_path / "e.csv")
+    assert oracle.histories(dataset) == {1: [("2", 3), ("2", 4), ("b c", 5)]}
+    assert dataset.notes == {"duplicate_users": 0, "empty_users": 0, "trimmed_ids": 4}
+
+
+SECOND = 1_700_000_000
+
+
+@pytest.mark.parametrize("other", [1_000, 1_000_000, 1_000_000_000])
+def test_times_of_two_units_are_refused(tmp_path: Path, other: int) -> None:
+    lines = [f"{user},{user},{SECOND * (other if user == 7 else 1)}" for user in range(9)]
+    path = tmp_path / "e.csv"
+    path.write_text("\n".join(["user_id,item_id,timestamp", *lines, ""]))
+    unit = {1_000: "milliseconds", 1_000_000: "microseconds", 1_000_000_000: "nanoseconds"}[other]
+    with pytest.raises(DataError) as caught:
+        read_events(path)
+    assert str(caught.value) == (
+        f"{path}: found times in seconds since 1970 ({SECOND} at {path}:2) and in {unit} ({SECOND * other} at {path}:9), "
+        "expected one unit; multiply or divide one of them by a power of 1000"
+    )
+    # Numbers that are no times of our days say nothing of a unit.
+    path.write_text("\n".join(["user_id,item_id,timestamp", *lines, "1,1,5", ""]))
+    assert read_events(path).num_events == 10
 
 
 def test_blocks_join_lines_across_their_borders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,11 +53,12 @@ def test_agrees_with_the_padded_twin(place: Place, batch: Jagged, seed: int) -> 
 
     def ours(*values_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         named = {f"model.{name}": value for name, value in zip(names, values_, strict=True)}
-        loss, (detached, logits, labels) = functional_call(task, named, (batch_of(values, targets, batch),))
-        assert not detached.requires_grad
-        assert not logits.requires_grad
-        assert labels is targets
-        return loss, logits
+        output = functional_call(task, named, (batch_of(values, targets, batch),))
+        scores = output.scores["next_item"]
+        assert not scores.logits.requires_grad
+        assert scores.labels is targets
+        assert output.rows() == len(targets)
+        return output.loss, scores.logits
 
     def padded(*values_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         named = dict(zip(names.values(), values_, strict=True))
@@ -174,6 +175,16 @@ def test_bf16_mixed_step_without_synchronisation(place: Place) -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.isfinite(loss)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    none = KeyedJaggedTensor(
+        keys=["item_id"], values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64), stride=0
+    )
+    model = SASRec(ITEMS, embedding_dim=8)
+    for call in (model, model.final_hidden):
+        with pytest.raises(ValueError, match=r"^features: got no samples, expected at least one; leave an empty batch out$"):
+            call(none)
 
 
 BAD_IDS = [([0, ITEMS, 2], ITEMS, 1), ([0, 1, -1], -1, 2), ([2**40, 1, -1], 2**40, 0)]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from jagged.config import TrainConfig, leaves, merge, nested
 from jagged.data import SequenceDataset, synthetic_sessions
 from jagged.runs.training import train
 from jagged.training import TrainResult
-from jagged.training.engine import Engine
+from jagged.training.engine import Engine, Trained
 
 # 40 users in batches of 8: 5 steps an epoch, about 10 ms a step.
 TINY: dict[str, Any] = {
@@ -71,9 +70,9 @@ def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Any) -> None:
     original = Engine.steps
     taken = 0
 
-    def steps(self: Engine, batches: Iterator[Any]) -> Iterator[tuple[torch.Tensor, int]]:
+    def steps(self: Engine, batches: Iterator[Any], left: int | None = None) -> Iterator[Trained]:
         nonlocal taken
-        for result in original(self, batches):
+        for result in original(self, batches, left):
             taken += 1
             if taken == step:
                 action(self)

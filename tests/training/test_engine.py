@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
-from jagged.models import NextItemTask, build
+from jagged.models import NextItemTask, SASRec, Task, TaskOutput, TaskScores
 from jagged.training import CheckpointError
 from jagged.training.engine import Engine
 from jagged.training.optimizer import Optimizer
@@ -26,9 +26,9 @@ def processes() -> Iterator[Processes]:
         yield found
 
 
-def sasrec(**options: Any) -> nn.Module:
+def sasrec(**options: Any) -> SASRec:
     torch.manual_seed(0)
-    return build("sasrec", num_items=96, **{"embedding_dim": 8, "num_layers": 1, "max_seq_len": 12, **options})
+    return SASRec(96, **{"embedding_dim": 8, "num_layers": 1, "max_seq_len": 12, **options})
 
 
 def loader() -> BatchLoader:
@@ -47,7 +47,8 @@ def parameters() -> dict[str, nn.Parameter]:
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
 def test_optimizer_is_adamw_with_warm_up_and_clipping(clip: float | None) -> None:
     ours, theirs = parameters(), parameters()
-    optimizer = Optimizer(ours, learning_rate=0.1, weight_decay=0.3, warmup_steps=4, clip_norm=clip)
+    config = TrainerConfig(learning_rate=0.1, weight_decay=0.3, warmup_steps=4, gradient_clip_norm=clip)
+    optimizer = Optimizer(ours, config)
     groups = [
         {"params": [theirs["table"]], "weight_decay": 0.3},
         {"params": [theirs["norm"], theirs["scale"]], "weight_decay": 0.0},
@@ -77,22 +78,20 @@ def test_optimizer_is_adamw_with_warm_up_and_clipping(clip: float | None) -> Non
 
 
 def test_without_warm_up_the_first_step_has_the_peak_rate() -> None:
-    assert Optimizer(parameters(), learning_rate=0.1, weight_decay=0.0).learning_rate == 0.1
+    assert Optimizer(parameters(), TrainerConfig(learning_rate=0.1, weight_decay=0.0)).learning_rate == 0.1
 
 
 def test_state_that_does_not_fit_is_refused(processes: Processes) -> None:
-    engine = Engine(sasrec(), nn.Identity(), TrainerConfig(), "32-true", processes)
-    task = NextItemTask(engine.model)  # type: ignore[arg-type]
-    engine = Engine(engine.model, task, TrainerConfig(), "32-true", processes)
+    engine = Engine(NextItemTask(sasrec()), TrainerConfig(), "32-true", processes)
     for _ in engine.steps(iter(loader())):
         pass
     good = {name: tensor.clone() for name, tensor in engine.state_tensors().items()}
     engine.load_state_tensors(good, 5)
     damages: dict[str, Tensor | None] = {
-        "model.norm.weight": None,
-        "model.norm.bias": torch.zeros(3),
-        "optimizer.exp_avg.norm.weight": None,
-        "optimizer.exp_avg_sq.norm.weight": torch.zeros(3),
+        "task.model.norm.weight": None,
+        "task.model.norm.bias": torch.zeros(3),
+        "optimizer.exp_avg.model.norm.weight": None,
+        "optimizer.exp_avg_sq.model.norm.weight": torch.zeros(3),
         "random.cpu.0": torch.zeros(3, dtype=torch.uint8),
     }
     for name, value in damages.items():
@@ -112,10 +111,10 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float32(proce
 
     def losses(precision: str) -> list[float]:
         model = sasrec(dropout=0.0)
-        engine = Engine(model, NextItemTask(model), TrainerConfig(), precision, processes)  # type: ignore[arg-type]
+        engine = Engine(NextItemTask(model), TrainerConfig(), precision, processes)
         linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
         linear.register_forward_hook(lambda module, inputs, output: seen.__setitem__(precision, output.dtype))
-        found = [float(loss) for loss, _ in engine.steps(iter(loader()))]
+        found = [float(trained.loss) for trained in engine.steps(iter(loader()))]
         assert {p.dtype for p in model.parameters()} == {torch.float32}
         assert {t.dtype for name, t in engine.state_tensors().items() if name.startswith("optimizer")} == {torch.float32}
         return found
@@ -128,31 +127,31 @@ def test_mixed_precision_computes_in_bfloat16_and_keeps_weights_in_float32(proce
 
 def test_every_batch_is_trained_on_once_and_counted(processes: Processes) -> None:
     model = sasrec()
-    engine = Engine(model, NextItemTask(model), TrainerConfig(), "32-true", processes)  # type: ignore[arg-type]
+    engine = Engine(NextItemTask(model), TrainerConfig(), "32-true", processes)
     batches = list(loader())
-    counts = [count for _, count in engine.steps(iter(batches))]
+    counts = [trained.rows for trained in engine.steps(iter(batches))]
     assert counts == [batch.targets.numel() for batch in batches]
     assert engine.samples == sum(batch.features.stride() for batch in batches)
     assert engine.optimizer.steps == len(batches)
 
 
-class _Sum(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+class _Sum(Task):
+    def __init__(self) -> None:
         super().__init__()
-        self.model = model
+        self.linear = nn.Linear(2, 2)
 
-    def forward(self, batch: SequenceBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        loss = self.model.weight.sum() * batch.targets.sum()  # type: ignore[operator]
-        return loss, (loss.detach(), loss.detach(), batch.targets)
+    def forward(self, batch: SequenceBatch) -> TaskOutput:
+        loss = self.linear.weight.sum() * batch.targets.sum() + self.linear.bias.sum()
+        return TaskOutput(loss, {"sum": TaskScores(loss.detach()[None], batch.targets[:1])})
 
 
 def test_weights_that_are_not_finite_are_seen(processes: Processes) -> None:
-    model = nn.Linear(2, 2)
-    engine = Engine(model, _Sum(model), TrainerConfig(), "32-true", processes)
+    task = _Sum()
+    engine = Engine(task, TrainerConfig(), "32-true", processes)
     assert engine.is_finite()
     features = KeyedJaggedTensor(keys=["item_id"], values=torch.tensor([1]), lengths=torch.tensor([1]), stride=1)
-    for loss, _ in engine.steps(iter([SequenceBatch(features, torch.tensor([3]), torch.tensor([0]))])):
+    for loss, _, _ in engine.steps(iter([SequenceBatch(features, torch.tensor([3]), torch.tensor([0]))])):
         assert torch.isfinite(loss)
     with torch.no_grad():
-        model.bias[1] = float("-inf")
+        task.linear.bias[1] = float("-inf")
     assert not engine.is_finite()

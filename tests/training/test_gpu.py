@@ -50,7 +50,7 @@ def test_steps_wait_for_nothing() -> None:
     loader = BatchLoader(split_leave_one_out(dataset).train, batch_size=16, max_seq_len=50, shuffle=True, seed=0, pin_memory=True)
     with process_group(device) as processes:
         model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.2).to(device)
-        engine = Engine(model, NextItemTask(model), TrainerConfig(), "bf16-mixed", processes)
+        engine = Engine(NextItemTask(model), TrainerConfig(), "bf16-mixed", processes)
         # Kernels are compiled and loaded in the first steps.
         for _ in engine.steps(itertools.islice(iter(loader), 4)):
             pass
@@ -58,7 +58,7 @@ def test_steps_wait_for_nothing() -> None:
         batches = list(loader)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
-        losses = [loss for loss, _ in engine.steps(iter(batches))]
+        losses = [trained.loss for trained in engine.steps(iter(batches))]
         torch.cuda.set_sync_debug_mode("default")
         assert len(losses) == len(batches)
         assert bool(torch.isfinite(torch.stack(losses)).all())

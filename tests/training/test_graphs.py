@@ -60,8 +60,9 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
         results = []
         for one in (batch, inputs.batch(NUM_ITEMS)):
             task.zero_grad()
-            loss, (_, logits, _) = task(one)
+            loss, scores = task(one)
             loss.backward()
+            logits = scores["next_item"].logits
             results.append((loss, logits[: sum(lengths)], *(parameter.grad.clone() for parameter in task.parameters())))
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
@@ -76,9 +77,9 @@ def engine_losses(cuda_graphs: bool, sampler: str | None, **options: Any) -> tup
         chosen = {"label_smoothing": 0.1} if sampler is None else {"head": "sampled", "sampler": sampler}
         config = flat_config(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen)
         head = build_head(config, torch.ones(dataset.num_items)).to(device)
-        engine = Engine(model, NextItemTask(model, head=head), config.trainer, "32-true", processes)
+        engine = Engine(NextItemTask(model, head=head), config.trainer, "32-true", processes)
         # The losses are kept while later steps run, as the loop does.
-        losses = [loss for epoch in range(2) for loss, _ in engine.steps(_positioned(loader, epoch))]
+        losses = [trained.loss for epoch in range(2) for trained in engine.steps(_positioned(loader, epoch))]
         return torch.stack(losses).tolist(), [parameter.detach().cpu() for parameter in model.parameters()], engine
 
 

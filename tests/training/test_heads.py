@@ -23,7 +23,8 @@ from jagged.modules import (
     ScalableCrossEntropyHead,
     UniformSampler,
 )
-from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, runner
+from jagged.runs import training
+from jagged.training import CheckpointError, TrainingError, TrainingInterrupted
 from jagged.training.engine import Engine
 from jagged.training.processes import process_group
 from tests.training.support import at_step, flat_config, kill_self, outcome, run, tiny_dataset
@@ -87,11 +88,11 @@ def test_a_checkpoint_without_the_seed_is_refused() -> None:
     model = build("sasrec", num_items=5, embedding_dim=8)
     config = flat_config(embedding_dim=8, head="sampled")
     with process_group(torch.device("cpu")) as processes:
-        engine = Engine(model, NextItemTask(model, head=build_head(config, torch.ones(5))), config.trainer, "32-true", processes)
+        engine = Engine(NextItemTask(model, head=build_head(config, torch.ones(5))), config.trainer, "32-true", processes)
         state = engine.state_tensors()
         engine.load_state_tensors(state, 0)
-        del state["head.sampler.seed"]
-        with pytest.raises(CheckpointError, match=r"state of the head does not fit: .*sampler\.seed"):
+        del state["task.head.sampler.seed"]
+        with pytest.raises(CheckpointError, match=r"weights do not fit the task: .*head\.sampler\.seed"):
             engine.load_state_tensors(state, 0)
 
 
@@ -101,7 +102,7 @@ def test_sampled_heads_train_in_one_process(dataset: SequenceDataset, tmp_path: 
         with process_group(device) as processes:
             yield dataclasses.replace(processes, world_size=2)
 
-    monkeypatch.setattr(runner, "process_group", two)
+    monkeypatch.setattr(training, "process_group", two)
     with pytest.raises(TrainingError, match="head: sampled trains in one process; start one, or take head=cross-entropy"):
         run(tmp_path, dataset, head="sampled")
     model = build("sasrec", num_items=5, embedding_dim=8)

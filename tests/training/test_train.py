@@ -53,9 +53,10 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     assert metrics == result.metrics.to_json()
     assert set(metrics["test"]) == {"all_items", "unseen_items"}
     assert set(metrics["valid"]) == {"all_items"}
-    best = max(result.history, key=lambda row: row["ndcg@10"])
-    assert metrics["best"]["value"] == best["ndcg@10"] == result.best_metric
-    assert result.metrics.valid.all_items["mrr@5"] == result.history[metrics["best"]["epoch"] - 1]["mrr@5"]
+    best = max(result.history, key=lambda row: row["monitored"])
+    assert metrics["best"]["value"] == best["monitored"] == result.best_metric
+    assert result.metrics.valid.all_items["mrr@5"] == best["valid"]["all_items"]["mrr@5"]
+    assert metrics["best"] == {"epoch": best["epoch"], "step": best["step"], "value": best["monitored"], "group": "all_items"}
     assert [json.loads(line) for line in (result.directory / "history.jsonl").read_text().splitlines()] == result.history
     config = json.loads((result.directory / "config.json").read_text())
     assert (config["precision"], config["device"], config["embedding_dim"]) == ("32-true", "cpu", 8)
@@ -67,14 +68,14 @@ def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> 
     # The second epoch's rate is absurd, so the first epoch's weights are the best.
     result = run(tmp_path, dataset, max_epochs=6, patience=2, learning_rate=0.02, monitor="mrr@7")
     best = result.metrics.best.epoch
-    values = [row["mrr@7"] for row in result.history]
+    values = [row["valid"]["all_items"]["mrr@7"] for row in result.history]
     assert best == values.index(max(values)) + 1
     assert len(values) == min(6, best + 2)
     tensors, _ = checkpoints.load_checkpoint(checkpoints.list_checkpoints(tmp_path / "checkpoints")[-1])
     for name, value in from_pretrained(tmp_path).model.state_dict().items():
-        assert torch.equal(value, tensors[f"best.{name}"])
+        assert torch.equal(value, tensors[f"best.model.{name}"])
     same = all(
-        torch.equal(value, tensors[f"model.{name.removeprefix('best.')}"]) for name, value in tensors.items() if "best." in name
+        torch.equal(value, tensors[f"task.{name.removeprefix('best.')}"]) for name, value in tensors.items() if "best." in name
     )
     assert same == (best == len(values))
     assert len(names(tmp_path)) == 2
@@ -159,9 +160,9 @@ def test_a_signal_in_validation_or_in_the_test(
     def interrupt(method: str) -> None:
         original = getattr(Loop, method)
 
-        def wrapper(self: Loop) -> Any:
+        def wrapper(self: Loop, *arguments: Any) -> Any:
             kill_self(signal.SIGTERM)(None)
-            return original(self)
+            return original(self, *arguments)
 
         monkeypatch.setattr(Loop, method, wrapper)
 
@@ -235,7 +236,7 @@ def test_a_loss_that_is_nan_ends_the_run_and_spoils_no_checkpoint(
 ) -> None:
     def spoil(engine: Any) -> None:
         with torch.no_grad():
-            engine.model.norm.weight[0] = float("nan")
+            engine.task.model.norm.weight[0] = float("nan")
 
     with monkeypatch.context() as patch:
         at_step(patch, 7, spoil)
@@ -253,7 +254,7 @@ def test_weights_that_are_nan_are_not_checkpointed(
 ) -> None:
     def spoil(engine: Any) -> None:
         with torch.no_grad():
-            engine.model.norm.weight[0] = float("inf")
+            engine.task.model.norm.weight[0] = float("inf")
 
     at_step(monkeypatch, 2, spoil)
     with pytest.raises(TrainingError, match="a weight is NaN or infinite at step 2, epoch 1; there is no checkpoint yet"):
@@ -345,6 +346,16 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "events.txt").write_text("1 10 11\n2 10 12\n")
     with pytest.raises(TrainingError, match="no user has events for validation under the leave-one-out split"):
         run(tmp_path / "run", read_events(tmp_path / "events.txt", progress=False))
+
+
+def test_a_model_that_no_memory_holds_is_named(dataset: SequenceDataset, tmp_path: Path) -> None:
+    size = 2**40
+    with pytest.raises(TrainingError) as caught:
+        run(tmp_path, dataset, embedding_dim=size)
+    assert str(caught.value) == (
+        f"model: does not fit into memory with num_items={dataset.num_items}, embedding_dim={size}, num_heads=2, num_layers=1, "
+        "dropout=0.2, max_seq_len=12; make it smaller"
+    )
 
 
 def test_reads_the_data_it_is_told(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ LENGTH, STEPS = 12, 4
 SIZES: dict[str, Any] = {"embedding_dim": 8, "num_heads": 2, "num_layers": 2, "max_seq_len": LENGTH, "dropout": 0.0}
 CONFIG = TrainerConfig(learning_rate=0.01, warmup_steps=3, gradient_clip_norm=0.05, weight_decay=0.1)
 ADAM = ("exp_avg", "exp_avg_sq")
-TABLE = "item_embeddings.embeddings.item_id.weight"
+TABLE = "model.item_embeddings.embeddings.item_id.weight"
 
 
 class Case(NamedTuple):
@@ -67,7 +67,7 @@ def share(items: int, rank: int, world_size: int, empty_last: bool = False) -> I
 def started(case: Case, processes: Processes, dtype: torch.dtype = torch.float64) -> Engine:
     torch.manual_seed(0)
     model = build("sasrec", num_items=case.items, **SIZES).to(processes.device, dtype)
-    return Engine(model, NextItemTask(model, label_smoothing=case.smoothing), CONFIG, "32-true", processes)
+    return Engine(NextItemTask(model, label_smoothing=case.smoothing), CONFIG, "32-true", processes)
 
 
 def take_steps(engine: Engine, case: Case, first: int = 0, last: int = STEPS, empty_last: bool = False) -> None:
@@ -78,9 +78,9 @@ def take_steps(engine: Engine, case: Case, first: int = 0, last: int = STEPS, em
 
 def weights(engine: Engine) -> dict[str, torch.Tensor]:
     """All weights, on the CPU: as checkpoints get them in the first process, as evaluation gets them in all."""
-    collected = engine.collect({name: value.detach() for name, value in engine.model.named_parameters()})
-    with engine.whole_model() as model:
-        whole = {name: value.detach().cpu().clone() for name, value in model.named_parameters()}
+    collected = engine.collect({name: value.detach() for name, value in engine.task.named_parameters()})
+    with engine.whole_task() as task:
+        whole = {name: value.detach().cpu().clone() for name, value in task.named_parameters()}
     assert all(torch.equal(value.cpu(), whole[name]) for name, value in collected.items())
     assert (TABLE in collected) == engine.processes.is_first
     return whole
@@ -89,7 +89,7 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 def rows_held(engine: Engine) -> dict[str, int]:
     """Rows of the item table of everything that lives as long as the run."""
     state = engine.optimizer.state_tensors()
-    held = {"weight": engine.model.get_parameter(TABLE), **{key: state[f"optimizer.{key}.{TABLE}"] for key in ADAM}}
+    held = {"weight": engine.task.get_parameter(TABLE), **{key: state[f"optimizer.{key}.{TABLE}"] for key in ADAM}}
     return {name: len(tensor) for name, tensor in held.items()}
 
 
@@ -116,7 +116,7 @@ def twin_weights(case: Case) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
         optimizer.step()
         schedule.step()
-    return {name: twin.get_parameter(twin_name).detach() for name, twin_name in names.items()}
+    return {f"model.{name}": twin.get_parameter(twin_name).detach() for name, twin_name in names.items()}
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
