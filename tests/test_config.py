@@ -234,8 +234,8 @@ def test_every_wrong_option_gets_its_line_and_names_where_it_was_given(tmp_path:
         "device: got 'tpu', expected auto, cpu or cuda",
         f"{path}: sede: unknown option; did you mean seed?",
         f"{path}: model.num_heads: got 0, {_WHOLE}",
-        f"{path}: model.dropout: got 2, expected a number, at least 0 and below 1",
         f"model.num_layers: got 0, {_WHOLE}",
+        f"{path}: model.dropout: got 2, expected a number, at least 0 and below 1",
     ]
 
 

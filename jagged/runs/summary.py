@@ -6,7 +6,7 @@ import os
 import shlex
 from pathlib import Path
 
-from jagged.artifacts import read_json
+from jagged.artifacts import CheckpointError, errors_as, read_json
 from jagged.config import TrainConfig
 from jagged.metrics import IN_WORDS, RunMetrics
 from jagged.models.pretrained import CONFIG, METRICS, SPLIT
@@ -23,7 +23,8 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
         ConfigError: its configuration cannot be read.
     """
     path = Path(directory)
-    split, metrics = read_json(path / SPLIT), RunMetrics.from_json(read_json(path / METRICS))
+    with errors_as(CheckpointError):
+        split, metrics = read_json(path / SPLIT), RunMetrics.from_json(read_json(path / METRICS))
     source = TrainConfig.load(path / CONFIG).data.path or "the built-in sample"
     reached = ", ".join(f"{group[metrics.monitor]:.4f} with {IN_WORDS[name]}" for name, group in metrics.test.items())
     best, name = metrics.best, shlex.quote(str(path))

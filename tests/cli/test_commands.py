@@ -166,7 +166,8 @@ def test_train_forecasts_trains_and_resumes(
 ) -> None:
     events = tmp_path / "events.txt"
     events.write_text("".join(f"{user} {' '.join(str((user + i) % 30) for i in range(6))}\n" for user in range(60)))
-    options = f"--data {events} --output {tmp_path / 'run'} --model.embedding-dim 8 --model.num-layers 1 --device cpu --training.no-tensorboard".split()
+    options = ["--data", str(events), "--output", str(tmp_path / "run"), "--device", "cpu", "--training.no-tensorboard"]
+    options += ["--model.embedding-dim", "8", "--model.num-layers", "1"]
     assert run(monkeypatch, "train", *options, "--training.max-epochs", "1", "--dry-run") == 0
     assert "forecast" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
