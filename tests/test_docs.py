@@ -114,14 +114,14 @@ def test_examples_in_pages(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for block in blocks(page, "python", "pycon", *shell):
         at = f"{page.relative_to(ROOT)}:{block.line}"
         if block.language == "python":
-            exec(compile("\n" * (block.line - 1) + block.text, page, "exec"), names)
+            exec(compile("\n" * (block.line - 1) + block.text, page, "exec", dont_inherit=True), names)
         elif block.language == "pycon":
             test = doctest.DocTestParser().get_doctest(block.text, names, at, str(page), block.line - 1)
             assert doctest.DocTestRunner().run(test, clear_globs=False).failed == 0, at
         else:
             for words in commands(block):
                 if (arguments := jagged_arguments(words)) is not None:
-                    assert not cli.app(arguments, prog_name="jagged", standalone_mode=False), f"{at}: {words}"
+                    assert not cli.app(arguments, exit_on_error=False, print_error=False), f"{at}: {words}"
 
 
 @pytest.mark.parametrize("page", pages_with("bash", "sh", "console"))

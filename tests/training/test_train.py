@@ -59,7 +59,7 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     assert metrics["best"] == {"epoch": best["epoch"], "step": best["step"], "value": best["monitored"], "group": "all_items"}
     assert [json.loads(line) for line in (result.directory / "history.jsonl").read_text().splitlines()] == result.history
     config = json.loads((result.directory / "config.json").read_text())
-    assert (config["precision"], config["device"], config["embedding_dim"]) == ("32-true", "cpu", 8)
+    assert (config["precision"], config["device"], config["model"]["embedding_dim"]) == ("32-true", "cpu", 8)
     assert SequenceDataset.load(result.directory / "dataset").fingerprint == dataset.fingerprint
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".metadata", ".tmp")]
 

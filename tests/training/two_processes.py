@@ -212,7 +212,7 @@ def main() -> None:
         BatchLoader(split_leave_one_out(dataset).train, batch_size=4, max_seq_len=12, shuffle=True, seed=0, rank=r, world_size=2)
         for r in range(2)
     ]
-    result["expected_steps"] = loaders[0].num_batches(0) * tiny_config("x").max_epochs
+    result["expected_steps"] = loaders[0].num_batches(0) * tiny_config("x").training.max_epochs
     print(json.dumps(result))
 
 
