@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from jagged import cli
-from jagged.config import TrainConfig
+from jagged import cli, models
+from jagged.config import SECTIONS, TrainConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
@@ -109,6 +109,9 @@ def test_examples_in_pages(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     """A page's blocks share their names and a folder with `events.csv`, as a reader's would."""
     monkeypatch.chdir(tmp_path)
     write_events(tmp_path)
+    # A page may register a model of its own.
+    monkeypatch.setitem(SECTIONS, "model", [*SECTIONS["model"]])
+    monkeypatch.setattr(models, "_MODELS", dict(models._MODELS))
     names: dict[str, Any] = {"__name__": "__page__"}
     shell = ("bash",) if str(page.relative_to(ROOT)) in RUN_SHELL else ()
     for block in blocks(page, "python", "pycon", *shell):

@@ -32,7 +32,7 @@ from jagged.config.schema import (
     parse_text,
     register_model,
 )
-from jagged.config.section import ConfigError, Section, choices, effect, kinds, option
+from jagged.config.section import ConfigError, Section, choices, effect, kinds, option, spelt
 
 __all__ = [
     "SECTIONS",
@@ -63,4 +63,5 @@ __all__ = [
     "parse_assignments",
     "parse_text",
     "register_model",
+    "spelt",
 ]

@@ -39,8 +39,9 @@ def register(name: str, model: Callable[..., nn.Module], options: type[ModelOpti
     Args:
         name: what is written down in place of the class; code is never read from a directory.
         model: a class or function whose keyword arguments are plain numbers, words and lists of them.
-        options: what `[model]` of a configuration takes with this name, so that `jagged.train` trains it: the model is built with
-            `num_items`, `max_seq_len` and these options, and is used as `SASRec` is.
+        options: what `[model]` of a configuration takes with this name, so that `jagged.train` trains it. The model is built with
+            `num_items`, `max_seq_len` and these options; like `SASRec` it takes a `device`, too, has a `config` of its arguments,
+            an `item_weight`, and hidden states for a batch's events.
 
     Raises:
         ValueError: another one has the name, or the options have another one.

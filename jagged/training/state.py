@@ -8,7 +8,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from jagged.config import flat
+from jagged.config import flat, spelt
 from jagged.training.errors import CheckpointError, TrainingError
 
 FORMAT_VERSION = 2
@@ -100,11 +100,14 @@ class TrainState:
                 "start as many, or choose another output"
             )
         was, now = flat(self.config), flat(wanted.config)
-        changed = [
-            f"{name}={now.get(name)} (was {was.get(name)})"
+        differ = [
+            name
             for name in {**now, **was}
             if not self._may_change(name.removeprefix("training."), was) and was.get(name) != now.get(name)
         ]
+        # Options that only one of them has go with a tag that differs, which says it.
+        told = [name for name in differ if name in was and name in now] or differ
+        changed = [f"{name}={spelt(now.get(name))} (was {spelt(was.get(name))})" for name in told]
         if changed:
             raise TrainingError(
                 f"{path}: cannot go on with other options: {', '.join(changed)}; give those it had, or choose another output"
