@@ -374,7 +374,7 @@ def test_a_dataset_of_before_is_read(run: Path) -> None:
 
 TRAIN = """
 import sys
-sys.argv = ["jagged", "train", "--output", sys.argv[1], "--max-epochs", "1", "--embedding-dim", "8", "--num-layers", "1",
+sys.argv = ["jagged", "train", "--output", sys.argv[1], "--training.max-epochs", "1", "--model.embedding-dim", "8", "--model.num-layers", "1",
             "--device", "cpu", "--data", sys.argv[2], "--max-seq-len", "8"]
 from jagged.cli import main
 main()

@@ -239,6 +239,12 @@ def test_every_wrong_option_gets_its_line_and_names_where_it_was_given(tmp_path:
     ]
 
 
+def test_sections_that_are_wrong_are_not_compared() -> None:
+    assert refusal(data={"format": "xml", "max_seq_len": 20}, training={"max_tokens": 30}) == (
+        "data.format: got 'xml', expected auto, text, csv or parquet"
+    )
+
+
 class _Wide(ModelOptions):
     name: Literal["wide"] = option("wide", "the model to train")
     width: int = option(8, "width of the table", ge=1)

@@ -79,7 +79,8 @@ class TrainConfig(RunOptions):
         try:
             super().__init__(**sound)
         except ConfigError as error:
-            problems = [*error.problems, *problems]
+            # A default in the place of a wrong section contradicts nothing.
+            problems = [*(problem for problem in error.problems if not problems or "." not in problem.name), *problems]
         if problems:
             raise ConfigError.of(problems)
 
