@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -68,8 +69,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         try:
             save_file({name: value.detach().cpu().contiguous() for name, value in tensors.items()}, aside)
         except SafetensorError as error:
-            # Its message holds the operating system's, of a full disk for example.
-            raise OSError(str(error)) from error
+            # Its message holds the operating system's number, of a full disk for example.
+            found = re.search(r"\(os error (\d+)\)", str(error))
+            raise (OSError(int(found[1]), os.strerror(int(found[1]))) if found else OSError(str(error))) from error
 
 
 def read_header(path: Path) -> dict[str, Described]:
@@ -101,12 +103,12 @@ def read_header(path: Path) -> dict[str, Described]:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-def read_tensors(path: Path, expected: Mapping[str, Expected], why: str = "") -> dict[str, Tensor]:
+def read_tensors(path: Path, expected: Mapping[str, Expected] | None = None, why: str = "") -> dict[str, Tensor]:
     """Read a file of the tensors that are expected and no others, onto the CPU.
 
     Args:
         path: the file.
-        expected: tensors by name.
+        expected: tensors by name; None for whatever it holds.
         why: they are expected, for the message.
 
     Raises:
@@ -115,6 +117,8 @@ def read_tensors(path: Path, expected: Mapping[str, Expected], why: str = "") ->
     from safetensors.torch import load_file
 
     found = read_header(path)
+    if expected is None:
+        expected = {name: Expected((tensor.dtype,), tensor.shape) for name, tensor in found.items()}
     for name in sorted(expected.keys() | found.keys()):
         has, wants = found.get(name), expected.get(name)
         if has is None or wants is None or not _fits(has, wants):

@@ -1,4 +1,4 @@
-"""Checkpoints: torch.distributed.checkpoint on its safetensors storage, made atomic and verified.
+"""Checkpoints: what a run needs to go on, whole on disk or not there.
 
 A checkpoint is a directory `step-00000123` of safetensors files, `state.json` (everything that is no tensor) and
 `manifest.json`. It is written under another name, flushed, listed and renamed into place. No pickle is written or read.
@@ -9,26 +9,20 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError, errors_as
 
 STATE = "state.json"
 
-#: A file larger than this holds a single tensor. The storage holds a file twice in memory while it writes it.
-FILE_BYTES = 256 * 2**20
+#: A file larger than this holds a single tensor. What lies on a GPU comes to the host a file at a time.
+FILE_BYTES = 2**30
+
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
@@ -59,7 +53,8 @@ def save_checkpoint(root: Path, name: str, tensors: Mapping[str, Tensor], state:
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     cure = f"{size / 2**20:.0f} MiB are needed; earlier checkpoints are untouched: make room and resume"
     with artifacts.writing(root / name, cure, CheckpointError), artifacts.new_directory(root / name) as aside:
-        _write_tensors(aside, tensors)
+        for number, names in enumerate(_files(tensors), 1):
+            artifacts.save_tensors(aside / f"tensors-{number:05d}.safetensors", {name: tensors[name] for name in names})
         (aside / STATE).write_bytes(artifacts.dump_json(dict(state)))
         artifacts.write_manifest(aside, os.listdir(aside))
     return root / name
@@ -81,23 +76,10 @@ def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         CheckpointError: the checkpoint is damaged; the message names the file.
     """
     state = verify_checkpoint(path)
-    reader = HuggingFaceStorageReader(str(path))
-    try:
-        entries = reader.read_metadata().state_dict_metadata
-        # A tensor costs no memory before its file is known to have it whole.
-        _check_sizes(path, entries)
-        tensors = {
-            name: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for name, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        with _quiet():
-            load(tensors, storage_reader=reader, no_dist=True)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # The bytes are those that the manifest promised; what still fails was made by other hands.
-        raise CheckpointError(f"{path}: no readable checkpoint: {artifacts.reason(error)}") from error
+    tensors: dict[str, Tensor] = {}
+    with errors_as(CheckpointError):
+        for file in sorted(path.glob("*.safetensors")):
+            tensors.update(artifacts.read_tensors(file))
     return tensors, state
 
 
@@ -110,7 +92,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     with errors_as(CheckpointError):
         names = artifacts.verify(path).files
         for name in names:
-            if name != STATE and not name.endswith((".safetensors", ".safetensors.index.json")):
+            if name != STATE and not name.endswith(".safetensors"):
                 raise CheckpointError(f"{path / name}: no file of a checkpoint")
         if STATE not in names:
             raise CheckpointError(f"{path / STATE}: missing: no checkpoint of this library")
@@ -149,45 +131,19 @@ def clean(root: Path) -> None:
     artifacts.sweep(root)
 
 
-def _check_sizes(path: Path, entries: Mapping[str, Any]) -> None:
-    sizes = {}
-    with errors_as(CheckpointError):
-        for file in path.glob("*.safetensors"):
-            sizes.update({name: tensor.shape for name, tensor in artifacts.read_header(file).items()})
-    for name, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata) or tuple(entry.size) != sizes.get(name):
-            raise CheckpointError(f"{path}: {name}: found no whole tensor of the size that the checkpoint says; copy it again")
-
-
-def _write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    writer = HuggingFaceStorageWriter(str(directory), fqn_to_index_mapping=_files(contiguous))
-    try:
-        with _quiet():
-            save(contiguous, storage_writer=writer, no_dist=True)
-    except CheckpointException as error:
-        # The first cause, an OSError for a full disk, is what the user can do something about.
-        for cause, _ in error.failures.values():
-            raise cause from error
-        raise
-
-
-def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of the file, from 1, that each tensor goes into: as many in one as fit into `FILE_BYTES`."""
-    numbers, number, filled = {}, 1, 0
+def _files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """The names of the tensors in each file: as many as fit into `FILE_BYTES`."""
+    names: list[str] = []
+    filled = 0
     for name, tensor in tensors.items():
         size = tensor.numel() * tensor.element_size()
-        if filled and filled + size > FILE_BYTES:
-            number, filled = number + 1, 0
-        numbers[name], filled = number, filled + size
-    return numbers
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*assuming the intent is to (save|load) in a single process")
-        yield
+        if names and filled + size > FILE_BYTES:
+            yield names
+            names, filled = [], 0
+        names.append(name)
+        filled += size
+    if names:
+        yield names
 
 
 def _entries(root: Path) -> list[Path]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
 from jagged.models import NextItemTask
-from jagged.training.checkpoint import FILE_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
 from jagged.training.processes import Processes
@@ -35,8 +34,8 @@ class Forecast:
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
             processes' hidden states at the head, their gradients, and these once more while they are exchanged.
-        checkpoint: on the CPU, what the first process holds of a checkpoint while it writes it; of several processes also whole
-            item tables: weights, moments, the best.
+        checkpoint: on the CPU, what the first process holds for a checkpoint; of several processes whole item tables: weights,
+            moments, the best.
         evaluation: the bound on scores while evaluating, and with several processes a whole item table.
         graphs: the steps are replayed as CUDA graphs, which keep the memory of gradients and activations between steps too.
         samples, tokens: of a usual step.
@@ -98,7 +97,6 @@ def forecast(
         for parameter in task.parameters()
         if parameter.requires_grad
     ]
-    whole, largest = sum(sizes) + others.nbytes, max(*sizes, table.nbytes)
     whole_table = table.nbytes if world_size > 1 else 0
     rows = (split.train.lengths - 1).clamp(0, config.data.max_seq_len).double()
     steps = loader.num_batches(0)
@@ -126,7 +124,7 @@ def forecast(
         gradients=sum(sizes) + max(sizes) * (2 if graphs else 1),
         optimizer=2 * sum(sizes),
         activations=int(most * (1.6 * _bytes_per_token(config, split, task, precision, device) + exchanged)),
-        checkpoint=4 * whole_table + 2 * min(4 * whole, max(FILE_BYTES, largest)) if writes else 0,
+        checkpoint=4 * whole_table if writes else 0,
         evaluation=int(min(DEFAULT_MAX_BYTES, 4 * catalogue)) + whole_table,
         graphs=graphs,
         samples=samples,

@@ -56,7 +56,7 @@ def test_round_trip(saved: Path) -> None:
         assert loaded[name].dtype == value.dtype
         assert torch.equal(loaded[name], value), name
     assert [path.name for path in saved.parent.iterdir()] == ["step-00000003"]
-    assert not any(path.name == ".metadata" for path in saved.iterdir())
+    assert sorted(path.name for path in saved.iterdir()) == ["manifest.json", "state.json", "tensors-00001.safetensors"]
 
 
 def test_large_checkpoints_are_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,6 +64,7 @@ def test_large_checkpoints_are_several_files(tmp_path: Path, monkeypatch: pytest
     path = checkpoints.save_checkpoint(tmp_path, "step-00000001", tensors(), STATE)
     assert len(list(path.glob("*.safetensors"))) > 3
     loaded, _ = checkpoints.load_checkpoint(path)
+    assert loaded.keys() == tensors().keys()
     assert all(torch.equal(loaded[name], value) for name, value in tensors().items())
 
 
