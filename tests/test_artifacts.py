@@ -374,8 +374,8 @@ def test_a_dataset_of_before_is_read(run: Path) -> None:
 
 TRAIN = """
 import sys
-sys.argv = ["jagged", "train", "--output", sys.argv[1], "--training.max-epochs", "1", "--model.embedding-dim", "8", "--model.num-layers", "1",
-            "--device", "cpu", "--data", sys.argv[2], "--max-seq-len", "8"]
+sys.argv = ["jagged", "train", "--output", sys.argv[1], "--training.max-epochs", "1", "--model.embedding-dim", "8",
+            "--model.num-layers", "1", "--device", "cpu", "--data", sys.argv[2], "--data.max-seq-len", "8"]
 from jagged.cli import main
 main()
 """
