@@ -395,8 +395,8 @@ def test_of_two_runs_into_one_output_one_trains(tmp_path: Path) -> None:
     ended = [(*process.communicate(timeout=300), process.returncode) for process in both]
     assert sorted(code for *_, code in ended) == [0, 2], ended
     refusal = next(err for _, err, code in ended if code == 2).strip().splitlines()[-1]
-    busy = f"jagged: output: another process is training in {output}; wait for it or choose another output"
-    full = f"jagged: output: {output} is not empty; resume to go on with the run in it, choose another output, or delete it"
+    busy = f"jagged: --output: another process is training in {output}; wait for it or choose another output"
+    full = f"jagged: --output: {output} is not empty; resume to go on with the run in it, choose another output, or delete it"
     assert refusal in (busy, full)
     before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
     again = start()
