@@ -123,7 +123,10 @@ def save_task(
     """
     kept = task.kept
     documents = {CONFIG: config and config.model_dump(), METRICS: metrics}
-    _save(kept, Path(directory), name_of(kept), getattr(kept, "config", {}), documents, history)  # type: ignore[arg-type]
+    name = name_of(kept)
+    # What is built by no name needs no arguments; its `config` may be anything.
+    arguments = getattr(kept, "config", {}) if name else {}
+    _save(kept, Path(directory), name, arguments, documents, history)  # type: ignore[arg-type]
 
 
 def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: torch.device | str = "cpu") -> Any:

@@ -137,7 +137,7 @@ class Trainer:
         """`fit` inside of a process group and of the output's lock, with a resolved configuration."""
         directory, device = Path(config.output), processes.device
         named = zip(("train", "valid", "test"), loaders, strict=True)
-        parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None}
+        parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None or name != "test"}
         with ExitStack() as closing:
             wish = closing.enter_context(stop_wish())
             for loader in parts.values():

@@ -39,6 +39,8 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
+        self._done.clear()
+        self._beaten = time.monotonic()
         if self._processes.world_size > 1:
             # A prefix of its own for each watch: an earlier run's words are no news.
             prefix = f"jagged/watch/{_next()}"
