@@ -54,7 +54,7 @@ def expected(rows: list[tuple[float, int, float]]) -> dict[str, float]:
 def test_against_loops(rows: list[Any], parts: int, weighted: bool, masked: bool) -> None:
     counted = [(score, label, weight if weighted else 1.0) for score, label, weight, kept in rows if kept or not masked]
     if not sum(weight for *_, weight in counted):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match="^click: ") as error:
             figures(rows, parts, weighted, masked)
         assert str(error.value) == "click: no row has a label to evaluate"
         return
@@ -112,7 +112,7 @@ LABELS = "click: labels or weights are NaN, infinite or negative; mask the rows 
 def test_what_is_no_number_is_refused(given: list[Tensor], line: str) -> None:
     metrics = PointwiseMetrics("click")
     metrics.update(*given)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="^click: ") as error:
         metrics.compute()
     assert str(error.value) == line
 
@@ -129,9 +129,9 @@ def test_nothing_added() -> None:
 
 
 def test_shapes_that_differ() -> None:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="^click: ") as error:
         PointwiseMetrics("click").update(torch.zeros(3), torch.zeros(3), torch.zeros(2, dtype=torch.bool))
     assert str(error.value) == "click: mask: got shape (2,), logits (3,), expected [N] of both"
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="^click: ") as error:
         PointwiseMetrics("click").update(torch.zeros(3, 1), torch.zeros(3, 1))
     assert str(error.value) == "click: labels: got shape (3, 1), logits (3, 1), expected [N] of both"

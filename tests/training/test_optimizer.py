@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jagged.config import TrainerConfig
-from jagged.models import Task, TaskOutput, TaskScores
 from jagged.training.engine import Engine
 from jagged.training.optimizer import Optimizer, table_names
 from jagged.training.processes import Processes, process_group
+from tests.training.lines import Line, batch, joined
 
 DIM = 3
 
@@ -155,7 +155,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
     named = parameters()
     optimizer = Optimizer(named, config(table_optimizer="rowwise-adagrad"), tables={"table"})
     state = optimizer.state_tensors() | {"optimizer.sum.table": torch.zeros(5, DIM)}
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="^optimizer") as error:
         optimizer.load_state_tensors(state, 1)
     assert str(error.value) == "optimizer.sum.table: shape (5, 3), expected (5, 1)"
 
@@ -169,37 +169,6 @@ def test_which_parameters_are_tables() -> None:
         "tables.embedding_bags.user.weight", "tables.embedding_bags.item.weight", "extra.0.weight", "extra.1.weight",
     }  # fmt: skip
     assert table_names(nn.Embedding(3, 2)) == {"weight"}
-
-
-class Line(Task):
-    """Its loss is the mean over rows, or the weighted mean over those with a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.line = nn.Linear(DIM, 1, dtype=torch.float64)
-
-    def forward(self, batch: dict[str, Tensor]) -> TaskOutput:
-        logits = self.line(batch["x"]).squeeze(1)
-        scores = TaskScores(logits, batch["y"], batch.get("mask"), batch.get("weight"))
-        counted = torch.ones_like(logits) if scores.weights is None else scores.weights
-        counted = counted if scores.mask is None else counted * scores.mask
-        return TaskOutput(((logits - batch["y"]).square() * counted).sum() / counted.sum().clamp(min=1e-9), {"y": scores})
-
-
-def batch(rows: int, seed: int, *, weights: bool, masks: bool, empty: bool = False) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    made = {"x": torch.randn(rows, DIM, generator=generator, dtype=torch.float64), "y": torch.rand(rows, generator=generator)}
-    made["y"] = made["y"].double()
-    if weights:
-        made["weight"] = torch.rand(rows, generator=generator).double() * 3
-    if masks:
-        made["mask"] = torch.rand(rows, generator=generator) < (0.0 if empty else 0.6)
-    return made
-
-
-def joined(batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {key: torch.cat([one[key] for one in batches]) for key in batches[0]}
 
 
 @pytest.fixture
