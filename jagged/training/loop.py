@@ -313,6 +313,8 @@ class Loop:
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
         self.state.callbacks = states_of(self._callbacks)
+        own = torch.tensor([self.state.loss_sum, self.state.tokens], dtype=torch.float64)
+        self.state.sums = [sums.tolist() for sums in self._processes.gather(own)]
         name = next_name(self._root, self.state.step)
         best = self.engine.collect({f"{BEST}{name}": value for name, value in self._best.items()})
         tensors = self.engine.state_tensors() | best
@@ -336,7 +338,7 @@ class Loop:
     def _ask_callbacks(self) -> None:
         """Whether a callback of any process wants to end the training."""
         if self._callbacks and self._processes.any(self._progress.reason is not None):
-            self.state.stopped = self._progress.reason or "a callback of another process"
+            self.state.stopped = next(reason for reason in self._processes.all(self._progress.reason) if reason is not None)
 
     def _interrupted(self) -> NoReturn:
         number = self._wish.signal or signal.SIGTERM

@@ -209,6 +209,8 @@ def _resume(
     state = TrainState.from_json(content, path)
     state.check_resumable(fresh, path)
     state.config = fresh.config
+    if state.sums:
+        state.loss_sum, state.tokens = state.sums[engine.processes.rank]
     engine.load_state_tensors(tensors, state.step)
     load_states(callbacks, state.callbacks, path)
     best = engine.own_rows({name: value for name, value in tensors.items() if name.startswith(BEST)})

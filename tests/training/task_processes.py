@@ -181,7 +181,6 @@ def main() -> None:
     result["asked"] = [read(f"asked.{rank}")[:2] for rank in range(2)]
     result["same"] = outcome(root / "run") == outcome(root / "stopped")
     result["calls"] = [read(f"{name}.0")[2] for name in ("run", "stopped")]
-    result["step of the signal"] = 12
 
     parallel(root, "idle", lambda p: told(f"idle.{p.rank}", fit(root / "idle", p, task=Idle()).steps))
     result["idle"] = [read(f"idle.{rank}") for rank in range(2)]
