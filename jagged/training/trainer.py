@@ -74,8 +74,19 @@ class Trainer:
         callbacks: called while the run goes.
 
     Example:
-        >>> trainer = Trainer(task, TrainerConfig(output="runs/clicks", max_epochs=3))  # doctest: +SKIP
-        >>> trainer.fit(train, valid).metrics.valid.click["auc"]  # doctest: +SKIP
+        >>> from jagged.models import Task, TaskOutput, TaskScores
+        >>> class Clicks(Task):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(3, 1)
+        ...     def forward(self, batch):
+        ...         logits, labels = self.linear(batch).squeeze(1), (batch[:, 0] > 0).float()
+        ...         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        ...         return TaskOutput(loss, {"click": TaskScores(logits, labels)})
+        >>> batches = [torch.randn(8, 3) for _ in range(4)]
+        >>> trainer = Trainer(Clicks(), TrainerConfig(output="runs/clicks", max_epochs=2, device="cpu"))
+        >>> sorted(trainer.fit(batches, batches, progress=False).metrics.valid)
+        ['all', 'click']
     """
 
     def __init__(self, task: RankingTask, config: TrainerConfig, *, callbacks: Sequence[Callback] = ()) -> None:

@@ -102,12 +102,18 @@ class Told(Callback):
 
 
 def train(
-    output: Path | str, *callbacks: Callback, resume: bool = False, workers: int = 0, both: bool = False, **options: Any
+    output: Path | str,
+    *callbacks: Callback,
+    resume: bool = False,
+    workers: int = 0,
+    both: bool = False,
+    noise: float = 0.2,
+    **options: Any,
 ) -> TrainResult:
     """A run on rows that are shuffled and augmented, of a task with dropout."""
     torch.manual_seed(1)
     task = Clicks(dropout=0.3, both=both)
-    parts = loader(Rows(noise=0.2), shuffle=True, num_workers=workers), loader(Rows(30, 1)), loader(Rows(30, 2))
+    parts = loader(Rows(noise=noise), shuffle=True, num_workers=workers), loader(Rows(30, 1)), loader(Rows(30, 2))
     trainer = Trainer(task, config(output, **options), callbacks=callbacks)
     return trainer.fit(*parts, resume=resume, progress=False)
 

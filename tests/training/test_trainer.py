@@ -283,9 +283,7 @@ def test_a_run_goes_on_after_every_step(tmp_path: Path, workers: int) -> None:
 
 
 @pytest.mark.parametrize("step", range(1, 2 * STEPS_PER_EPOCH + 1))
-def test_a_run_goes_on_after_any_step(
-    undisturbed: tuple[dict[str, Any], list[Any]], tmp_path: Path, step: int
-) -> None:
+def test_a_run_goes_on_after_any_step(undisturbed: tuple[dict[str, Any], list[Any]], tmp_path: Path, step: int) -> None:
     with pytest.raises(TrainingError, match="^the machine is gone$"):
         train(tmp_path, Told(), Raises(step), checkpoint_every=1)
     told = Told()
