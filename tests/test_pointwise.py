@@ -54,7 +54,7 @@ def expected(rows: list[tuple[float, int, float]]) -> dict[str, float]:
 def test_against_loops(rows: list[Any], parts: int, weighted: bool, masked: bool) -> None:
     counted = [(score, label, weight if weighted else 1.0) for score, label, weight, kept in rows if kept or not masked]
     if not sum(weight for *_, weight in counted):
-        with pytest.raises(ValueError, match="^click: ") as error:
+        with pytest.raises(ValueError, match=r"^click: ") as error:
             figures(rows, parts, weighted, masked)
         assert str(error.value) == "click: no row has a label to evaluate"
         return
@@ -94,6 +94,7 @@ def test_other_labels_have_an_error() -> None:
 
 
 NAN = float("nan")
+NO_ROW = "click: no row has a label to evaluate"
 SCORES = "click: scores are NaN or infinite; train again with a smaller learning_rate"
 LABELS = "click: labels or weights are NaN, infinite or negative; mask the rows without a label"
 
@@ -106,13 +107,13 @@ LABELS = "click: labels or weights are NaN, infinite or negative; mask the rows 
         ([torch.tensor([0.0, 1.0]), torch.tensor([0.0, NAN])], LABELS),
         ([torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), None, torch.tensor([1.0, NAN])], LABELS),
         ([torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), None, torch.tensor([2.0, -1.0])], LABELS),
-        ([torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([False, False])], "click: no row has a label to evaluate"),
+        ([torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]), torch.tensor([False, False])], NO_ROW),
     ],
 )  # fmt: skip
 def test_what_is_no_number_is_refused(given: list[Tensor], line: str) -> None:
     metrics = PointwiseMetrics("click")
     metrics.update(*given)
-    with pytest.raises(ValueError, match="^click: ") as error:
+    with pytest.raises(ValueError, match=r"^click: ") as error:
         metrics.compute()
     assert str(error.value) == line
 
@@ -129,9 +130,9 @@ def test_nothing_added() -> None:
 
 
 def test_shapes_that_differ() -> None:
-    with pytest.raises(ValueError, match="^click: ") as error:
+    with pytest.raises(ValueError, match=r"^click: ") as error:
         PointwiseMetrics("click").update(torch.zeros(3), torch.zeros(3), torch.zeros(2, dtype=torch.bool))
     assert str(error.value) == "click: mask: got shape (2,), logits (3,), expected [N] of both"
-    with pytest.raises(ValueError, match="^click: ") as error:
+    with pytest.raises(ValueError, match=r"^click: ") as error:
         PointwiseMetrics("click").update(torch.zeros(3, 1), torch.zeros(3, 1))
     assert str(error.value) == "click: labels: got shape (3, 1), logits (3, 1), expected [N] of both"

@@ -123,7 +123,7 @@ def save_task(
     """
     kept = task.kept
     documents = {CONFIG: config and config.model_dump(), METRICS: metrics}
-    name = name_of(kept)
+    name = name_of(kept)  # type: ignore[arg-type]
     # What is built by no name needs no arguments; its `config` may be anything.
     arguments = getattr(kept, "config", {}) if name else {}
     _save(kept, Path(directory), name, arguments, documents, history)  # type: ignore[arg-type]

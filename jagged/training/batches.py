@@ -63,8 +63,8 @@ class Repeated:
 
     An epoch is drawn from random states of torch, numpy and Python that are a function of `(seed, epoch)` and are exchanged for
     the caller's at each batch. So an epoch comes again as it was, whatever the training draws; a place in it is reached by
-    passing over the batches before. A sampler's `set_epoch` is called, where it has one, and generators of a `DataLoader` or of its
-    samplers are seeded alike.
+    passing over the batches before. A sampler's `set_epoch` is called, where it has one, and generators of a `DataLoader` or of
+    its samplers are seeded alike.
 
     Args:
         batches: iterated once an epoch.

@@ -1,7 +1,7 @@
 """Runs of two processes of which one stands still, is stopped, writes for long, or is killed; all at once.
 
-A program of its own: `test_watch.py` starts it. It imports everything once and forks the processes; the store is kept by a process of
-its own, as torchrun's is. Usage: `python -m tests.training.standing_still DIRECTORY`; prints JSON.
+A program of its own: `test_watch.py` starts it. It imports everything once and forks the processes; the store is kept by a
+process of its own, as torchrun's is. Usage: `python -m tests.training.standing_still DIRECTORY`; prints JSON.
 """
 
 from __future__ import annotations

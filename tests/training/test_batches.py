@@ -218,10 +218,13 @@ def test_every_part_is_moved() -> None:
     found = moved(batch, meta)
     assert list(found) == list(batch)
     assert found["tuple"][1:] == (3, "word", None)
-    assert isinstance(found["pair"], Pair) and isinstance(found["list"], Parts)
+    assert isinstance(found["pair"], Pair)
+    assert isinstance(found["list"], Parts)
     assert found["pair"].right[1] is marker
-    assert isinstance(found["data"], Data) and found["data"].name == "kept"
-    assert found["size"] == torch.Size([2, 3]) and found["class"] is Data
+    assert isinstance(found["data"], Data)
+    assert found["data"].name == "kept"
+    assert found["size"] == torch.Size([2, 3])
+    assert found["class"] is Data
     tensors = [
         found["tensor"], found["tuple"][0], found["pair"].left, found["pair"].right[0], found["list"][0], found["data"].x,
         found["features"].values(), found["jagged"].values(), found["jagged"].lengths(),

@@ -155,7 +155,7 @@ def test_a_state_of_another_shape_is_refused() -> None:
     named = parameters()
     optimizer = Optimizer(named, config(table_optimizer="rowwise-adagrad"), tables={"table"})
     state = optimizer.state_tensors() | {"optimizer.sum.table": torch.zeros(5, DIM)}
-    with pytest.raises(ValueError, match="^optimizer") as error:
+    with pytest.raises(ValueError, match=r"^optimizer") as error:
         optimizer.load_state_tensors(state, 1)
     assert str(error.value) == "optimizer.sum.table: shape (5, 3), expected (5, 1)"
 
