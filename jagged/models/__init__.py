@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from jagged.config import ModelOptions, register_model
@@ -66,3 +68,12 @@ def build(name: str, **config: Any) -> Any:
     if name not in _MODELS:
         raise ValueError(f"model: got {name!r}, expected one of {', '.join(sorted(_MODELS))}; jagged.models.register adds one")
     return _MODELS[name](**config)
+
+
+def build_empty(name: str, **config: Any) -> Any:
+    """The same on the meta device, so that weights cost no memory; what puts them on a device by itself is asked to."""
+    model = _MODELS.get(name)
+    if model is not None and "device" in inspect.signature(model).parameters:
+        config["device"] = "meta"
+    with torch.device("meta"):
+        return build(name, **config)

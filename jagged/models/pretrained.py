@@ -18,7 +18,7 @@ from jagged import artifacts
 from jagged.artifacts import FLOATS, CheckpointError, Described, Expected, errors_as, message, shown
 from jagged.config import ConfigError, TrainConfig, TrainerConfig
 from jagged.data import DataError, Vocabulary
-from jagged.models import build, name_of
+from jagged.models import build, build_empty, name_of
 
 if TYPE_CHECKING:
     from jagged.metrics import TrainCounts
@@ -123,7 +123,10 @@ def save_task(
     """
     kept = task.kept
     documents = {CONFIG: config and config.model_dump(), METRICS: metrics}
-    _save(kept, Path(directory), name_of(kept), getattr(kept, "config", {}), documents, history)  # type: ignore[arg-type]
+    name = name_of(kept)  # type: ignore[arg-type]
+    # What is built by no name needs no arguments; its `config` may be anything.
+    arguments = getattr(kept, "config", {}) if name else {}
+    _save(kept, Path(directory), name, arguments, documents, history)  # type: ignore[arg-type]
 
 
 def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: torch.device | str = "cpu") -> Any:
@@ -154,6 +157,17 @@ def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: to
     return task.to(device).eval()
 
 
+def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors with memory of their own each: weights that are one under two names are written twice."""
+    seen: set[int] = set()
+    own = {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        own[name] = tensor.clone() if place and place in seen else tensor
+        seen.add(place)
+    return own
+
+
 def _save(
     model: nn.Module,
     directory: Path,
@@ -166,7 +180,7 @@ def _save(
     described = {"format_version": FORMAT_VERSION, "model": name, "arguments": arguments}
     cure = "make room or choose another directory; an unfinished one is refused by from_pretrained"
     with artifacts.writing(directory, cure, CheckpointError), artifacts.replacing_files(directory) as aside:
-        artifacts.save_tensors(aside / WEIGHTS, model.state_dict())
+        artifacts.save_tensors(aside / WEIGHTS, apart(model.state_dict()))
         more(aside)
         for file, content in {MODEL: described, **documents}.items():
             if content is not None:
@@ -219,7 +233,7 @@ def _read_model(directory: Path) -> SASRec:
     try:
         # Shapes are compared before the arguments have cost any memory.
         with _no_more_tensors_than(header, where):
-            empty = build(name, device="meta", **arguments).state_dict()
+            empty = build_empty(name, **arguments).state_dict()
         expected = {tensor: _expected(value) for tensor, value in empty.items()}
         weights = artifacts.read_tensors(directory / WEIGHTS, expected, f"by {MODEL}")
         with torch.random.fork_rng(devices=[]):

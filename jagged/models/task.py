@@ -33,7 +33,8 @@ class TaskScores:
     def rows(self) -> int | Tensor:
         """What a mean over the rows divides by: their number, or the sum of their weights as a 0-dim tensor."""
         if self.weights is not None:
-            return (self.weights if self.mask is None else self.weights * self.mask).sum()
+            # Where there is no label the weight may be anything.
+            return (self.weights if self.mask is None else self.weights.where(self.mask.bool(), 0)).sum()
         return self.labels.shape[0] if self.mask is None else self.mask.sum()
 
 
@@ -128,16 +129,22 @@ class Task(nn.Module):
         with evaluating(self), torch.no_grad():
             for batch in bar(batches, progress):
                 loss, scores = output = self(moved(batch, self.device))
-                rows = output.rows()
-                sums += torch.stack([torch.as_tensor(x).double().cpu() for x in (loss * rows, rows)])
+                counted = torch.stack([torch.as_tensor(x).double().cpu() for x in (loss, output.rows())])
+                # The mean over no rows is no number.
+                sums += torch.stack([counted.prod(), counted[1]]) if counted[1] else 0.0
                 for name, of in scores.items():
                     metrics.setdefault(name, PointwiseMetrics(name)).update(of.logits, of.labels, of.mask, of.weights)
         if all_processes and several():
-            total = sums.to(self.device, torch.float64 if self.device.type == "cpu" else torch.float32)
+            total = sums.to(self.device)
             torch.distributed.all_reduce(total)
-            sums = total.double().cpu()
+            sums = total.cpu()
+            # A process without batches knows of no task.
+            known: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
+            torch.distributed.all_gather_object(known, list(metrics))
+            named = dict.fromkeys(name for names in known for name in names)
+            metrics = {name: metrics.get(name) or PointwiseMetrics(name) for name in named}
             for metric in metrics.values():
-                metric.all_gather(self.device)
+                metric.all_gather()
         if not metrics or not sums[1]:
             raise ValueError(f"the {part} part has no rows with a label to evaluate; give more data")
         figures = {name: metric.compute() for name, metric in metrics.items()}

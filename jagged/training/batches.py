@@ -36,12 +36,21 @@ def positioned(loader: Any, name: str, seed: int) -> Positioned:
     """
     if isinstance(loader, Positioned):
         return loader
-    if not hasattr(loader, "__iter__") or not hasattr(loader, "__len__") or iter_is_itself(loader):
+    if not hasattr(loader, "__iter__") or not _has_length(loader) or iter_is_itself(loader):
         raise TypeError(
             f"{name}: got a {type(loader).__name__}, expected batches that can be iterated again and have a length: "
             "a DataLoader or a list of batches"
         )
     return Repeated(loader, name, seed)
+
+
+def _has_length(loader: Any) -> bool:
+    try:
+        len(loader)
+    except TypeError:
+        # A DataLoader of an iterable data set, too.
+        return False
+    return True
 
 
 def iter_is_itself(loader: Any) -> bool:
@@ -54,7 +63,8 @@ class Repeated:
 
     An epoch is drawn from random states of torch, numpy and Python that are a function of `(seed, epoch)` and are exchanged for
     the caller's at each batch. So an epoch comes again as it was, whatever the training draws; a place in it is reached by
-    passing over the batches before. A sampler's `set_epoch` is called, where it has one.
+    passing over the batches before. A sampler's `set_epoch` is called, where it has one, and generators of a `DataLoader` or of
+    its samplers are seeded alike.
 
     Args:
         batches: iterated once an epoch.
@@ -65,6 +75,7 @@ class Repeated:
     def __init__(self, batches: Any, name: str, seed: int) -> None:
         self._batches, self._name, self._seed = batches, name, seed
         self._epoch = self._first = 0
+        self._iterator: Any = None
 
     def set_position(self, epoch: int, batch: int) -> None:
         """Let the next iteration start at a batch of an epoch."""
@@ -77,13 +88,25 @@ class Repeated:
     def __len__(self) -> int:
         return len(self._batches)
 
+    def close(self) -> None:
+        """End a `DataLoader`'s workers now: left to the garbage collector, they may outlive what they talk to."""
+        iterator, self._iterator = self._iterator, None
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+
     def __iter__(self) -> Iterator[Any]:
-        state = _seeded(int(np.random.SeedSequence([self._seed, self._epoch]).generate_state(1)[0]))
-        sampler = getattr(self._batches, "sampler", None)
-        if sampler is not None and hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self._epoch)
+        return self._from(self._epoch, self._first)
+
+    def _from(self, epoch: int, first: int) -> Iterator[Any]:
+        number = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0])
+        state = _seeded(number)
+        for part in _with_samplers(self._batches):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+            if isinstance(getattr(part, "generator", None), torch.Generator):
+                part.generator.manual_seed(number)
         with _exchanged(state):
-            iterator = iter(self._batches)
+            iterator = self._iterator = iter(self._batches)
         given = 0
         while True:
             with _exchanged(state):
@@ -92,13 +115,19 @@ class Repeated:
                 except StopIteration:
                     break
             given += 1
-            if given > self._first:
+            if given > first:
                 yield batch
         if given != len(self._batches):
             raise TrainingError(
-                f"{self._name}: got {given:,} batches in epoch {self._epoch + 1}, expected the loader's length, "
-                f"{len(self._batches):,}"
+                f"{self._name}: got {given:,} batches in epoch {epoch + 1}, expected the loader's length, {len(self._batches):,}"
             )
+
+
+def _with_samplers(loader: Any) -> Iterator[Any]:
+    yield loader
+    for name in ("batch_sampler", "sampler"):
+        if (part := getattr(loader, name, None)) is not None:
+            yield from _with_samplers(part)
 
 
 def carried(batches: Iterable[Any]) -> Iterator[Any]:

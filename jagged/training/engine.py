@@ -17,6 +17,7 @@ from torchrec.distributed.types import ShardingPlan
 from jagged.config import TrainerConfig
 from jagged.data.moving import Carried
 from jagged.models import NextItemTask
+from jagged.models.pretrained import apart
 from jagged.modules import RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
@@ -145,7 +146,7 @@ class Engine:
 
         Where each process holds rows of its own, the first one gets all, on the CPU, and the others nothing.
         """
-        tensors = {f"{_TASK}{name}": value.detach() for name, value in self.task.state_dict().items()}
+        tensors = {f"{_TASK}{name}": value.detach() for name, value in apart(self.task.state_dict()).items()}
         tensors.update(self.optimizer.state_tensors())
         tensors = self.collect(tensors)
         for kind, state in _random_state(self.processes.device).items():

@@ -6,6 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,7 +92,7 @@ class Loop:
             clean(self._root)
             # A killed run may have left it a row short of its last checkpoint, or some rows ahead.
             self._write_history()
-        with self._watch:
+        with self._watch, self._explained():
             try:
                 while not self._finished:
                     self._train_epoch()
@@ -102,8 +103,6 @@ class Loop:
                 self._checkpoint()
                 self._tell("on_stop")
                 self._interrupted()
-            except RuntimeError as error:
-                self._explain(error)
             self._tell("on_stop")
 
     def test(self, test: Positioned | None) -> RunMetrics:
@@ -112,7 +111,7 @@ class Loop:
         self.engine.task.load_state_dict(self._best)
         if test is not None:
             try:
-                with self._watch:
+                with self._watch, self._explained():
                     figures = self._evaluate(test, "test")
             except StopRequested:
                 number = self._wish.signal or signal.SIGTERM
@@ -143,9 +142,10 @@ class Loop:
             for trained in self.engine.steps(iter(self._train), batches - state.batch):
                 self._step(trained, batches)
                 if self._finished:
-                    return
+                    break
             self._look()
-        if not self._finished:
+        # A run that ends with an epoch's last step has had the epoch, resumed or not.
+        if state.batch >= batches:
             self._end_epoch()
 
     def _step(self, trained: Trained, batches: int) -> None:
@@ -153,7 +153,7 @@ class Loop:
         state, alone = self.state, self._processes.world_size == 1
         self._trained.append(trained)
         state.batch += 1
-        due = state.batch % self._interval == 0
+        due = state.batch % self._interval == 0 or state.batch == batches
         self._watch.beat()
         if not trained.updated:
             return
@@ -162,21 +162,22 @@ class Loop:
         if due or len(self._trained) >= self._interval:
             due = True
             self._look()
-        if alone or due:
+        every, validation_steps = self.config.checkpoint_every, self.config.validation_steps
+        save = every is not None and state.step % every == 0 and state.batch < batches
+        if alone or due or save:
             self._ask_callbacks()
+        state.to_validate = validation_steps is not None and state.step % validation_steps == 0
         if (alone and self._wish.signal is not None) or (
             due and not alone and self._processes.any(self._wish.signal is not None)
         ):
             raise StopRequested
-        every, validation_steps = self.config.checkpoint_every, self.config.validation_steps
-        if validation_steps is not None and state.step % validation_steps == 0:
-            state.to_validate = True
+        if state.to_validate:
             self._look()
             self._validate()
             if state.batch < batches:
                 self._keep()
                 self._clock, self._seen = time.perf_counter(), (self.engine.samples, state.tokens)
-        if every is not None and state.step % every == 0 and state.batch < batches and not self._finished:
+        if save and not self._finished:
             self._checkpoint()
 
     def _end_epoch(self) -> None:
@@ -185,13 +186,13 @@ class Loop:
         if not state.epoch_told:
             self._tell("on_epoch")
             state.epoch_told = True
+            self._ask_callbacks()
             by_epochs = config.validation_steps is None and (state.epoch + 1) % config.validation_epochs == 0
-            state.to_validate = state.validated_step != state.step and (by_epochs or last)
+            state.to_validate = state.validated_step != state.step and (by_epochs or last or self._finished)
         validated = state.to_validate
         if validated:
             self._validate()
         state.epoch, state.batch, state.epoch_told = state.epoch + 1, 0, False
-        self._ask_callbacks()
         if validated or self._finished:
             self._keep()
 
@@ -260,8 +261,9 @@ class Loop:
             raise TrainingError(f"{error}; {self._last_checkpoint()} with another monitor") from None
         loss_sum, tokens = self._processes.sum([state.loss_sum, float(state.tokens)])
         loss = loss_sum / max(tokens, 1.0)
+        begun = state.epoch + (state.batch > 0)
         row = {
-            "epoch": state.epoch + 1,
+            "epoch": begun,
             "step": state.step,
             "loss": loss,
             "monitored": value,
@@ -281,7 +283,7 @@ class Loop:
             self._best = {key: tensor.detach().clone() for key, tensor in self.engine.task.state_dict().items()}
         else:
             state.worse += 1
-        when = f"epoch {state.epoch + 1}" if config.validation_steps is None else f"step {state.step:,}"
+        when = f"epoch {begun}" if config.validation_steps is None else f"step {state.step:,}"
         said = (
             f"{when}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({IN_WORDS.get(group, group)}{self._valid_note})"
         )
@@ -311,6 +313,8 @@ class Loop:
         if not self.engine.is_finite():
             self._not_finite("a weight", self.state.step)
         self.state.callbacks = states_of(self._callbacks)
+        own = torch.tensor([self.state.loss_sum, self.state.tokens], dtype=torch.float64)
+        self.state.sums = [sums.tolist() for sums in self._processes.gather(own)]
         name = next_name(self._root, self.state.step)
         best = self.engine.collect({f"{BEST}{name}": value for name, value in self._best.items()})
         tensors = self.engine.state_tensors() | best
@@ -334,7 +338,7 @@ class Loop:
     def _ask_callbacks(self) -> None:
         """Whether a callback of any process wants to end the training."""
         if self._callbacks and self._processes.any(self._progress.reason is not None):
-            self.state.stopped = self._progress.reason or "a callback of another process"
+            self.state.stopped = next(reason for reason in self._processes.all(self._progress.reason) if reason is not None)
 
     def _interrupted(self) -> NoReturn:
         number = self._wish.signal or signal.SIGTERM
@@ -348,15 +352,20 @@ class Loop:
         checkpoints = list_checkpoints(self._root)
         return f"the last checkpoint, {checkpoints[-1]}, is whole: resume" if checkpoints else "there is none yet: start again"
 
-    def _explain(self, error: RuntimeError) -> NoReturn:
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
         """Tell a process that is gone from a fault of the program."""
-        if self._processes.world_size > 1 and (isinstance(error, dist.DistError) or "gloo" in str(error).lower()):
+        try:
+            yield
+        except RuntimeError as error:
+            gone = isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+            if self._processes.world_size == 1 or isinstance(error, TrainingError) or not gone:
+                raise
             reason = str(error).strip().splitlines()[0][:200]
             raise TrainingError(
                 f"another process of the run ended or cannot be reached, after step {self.state.step:,}: {reason}; "
                 f"{self._last_checkpoint()}"
             ) from error
-        raise error
 
     def _not_finite(self, what: str, step: int) -> NoReturn:
         checkpoints = list_checkpoints(self._root)
@@ -378,7 +387,7 @@ class _Watched:
         return batches if self._wish is None else self._wish.watched(batches)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return int(self._loader.num_batches(0))
 
 
 def monitored(figures: Figures, name: str) -> tuple[str, float]:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,13 @@ class Processes:
         flags = torch.tensor([float(flag)], device=self.device)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags.item())
+
+    def all(self, thing: Any) -> list[Any]:
+        """A thing that can be pickled of every process, by rank."""
+        everyones: list[Any] = [thing] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyones, thing, group=self.host_group)
+        return everyones
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over the processes."""

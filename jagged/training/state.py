@@ -31,6 +31,7 @@ class TrainState:
         step: updates of the weights; epoch, batch: where in the training data, both from 0.
         epoch_told: whether callbacks know that the epoch's last step is done; to_validate: whether a validation comes next.
         loss_sum, tokens: sum of the losses of all rows since the last validation, of this process, and the number of rows.
+        sums: both of every process, as they were at the checkpoint.
         gradient_norm: of the last step looked at, before clipping; None without clipping.
         seconds: of training until the last validation; epoch_seconds: since then.
         best: the best monitored value so far, and by which validation (from 1).
@@ -51,6 +52,7 @@ class TrainState:
     to_validate: bool = False
     loss_sum: float = 0.0
     tokens: float = 0
+    sums: list[list[float]] = field(default_factory=list)
     gradient_norm: float | None = None
     seconds: float = 0.0
     epoch_seconds: float = 0.0

@@ -73,6 +73,20 @@ class Trainer:
         config: how to train, and where to.
         callbacks: called while the run goes.
 
+    Example:
+        >>> from jagged.models import Task, TaskOutput, TaskScores
+        >>> class Clicks(Task):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.linear = nn.Linear(3, 1)
+        ...     def forward(self, batch):
+        ...         logits, labels = self.linear(batch).squeeze(1), (batch[:, 0] > 0).float()
+        ...         loss = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+        ...         return TaskOutput(loss, {"click": TaskScores(logits, labels)})
+        >>> batches = [torch.randn(8, 3) for _ in range(4)]
+        >>> trainer = Trainer(Clicks(), TrainerConfig(output="runs/clicks", max_epochs=2, device="cpu"))
+        >>> sorted(trainer.fit(batches, batches, progress=False).metrics.valid)
+        ['all', 'click']
     """
 
     def __init__(self, task: RankingTask, config: TrainerConfig, *, callbacks: Sequence[Callback] = ()) -> None:
@@ -138,7 +152,7 @@ class Trainer:
         """
         directory, device = Path(config.output), processes.device
         named = zip(("train", "valid", "test"), loaders, strict=True)
-        parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None}
+        parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None or name != "test"}
         with ExitStack() as closing:
             wish = closing.enter_context(stop_wish())
             for loader in parts.values():
@@ -210,6 +224,8 @@ def _resume(
     state = TrainState.from_json(content, path)
     state.check_resumable(fresh, path)
     state.config = fresh.config
+    if state.sums:
+        state.loss_sum, state.tokens = state.sums[engine.processes.rank]
     engine.load_state_tensors(tensors, state.step)
     load_states(callbacks, state.callbacks, path)
     best = engine.own_rows({name: value for name, value in tensors.items() if name.startswith(BEST)})

@@ -6,13 +6,13 @@ looks whether its main thread goes on, and tells the others through the group's 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
@@ -20,6 +20,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from jagged.training.processes import Processes
 
 _LOOKS = 20
+# Said in the store by who ends a run.
+_END = "end"
 
 
 class Watch:
@@ -39,6 +41,8 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
+        self._done.clear()
+        self._beaten = time.monotonic()
         if self._processes.world_size > 1:
             # A prefix of its own for each watch: an earlier run's words are no news.
             prefix = f"jagged/watch/{_next()}"
@@ -66,7 +70,7 @@ class Watch:
             yield item
             self.beat()
 
-    @contextmanager
+    @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
         """Work of this process alone that may take long, while the others wait."""
         self._patient += 1
@@ -79,14 +83,15 @@ class Watch:
     def _watch(self) -> None:
         interval, number = self._seconds / _LOOKS, 0
         seen: dict[int, tuple[str, float]] = {}
+        last = time.monotonic()
         while not self._done.wait(interval):
             number += 1
+            # While this thread did not run either, the whole process was stopped, as by Ctrl-Z, and stood still for no fault.
+            self._beaten += max(0.0, time.monotonic() - last - 2 * interval)
+            last = time.monotonic()
             try:
                 self._store.set(str(self._processes.rank), json.dumps([number, self._patient > 0, self._place()]))
-                if time.monotonic() - self._beaten < self._seconds or self._patient:
-                    seen = {rank: (word, time.monotonic()) for rank, word in self._words().items()}
-                    continue
-                words = self._words()
+                words, ends = self._words(), self._store.check([_END])
             except RuntimeError:
                 # The process that keeps the store is gone, which the collectives will say.
                 return
@@ -94,7 +99,9 @@ class Watch:
             seen = {rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()}
             # Who says nothing new is stopped as a whole; a patient one is waited for while it speaks.
             silent = {rank for rank, (_, since) in seen.items() if now - since > self._seconds / 2}
-            if any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
+            if ends:
+                self._end(words, silent)
+            if self._patient or any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
                 continue
             if now - self._beaten > 1.2 * self._seconds:
                 self._end(words, silent)
@@ -126,7 +133,18 @@ class Watch:
             file=sys.stderr,
             flush=True,
         )
+        self._wait_for_others(silent)
         os._exit(2)
+
+    def _wait_for_others(self, silent: set[int]) -> None:
+        """Let all who can say where they stand: who sees a process gone says no more than that."""
+        speaking = set(range(self._processes.world_size)) - silent
+        until = time.monotonic() + self._seconds / 2
+        with contextlib.suppress(RuntimeError):
+            self._store.set(_END, "")
+            self._store.set(f"{_END}.{self._processes.rank}", "")
+            while time.monotonic() < until and not self._store.check([f"{_END}.{rank}" for rank in speaking]):
+                time.sleep(0.02)
 
 
 _watches = 0

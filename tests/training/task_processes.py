@@ -1,0 +1,191 @@
+"""Tasks in two gloo processes against one. A program of its own: `test_task_processes.py` starts it.
+
+It imports everything once and forks the processes. Usage: `python -m tests.training.task_processes DIRECTORY`; prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jagged.config import TrainerConfig
+from jagged.models import NextItemTask, build
+from jagged.pointwise import PointwiseMetrics
+from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted
+from jagged.training.engine import Engine
+from jagged.training.processes import Processes
+from tests.training.clicks import Clicks, Rows, Told, config, loader, outcome
+from tests.training.lines import Line, batch, joined
+from tests.training.two_processes import SIZES, alone, distance, parallel, share
+
+# Rows of the two processes in each batch, and batches of a step where three are accumulated: 3, 3 and 1.
+SHARES = [(1, 5), (4, 2), (3, 3), (6, 1), (2, 2), (5, 4), (1, 3)]
+OPTIONS: dict[str, Any] = {"learning_rate": 0.05, "weight_decay": 0.1, "gradient_clip_norm": 0.5, "device": "cpu"}
+
+
+def batches(rank: int) -> list[dict[str, Tensor]]:
+    """This process's, with weights and masks; in the fifth batch one process has no row that counts."""
+    return [
+        batch(sizes[rank], 10 * i + rank, weights=True, masks=True, empty=i == 4 and rank == 1) for i, sizes in enumerate(SHARES)
+    ]
+
+
+def line_weights(accumulate: int, processes: Processes | None) -> dict[str, Tensor]:
+    """After an epoch: in processes, or by plain torch on the joint batches."""
+    task = Line()
+    if processes is not None:
+        engine = Engine(task, TrainerConfig(accumulate=accumulate, **OPTIONS), "32-true", processes)
+        for _ in engine.steps(iter(batches(processes.rank)), len(SHARES)):
+            pass
+    else:
+        groups = [{"params": [task.line.weight], "weight_decay": 0.1}, {"params": [task.line.bias], "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=0.05)
+        both = [joined([left, right]) for left, right in zip(batches(0), batches(1), strict=True)]
+        for first in range(0, len(both), accumulate):
+            optimizer.zero_grad()
+            task(joined(both[first : first + accumulate])).loss.backward()
+            nn.utils.clip_grad_norm_(task.parameters(), 0.5)
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in task.named_parameters()}
+
+
+def next_item_weights(processes: Processes) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    task = NextItemTask(build("sasrec", num_items=31, **SIZES).double(), label_smoothing=0.1)
+    engine = Engine(task, TrainerConfig(accumulate=3, warmup_steps=3, **OPTIONS), "32-true", processes)
+    for _ in engine.steps(share(31, processes.rank, processes.world_size), 4):
+        pass
+    assert engine.optimizer.steps == 2
+    with engine.whole_task() as whole:
+        return {name: value.detach().clone() for name, value in whole.named_parameters()}
+
+
+def scored(part: int, parts: int) -> list[dict[str, Any]]:
+    """Batches of a part of the rows, with weights and masks."""
+    found = []
+    for number, one in enumerate(loader(Rows(40))):
+        generator = torch.Generator().manual_seed(number)
+        one["weight"], one["mask"] = torch.rand(8, generator=generator) * 3, torch.rand(8, generator=generator) < 0.7
+        if number % parts == part:
+            found.append(one)
+    return found
+
+
+def figures(given: list[dict[str, Any]], wanted: bool = True) -> dict[str, Any]:
+    torch.manual_seed(0)
+    return Clicks(both=True).evaluate(given, "valid", progress=False, all_processes=wanted).to_json()
+
+
+class Ends(Callback):
+    """Ends a process's own run, or asks for its end, at a step of one process."""
+
+    def __init__(self, rank: int, step: int, how: str) -> None:
+        self.rank, self.step, self.how = rank, step, how
+
+    def on_step(self, progress: Progress) -> None:
+        if (torch.distributed.get_rank(), progress.state.step) == (self.rank, self.step):
+            if self.how == "signal":
+                os.kill(os.getpid(), signal.SIGTERM)
+            else:
+                progress.stop("enough")
+
+
+class Idle(Clicks):
+    """It has a weight that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.3)
+        self.idle = nn.Linear(2, 2)
+
+
+def fit(directory: Path, processes: Processes, *callbacks: Callback, resume: bool = False, task: Any = None) -> Any:
+    torch.manual_seed(1)
+    rank = processes.rank
+    parts = loader(Rows(seed=rank), shuffle=True), loader(Rows(30, rank)), loader(Rows(20, rank + 7))
+    trainer = Trainer(task or Clicks(dropout=0.3), config(directory, max_epochs=3), callbacks=callbacks)
+    return trainer.fit(*parts, resume=resume, progress=False)
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    result: dict[str, Any] = {"line": {}}
+    load = lambda name: torch.load(root / name, weights_only=True)  # noqa: E731
+
+    def told(name: str, what: Any) -> None:
+        (root / name).write_text(json.dumps(what))
+
+    def read(name: str) -> Any:
+        return json.loads((root / name).read_text())
+
+    for accumulate in (1, 3):
+        name = f"line {accumulate}"
+        # Default arguments: a loop's functions would all see its last round.
+        parallel(
+            root, name, lambda p, a=accumulate, n=name: torch.save(line_weights(a, p), root / f"{n}.{p.rank}")
+        )  # fmt: skip
+        alone(lambda _, a=accumulate, n=name: torch.save(line_weights(a, None), root / n))
+        result["line"][accumulate] = [distance(load(name), load(f"{name}.{rank}")) for rank in range(2)]
+
+    parallel(root, "split", lambda p: torch.save(next_item_weights(p), root / f"split.{p.rank}"))
+    alone(lambda p: torch.save(next_item_weights(p), root / "split one"))
+    result["split"] = [distance(load("split one"), load(f"split.{rank}")) for rank in range(2)]
+
+    def uneven(processes: Processes) -> None:
+        given = [*loader()][: 3 - processes.rank]
+        try:
+            Trainer(Clicks(), config(root / "uneven")).fit(given, given, progress=False)
+        except TrainingError as error:
+            told(f"uneven.{processes.rank}", str(error))
+
+    parallel(root, "uneven", uneven)
+    result["uneven"] = [read(f"uneven.{rank}") for rank in range(2)]
+
+    def merged(processes: Processes) -> None:
+        found = {"all": figures(scored(processes.rank, 2)), "one has none": figures(scored(0, 1) if processes.is_first else [])}
+        metrics = PointwiseMetrics()
+        metrics.update(torch.tensor([0.0, 1.0, 1.0]) + processes.rank, torch.tensor([0, 1, processes.rank]))
+        metrics.all_gather()
+        found["metrics"] = metrics.compute()
+        told(f"merged.{processes.rank}", found)
+
+    parallel(root, "merged", merged)
+    alone(lambda _: told("merged one", figures(scored(0, 1))))
+    metrics = PointwiseMetrics()
+    metrics.update(torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0, 2.0]), torch.tensor([0, 1, 0, 0, 1, 1]))
+    result["merged"] = [read("merged one"), metrics.compute(), *(read(f"merged.{rank}") for rank in range(2))]
+
+    def whole(name: str, *callbacks: Any, resume: bool = False) -> None:
+        def work(processes: Processes) -> None:
+            calls = Told()
+            try:
+                found = fit(root / name, processes, calls, *callbacks, resume=resume)
+                told(f"{name}.{processes.rank}", [found.steps, found.stopped, calls.calls])
+            except TrainingInterrupted as error:
+                told(f"{name}.{processes.rank}", str(error))
+
+        parallel(root, f"{name} {resume}", work)
+
+    whole("run")
+    whole("stopped", Ends(1, 8, "signal"))
+    result["interrupted"] = [read(f"stopped.{rank}") for rank in range(2)]
+    whole("stopped", resume=True)
+    whole("asked", Ends(1, 8, "stop"))
+    result["asked"] = [read(f"asked.{rank}")[:2] for rank in range(2)]
+    result["same"] = outcome(root / "run") == outcome(root / "stopped")
+    result["calls"] = [read(f"{name}.0")[2] for name in ("run", "stopped")]
+
+    parallel(root, "idle", lambda p: told(f"idle.{p.rank}", fit(root / "idle", p, task=Idle()).steps))
+    result["idle"] = [read(f"idle.{rank}") for rank in range(2)]
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

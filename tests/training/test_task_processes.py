@@ -1,0 +1,76 @@
+"""Tasks in two processes: the weights, figures and runs of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.test_docs import ROOT
+
+EPOCHS = [["epoch", 1, 6], ["epoch", 2, 12], ["epoch", 3, 18]]
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("two")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.training.task_processes", str(root)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout.replace(str(root), "ROOT"))
+    return found
+
+
+@pytest.mark.parametrize("accumulate", ["1", "3"])
+def test_weights_are_those_of_the_joint_batches(result: dict[str, Any], accumulate: str) -> None:
+    # A step is 5e-2. The shares of processes are numbers in float32 where nothing is accumulated.
+    assert max(result["line"][accumulate]) < 1e-8
+
+
+def test_a_split_table_with_accumulation(result: dict[str, Any]) -> None:
+    assert max(result["split"]) < 1e-8
+
+
+def test_different_numbers_of_batches_are_refused(result: dict[str, Any]) -> None:
+    line = "train: got 3, 2 batches in the 2 processes, expected the same number in each, 1 or more"
+    assert result["uneven"] == [line, line]
+
+
+def test_figures_are_those_of_all_rows(result: dict[str, Any]) -> None:
+    """Also where one process has no batch, and so knows of no task."""
+    one, metrics, *ranks = result["merged"]
+    for found in ranks:
+        for way in ("all", "one has none"):
+            assert found[way].keys() == one.keys()
+            for group in one:
+                assert found[way][group] == pytest.approx(one[group], rel=1e-12)
+        assert found["metrics"] == pytest.approx(metrics, rel=1e-12)
+
+
+def test_a_signal_to_one_process_stops_all_at_the_end_of_a_short_epoch(result: dict[str, Any]) -> None:
+    line = "stopped by SIGTERM after step 12; a checkpoint is in ROOT/stopped/checkpoints: resume to go on"
+    assert result["interrupted"] == [line, line]
+
+
+def test_the_run_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None:
+    assert result["same"] is True
+    assert result["calls"][0] == result["calls"][1]
+    assert [call for call in result["calls"][0] if call[0] == "epoch"] == EPOCHS
+
+
+def test_a_callback_of_one_process_ends_all(result: dict[str, Any]) -> None:
+    assert result["asked"] == [[12, "enough"], [12, "enough"]]
+
+
+def test_a_weight_that_nothing_uses(result: dict[str, Any]) -> None:
+    assert result["idle"] == [18, 18]

@@ -1,0 +1,81 @@
+"""A process that stands still, is stopped, or is killed ends the run of two with a line that says so; slow writes do not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.test_docs import ROOT
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("watch")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.training.standing_still", str(root)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout.replace(str(root), "ROOT"))
+    return found
+
+
+def line(rank: int, name: str, places: str) -> str:
+    """A pattern of the whole line."""
+    checkpoint = re.escape(f"the last checkpoint, ROOT/{name}/run/checkpoints/step-00000006, is whole: resume")
+    seconds = r"has stood still for \d+ s, hang_seconds are 2; "
+    return f"jagged: rank {rank} of 2 {seconds}{places}; {checkpoint}"
+
+
+def test_one_sleeps_for_ever(result: dict[str, Any]) -> None:
+    found = result["sleeps"]
+    assert found["codes"] == {"0": 2, "1": 2}
+    assert max(found["seconds"]) < 10
+    places = r"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 in standing_still\.py:\d+ \(sleep_for_ever\)"
+    for rank, said in enumerate(found["said"]):
+        assert len(said) == 1
+        assert re.fullmatch(line(rank, "sleeps", places), said[0])
+
+
+def test_one_is_stopped(result: dict[str, Any]) -> None:
+    found = result["stopped"]
+    assert found["codes"] == {"0": 2}
+    assert max(found["seconds"]) < 10
+    assert result["left"] == [["stopped", 1]]
+    assert found["said"][1] == []
+    assert len(found["said"][0]) == 1
+    assert re.fullmatch(line(0, "stopped", r"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 does not answer"), found["said"][0][0])
+
+
+def test_one_is_killed(result: dict[str, Any]) -> None:
+    found = result["killed"]
+    assert found["codes"] == {"0": 2, "1": -9}
+    assert max(found["seconds"]) < 10
+    assert len(found["said"][0]) == 1
+    assert re.fullmatch(
+        r"another process of the run ended or cannot be reached, after step [78]: .*; "
+        r"the last checkpoint, ROOT/killed/run/checkpoints/step-00000006, is whole: resume",
+        found["said"][0][0],
+    )
+
+
+@pytest.mark.parametrize("name", ["sleeps", "stopped", "killed"])
+def test_the_last_checkpoint_is_whole(result: dict[str, Any], name: str) -> None:
+    assert (result[name]["checkpoint"], result[name]["step"]) == ("step-00000006", 6)
+
+
+@pytest.mark.parametrize(("name", "step"), [("writes", 6), ("paused", 18)])
+def test_long_writes_and_pauses_of_all_are_no_standing_still(result: dict[str, Any], name: str, step: int) -> None:
+    assert result[name]["codes"] == {"0": 0, "1": 0}
+    assert result[name]["said"] == [[], []]
+    assert result[name]["step"] == step
