@@ -405,23 +405,25 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     with_clock = lambda *files, **options: tune_recorded(*files, timer=Clock(separate), **options)  # noqa: E731
     with monkeypatch.context() as patched:
         patched.setattr(tuning, "tune_recorded", with_clock)
-        assert run(patched, "tune", "--batches", str(recorded), "--out", str(out)) == 0
+        assert run(patched, "tune-bags", "--batches", str(recorded), "--out", str(out)) == 0
         assert "launches of all batches: 162.0 us without the plan, 100.0 us with it" in capsys.readouterr().out
         assert BagPlan.load(out).programs == 20
-        assert run(patched, "tune", "--batches", str(recorded), "--out", str(out), "--programs", "24", "--programs", "28") == 0
+        assert (
+            run(patched, "tune-bags", "--batches", str(recorded), "--out", str(out), "--programs", "24", "--programs", "28") == 0
+        )
         assert BagPlan.load(out).programs == 24
         assert "forward and backward of all batches" in capsys.readouterr().out
-        assert run(patched, "tune", "--batches", str(recorded), "--out", str(out), "--no-backward") == 0
+        assert run(patched, "tune-bags", "--batches", str(recorded), "--out", str(out), "--no-backward") == 0
         assert "forward and backward of all batches" not in capsys.readouterr().out
         capsys.readouterr()
-        assert run(patched, "tune", "--batches", str(tmp_path / "none.pt"), "--out", str(out)) == 2
+        assert run(patched, "tune-bags", "--batches", str(tmp_path / "none.pt"), "--out", str(out)) == 2
         assert "none.pt: found a file that cannot be read" in capsys.readouterr().err
-        assert run(patched, "tune", "--batches", str(recorded), "--out", str(recorded)) == 2
+        assert run(patched, "tune-bags", "--batches", str(recorded), "--out", str(recorded)) == 2
         assert "batches.pt: is there, and is no plan" in capsys.readouterr().err
-    assert run(monkeypatch, "tune", "--batches", str(recorded), "--out", str(out), "--programs", "65") == 2
-    assert "Invalid value for '--programs'" in capsys.readouterr().err
+    assert run(monkeypatch, "tune-bags", "--batches", str(recorded), "--out", str(out), "--programs", "65") == 2
+    assert capsys.readouterr().err == 'jagged: Invalid value "65" for --programs. Must be <= 64. See jagged tune-bags --help.\n'
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run(monkeypatch, "tune", "--batches", str(recorded), "--out", str(out)) == 2
+    assert run(monkeypatch, "tune-bags", "--batches", str(recorded), "--out", str(out)) == 2
     assert capsys.readouterr().err.endswith("jagged: found no NVIDIA GPU; a plan is measured on the GPU that it is for\n")
 
 

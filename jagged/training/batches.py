@@ -93,6 +93,9 @@ class Repeated:
         iterator, self._iterator = self._iterator, None
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
+            if getattr(self._batches, "_iterator", None) is iterator:
+                # With persistent workers the loader keeps it, and would go on with what is gone.
+                self._batches._iterator = None
 
     def __iter__(self) -> Iterator[Any]:
         return self._from(self._epoch, self._first)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -86,12 +88,23 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+@cache
+def _leave_garbage_to_the_parent() -> None:
+    """Let forked children, a loader's workers, never collect what was garbage when they began.
+
+    A group of an earlier run may be in a cycle that is not collected yet. Its destructor waits for its threads, which a child
+    does not have, and crashes.
+    """
+    os.register_at_fork(after_in_child=gc.freeze)
+
+
 @contextmanager
 def process_group(device: torch.device) -> Iterator[Processes]:
     """The process group of the run: the caller's or torchrun's, else one of this process alone, which needs no network.
 
     A group that was made here is taken down at the end, one that was found is left alone.
     """
+    _leave_garbage_to_the_parent()
     if dist.is_initialized():
         processes = _processes(device)
         try:

@@ -6,6 +6,7 @@ Usage: `python -m tests.training.killing DIRECTORY KILLS SEED`; prints a line of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -43,6 +44,7 @@ def digest(path: Path) -> tuple[int, str]:
 def train_in_child(directory: Path, dataset: SequenceDataset, workers: int) -> int:
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)
         code = 1
         # The default lock is shared by all children; one that is killed while it holds it would stop the others.
         tqdm.set_lock(threading.RLock())
@@ -106,6 +108,9 @@ def main() -> None:
             if done < kills and killed < 4:
                 kill_after(child, generator.uniform(0.0, 1.2 * seconds))
             _, status = os.waitpid(child, 0)
+            # A loader's worker whose parent dies before it has looked for it waits for ever.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
             if not os.WIFSIGNALED(status):
                 assert os.WEXITSTATUS(status) == 0, f"trial {trial}: the run failed"
                 break

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -133,6 +136,24 @@ def test_every_batch_is_trained_on_once_and_counted(processes: Processes) -> Non
     assert counts == [batch.targets.numel() for batch in batches]
     assert engine.samples == sum(batch.features.stride() for batch in batches)
     assert engine.optimizer.steps == len(batches)
+
+
+def test_a_forked_child_leaves_the_groups_of_runs_before_to_its_parent() -> None:
+    gc.disable()
+    try:
+        with process_group(torch.device("cpu")) as group:
+            cycle: list[Any] = [group]
+            cycle.append(cycle)
+        del group, cycle
+        child = os.fork()
+        if not child:
+            # It may wait for ever, too.
+            signal.alarm(20)
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        gc.enable()
 
 
 class _Sum(Task):
