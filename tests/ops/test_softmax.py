@@ -19,7 +19,6 @@ from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, ra
 
 ON_GPU = pytest.mark.gpu
 DIMS = st.sampled_from([-1, -2])
-WIDE = st.sampled_from([dtype for dtype in PLACE.dtypes if dtype in (torch.float32, torch.float64)])
 # Numbers between what kernels allocate and the rest.
 FENCE = 4096
 
@@ -51,21 +50,19 @@ def rows_of(lengths: tuple[int, ...], like: Jagged) -> Jagged:
     return jagged_of(lengths, like.offsets.dtype)
 
 
-@given(jagged_batches(), st.sampled_from([1, 3, 4, 20, 64]), float_dtypes(), seeds(), st.booleans(), st.sampled_from([1, 30]))
+@given(jagged_batches(), st.sampled_from([1, 3, 4, 20, 64]), float_dtypes(), seeds(), st.booleans())
 def test_jagged_softmax(
-    place: Place, division: None, batch: Jagged, features: int, dtype: torch.dtype, seed: int, strided: bool, scale: int
+    place: Place, division: None, batch: Jagged, features: int, dtype: torch.dtype, seed: int, strided: bool
 ) -> None:
-    # Of float32 and float64 `test_saturated` has the other.
-    scale = 1 if dtype in (torch.float32, torch.float64) else scale
     values = random_tensor((batch.total, features), dtype, seed, strided=strided)
     check_three_way(
-        lambda v: ops.jagged_softmax(v * scale, batch.offsets, backend=place.backend),
-        lambda v: reference.softmax(v * scale, batch.lengths),
+        lambda v: ops.jagged_softmax(v, batch.offsets, backend=place.backend),
+        lambda v: reference.softmax(v, batch.lengths),
         [values],
     )
 
 
-@given(jagged_batches(), st.sampled_from([1, 3, 20]), WIDE, seeds())
+@given(jagged_batches(), st.sampled_from([1, 3, 4, 20]), float_dtypes(), seeds())
 def test_saturated(place: Place, division: None, batch: Jagged, features: int, dtype: torch.dtype, seed: int) -> None:
     """Where one row has all the weight a gradient is the difference of equal numbers: it errs by a few roundings of those."""
     values, cotangent = (random_tensor((batch.total, features), dtype, seed + k) for k in range(2))
