@@ -23,7 +23,8 @@ from jagged.training import Callback, Progress, TrainingError, loop
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
 from tests.training.clicks import train
 
-HANG_SECONDS = 2.0
+# Far above what a busy machine makes a process wait.
+HANG_SECONDS = 5.0
 STEP = 8
 
 

@@ -33,14 +33,14 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def line(rank: int, name: str, places: str) -> str:
     """A pattern of the whole line."""
     checkpoint = re.escape(f"the last checkpoint, ROOT/{name}/run/checkpoints/step-00000006, is whole: resume")
-    seconds = r"has stood still for \d+ s, hang_seconds are 2; "
+    seconds = r"has stood still for \d+ s, hang_seconds are 5; "
     return f"jagged: rank {rank} of 2 {seconds}{places}; {checkpoint}"
 
 
 def test_one_sleeps_for_ever(result: dict[str, Any]) -> None:
     found = result["sleeps"]
     assert found["codes"] == {"0": 2, "1": 2}
-    assert max(found["seconds"]) < 10
+    assert max(found["seconds"]) < 30
     places = r"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 in standing_still\.py:\d+ \(sleep_for_ever\)"
     for rank, said in enumerate(found["said"]):
         assert len(said) == 1
@@ -50,7 +50,7 @@ def test_one_sleeps_for_ever(result: dict[str, Any]) -> None:
 def test_one_is_stopped(result: dict[str, Any]) -> None:
     found = result["stopped"]
     assert found["codes"] == {"0": 2}
-    assert max(found["seconds"]) < 10
+    assert max(found["seconds"]) < 30
     assert result["left"] == [["stopped", 1]]
     assert found["said"][1] == []
     assert len(found["said"][0]) == 1
@@ -60,7 +60,7 @@ def test_one_is_stopped(result: dict[str, Any]) -> None:
 def test_one_is_killed(result: dict[str, Any]) -> None:
     found = result["killed"]
     assert found["codes"] == {"0": 2, "1": -9}
-    assert max(found["seconds"]) < 10
+    assert max(found["seconds"]) < 30
     assert len(found["said"][0]) == 1
     assert re.fullmatch(
         r"another process of the run ended or cannot be reached, after step [78]: .*; "
