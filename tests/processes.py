@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from jagged.training import TrainingError
+
 
 def fork(work: Callable[[], None], count: int = 1, store: Path | None = None) -> None:
     """Do a piece of work in processes of their own, which with a file for a store are one gloo group; all must succeed."""
@@ -34,3 +36,23 @@ def fork(work: Callable[[], None], count: int = 1, store: Path | None = None) ->
         children.append(child)
     codes = [os.waitpid(child, 0)[1] for child in children]
     assert not any(codes), f"exit codes of the processes: {codes}"
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Begin a piece of work in a process of its own, the first of a group; a `TrainingError` ends it as it ends a command."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        os.setpgrp()
+        try:
+            work()
+            code = 0
+        except TrainingError as error:
+            print(error, file=sys.stderr)
+            code = error.exit_code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    return child

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,14 +114,3 @@ def train(
     parts = loader(Rows(noise=noise), shuffle=True, num_workers=workers), loader(Rows(30, 1)), loader(Rows(30, 2))
     trainer = Trainer(task, config(output, **options), callbacks=callbacks)
     return trainer.fit(*parts, resume=resume, progress=False)
-
-
-def outcome(directory: Path | str) -> dict[str, Any]:
-    """What a finished run must agree in with another one: everything but times and where it lies."""
-    directory = Path(directory)
-    history = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
-    return {
-        "weights": hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest(),
-        "metrics": json.loads((directory / "metrics.json").read_text()),
-        "history": [{name: value for name, value in row.items() if "second" not in name} for row in history],
-    }

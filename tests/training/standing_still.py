@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jagged.training import Callback, Progress, TrainingError, loop
+from jagged.training import Callback, Progress, loop
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
+from tests.processes import in_child
 from tests.training.clicks import train
 
 # Far above what a busy machine makes a process wait.
@@ -62,24 +62,6 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "writes": lambda: None,
     "paused": pause,
 }
-
-
-def in_child(work: Callable[[], Any]) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except TrainingError as error:
-            print(error, file=sys.stderr)
-            code = error.exit_code
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return child
 
 
 def keeper() -> tuple[int, int]:

@@ -13,8 +13,6 @@ import shutil
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +20,13 @@ import torch
 
 from jagged.training import checkpoint as checkpoints
 from jagged.training import loop
-from tests.training.clicks import Told, outcome, train
+from tests.processes import in_child
+from tests.training.clicks import Told, train
 from tests.training.killing import digest, kill_after
+from tests.training.support import outcome
 
 # Another number of workers would draw other noise.
 OPTIONS: dict[str, Any] = {"max_epochs": 6, "checkpoint_every": 2, "validate_every": "5 steps", "noise": 0.0}
-
-
-def in_child(work: Callable[[], Any]) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        os.setpgrp()
-        try:
-            work()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
-    return child
 
 
 def last_calls(directory: Path) -> list[Any]:

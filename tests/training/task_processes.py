@@ -21,8 +21,9 @@ from jagged.pointwise import PointwiseMetrics
 from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes
-from tests.training.clicks import Clicks, Rows, Told, config, loader, outcome
+from tests.training.clicks import Clicks, Rows, Told, config, loader
 from tests.training.lines import Line, batch, joined
+from tests.training.support import outcome
 from tests.training.two_processes import SIZES, alone, distance, parallel, share
 
 # Rows of the two processes in each batch, and batches of a step where three are accumulated: 3, 3 and 1.

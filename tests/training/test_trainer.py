@@ -23,8 +23,8 @@ from jagged.training.checkpoint import latest_checkpoint, list_checkpoints, load
 from jagged.training.engine import Engine
 from jagged.training.loop import Loop
 from tests.test_docs import ROOT, blocks
-from tests.training.clicks import STEPS_PER_EPOCH, Clicks, Rows, Told, config, loader, outcome, train
-from tests.training.support import run, tiny_dataset
+from tests.training.clicks import STEPS_PER_EPOCH, Clicks, Rows, Told, config, loader, train
+from tests.training.support import outcome, run, tiny_dataset
 
 EVERY_STEP = [["step", step] for step in range(1, 2 * STEPS_PER_EPOCH + 1)]
 
