@@ -22,7 +22,7 @@ from jagged.modules import RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
 from jagged.training.graphs import GraphedSteps, graphs_serve
-from jagged.training.optimizer import Optimizer, table_names
+from jagged.training.optimizer import Optimizer, check_updates, table_names
 from jagged.training.processes import Processes
 
 _TASK = "task."
@@ -63,6 +63,7 @@ class Engine:
     def __init__(
         self, task: nn.Module, config: TrainerConfig, precision: str, processes: Processes, total_steps: int = 0
     ) -> None:
+        check_updates(task)
         self.task = task
         self.processes = processes
         self._accumulate = config.accumulate

@@ -12,6 +12,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jagged.config import TrainerConfig
+from jagged.modules import ScheduledEmbeddingBagCollection
+from jagged.training.errors import TrainingError
 
 # What each optimizer keeps for a parameter.
 _STATES: dict[str, tuple[str, ...]] = {
@@ -31,6 +33,26 @@ def table_names(module: nn.Module) -> set[str]:
         if isinstance(part, _TABLES)
         for name, _ in part.named_parameters()
     }
+
+
+def check_updates(module: nn.Module) -> None:
+    """Refuse tables that are updated in the backward pass, whose states no checkpoint here would hold.
+
+    Gradients are also accumulated, clipped and averaged over processes after it.
+
+    Raises:
+        TrainingError: the first of them.
+    """
+    fused = [
+        path for path, part in module.named_modules() if isinstance(part, ScheduledEmbeddingBagCollection) and part.optimizers
+    ]
+    # TorchRec's `apply_optimizer_in_backward` leaves this on parameters.
+    fused += [name for name, parameter in module.named_parameters() if hasattr(parameter, "_in_backward_optimizers")]
+    if fused:
+        raise TrainingError(
+            f"task: {fused[0]} is updated in the backward pass, expected tables without an optimizer of their own; "
+            "choose theirs by table_optimizer"
+        )
 
 
 class Optimizer:

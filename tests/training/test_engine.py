@@ -5,18 +5,22 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
 from jagged.models import NextItemTask, SASRec, Task, TaskOutput, TaskScores
-from jagged.training import CheckpointError
+from jagged.modules import ScheduledEmbeddingBagCollection
+from jagged.training import CheckpointError, TrainingError
 from jagged.training.engine import Engine
 from jagged.training.optimizer import Optimizer
 from jagged.training.processes import Processes, process_group
@@ -176,3 +180,39 @@ def test_weights_that_are_not_finite_are_seen(processes: Processes) -> None:
     with torch.no_grad():
         task.linear.bias[1] = float("-inf")
     assert not engine.is_finite()
+
+
+def _fused_by_us() -> nn.Module:
+    return ScheduledEmbeddingBagCollection(_tables(), optimizer="adagrad", optimizer_options={"learning_rate": 0.1})
+
+
+def _fused_by_torchrec() -> nn.Module:
+    tables = EmbeddingBagCollection(tables=_tables())
+    with warnings.catch_warnings():
+        # TorchRec's tutorials still use it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        apply_optimizer_in_backward(torch.optim.SGD, tables.parameters(), {"lr": 0.1})
+    return tables
+
+
+def _tables() -> list[EmbeddingBagConfig]:
+    return [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(_fused_by_us, "linear"), (_fused_by_torchrec, "linear.embedding_bags.t.weight")],
+    ids=["ours", "TorchRec's"],
+)
+def test_tables_that_are_updated_in_the_backward_pass_are_refused(processes: Processes, make: Any, name: str) -> None:
+    task = _Sum()
+    task.linear = make()
+    with pytest.raises(TrainingError) as caught:
+        Engine(task, TrainerConfig(), "32-true", processes)
+    assert str(caught.value) == (
+        f"task: {name} is updated in the backward pass, expected tables without an optimizer of their own; "
+        "choose theirs by table_optimizer"
+    )
+    # Without an optimizer of their own they are trained.
+    task.linear = ScheduledEmbeddingBagCollection(_tables())
+    Engine(task, TrainerConfig(), "32-true", processes)
