@@ -84,6 +84,7 @@ def read_arrow(path: str | os.PathLike[str], expected: str, *, mapped: bool = Fa
         with (pa.memory_map if mapped else pa.OSFile)(os.fspath(path), "r" if mapped else "rb") as source:
             reader = pa.ipc.open_file(source)
             batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        reader.schema.names  # noqa: B018  # names that are no UTF-8 are refused when they are read
         for batch in batches:
             batch.validate(full=not mapped)
     except ArtifactError:
