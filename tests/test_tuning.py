@@ -380,10 +380,10 @@ def test_nothing_but_a_plan_is_written_over(tmp_path: Path, content: str) -> Non
         tune_recorded(recorded, out, timer=clock)
     assert out.read_text() == content
     assert clock.trials == 0
-    with pytest.raises(TuningError, match="cannot be written"):
-        tune_recorded(recorded, tmp_path, timer=clock)
-    with pytest.raises(TuningError, match="cannot be written"):
-        tune_recorded(recorded, recorded / "plan.json", timer=clock)
+    for out, problem in ((tmp_path, "Is a directory"), (recorded / "plan.json", "File exists")):
+        with pytest.raises(TuningError) as refused:
+            tune_recorded(recorded, out, timer=clock)
+        assert str(refused.value) == f"out: {out}: could not be written: {problem}; choose another name"
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def _tensors_of(number: int, tensors: dict[str, Tensor]) -> tuple[Tensor | None,
 
 def _batch(of: dict[str, Any], tensors: tuple[Tensor | None, ...]) -> KeyedJaggedTensor:
     values, lengths, weights = tensors
-    sizes = {} if len(set(of["sizes"])) == 1 else {"stride_per_key_per_rank": torch.tensor(of["sizes"])[:, None]}
+    sizes: dict[str, Any] = {} if len(set(of["sizes"])) == 1 else {"stride_per_key_per_rank": torch.tensor(of["sizes"])[:, None]}
     assert values is not None
     return KeyedJaggedTensor(of["keys"], values, weights=weights, lengths=lengths, **sizes)
 
