@@ -114,6 +114,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"old", ["file"])
 
 
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "null"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/null")
+    for path in (pipe, link):
+        with pytest.raises(FileExistsError) as error:
+            artifacts.write_file(path, b"new")
+        assert str(error.value) == f"[Errno 17] it is a pipe or a device: '{path}'"
+    assert (pipe.is_fifo(), os.readlink(link), sorted(os.listdir(tmp_path))) == (True, "/dev/null", ["null", "pipe"])
+
+
 def test_leftovers_of_killed_processes_are_swept_and_nothing_else(tmp_path: Path) -> None:
     for name in (".history.jsonl.123.tmp", ".model.json.77-0123abcd.tmp", ".lock", "a.tmp", ".b.tmp", "history.jsonl"):
         (tmp_path / name).touch()

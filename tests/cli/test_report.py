@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -207,11 +208,21 @@ def test_by_default_the_page_lies_in_the_run(run_directory: Path, tmp_path: Path
     assert report(copy, progress=False) == copy / "report.html"
 
 
-@pytest.mark.parametrize(("output", "expected"), [("missing/page.html", "could not be written"), (".", "is a directory")])
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("missing/page.html", "could not be written: No such file or directory; choose another --output"),
+        (".", "is a directory, expected the name of a page to write, for example {}/report.html"),
+        ("pipe", "could not be written: it is a pipe or a device; choose another --output"),
+    ],
+)
 def test_a_page_that_cannot_be_written_is_a_named_error(output: str, expected: str, run_directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=expected):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError) as error:
         report(run_directory, tmp_path / output, progress=False)
-    assert list(tmp_path.iterdir()) == []
+    assert str(error.value) == f"{tmp_path / output}: {expected.format(tmp_path)}"
+    assert os.listdir(tmp_path) == ["pipe"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_broken_history_is_named(run_directory: Path, tmp_path: Path) -> None:
