@@ -34,28 +34,24 @@ PAGE = Palette("#010203", "#040506", "none", "#070809", "#0a0b0c")
 _PAGE_VARIABLES = {"#010203": "var(--ink)", "#040506": "var(--rule)", "#070809": "var(--first)", "#0a0b0c": "var(--second)"}
 
 
-def curve(
-    values: Mapping[str, Sequence[tuple[float, float]]], ylabel: str, palette: Palette, *, mark: float | None = None
-) -> Any:
-    """Lines over epochs: by series name its (epoch, value) points; `mark` is the epoch that was selected."""
+def curve(points: Sequence[tuple[float, float]], xlabel: str, ylabel: str, palette: Palette, *, mark: float | None = None) -> Any:
+    """A line through (epoch or step, value) points; `mark` is the epoch or step that was selected."""
     figure, axes = _figure(palette)
-    for (name, points), color in zip(values.items(), (palette.first, palette.second), strict=False):
-        x, y = zip(*points, strict=True) if points else ((), ())
-        axes.plot(x, y, color=color, label=name, linewidth=1.8, marker="o" if len(points) < 30 else None, markersize=3)
+    x, y = zip(*points, strict=True)
+    axes.plot(x, y, color=palette.first, linewidth=1.8, marker="o" if len(points) < 30 else None, markersize=3)
     if mark is not None:
         axes.axvline(mark, color=palette.ink, linewidth=1, linestyle=":")
         low, high = axes.get_xlim()
         side = "right" if mark > (low + high) / 2 else "left"
         place = {"xytext": (-4 if side == "right" else 4, 0), "textcoords": "offset points", "ha": side}
-        axes.annotate(f"kept: {mark:g}", (mark, 0.02), xycoords=("data", "axes fraction"), color=palette.ink, **place)
-    axes.set_xlabel("epoch")
+        axes.annotate(f"kept: {mark:,.0f}", (mark, 0.02), xycoords=("data", "axes fraction"), color=palette.ink, **place)
+    axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    epochs = [epoch for points in values.values() for epoch, _ in points]
-    if epochs and min(epochs) == max(epochs):
-        axes.set_xlim(epochs[0] - 1, epochs[0] + 1)
-    if len(values) > 1:
-        _legend(axes, palette)
+    # Long numbers need room.
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=5 if max(x) >= 100_000 else "auto")
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    if min(x) == max(x):
+        axes.set_xlim(x[0] - 1, x[0] + 1)
     return figure
 
 
@@ -154,9 +150,9 @@ def _log_edges(largest: int) -> npt.NDArray[np.float64]:
 
 
 def _log_axis(axes: Any, largest: int) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     axes.set_xscale("log")
     axes.set_xlim(1, max(largest, 2))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_minor_locator(NullLocator())

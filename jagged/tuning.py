@@ -25,6 +25,7 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from jagged.artifacts import writing
 from jagged.data import read_batches
 from jagged.modules import ScheduledEmbeddingBagCollection
 from jagged.ops import BagLayout, BagPlan, BagSchedule, BagSchedules, embedding_bags
@@ -40,6 +41,7 @@ MOST_ROWS_TRIED = 6
 REPEATS, CONFIRMED = 5, 4
 # Classes that are printed.
 SHOWN = 12
+CURE = "choose another name"
 
 Key = TypeVar("Key")
 
@@ -241,23 +243,20 @@ def tune_recorded(
     module = ScheduledEmbeddingBagCollection(recorded.tables, is_weighted, device)
     tried = PROGRAMS_TRIED if programs is None else programs
     tuned = tune(module, recorded.batches, programs=tried, backward=backward, timer=timer, progress=progress)
-    try:
+    with writing(f"out: {target}", CURE, TuningError):
         tuned.plan.save(target)
-    except OSError as error:
-        raise TuningError(f"out: {target}: cannot be written: {error.strerror or error}") from None
     return tuned
 
 
 def _check_target(path: Path) -> None:
     """Refuse a place where no plan can be written, before it is measured, or where something else would be lost."""
-    try:
+    with writing(f"out: {path}", CURE, TuningError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            BagPlan.load(path)
-    except OSError as error:
-        raise TuningError(f"out: {path}: cannot be written: {error.strerror or error}") from None
-    except ValueError:
-        raise TuningError(f"out: {path}: is there, and is no plan of this version; choose another name, or remove it") from None
+        try:
+            if path.exists():
+                BagPlan.load(path)
+        except ValueError:
+            raise TuningError(f"out: {path}: is there, and is no plan of this version; {CURE}, or remove it") from None
 
 
 class _Lookups(NamedTuple):

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged import artifacts
 from jagged.artifacts import ArtifactError, CheckpointError, Expected
-from jagged.data import DataError, SequenceDataset, Vocabulary, record_batches
+from jagged.data import DataError, SequenceDataset, Vocabulary, read_batches, record_batches
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec
 from jagged.models.pretrained import from_pretrained, save_pretrained
@@ -50,6 +52,10 @@ def small_run(directory: Path) -> Path:
     )
     dataset.save(directory / "dataset")
     save_checkpoint(directory / "checkpoints", "step-00000003", {"model.a": torch.randn(3, 2)}, {"step": 3})
+    table = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked"])
+    batch = KeyedJaggedTensor(keys=["clicked"], values=torch.tensor([5, 99]), lengths=torch.tensor([2, 0]))
+    (directory / "recorded").mkdir()
+    record_batches(directory / "recorded" / "batches.safetensors", [table], [batch])
     return directory
 
 
@@ -64,7 +70,9 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def reseal(directory: Path) -> None:
-    """List what is there, as someone does who knows the format."""
+    """List what is there, as someone does who knows the format; batches that were recorded have no list."""
+    if not (directory / artifacts.MANIFEST).exists():
+        return
     old = json.loads((directory / artifacts.MANIFEST).read_text())
     kept = {name: value for name, value in old.items() if name not in ("format_version", "files", "sha256")}
     artifacts.write_manifest(directory, [name for name in old["files"] if (directory / name).is_file()], kept)
@@ -87,12 +95,6 @@ def test_files_have_the_mode_that_files_get_there(mask: int, tmp_path: Path) -> 
         small_run(tmp_path / "run")
         Vocabulary(["a"]).save(tmp_path / "run" / "more.arrow")
         TrainCounts(torch.ones(1, dtype=torch.int64), 1).save(tmp_path / "run")
-        from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
-        table = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked"])
-        batch = KeyedJaggedTensor(keys=["clicked"], values=torch.tensor([5]), lengths=torch.tensor([1]))
-        record_batches(tmp_path / "run" / "batches.pt", [table], [batch])
     finally:
         os.umask(before)
     assert modes(tmp_path) == {0o666 & ~mask}
@@ -110,6 +112,17 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     assert (path.read_bytes(), os.listdir(tmp_path)) == (b"old", ["file"])
+
+
+def test_a_pipe_or_a_device_is_not_replaced(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "null"
+    os.mkfifo(pipe)
+    link.symlink_to("/dev/null")
+    for path in (pipe, link):
+        with pytest.raises(FileExistsError) as error:
+            artifacts.write_file(path, b"new")
+        assert str(error.value) == f"[Errno 17] it is a pipe or a device: '{path}'"
+    assert (pipe.is_fifo(), os.readlink(link), sorted(os.listdir(tmp_path))) == (True, "/dev/null", ["null", "pipe"])
 
 
 def test_leftovers_of_killed_processes_are_swept_and_nothing_else(tmp_path: Path) -> None:
@@ -273,6 +286,7 @@ def everything(directory: Path) -> Iterator[tuple[Callable[[], object], type[Exc
     yield lambda: look(SequenceDataset.load(directory / "dataset")), DataError
     yield lambda: TrainCounts.load(directory), CheckpointError
     yield lambda: load_checkpoint(directory / "checkpoints" / "step-00000003"), CheckpointError
+    yield lambda: read_batches(directory / "recorded" / "batches.safetensors"), DataError
 
 
 def look(dataset: SequenceDataset) -> None:

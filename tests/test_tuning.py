@@ -354,7 +354,7 @@ def test_what_is_printed() -> None:
 
 
 def test_recorded_batches_make_a_plan(tmp_path: Path) -> None:
-    recorded, out = tmp_path / "batches.pt", tmp_path / "plans" / "plan.json"
+    recorded, out = tmp_path / "batches.safetensors", tmp_path / "plans" / "plan.json"
     record_batches(recorded, tables(), [batch(), batch()])
     for _ in range(2):
         tuned = tune_recorded(recorded, out, timer=Clock(separate), progress=False)
@@ -370,7 +370,7 @@ def test_recorded_batches_make_a_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "{}", "user_id,item_id\n", '{"format": "jagged plan of embedding bags", "version": 9}'])
 def test_nothing_but_a_plan_is_written_over(tmp_path: Path, content: str) -> None:
-    recorded, out = tmp_path / "batches.pt", tmp_path / "plan.json"
+    recorded, out = tmp_path / "batches.safetensors", tmp_path / "plan.json"
     record_batches(recorded, tables(), [batch()])
     out.write_text(content)
     clock = Clock(separate)
@@ -380,16 +380,16 @@ def test_nothing_but_a_plan_is_written_over(tmp_path: Path, content: str) -> Non
         tune_recorded(recorded, out, timer=clock)
     assert out.read_text() == content
     assert clock.trials == 0
-    with pytest.raises(TuningError, match="cannot be written"):
-        tune_recorded(recorded, tmp_path, timer=clock)
-    with pytest.raises(TuningError, match="cannot be written"):
-        tune_recorded(recorded, recorded / "plan.json", timer=clock)
+    for out, problem in ((tmp_path, "Is a directory"), (recorded / "plan.json", "File exists")):
+        with pytest.raises(TuningError) as refused:
+            tune_recorded(recorded, out, timer=clock)
+        assert str(refused.value) == f"out: {out}: could not be written: {problem}; choose another name"
 
 
 def test_files_of_another_kind(tmp_path: Path) -> None:
-    (tmp_path / "batches.pt").write_text("user_id,item_id\n")
-    with pytest.raises(DataError, match="found something else, expected batches"):
-        tune_recorded(tmp_path / "batches.pt", tmp_path / "plan.json", timer=Clock(separate))
+    (tmp_path / "batches.safetensors").write_text("user_id,item_id\n")
+    with pytest.raises(DataError, match=r"expected batches that jagged\.data\.record_batches wrote$"):
+        tune_recorded(tmp_path / "batches.safetensors", tmp_path / "plan.json", timer=Clock(separate))
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -400,7 +400,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded, out = tmp_path / "batches.pt", tmp_path / "plan.json"
+    recorded, out = tmp_path / "batches.safetensors", tmp_path / "plan.json"
     record_batches(recorded, tables(), [batch()])
     with_clock = lambda *files, **options: tune_recorded(*files, timer=Clock(separate), **options)  # noqa: E731
     with monkeypatch.context() as patched:
@@ -417,9 +417,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
         assert "forward and backward of all batches" not in capsys.readouterr().out
         capsys.readouterr()
         assert run(patched, "tune-bags", "--batches", str(tmp_path / "none.pt"), "--out", str(out)) == 2
-        assert "none.pt: found a file that cannot be read" in capsys.readouterr().err
+        assert "none.pt: cannot be read: No such file or directory; expected batches" in capsys.readouterr().err
         assert run(patched, "tune-bags", "--batches", str(recorded), "--out", str(recorded)) == 2
-        assert "batches.pt: is there, and is no plan" in capsys.readouterr().err
+        assert "batches.safetensors: is there, and is no plan" in capsys.readouterr().err
     assert run(monkeypatch, "tune-bags", "--batches", str(recorded), "--out", str(out), "--programs", "65") == 2
     assert capsys.readouterr().err == 'jagged: Invalid value "65" for --programs. Must be <= 64. See jagged tune-bags --help.\n'
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

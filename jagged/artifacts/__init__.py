@@ -8,7 +8,7 @@ from jagged.artifacts.errors import ArtifactError, CheckpointError, errors_as, m
 from jagged.artifacts.files import DAY, MANIFEST, new_directory, remove, replacing, replacing_files, sweep, write_file
 from jagged.artifacts.lock import LOCK, lock
 from jagged.artifacts.manifest import Manifest, dump_json, dump_json_lines, unlist, verify, write_manifest
-from jagged.artifacts.readers import read_arrow, read_json, read_json_lines
+from jagged.artifacts.readers import parse_json, read_arrow, read_bytes, read_json, read_json_lines
 from jagged.artifacts.tensors import FLOATS, Described, Expected, read_header, read_tensors, save_tensors
 
 __all__ = [
@@ -27,7 +27,9 @@ __all__ = [
     "lock",
     "message",
     "new_directory",
+    "parse_json",
     "read_arrow",
+    "read_bytes",
     "read_header",
     "read_json",
     "read_json_lines",

@@ -6,6 +6,7 @@ for the whole, and `sweep` finds what a killed process left.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -31,8 +32,11 @@ def replacing(path: Path) -> Iterator[Path]:
     It gets the mode that files get in its directory, whatever made it: safetensors' own is for the user alone.
 
     Raises:
-        OSError: it cannot be written; then nothing is left of the attempt.
+        OSError: it cannot be written; then nothing is left of the attempt. A pipe or a device, which a file would take away from
+            everybody, is left in its place.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise FileExistsError(errno.EEXIST, "it is a pipe or a device", str(path))
     aside = _aside(path)
     try:
         with open(aside, "xb") as file:

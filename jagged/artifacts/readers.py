@@ -101,5 +101,6 @@ def check_regular(path: str | os.PathLike[str]) -> None:
         ArtifactError: a directory, a pipe, a device.
         OSError: no file.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):
-        raise ArtifactError(message(path, "no regular file", "one", "copy it again"))
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode):
+        raise ArtifactError(message(path, "a directory" if stat.S_ISDIR(mode) else "a pipe or a device", "a regular file"))

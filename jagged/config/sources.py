@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from jagged.artifacts import errors_as, read_bytes
 from jagged.config.section import ConfigError, short
 
 # A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
@@ -42,13 +43,8 @@ def read_file(path: Path) -> dict[str, Any]:
         ConfigError: it cannot be read, or holds something else.
     """
     kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
-    try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if len(content) > _MAX_FILE_BYTES:
-        raise ConfigError(f"{path}: found more than {_MAX_FILE_BYTES} bytes, expected a short configuration in {kind}")
+    with errors_as(ConfigError):
+        content = read_bytes(path, _MAX_FILE_BYTES)
     try:
         values = parse(content.decode("utf-8"))
     except RecursionError:

@@ -3,13 +3,19 @@
 Chunks are encoded to dense ids and appended to one spill file; the users' event counts that fall out give every user's final
 place. Then ranges of users that fit in memory are sorted one after another by (user, time, order in the files) and written behind
 each other. Only the vocabularies, the users' counts and one range are ever in memory.
+
+The working files have no names: they end with the process, however that ends, and two builds cannot meet. That is why they do not
+go through the artifact layer, which makes files that stay.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
 
 import numpy as np
@@ -108,14 +114,16 @@ class DatasetBuilder:
         self._time_kind = ""
         # Where the first time stands of each unit that numbers since 1970 may have; "" for numbers that are none.
         self._units: dict[str, str] = {}
-        self._spill_path = directory / "spill"
-        self._spill = open(self._spill_path, "wb")  # noqa: SIM115 closed by finish or close
+        self._files = ExitStack()
+        self._spill = self._working_file()
         self._width = 2
 
     def close(self) -> None:
-        """Close and remove the spill file; harmless after `finish`."""
-        self._spill.close()
-        self._spill_path.unlink(missing_ok=True)
+        """Close the working files, which removes them; harmless after `finish`."""
+        self._files.close()
+
+    def _working_file(self) -> BinaryIO:
+        return self._files.enter_context(TemporaryFile(dir=self.directory))
 
     def add(self, chunk: Chunk) -> None:
         """Append a chunk's events after those that came before."""
@@ -192,7 +200,6 @@ class DatasetBuilder:
         Raises:
             DataError: there was not one event.
         """
-        self._spill.close()
         num_users = len(self._users.codes)
         offsets = np.zeros(num_users + 1, dtype=np.int64)
         np.cumsum(self._counts[:num_users], out=offsets[1:])
@@ -202,8 +209,9 @@ class DatasetBuilder:
         users, items = self._users.vocabulary(self.typed), self._items.vocabulary(self.typed)
         self.notes["duplicate_users"] = int((self._rows[:num_users] > 1).sum())
         self.notes["empty_users"] = len(self._without_items - self._users.codes.keys())
-        self._sort(offsets, advance)
-        fingerprint = self._write_events(offsets, users, items, advance)
+        with self._files:
+            columns = self._sort(offsets, advance)
+            fingerprint = self._write_events(columns, offsets, users, items, advance)
         users.save(self.directory / USERS)
         items.save(self.directory / ITEMS)
         content = {
@@ -216,57 +224,56 @@ class DatasetBuilder:
         }
         return sealed(self.directory, content)
 
-    def _sort(self, offsets: IntArray, advance: Callable[[int], object]) -> None:
+    def _sort(self, offsets: IntArray, advance: Callable[[int], object]) -> dict[str, BinaryIO]:
+        """Files of the sorted values of each column, by its name."""
         total = int(offsets[-1])
         limit = max(self.range_events, -(-total // MAX_RANGES))
         bounds = [0]
         while bounds[-1] < len(offsets) - 1:
             end = int(np.searchsorted(offsets, offsets[bounds[-1]] + limit, side="right")) - 1
             bounds.append(max(end, bounds[-1] + 1))
-        paths = self._distribute(np.array(bounds))
-        with open(self.directory / "item.raw", "wb") as item_file, open(self.directory / "time.raw", "wb") as time_file:
-            for path in paths:
-                rows = np.fromfile(path, dtype=np.int64).reshape(-1, self._width)
-                path.unlink()
-                keys = (rows[:, 0],) if self._width == 2 else (rows[:, 2], rows[:, 0])
-                rows = rows[np.lexsort(keys)]
-                _write(item_file, rows[:, 1])
-                if self._width == 3:
-                    _write(time_file, rows[:, 2])
-                advance(len(rows))
+        columns = {name: self._working_file() for name in ("item_id", "timestamp")[: self._width - 1]}
+        for file in self._distribute(np.array(bounds)):
+            with file:
+                file.seek(0)
+                rows = np.fromfile(file, dtype=np.int64).reshape(-1, self._width)
+            keys = (rows[:, 0],) if self._width == 2 else (rows[:, 2], rows[:, 0])
+            rows = rows[np.lexsort(keys)]
+            for number, column in enumerate(columns.values(), 1):
+                _write(column, rows[:, number])
+            advance(len(rows))
+        return columns
 
-    def _distribute(self, bounds: IntArray) -> list[Path]:
+    def _distribute(self, bounds: IntArray) -> list[BinaryIO]:
         if len(bounds) == 2:
-            return [self._spill_path]
-        paths = [self.directory / f"range-{k}" for k in range(len(bounds) - 1)]
-        files = [open(path, "wb") for path in paths]  # noqa: SIM115 closed below
-        try:
-            with open(self._spill_path, "rb") as spill:
-                while len(rows := np.fromfile(spill, np.int64, COPY_EVENTS * self._width).reshape(-1, self._width)):
-                    owner = np.searchsorted(bounds, rows[:, 0], side="right") - 1
-                    order = np.argsort(owner, kind="stable")
-                    rows, owner = rows[order], owner[order]
-                    present, starts = np.unique(owner, return_index=True)
-                    for k, part in zip(present, np.split(rows, starts[1:]), strict=True):
-                        _write(files[k], part)
-        finally:
-            for file in files:
-                file.close()
-        self._spill_path.unlink()
-        return paths
+            return [self._spill]
+        files = [self._working_file() for _ in bounds[1:]]
+        with self._spill as spill:
+            spill.seek(0)
+            while len(rows := np.fromfile(spill, np.int64, COPY_EVENTS * self._width).reshape(-1, self._width)):
+                owner = np.searchsorted(bounds, rows[:, 0], side="right") - 1
+                order = np.argsort(owner, kind="stable")
+                rows, owner = rows[order], owner[order]
+                present, starts = np.unique(owner, return_index=True)
+                for k, part in zip(present, np.split(rows, starts[1:]), strict=True):
+                    _write(files[k], part)
+        return files
 
-    def _write_events(self, offsets: IntArray, users: Vocabulary, items: Vocabulary, advance: Callable[[int], object]) -> str:
+    def _write_events(
+        self,
+        columns: dict[str, BinaryIO],
+        offsets: IntArray,
+        users: Vocabulary,
+        items: Vocabulary,
+        advance: Callable[[int], object],
+    ) -> str:
         sha = hashlib.sha256(b"jagged.dataset.1:" + digest(users.ids) + digest(items.ids))
         sha.update(offsets.tobytes())
         boundaries = pa.array(offsets)
-        columns, names = [], []
-        for name, raw in (("item_id", "item.raw"), ("timestamp", "time.raw")):
-            path = self.directory / raw
-            if not path.stat().st_size:
-                path.unlink()
-                continue
-            with pa.memory_map(str(path)) as mapped:
-                data = mapped.read_buffer()
+        arrays = []
+        for name, file in columns.items():
+            file.flush()
+            data = pa.py_buffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
             sha.update(name.encode())
             for start in range(0, data.size, 8 * COPY_EVENTS):
                 piece = memoryview(data)[start : start + 8 * COPY_EVENTS]
@@ -274,13 +281,10 @@ class DatasetBuilder:
                 if name == "item_id":
                     advance(len(piece) // 8)
             values = pa.Array.from_buffers(pa.int64(), data.size // 8, [None, data])
-            columns.append(pa.LargeListArray.from_arrays(boundaries, values))
-            names.append(name)
-        batch = pa.record_batch(columns, names=names)
+            arrays.append(pa.LargeListArray.from_arrays(boundaries, values))
+        batch = pa.record_batch(arrays, names=list(columns))
         with pa.OSFile(str(self.directory / EVENTS), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
-        for raw in ("item.raw", "time.raw"):
-            (self.directory / raw).unlink(missing_ok=True)
         return sha.hexdigest()
 
 

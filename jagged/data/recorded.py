@@ -1,7 +1,7 @@
-"""Batches of features written down beside the tables that they are looked up in, for `jagged tune`.
+"""Batches of features written down beside the tables that they are looked up in, for `jagged tune-bags`.
 
-A file is plain tensors, numbers and words, as `torch.save` writes them; it is read with `weights_only=True`, so that it can bring
-no code.
+A file is one of safetensors. It holds the batches' tensors, and as the bytes of a JSON text the tables and each batch's keys, so
+that it can bring no code, and a small one no large tensors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from torch import Tensor
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.artifacts import replacing
-from jagged.data.errors import refuse, shown
+from jagged.artifacts import ArtifactError, dump_json, parse_json, read_tensors, save_tensors
+from jagged.data.errors import DataError, refuse, shown
 
-FORMAT, VERSION = "jagged recorded batches", 1
+FORMAT, VERSION = "jagged recorded batches", 2
+DESCRIPTION, TENSORS = "description", ("values", "lengths", "weights")
 EXPECTED = "batches that jagged.data.record_batches wrote"
 IDS = (torch.int32, torch.int64)
 
@@ -62,11 +63,19 @@ def record_batches(
         >>> from jagged.data import read_batches, record_batches
         >>> table = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked"])
         >>> batch = KeyedJaggedTensor(keys=["clicked"], values=torch.tensor([5, 99]), lengths=torch.tensor([2, 0]))
-        >>> record_batches("batches.pt", [table], [batch])
-        >>> read_batches("batches.pt").batches[0].values()
+        >>> record_batches("batches.safetensors", [table], [batch])
+        >>> read_batches("batches.safetensors").batches[0].values()
         tensor([ 5, 99])
     """
-    content: dict[str, Any] = {
+    tensors: dict[str, Tensor] = {}
+    described = []
+    for number, batch in enumerate(batches):
+        described.append({"keys": list(batch.keys()), "sizes": list(batch.stride_per_key())})
+        for name, tensor in zip(TENSORS, (batch.values(), batch.lengths(), batch.weights_or_none()), strict=True):
+            if tensor is not None:
+                # Tensors of a file share no memory, as parts of one or a batch that comes twice do.
+                tensors[f"{number}.{name}"] = tensor.detach().cpu().clone()
+    content = {
         "format": FORMAT,
         "version": VERSION,
         "tables": [
@@ -80,20 +89,11 @@ def record_batches(
             }
             for table in tables
         ],
-        "batches": [
-            {
-                "keys": list(batch.keys()),
-                "values": _plain(batch.values()),
-                "lengths": _plain(batch.lengths()),
-                "weights": None if batch.weights_or_none() is None else _plain(batch.weights()),
-                "sizes": list(batch.stride_per_key()),
-            }
-            for batch in batches
-        ],
+        "batches": described,
     }
-    _checked(content, path)
-    with replacing(Path(path)) as aside, open(aside, "wb") as file:
-        torch.save(content, file)
+    _check(content, tensors, path)
+    text = torch.frombuffer(bytearray(dump_json(content)), dtype=torch.uint8)
+    save_tensors(Path(path), {DESCRIPTION: text, **tensors})
 
 
 def read_batches(path: str | os.PathLike[str]) -> RecordedBatches:
@@ -103,17 +103,16 @@ def read_batches(path: str | os.PathLike[str]) -> RecordedBatches:
         DataError: a file that is not there, of another kind or version, or whose batches and tables do not fit.
     """
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise refuse(path, f"a file that cannot be read ({error.strerror or error})", EXPECTED) from None
-    except Exception:
-        # What is no archive of tensors fails in as many ways as there are bytes.
-        raise refuse(path, "something else", EXPECTED) from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        tensors = read_tensors(Path(path))
+        text = tensors.pop(DESCRIPTION, None)
+        content = {} if text is None or text.dtype != torch.uint8 else parse_json(text.numpy().tobytes(), Path(path))
+    except ArtifactError as error:
+        raise DataError(f"{error}; expected {EXPECTED}") from None
+    if content.get("format") != FORMAT:
         raise refuse(path, "something else", EXPECTED)
     if content.get("version") != VERSION:
         raise refuse(path, f"version {shown(content.get('version'))}", f"version {VERSION}", "record the batches again")
-    _checked(content, path)
+    _check(content, tensors, path)
     tables = [
         EmbeddingBagConfig(
             name=table["name"],
@@ -125,36 +124,32 @@ def read_batches(path: str | os.PathLike[str]) -> RecordedBatches:
         )
         for table in content["tables"]
     ]
-    return RecordedBatches(tables, [_batch(of) for of in content["batches"]])
+    return RecordedBatches(tables, [_batch(of, _tensors_of(number, tensors)) for number, of in enumerate(content["batches"])])
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    # A view would bring all of what it is a view of.
-    return tensor.detach().cpu().clone()
+def _tensors_of(number: int, tensors: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
+    return tuple(tensors.get(f"{number}.{name}") for name in TENSORS)
 
 
-def _batch(of: dict[str, Any]) -> KeyedJaggedTensor:
-    sizes: dict[str, Any] = {}
-    if len(set(of["sizes"])) > 1:
-        sizes["stride_per_key_per_rank"] = torch.tensor(of["sizes"])[:, None]
-    return KeyedJaggedTensor(of["keys"], of["values"], weights=of["weights"], lengths=of["lengths"], **sizes)
+def _batch(of: dict[str, Any], tensors: tuple[Tensor | None, ...]) -> KeyedJaggedTensor:
+    values, lengths, weights = tensors
+    sizes: dict[str, Any] = {} if len(set(of["sizes"])) == 1 else {"stride_per_key_per_rank": torch.tensor(of["sizes"])[:, None]}
+    assert values is not None
+    return KeyedJaggedTensor(of["keys"], values, weights=weights, lengths=lengths, **sizes)
 
 
-def _checked(content: dict[str, Any], path: str | os.PathLike[str]) -> None:
+def _check(content: dict[str, Any], tensors: dict[str, Tensor], path: str | os.PathLike[str]) -> None:
     """Refuse tables and batches that cannot be looked up."""
-    tables, batches = content.get("tables"), content.get("batches")
-    for name, of in (("tables", tables), ("batches", batches)):
-        if not isinstance(of, list) or not of:
+    for name in ("tables", "batches"):
+        if not isinstance(content.get(name), list) or not content[name]:
             raise refuse(path, f"no {name}", f"at least one of {name}")
-    assert isinstance(tables, list)
-    assert isinstance(batches, list)
+    tables, batches = content["tables"], content["batches"]
     for number, table in enumerate(tables):
         if problem := _problem_of_table(table):
             raise refuse(path, f"table {number} with {problem}", "name, rows, width, pooling, data_type and features")
     features = [name for table in tables for name in table["features"]]
-    weighted = isinstance(batches[0], dict) and batches[0].get("weights") is not None
     for number, batch in enumerate(batches):
-        if problem := _problem_of_batch(batch, features, weighted):
+        if problem := _problem_of_batch(batch, _tensors_of(number, tensors), features, "0.weights" in tensors):
             raise refuse(
                 path, f"batch {number} with {problem}", "keys, ids, lengths and weights that fit one another and the tables"
             )
@@ -164,21 +159,21 @@ def _problem_of_table(table: Any) -> str | None:
     if not isinstance(table, dict):
         return "no fields"
     for name in ("rows", "width"):
-        if type(table.get(name)) is not int or table[name] < 1:
+        if type(table.get(name)) is not int or not 1 <= table[name] < 2**63:
             return f"{name} {shown(table.get(name))}"
     if not isinstance(table.get("name"), str):
         return f"name {shown(table.get('name'))}"
     for name, kind in (("pooling", PoolingType), ("data_type", DataType)):
-        if table.get(name) not in kind.__members__:
+        if table.get(name) not in list(kind.__members__):
             return f"{name} {shown(table.get(name))}"
     return None if _are_words(table.get("features")) else f"features {shown(table.get('features'))}"
 
 
-def _problem_of_batch(batch: Any, features: list[str], weighted: bool) -> str | None:
+def _problem_of_batch(batch: Any, tensors: tuple[Tensor | None, ...], features: list[str], weighted: bool) -> str | None:
     if not isinstance(batch, dict) or not _are_words(batch.get("keys")):
         return "no keys"
-    values, lengths, weights, sizes = (batch.get(name) for name in ("values", "lengths", "weights", "sizes"))
-    if not isinstance(values, Tensor) or values.dtype not in IDS or values.ndim != 1:
+    (values, lengths, weights), sizes = tensors, batch.get("sizes")
+    if values is None or values.dtype not in IDS or values.ndim != 1:
         return "values that are no ids"
     if (
         not isinstance(sizes, list)
@@ -186,13 +181,14 @@ def _problem_of_batch(batch: Any, features: list[str], weighted: bool) -> str | 
         or any(type(size) is not int or size < 0 for size in sizes)
     ):
         return "sizes that are not those of its keys"
-    if not isinstance(lengths, Tensor) or lengths.dtype not in IDS or list(lengths.shape) != [sum(sizes)]:
+    if lengths is None or lengths.dtype not in IDS or list(lengths.shape) != [sum(sizes)]:
         return "lengths that are not those of its samples"
-    if bool((lengths < 0).any()) or int(lengths.sum()) != len(values):
+    # A sum of longer ones could pass the largest number and come out right.
+    if bool(((lengths < 0) | (lengths > len(values))).any()) or int(lengths.sum()) != len(values):
         return f"lengths that are not those of its {len(values)} ids"
     if (weights is not None) != weighted:
         return "weights, but not the first" if weights is not None else "no weights, but the first"
-    if weights is not None and (not isinstance(weights, Tensor) or weights.shape != values.shape):
+    if weights is not None and (not weights.is_floating_point() or weights.shape != values.shape):
         return "weights that are not those of its ids"
     missing = [name for name in features if name not in batch["keys"]]
     return f"no key {shown(missing[0])}" if missing else None

@@ -60,7 +60,8 @@ class RunFacts:
         lengths: `[U]` events of each user.
         ranks: by model name `[n]` 1-based rank of each held-out item, under the run's own choice about seen items.
         metrics: by protocol, by model name, by metric.
-        history: a row for each validation: "epoch", "loss" and "monitored", the validation metric.
+        history: a row for each validation: "epoch" or, where validations come after steps, "step"; "loss" and "monitored", the
+            validation metric.
         leaks: counts of `jagged.data.leaks`.
         versions: by distribution.
     """
@@ -110,7 +111,9 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
 
 def write_page(facts: RunFacts, path: Path) -> Path:
     """Write the page of a run; it appears whole or not at all. Returns where it is."""
-    _write(path, render(facts))
+    page = render(facts).encode()
+    with writing(path, "choose another --output", ConfigError):
+        write_file(path, page)
     return path
 
 
@@ -144,7 +147,7 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
         lengths=dataset.lengths.numpy(),
         ranks={name: _target_ranks(model, held_out, config, run.device) for name, model in models.items()},
         metrics={name: {"model": figures, "popularity": baseline[name]} for name, figures in model_metrics.items()},
-        history=_read_history(Path(directory) / "history.jsonl", ("epoch", "loss", "monitored")),
+        history=_read_history(Path(directory) / "history.jsonl", (_unit(config), "loss", "monitored")),
         leaks=leaks(split),
         versions=installed(),
     )
@@ -180,13 +183,18 @@ def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: t
 
 
 def _read_history(path: Path, keys: tuple[str, ...]) -> list[dict[str, float]]:
-    """The numbers under `keys` of each epoch; none where the directory was saved without its history."""
+    """The numbers under `keys` of each validation; none where the directory was saved without its history."""
     try:
         rows = read_json_lines(path) if path.exists() else []
         return [{key: float(row[key]) for key in keys} for row in rows]
     except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
         cure = "delete it for a page without curves"
         raise ConfigError(f"{path}: cannot be read as training history: {type(error).__name__}: {error}; {cure}") from None
+
+
+def _unit(config: TrainConfig) -> str:
+    """What validations are counted in: of several in one epoch each has a place of its own."""
+    return "epoch" if config.trainer.validation_steps is None else "step"
 
 
 def _readable(notes: Mapping[str, int], time_kind: str) -> dict[str, int | str]:
@@ -239,12 +247,14 @@ def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, 
     protocol = IN_WORDS[PROTOCOLS[facts.config.evaluation.filter_viewed]]
     result = {}
     if facts.history:
-        points = {key: [(row["epoch"], row[key]) for row in facts.history] for key in ("loss", "monitored")}
-        best = max(points["monitored"], key=lambda point: point[1])[0]
-        loss = charts.curve({"training loss": points["loss"]}, "training loss", palette)
-        metric = charts.curve({monitor: points["monitored"]}, f"validation {monitor}", palette, mark=best)
-        result["loss"] = (loss, "Training loss, mean of each epoch.")
-        result["metric"] = (metric, f"Validation {monitor}, {protocol}; the best epoch was kept.")
+        unit = _unit(facts.config)
+        losses, metrics = ([(row[unit], row[key]) for row in facts.history] for key in ("loss", "monitored"))
+        choose = min if facts.config.trainer.less_is_better else max
+        best = choose(metrics, key=lambda point: point[1])[0]
+        loss = charts.curve(losses, unit, "training loss", palette)
+        metric = charts.curve(metrics, unit, f"validation {monitor}", palette, mark=best)
+        result["loss"] = (loss, "Training loss, mean since the validation before.")
+        result["metric"] = (metric, f"Validation {monitor}, {protocol}; the weights of the best {unit} were kept.")
     medians = ", ".join(f"{name} {np.median(values):,.0f}" for name, values in facts.ranks.items())
     longer = int((facts.lengths > limit).sum())
     result["ranks"] = (
@@ -268,9 +278,3 @@ def _data_rows(facts: RunFacts) -> list[tuple[str, str]]:
 
 def _value(value: Any) -> str:
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _write(path: Path, text: str) -> None:
-    """Put the whole page in place at once: one that is there is complete."""
-    with writing(path, "choose another --output", ConfigError):
-        write_file(path, text.encode())

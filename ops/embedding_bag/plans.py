@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +31,8 @@ PROGRAMS, MOST_PROGRAMS = 32, 64
 BY_MAP = -1
 
 FORMAT, VERSION = "jagged plan of embedding bags", 1
+# As large as JSON of the artifact layer.
+MOST_BYTES = 64 * 2**20
 # What a message names of many.
 _SHOWN = 3
 
@@ -131,17 +135,32 @@ class BagPlan:
                 _check_number(f"features: {of} of {name!r}", getattr(schedule, of), MOST_STEPS if of == "steps" else None)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON, a line for each feature."""
+        """Write the plan as JSON, a line for each feature; whoever reads the file sees the old or the new one whole.
+
+        Raises:
+            OSError: it cannot be written; then nothing is left of the attempt.
+        """
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(of._asdict())}" for name, of in self.features.items())
         head = {"format": FORMAT, "version": VERSION, "gpu": self.gpu, "programs": self.programs}
         if self.counted_rows is not None:
             head["counted_rows"] = self.counted_rows
         shown = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
         shown.append('  "features": {\n' + lines + "\n  }" if lines else '  "features": {}')
-        # It appears whole or not at all.
-        part = Path(path).with_name(f".{Path(path).name}.part")
-        part.write_text("{\n" + ",\n".join(shown) + "\n}\n", encoding="utf-8")
-        part.replace(path)
+        # As `jagged.artifacts` writes files and sweeps what killed processes leave; operators do not import it.
+        aside = Path(path).with_name(f".{Path(path).name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+        try:
+            with open(aside, "x", encoding="utf-8") as file:
+                file.write("{\n" + ",\n".join(shown) + "\n}\n")
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+        directory = os.open(aside.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> BagPlan:
@@ -149,8 +168,14 @@ class BagPlan:
 
         Raises:
             OSError: a file that cannot be read.
-            ValueError: a file that is no plan, a plan of another version, or one that says what no plan can.
+            ValueError: a pipe or a large file, which is not read; a file that is no plan, a plan of another version, or one that
+                says what no plan can.
         """
+        status = os.stat(path)
+        is_file = stat.S_ISREG(status.st_mode)
+        if not (is_file or stat.S_ISDIR(status.st_mode)) or status.st_size > MOST_BYTES:
+            found = f"{status.st_size} bytes" if is_file else "a pipe or a device"
+            raise ValueError(f"{os.fspath(path)}: expected a plan, a file of at most {MOST_BYTES} bytes, got {found}")
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 
 from jagged import charts, evaluate
-from jagged.artifacts import CheckpointError, unlist
+from jagged.artifacts import CheckpointError, dump_json_lines, unlist
 from jagged.config import ConfigError, DataOptions, EvaluationOptions, TrainConfig, flat
 from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
@@ -206,11 +208,21 @@ def test_by_default_the_page_lies_in_the_run(run_directory: Path, tmp_path: Path
     assert report(copy, progress=False) == copy / "report.html"
 
 
-@pytest.mark.parametrize(("output", "expected"), [("missing/page.html", "could not be written"), (".", "is a directory")])
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("missing/page.html", "could not be written: No such file or directory; choose another --output"),
+        (".", "is a directory, expected the name of a page to write, for example {}/report.html"),
+        ("pipe", "could not be written: it is a pipe or a device; choose another --output"),
+    ],
+)
 def test_a_page_that_cannot_be_written_is_a_named_error(output: str, expected: str, run_directory: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=expected):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError) as error:
         report(run_directory, tmp_path / output, progress=False)
-    assert list(tmp_path.iterdir()) == []
+    assert str(error.value) == f"{tmp_path / output}: {expected.format(tmp_path)}"
+    assert os.listdir(tmp_path) == ["pipe"]
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_a_broken_history_is_named(run_directory: Path, tmp_path: Path) -> None:
@@ -236,6 +248,43 @@ def test_times_are_shown_as_times(facts: RunFacts) -> None:
     assert _readable(notes, "zoned") == {"valid_time": "2020-01-01T00:00:00.000000", "users_without_targets": 3}
     assert _readable(notes, "number") == notes
     assert "2020-01-01T00:00:00" in Document(render(dataclasses.replace(facts, split_notes=_readable(notes, "naive")))).words
+
+
+@pytest.mark.parametrize(
+    ("every", "goal", "kept"), [("400 steps", "auto", 800), ("2 epochs", "auto", 4), ("400 steps", "min", 1_600)]
+)
+def test_curves_run_over_what_validations_are_counted_in(
+    facts: RunFacts, every: str, goal: str, kept: int, tmp_path: Path
+) -> None:
+    values = facts.config.model_dump()
+    values["training"] |= {"validate_every": every, "monitor_goal": goal}
+    rows = [(2, 400, 0.3), (4, 800, 0.5), (4, 1200, 0.4), (4, 1600, 0.1)]
+    unit, places = ("epoch", [2, 4, 4, 4]) if "epoch" in every else ("step", [400, 800, 1200, 1600])
+    history = tmp_path / "history.jsonl"
+    history.write_bytes(dump_json_lines({"epoch": e, "step": s, "loss": m, "monitored": m} for e, s, m in rows))
+    of = dataclasses.replace(facts, config=TrainConfig(**values))
+    of = dataclasses.replace(of, history=reporting._read_history(history, (reporting._unit(of.config), "loss", "monitored")))
+    loss, metric = (reporting._pictures(of, charts.LIGHT)[name] for name in ("loss", "metric"))
+    for figure, _ in (loss, metric):
+        (axes,) = figure.axes
+        assert axes.get_xlabel() == unit
+        assert list(axes.lines[0].get_xdata()) == places
+        assert list(axes.lines[0].get_ydata()) == [row[2] for row in rows]
+    assert [text.get_text() for text in metric[0].axes[0].texts] == [f"kept: {kept:,}"]
+    assert loss[1] == "Training loss, mean since the validation before."
+    assert metric[1] == f"Validation ndcg@10, seen items left in; the weights of the best {unit} were kept."
+
+
+@pytest.mark.parametrize("last", [1, 12, 300, 7_000, 99_999, 100_000, 3_500_000, 80_000_000])
+def test_numbers_below_a_curve_are_whole_and_apart(last: int) -> None:
+    figure = charts.curve([(last * (i + 1) / 10, 0.5) for i in range(10)], "step", "loss", charts.LIGHT)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    low, high = axes.get_xlim()
+    shown = [label for label in axes.get_xticklabels() if low <= label.get_position()[0] <= high]
+    assert all(f"{label.get_position()[0]:,.0f}" == label.get_text() for label in shown)
+    boxes = [label.get_window_extent() for label in shown]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_pictures_are_files_and_the_same_each_time(facts: RunFacts, tmp_path: Path) -> None:

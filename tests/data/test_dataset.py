@@ -59,6 +59,7 @@ def test_an_arrow_column_becomes_a_tensor_without_a_copy(table: Path, monkeypatc
     class Spy:
         def __init__(self, source: object) -> None:
             self.reader = original(source)
+            self.schema = self.reader.schema
 
         num_record_batches = 1
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import bz2
 import datetime
 import gzip
+import os
 import random
 from pathlib import Path
 
@@ -198,6 +199,20 @@ def test_dotdot_in_names_stays_a_name(tmp_path: Path) -> None:
     dataset.items.save(tmp_path / "items.arrow")
     dataset.save(tmp_path / "saved")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "cache", "e.txt", "items.arrow", "saved"]
+
+
+@pytest.mark.parametrize("range_events", [7, 1000])
+def test_a_killed_build_leaves_no_working_files(tmp_path: Path, range_events: int) -> None:
+    path = oracle.write_csv(tmp_path / "e.csv", random_events(2, 400))
+    (tmp_path / "d").mkdir()
+    builder = DatasetBuilder(tmp_path / "d", typed=False, range_events=range_events)
+    seen = []
+    for chunk in read_csv(path, Columns("user_id", "item_id", "timestamp"), lambda count: None):
+        builder.add(chunk)
+        seen += os.listdir(tmp_path / "d")
+    # After each range, and after each piece that is hashed before the events are written.
+    builder.finish("test", lambda count: seen.extend(os.listdir(tmp_path / "d")))
+    assert seen == []
 
 
 @pytest.mark.parametrize("range_events", [1, 7, 100])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -424,6 +425,46 @@ def test_files_that_are_no_plans(tmp_path: Path, text: str) -> None:
         BagPlan.load(path)
     with pytest.raises(FileNotFoundError):
         BagPlan.load(tmp_path / "none.json")
+
+
+def test_pipes_devices_and_large_files_are_refused_unread(tmp_path: Path) -> None:
+    pipe, large = tmp_path / "pipe", tmp_path / "large"
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate(2**26 + 1)
+    for path, found in ((Path("/dev/null"), "a pipe or a device"), (pipe, "a pipe or a device"), (large, "67108865 bytes")):
+        with pytest.raises(ValueError) as refused:  # noqa: PT011 the message is compared
+            BagPlan.load(path)
+        assert str(refused.value) == f"{path}: expected a plan, a file of at most 67108864 bytes, got {found}"
+    with pytest.raises(IsADirectoryError):
+        BagPlan.load(tmp_path)
+
+
+def test_a_plan_is_replaced_whole_and_on_disk_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, replaces, synced = tmp_path / "plan.json", Path.replace, []
+
+    def replaced(aside: Path, target: Path) -> Path:
+        # Another process writes at the same time.
+        monkeypatch.setattr(Path, "replace", replaces)
+        BagPlan("another", {}).save(path)
+        return aside.replace(target)
+
+    monkeypatch.setattr(Path, "replace", replaced)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    PLAN.save(path)
+    assert BagPlan.load(path) == PLAN
+    # The file's of each, then the directory.
+    assert [Path(of).parent == tmp_path for of in synced] == [True, True, False, False]
+    assert synced[2:] == [str(tmp_path)] * 2
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device"):
+        BagPlan("none", {}).save(path)
+    assert BagPlan.load(path) == PLAN
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_features_are_found_by_name() -> None:
