@@ -22,7 +22,7 @@ from jagged.modules import RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
 from jagged.training.graphs import GraphedSteps, graphs_serve
-from jagged.training.optimizer import Optimizer, check_updates, table_names
+from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names
 from jagged.training.processes import Processes
 
 _TASK = "task."
@@ -274,8 +274,8 @@ class _Step(nn.Module):
 
     def _share(self, loss: Tensor, rows: int | Tensor) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.
-        count = torch.as_tensor(rows, dtype=torch.float32, device=loss.device)
-        total = count.clone()
+        total = number_on(loss.device, rows, torch.float32)
+        count = total.clone()
         dist.all_reduce(total)
         return loss * (count * self._processes.world_size / total.clamp(min=1e-30))
 

@@ -165,7 +165,7 @@ class Optimizer:
                 gradient.div_(self._world_size)
             return
         device = self._parameters[0].device
-        total = torch.stack([torch.as_tensor(rows, dtype=torch.float64).to(device) for rows in self._rows]).sum()
+        total = torch.stack([number_on(device, rows, torch.float64) for rows in self._rows]).sum()
         self._rows.clear()
         if self._world_size > 1:
             dist.all_reduce(total)
@@ -219,6 +219,13 @@ class Optimizer:
             self._owner[parameter].state[parameter] = state
         self.steps = steps
         self._set_rates()
+
+
+def number_on(device: torch.device, number: int | Tensor, dtype: torch.dtype) -> Tensor:
+    """A new 0-dim tensor with the number; a host's number is written there by a kernel, because a copy would wait for a GPU."""
+    if isinstance(number, Tensor):
+        return number.to(device, dtype, copy=True)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def _adamw(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.AdamW:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, split_leave_one_out, synthetic_sessions
-from jagged.models import NextItemTask, build
+from jagged.models import NextItemTask, Task, TaskOutput, TaskScores, build
 from jagged.models.pretrained import from_pretrained
 from jagged.runs.training import train
 from jagged.training import TrainingInterrupted
@@ -62,6 +63,41 @@ def test_steps_wait_for_nothing() -> None:
         torch.cuda.set_sync_debug_mode("default")
         assert len(losses) == len(batches)
         assert bool(torch.isfinite(torch.stack(losses)).all())
+
+
+class Likes(Task):
+    """A score that an embedding gives, with a weight for each row."""
+
+    def __init__(self, weighted: bool) -> None:
+        super().__init__()
+        self.table, self.head, self.weighted = nn.Embedding(20, 8), nn.Linear(8, 1), weighted
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> TaskOutput:
+        logits = self.head(self.table(batch["item"])).squeeze(1)
+        weights = batch["weight"] if self.weighted else None
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, batch["label"], weights)
+        return TaskOutput(loss, {"like": TaskScores(logits, batch["label"], weights=weights)})
+
+
+@pytest.mark.parametrize("table_optimizer", ["adamw", "rowwise-adagrad", "adagrad", "sgd"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_steps_of_accumulated_batches_wait_for_nothing(table_optimizer: str, weighted: bool) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    batches = [
+        {"item": torch.randint(20, (4,)).pin_memory(), "label": torch.ones(4).pin_memory(), "weight": torch.rand(4).pin_memory()}
+        for _ in range(8)
+    ]
+    with process_group(device) as processes:
+        config = TrainerConfig(accumulate=2, table_optimizer=table_optimizer, table_learning_rate=0.1)
+        engine = Engine(Likes(weighted).to(device), config, "bf16-mixed", processes)
+        for _ in engine.steps(iter(batches)):
+            pass
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        updated = [trained.updated for trained in engine.steps(iter(batches))]
+        torch.cuda.set_sync_debug_mode("default")
+        assert updated == [False, True] * 4
+        assert engine.is_finite()
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
