@@ -390,7 +390,7 @@ def tune_bags(
     """Measure a plan of schedules for embedding bags.
 
     Example:
-        jagged tune-bags --batches batches.pt --out plan.json
+        jagged tune-bags --batches batches.safetensors --out plan.json
 
     Needs the GPU that the plan is for. ScheduledEmbeddingBagCollection(..., plan="plan.json") follows it.
     """
