@@ -5,6 +5,7 @@ No torch import before a command runs, so that help and refusals are immediate.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
@@ -485,3 +486,17 @@ def _prepare() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     # FBGEMM-GPU 1.7 does not know itself and says so at each of its modules; which versions fit was said above.
     logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table has no entry" not in record.getMessage())
+    _import_engine()
+
+
+def _import_engine() -> None:
+    """Import torch and what stands on it. An interrupt meanwhile ends the process at once: their code loses it, or breaks."""
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        importlib.import_module("jagged.runs.run")
+        importlib.import_module("jagged.training")
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

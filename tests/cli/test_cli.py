@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -311,6 +312,26 @@ def test_an_interrupt_while_the_call_is_read_says_nothing(
     monkeypatch.setattr(type(cli.app), "parse_args", interrupt)
     assert run(monkeypatch, "doctor") == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
+    """Code of torch and numpy takes it for another error and goes on."""
+    code = (
+        f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            try:\n"
+        "                os.kill(os.getpid(), signal.SIGINT)\n"
+        "                time.sleep(1)\n"
+        "            except KeyboardInterrupt: pass\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from jagged.cli import main; main()"
+    )
+    call = [sys.executable, "-c", code, "evaluate", "none"]
+    result = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.parametrize("command", ["evaluate", "recommend", "report"])
