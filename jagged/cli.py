@@ -350,6 +350,8 @@ def recommend(
 
     The result is a table user_id, item_id, score, rank, in your own ids.
     """
+    if output is None and sys.stdout is None:
+        raise ConfigError("output: got none, and standard output is closed; name a table to write")
     _prepare()
     from jagged.runs.recommending import recommend as run
 
@@ -456,7 +458,8 @@ def _printing() -> Iterator[None]:
     """Print a result: who has stopped reading, as `head` does, wants no more; another failure is one line."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except OSError as error:
         # What is left in the buffer would fail again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

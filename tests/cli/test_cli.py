@@ -356,6 +356,11 @@ def test_output_that_nobody_takes(command: str, tmp_path: Path) -> None:
                 call, stdout=output, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120, check=False
             )
             assert (result.returncode, result.stderr) == expected
+    # Without standard output nothing is printed, as everywhere in Python.
+    call = ["sh", "-c", 'exec "$@" >&-', "sh", *call]
+    result = subprocess.run(call, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120, check=False)
+    refused = (2, "jagged: --output: got none, and standard output is closed; name a table to write\n")
+    assert (result.returncode, result.stderr) == (refused if command == "recommend" else (0, ""))
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
