@@ -5,13 +5,16 @@ No torch import before a command runs, so that help and refusals are immediate.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import os
 import re
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
@@ -48,7 +51,8 @@ app = App(
 _KNOWN_ERRORS = (
     ("jagged.config", "ConfigError"),
     ("jagged.data", "DataError"),
-    ("jagged.training", "CheckpointError"),
+    # A CheckpointError is one, also of commands that load no trainer.
+    ("jagged.artifacts", "ArtifactError"),
     ("jagged.training", "TrainingError"),
     ("jagged.evaluation", "EvaluationError"),
     ("jagged.tuning", "TuningError"),
@@ -85,6 +89,9 @@ def main() -> None:
         command = f"jagged {words[0]}" if words and words[0] in _COMMANDS else "jagged"
         print(f"jagged: {' '.join(str(error).split())} See {command} --help.", file=sys.stderr)
         code = 2
+    except KeyboardInterrupt:
+        # Before a command runs; while one does, cyclopts ends so, too.
+        code = 128 + signal.SIGINT
     except Exception as error:
         message = _explain(error)
         if message is None:
@@ -251,7 +258,8 @@ def train(
     run(resolved, resume=resume or False, dry_run=dry_run)
     # Of the processes that torchrun started the first one speaks.
     if not dry_run and os.environ.get("RANK", "0") == "0":
-        print("\n".join(summary.summary_lines(resolved.output)))
+        with _printing():
+            print("\n".join(summary.summary_lines(resolved.output)))
 
 
 def _resumed(run: Path, config: Path | None, flags: Mapping[str, Any]) -> tuple[Path | None, dict[str, Any]]:
@@ -310,7 +318,9 @@ def evaluate(
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k or DEFAULT_KS))}
-    print(run(directory, data, **chosen, format=format, device=device, **columns))
+    result = run(directory, data, **chosen, format=format, device=device, **columns)
+    with _printing():
+        print(result)
 
 
 @_command
@@ -340,6 +350,8 @@ def recommend(
 
     The result is a table user_id, item_id, score, rank, in your own ids.
     """
+    if output is None and sys.stdout is None:
+        raise ConfigError("output: got none, and standard output is closed; name a table to write")
     _prepare()
     from jagged.runs.recommending import recommend as run
 
@@ -348,7 +360,8 @@ def recommend(
     if output is None:
         from pyarrow import csv
 
-        csv.write_csv(table, sys.stdout.buffer)
+        with _printing():
+            csv.write_csv(table, sys.stdout.buffer)
 
 
 @_command
@@ -371,7 +384,9 @@ def report(
     _prepare()
     from jagged.runs.reporting import report as run
 
-    print(run(directory, output))
+    page = run(directory, output)
+    with _printing():
+        print(page)
 
 
 @_command
@@ -390,14 +405,16 @@ def tune_bags(
     """Measure a plan of schedules for embedding bags.
 
     Example:
-        jagged tune-bags --batches batches.pt --out plan.json
+        jagged tune-bags --batches batches.safetensors --out plan.json
 
     Needs the GPU that the plan is for. ScheduledEmbeddingBagCollection(..., plan="plan.json") follows it.
     """
     _prepare()
     from jagged.tuning import tune_recorded as run
 
-    print(run(batches, out, programs=list(programs) or None, backward=backward))
+    plan = run(batches, out, programs=list(programs) or None, backward=backward)
+    with _printing():
+        print(plan)
 
 
 @_command
@@ -412,7 +429,8 @@ def doctor() -> int:
     from jagged.diagnosis import doctor as run
 
     result = run()
-    print(result)
+    with _printing():
+        print(result)
     return 0 if result.ok else 1
 
 
@@ -433,6 +451,21 @@ def demo(
     from jagged.demo import demo as run
 
     return 0 if run(output, seed=seed).ok else 1
+
+
+@contextmanager
+def _printing() -> Iterator[None]:
+    """Print a result: who has stopped reading, as `head` does, wants no more; another failure is one line."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError as error:
+        # What is left in the buffer would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(128 + signal.SIGPIPE) from None
+        raise ConfigError(f"standard output: could not be written: {error.strerror or error}; write it elsewhere") from None
 
 
 # The functions by the words that call them.
@@ -456,3 +489,17 @@ def _prepare() -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     # FBGEMM-GPU 1.7 does not know itself and says so at each of its modules; which versions fit was said above.
     logging.getLogger().addFilter(lambda record: "_fbgemm_torch_compat_table has no entry" not in record.getMessage())
+    _import_engine()
+
+
+def _import_engine() -> None:
+    """Import torch and what stands on it. An interrupt meanwhile ends the process at once: their code loses it, or breaks."""
+    is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_ours:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        importlib.import_module("jagged.runs.run")
+        importlib.import_module("jagged.training")
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

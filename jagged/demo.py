@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jagged.config import TrainConfig
+from jagged.artifacts import writing
+from jagged.config import ConfigError, TrainConfig
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,6 +77,10 @@ def demo(output: str | os.PathLike[str] = "runs/demo", *, seed: int = 0) -> Demo
     Args:
         output: directory to write into; where it holds something, the next free name is taken (`demo-2`, ...).
         seed: of the sample and of the training.
+
+    Raises:
+        ConfigError: the directory cannot be made or written.
+        DataError: nor can a temporary one.
     """
     import torch
 
@@ -97,8 +102,9 @@ def _demo(directory: Path, seed: int) -> DemoResult:
 
     began = time.perf_counter()
     sample, attainable = synthetic_sessions(seed, num_users=_NUM_USERS, num_items=_NUM_ITEMS)
-    directory.mkdir(parents=True, exist_ok=True)
-    events = _write_events(sample, directory / "events.csv")
+    with writing(directory, "choose another output", ConfigError):
+        directory.mkdir(parents=True, exist_ok=True)
+        events = _write_events(sample, directory / "events.csv")
     print(
         f"Sample: {sample.num_events:,} events of {sample.num_users:,} readers of {sample.num_items} volumes, in {events}.\n"
         "Readers go on with one of the two series they read last, or jump to a popular volume. So the best ranking is known:\n"

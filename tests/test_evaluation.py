@@ -271,8 +271,11 @@ def test_what_cannot_be_evaluated_is_named(tmp_path):
     assert evaluate(tmp_path / "run", data).same_data is True
     with pytest.raises(ConfigError, match="part: got 'train', expected 'valid' or 'test'"):
         evaluate(tmp_path / "run", data, part="train")
-    with pytest.raises(EvaluationError, match="no user has a held-out event in the test part"):
-        evaluate(tmp_path / "run", write_events(tmp_path / "short.txt", [["i1", "i2"], ["i3"]]))
+    short = write_events(tmp_path / "short.txt", [["i1", "i2"], ["i3"]])
+    for given, where in ((short, str(short)), (read_events(short), "SequenceDataset(2 users, 3 items, 3 events)")):
+        with pytest.raises(EvaluationError) as error:
+            evaluate(tmp_path / "run", given)
+        assert str(error.value) == f"{where}: no user has a held-out event in the test part; users need at least 3 events"
 
 
 def test_popularity_of_a_split_matches_ranking_by_counting(tmp_path):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from jagged.artifacts import MANIFEST, Manifest, errors_as, new_directory, read_arrow, verify, write_manifest
+from jagged.artifacts import MANIFEST, Manifest, errors_as, new_directory, read_arrow, verify, write_manifest, writing
 from jagged.data.errors import DataError, refuse, shown
 from jagged.data.vocabulary import Vocabulary
 
@@ -163,6 +166,24 @@ class SequenceDataset:
         for name, count in ((USERS, self.num_users), (ITEMS, self.num_items)):
             if len(self._vocabulary(name)) != count:
                 raise refuse(self.directory / name, f"{len(self._vocabulary(name))} ids", f"{count}")
+
+
+@contextmanager
+def temporary_directory(cure: str) -> Iterator[Path]:
+    """Yield a new directory for a dataset that is to be given to `own_temporary`; where the block fails it is removed.
+
+    Raises:
+        DataError: it cannot be made; one line with the cure.
+    """
+    with writing("a temporary directory", cure, DataError):
+        place = tempfile.gettempdir()
+    with writing(place, cure, DataError):
+        directory = Path(tempfile.mkdtemp(prefix="jagged-", dir=place))
+    try:
+        yield directory
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def own_temporary(dataset: SequenceDataset) -> SequenceDataset:

@@ -6,8 +6,8 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from tqdm import tqdm
 
 from jagged.artifacts import DAY, new_directory, remove, sweep, writing
 from jagged.data.build import DatasetBuilder
-from jagged.data.dataset import FORMAT_VERSION, SequenceDataset, own_temporary
+from jagged.data.dataset import FORMAT_VERSION, SequenceDataset, own_temporary, temporary_directory
 from jagged.data.errors import DataError, refuse
-from jagged.data.files import find_files
-from jagged.data.parsers import Columns, read_csv, read_parquet, read_text
+from jagged.data.files import find_files, reading
+from jagged.data.parsers import Chunk, Columns, read_csv, read_parquet, read_text
 
 _READERS = {"text": read_text, "csv": read_csv, "parquet": read_parquet}
+
+_CURE = "set TMPDIR (or cache_directory) to a directory on a disk with room"
+_CURE_OF_CACHE = "name another cache_directory, on a disk with room"
 
 logger = logging.getLogger("jagged")
 
@@ -56,7 +59,8 @@ def read_events(
         progress: show a bar for what takes longer than two seconds.
 
     Raises:
-        DataError: malformed input: one line with the file, the line or row, what was found and what is expected.
+        DataError: malformed input: one line with the file, the line or row, what was found and what is expected. Or the result
+            cannot be written: one line with the place and the cure.
     """
     files, kind = find_files(path, format)
     columns = Columns(user_column, item_column, timestamp_column or None)
@@ -66,16 +70,12 @@ def read_events(
     source = os.fspath(path)
     if cache_directory is not None:
         return _cached(Path(cache_directory), source, files, kind, columns, progress)
-    temporary = Path(tempfile.mkdtemp(prefix="jagged-"))
-    try:
-        return own_temporary(_build(temporary, source, files, kind, columns, progress))
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with temporary_directory(_CURE) as temporary:
+        return own_temporary(_build(temporary, source, files, kind, columns, progress, _CURE))
 
 
 def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> SequenceDataset:
-    with writing(cache, "name another cache_directory", DataError):
+    with writing(cache, _CURE_OF_CACHE, DataError):
         cache.mkdir(parents=True, exist_ok=True)
         sweep(cache, older_than=DAY)
         target = cache / _key(files, kind, columns)
@@ -88,7 +88,7 @@ def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Col
                 remove(target)
         try:
             with new_directory(target) as built:
-                _build(built, source, files, kind, columns, progress)
+                _build(built, source, files, kind, columns, progress, _CURE_OF_CACHE)
         except OSError:
             # Another process may have published the same entry meanwhile; it is verified like any other.
             if not target.exists():
@@ -97,7 +97,7 @@ def _cached(cache: Path, source: str, files: list[Path], kind: str, columns: Col
 
 
 def _key(files: list[Path], kind: str, columns: Columns) -> str:
-    stats = [(file, file.stat()) for file in files]
+    stats = [(file, _status(file)) for file in files]
     identity: dict[str, Any] = {
         "version": FORMAT_VERSION,
         "format": kind,
@@ -107,17 +107,34 @@ def _key(files: list[Path], kind: str, columns: Columns) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _build(directory: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool) -> SequenceDataset:
+def _build(
+    directory: Path, source: str, files: list[Path], kind: str, columns: Columns, progress: bool, cure: str
+) -> SequenceDataset:
     # A bar that appears only when the work outlasts two seconds.
     quiet: dict[str, Any] = {"disable": not progress, "delay": 2, "leave": False, "unit_scale": True}
-    with writing(directory.parent, "set cache_directory (or TMPDIR) to a larger disk", DataError):
+    size = sum(_status(file).st_size for file in files)
+    # Of what is written alone: a file that cannot be read is named itself.
+    place = partial(writing, directory.parent, cure, DataError)
+    with place():
         builder = DatasetBuilder(directory, typed=kind == "parquet")
-        try:
-            with tqdm(total=sum(file.stat().st_size for file in files), desc="Reading", unit="B", **quiet) as bar:
-                for file in files:
-                    for chunk in _READERS[kind](file, columns, bar.update):
+    try:
+        with tqdm(total=size, desc="Reading", unit="B", **quiet) as bar:
+            for file in files:
+                for chunk in _chunks(file, kind, columns, bar.update):
+                    with place():
                         builder.add(chunk)
-            with tqdm(total=2 * builder.num_events, desc="Sorting", unit=" events", **quiet) as bar:
-                return builder.finish(source, bar.update)
-        finally:
+        with tqdm(total=2 * builder.num_events, desc="Sorting", unit=" events", **quiet) as bar, place():
+            return builder.finish(source, bar.update)
+    finally:
+        with place():
             builder.close()
+
+
+def _chunks(file: Path, kind: str, columns: Columns, advance: Callable[[int], object]) -> Iterator[Chunk]:
+    with reading(file):
+        yield from _READERS[kind](file, columns, advance)
+
+
+def _status(file: Path) -> os.stat_result:
+    with reading(file):
+        return file.stat()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -73,6 +74,15 @@ def find_files(path: str | os.PathLike[str], format: str) -> tuple[list[Path], F
             path, f"files of several formats ({', '.join(kinds)})", "one format", "name it (format=...) or move the others"
         )
     return [file for file, _ in chosen], chosen[0][1]
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn an operating-system error while a file is read into a `DataError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise refuse(path, f"{type(error).__name__}: {error.strerror or error}", "a readable file") from None
 
 
 def csv_delimiter(path: Path) -> str:

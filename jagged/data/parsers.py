@@ -272,21 +272,25 @@ def _parquet_chunk(path: Path, columns: Columns, parts: dict[str, Any], nested: 
 
 def _text_leaves(path: Path, file: pq.ParquetFile, roots: tuple[str, str]) -> list[str]:
     """Paths of the id columns that hold strings, after a check that the pages do not unpack to far more than ids can be."""
-    leaves = []
-    for index in range(len(file.schema)):
-        column = file.schema.column(index)
-        if column.physical_type != "BYTE_ARRAY" or column.path.split(".")[0] not in roots:
-            continue
-        leaves.append(column.path)
-        for group in range(file.metadata.num_row_groups):
+    columns = [file.schema.column(index) for index in range(len(file.schema))]
+    leaves = {
+        index: column.path
+        for index, column in enumerate(columns)
+        if column.physical_type == "BYTE_ARRAY" and column.path.split(".")[0] in roots
+    }
+    for group in range(file.metadata.num_row_groups if leaves else 0):
+        # A chunk whose statistics of sizes do not fit its column: pyarrow raises where it reads a row of it, and ends the process
+        # where only its description is asked for.
+        next(file.iter_batches(1, row_groups=[group], columns=list(leaves.values()), use_threads=False), None)
+        for index, name in leaves.items():
             chunk = file.metadata.row_group(group).column(index)
             if chunk.total_uncompressed_size > chunk.num_values * (MAX_ID_BYTES + 8) + (1 << 20):
                 raise refuse(
                     path,
-                    f"{chunk.total_uncompressed_size} bytes in {chunk.num_values} values of the column {shown(column.path)}",
+                    f"{chunk.total_uncompressed_size} bytes in {chunk.num_values} values of the column {shown(name)}",
                     f"ids of up to {MAX_ID_BYTES} bytes",
                 )
-    return leaves
+    return list(leaves.values())
 
 
 def _ids(array: pa.Array, place: Callable[[int], str]) -> pa.Array:

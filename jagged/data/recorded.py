@@ -7,6 +7,7 @@ that it can bring no code, and a small one no large tensors.
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,6 +108,9 @@ def read_batches(path: str | os.PathLike[str]) -> RecordedBatches:
         text = tensors.pop(DESCRIPTION, None)
         content = {} if text is None or text.dtype != torch.uint8 else parse_json(text.numpy().tobytes(), Path(path))
     except ArtifactError as error:
+        if Path(path).is_file() and zipfile.is_zipfile(path):
+            # Version 1 was a file of torch.save.
+            raise refuse(path, "a zip file, as version 1 was", f"version {VERSION}", "record the batches again") from None
         raise DataError(f"{error}; expected {EXPECTED}") from None
     if content.get("format") != FORMAT:
         raise refuse(path, "something else", EXPECTED)

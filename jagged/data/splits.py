@@ -130,9 +130,9 @@ def split_global_time(dataset: SequenceDataset, valid_fraction: float = 0.1, tes
     times = dataset.timestamps
     if times is None:
         raise refuse(
-            dataset.directory,
+            "global-time split",
             "events without times",
-            "times, for a global-time split",
+            "times",
             "read a table with a time column, or split leave-one-out",
         )
     total = dataset.num_events

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from jagged.artifacts import writing
 from jagged.data.build import DatasetBuilder
-from jagged.data.dataset import SequenceDataset, own_temporary
+from jagged.data.dataset import SequenceDataset, own_temporary, temporary_directory
+from jagged.data.errors import DataError
 from jagged.data.parsers import Chunk
 from jagged.data.splits import SequencePart, split_leave_one_out
 
@@ -127,6 +127,7 @@ def synthetic_sessions(
 
     Raises:
         ValueError: sizes out of range.
+        DataError: the temporary directory that holds it cannot be made or written.
     """
     if num_users < 1 or num_items < 4 * len(_SERIES) or not 5 < mean_length <= max_length:
         raise ValueError(
@@ -188,16 +189,13 @@ def _gain(scores: FloatArray, target: IntArray) -> FloatArray:
 
 
 def _to_dataset(model: SessionModel, lengths: IntArray, items: IntArray, times: IntArray) -> SequenceDataset:
-    directory = Path(tempfile.mkdtemp(prefix="jagged-"))
-    try:
+    cure = "set TMPDIR to a directory on a disk with room"
+    with temporary_directory(cure) as directory, writing(directory.parent, cure, DataError):
         width = len(str(len(lengths)))
-        builder = DatasetBuilder(directory, typed=True)
         names = pa.array([model.name(item) for item in range(model.num_items)], pa.large_string())
         users = pa.array([f"user_{number:0{width}d}" for number in range(1, len(lengths) + 1)], pa.large_string())
-        builder.add(
-            Chunk(directory, "row ", users, names.take(pa.array(items)), lengths, times, "number", np.arange(len(lengths)))
-        )
-        return own_temporary(builder.finish("synthetic sessions", lambda count: None))
-    except BaseException:
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+        with closing(DatasetBuilder(directory, typed=True)) as builder:
+            builder.add(
+                Chunk(directory, "row ", users, names.take(pa.array(items)), lengths, times, "number", np.arange(len(lengths)))
+            )
+            return own_temporary(builder.finish("synthetic sessions", lambda count: None))

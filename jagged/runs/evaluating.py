@@ -110,9 +110,9 @@ def evaluate(
     split = run.split(dataset)
     held_out = split.test if part == "test" else split.valid
     if not len(held_out):
-        raise EvaluationError(
-            f"{dataset.directory}: no user has a held-out event in the {part} part; users need at least 3 events"
-        )
+        # A dataset that was read lies in a temporary directory, whose name says nothing.
+        where = os.fspath(data) if isinstance(data, (str, os.PathLike)) else repr(dataset)
+        raise EvaluationError(f"{where}: no user has a held-out event in the {part} part; users need at least 3 events")
     protocols = (False, True) if filter_viewed is None else (filter_viewed,)
     loader = BatchLoader(
         held_out,

@@ -165,7 +165,7 @@ def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
         if not len(part):
             raise TrainingError(
                 f"no user has events for {name} under the {split.name} split of {dataset!r}; "
-                "a user needs at least 3 events: give more data"
+                "give users with at least 4 events, 2 of them to train on"
             )
     return split
 

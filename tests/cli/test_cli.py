@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -292,6 +294,73 @@ def test_a_process_of_its_own_says_no_more(tmp_path: Path) -> None:
     (line,) = result.stderr.splitlines()
     assert "events.csv" in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("arguments", [("evaluate", "none"), ("recommend", "none", "histories.csv"), ("report", "none")])
+def test_a_process_that_loads_no_trainer_knows_its_errors_too(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    result = jagged(*arguments, cwd=tmp_path)
+    expected = "jagged: none: no such directory; expected one that `jagged train` or save_pretrained wrote\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", expected)
+
+
+def test_an_interrupt_while_the_call_is_read_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(cli.app), "parse_args", interrupt)
+    assert run(monkeypatch, "doctor") == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path: Path) -> None:
+    """Code of torch and numpy takes it for another error and goes on."""
+    code = (
+        f"import os, signal, sys, time; sys.path.insert(0, {str(ROOT)!r})\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "class Finder:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'torch':\n"
+        "            try:\n"
+        "                os.kill(os.getpid(), signal.SIGINT)\n"
+        "                time.sleep(1)\n"
+        "            except KeyboardInterrupt: pass\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "from jagged.cli import main; main()"
+    )
+    call = [sys.executable, "-c", code, "evaluate", "none"]
+    result = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "recommend", "report"])
+def test_output_that_nobody_takes(command: str, tmp_path: Path) -> None:
+    """A reader that has gone, as `| head` goes, ends the command as the signal would; a full disk is one line."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "import pyarrow as pa, jagged.runs.evaluating, jagged.runs.recommending, jagged.runs.reporting\n"
+        "jagged.runs.evaluating.evaluate = jagged.runs.reporting.report = lambda *_, **__: 'a result'\n"
+        "jagged.runs.recommending.recommend = lambda *_, **__: pa.table({'item_id': ['a']})\n"
+        "from jagged.cli import main; main()"
+    )
+    call = [sys.executable, "-c", code, command, "run", *(["histories.csv"] if command == "recommend" else [])]
+    end, gone = os.pipe()
+    os.close(end)
+    with open(gone, "wb") as pipe, open("/dev/full", "wb") as full:
+        for output, expected in (
+            (pipe, (141, "")),
+            (full, (2, "jagged: standard output: could not be written: No space left on device; write it elsewhere\n")),
+        ):
+            result = subprocess.run(
+                call, stdout=output, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120, check=False
+            )
+            assert (result.returncode, result.stderr) == expected
+    # Without standard output nothing is printed, as everywhere in Python.
+    call = ["sh", "-c", 'exec "$@" >&-', "sh", *call]
+    result = subprocess.run(call, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120, check=False)
+    refused = (2, "jagged: --output: got none, and standard output is closed; name a table to write\n")
+    assert (result.returncode, result.stderr) == (refused if command == "recommend" else (0, ""))
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

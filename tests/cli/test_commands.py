@@ -24,6 +24,20 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(end.value.code or 0)
 
 
+def test_too_few_events_to_train_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of three events two are held out, and one has nothing to predict."""
+    (tmp_path / "events.txt").write_text("a x y z\n")
+    arguments = ["--data", str(tmp_path / "events.txt"), "--output", str(tmp_path / "run"), "--device", "cpu"]
+    assert run(monkeypatch, "train", *arguments) == 2
+    assert capsys.readouterr() == (
+        "",
+        "jagged: no user has events for training under the leave-one-out split of SequenceDataset(1 users, 3 items, 3 events); "
+        "give users with at least 4 events, 2 of them to train on\n",
+    )
+    (tmp_path / "events.txt").write_text("a x y z x\n")
+    assert run(monkeypatch, "train", *arguments, "--dry-run") == 0
+
+
 @pytest.fixture
 def histories(tmp_path: Path) -> Path:
     path = tmp_path / "histories.csv"

@@ -95,3 +95,17 @@ def test_the_shipped_options_are_a_configuration() -> None:
     from jagged.config import TrainConfig
 
     assert TrainConfig.load(None, demo._OPTIONS).training.max_epochs == demo._OPTIONS["training"]["max_epochs"]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_directory_that_cannot_be_made_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    output = tmp_path / "file" / "demo"
+    monkeypatch.setattr(sys, "argv", ["jagged", "demo", "--output", str(output)])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    expected = f"jagged: {output}: could not be written: Not a directory; choose another output\n"
+    assert capsys.readouterr() == ("", expected)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -149,3 +151,28 @@ def test_every_bit_of_a_parquet_page_is_checked(tmp_path: Path) -> None:
         for at in range(end - 8 * count, end, 1 if COUNT > 40 else 29):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << rng.randrange(8))]) + whole[at + 1 :])
             assert isinstance(outcome(path), str), (column, at)
+
+
+def test_damaged_footers_end_no_process(tmp_path: Path) -> None:
+    """Of a schema that does not fit the statistics of sizes pyarrow can only be asked in ways that raise; the others abort."""
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom tests.data.test_fuzz import flip_footers\nflip_footers(Path(sys.argv[1]))"
+    )
+    child = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    assert (child.returncode, child.stderr) == (0, "")
+    reason = "Definition level histogram size mismatch, size: 2, expected: 1"
+    path = tmp_path / "e.parquet"
+    expected = f"{path}: found OSError: '{reason}', expected a whole parquet file; write or copy it again"
+    assert expected in child.stdout.splitlines()
+
+
+def flip_footers(directory: Path) -> None:
+    """Read a file as often as its footer's schema, in the long form its whole footer, has bits, with another one flipped."""
+    path = oracle.write_parquet(directory / "e.parquet", sample(random.Random(0)), write_page_checksum=True)
+    whole = path.read_bytes()
+    end = len(whole) - 8
+    start = end - int.from_bytes(whole[end : end + 4], "little")
+    for at in range(start, start + 60 if COUNT == 40 else end):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit)]) + whole[at + 1 :])
+            print(outcome(path))

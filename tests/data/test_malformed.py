@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import gzip
 import os
 import re
 import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from jagged.data import DataError, read_events
+from jagged.data import DataError, read_events, synthetic_sessions
+from jagged.data.events import _READERS
+from jagged.data.files import find_files
+from jagged.data.parsers import Chunk
 from tests.data import oracle
 
 HEADER = b"user_id,item_id,timestamp\n"
@@ -249,18 +255,23 @@ def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not list((tmp_path / "temporary").iterdir())
 
 
+@contextlib.contextmanager
+def limited(allowed: int) -> Iterator[None]:
+    """Files of at most so many bytes: writing beyond the limit is an error like that of a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     path = oracle.write_text(tmp_path / "e.txt", [range(3000)])
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for allowed in (4096, 20_000, 30_000, 47_900):
-        # Writing beyond the limit is an error like that of a full disk.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (allowed, limits[1]))
-        try:
-            with pytest.raises(DataError) as caught:
-                read_events(path, cache_directory=tmp_path / "cache")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        reason = "could not be written: File too large; set cache_directory (or TMPDIR) to a larger disk"
+        with limited(allowed), pytest.raises(DataError) as caught:
+            read_events(path, cache_directory=tmp_path / "cache")
+        reason = "could not be written: File too large; name another cache_directory, on a disk with room"
         assert str(caught.value) == f"{tmp_path / 'cache'}: {reason}"
         assert not list((tmp_path / "cache").iterdir())
     assert read_events(path, cache_directory=tmp_path / "cache").num_events == 2999
@@ -271,5 +282,72 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataError) as caught:
         read_events(path, cache_directory=tmp_path / "file")
-    expected = f"{tmp_path / 'file'}: could not be written: File exists; name another cache_directory"
+    expected = f"{tmp_path / 'file'}: could not be written: File exists; name another cache_directory, on a disk with room"
     assert str(caught.value) == expected
+
+
+WRITERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "read_events": (read_events, "set TMPDIR (or cache_directory) to a directory on a disk with room"),
+    "synthetic_sessions": (lambda path: synthetic_sessions(num_users=300), "set TMPDIR to a directory on a disk with room"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_temporary_directory_that_cannot_be_made_or_filled_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    write, cure = WRITERS[writer]
+    path = oracle.write_text(tmp_path / "e.txt", [range(3000)])
+    none, file, room = tmp_path / "none", tmp_path / "file", tmp_path / "room"
+    file.touch()
+    room.mkdir()
+    for place, reason in ((none, "No such file or directory"), (file, "Not a directory")):
+        monkeypatch.setattr("tempfile.tempdir", str(place))
+        with pytest.raises(DataError) as caught:
+            write(path)
+        assert str(caught.value) == f"{place}: could not be written: {reason}; {cure}"
+    monkeypatch.setattr("tempfile.tempdir", str(room))
+    for allowed in (1000, 20_000):
+        with limited(allowed), pytest.raises(DataError) as caught:
+            write(path)
+        assert str(caught.value) == f"{room}: could not be written: File too large; {cure}"
+        assert not list(room.iterdir())
+    # Where no directory at all serves, tempfile says which ones it has tried.
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr("tempfile._candidate_tempdir_list", lambda: [str(none)])
+    with pytest.raises(DataError) as caught:
+        write(path)
+    tried = f"No usable temporary directory found in ['{none}']"
+    assert str(caught.value) == f"a temporary directory: could not be written: {tried}; {cure}"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_file_that_goes_before_it_is_read_is_no_failure_of_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    path = oracle.write_text(tmp_path / "e.txt", [(1, 2)])
+
+    def found(*arguments: str) -> tuple[list[Path], str]:
+        result = find_files(*arguments)
+        path.unlink()
+        return result
+
+    monkeypatch.setattr("jagged.data.events.find_files", found)
+    with pytest.raises(DataError) as caught:
+        read_events(path, cache_directory=tmp_path / "cache" if cached else None)
+    assert str(caught.value) == f"{path}: found FileNotFoundError: No such file or directory, expected a readable file"
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_what_breaks_while_it_is_read_is_no_failure_of_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
+) -> None:
+    def read(*arguments: object) -> Iterator[Chunk]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        yield
+
+    path = oracle.write_text(tmp_path / "e.txt", [(1, 2)])
+    monkeypatch.setitem(_READERS, "text", read)
+    with pytest.raises(DataError) as caught:
+        read_events(path, cache_directory=tmp_path / "cache" if cached else None)
+    assert str(caught.value) == f"{path}: found OSError: Input/output error, expected a readable file"

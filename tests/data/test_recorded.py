@@ -190,8 +190,9 @@ def test_files_of_another_kind(tmp_path: Path) -> None:
         assert str(refused.value).startswith(f"{path}: {problem}")
         assert len(str(refused.value).splitlines()) == 1
     torch.save({"format": "jagged recorded batches", "values": torch.zeros(1).expand(2**40)}, path)
-    with pytest.raises(DataError, match=rf"^{path}: found a header of \d+ bytes in a file of \d+, expected {again}$"):
+    with pytest.raises(DataError) as refused:
         read_batches(path)
+    assert str(refused.value) == f"{path}: found a zip file, as version 1 was, expected version 2; record the batches again"
 
 
 def test_what_cannot_be_recorded(tmp_path: Path) -> None:
