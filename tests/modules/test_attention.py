@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules import HSTUBlock, JaggedCrossAttention, JaggedSelfAttention, JaggedTransformerBlock, PositionalEncoding
-from jagged.modules.positions import rotate
+from jagged.modules.positions import positions_with_targets, rotate
 from jagged.ops import jagged_attention
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -400,6 +400,15 @@ def test_positions_with_targets(place: Place, batch: Jagged, max_length: int, co
         torch.testing.assert_close(encoding(jagged(values, batch), count).values(), wanted, rtol=0, atol=0)
     if count == 1:
         torch.testing.assert_close(encoding(jagged(values, batch)).values(), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("num_targets", "expected"), [(2, [0, 1, 1, 0]), (5, [0, 0, 0, 0]), (None, [0, 1, 2, 0])])
+def test_places_are_never_negative(place: Place, num_targets: int | None, expected: list[int]) -> None:
+    offsets = torch.tensor([0, 3, 3, 4], device=place.device)
+    assert positions_with_targets(offsets, 4, num_targets).tolist() == expected
+    if num_targets is not None:
+        each = torch.full((3,), num_targets, device=place.device)
+        assert positions_with_targets(offsets, 4, each).tolist() == expected
 
 
 @pytest.mark.parametrize(

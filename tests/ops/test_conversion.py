@@ -351,6 +351,8 @@ def test_sizes_are_no_less_than_nothing_and_no_more_than_there_is(place: Place, 
             lambda: ops.jagged_split(values, [negative, offsets]),
             "totals: expected the last of the offsets, at least 0, got -1; offsets count rows from the start of the values",
         ),
+        (lambda: ops.jagged_split(values, [offsets, offsets], [3]), "totals: expected one for each of the 2 jagged parts, got 1"),
+        (lambda: ops.jagged_split(values, [offsets, 0], [3, 0]), "totals: expected one for each of the 1 jagged parts, got 2"),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             call()
