@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from jagged.training.errors import TrainingError
 
@@ -115,7 +118,9 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        store, rank, world_size = _torchruns_store()
+        # A second run in the same processes must not find the addresses of the first one's group: it would wait for them.
+        dist.init_process_group(backend, store=PrefixStore(f"jagged/{next(_groups)}", store), rank=rank, world_size=world_size)
     else:
         with _loopback():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -123,6 +128,16 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         yield _processes(device)
     finally:
         dist.destroy_process_group()
+
+
+_groups = itertools.count()
+
+
+@cache
+def _torchruns_store() -> tuple[dist.Store, int, int]:
+    """The store of the processes that torchrun started, with this one's rank and their number; the same for all runs in them."""
+    store, rank, world_size = next(rendezvous("env://"))
+    return store, rank, world_size
 
 
 def _processes(device: torch.device) -> Processes:
