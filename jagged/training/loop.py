@@ -35,6 +35,9 @@ _KEPT = 2
 
 # Steps between two looks at the losses. Each look waits for the device; a loss that is NaN is found this many steps late.
 _INTERVAL = {"cpu": 10, "cuda": 50}
+# Several processes agree about signals at each look where looks are less than this many seconds apart, else at each step. torchrun
+# kills what has not ended 30 s after SIGTERM, and the checkpoint takes time as well.
+_AGREE_SECONDS = 5.0
 
 
 class Loop:
@@ -79,6 +82,8 @@ class Loop:
         self._trained: list[Trained] = []
         self._clock = self._saved_at = time.perf_counter()
         self._seen = (0, 0.0)
+        # How long the batches between two looks take, and whether that is long in any process; yes, until it is known.
+        self._took, self._slow = 0.0, True
 
     def fit(self) -> None:
         """Train until the last epoch, until validation stops getting better, or until a callback ends it.
@@ -167,10 +172,10 @@ class Loop:
         if alone or due or save:
             self._ask_callbacks()
         state.to_validate = validation_steps is not None and state.step % validation_steps == 0
-        if (alone and self._wish.signal is not None) or (
-            due and not alone and self._processes.any(self._wish.signal is not None)
-        ):
+        if (alone or due or self._slow) and self._processes.any(self._wish.signal is not None):
             raise StopRequested
+        if due and not alone:
+            self._slow = self._processes.any(self._took > _AGREE_SECONDS)
         if state.to_validate:
             self._look()
             self._validate()
@@ -221,6 +226,7 @@ class Loop:
         now = time.perf_counter()
         elapsed = max(now - self._clock, 1e-9)
         state.epoch_seconds += elapsed
+        self._took = elapsed / len(losses) * self._interval
         samples, tokens = engine.samples - self._seen[0], state.tokens - self._seen[1]
         self._clock, self._seen = now, (engine.samples, state.tokens)
         mean = sum(losses) / len(losses)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from jagged.config import TrainerConfig
 from jagged.models import NextItemTask, build
 from jagged.pointwise import PointwiseMetrics
-from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted
+from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted, loop
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes
 from tests.training.clicks import Clicks, Rows, Told, config, loader
@@ -163,8 +163,10 @@ def main() -> None:
     metrics.update(torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0, 2.0]), torch.tensor([0, 1, 0, 0, 1, 1]))
     result["merged"] = [read("merged one"), metrics.compute(), *(read(f"merged.{rank}") for rank in range(2))]
 
-    def whole(name: str, *callbacks: Any, resume: bool = False) -> None:
+    def whole(name: str, *callbacks: Any, resume: bool = False, slow: bool = False) -> None:
         def work(processes: Processes) -> None:
+            if slow:
+                loop._AGREE_SECONDS = 0.0
             calls = Told()
             try:
                 found = fit(root / name, processes, calls, *callbacks, resume=resume)
@@ -178,6 +180,8 @@ def main() -> None:
     whole("stopped", Ends(1, 8, "signal"))
     result["interrupted"] = [read(f"stopped.{rank}") for rank in range(2)]
     whole("stopped", resume=True)
+    whole("slow", Ends(1, 8, "signal"), slow=True)
+    result["slow"] = [read(f"slow.{rank}") for rank in range(2)]
     whole("asked", Ends(1, 8, "stop"))
     result["asked"] = [read(f"asked.{rank}")[:2] for rank in range(2)]
     result["same"] = outcome(root / "run") == outcome(root / "stopped")

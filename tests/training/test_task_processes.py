@@ -62,6 +62,11 @@ def test_a_signal_to_one_process_stops_all_at_the_end_of_a_short_epoch(result: d
     assert result["interrupted"] == [line, line]
 
 
+def test_slow_steps_are_stopped_between(result: dict[str, Any]) -> None:
+    line = "stopped by SIGTERM after step 8; a checkpoint is in ROOT/slow/checkpoints: resume to go on"
+    assert result["slow"] == [line, line]
+
+
 def test_the_run_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None:
     assert result["same"] is True
     assert result["calls"][0] == result["calls"][1]
