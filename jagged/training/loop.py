@@ -18,7 +18,7 @@ from jagged import artifacts
 from jagged.config import TrainerConfig
 from jagged.metrics import IN_WORDS, Best, Figures, RunMetrics
 from jagged.models.pretrained import HISTORY
-from jagged.training.batches import Positioned
+from jagged.training.batches import Positioned, Repeated
 from jagged.training.callbacks import Callback, Progress, states_of
 from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
@@ -35,8 +35,8 @@ _KEPT = 2
 
 # Steps between two looks at the losses. Each look waits for the device; a loss that is NaN is found this many steps late.
 _INTERVAL = {"cpu": 10, "cuda": 50}
-# Several processes agree about signals at each look where looks are less than this many seconds apart, else at each step. torchrun
-# kills what has not ended 30 s after SIGTERM, and the checkpoint takes time as well.
+# Several processes agree about signals at each look where looks are less than this many seconds apart, else at each step.
+# torchrun kills what has not ended 30 s after SIGTERM, and the checkpoint takes time as well.
 _AGREE_SECONDS = 5.0
 
 
@@ -79,6 +79,9 @@ class Loop:
         self._valid_note = valid_note
         self._progress = Progress(engine.task, state)  # type: ignore[arg-type]
         self._watch = Watch(self._processes, config.hang_seconds, self._last_checkpoint)
+        for loader in loaders:
+            if isinstance(loader, Repeated):
+                loader.passed = self._watch.goes_on
         self._trained: list[Trained] = []
         self._clock = self._saved_at = time.perf_counter()
         self._seen = (0, 0.0)
@@ -251,9 +254,10 @@ class Loop:
         with self.engine.whole_task() as task:
             # One process must not leave the others waiting in a collective.
             wish = self._wish if self._processes.world_size == 1 else None
-            figures: Figures = task.evaluate(  # type: ignore[operator]
-                _Watched(loader, self._watch, wish), part, progress=self._display.shown
-            )
+            with self._watch.work(part):
+                figures: Figures = task.evaluate(  # type: ignore[operator]
+                    _Watched(loader, self._watch, wish), part, progress=self._display.shown
+                )
         return figures
 
     def _validate(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
@@ -134,7 +134,7 @@ _groups = itertools.count()
 
 
 @cache
-def _torchruns_store() -> tuple[dist.Store, int, int]:
+def _torchruns_store() -> tuple[Store, int, int]:
     """The store of the processes that torchrun started, with this one's rank and their number; the same for all runs in them."""
     store, rank, world_size = next(rendezvous("env://"))
     return store, rank, world_size
