@@ -17,6 +17,7 @@ from torch import Tensor
 from jagged import artifacts
 from jagged.config import TrainerConfig
 from jagged.metrics import IN_WORDS, Best, Figures, RunMetrics
+from jagged.models import Task
 from jagged.models.pretrained import HISTORY
 from jagged.training.batches import Positioned, Repeated
 from jagged.training.callbacks import Callback, Progress, states_of
@@ -24,6 +25,7 @@ from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune
 from jagged.training.display import Display
 from jagged.training.engine import Engine, Trained
 from jagged.training.errors import CheckpointError, TrainingError, TrainingInterrupted
+from jagged.training.shares import Shares
 from jagged.training.state import TrainState
 from jagged.training.stop import StopRequested, StopWish
 from jagged.training.watch import Watch
@@ -79,6 +81,7 @@ class Loop:
         self._valid_note = valid_note
         self._progress = Progress(engine.task, state)  # type: ignore[arg-type]
         self._watch = Watch(self._processes, config.hang_seconds, self._last_checkpoint)
+        self._shares = {part: Shares(self._processes, part) for part in ("train", "valid", "test")}
         for loader in loaders:
             if isinstance(loader, Repeated):
                 loader.passed = self._watch.goes_on
@@ -147,7 +150,8 @@ class Loop:
             self._train.set_position(state.epoch, state.batch)
             self._display.begin_epoch(f"epoch {state.epoch + 1}/{config.max_epochs}", batches, state.batch)
             self._clock, self._seen = time.perf_counter(), (self.engine.samples, state.tokens)
-            for trained in self.engine.steps(iter(self._train), batches - state.batch):
+            given = self._shares["train"].seen(iter(self._train))
+            for trained in self.engine.steps(given, batches - state.batch):
                 self._step(trained, batches)
                 if self._finished:
                     break
@@ -163,6 +167,7 @@ class Loop:
         state.batch += 1
         due = state.batch % self._interval == 0 or state.batch == batches
         self._watch.beat()
+        self._shares["train"].step(batches)
         if not trained.updated:
             return
         state.step += 1
@@ -256,8 +261,16 @@ class Loop:
             wish = self._wish if self._processes.world_size == 1 else None
             with self._watch.work(part):
                 figures: Figures = task.evaluate(  # type: ignore[operator]
-                    _Watched(loader, self._watch, wish), part, progress=self._display.shown
+                    _Watched(loader, self._watch, self._shares[part], wish), part, progress=self._display.shown
                 )
+        # An evaluate of another make may not add up over processes.
+        if isinstance(self.engine.task, Task) and type(self.engine.task).evaluate is Task.evaluate:
+            try:
+                self._shares[part].compare()
+            except TrainingError as error:
+                if part == "valid":
+                    self._checkpoint()
+                raise TrainingError(f"{error}; {self._last_checkpoint()}") from None
         return figures
 
     def _validate(self) -> None:
@@ -389,11 +402,11 @@ class Loop:
 class _Watched:
     """A loader whose batches tell the watch that the run goes on, and that stops at the wish to."""
 
-    def __init__(self, loader: Any, watch: Watch, wish: StopWish | None) -> None:
-        self._loader, self._watch, self._wish = loader, watch, wish
+    def __init__(self, loader: Any, watch: Watch, shares: Shares, wish: StopWish | None) -> None:
+        self._loader, self._watch, self._shares, self._wish = loader, watch, shares, wish
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._watch.over(self._loader)
+        batches = self._watch.over(self._shares.seen(self._loader))
         return batches if self._wish is None else self._wish.watched(batches)
 
     def __len__(self) -> int:

@@ -116,7 +116,7 @@ class Trainer:
         Args:
             train, valid, test: batches: a `DataLoader`, a list, or anything else that can be iterated again and has a length; or
                 a loader with places, `jagged.data.BatchLoader`. On several processes each one's own share, as many batches of
-                `train` in each. Without `test` there are no test figures.
+                `train` in each; the same ones in two processes are refused. Without `test` there are no test figures.
             resume: go on from the newest checkpoint in `config.output`; without one, start.
             progress: show a progress bar and messages.
             fingerprint: of the data; a run does not go on with other data.

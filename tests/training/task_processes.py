@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from jagged.config import TrainerConfig
 from jagged.models import NextItemTask, build
@@ -21,6 +22,7 @@ from jagged.pointwise import PointwiseMetrics
 from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted, loop
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes
+from jagged.training.shares import Shares
 from tests.training.clicks import Clicks, Rows, Told, config, loader
 from tests.training.lines import Line, batch, joined
 from tests.training.support import outcome
@@ -148,6 +150,38 @@ def main() -> None:
 
     parallel(root, "uneven", uneven)
     result["uneven"] = [read(f"uneven.{rank}") for rank in range(2)]
+
+    def sampled(rows: Rows, processes: Processes) -> Any:
+        sampler = DistributedSampler(rows, processes.world_size, processes.rank)
+        return loader(rows, sampler=sampler)
+
+    def shared(name: str, train: bool, valid: bool, resume: bool = False, compare: bool = True) -> None:
+        """A run in which both processes are given all rows of a part, or each its own of the same."""
+
+        def work(processes: Processes) -> None:
+            if not compare:
+                Shares.compare = lambda self: None  # type: ignore[method-assign]
+            rows = Rows(), Rows(30, 1)
+            parts = [
+                loader(of, shuffle=number == 0) if same else sampled(of, processes)
+                for number, (of, same) in enumerate(zip(rows, (train, valid), strict=True))
+            ]
+            torch.manual_seed(1)
+            try:
+                trainer = Trainer(Clicks(dropout=0.3), config(root / name))
+                told(f"{name}.{processes.rank}", trainer.fit(*parts, resume=resume, progress=False).steps)
+            except TrainingError as error:
+                told(f"{name}.{processes.rank}", str(error))
+
+        parallel(root, f"{name} {resume}", work)
+        result[f"{name} again" if resume else name] = [read(f"{name}.{rank}") for rank in range(2)]
+
+    shared("all train", True, False)
+    shared("all valid", False, True)
+    shared("all valid", False, False, resume=True)
+    shared("sampled", False, False)
+    shared("not compared", False, False, compare=False)
+    result["sampled as before"] = outcome(root / "sampled") == outcome(root / "not compared")
 
     def merged(processes: Processes) -> None:
         found = {"all": figures(scored(processes.rank, 2)), "one has none": figures(scored(0, 1) if processes.is_first else [])}

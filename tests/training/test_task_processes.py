@@ -46,6 +46,23 @@ def test_different_numbers_of_batches_are_refused(result: dict[str, Any]) -> Non
     assert result["uneven"] == [line, line]
 
 
+OWN = "expected each one's own share of the rows; give the DataLoader a DistributedSampler, or each process the rows of its rank"
+
+
+def test_all_rows_in_each_process_are_refused(result: dict[str, Any]) -> None:
+    line = f"train: got the same first 6 batches in the processes 0 and 1, {OWN}"
+    assert result["all train"] == [line, line]
+    whole = "the last checkpoint, ROOT/all valid/checkpoints/step-00000003, is whole: resume"
+    line = f"valid: got the same first 4 batches in the processes 0 and 1, {OWN}; {whole}"
+    assert result["all valid"] == [line, line]
+    assert result["all valid again"] == [6, 6]
+
+
+def test_shares_of_a_sampler_are_not(result: dict[str, Any]) -> None:
+    assert result["sampled"] == result["not compared"] == [6, 6]
+    assert result["sampled as before"] is True
+
+
 def test_figures_are_those_of_all_rows(result: dict[str, Any]) -> None:
     """Also where one process has no batch, and so knows of no task."""
     one, metrics, *ranks = result["merged"]
