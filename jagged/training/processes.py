@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import os
@@ -92,13 +93,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 @cache
-def _leave_garbage_to_the_parent() -> None:
-    """Let forked children, a loader's workers, never collect what was garbage when they began.
+def _take_care_of_garbage() -> None:
+    """Let a group that is in a cycle, as those of earlier runs are, be collected neither in forked children nor too late.
 
-    A group of an earlier run may be in a cycle that is not collected yet. Its destructor waits for its threads, which a child
-    does not have, and crashes.
+    Its destructor waits for its threads. A child, a loader's worker, does not have these, and crashes. An interpreter that is
+    ending ends each thread that asks for it, and a thread of C++ that is ended so aborts the process.
     """
     os.register_at_fork(after_in_child=gc.freeze)
+    atexit.register(gc.collect)
 
 
 @contextmanager
@@ -107,7 +109,7 @@ def process_group(device: torch.device) -> Iterator[Processes]:
 
     A group that was made here is taken down at the end, one that was found is left alone.
     """
-    _leave_garbage_to_the_parent()
+    _take_care_of_garbage()
     if dist.is_initialized():
         processes = _processes(device)
         try:

@@ -92,6 +92,11 @@ def test_a_signal_leaves_a_whole_checkpoint_and_one_line(root: Path, runs: dict[
     assert runs["signalled"].code == 1
 
 
+@pytest.mark.parametrize("what", ["signalled", "resumed"])
+def test_groups_are_gone_before_the_interpreter_ends(runs: dict[str, Ended], what: str) -> None:
+    assert lines(runs[what], "threads of gloo:") == ["threads of gloo: 0"] * 2
+
+
 def test_the_run_goes_on_as_if_nothing_had_been(root: Path, runs: dict[str, Ended]) -> None:
     assert runs["resumed"].code == 0, runs["resumed"].said[-4_000:]
     assert outcome(root / "signalled") == outcome(root / "undisturbed")
