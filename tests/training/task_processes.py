@@ -183,6 +183,15 @@ def main() -> None:
     shared("not compared", False, False, compare=False)
     result["sampled as before"] = outcome(root / "sampled") == outcome(root / "not compared")
 
+    def taken(processes: Processes) -> None:
+        try:
+            fit(root / "sampled", processes)
+        except TrainingError as error:
+            told(f"taken.{processes.rank}", str(error))
+
+    parallel(root, "taken", taken)
+    result["taken"] = [read(f"taken.{rank}") for rank in range(2)]
+
     def merged(processes: Processes) -> None:
         found = {"all": figures(scored(processes.rank, 2)), "one has none": figures(scored(0, 1) if processes.is_first else [])}
         metrics = PointwiseMetrics()

@@ -46,6 +46,11 @@ def test_different_numbers_of_batches_are_refused(result: dict[str, Any]) -> Non
     assert result["uneven"] == [line, line]
 
 
+def test_an_output_that_holds_another_run_is_refused_in_all(result: dict[str, Any]) -> None:
+    line = "output: ROOT/sampled is not empty; resume to go on with the run in it, choose another output, or delete it"
+    assert result["taken"] == [line, line]
+
+
 OWN = "expected each one's own share of the rows; give the DataLoader a DistributedSampler, or each process the rows of its rank"
 
 
