@@ -150,12 +150,12 @@ class Watch:
             f"rank {rank} {'does not answer' if rank in silent or rank not in words else f'in {json.loads(words[rank])[2]}'}"
             for rank in range(size)
         )
-        print(
+        # In one piece: the others write at the same moment.
+        sys.stderr.write(
             f"jagged: rank {self._processes.rank} of {size} has stood still for {time.monotonic() - self._beaten:.0f} s, "
-            f"hang_seconds are {self._seconds:g}; {places}; {self._advice()}",
-            file=sys.stderr,
-            flush=True,
+            f"hang_seconds are {self._seconds:g}; {places}; {self._advice()}\n"
         )
+        sys.stderr.flush()
         self._wait_for_others(silent)
         os._exit(2)
 
