@@ -23,6 +23,8 @@ TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--st
 
 
 class Ended(NamedTuple):
+    """Torchrun's exit code, what all said, and when the last word was said."""
+
     code: int
     said: str
     at: float
@@ -41,7 +43,8 @@ def start(root: Path, what: str) -> subprocess.Popen[bytes]:
 
 def ended(root: Path, what: str, torchrun: subprocess.Popen[bytes]) -> Ended:
     code = torchrun.wait(60)
-    return Ended(code, (root / f"{what}.said").read_text().replace(str(root), "ROOT"), time.time())
+    said = root / f"{what}.said"
+    return Ended(code, said.read_text().replace(str(root), "ROOT"), said.stat().st_mtime)
 
 
 def until(happened: Callable[[], bool], torchrun: subprocess.Popen[bytes], seconds: float = 60) -> None:
