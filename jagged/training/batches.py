@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,7 +70,12 @@ class Repeated:
         batches: iterated once an epoch.
         name: of the part, for messages.
         seed: of the random states.
+
+    Attributes:
+        passed: called at each batch that is passed over.
     """
+
+    passed: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(self, batches: Any, name: str, seed: int) -> None:
         self._batches, self._name, self._seed = batches, name, seed
@@ -120,6 +125,8 @@ class Repeated:
             given += 1
             if given > first:
                 yield batch
+            else:
+                self.passed()
         if given != len(self._batches):
             raise TrainingError(
                 f"{self._name}: got {given:,} batches in epoch {epoch + 1}, expected the loader's length, {len(self._batches):,}"

@@ -17,13 +17,15 @@ from torch import Tensor
 from jagged import artifacts
 from jagged.config import TrainerConfig
 from jagged.metrics import IN_WORDS, Best, Figures, RunMetrics
+from jagged.models import Task
 from jagged.models.pretrained import HISTORY
-from jagged.training.batches import Positioned
+from jagged.training.batches import Positioned, Repeated
 from jagged.training.callbacks import Callback, Progress, states_of
 from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
 from jagged.training.engine import Engine, Trained
 from jagged.training.errors import CheckpointError, TrainingError, TrainingInterrupted
+from jagged.training.shares import Shares
 from jagged.training.state import TrainState
 from jagged.training.stop import StopRequested, StopWish
 from jagged.training.watch import Watch
@@ -35,6 +37,9 @@ _KEPT = 2
 
 # Steps between two looks at the losses. Each look waits for the device; a loss that is NaN is found this many steps late.
 _INTERVAL = {"cpu": 10, "cuda": 50}
+# Several processes agree about signals at each look where looks are less than this many seconds apart, else at each step.
+# torchrun kills what has not ended 30 s after SIGTERM, and the checkpoint takes time as well.
+_AGREE_SECONDS = 5.0
 
 
 class Loop:
@@ -76,9 +81,15 @@ class Loop:
         self._valid_note = valid_note
         self._progress = Progress(engine.task, state)  # type: ignore[arg-type]
         self._watch = Watch(self._processes, config.hang_seconds, self._last_checkpoint)
+        self._shares = {part: Shares(self._processes, part) for part in ("train", "valid", "test")}
+        for loader in loaders:
+            if isinstance(loader, Repeated):
+                loader.passed = self._watch.goes_on
         self._trained: list[Trained] = []
         self._clock = self._saved_at = time.perf_counter()
         self._seen = (0, 0.0)
+        # How long the batches between two looks take, and whether that is long in any process; yes, until it is known.
+        self._took, self._slow = 0.0, True
 
     def fit(self) -> None:
         """Train until the last epoch, until validation stops getting better, or until a callback ends it.
@@ -139,7 +150,8 @@ class Loop:
             self._train.set_position(state.epoch, state.batch)
             self._display.begin_epoch(f"epoch {state.epoch + 1}/{config.max_epochs}", batches, state.batch)
             self._clock, self._seen = time.perf_counter(), (self.engine.samples, state.tokens)
-            for trained in self.engine.steps(iter(self._train), batches - state.batch):
+            given = self._shares["train"].seen(iter(self._train))
+            for trained in self.engine.steps(given, batches - state.batch):
                 self._step(trained, batches)
                 if self._finished:
                     break
@@ -155,6 +167,7 @@ class Loop:
         state.batch += 1
         due = state.batch % self._interval == 0 or state.batch == batches
         self._watch.beat()
+        self._shares["train"].step(batches)
         if not trained.updated:
             return
         state.step += 1
@@ -167,10 +180,10 @@ class Loop:
         if alone or due or save:
             self._ask_callbacks()
         state.to_validate = validation_steps is not None and state.step % validation_steps == 0
-        if (alone and self._wish.signal is not None) or (
-            due and not alone and self._processes.any(self._wish.signal is not None)
-        ):
+        if (alone or due or self._slow) and self._processes.any(self._wish.signal is not None):
             raise StopRequested
+        if due and not alone:
+            self._slow = self._processes.any(self._took > _AGREE_SECONDS)
         if state.to_validate:
             self._look()
             self._validate()
@@ -221,6 +234,7 @@ class Loop:
         now = time.perf_counter()
         elapsed = max(now - self._clock, 1e-9)
         state.epoch_seconds += elapsed
+        self._took = elapsed / len(losses) * self._interval
         samples, tokens = engine.samples - self._seen[0], state.tokens - self._seen[1]
         self._clock, self._seen = now, (engine.samples, state.tokens)
         mean = sum(losses) / len(losses)
@@ -245,9 +259,18 @@ class Loop:
         with self.engine.whole_task() as task:
             # One process must not leave the others waiting in a collective.
             wish = self._wish if self._processes.world_size == 1 else None
-            figures: Figures = task.evaluate(  # type: ignore[operator]
-                _Watched(loader, self._watch, wish), part, progress=self._display.shown
-            )
+            with self._watch.work(part):
+                figures: Figures = task.evaluate(  # type: ignore[operator]
+                    _Watched(loader, self._watch, self._shares[part], wish), part, progress=self._display.shown
+                )
+        # An evaluate of another make may not add up over processes.
+        if isinstance(self.engine.task, Task) and type(self.engine.task).evaluate is Task.evaluate:
+            try:
+                self._shares[part].compare()
+            except TrainingError as error:
+                if part == "valid":
+                    self._checkpoint()
+                raise TrainingError(f"{error}; {self._last_checkpoint()}") from None
         return figures
 
     def _validate(self) -> None:
@@ -379,11 +402,11 @@ class Loop:
 class _Watched:
     """A loader whose batches tell the watch that the run goes on, and that stops at the wish to."""
 
-    def __init__(self, loader: Any, watch: Watch, wish: StopWish | None) -> None:
-        self._loader, self._watch, self._wish = loader, watch, wish
+    def __init__(self, loader: Any, watch: Watch, shares: Shares, wish: StopWish | None) -> None:
+        self._loader, self._watch, self._shares, self._wish = loader, watch, shares, wish
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._watch.over(self._loader)
+        batches = self._watch.over(self._shares.seen(self._loader))
         return batches if self._wish is None else self._wish.watched(batches)
 
     def __len__(self) -> int:

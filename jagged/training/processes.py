@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from jagged.training.errors import TrainingError
 
@@ -89,13 +93,14 @@ def resolve_device(name: str) -> torch.device:
 
 
 @cache
-def _leave_garbage_to_the_parent() -> None:
-    """Let forked children, a loader's workers, never collect what was garbage when they began.
+def _take_care_of_garbage() -> None:
+    """Let a group that is in a cycle, as those of earlier runs are, be collected neither in forked children nor too late.
 
-    A group of an earlier run may be in a cycle that is not collected yet. Its destructor waits for its threads, which a child
-    does not have, and crashes.
+    Its destructor waits for its threads. A child, a loader's worker, does not have these, and crashes. An interpreter that is
+    ending ends each thread that asks for it, and a thread of C++ that is ended so aborts the process.
     """
     os.register_at_fork(after_in_child=gc.freeze)
+    atexit.register(gc.collect)
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def process_group(device: torch.device) -> Iterator[Processes]:
 
     A group that was made here is taken down at the end, one that was found is left alone.
     """
-    _leave_garbage_to_the_parent()
+    _take_care_of_garbage()
     if dist.is_initialized():
         processes = _processes(device)
         try:
@@ -115,7 +120,9 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         return
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        store, rank, world_size = _torchruns_store()
+        # A second run in the same processes must not find the addresses of the first one's group: it would wait for them.
+        dist.init_process_group(backend, store=PrefixStore(f"jagged/{next(_groups)}", store), rank=rank, world_size=world_size)
     else:
         with _loopback():
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -123,6 +130,16 @@ def process_group(device: torch.device) -> Iterator[Processes]:
         yield _processes(device)
     finally:
         dist.destroy_process_group()
+
+
+_groups = itertools.count()
+
+
+@cache
+def _torchruns_store() -> tuple[Store, int, int]:
+    """The store of the processes that torchrun started, with this one's rank and their number; the same for all runs in them."""
+    store, rank, world_size = next(rendezvous("env://"))
+    return store, rank, world_size
 
 
 def _processes(device: torch.device) -> Processes:

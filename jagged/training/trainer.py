@@ -116,7 +116,7 @@ class Trainer:
         Args:
             train, valid, test: batches: a `DataLoader`, a list, or anything else that can be iterated again and has a length; or
                 a loader with places, `jagged.data.BatchLoader`. On several processes each one's own share, as many batches of
-                `train` in each. Without `test` there are no test figures.
+                `train` in each; the same ones in two processes are refused. Without `test` there are no test figures.
             resume: go on from the newest checkpoint in `config.output`; without one, start.
             progress: show a progress bar and messages.
             fingerprint: of the data; a run does not go on with other data.
@@ -243,18 +243,29 @@ def locked(directory: Path, processes: Processes, resume: bool) -> Iterator[None
         TrainingError: another process trains there, or something is there and the run does not go on with it.
         CheckpointError: it cannot be made.
     """
-    if not processes.is_first:
+    refusal: TrainingError | CheckpointError | None = None
+    with ExitStack() as held:
+        if processes.is_first:
+            try:
+                _take(directory, resume, held)
+            except (TrainingError, CheckpointError) as error:
+                refusal = error
+        # The others would wait for the first one, and then tell that it is gone.
+        told = processes.all(None if refusal is None else str(refusal))[0]
+        if told is not None:
+            raise refusal or TrainingError(told)
         yield
-        return
+
+
+def _take(directory: Path, resume: bool, held: ExitStack) -> None:
+    """Lock a directory until `held` is left, check what is in it, and remove what killed processes left."""
     if directory.exists() and not directory.is_dir():
         raise TrainingError(f"output: {directory} is a file, expected a directory")
     busy = TrainingError(f"output: another process is training in {directory}; wait for it or choose another output")
-    with ExitStack() as held:
-        with artifacts.writing(directory, "choose another output", CheckpointError):
-            held.enter_context(artifacts.lock(directory, busy))
-        if not resume and any(entry.name != artifacts.LOCK for entry in directory.iterdir()):
-            raise TrainingError(
-                f"output: {directory} is not empty; resume to go on with the run in it, choose another output, or delete it"
-            )
-        artifacts.sweep(directory)
-        yield
+    with artifacts.writing(directory, "choose another output", CheckpointError):
+        held.enter_context(artifacts.lock(directory, busy))
+    if not resume and any(entry.name != artifacts.LOCK for entry in directory.iterdir()):
+        raise TrainingError(
+            f"output: {directory} is not empty; resume to go on with the run in it, choose another output, or delete it"
+        )
+    artifacts.sweep(directory)

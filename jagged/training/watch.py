@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from jagged.training.processes import Processes
 
 _LOOKS = 20
+# The first two beats of each kind of work may take so many times as long: what comes first is compiled, cached, started. With the
+# default of `hang_seconds` that is seven and a half minutes.
+_FIRST = 10
 # Said in the store by who ends a run.
 _END = "end"
 
@@ -29,13 +33,15 @@ class Watch:
 
     Args:
         processes: the run's.
-        seconds: how long a process may stand still; the first step, and what is said to be `patient`, may take longer.
+        seconds: how long a process may stand still. The first two beats of each kind of work may take ten times as long, what is
+            said to be `patient` as long as it takes.
         advice: what to tell the user at the end of the message; asked for when it is told.
     """
 
     def __init__(self, processes: Processes, seconds: float, advice: Callable[[], str]) -> None:
         self._processes, self._seconds, self._advice = processes, seconds, advice
-        self._beats, self._beaten, self._patient = 0, time.monotonic(), 1
+        self._work, self._beats = "train", Counter[str]()
+        self._beaten, self._patient = time.monotonic(), 0
         self._main = threading.get_ident()
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
@@ -57,12 +63,24 @@ class Watch:
             self._thread.join()
 
     def beat(self) -> None:
+        """Say that a piece of work is done, and that the main thread goes on."""
+        self._beats[self._work] += 1
+        self.goes_on()
+
+    def goes_on(self) -> None:
         """Say that the main thread goes on."""
-        # The first step compiles and fills caches; from the second one on, time counts.
-        self._beats += 1
-        if self._beats == 2:
-            self._patient -= 1
         self._beaten = time.monotonic()
+
+    @contextlib.contextmanager
+    def work(self, kind: str) -> Iterator[None]:
+        """Work of another kind than training: "valid", "test"."""
+        self._work, before = kind, self._work
+        self.goes_on()
+        try:
+            yield
+        finally:
+            self._work = before
+            self.goes_on()
 
     def over(self, items: Iterable[Any]) -> Iterator[Any]:
         """The items, with a beat after each."""
@@ -78,7 +96,12 @@ class Watch:
             yield
         finally:
             self._patient -= 1
-            self.beat()
+            self.goes_on()
+
+    def _is_patient(self) -> bool:
+        # Not without an end: a process that sleeps in its first step would keep the others waiting for as long as they may wait.
+        first = self._beats[self._work] < 2 and time.monotonic() - self._beaten <= _FIRST * self._seconds
+        return self._patient > 0 or first
 
     def _watch(self) -> None:
         interval, number = self._seconds / _LOOKS, 0
@@ -90,7 +113,7 @@ class Watch:
             self._beaten += max(0.0, time.monotonic() - last - 2 * interval)
             last = time.monotonic()
             try:
-                self._store.set(str(self._processes.rank), json.dumps([number, self._patient > 0, self._place()]))
+                self._store.set(str(self._processes.rank), json.dumps([number, self._is_patient(), self._place()]))
                 words, ends = self._words(), self._store.check([_END])
             except RuntimeError:
                 # The process that keeps the store is gone, which the collectives will say.
@@ -101,7 +124,7 @@ class Watch:
             silent = {rank for rank, (_, since) in seen.items() if now - since > self._seconds / 2}
             if ends:
                 self._end(words, silent)
-            if self._patient or any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
+            if self._is_patient() or any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
                 continue
             if now - self._beaten > 1.2 * self._seconds:
                 self._end(words, silent)
@@ -127,12 +150,12 @@ class Watch:
             f"rank {rank} {'does not answer' if rank in silent or rank not in words else f'in {json.loads(words[rank])[2]}'}"
             for rank in range(size)
         )
-        print(
+        # In one piece: the others write at the same moment.
+        sys.stderr.write(
             f"jagged: rank {self._processes.rank} of {size} has stood still for {time.monotonic() - self._beaten:.0f} s, "
-            f"hang_seconds are {self._seconds:g}; {places}; {self._advice()}",
-            file=sys.stderr,
-            flush=True,
+            f"hang_seconds are {self._seconds:g}; {places}; {self._advice()}\n"
         )
+        sys.stderr.flush()
         self._wait_for_others(silent)
         os._exit(2)
 

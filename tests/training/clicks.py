@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
@@ -108,9 +110,11 @@ def train(
     noise: float = 0.2,
     **options: Any,
 ) -> TrainResult:
-    """A run on rows that are shuffled and augmented, of a task with dropout."""
+    """A run on rows that are shuffled and augmented, of a task with dropout; each process has rows of its own."""
     torch.manual_seed(1)
     task = Clicks(dropout=0.3, both=both)
-    parts = loader(Rows(noise=noise), shuffle=True, num_workers=workers), loader(Rows(30, 1)), loader(Rows(30, 2))
+    own = 10 * (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
+    rows = Rows(seed=own, noise=noise), Rows(30, own + 1), Rows(30, own + 2)
+    parts = loader(rows[0], shuffle=True, num_workers=workers), loader(rows[1]), loader(rows[2])
     trainer = Trainer(task, config(output, **options), callbacks=callbacks)
     return trainer.fit(*parts, resume=resume, progress=False)

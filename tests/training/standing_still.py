@@ -1,4 +1,4 @@
-"""Runs of two processes of which one stands still, is stopped, writes for long, or is killed; all at once.
+"""Runs of two processes of which one stands still, is stopped, takes long, or is killed; all at once.
 
 A program of its own: `test_watch.py` starts it. It imports everything once and forks the processes; the store is kept by a
 process of its own, as torchrun's is. Usage: `python -m tests.training.standing_still DIRECTORY`; prints JSON.
@@ -18,10 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from jagged.training import Callback, Progress, loop
+from jagged.models import TaskOutput
+from jagged.training import Callback, Progress, loop, watch
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
 from tests.processes import in_child
-from tests.training.clicks import train
+from tests.training import clicks
+from tests.training.clicks import Clicks, train
 
 # Far above what a busy machine makes a process wait.
 HANG_SECONDS = 5.0
@@ -31,11 +33,11 @@ STEP = 8
 class Event(Callback):
     """Does something in one process at a step, and tells when."""
 
-    def __init__(self, directory: Path, action: Callable[[], Any]) -> None:
-        self.directory, self.action = directory, action
+    def __init__(self, directory: Path, action: Callable[[], Any], step: int = STEP) -> None:
+        self.directory, self.action, self.step = directory, action, step
 
     def on_step(self, progress: Progress) -> None:
-        if progress.state.step == STEP and (dist.get_rank() == 1 or self.action is pause):
+        if progress.state.step == self.step and (dist.get_rank() == 1 or self.action is pause):
             (self.directory / "event").write_text(str(time.time()))
             self.action()
 
@@ -49,9 +51,25 @@ def pause() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def slow(*arguments: Any) -> Any:
+def take_long() -> None:
     time.sleep(2.5 * HANG_SECONDS)
+
+
+def slow(*arguments: Any) -> Any:
+    take_long()
     return original(*arguments)
+
+
+class SlowAtFirst(Clicks):
+    """Its first batch that is evaluated takes long in one process, as one that is compiled anew without gradients."""
+
+    evaluated = False
+
+    def forward(self, batch: Any) -> TaskOutput:
+        if not self.training and not self.evaluated and dist.get_rank() == 1:
+            self.evaluated = True
+            take_long()
+        return super().forward(batch)
 
 
 original = loop.save_checkpoint
@@ -61,6 +79,9 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "writes": lambda: None,
     "paused": pause,
+    "sleeps at first": sleep_for_ever,
+    "begins slowly": take_long,
+    "validates slowly": lambda: None,
 }
 
 
@@ -87,7 +108,12 @@ def attempt(directory: Path, what: str, rank: int, port: int) -> None:
         options = {"max_epochs": 1}
     else:
         options = {"max_epochs": 3, "checkpoint_every": 2}
-    train(directory / "run", Event(directory, ACTIONS[what]), hang_seconds=HANG_SECONDS, **options)
+    if what == "sleeps at first":
+        watch._FIRST = 3
+    if what == "validates slowly":
+        clicks.Clicks = SlowAtFirst  # type: ignore[misc]
+    step = 1 if what in ("sleeps at first", "begins slowly") else STEP
+    train(directory / "run", Event(directory, ACTIONS[what], step), hang_seconds=HANG_SECONDS, **options)
     dist.destroy_process_group()
 
 

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
 
 from jagged.config import TrainerConfig
 from jagged.models import NextItemTask, build
 from jagged.pointwise import PointwiseMetrics
-from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted
+from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted, loop
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes
+from jagged.training.shares import Shares
 from tests.training.clicks import Clicks, Rows, Told, config, loader
 from tests.training.lines import Line, batch, joined
 from tests.training.support import outcome
@@ -149,6 +151,47 @@ def main() -> None:
     parallel(root, "uneven", uneven)
     result["uneven"] = [read(f"uneven.{rank}") for rank in range(2)]
 
+    def sampled(rows: Rows, processes: Processes) -> Any:
+        sampler = DistributedSampler(rows, processes.world_size, processes.rank)
+        return loader(rows, sampler=sampler)
+
+    def shared(name: str, train: bool, valid: bool, resume: bool = False, compare: bool = True) -> None:
+        """A run in which both processes are given all rows of a part, or each its own of the same."""
+
+        def work(processes: Processes) -> None:
+            if not compare:
+                Shares.compare = lambda self: None  # type: ignore[method-assign]
+            rows = Rows(), Rows(30, 1)
+            parts = [
+                loader(of, shuffle=number == 0) if same else sampled(of, processes)
+                for number, (of, same) in enumerate(zip(rows, (train, valid), strict=True))
+            ]
+            torch.manual_seed(1)
+            try:
+                trainer = Trainer(Clicks(dropout=0.3), config(root / name))
+                told(f"{name}.{processes.rank}", trainer.fit(*parts, resume=resume, progress=False).steps)
+            except TrainingError as error:
+                told(f"{name}.{processes.rank}", str(error))
+
+        parallel(root, f"{name} {resume}", work)
+        result[f"{name} again" if resume else name] = [read(f"{name}.{rank}") for rank in range(2)]
+
+    shared("all train", True, False)
+    shared("all valid", False, True)
+    shared("all valid", False, False, resume=True)
+    shared("sampled", False, False)
+    shared("not compared", False, False, compare=False)
+    result["sampled as before"] = outcome(root / "sampled") == outcome(root / "not compared")
+
+    def taken(processes: Processes) -> None:
+        try:
+            fit(root / "sampled", processes)
+        except TrainingError as error:
+            told(f"taken.{processes.rank}", str(error))
+
+    parallel(root, "taken", taken)
+    result["taken"] = [read(f"taken.{rank}") for rank in range(2)]
+
     def merged(processes: Processes) -> None:
         found = {"all": figures(scored(processes.rank, 2)), "one has none": figures(scored(0, 1) if processes.is_first else [])}
         metrics = PointwiseMetrics()
@@ -163,8 +206,10 @@ def main() -> None:
     metrics.update(torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0, 2.0]), torch.tensor([0, 1, 0, 0, 1, 1]))
     result["merged"] = [read("merged one"), metrics.compute(), *(read(f"merged.{rank}") for rank in range(2))]
 
-    def whole(name: str, *callbacks: Any, resume: bool = False) -> None:
+    def whole(name: str, *callbacks: Any, resume: bool = False, slow: bool = False) -> None:
         def work(processes: Processes) -> None:
+            if slow:
+                loop._AGREE_SECONDS = 0.0
             calls = Told()
             try:
                 found = fit(root / name, processes, calls, *callbacks, resume=resume)
@@ -178,6 +223,8 @@ def main() -> None:
     whole("stopped", Ends(1, 8, "signal"))
     result["interrupted"] = [read(f"stopped.{rank}") for rank in range(2)]
     whole("stopped", resume=True)
+    whole("slow", Ends(1, 8, "signal"), slow=True)
+    result["slow"] = [read(f"slow.{rank}") for rank in range(2)]
     whole("asked", Ends(1, 8, "stop"))
     result["asked"] = [read(f"asked.{rank}")[:2] for rank in range(2)]
     result["same"] = outcome(root / "run") == outcome(root / "stopped")

@@ -102,6 +102,14 @@ def test_places_are_those_of_when_it_was_asked() -> None:
     assert list(batches) == [11, 12]
 
 
+def test_passing_over_batches_is_told() -> None:
+    loader, told = Repeated([10, 11, 12], "train", 0), []
+    loader.passed = lambda: told.append(1)
+    loader.set_position(0, 2)
+    assert next(iter(loader)) == 12
+    assert len(told) == 2
+
+
 class Sampler:
     def __init__(self) -> None:
         self.epoch = 0

@@ -46,6 +46,28 @@ def test_different_numbers_of_batches_are_refused(result: dict[str, Any]) -> Non
     assert result["uneven"] == [line, line]
 
 
+def test_an_output_that_holds_another_run_is_refused_in_all(result: dict[str, Any]) -> None:
+    line = "output: ROOT/sampled is not empty; resume to go on with the run in it, choose another output, or delete it"
+    assert result["taken"] == [line, line]
+
+
+OWN = "expected each one's own share of the rows; give the DataLoader a DistributedSampler, or each process the rows of its rank"
+
+
+def test_all_rows_in_each_process_are_refused(result: dict[str, Any]) -> None:
+    line = f"train: got the same first 6 batches in the processes 0 and 1, {OWN}"
+    assert result["all train"] == [line, line]
+    whole = "the last checkpoint, ROOT/all valid/checkpoints/step-00000003, is whole: resume"
+    line = f"valid: got the same first 4 batches in the processes 0 and 1, {OWN}; {whole}"
+    assert result["all valid"] == [line, line]
+    assert result["all valid again"] == [6, 6]
+
+
+def test_shares_of_a_sampler_are_not(result: dict[str, Any]) -> None:
+    assert result["sampled"] == result["not compared"] == [6, 6]
+    assert result["sampled as before"] is True
+
+
 def test_figures_are_those_of_all_rows(result: dict[str, Any]) -> None:
     """Also where one process has no batch, and so knows of no task."""
     one, metrics, *ranks = result["merged"]
@@ -60,6 +82,11 @@ def test_figures_are_those_of_all_rows(result: dict[str, Any]) -> None:
 def test_a_signal_to_one_process_stops_all_at_the_end_of_a_short_epoch(result: dict[str, Any]) -> None:
     line = "stopped by SIGTERM after step 12; a checkpoint is in ROOT/stopped/checkpoints: resume to go on"
     assert result["interrupted"] == [line, line]
+
+
+def test_slow_steps_are_stopped_between(result: dict[str, Any]) -> None:
+    line = "stopped by SIGTERM after step 8; a checkpoint is in ROOT/slow/checkpoints: resume to go on"
+    assert result["slow"] == [line, line]
 
 
 def test_the_run_goes_on_as_if_nothing_had_been(result: dict[str, Any]) -> None:

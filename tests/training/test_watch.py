@@ -1,4 +1,4 @@
-"""A process that stands still, is stopped, or is killed ends the run of two with a line that says so; slow writes do not."""
+"""A process that stands still, is stopped, or is killed ends the run of two with a line that says so; long work does not."""
 
 from __future__ import annotations
 
@@ -32,19 +32,23 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def line(rank: int, name: str, places: str) -> str:
     """A pattern of the whole line."""
-    checkpoint = re.escape(f"the last checkpoint, ROOT/{name}/run/checkpoints/step-00000006, is whole: resume")
+    whole = f"the last checkpoint, ROOT/{name}/run/checkpoints/step-00000006, is whole: resume"
+    checkpoint = re.escape("there is none yet: start again" if name == "sleeps at first" else whole)
     seconds = r"has stood still for \d+ s, hang_seconds are 5; "
     return f"jagged: rank {rank} of 2 {seconds}{places}; {checkpoint}"
 
 
-def test_one_sleeps_for_ever(result: dict[str, Any]) -> None:
-    found = result["sleeps"]
+@pytest.mark.parametrize("name", ["sleeps", "sleeps at first"])
+def test_one_sleeps_for_ever(result: dict[str, Any], name: str) -> None:
+    """Also before its second step, for which it has three times as long here."""
+    found = result[name]
     assert found["codes"] == {"0": 2, "1": 2}
     assert max(found["seconds"]) < 30
+    assert min(found["seconds"]) > (15 if name == "sleeps at first" else 5)
     places = r"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 in standing_still\.py:\d+ \(sleep_for_ever\)"
     for rank, said in enumerate(found["said"]):
         assert len(said) == 1
-        assert re.fullmatch(line(rank, "sleeps", places), said[0])
+        assert re.fullmatch(line(rank, name, places), said[0])
 
 
 def test_one_is_stopped(result: dict[str, Any]) -> None:
@@ -74,8 +78,10 @@ def test_the_last_checkpoint_is_whole(result: dict[str, Any], name: str) -> None
     assert (result[name]["checkpoint"], result[name]["step"]) == ("step-00000006", 6)
 
 
-@pytest.mark.parametrize(("name", "step"), [("writes", 6), ("paused", 18)])
-def test_long_writes_and_pauses_of_all_are_no_standing_still(result: dict[str, Any], name: str, step: int) -> None:
+@pytest.mark.parametrize(("name", "step"), [("writes", 6), ("paused", 18), ("begins slowly", 18), ("validates slowly", 18)])
+def test_long_writes_pauses_of_all_and_slow_beginnings_are_no_standing_still(
+    result: dict[str, Any], name: str, step: int
+) -> None:
     assert result[name]["codes"] == {"0": 0, "1": 0}
     assert result[name]["said"] == [[], []]
     assert result[name]["step"] == step
