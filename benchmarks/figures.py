@@ -607,10 +607,14 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
 }
 
 
+# The machines whose figures the pages show; their tables have every machine.
+SHOWN = ("cpu-2-threads", "h200")
+
+
 def main() -> None:
-    """Draw every figure of every result file, and the picture of the masks."""
+    """Draw every figure of the machines that are shown, and the picture of the masks."""
     for benchmark, figures in DRAWN.items():
-        for source in sorted(ROOT.glob(f"results/*/{benchmark}.json")):
+        for source in (path for machine in SHOWN if (path := ROOT / f"results/{machine}/{benchmark}.json").exists()):
             result = json.loads(source.read_text())
             for name, (part, draw) in figures.items():
                 if part in result:
