@@ -33,6 +33,7 @@ _PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "cyclopts": ("cyclopts", ("cyclopts",)),
     "matplotlib": ("matplotlib", ("matplotlib",)),
     "jinja2": ("jinja2", ("jinja2",)),
+    "psutil": ("psutil", ("psutil",)),
     "tensorboard": ("tensorboard", ("tensorboard",)),
 }
 # Triton is needed on a GPU alone, where torch's own wheel brings it.

@@ -17,7 +17,9 @@ from jagged import diagnosis, versions
 from jagged.diagnosis import Check, DoctorReport, doctor
 from jagged.versions import Problem, problems, repair_command
 
-OTHERS = dict.fromkeys(["numpy", "pyarrow", "pydantic", "safetensors", "tqdm", "cyclopts", "matplotlib", "jinja2"], "1.0")
+OTHERS = dict.fromkeys(
+    ["numpy", "pyarrow", "pydantic", "safetensors", "tqdm", "cyclopts", "matplotlib", "jinja2", "psutil"], "1.0"
+)
 
 
 def triple(torch: str, fbgemm: str, torchrec: str, *, cpu: bool = False) -> dict[str, str]:

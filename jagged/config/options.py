@@ -150,7 +150,9 @@ class LoopOptions(Section):
     checkpoint_every: int | None = option(None, "steps between checkpoints, beside those after validations", ge=1)
     checkpoint_seconds: float = option(30.0, "a validation sooner than this after a checkpoint writes none", ge=0)
     hang_seconds: float = option(
-        45.0, "several processes: how long one may stand still before the run ends; its first steps have ten times as long", gt=0
+        45.0,
+        "several processes: how long one may stand still before the run ends; ten times as long while first steps compute",
+        gt=0,
     )
     tensorboard: bool = option(True, "write TensorBoard curves where tensorboard is installed")
 

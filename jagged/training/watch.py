@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
+import sysconfig
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import psutil
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from jagged.training.processes import Processes
 
 _LOOKS = 20
-# The first two beats of each kind of work may take so many times as long: what comes first is compiled, cached, started. With the
-# default of `hang_seconds` that is seven and a half minutes.
+# The first two beats of each kind of work may take so many times as long while the process computes: what comes first is
+# compiled, cached, started. With the default of `hang_seconds` that is seven and a half minutes.
 _FIRST = 10
+# A process computes where it and its children use so much of a core. A compilation uses one or more; the threads that look, show
+# progress and keep connections use a hundredth or two.
+_COMPUTES = 0.1
+_PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 # Said in the store by who ends a run.
 _END = "end"
 
@@ -33,8 +40,8 @@ class Watch:
 
     Args:
         processes: the run's.
-        seconds: how long a process may stand still. The first two beats of each kind of work may take ten times as long, what is
-            said to be `patient` as long as it takes.
+        seconds: how long a process may stand still. The first two beats of each kind of work may take ten times as long while the
+            process computes or waits for another in torch, what is said to be `patient` as long as it takes.
         advice: what to tell the user at the end of the message; asked for when it is told.
     """
 
@@ -43,6 +50,7 @@ class Watch:
         self._work, self._beats = "train", Counter[str]()
         self._beaten, self._patient = time.monotonic(), 0
         self._main = threading.get_ident()
+        self._computing = _Computing(seconds)
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -98,10 +106,17 @@ class Watch:
             self._patient -= 1
             self.goes_on()
 
+    def _is_first(self) -> bool:
+        return self._beats[self._work] < 2
+
     def _is_patient(self) -> bool:
-        # Not without an end: a process that sleeps in its first step would keep the others waiting for as long as they may wait.
-        first = self._beats[self._work] < 2 and time.monotonic() - self._beaten <= _FIRST * self._seconds
-        return self._patient > 0 or first
+        # Not without an end: a process in an endless loop would keep the others waiting for as long as they may wait.
+        within = time.monotonic() - self._beaten <= _FIRST * self._seconds
+        return self._patient > 0 or (self._is_first() and within and self._computing.lately)
+
+    def _sleeps(self) -> bool:
+        """Whether this process does nothing in a first step, and waits for no other: who waits does so in torch."""
+        return self._is_first() and not self._computing.lately and not is_in_torch(self._main)
 
     def _watch(self) -> None:
         interval, number = self._seconds / _LOOKS, 0
@@ -110,8 +125,12 @@ class Watch:
         while not self._done.wait(interval):
             number += 1
             # While this thread did not run either, the whole process was stopped, as by Ctrl-Z, and stood still for no fault.
-            self._beaten += max(0.0, time.monotonic() - last - 2 * interval)
+            if (stopped := time.monotonic() - last - 2 * interval) > 0:
+                self._beaten += stopped
+                self._computing = _Computing(self._seconds)
             last = time.monotonic()
+            if self._is_first():
+                self._computing.look()
             try:
                 self._store.set(str(self._processes.rank), json.dumps([number, self._is_patient(), self._place()]))
                 words, ends = self._words(), self._store.check([_END])
@@ -124,9 +143,10 @@ class Watch:
             silent = {rank for rank, (_, since) in seen.items() if now - since > self._seconds / 2}
             if ends:
                 self._end(words, silent)
-            if self._is_patient() or any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
+            if self._is_patient() or now - self._beaten <= 1.2 * self._seconds:
                 continue
-            if now - self._beaten > 1.2 * self._seconds:
+            # A process that waits for this one on a GPU computes there, and looks patient.
+            if self._sleeps() or not any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
                 self._end(words, silent)
 
     def _words(self) -> dict[int, str]:
@@ -168,6 +188,46 @@ class Watch:
             self._store.set(f"{_END}.{self._processes.rank}", "")
             while time.monotonic() < until and not self._store.check([f"{_END}.{rank}" for rank in speaking]):
                 time.sleep(0.02)
+
+
+def is_in_torch(thread: int) -> bool:
+    """Whether a thread is in torch or TorchRec, which wait in Python's own modules too."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and _is_python(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame is not None and any(f"{os.sep}{name}{os.sep}" in frame.f_code.co_filename for name in ("torch", "torchrec"))
+
+
+def _is_python(file: str) -> bool:
+    return file.startswith("<frozen") or (file.startswith(_PYTHON) and not file.startswith(_PACKAGES))
+
+
+class _Computing:
+    """Whether this process and its children used a core in the last `seconds`, as often as it looks."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._used, self._total = 0.0, math.inf
+        self._looks: deque[tuple[float, float]] = deque()
+
+    def look(self) -> None:
+        total = 0.0
+        for process in (itself := psutil.Process(), *itself.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):
+                # Of children that have ended, too. What such a one used is lost where nobody asked how it ended.
+                total += sum(process.cpu_times()[:4])
+        self._used += max(0.0, total - self._total)
+        self._total = total
+        self._looks.append((time.monotonic(), self._used))
+        while len(self._looks) > 1 and self._looks[1][0] <= self._looks[-1][0] - self._seconds:
+            self._looks.popleft()
+
+    @property
+    def lately(self) -> bool:
+        if not self._looks:
+            return True
+        (since, before), (now, used) = self._looks[0], self._looks[-1]
+        return now - since < self._seconds / 2 or used - before >= _COMPUTES * (now - since)
 
 
 _watches = 0

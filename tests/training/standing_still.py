@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -31,13 +32,13 @@ STEP = 8
 
 
 class Event(Callback):
-    """Does something in one process at a step, and tells when."""
+    """Does something in the second process at a step, or in both, and tells when."""
 
-    def __init__(self, directory: Path, action: Callable[[], Any], step: int = STEP) -> None:
-        self.directory, self.action, self.step = directory, action, step
+    def __init__(self, directory: Path, action: Callable[[], Any], step: int, both: bool) -> None:
+        self.directory, self.action, self.step, self.both = directory, action, step, both
 
     def on_step(self, progress: Progress) -> None:
-        if progress.state.step == self.step and (dist.get_rank() == 1 or self.action is pause):
+        if progress.state.step == self.step and (dist.get_rank() == 1 or self.both):
             (self.directory / "event").write_text(str(time.time()))
             self.action()
 
@@ -55,6 +56,19 @@ def take_long() -> None:
     time.sleep(2.5 * HANG_SECONDS)
 
 
+def compute(seconds: float = 1.6 * HANG_SECONDS) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+def compile_something() -> None:
+    """Longer than it may stand still in a process of its own, as an assembler is, then in this one."""
+    until = time.monotonic() + 1.6 * HANG_SECONDS
+    subprocess.run([sys.executable, "-c", f"import time\nwhile time.monotonic() < {until}: pass"], check=True)
+    compute()
+
+
 def slow(*arguments: Any) -> Any:
     take_long()
     return original(*arguments)
@@ -68,7 +82,7 @@ class SlowAtFirst(Clicks):
     def forward(self, batch: Any) -> TaskOutput:
         if not self.training and not self.evaluated and dist.get_rank() == 1:
             self.evaluated = True
-            take_long()
+            compile_something()
         return super().forward(batch)
 
 
@@ -80,9 +94,13 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "writes": lambda: None,
     "paused": pause,
     "sleeps at first": sleep_for_ever,
-    "begins slowly": take_long,
+    "loops at first": lambda: compute(1_000),
+    "sleeps while the other computes": lambda: compute(1_000) if dist.get_rank() == 0 else sleep_for_ever(),
+    "begins slowly": compile_something,
     "validates slowly": lambda: None,
 }
+# These happen in the first step, in which a process that computes has longer.
+AT_FIRST = ("sleeps at first", "loops at first", "sleeps while the other computes", "begins slowly")
 
 
 def keeper() -> tuple[int, int]:
@@ -108,12 +126,14 @@ def attempt(directory: Path, what: str, rank: int, port: int) -> None:
         options = {"max_epochs": 1}
     else:
         options = {"max_epochs": 3, "checkpoint_every": 2}
-    if what == "sleeps at first":
+    if what == "loops at first":
         watch._FIRST = 3
     if what == "validates slowly":
         clicks.Clicks = SlowAtFirst  # type: ignore[misc]
-    step = 1 if what in ("sleeps at first", "begins slowly") else STEP
-    train(directory / "run", Event(directory, ACTIONS[what], step), hang_seconds=HANG_SECONDS, **options)
+    event = Event(
+        directory, ACTIONS[what], step=1 if what in AT_FIRST else STEP, both=what in ("paused", "sleeps while the other computes")
+    )
+    train(directory / "run", event, hang_seconds=HANG_SECONDS, **options)
     dist.destroy_process_group()
 
 

@@ -7,11 +7,18 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
+from jagged.training.watch import is_in_torch
 from tests.test_docs import ROOT
+from tests.training.standing_still import AT_FIRST
 
 
 @pytest.fixture(scope="module")
@@ -33,19 +40,20 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def line(rank: int, name: str, places: str) -> str:
     """A pattern of the whole line."""
     whole = f"the last checkpoint, ROOT/{name}/run/checkpoints/step-00000006, is whole: resume"
-    checkpoint = re.escape("there is none yet: start again" if name == "sleeps at first" else whole)
+    checkpoint = re.escape("there is none yet: start again" if name in AT_FIRST else whole)
     seconds = r"has stood still for \d+ s, hang_seconds are 5; "
     return f"jagged: rank {rank} of 2 {seconds}{places}; {checkpoint}"
 
 
-@pytest.mark.parametrize("name", ["sleeps", "sleeps at first"])
-def test_one_sleeps_for_ever(result: dict[str, Any], name: str) -> None:
-    """Also before its second step, for which it has three times as long here."""
+@pytest.mark.parametrize("name", ["sleeps", "sleeps at first", "sleeps while the other computes", "loops at first"])
+def test_one_stands_still_for_ever(result: dict[str, Any], name: str) -> None:
+    """Before the second step, too, for which one that computes has three times as long here; ten times by default."""
     found = result[name]
     assert found["codes"] == {"0": 2, "1": 2}
     assert max(found["seconds"]) < 30
-    assert min(found["seconds"]) > (15 if name == "sleeps at first" else 5)
-    places = r"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 in standing_still\.py:\d+ \(sleep_for_ever\)"
+    assert min(found["seconds"]) > (15 if name == "loops at first" else 5)
+    where = "compute" if name == "loops at first" else "sleep_for_ever"
+    places = rf"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 in standing_still\.py:\d+ \({where}\)"
     for rank, said in enumerate(found["said"]):
         assert len(said) == 1
         assert re.fullmatch(line(rank, name, places), said[0])
@@ -85,3 +93,43 @@ def test_long_writes_pauses_of_all_and_slow_beginnings_are_no_standing_still(
     assert result[name]["codes"] == {"0": 0, "1": 0}
     assert result[name]["said"] == [[], []]
     assert result[name]["step"] == step
+
+
+class Sleepy(Dataset[Any]):
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> Any:
+        time.sleep(1)
+        return row
+
+
+class SleepyModule(nn.Module):
+    def forward(self) -> None:
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (lambda: time.sleep(0.3), False),
+        (SleepyModule(), False),
+        (lambda: threading.Event().wait(0.3), False),
+        (lambda: next(iter(DataLoader(Sleepy(), num_workers=1))), True),
+    ],
+    ids=["sleeps", "sleeps in a module", "waits", "waits in a loader"],
+)
+def test_who_waits_in_torch_may_wait_for_another(work: Callable[[], Any], expected: bool) -> None:
+    found: list[bool] = []
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.02):
+            found.append(is_in_torch(threading.main_thread().ident or 0))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    work()
+    done.set()
+    thread.join()
+    assert sum(found) > len(found) / 2 if expected else sum(found) < len(found) / 2
