@@ -34,6 +34,7 @@ _PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "matplotlib": ("matplotlib", ("matplotlib",)),
     "jinja2": ("jinja2", ("jinja2",)),
     "psutil": ("psutil", ("psutil",)),
+    "duckdb": ("duckdb", ("duckdb",)),
     "tensorboard": ("tensorboard", ("tensorboard",)),
 }
 # Triton is needed on a GPU alone, where torch's own wheel brings it.

@@ -30,7 +30,7 @@ LAYERS = (
     ("cli",),
     ("__main__",),
 )
-ENGINE = ("torchrec", "fbgemm_gpu", "pyarrow", "pydantic", "cyclopts", "numpy")
+ENGINE = ("torchrec", "fbgemm_gpu", "pyarrow", "duckdb", "pydantic", "cyclopts", "numpy")
 
 
 def imports(source: str, package: str, at: Path) -> Iterator[tuple[int, str]]:

@@ -18,7 +18,7 @@ from jagged.diagnosis import Check, DoctorReport, doctor
 from jagged.versions import Problem, problems, repair_command
 
 OTHERS = dict.fromkeys(
-    ["numpy", "pyarrow", "pydantic", "safetensors", "tqdm", "cyclopts", "matplotlib", "jinja2", "psutil"], "1.0"
+    ["numpy", "pyarrow", "pydantic", "safetensors", "tqdm", "cyclopts", "matplotlib", "jinja2", "psutil", "duckdb"], "1.0"
 )
 
 

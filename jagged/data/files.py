@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
@@ -26,8 +28,9 @@ _SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-_COMPRESSION = {".gz": "gzip", ".bz2": "bz2"}
-_EXPECTED = "a name ending in .txt, .csv, .tsv (each also .gz, .bz2) or .parquet"
+_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+_EXPECTED_TABLES = "a name ending in .csv, .tsv (each also .gz, .bz2, .zst, .lz4) or .parquet"
+_EXPECTED = "a name ending in .txt, .csv, .tsv (each also .gz, .bz2, .zst, .lz4) or .parquet"
 
 _FORBIDDEN = np.zeros(256, dtype=bool)
 _FORBIDDEN[:32] = True
@@ -76,6 +79,110 @@ def find_files(path: str | os.PathLike[str], format: str) -> tuple[list[Path], F
     return [file for file, _ in chosen], chosen[0][1]
 
 
+@dataclass(frozen=True)
+class Found:
+    """The files of a table: in name order, of one format.
+
+    Attributes:
+        keys: of files in folders named `key=value`, those.
+        left_out: what the folder holds beside them, with the reason.
+    """
+
+    files: list[Path]
+    format: str
+    keys: dict[Path, dict[str, str | None]]
+    left_out: dict[str, str]
+
+
+def find_tables(path: str | os.PathLike[str], format: str) -> Found:
+    """The csv or parquet files at `path`: a file, or a folder's files in name order, those of its subfolders too.
+
+    Raises:
+        DataError: nothing there, no table in a folder, an unknown name, files of both formats, or folders whose names have other
+            keys than the first one's.
+    """
+    if format not in ("auto", "csv", "parquet"):
+        raise refuse(os.fspath(path) or "the path ''", f"format {shown(format)}", "auto, csv or parquet")
+    if not os.fspath(path):
+        raise refuse("the path ''", "nothing", "a file or a folder")
+    root = Path(os.path.abspath(path))
+    with reading(root):
+        if not root.exists():
+            raise refuse(path, "no file or folder of that name", "a table")
+        if root.is_file():
+            kind = _table_format(root) if format == "auto" else format
+            if kind is None:
+                raise refuse(path, f"the unknown suffix {shown(root.suffix)}", _EXPECTED_TABLES, "name the format (format=...)")
+            return Found([root], kind, {}, {})
+        if not root.is_dir():
+            raise refuse(path, "neither a file nor a folder", "a table")
+    files, left_out = _walk(root, format)
+    kinds = sorted(set(files.values()))
+    if not files:
+        told = f" ({_told(left_out)})" if left_out else ""
+        raise refuse(path, f"a folder without tables{told}", f"files with {_EXPECTED_TABLES}")
+    if len(kinds) > 1:
+        raise refuse(path, f"files of several formats ({', '.join(kinds)})", "one format", "name it (format=...)")
+    keys = {file: _keys(file.relative_to(root).parts[:-1]) for file in files}
+    first = next(iter(keys))
+    for file, found in keys.items():
+        if list(found) != list(keys[first]):
+            raise refuse(file, f"the keys {shown(list(found))} in folders' names", f"{shown(list(keys[first]))} as in {first}")
+    return Found(list(files), kinds[0], keys, left_out)
+
+
+def _keys(folders: tuple[str, ...]) -> dict[str, str | None]:
+    """Values of partitions, as Hive writes them."""
+    pairs = [folder.split("=", 1) for folder in folders if "=" in folder]
+    return {unquote(key): None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value) for key, value in pairs}
+
+
+def _walk(root: Path, format: str) -> tuple[dict[Path, str], dict[str, str]]:
+    files: dict[Path, str] = {}
+    left_out: dict[str, str] = {}
+
+    def failed(error: OSError) -> None:
+        left_out[os.path.relpath(error.filename, root)] = error.strerror or "unreadable"
+
+    for folder, folders, names in os.walk(root, onerror=failed):
+        folders.sort()
+        for name in [name for name in folders if name[0] in "._"]:
+            folders.remove(name)
+            left_out[os.path.relpath(Path(folder, name), root)] = "hidden"
+        for name in [name for name in folders if Path(folder, name).is_symlink()]:
+            left_out[os.path.relpath(Path(folder, name), root)] = "a link to a folder"
+        for file in sorted(Path(folder, name) for name in names):
+            kind = _table_format(file) if format == "auto" else format
+            reason = (
+                "hidden"
+                if file.name[0] in "._"
+                else "a broken link"
+                if file.is_symlink() and not file.exists()
+                else "no file"
+                if not file.is_file()
+                else f"no suffix of a table ({file.suffix or 'none'})"
+                if kind is None
+                else ""
+            )
+            if reason:
+                left_out[os.path.relpath(file, root)] = reason
+            else:
+                files[file] = kind or ""
+    return dict(sorted(files.items())), left_out
+
+
+def _told(left_out: dict[str, str]) -> str:
+    first = ", ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
+    return f"left out: {first}{f' and {len(left_out) - 3} more' if len(left_out) > 3 else ''}"
+
+
+def _table_format(path: Path) -> str | None:
+    suffixes = _suffixes(path)
+    inner = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _COMPRESSION else suffixes[-1] if suffixes else ""
+    kind = _SUFFIXES.get(inner)
+    return kind if kind == "csv" or (kind == "parquet" and inner == suffixes[-1]) else None
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn an operating-system error while a file is read into a `DataError` that names it."""
@@ -102,11 +209,11 @@ def _format_of(path: Path) -> Format | None:
     return _SUFFIXES.get(suffixes[-1]) if suffixes else None
 
 
-def read_blocks(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[bytes, int]]:
+def read_blocks(path: Path, advance: Callable[[int], object], *, quoted: bool = False) -> Iterator[tuple[bytes, int]]:
     """Yield `(block, number of its first line)`: whole lines, each ended by `\\n`, in valid UTF-8 without control characters.
 
     A byte order mark is dropped and `\\r\\n` becomes `\\n`. Memory is bounded by the block size and the longest line allowed.
-    `advance` is called with the bytes of the file consumed.
+    `advance` is called with the bytes of the file consumed. Where `quoted`, a block ends where no quote is open.
 
     Raises:
         DataError: the file cannot be read or decompressed, or a line breaks one of the rules above.
@@ -116,7 +223,10 @@ def read_blocks(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[
     for number, data in enumerate(_stream(path, advance)):
         if number == 0:
             data = data.removeprefix(b"\xef\xbb\xbf")
-        cut = data.rfind(b"\n") + 1
+        if quoted and tail:
+            # Where a quote is open is known from the beginning of a line on.
+            data, tail = tail + data, b""
+        cut = (_closed(data) if quoted else data.rfind(b"\n")) + 1
         if len(tail) + (cut or len(data)) > MAX_LINE_BYTES + BLOCK_BYTES:
             raise refuse(at(path, line), f"a line of more than {MAX_LINE_BYTES >> 20} MiB", "shorter lines")
         if not cut:
@@ -129,7 +239,19 @@ def read_blocks(path: Path, advance: Callable[[int], object]) -> Iterator[tuple[
         yield block, line
         line += block.count(b"\n")
     if tail:
-        yield _check(path, tail, line) + b"\n", line
+        if quoted and tail.count(b'"') % 2:
+            raise refuse(at(path, line), "a quote that is not closed", 'fields as abc or "abc"')
+        yield _check(path, tail, line).removesuffix(b"\n") + b"\n", line
+
+
+def _closed(data: bytes) -> int:
+    """The last line break outside of quotes, or -1."""
+    if b'"' not in data:
+        return data.rfind(b"\n")
+    raw = np.frombuffer(data, dtype=np.uint8)
+    ends = np.flatnonzero(raw == 10)
+    outside = ends[np.searchsorted(np.flatnonzero(raw == 34), ends) % 2 == 0]
+    return int(outside[-1]) if len(outside) else -1
 
 
 def _stream(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
