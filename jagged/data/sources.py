@@ -72,7 +72,8 @@ class Table:
 
     def batches(self, query: str, rows: int = 1 << 16) -> Iterator[pa.RecordBatch]:
         """The rows of a query, as Arrow batches."""
-        yield from self.connection.execute(query).to_arrow_reader(rows)
+        reader: Iterator[pa.RecordBatch] = self.connection.execute(query).to_arrow_reader(rows)
+        yield from reader
 
     def _remember(self, block: Block) -> None:
         self._first.append(self.num_rows)

@@ -1,0 +1,266 @@
+"""What each column of a table is: its kind, and how its ids become numbers. Printed, edited as TOML, saved with a dataset."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from jagged.data.errors import DataError, refuse, shown
+
+
+class Kind(str, Enum):
+    """What a column is for."""
+
+    ID = "id"
+    IDS = "ids"
+    NUMBER = "number"
+    NUMBERS = "numbers"
+    LABEL = "label"
+    WEIGHT = "weight"
+    TIME = "time"
+    USER = "user"
+    REQUEST = "request"
+    CANDIDATE = "candidate"
+    EVENT = "event"
+    UNUSED = "unused"
+
+
+# Of these a table has one at most.
+SINGLE = (Kind.WEIGHT, Kind.TIME, Kind.USER, Kind.REQUEST, Kind.CANDIDATE, Kind.EVENT)
+# Their values are ids, which a vocabulary, a hash or a range makes numbers.
+WITH_IDS = (Kind.ID, Kind.IDS, Kind.USER, Kind.CANDIDATE, Kind.EVENT)
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column and what it is for.
+
+    Attributes:
+        name: in the source.
+        kind: what it is for.
+        table: of ids: columns of one table share its numbers, as a candidate and a history of such do. None: the column's name.
+        encoding: of ids: "vocabulary" (those of the training rows), "hash" (into `size` rows) or "range" (whole numbers from 0 to
+            `size - 1` that stay as they are).
+        size: rows of a hash or a range.
+        weights: of "ids": the list column with a number for each id.
+        separator: of "ids" and "numbers" in text: what stands between values; None for lists as JSON writes them.
+    """
+
+    name: str
+    kind: Kind
+    table: str | None = None
+    encoding: str = "vocabulary"
+    size: int | None = None
+    weights: str | None = None
+    separator: str | None = None
+
+    def __post_init__(self) -> None:
+        where = f"schema, column {shown(self.name)}"
+        if not isinstance(self.name, str) or not self.name:
+            raise refuse("schema", f"a column named {shown(self.name)}", "a name")
+        try:
+            object.__setattr__(self, "kind", Kind(self.kind))
+        except ValueError:
+            raise refuse(where, f"kind {shown(self.kind)}", ", ".join(kind.value for kind in Kind)) from None
+        if self.encoding not in ("vocabulary", "hash", "range"):
+            raise refuse(where, f"encoding {shown(self.encoding)}", "vocabulary, hash or range")
+        if (self.size is None) != (self.encoding == "vocabulary"):
+            raise refuse(where, f"encoding {self.encoding!r} and size {self.size}", "a size with hash and range alone")
+        if self.size is not None and (type(self.size) is not int or not 0 < self.size < 2**31):
+            raise refuse(where, f"size {shown(self.size)}", f"1 to {2**31 - 1}")
+        of_ids = self.encoding != "vocabulary" or self.table is not None
+        if of_ids and self.kind not in WITH_IDS:
+            raise refuse(where, f"table or encoding for a column of kind {self.kind.value}", "a column of ids")
+        if self.weights is not None and self.kind is not Kind.IDS:
+            raise refuse(where, f"weights for a column of kind {self.kind.value}", "kind ids")
+        if self.separator is not None and (self.kind not in (Kind.IDS, Kind.NUMBERS) or not self.separator):
+            raise refuse(where, f"separator {shown(self.separator)} for a column of kind {self.kind.value}", "a list column's")
+
+    @property
+    def table_name(self) -> str:
+        """The table of its ids."""
+        return self.table or self.name
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The columns of a table, in its order.
+
+    Raises:
+        DataError: a name twice, two columns of a kind of which there is one, weights or tables that do not fit.
+    """
+
+    columns: tuple[Column, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        names = self.names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise refuse("schema", f"the column {shown(twice[0])} {names.count(twice[0])} times", "it once")
+        for kind in SINGLE:
+            if len(found := [column.name for column in self.columns if column.kind is kind]) > 1:
+                raise refuse("schema", f"{len(found)} columns of kind {kind.value} ({', '.join(found)})", "one at most")
+        for column in self.columns:
+            if column.weights is not None and (
+                column.weights not in names or self[column.weights].kind is not Kind.NUMBERS or column.weights == column.name
+            ):
+                raise refuse(
+                    f"schema, column {shown(column.name)}", f"weights {shown(column.weights)}", "a column of kind numbers"
+                )
+        self.tables  # noqa: B018 - refuses columns of one table that are encoded in several ways
+
+    @property
+    def names(self) -> list[str]:
+        return [column.name for column in self.columns]
+
+    def __getitem__(self, name: str) -> Column:
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+    def of_kind(self, *kinds: Kind) -> list[Column]:
+        """The columns of some kinds."""
+        return [column for column in self.columns if column.kind in kinds]
+
+    def one(self, kind: Kind) -> Column | None:
+        """The column of a kind of which there is one at most."""
+        return next(iter(self.of_kind(kind)), None)
+
+    @property
+    def tables(self) -> dict[str, list[Column]]:
+        """The columns of ids, by the table that they share."""
+        found: dict[str, list[Column]] = {}
+        for column in self.of_kind(*WITH_IDS):
+            found.setdefault(column.table_name, []).append(column)
+        for name, columns in found.items():
+            ways = {(column.encoding, column.size) for column in columns}
+            if len(ways) > 1:
+                raise refuse(f"schema, table {shown(name)}", f"the encodings {shown(sorted(map(str, ways)), 200)}", "one")
+        return found
+
+    def with_words(
+        self,
+        *,
+        label: str | Sequence[str] | None = None,
+        candidate: str | None = None,
+        history: str | Sequence[str] | None = None,
+        user: str | None = None,
+        time: str | None = None,
+        request: str | None = None,
+        weight: str | None = None,
+        event: str | None = None,
+        ids: str | Sequence[str] | None = None,
+        numbers: str | Sequence[str] | None = None,
+        unused: str | Sequence[str] | None = None,
+    ) -> Schema:
+        """The schema with the kinds that a user names; who had a kind of which there is one loses it and is unused.
+
+        `label` replaces what was taken for labels. `history` are list columns of candidates' ids, whose table they share. `ids` and
+        `numbers` are lists where the columns are.
+
+        Raises:
+            DataError: a column that is not there, or is named for two kinds.
+        """
+        single = {
+            Kind.CANDIDATE: candidate, Kind.USER: user, Kind.TIME: time, Kind.REQUEST: request, Kind.WEIGHT: weight,
+            Kind.EVENT: event,
+        }  # fmt: skip
+        chosen: dict[str, Kind] = {}
+
+        def choose(name: str, kind: Kind, word: str) -> None:
+            if name not in self.names:
+                raise refuse(f"{word}={name!r}", f"the columns {shown(self.names, 200)}", f"a column {shown(name)}")
+            if chosen.setdefault(name, kind) is not kind:
+                raise refuse(f"{word}={name!r}", f"the column named as {chosen[name].value} too", "one kind for a column")
+
+        for kind, name in single.items():
+            if name is not None:
+                choose(name, kind, kind.value)
+        for name in _names(label):
+            choose(name, Kind.LABEL, "label")
+        for name in _names(history):
+            choose(name, Kind.IDS, "history")
+        is_list = {column.name for column in self.of_kind(Kind.IDS, Kind.NUMBERS)}
+        for name in _names(ids):
+            choose(name, Kind.IDS if name in is_list else Kind.ID, "ids")
+        for name in _names(numbers):
+            choose(name, Kind.NUMBERS if name in is_list else Kind.NUMBER, "numbers")
+        for name in _names(unused):
+            choose(name, Kind.UNUSED, "unused")
+        taken = {kind for kind, name in single.items() if name is not None} | ({Kind.LABEL} if label is not None else set())
+        candidates = candidate or next((column.name for column in self.of_kind(Kind.CANDIDATE)), None)
+        columns = []
+        for column in self.columns:
+            kind = chosen.get(column.name, Kind.UNUSED if column.kind in taken else column.kind)
+            if kind is not column.kind:
+                column = Column(column.name, kind, separator=column.separator if kind in (Kind.IDS, Kind.NUMBERS) else None)
+            if column.name in _names(history) and candidates is not None:
+                shared = self[candidates] if self[candidates].kind in WITH_IDS else Column(candidates, Kind.CANDIDATE)
+                column = dataclasses.replace(column, table=shared.table_name, encoding=shared.encoding, size=shared.size)
+            columns.append(column)
+        return Schema(tuple(columns))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON: kind and what differs from its default, by the column's name."""
+        defaults = {field.name: field.default for field in dataclasses.fields(Column)}
+        found: dict[str, Any] = {}
+        for column in self.columns:
+            values = {**dataclasses.asdict(column), "kind": column.kind.value}
+            found[column.name] = {
+                name: value for name, value in values.items() if name != "name" and (name == "kind" or value != defaults[name])
+            }
+        return found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Schema:
+        """The schema that `to_dict` gave.
+
+        Raises:
+            DataError: what is no schema, with the column.
+        """
+        known = {field.name for field in dataclasses.fields(Column)} - {"name"}
+        columns = []
+        for name, entry in values.items():
+            if not isinstance(entry, Mapping) or "kind" not in entry or (unknown := set(entry) - known):
+                found = shown(entry) if not isinstance(entry, Mapping) or "kind" not in entry else f"the keys {sorted(unknown)}"
+                raise refuse(
+                    f"schema, column {shown(name)}", found, f"a kind and of {', '.join(sorted(known - {'kind'}))} what is needed"
+                )
+            columns.append(Column(name, **entry))
+        return cls(tuple(columns))
+
+    def to_toml(self) -> str:
+        """One line a column."""
+        lines = []
+        for name, entry in self.to_dict().items():
+            values = ", ".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entry.items())
+            lines.append(f"{json.dumps(name, ensure_ascii=False)} = {{ {values} }}")
+        return "\n".join(["[columns]", *lines]) + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str, where: str = "schema") -> Schema:
+        """The schema that a text says.
+
+        Raises:
+            DataError: no TOML, or no schema.
+        """
+        try:
+            found = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise refuse(where, f"no TOML ({error})", "a table [columns]") from None
+        if set(found) != {"columns"} or not isinstance(found["columns"], dict):
+            raise refuse(where, f"the keys {shown(sorted(found))}", "one table, [columns]")
+        try:
+            return cls.from_dict(found["columns"])
+        except DataError as error:
+            raise DataError(f"{where}: {error}") from None
+
+
+def _names(words: str | Iterable[str] | None) -> list[str]:
+    return [] if words is None else [words] if isinstance(words, str) else list(words)
