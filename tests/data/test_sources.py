@@ -281,3 +281,30 @@ def test_dates_and_times_keep_their_values() -> None:
     table = pa.table({"day": [day], "ns": pa.array([1_700_000_000_000_000_001], pa.timestamp("ns"))})
     with open_table(table) as opened:
         assert opened.sql("SELECT day, epoch_ns(ns) FROM rows") == [(day, 1_700_000_000_000_000_001)]
+
+
+def test_views_and_dictionaries_become_plain_values() -> None:
+    texts = pa.array(["x", "y", None], pa.string_view())
+    coded = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), texts)
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 1, 3]), coded, mask=pa.array([False, True, False]))
+    halves = pa.array([[1, 2], None, [3, 4]], pa.list_(pa.int64(), 2))
+    table = pa.table({"text": texts, "coded": coded, "lists": lists, "pairs": halves})
+    assert rows(table.slice(1)) == [("y", "y", None, None), (None, "x", ["y", "x"], [3, 4])]
+
+
+def test_an_index_without_a_name_is_no_column() -> None:
+    table = pa.table({"a": [1, 2], "__index_level_0__": [5, 9]})
+    with open_table(Frame(table)) as opened:
+        assert (list(opened.types), opened.sql("FROM rows")) == (["a"], [(1,), (2,)])
+
+
+def test_a_frame_with_a_column_of_several_types_is_refused_by_name(tmp_path: Path) -> None:
+    class Mixed:
+        def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+            raise pa.ArrowTypeError("Expected bytes, got a 'int' object", "Conversion failed for column mixed with type object")
+
+    assert (
+        refusal(Mixed(), tmp_path)
+        == "Mixed: found 'Conversion failed for column mixed with type object', expected columns of one type each; "
+        "cast them, or drop what is no feature"
+    )
