@@ -7,13 +7,13 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from jagged.data.errors import DataError, refuse, shown
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a column is for."""
 
     ID = "id"
@@ -116,6 +116,7 @@ class Schema:
 
     @property
     def names(self) -> list[str]:
+        """Of the columns."""
         return [column.name for column in self.columns]
 
     def __getitem__(self, name: str) -> Column:
@@ -161,8 +162,8 @@ class Schema:
     ) -> Schema:
         """The schema with the kinds that a user names; who had a kind of which there is one loses it and is unused.
 
-        `label` replaces what was taken for labels. `history` are list columns of candidates' ids, whose table they share. `ids` and
-        `numbers` are lists where the columns are.
+        `label` replaces what was taken for labels. `history` are list columns of candidates' ids, whose table they share. `ids`
+        and `numbers` are lists where the columns are.
 
         Raises:
             DataError: a column that is not there, or is named for two kinds.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 import numpy as np
@@ -74,8 +74,8 @@ class Table:
 
     def batches(self, query: str, rows: int = 1 << 16) -> Iterator[pa.RecordBatch]:
         """The rows of a query, as Arrow batches."""
-        reader: Iterator[pa.RecordBatch] = self.connection.execute(query).to_arrow_reader(rows)
-        yield from reader
+        self.connection.execute(query)
+        yield from cast(pa.RecordBatchReader, self.connection.to_arrow_reader(rows))
 
     def _remember(self, block: Block) -> None:
         self._first.append(self.num_rows)
