@@ -39,7 +39,7 @@ class SequenceRanker(Protocol):
 
 def takes_times(model: Any) -> bool:
     """Whether a model of histories takes the times of their rows, under the key "timestamp"."""
-    return getattr(model, "config", {}).get("num_time_buckets") is not None
+    return bool(getattr(model, "takes_times", False))
 
 
 class Popularity(nn.Module):

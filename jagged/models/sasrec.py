@@ -34,6 +34,9 @@ class SASRec(nn.Module):
             buckets an octave (`jagged.ops.jagged_attention`: `time_bias`); None for none.
         device: where parameters live; `"meta"` allocates nothing.
 
+    Attributes:
+        takes_times: whether features have the times of their rows, too.
+
     Shape:
         KeyedJaggedTensor of at least one sample with the key `"item_id"` in, and with time buckets the key `"timestamp"` of as
         many rows; JaggedTensor with values `[sum L, D]` out, one hidden state a row.
@@ -60,6 +63,7 @@ class SASRec(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.takes_times = num_time_buckets is not None
         self.config: dict[str, Any] = {
             "num_items": num_items,
             "embedding_dim": embedding_dim,
@@ -109,7 +113,7 @@ class SASRec(nn.Module):
         validate_features(features, FEATURE, self.config["num_items"], isinstance(self.item_embeddings, SplitEmbeddingCollection))
         x = self.positions(self.item_embeddings(features)[FEATURE])
         x = with_values(x, self.embedding_dropout(x.values()))
-        times = None if self.config["num_time_buckets"] is None else features[TIMES].values()
+        times = features[TIMES].values() if self.takes_times else None
         for block in self.blocks:
             x = block(x, times=times)
         return with_values(x, self.norm(x.values()))
