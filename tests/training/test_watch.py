@@ -152,16 +152,16 @@ def busy(seconds: float) -> None:
     ids=["itself", "nobody", "a child sleeps", "a child of a child"],
 )
 def test_who_computes(work: Callable[[float], Any], expected: bool) -> None:
-    computing, done = _Computing(2.0), threading.Event()
+    computing, done = _Computing(1.0), threading.Event()
     assert computing.lately
 
     def look() -> None:
-        while not done.wait(0.1):
+        while not done.wait(0.05):
             computing.look()
 
     thread = threading.Thread(target=look)
     thread.start()
-    work(3.5)
+    work(1.8)
     found = computing.lately
     done.set()
     thread.join()
