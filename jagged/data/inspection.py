@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from jagged.data.sources import ROWS, Table, identifier, open_table
 from jagged.data.values import element, form, missing_sql, time_form_sql, value_sql
 
 _WIDTH = 120
-# Columns that one query looks at, and places that are shown of what is odd.
-_AT_ONCE, _PLACES = 12, 3
+# Places that are shown of what is odd.
+_PLACES = 3
 # Up to so many distinct values are counted, one by one.
 _COUNTED = 50_000
 _LISTS = (Kind.IDS, Kind.NUMBERS)
@@ -173,10 +173,9 @@ def inspect_table(
     with open_table(source, format=format, delimiter=delimiter, progress=progress) as table:
         found = schema_for(table, schema, **words)
         columns, odd = {}, []
-        for start in range(0, len(found.columns), _AT_ONCE):
-            for figures, odds in _figures(table, found.columns[start : start + _AT_ONCE]):
-                columns[figures.column.name] = figures
-                odd += odds
+        for column in found.columns:
+            columns[column.name], odds = _figures(table, column)
+            odd += odds
         if weights := [column for column in found.columns if column.weights is not None]:
             odd += [each for column in weights for each in _unequal(table, found, column)]
         odd += _repeated(table)
@@ -185,100 +184,67 @@ def inspect_table(
 
 @dataclass(frozen=True)
 class _Test:
-    """A condition on a row that makes a value odd."""
+    """A condition on a row's value `v`, whether it is missing `m`, and what stands in the source `x`, that makes it odd."""
 
     what: str
     holds: str
     expected: str = ""
 
 
-def _figures(table: Table, columns: Sequence[Column]) -> Iterator[tuple[ColumnFigures, list[OddValues]]]:
-    """Figures and odd values of some columns, by one query, and one more for the elements of each list column."""
-    inner, outer, sizes = ["rowid"], [], []
-    tests = {column.name: _tests(column, table.types[column.name], f"v{i}") for i, column in enumerate(columns)}
-    for i, column in enumerate(columns):
-        kind = table.types[column.name]
-        value = f"v{i}"
-        inner += [f"{value_sql(column, kind)} AS {value}", f"{missing_sql(column, kind)} AS m{i}", identifier(column.name)]
-        asked = [f"count({value})", f"count(*) FILTER (m{i})"]
-        asked += [f"avg(len({value}))", f"max(len({value}))"] if column.kind in _LISTS else ["NULL", "NULL"]
-        asked += [f"approx_count_distinct({value})" if column.kind not in _LISTS else "NULL"]
-        for test in tests[column.name]:
-            holds = test.holds.format(v=value, m=f"m{i}", x=identifier(column.name))
-            asked += [f"count(*) FILTER ({holds})", f"min(rowid, {_PLACES}) FILTER ({holds})"]
-        outer += asked
-        sizes.append(len(asked))
-    answers = list(table.sql(f"SELECT {', '.join(outer)} FROM (SELECT {', '.join(dict.fromkeys(inner))} FROM {ROWS})")[0])
-    exact = _exact_distinct(table, columns, answers, sizes)
-    for column, size in zip(columns, sizes, strict=True):
-        present, missing, mean, longest, distinct, *found = answers[:size]
-        del answers[:size]
-        odd, counted = [], exact.get(column.name)
-        for test, count, rows in zip(tests[column.name], found[::2], found[1::2], strict=True):
-            if count:
-                odd.append(OddValues(column.name, test.what, count, _places(table, column, rows), test.expected))
-        if column.kind in _LISTS:
-            distinct, counted, odds = _elements(table, column)
-            odd += odds
-        if column.kind is Kind.TIME:
-            odd += _mixed(table, column)
-        kind = "text" if table.is_text else str(table.types[column.name])
-        example = _example(table, column)
-        yield (
-            ColumnFigures(
-                column, kind, distinct if counted is None else counted, counted is not None, present, missing, mean, longest, example
-            ),
-            odd,
-        )
+def _figures(table: Table, column: Column) -> tuple[ColumnFigures, list[OddValues]]:
+    """Figures and odd values of a column."""
+    kind = table.types[column.name]
+    is_list = column.kind in _LISTS
+    value, missing, name = value_sql(column, kind), missing_sql(column, kind), identifier(column.name)
+    values = f"(SELECT rowid, {value} AS v, {missing} AS m, {name} AS x FROM {ROWS})"
+    tests = _tests(column, kind)
+    asked = ["count(v)", "count(*) FILTER (m)"]
+    asked += ["avg(len(v))", "max(len(v))", "NULL"] if is_list else ["NULL", "NULL", "approx_count_distinct(v)"]
+    asked += [f"count(*) FILTER ({test.holds}), min(rowid, {_PLACES}) FILTER ({test.holds})" for test in tests]
+    ((present, absent, mean, longest, distinct, *found),) = table.sql(f"SELECT {', '.join(asked)} FROM {values}")
+    odd = [
+        OddValues(column.name, test.what, count, _places(table, column, rows), test.expected)
+        for test, count, rows in zip(tests, found[::2], found[1::2], strict=True)
+        if count
+    ]
+    single = "v"
+    if is_list:
+        values, single = f"(SELECT unnest(v) AS e FROM {values})", "e"
+        ((distinct,),) = table.sql(f"SELECT approx_count_distinct(e) FROM {values}")
+    if column.kind is Kind.TIME:
+        odd += _mixed(table, column)
+    is_exact = distinct <= _COUNTED
+    if is_exact:
+        ((distinct,),) = table.sql(f"SELECT count(DISTINCT {single}) FROM {values}")
+    type_name = "text" if table.is_text else _type(kind)
+    example = _example(table, column)
+    return ColumnFigures(column, type_name, distinct, is_exact, present, absent, mean, longest, example), odd
 
 
-def _tests(column: Column, kind: pa.DataType, value: str) -> list[_Test]:
+def _tests(column: Column, kind: pa.DataType) -> list[_Test]:
     if column.kind is Kind.UNUSED:
         return []
     tests = []
     if column.kind in _FITS:
         what = {Kind.TIME: "are no times", Kind.IDS: "are no lists", Kind.NUMBERS: "are no lists"}.get(column.kind, "are no numbers")
-        tests.append(_Test(what, "{v} IS NULL AND NOT {m}", _FITS[column.kind]))
+        tests.append(_Test(what, "v IS NULL AND NOT m", _FITS[column.kind]))
     elif column.encoding == "range":
-        tests.append(_Test("are outside of the range", "{v} IS NULL AND NOT {m}", f"0 to {(column.size or 0) - 1}"))
+        tests.append(_Test("are outside of the range", "v IS NULL AND NOT m", f"0 to {(column.size or 0) - 1}"))
     elif form(kind) != "text":
-        tests.append(_Test("are no ids", "{v} IS NULL AND NOT {m}", "a whole number or a text"))
+        tests.append(_Test("are no ids", "v IS NULL AND NOT m", "a whole number or a text"))
     if column.kind in _ROLES:
-        tests.append(_Test("are missing", "{m}", f"a {column.kind.value} in every row"))
+        tests.append(_Test("are missing", "m", f"a {column.kind.value} in every row"))
     if column.kind is Kind.LABEL:
-        tests.append(_Test("are outside of 0 to 1", "{v} < 0 OR {v} > 1", "0, 1 or a number between"))
+        tests.append(_Test("are outside of 0 to 1", "v < 0 OR v > 1", "0, 1 or a number between"))
     if column.kind is Kind.WEIGHT:
-        tests.append(_Test("are negative", "{v} < 0", "a weight of 0 or more"))
+        tests.append(_Test("are negative", "v < 0", "a weight of 0 or more"))
+    if column.kind in _LISTS:
+        what = f"have elements that are missing or no {'numbers' if column.kind is Kind.NUMBERS else 'ids'}"
+        tests.append(_Test(what, "len(v) > list_count(v)"))
     if column.kind not in (*_FITS, Kind.UNUSED) and form(kind) == "text":
-        tests.append(_Test("have blanks around", "{v} IS NOT NULL AND {x} <> trim({x})", "ids without, as such are others"))
-        tests.append(_Test(f"are longer than {MAX_ID_BYTES} bytes", f"strlen({{x}}) > {MAX_ID_BYTES}", "shorter ids"))
+        tests.append(_Test("have blanks around", "v IS NOT NULL AND x <> trim(x)", "ids without, as such are others"))
+        tests.append(_Test(f"are longer than {MAX_ID_BYTES} bytes", f"strlen(x) > {MAX_ID_BYTES}", "shorter ids"))
     return tests
-
-
-def _exact_distinct(table: Table, columns: Sequence[Column], answers: list[Any], sizes: list[int]) -> dict[str, int]:
-    """Counts of distinct values where they are few enough to be kept."""
-    few, place = [], 0
-    for column, size in zip(columns, sizes, strict=True):
-        estimate = answers[place + 4]
-        place += size
-        if estimate is not None and estimate <= _COUNTED:
-            few.append(column)
-    if not few:
-        return {}
-    counts = ", ".join(f"count(DISTINCT {value_sql(column, table.types[column.name])})" for column in few)
-    return dict(zip([column.name for column in few], table.sql(f"SELECT {counts} FROM {ROWS}")[0], strict=True))
-
-
-def _elements(table: Table, column: Column) -> tuple[int, int | None, list[OddValues]]:
-    """About how many distinct elements lists have, exactly where they are few, and lists with elements that are missing or do not fit."""
-    value = value_sql(column, table.types[column.name])
-    values = f"SELECT rowid, {value} AS v FROM {ROWS}"
-    elements = f"(SELECT unnest(v) AS e FROM ({values}))"
-    ((distinct,),) = table.sql(f"SELECT approx_count_distinct(e) FROM {elements}")
-    exact = table.sql(f"SELECT count(DISTINCT e) FROM {elements}")[0][0] if distinct <= _COUNTED else None
-    ((count, rows),) = table.sql(f"SELECT count(*), min(rowid, {_PLACES}) FROM ({values}) WHERE len(v) > list_count(v)")
-    what = "have elements that are missing or no " + ("numbers" if column.kind is Kind.NUMBERS else "ids")
-    return distinct, exact, [OddValues(column.name, what, count, _places(table, column, rows))] if count else []
 
 
 def _mixed(table: Table, column: Column) -> list[OddValues]:
@@ -399,6 +365,14 @@ def _table(columns: Sequence[ColumnFigures]) -> list[str]:
         cells = [_cut(row[i], widths[i]).rjust(widths[i]) if i > 2 else _cut(row[i], widths[i]).ljust(widths[i]) for i in shown]
         lines.append("  ".join([*cells, _cut(row[7], rest)]).rstrip())
     return lines
+
+
+def _type(kind: pa.DataType) -> str:
+    """The type of values, whatever they are packed into."""
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return _type(kind.value_type)
+    inner = element(kind)
+    return str(kind) if inner is None else f"list of {_type(inner)}"
 
 
 def _cells(figures: ColumnFigures) -> tuple[str, ...]:

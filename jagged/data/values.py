@@ -14,6 +14,7 @@ from jagged.data.sources import identifier
 
 # In lower case, as they are compared.
 MISSING_WORDS = ("", "na", "n/a", "nan", "null", "none", "\\n", "-")
+_LONG = 16
 # Whole numbers that a float holds exactly.
 _EXACT = 2**53
 
@@ -97,8 +98,8 @@ def missing_sql(column: Column, kind: pa.DataType) -> str:
     name, of = identifier(column.name), form(kind)
     if of == "text":
         words = MISSING_WORDS if column.kind in (*_NUMERIC, Kind.TIME) else ("", "\\n")
-        # Most values are longer than any of the words: they need no comparison.
-        return f"({name} IS NULL OR (strlen({name}) < 16 AND lower(trim({name})) IN {_words(words)}) OR trim({name}) = '')"
+        # What is longer than any of the words, with blanks around, needs no comparison.
+        return f"({name} IS NULL OR (strlen({name}) < {_LONG} AND lower(trim({name})) IN {_words(words)}))"
     if of == "float":
         return f"({name} IS NULL OR isnan({name}))"
     return f"({name} IS NULL)"
@@ -158,7 +159,7 @@ def _id(column: Column, name: str, of: str, kind: pa.DataType) -> str:
         value = _whole(value) if of == "float" else f"TRY_CAST({value} AS BIGINT)"
         return f"CASE WHEN {value} BETWEEN 0 AND {(column.size or 0) - 1} THEN {value} END"
     if of == "text":
-        return f"CASE WHEN trim({name}) NOT IN ('', '\\N', '\\n') THEN {name} END"
+        return f"CASE WHEN strlen({name}) >= {_LONG} OR lower(trim({name})) NOT IN ('', '\\n') THEN {name} END"
     if of in ("whole", "bool") or (of == "decimal" and kind.scale == 0 and kind.precision <= 18):
         return f"CAST({name} AS BIGINT)"
     return _whole(name) if of == "float" else f"CAST({name} AS VARCHAR)"
