@@ -436,7 +436,8 @@ def inspect_(
         "request": request, "weight": weight, "event": event, "ids": list(ids) or None, "numbers": list(numbers) or None,
         "unused": list(unused) or None,
     }  # fmt: skip
-    inspection = run(file, schema, format=format, delimiter=delimiter, **words)
+    # A shell gives a tab as it is written in other places.
+    inspection = run(file, schema, format=format, delimiter="\t" if delimiter == r"\t" else delimiter, **words)
     if save_schema is not None:
         inspection.schema.save(save_schema)
     with _printing():

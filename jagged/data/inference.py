@@ -14,25 +14,34 @@ from jagged.data.values import CALENDAR, DECIMAL, WHOLE, element, form, missing_
 
 # Names, as `plain_name` gives them; of a kind of which there is one the first name wins.
 _USERS = (
-    "user_id", "user", "uid", "userid", "user_uid", "customer_id", "customer", "visitor_id", "visitorid", "member_id", "reviewer_id",
-    "reviewerid", "account_id", "client_id", "profile_id", "person_id",
+    "user_id", "user", "uid", "userid", "user_uid", "customer_id", "customer", "visitor_id", "visitorid", "member_id",
+    "reviewer_id", "reviewerid", "account_id", "client_id", "profile_id", "person_id",
 )  # fmt: skip
-_CANDIDATES = tuple(
-    name
-    for one in (
-        "item", "product", "movie", "video", "article", "news", "song", "track", "artist", "book", "ad", "adgroup", "creative", "game",
-        "app", "post", "photo", "content", "doc", "document", "recipe", "business", "listing", "hotel", "prop", "anime", "poi", "venue",
-        "pin", "sku", "goods", "offer", "coupon", "job",
-    )
-    for name in (f"{one}_id", f"{one}id", one)
-) + ("iid", "asin", "parent_asin", "isbn", "mid")  # fmt: skip
+_THINGS = (
+    "item", "product", "movie", "video", "article", "news", "song", "track", "artist", "book", "ad", "adgroup", "creative",
+    "game", "app", "post", "photo", "content", "doc", "document", "recipe", "business", "listing", "hotel", "prop", "anime",
+    "poi", "venue", "pin", "sku", "goods", "offer", "coupon", "job",
+)  # fmt: skip
+_CANDIDATES = (
+    *(name for one in _THINGS for name in (f"{one}_id", f"{one}id", one)), "iid", "asin", "parent_asin", "isbn", "mid",
+)  # fmt: skip
 _TIMES = (
-    "timestamp", "time", "ts", "event_time", "event_timestamp", "time_stamp", "datetime", "date_time", "unix_timestamp", "unix_time",
-    "unixtime", "unix_review_time", "time_ms", "timestamp_ms", "date",
+    "timestamp", "time", "ts", "event_time", "event_timestamp", "time_stamp", "datetime", "date_time", "unix_timestamp",
+    "unix_time", "unixtime", "unix_review_time", "time_ms", "timestamp_ms", "date",
 )  # fmt: skip
 _REQUESTS = ("request_id", "impression_id", "session_id", "query_id", "search_id", "srch_id", "list_id", "sessionid", "requestid")
 _WEIGHTS = ("sample_weight", "weight", "instance_weight", "importance_weight")
-_EVENTS = ("event_type", "event", "action", "action_type", "behavior", "behavior_type", "behaviour", "interaction_type", "event_name")
+_EVENTS = (
+    "event_type",
+    "event",
+    "action",
+    "action_type",
+    "behavior",
+    "behavior_type",
+    "behaviour",
+    "interaction_type",
+    "event_name",
+)
 # Labels whatever numbers they hold, and those that only 0 and 1 make labels.
 _LABELS = {"label", "labels", "target"}
 _ACTIONS = {
@@ -178,9 +187,6 @@ def schema_for(table: Table, schema: Schema | None = None, **words: Any) -> Sche
     return schema
 
 
-
-
-
 def _looked_at(table: Table) -> list[_Found]:
     """What all values of each column are; a query for each, which is faster than one for all."""
     result = []
@@ -201,42 +207,42 @@ def _looked_at(table: Table) -> list[_Found]:
 
 
 def _questions(one: _Found) -> dict[str, str]:
-    """What is asked of all values `x` of a column, as SQL aggregates; of texts `t` without blanks, their number `d`, missing `m`."""
-    present = {"present": f"count(x)", "distinct": f"approx_count_distinct(x)"}
+    """What is asked of all values `x` of a column, as SQL; of text `t` without blanks, its number `d`, missing `m`."""
+    present = {"present": "count(x)", "distinct": "approx_count_distinct(x)"}
     if one.form == "text":
         # What a cast takes for a number, of which it takes too much: words as `inf`, 0x10 and 1_000. Patterns are slow, so they
         # come last in a condition.
-        whole = f"d IS NOT NULL AND NOT contains(t, '.')"
+        whole = "d IS NOT NULL AND NOT contains(t, '.')"
         number_list = "|".join(f"-?[0-9]+(?:{between}-?[0-9]+)+" for between in (" +", ";", ",", r"\|"))
         tests = {
-            "present": f"NOT m",
+            "present": "NOT m",
             "numeric": f"d IS NOT NULL AND NOT m AND regexp_full_match(t, '{DECIMAL}')",
-            "fractions": f"d IS NOT NULL AND contains(t, '.') AND NOT m",
+            "fractions": "d IS NOT NULL AND contains(t, '.') AND NOT m",
             "padded": f"{whole} AND starts_with(t, '0') AND strlen(t) > 1",
             "long": f"{whole} AND abs(d) > {2**53}",
-            "binary": f"d IN (0, 1) OR (strlen(t) IN (4, 5) AND lower(t) IN ('true', 'false'))",
+            "binary": "d IN (0, 1) OR (strlen(t) IN (4, 5) AND lower(t) IN ('true', 'false'))",
             "calendar": f"d IS NULL AND contains(t, '-') AND regexp_full_match(t, '{CALENDAR}')",
             "epochs": f"d BETWEEN {_EPOCH} AND 1e19",
-            "brackets": f"d IS NULL AND starts_with(t, '[') AND ends_with(t, ']')",
+            "brackets": "d IS NULL AND starts_with(t, '[') AND ends_with(t, ']')",
             **{separator: f"d IS NULL AND contains(t, '{separator}')" for separator in _SEPARATORS},
             "number_lists": f"d IS NULL AND regexp_full_match(t, '{number_list}')",
         }
         return {"distinct": present["distinct"]} | {what: f"count(*) FILTER ({test})" for what, test in tests.items()}
     if one.form in ("whole", "unsigned", "decimal"):
-        whole = f"count(*) FILTER (x <> trunc(x))" if one.form == "decimal" else "0"
+        whole = "count(*) FILTER (x <> trunc(x))" if one.form == "decimal" else "0"
         return {
             **present,
             "fractions": whole,
             "long": f"count(*) FILTER (x NOT BETWEEN -{2**53} AND {2**53})",
-            "binary": f"count(*) FILTER (x IN (0, 1))",
+            "binary": "count(*) FILTER (x IN (0, 1))",
             "epochs": f"count(*) FILTER (x >= {_EPOCH})",
         }
     if one.form == "float":
         return {
-            "present": f"count(*) FILTER (NOT isnan(x))",
+            "present": "count(*) FILTER (NOT isnan(x))",
             "distinct": present["distinct"],
-            "fractions": f"count(*) FILTER (isfinite(x) AND x <> trunc(x))",
-            "binary": f"count(*) FILTER (x IN (0, 1))",
+            "fractions": "count(*) FILTER (isfinite(x) AND x <> trunc(x))",
+            "binary": "count(*) FILTER (x IN (0, 1))",
             "epochs": f"count(*) FILTER (isfinite(x) AND x >= {_EPOCH})",
         }
     return present if one.form in ("bool", "calendar") else {}
@@ -290,7 +296,8 @@ def _kind_of_lists(one: _Found, table: Table, separator: str | None) -> Kind:
     texts = texts_sql(identifier(one.name), separator)
     of_number = f"regexp_full_match(trim(value), '{DECIMAL}')"
     ((values, numeric, fractions),) = table.sql(
-        f"SELECT count(value), count(*) FILTER ({of_number}), count(*) FILTER ({of_number} AND NOT regexp_full_match(trim(value), '{WHOLE}'))"
+        f"SELECT count(value), count(*) FILTER ({of_number}), count(*) FILTER ({of_number} "
+        f"AND NOT regexp_full_match(trim(value), '{WHOLE}'))"
         f" FROM (SELECT unnest({texts}) AS value FROM {ROWS})"
     )
     is_number = values and numeric >= 0.9 * values

@@ -49,7 +49,7 @@ class ColumnFigures:
         missing: values that are missing; an empty list is not.
         mean_length: of lists.
         longest: list.
-        example: the first value, as it stands.
+        example: the first value that fits the kind, as it stands in the source.
     """
 
     column: Column
@@ -226,7 +226,9 @@ def _tests(column: Column, kind: pa.DataType) -> list[_Test]:
         return []
     tests = []
     if column.kind in _FITS:
-        what = {Kind.TIME: "are no times", Kind.IDS: "are no lists", Kind.NUMBERS: "are no lists"}.get(column.kind, "are no numbers")
+        what = {Kind.TIME: "are no times", Kind.IDS: "are no lists", Kind.NUMBERS: "are no lists"}.get(
+            column.kind, "are no numbers"
+        )
         tests.append(_Test(what, "v IS NULL AND NOT m", _FITS[column.kind]))
     elif column.encoding == "range":
         tests.append(_Test("are outside of the range", "v IS NULL AND NOT m", f"0 to {(column.size or 0) - 1}"))
@@ -252,7 +254,8 @@ def _mixed(table: Table, column: Column) -> list[OddValues]:
     value, form_of = value_sql(column, table.types[column.name]), time_form_sql(column, table.types[column.name])
     units = " ".join(f"WHEN abs(v) >= 1e{power} THEN 'in {name}'" for power, name in _UNITS)
     way = (
-        "CASE f WHEN 'naive' THEN 'written as a calendar time without a zone' WHEN 'zoned' THEN 'written as a calendar time with a zone'"
+        "CASE f WHEN 'naive' THEN 'written as a calendar time without a zone' "
+        "WHEN 'zoned' THEN 'written as a calendar time with a zone'"
         f" ELSE CASE {units} ELSE 'below 100,000,000' END END"
     )
     groups = table.sql(
@@ -305,7 +308,9 @@ def _leaks(table: Table, schema: Schema) -> dict[str, int]:
         result["rows of equal user, candidate and time with different labels"] = int(count)
     if Kind.USER in values and Kind.TIME in values:
         keys = f"SELECT {values[Kind.USER]} AS k0, {values[Kind.TIME]} AS k1 FROM {ROWS}"
-        grouped = f"SELECT count(*) AS n FROM ({keys}) WHERE k0 IS NOT NULL AND k1 IS NOT NULL GROUP BY k0, k1 HAVING count(*) > 1"
+        grouped = (
+            f"SELECT count(*) AS n FROM ({keys}) WHERE k0 IS NOT NULL AND k1 IS NOT NULL GROUP BY k0, k1 HAVING count(*) > 1"
+        )
         ((count,),) = table.sql(f"SELECT coalesce(sum(n), 0) FROM ({grouped})")
         result["rows of a user at the time of another row of theirs"] = int(count)
     return result
@@ -334,9 +339,12 @@ def _value(text: str | None, is_text: bool = True) -> str:
 
 
 def _example(table: Table, column: Column) -> str:
+    """The first value that fits, else the first that is there."""
     name, kind = identifier(column.name), table.types[column.name]
-    found = table.sql(f"SELECT substr(CAST({name} AS VARCHAR), 1, 200) FROM {ROWS} WHERE NOT {missing_sql(column, kind)} LIMIT 1")
-    return _plain(found[0][0]) if found else ""
+    for holds in (f"{value_sql(column, kind)} IS NOT NULL", f"NOT {missing_sql(column, kind)}"):
+        if found := table.sql(f"SELECT substr(CAST({name} AS VARCHAR), 1, 200) FROM {ROWS} WHERE {holds} LIMIT 1"):
+            return _plain(found[0][0])
+    return ""
 
 
 def _told(odd: OddValues) -> str:

@@ -1,7 +1,7 @@
 """SQL expressions of a column's values by its kind: typed, and NULL where a value is missing or does not fit.
 
-Missing are null and empty text everywhere, and `\\N`; of numbers and times also NaN and the words of `MISSING_WORDS`. Of ids these
-words are values: NA is Namibia. In a list of ids or numbers a missing element is a NULL in its place; an empty list is not missing.
+Missing are null, empty text and `\\N`; of numbers and times also NaN and the words of `MISSING_WORDS`. Of ids these words are
+values: NA is Namibia. In a list of ids or numbers a missing element is a NULL in its place; an empty list is not missing.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def element(kind: pa.DataType) -> pa.DataType | None:
 def value_sql(column: Column, kind: pa.DataType) -> str:
     """The value of a column of the table as SQL: NULL where it is missing or does not fit its kind.
 
-    An id is BIGINT where the column holds whole numbers (or floats that are whole), else VARCHAR as it stands; one of the encoding
-    "range" is BIGINT. Numbers, labels and weights are DOUBLE and finite. A time is BIGINT: whole numbers as they are, calendar times
-    as microseconds since 1970. Lists are lists of these. A column that is not used stays what it is.
+    An id is BIGINT where the column holds whole numbers (or floats that are whole), else VARCHAR as it stands; one of the
+    encoding "range" is BIGINT. Numbers, labels and weights are DOUBLE and finite. A time is BIGINT: whole numbers as they are,
+    calendar times as microseconds since 1970. Lists are lists of these. A column that is not used stays what it is.
 
     Raises:
         DataError: the type cannot hold the kind.
@@ -106,7 +106,7 @@ def missing_sql(column: Column, kind: pa.DataType) -> str:
 
 
 def time_form_sql(column: Column, kind: pa.DataType) -> str:
-    """How a time is written, as SQL: 'number', 'naive' or 'zoned' (a calendar time without or with zone); NULL where it is none."""
+    """How a time is written, as SQL: 'number', 'naive' or 'zoned' (a calendar time without or with zone); else NULL."""
     name, of = identifier(column.name), form(kind)
     if of == "calendar":
         return "'zoned'" if getattr(kind, "tz", None) else "'naive'"
@@ -129,12 +129,15 @@ def texts_sql(name: str, separator: str | None) -> str:
     if separator is not None:
         quoted = separator.replace("'", "''")
         # A separator behind the last value is an end, not one more value.
-        return f"list_transform(string_split(regexp_replace({name}, '({_literal(quoted)})\\s*$', ''), '{quoted}'), lambda e: trim(e))"
+        values = f"string_split(regexp_replace({name}, '{_literal(quoted)}\\s*$', ''), '{quoted}')"
+        return f"list_transform({values}, lambda e: trim(e))"
     json = f"""TRY(from_json({name}, '["VARCHAR"]'))"""
     numpy = rf"string_split_regex(trim({name}, ' []'), '\s+')"
     is_numpy = f"NOT contains({name}, ',') AND NOT contains({name}, '''') AND NOT contains({name}, '\"')"
     is_list = f"starts_with(trim({name}), '[')"
-    return f"CASE WHEN {is_list} THEN coalesce({json}, CASE WHEN {is_numpy} THEN {numpy} ELSE TRY_CAST({name} AS VARCHAR[]) END) END"
+    return (
+        f"CASE WHEN {is_list} THEN coalesce({json}, CASE WHEN {is_numpy} THEN {numpy} ELSE TRY_CAST({name} AS VARCHAR[]) END) END"
+    )
 
 
 def _unfit(column: Column, kind: pa.DataType, expected: str) -> Exception:
@@ -174,7 +177,8 @@ def _number(name: str, of: str) -> str:
     if of == "text":
         text = f"trim({name})"
         number = f"CASE WHEN regexp_full_match({text}, '{DECIMAL}') THEN TRY_CAST({text} AS DOUBLE) END"
-        return f"CASE WHEN lower({text}) = 'true' THEN 1.0::DOUBLE WHEN lower({text}) = 'false' THEN 0.0::DOUBLE ELSE {_finite(number)} END"
+        words = "WHEN 'true' THEN 1.0::DOUBLE WHEN 'false' THEN 0.0::DOUBLE"
+        return f"CASE lower({text}) {words} ELSE {_finite(number)} END"
     number = f"CAST({name} AS DOUBLE)"
     return _finite(number) if of == "float" else number
 
@@ -199,7 +203,11 @@ def _time(name: str, of: str) -> str:
 
 
 def _list(column: Column, name: str, inner: pa.DataType | None) -> str:
-    values = name if inner is not None else f"CASE WHEN NOT {missing_sql(column, pa.string())} THEN {texts_sql(name, column.separator)} END"
+    values = (
+        name
+        if inner is not None
+        else f"CASE WHEN NOT {missing_sql(column, pa.string())} THEN {texts_sql(name, column.separator)} END"
+    )
     of = "text" if inner is None else form(inner)
     if column.kind is Kind.NUMBERS:
         if of in ("text", "float"):
