@@ -37,6 +37,11 @@ class SequenceRanker(Protocol):
         """`[B, D]` hidden state after each user's last event; zeros without events."""
 
 
+def takes_times(model: Any) -> bool:
+    """Whether a model of histories takes the times of their rows, under the key "timestamp"."""
+    return bool(getattr(model, "takes_times", False))
+
+
 class Popularity(nn.Module):
     """Ranks every user's items by how many training users had them.
 

@@ -63,6 +63,9 @@ class SASRecOptions(ModelOptions):
     num_heads: int = option(2, "attention heads; must divide embedding_dim", ge=1)
     num_layers: int = option(2, "transformer blocks", ge=1)
     dropout: float = option(0.5, "dropout probability", ge=0, lt=1)
+    num_time_buckets: int | None = option(
+        None, "buckets of the time between events, two an octave, whose learned numbers attention adds to its scores", ge=1
+    )
 
     def contradictions(self) -> Iterator[Problem]:
         """The heads share the width."""

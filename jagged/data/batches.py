@@ -20,7 +20,9 @@ from jagged.data.gather import BatchSource, only_with_parent
 from jagged.data.splits import SequencePart
 from jagged.ops import trust_values
 
-KEY = "item_id"
+KEY, TIME_KEY = "item_id", "timestamp"
+
+NO_TIMES = "with_times: got a dataset without times, expected one with them; read a table with a time column"
 
 IntArray = npt.NDArray[np.int64]
 
@@ -30,7 +32,8 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
     """Some users' histories and what comes next; nothing is padded.
 
     Attributes:
-        features: key "item_id": int64 dense item ids, oldest first, `B` samples with `sum L` rows.
+        features: key "item_id": int64 dense item ids, oldest first, `B` samples with `sum L` rows. Of a loader `with_times` also
+            key "timestamp": int64, the time of each row, seconds of calendar times, numbers as they are.
         targets: int64; training: `[sum L]`, the next item of every row; evaluation: `[B]`, the item held out.
         users: int64 `[B]`, dense user ids.
         viewed: evaluation with `with_viewed`: key "item_id", all items of the users' histories however long; else None.
@@ -104,10 +107,11 @@ class BatchLoader:
         pin_memory: hand batches out in page-locked memory (where there is a CUDA device).
         rank, world_size: this process's share.
         with_viewed: evaluation: also hand out the whole history of each user.
+        with_times: also hand out the time of each row.
         multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
 
     Raises:
-        ValueError: an option out of range, an empty part, or fewer samples than ranks.
+        ValueError: an option out of range, an empty part, fewer samples than ranks, or times of a dataset that has none.
     """
 
     def __init__(
@@ -124,6 +128,7 @@ class BatchLoader:
         rank: int = 0,
         world_size: int = 1,
         with_viewed: bool = False,
+        with_times: bool = False,
         multiprocessing_context: str | None = None,
     ) -> None:
         if max_seq_len < 1:
@@ -132,12 +137,15 @@ class BatchLoader:
             raise ValueError(f"seed, num_workers: got {seed}, {num_workers}, expected 0 or more")
         if with_viewed and part.target is None:
             raise ValueError("with_viewed: got a training part, expected one with targets")
+        if with_times and part.dataset.timestamps is None:
+            raise ValueError(NO_TIMES)
         rows = (part.lengths - int(part.target is None)).clamp(0, max_seq_len).numpy()
         self._plan = _Plan(rows, batch_size, max_tokens, max_seq_len, seed if shuffle else None, rank, world_size)
+        self._keys = (KEY, TIME_KEY) if with_times else (KEY,)
         self._with_viewed = with_viewed
         self._num_items = part.dataset.num_items
         self._loader: DataLoader[Tensor] = DataLoader(
-            BatchSource(part, max_seq_len, with_viewed),
+            BatchSource(part, max_seq_len, with_viewed, with_times),
             batch_size=None,
             sampler=self._plan,
             num_workers=num_workers,
@@ -175,7 +183,9 @@ class BatchLoader:
         return self.num_batches(self._plan.epoch)
 
     def __iter__(self) -> Iterator[SequenceBatch]:
-        return map(partial(_unpack, num_items=self._num_items, with_viewed=self._with_viewed), iter(self._loader))
+        return map(
+            partial(_unpack, keys=self._keys, num_items=self._num_items, with_viewed=self._with_viewed), iter(self._loader)
+        )
 
     def close(self) -> None:
         """End the workers now; the next iteration starts new ones.
@@ -274,24 +284,34 @@ class _Plan(Sampler[IntArray]):
         return np.array(bounds, dtype=np.int64)
 
 
-def _unpack(packed: Tensor, num_items: int, with_viewed: bool) -> SequenceBatch:
+def _unpack(packed: Tensor, keys: tuple[str, ...], num_items: int, with_viewed: bool) -> SequenceBatch:
     count = 8 if with_viewed else 5
     pieces = packed[count:].split(packed[:count].tolist())
-    users, targets, *features = pieces[:5]
-    return SequenceBatch(keyed(*features), targets, users, keyed(*pieces[5:]) if with_viewed else None, num_items)
+    users, targets, values, lengths, offsets = pieces[:5]
+    features = keyed(values, lengths, offsets, keys)
+    return SequenceBatch(features, targets, users, keyed(*pieces[5:]) if with_viewed else None, num_items)
 
 
-def keyed(values: Tensor, lengths: Tensor, offsets: Tensor) -> KeyedJaggedTensor:
-    """Return one feature's rows as a KeyedJaggedTensor of the key "item_id".
+def features_of(values: Tensor, lengths: Tensor, times: Tensor | None = None) -> KeyedJaggedTensor:
+    """Return histories, and the times of their rows, as a batch's `features`: `values`, `times` `[sum L]`, `lengths` `[B]`."""
+    parts = [values] if times is None else [values, times]
+    lengths = lengths.repeat(len(parts))
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    return keyed(torch.cat(parts), lengths, offsets, (KEY, TIME_KEY)[: len(parts)])
+
+
+def keyed(values: Tensor, lengths: Tensor, offsets: Tensor, keys: tuple[str, ...] = (KEY,)) -> KeyedJaggedTensor:
+    """Return the rows of features that all have the same lengths as a KeyedJaggedTensor.
 
     Its sizes are those of the tensors, which the host knows: given, no later call has to read them back from a device.
     """
+    rows = values.numel() // len(keys)
     return KeyedJaggedTensor(
-        keys=[KEY],
+        keys=list(keys),
         values=values,
         lengths=lengths,
         offsets=offsets,
-        stride=lengths.numel(),
-        length_per_key=[values.numel()],
-        offset_per_key=[0, values.numel()],
+        stride=lengths.numel() // len(keys),
+        length_per_key=[rows] * len(keys),
+        offset_per_key=[rows * key for key in range(len(keys) + 1)],
     )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from jagged.data.dataset import SequenceDataset
 from jagged.data.splits import SequencePart, ranges
 from jagged.ops import validate_ids
 
@@ -18,8 +19,9 @@ from jagged.ops import validate_ids
 class BatchSource(Dataset[Tensor]):
     """Builds the batch of some samples as one tensor: a worker then shares one piece of memory a batch, not seven."""
 
-    def __init__(self, part: SequencePart, max_seq_len: int, with_viewed: bool) -> None:
+    def __init__(self, part: SequencePart, max_seq_len: int, with_viewed: bool, with_times: bool = False) -> None:
         self.part = part
+        self.with_times = with_times
         self.max_seq_len = max_seq_len
         self.with_viewed = with_viewed
 
@@ -32,14 +34,22 @@ class BatchSource(Dataset[Tensor]):
         first = torch.maximum(start, stop - self.max_seq_len)
         rows = ranges(first, stop - first)
         targets = items[part.target[chosen]] if part.target is not None else items[rows + 1]
-        histories = [_jagged(items[rows], stop - first)]
+        values = [items[rows], seconds(part.dataset, rows)] if self.with_times else [items[rows]]
+        histories = [_jagged(torch.cat(values), (stop - first).repeat(len(values)))]
         if self.with_viewed:
             histories.append(_jagged(items[ranges(start, end - start)], end - start))
         # Here on the host a look at the ids costs nothing; on a GPU models would have to wait for it.
-        for ids in (targets, *(values for values, _, _ in histories)):
+        for ids in (targets, values[0], *(viewed for viewed, _, _ in histories[1:])):
             validate_ids(ids, part.dataset.num_items, name=f"{part.dataset.directory}: item_id")
         pieces = [part.user[chosen], targets, *chain.from_iterable(histories)]
         return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])
+
+
+def seconds(dataset: SequenceDataset, rows: Tensor) -> Tensor:
+    """Times of events, int64: those of a calendar in seconds, numbers as they are."""
+    assert dataset.timestamps is not None
+    times = dataset.timestamps[rows]
+    return times if dataset.time_kind == "number" else times.div(1_000_000, rounding_mode="floor")
 
 
 def only_with_parent(_: int) -> None:

@@ -8,7 +8,7 @@ import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from jagged.artifacts import errors_as, read_bytes, write_file, writing
 from jagged.data.errors import DataError, refuse, shown
 
 
-class Kind(str, Enum):
+class Kind(StrEnum):
     """What a column is for."""
 
     ID = "id"
@@ -123,6 +123,7 @@ class Schema:
 
     @property
     def names(self) -> list[str]:
+        """Of the columns."""
         return [column.name for column in self.columns]
 
     def __getitem__(self, name: str) -> Column:
@@ -168,8 +169,8 @@ class Schema:
     ) -> Schema:
         """The schema with the kinds that a user names; who had a kind of which there is one loses it and is unused.
 
-        `label` replaces what was taken for labels. `history` are list columns of candidates' ids, whose table they share. `ids` and
-        `numbers` are lists where the columns are.
+        `label` replaces what was taken for labels. `history` are list columns of candidates' ids, whose table they share. `ids`
+        and `numbers` are lists where the columns are.
 
         Raises:
             DataError: a column that is not there, or is named for two kinds.

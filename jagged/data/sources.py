@@ -8,13 +8,14 @@ the order of the source.
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 import numpy as np
@@ -32,6 +33,7 @@ IntArray = npt.NDArray[np.int64]
 ROWS = "rows"
 # Beside what Python and its libraries take. What does not fit goes to the temporary directory.
 _MEMORY, _THREADS = "512MB", 4
+_INDEX = re.compile(r"__index_level_\d+__")
 _CURE = "set TMPDIR to a directory on a disk with room"
 
 
@@ -72,8 +74,8 @@ class Table:
 
     def batches(self, query: str, rows: int = 1 << 16) -> Iterator[pa.RecordBatch]:
         """The rows of a query, as Arrow batches."""
-        reader: Iterator[pa.RecordBatch] = self.connection.execute(query).to_arrow_reader(rows)
-        yield from reader
+        self.connection.execute(query)
+        yield from cast(pa.RecordBatchReader, self.connection.to_arrow_reader(rows))
 
     def _remember(self, block: Block) -> None:
         self._first.append(self.num_rows)
@@ -224,8 +226,11 @@ def _from_arrow(connection: duckdb.DuckDBPyConnection, source: Any) -> Table:
     try:
         reader = source if isinstance(source, pa.RecordBatchReader) else pa.RecordBatchReader.from_stream(source)
     except (pa.ArrowException, ValueError, TypeError) as error:
-        raise refuse(name, shown(str(error), 160), "columns of one type each", "cast them, or drop what is no feature") from None
-    schema = pa.schema([one.with_metadata(None) for one in reader.schema])
+        # pandas says in the last argument which column it is.
+        told = shown(str(error.args[-1] if error.args else error), 160)
+        raise refuse(name, told, "columns of one type each", "cast them, or drop what is no feature") from None
+    # The numbers of a frame of pandas whose index has no name are no column.
+    schema = pa.schema([one.with_metadata(None) for one in reader.schema if not _INDEX.fullmatch(one.name)])
     if len(set(schema.names)) != len(schema.names):
         twice = next(one for one in schema.names if schema.names.count(one) > 1)
         raise refuse(name, f"the column {shown(twice)} {schema.names.count(twice)} times", "it once")
@@ -234,7 +239,7 @@ def _from_arrow(connection: duckdb.DuckDBPyConnection, source: Any) -> Table:
     def blocks() -> Iterator[Block]:
         row = 0
         for batch in reader:
-            yield Block(batch, np.arange(row, row + len(batch)), name, "row ")
+            yield Block(batch.select(schema.names), np.arange(row, row + len(batch)), name, "row ")
             row += len(batch)
 
     _fill(table, schema, blocks())
@@ -299,14 +304,18 @@ def _storable(kind: pa.DataType) -> pa.DataType:
 
 
 def _decoded(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    return pa.record_batch(
-        [
-            column if column.type == one.type else _plain(column).cast(one.type)
-            for column, one in zip(rows.columns, schema, strict=True)
-        ],
-        schema=schema,
-    )
+    return pa.record_batch([_stored(column, one.type) for column, one in zip(rows.columns, schema, strict=True)], schema=schema)
 
 
-def _plain(column: pa.Array) -> pa.Array:
-    return column.storage if isinstance(column, pa.ExtensionArray) else column
+def _stored(values: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Values in a type of `_storable`; Arrow's own cast takes no dictionaries of views, and none inside of lists."""
+    if values.type == kind:
+        return values
+    if isinstance(values, pa.ExtensionArray):
+        return _stored(values.storage, kind)
+    if isinstance(values, pa.DictionaryArray):
+        return _stored(values.dictionary, kind).take(values.indices)
+    if isinstance(values, (pa.ListArray, pa.LargeListArray)):
+        mask = values.is_null() if values.null_count else None
+        return pa.LargeListArray.from_arrays(values.offsets.cast(pa.int64()), _stored(values.values, kind.value_type), mask=mask)
+    return values.cast(kind)

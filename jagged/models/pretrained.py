@@ -143,7 +143,7 @@ def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: to
     Raises:
         CheckpointError: a file is missing, damaged, or does not fit the task; the message names it.
     """
-    directory = Path(directory)
+    directory = _ended(directory)
     with errors_as(CheckpointError):
         listed = artifacts.verify(directory, exact=False).files
         for file in (WEIGHTS, MODEL):
@@ -200,9 +200,7 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
     Raises:
         CheckpointError: a file is missing, damaged or not what it should be; the message names it.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such directory; expected one that `jagged train` or save_pretrained wrote")
+    directory = _ended(directory)
     with errors_as(CheckpointError, ConfigError, DataError):
         listed = artifacts.verify(directory, exact=False).files
         for file in (WEIGHTS, MODEL, ITEMS):
@@ -218,6 +216,18 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
             f"{directory / ITEMS}: {len(items)} ids, expected {len(model.item_weight)}, one for each item of the model"
         )
     return Pretrained(directory, model, items, config, documents.get(SPLIT, {}), documents.get(METRICS, {}), history)
+
+
+def _ended(directory: str | os.PathLike[str]) -> Path:
+    """The directory, which is there and not of a run that was stopped."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory; expected one that `jagged train` or save_pretrained wrote")
+    if not (directory / artifacts.MANIFEST).exists() and (directory / "checkpoints").is_dir():
+        raise CheckpointError(
+            f"{directory}: a run that has not ended; go on with it by `jagged train --resume`, or by resume=True of `fit`"
+        )
+    return directory
 
 
 def _read_model(directory: Path) -> SASRec:

@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from jagged.models.validation import validate_features
 from jagged.modules import JaggedPooling, JaggedTransformerBlock, PositionalEncoding, SplitEmbeddingCollection, with_values
 
-FEATURE = "item_id"
+FEATURE, TIMES = "item_id", "timestamp"
 
 # It looks at values, so it stays a call where TorchRec's pipelines trace the model.
 torch.fx.wrap("validate_features")
@@ -30,11 +30,16 @@ class SASRec(nn.Module):
         num_layers: transformer blocks.
         max_seq_len: positions; rows further back than that share the last one.
         dropout: probability, on the embeddings and inside the blocks.
+        num_time_buckets: add to the scores of attention a learned number for each head and bucket of the time between rows, two
+            buckets an octave (`jagged.ops.jagged_attention`: `time_bias`); None for none.
         device: where parameters live; `"meta"` allocates nothing.
 
+    Attributes:
+        takes_times: whether features have the times of their rows, too.
+
     Shape:
-        KeyedJaggedTensor of at least one sample with the key `"item_id"` in; JaggedTensor with values `[sum L, D]` out, one
-        hidden state a row.
+        KeyedJaggedTensor of at least one sample with the key `"item_id"` in, and with time buckets the key `"timestamp"` of as
+        many rows; JaggedTensor with values `[sum L, D]` out, one hidden state a row.
 
     Raises:
         ValueError: ids outside the catalogue or offsets that do not fit them, named before any kernel runs. On a GPU this
@@ -54,9 +59,11 @@ class SASRec(nn.Module):
         num_layers: int = 2,
         max_seq_len: int = 50,
         dropout: float = 0.2,
+        num_time_buckets: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        self.takes_times = num_time_buckets is not None
         self.config: dict[str, Any] = {
             "num_items": num_items,
             "embedding_dim": embedding_dim,
@@ -64,6 +71,7 @@ class SASRec(nn.Module):
             "num_layers": num_layers,
             "max_seq_len": max_seq_len,
             "dropout": dropout,
+            "num_time_buckets": num_time_buckets,
         }
         self.item_embeddings = EmbeddingCollection(
             tables=[
@@ -80,7 +88,8 @@ class SASRec(nn.Module):
         self.positions = PositionalEncoding(max_seq_len, embedding_dim, device=device)
         self.embedding_dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
-            JaggedTransformerBlock(embedding_dim, num_heads, dropout=dropout, device=device) for _ in range(num_layers)
+            JaggedTransformerBlock(embedding_dim, num_heads, dropout=dropout, num_time_buckets=num_time_buckets, device=device)
+            for _ in range(num_layers)
         )
         self.norm = nn.LayerNorm(embedding_dim, device=device)
         self.last = JaggedPooling(embedding_dim, "last")
@@ -104,8 +113,9 @@ class SASRec(nn.Module):
         validate_features(features, FEATURE, self.config["num_items"], isinstance(self.item_embeddings, SplitEmbeddingCollection))
         x = self.positions(self.item_embeddings(features)[FEATURE])
         x = with_values(x, self.embedding_dropout(x.values()))
+        times = features[TIMES].values() if self.takes_times else None
         for block in self.blocks:
-            x = block(x)
+            x = block(x, times=times)
         return with_values(x, self.norm(x.values()))
 
     def final_hidden(self, features: KeyedJaggedTensor) -> Tensor:

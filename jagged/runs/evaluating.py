@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor
 
 from jagged.config import ConfigError
-from jagged.evaluation import EvaluationError, evaluate_protocols
+from jagged.evaluation import EvaluationError, evaluate_protocols, takes_times
 from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures
 from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES
@@ -114,6 +114,7 @@ def evaluate(
         where = os.fspath(data) if isinstance(data, (str, os.PathLike)) else repr(dataset)
         raise EvaluationError(f"{where}: no user has a held-out event in the {part} part; users need at least 3 events")
     protocols = (False, True) if filter_viewed is None else (filter_viewed,)
+    run.check_times(dataset)
     loader = BatchLoader(
         held_out,
         batch_size=batch_size or run.config.evaluation.eval_batch_size,
@@ -121,6 +122,7 @@ def evaluate(
         shuffle=False,
         seed=0,
         with_viewed=True in protocols,
+        with_times=takes_times(run.model),
     )
     dense = run.dense_items(dataset)
     mapped = loader if dense is None else _Mapped(loader, dense)
@@ -154,17 +156,19 @@ class _Mapped:
 
     def __iter__(self) -> Iterator[SequenceBatch]:
         from jagged.data import SequenceBatch
+        from jagged.data.batches import KEY
 
         for batch in self.loader:
             features = self._map(batch.features)
             targets = self.dense[batch.targets]
-            self.notes["unknown_history_events"] += len(batch.features.values()) - len(features.values())
+            self.notes["unknown_history_events"] += len(batch.features[KEY].values()) - len(features[KEY].values())
             self.notes["unknown_targets"] += int((targets < 0).sum())
             viewed = None if batch.viewed is None else self._map(batch.viewed)
             yield SequenceBatch(features, targets, batch.users, viewed, self.num_items)
 
     def _map(self, features: Any) -> Any:
-        from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+        from jagged.data.batches import features_of
 
-        values, lengths = known_items(features.values(), features.lengths(), self.dense)
-        return KeyedJaggedTensor(keys=features.keys(), values=values, lengths=lengths)
+        keys = features.keys()
+        times = features[keys[1]].values() if len(keys) > 1 else None
+        return features_of(*known_items(features[keys[0]].values(), features[keys[0]].lengths(), self.dense, times))

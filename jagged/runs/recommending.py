@@ -21,7 +21,7 @@ from torch import Tensor
 from jagged.artifacts import replacing, writing
 from jagged.config import ConfigError, TrainConfig, merge
 from jagged.data import DataError
-from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite
+from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite, takes_times
 from jagged.metrics import TrainCounts
 from jagged.runs.evaluating import Evaluation, evaluate
 from jagged.runs.run import Run, known_items
@@ -192,13 +192,17 @@ def recommend(
 
 @dataclass(frozen=True)
 class _Histories:
-    """Users and their events: user i has `item_ids[start[i]:end[i]]`, and item j is row `dense[j]` of the model or -1."""
+    """Users and their events: user i has `item_ids[start[i]:end[i]]`, and item j is row `dense[j]` of the model or -1.
+
+    `dataset` has the times of the same events, where the model takes them.
+    """
 
     users: pa.Array
     item_ids: Tensor
     start: Tensor
     end: Tensor
     dense: Tensor
+    dataset: SequenceDataset | None = None
 
 
 def _recommend(
@@ -223,8 +227,8 @@ def _recommend(
     starts = range(0, len(histories.users), _BATCH)
     for first in tqdm(starts, desc="recommend", unit="batch", delay=2, leave=False, disable=not progress):
         last = min(first + _BATCH, len(histories.users))
-        values, lengths, left_out = _known(histories, first, last)
-        ranked = _rank(run, values, lengths, k, filter_viewed, max_bytes)
+        values, lengths, times, left_out = _known(histories, first, last)
+        ranked = _rank(run, values, lengths, times, k, filter_viewed, max_bytes)
         items, scores = ranked.items.cpu(), ranked.scores.cpu()
         nothing = lengths == 0
         if popular is not None:
@@ -247,25 +251,26 @@ def _recommend(
     return pa.Table.from_batches(batches, schema)
 
 
-def _known(histories: _Histories, first: int, last: int) -> tuple[Tensor, Tensor, int]:
-    """Whole histories in rows of the model, `[S]` with `[B]` lengths, and how many events of unknown items they are without."""
+def _known(histories: _Histories, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Whole histories in rows of the model, `[S]` with `[B]` lengths, their times, and the number of events of unknown items."""
+    from jagged.data.gather import seconds
     from jagged.data.splits import ranges
 
     start, end = histories.start[first:last], histories.end[first:last]
-    values = histories.item_ids[ranges(start, end - start)]
-    kept, lengths = known_items(values, end - start, histories.dense)
-    return kept, lengths, len(values) - len(kept)
+    rows = ranges(start, end - start)
+    times = None if histories.dataset is None else seconds(histories.dataset, rows)
+    kept, lengths, times = known_items(histories.item_ids[rows], end - start, histories.dense, times)
+    return kept, lengths, times, len(rows) - len(kept)
 
 
-def _rank(run: Run, values: Tensor, lengths: Tensor, k: int, filter_viewed: bool, max_bytes: int) -> Ranked:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-
+def _rank(run: Run, values: Tensor, lengths: Tensor, times: Tensor | None, k: int, filter_viewed: bool, max_bytes: int) -> Ranked:
+    from jagged.data.batches import features_of
     from jagged.data.splits import ranges
 
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     recent = lengths.clamp(max=run.model.config["max_seq_len"])
-    window = values[ranges(offsets[1:] - recent, recent)]
-    features = KeyedJaggedTensor(keys=["item_id"], values=window, lengths=recent).to(run.device)
+    window = ranges(offsets[1:] - recent, recent)
+    features = features_of(values[window], recent, None if times is None else times[window]).to(run.device)
     if not is_finite(run.model.item_weight.detach()):
         raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
@@ -292,6 +297,11 @@ def _histories(run: Run, users: Any) -> _Histories:
     from jagged.data import SequenceDataset
 
     if isinstance(users, Mapping):
+        if takes_times(run.model):
+            raise ConfigError(
+                "users: histories without times, but the model takes them; pass events with times: a table, a dataset, or ids of "
+                "users that the model was trained on"
+            )
         rows = [_ids(items, f"the history of {user!r}") for user, items in users.items()]
         ends = torch.tensor([len(row) for row in rows], dtype=torch.int64).cumsum(0)
         encoded = [torch.from_numpy(run.items.encode(row)) for row in rows]
@@ -302,6 +312,7 @@ def _histories(run: Run, users: Any) -> _Histories:
     if isinstance(users, (str, os.PathLike)):
         users = _read(run, users)
     dataset = users if isinstance(users, SequenceDataset) else run.read()
+    run.check_times(dataset)
     start, end, ids = dataset.offsets[:-1], dataset.offsets[1:], dataset.users.ids
     if dataset is not users:
         ids = _ids(users, "users")
@@ -314,7 +325,8 @@ def _histories(run: Run, users: Any) -> _Histories:
             )
         start, end = start[chosen], end[chosen]
     same = run.dense_items(dataset)
-    return _Histories(ids, dataset.item_ids, start, end, torch.arange(dataset.num_items) if same is None else same)
+    dense = torch.arange(dataset.num_items) if same is None else same
+    return _Histories(ids, dataset.item_ids, start, end, dense, dataset if takes_times(run.model) else None)
 
 
 def _ids(values: Iterable[Any], what: str) -> pa.Array:

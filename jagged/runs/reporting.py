@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from jagged import charts
 from jagged.artifacts import read_json_lines, write_file, writing
 from jagged.config import ConfigError, TrainConfig
-from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics
+from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, takes_times
 from jagged.metrics import IN_WORDS, cut_offs
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
@@ -168,6 +168,7 @@ def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: t
         shuffle=False,
         seed=0,
         with_viewed=choice,
+        with_times=takes_times(model),
     )
     ranks = []
     with torch.inference_mode():

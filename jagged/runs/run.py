@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jagged.config import ConfigError, LeaveOneOut, TrainConfig
+from jagged.evaluation import takes_times
 from jagged.metrics import TrainCounts
 
 if TYPE_CHECKING:
@@ -88,6 +89,17 @@ class Run:
             raise ConfigError(f"{self.directory}: holds no events (dataset/); name the events file to use")
         return SequenceDataset.load(kept)
 
+    def check_times(self, dataset: SequenceDataset) -> None:
+        """Check that events have times where the model takes them.
+
+        Raises:
+            ConfigError: they have none.
+        """
+        if takes_times(self.model) and dataset.timestamps is None:
+            raise ConfigError(
+                f"{self.directory}: the model takes times, and the events have none; read a table with a time column"
+            )
+
     def columns(self, chosen: Mapping[str, str | None]) -> dict[str, str]:
         """Names of columns: those chosen, else those of the run's configuration."""
         names = ("user_column", "item_column", "timestamp_column")
@@ -133,18 +145,21 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def known_items(values: Tensor, lengths: Tensor, dense: Tensor) -> tuple[Tensor, Tensor]:
+def known_items(
+    values: Tensor, lengths: Tensor, dense: Tensor, times: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Renumber samples' items: id `i` becomes `dense[i]` and is left out where that is negative.
 
     Args:
         values: `[S]` int64 ids of all samples in a row.
         lengths: `[B]` int64, summing to S.
         dense: int64 new numbers.
+        times: `[S]` of the rows, or None.
 
     Returns:
-        The new values and lengths.
+        The new values, lengths and times.
     """
     numbers = dense[values]
     known = numbers >= 0
     rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return numbers[known], torch.bincount(rows[known], minlength=len(lengths))
+    return numbers[known], torch.bincount(rows[known], minlength=len(lengths)), None if times is None else times[known]

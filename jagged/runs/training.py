@@ -24,6 +24,7 @@ from jagged.data import (
     split_leave_one_out,
     synthetic_sessions,
 )
+from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import NextItemTask, SASRec, build, build_head
 from jagged.models.pretrained import CONFIG, save_pretrained
@@ -92,7 +93,7 @@ def train(
             filter_viewed=config.evaluation.filter_viewed,
             ks=cut_offs(config.training.monitor),
         )
-        loaders = _loaders(config, split, processes)
+        loaders = _loaders(config, split, processes, model)
         expected = forecast(config, split, loaders[0], task, config.precision, processes)
         if progress and processes.is_first:
             print(expected, flush=True)
@@ -178,12 +179,18 @@ def _model(config: TrainConfig, num_items: int, device: torch.device) -> SASRec:
         # torch says that memory is out by a RuntimeError of many lines; what was asked for is what the user can change.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):
             raise
-        asked = ", ".join(f"{name}={value}" for name, value in arguments.items())
+        asked = ", ".join(f"{name}={value}" for name, value in arguments.items() if value is not None)
         raise TrainingError(f"model: does not fit into memory with {asked}; make it smaller") from None
     return model
 
 
-def _loaders(config: TrainConfig, split: SequenceSplit, processes: Processes) -> tuple[BatchLoader, BatchLoader, BatchLoader]:
+def _loaders(
+    config: TrainConfig, split: SequenceSplit, processes: Processes, model: SASRec
+) -> tuple[BatchLoader, BatchLoader, BatchLoader]:
+    if takes_times(model) and split.train.dataset.timestamps is None:
+        raise TrainingError(
+            "model.num_time_buckets: the events have no times; read a table with a time column, or train without time buckets"
+        )
     common: dict[str, Any] = {
         "max_seq_len": config.data.max_seq_len,
         "seed": config.seed,
@@ -191,6 +198,7 @@ def _loaders(config: TrainConfig, split: SequenceSplit, processes: Processes) ->
         "pin_memory": processes.device.type == "cuda",
         "rank": processes.rank,
         "world_size": processes.world_size,
+        "with_times": takes_times(model),
     }
     try:
         tokens = config.training.max_tokens

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
+from jagged.evaluation import takes_times
 from jagged.models import NextItemTask
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
@@ -141,6 +142,7 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
         max_seq_len=config.data.max_seq_len,
         shuffle=True,
         seed=config.seed,
+        with_times=takes_times(task.model),
     )
     batch = next(iter(probe)).to(device)
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*task.parameters(), *task.buffers())}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from jagged.config import TrainerConfig
-from jagged.data.batches import SequenceBatch, keyed
+from jagged.data.batches import KEY, SequenceBatch, keyed
 from jagged.models import NextItemTask
 from jagged.training.processes import Processes
 
@@ -43,30 +43,34 @@ class Filled:
     """A training batch's tensors at a graph's size: what is missing is made up by samples of rows that have no loss.
 
     Attributes:
-        values, targets: int64 `[rows]`.
+        keys: "item_id", and "timestamp" where batches have times.
+        values: int64 `[keys * rows]`.
+        targets: int64 `[rows]`.
         lengths: int64 `[samples]`.
         offsets: int64 `[samples + 1]`.
     """
 
+    keys: tuple[str, ...]
     values: Tensor
     targets: Tensor
     lengths: Tensor
     offsets: Tensor
 
     @classmethod
-    def empty(cls, rows: int, samples: int, device: torch.device) -> Filled:
+    def empty(cls, rows: int, samples: int, device: torch.device, keys: tuple[str, ...] = (KEY,)) -> Filled:
         """Memory for `rows` rows in `samples` samples, as `capacity` says for the batches to come."""
         values, targets, lengths, offsets = (
-            torch.zeros(count, dtype=torch.int64, device=device) for count in (rows, rows, samples, samples + 1)
+            torch.zeros(count, dtype=torch.int64, device=device) for count in (len(keys) * rows, rows, samples, samples + 1)
         )
-        return cls(values, targets, lengths, offsets)
+        return cls(keys, values, targets, lengths, offsets)
 
     def take(self, batch: SequenceBatch) -> None:
         """Copy a batch here and fill up, without a look at its values."""
-        values, offsets = batch.features.values(), batch.features.offsets()
-        rows, samples = values.shape[0], offsets.shape[0] - 1
-        self.values[:rows].copy_(values)
-        self.values[rows:].zero_()
+        rows, samples = batch.targets.shape[0], batch.features.stride()
+        offsets = batch.features.offsets()[: samples + 1]
+        for values, found in zip(self.values.chunk(len(self.keys)), batch.features.values().chunk(len(self.keys)), strict=True):
+            values[:rows].copy_(found)
+            values[rows:].zero_()
         self.targets[:rows].copy_(batch.targets)
         self.targets[rows:].fill_(_NO_TARGET)
         self.offsets[: samples + 1].copy_(offsets)
@@ -74,12 +78,15 @@ class Filled:
         last = rows + _FILLING_ROWS * (self.offsets.shape[0] - samples - 1)
         filling = self.offsets[samples + 1 :]
         torch.arange(rows + _FILLING_ROWS, last + 1, _FILLING_ROWS, out=filling)
-        filling.clamp_(max=self.values.shape[0])
+        filling.clamp_(max=self.targets.shape[0])
         torch.sub(self.offsets[1:], self.offsets[:-1], out=self.lengths)
 
     def batch(self, num_items: int | None) -> SequenceBatch:
         """These tensors as a batch; a new one each time, since torchrec's keep what they once worked out."""
-        return SequenceBatch(keyed(self.values, self.lengths, self.offsets), self.targets, self.lengths, num_items=num_items)
+        lengths, offsets = self.lengths, self.offsets
+        if len(self.keys) > 1:
+            lengths, offsets = lengths.repeat(2), torch.cat([offsets, offsets[1:] + self.targets.shape[0]])
+        return SequenceBatch(keyed(self.values, lengths, offsets, self.keys), self.targets, self.lengths, num_items=num_items)
 
 
 @dataclass
@@ -117,11 +124,11 @@ class GraphedSteps:
 
     def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
         """Return loss and logits without gradient functions; every parameter's gradient stands in its `grad`."""
-        rows, samples = batch.features.values().shape[0], batch.features.stride()
+        rows, samples = batch.targets.shape[0], batch.features.stride()
         size = capacity(rows, samples)
         captured = self._graphs.get(size)
         if captured is None:
-            inputs = Filled.empty(*size, self._device)
+            inputs = Filled.empty(*size, self._device, tuple(batch.features.keys()))
             inputs.take(batch)
             captured = self._graphs[size] = self._capture(inputs, batch.num_items)
         else:

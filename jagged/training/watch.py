@@ -27,9 +27,13 @@ _LOOKS = 20
 # The first two beats of each kind of work may take so many times as long while the process computes: what comes first is
 # compiled, cached, started. With the default of `hang_seconds` that is seven and a half minutes.
 _FIRST = 10
-# A process computes where it and its children use so much of a core. A compilation uses one or more; the threads that look, show
-# progress and keep connections use a hundredth or two.
+# A look finds a process that computes where it or its children have used so much of a core since the last look, or run or wait
+# for a disk, which on a busy machine they do without getting a core. A compilation uses one or more; the threads that look,
+# show progress and keep connections use a hundredth or two.
 _COMPUTES = 0.1
+_RUNNING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
+# So many of the looks have to find it.
+_OFTEN = 0.25
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 # Said in the store by who ends a run.
 _END = "end"
@@ -129,14 +133,14 @@ class Watch:
                 self._beaten += stopped
                 self._computing = _Computing(self._seconds)
             last = time.monotonic()
-            if self._is_first():
-                self._computing.look()
             try:
                 self._store.set(str(self._processes.rank), json.dumps([number, self._is_patient(), self._place()]))
                 words, ends = self._words(), self._store.check([_END])
             except RuntimeError:
                 # The process that keeps the store is gone, which the collectives will say.
                 return
+            if self._is_first():
+                self._computing.look()
             now = time.monotonic()
             seen = {rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()}
             # Who says nothing new is stopped as a whole; a patient one is waited for while it speaks.
@@ -203,31 +207,46 @@ def _is_python(file: str) -> bool:
 
 
 class _Computing:
-    """Whether this process and its children used a core in the last `seconds`, as often as it looks."""
+    """Whether this process and its children computed in the last `seconds`, as often as it looks."""
 
     def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._used, self._total = 0.0, math.inf
-        self._looks: deque[tuple[float, float]] = deque()
+        self._seconds, self._itself = seconds, psutil.Process()
+        self._at, self._own, self._children = time.monotonic(), time.process_time(), math.inf
+        self._looks: deque[tuple[float, bool]] = deque()
 
     def look(self) -> None:
-        total = 0.0
-        for process in (itself := psutil.Process(), *itself.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                # Of children that have ended, too. What such a one used is lost where nobody asked how it ended.
-                total += sum(process.cpu_times()[:4])
-        self._used += max(0.0, total - self._total)
-        self._total = total
-        self._looks.append((time.monotonic(), self._used))
-        while len(self._looks) > 1 and self._looks[1][0] <= self._looks[-1][0] - self._seconds:
+        at, own = time.monotonic(), time.process_time()
+        since = at - self._at
+        computes = own - self._own >= _COMPUTES * since
+        # While this process computes its main thread holds the interpreter, and a walk through all processes would take seconds.
+        computes = computes or self._runs(self._itself) or self._children_compute(since)
+        self._at, self._own = at, own
+        self._looks.append((at, computes))
+        while self._looks[0][0] < at - self._seconds:
             self._looks.popleft()
+
+    def _children_compute(self, since: float) -> bool:
+        children = self._itself.children(recursive=True)
+        times = 0.0
+        for child in children:
+            with contextlib.suppress(psutil.Error):
+                # Of children of theirs that have ended, too.
+                times += sum(child.cpu_times()[:4])
+        used, self._children = times - self._children, times
+        return used >= _COMPUTES * since or any(self._runs(child) for child in children)
+
+    @staticmethod
+    def _runs(process: psutil.Process) -> bool:
+        # The state of a process is that of its main thread.
+        with contextlib.suppress(psutil.Error):
+            return process.status() in _RUNNING
+        return False
 
     @property
     def lately(self) -> bool:
-        if not self._looks:
+        if not self._looks or self._looks[-1][0] - self._looks[0][0] < self._seconds / 2:
             return True
-        (since, before), (now, used) = self._looks[0], self._looks[-1]
-        return now - since < self._seconds / 2 or used - before >= _COMPUTES * (now - since)
+        return sum(computes for _, computes in self._looks) >= _OFTEN * len(self._looks)
 
 
 _watches = 0

@@ -3,15 +3,26 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 import hypothesis
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.data import BatchLoader, SequenceBatch, SequenceDataset, SequencePart, split_leave_one_out, synthetic_sessions
+from jagged.data import (
+    BatchLoader,
+    SequenceBatch,
+    SequenceDataset,
+    SequencePart,
+    read_events,
+    split_leave_one_out,
+    synthetic_sessions,
+)
 from tests.data import oracle
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 6), st.just(40)), min_size=1, max_size=25).filter(any)
@@ -303,3 +314,41 @@ def test_ids_that_the_catalogue_does_not_have_leave_no_loader(training: bool, ba
     dataset.item_ids[7] = bad
     with pytest.raises(ValueError, match=rf"item_id\[\d+\]: expected an id from 0 to 30, got {bad}"):
         next(iter(BatchLoader(part, batch_size=2, max_seq_len=40, shuffle=False, seed=0)))
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=10), st.booleans(), st.integers(1, 4))
+def test_times_stand_beside_their_rows(lengths: list[int], training: bool, max_seq_len: int) -> None:
+    numbers = itertools.count(-5)
+    users = [[next(numbers) for _ in range(length)] for length in lengths]
+    part = whole_part(oracle.dataset([[time % 7 for time in user] for user in users], users), training)
+    options = {"batch_size": 3, "max_seq_len": max_seq_len, "shuffle": True, "seed": 0}
+    plain = list(BatchLoader(part, **options))
+    for batch, without in zip(BatchLoader(part, with_times=True, **options), plain, strict=True):
+        assert batch.features.keys() == ["item_id", "timestamp"]
+        items, times = batch.features["item_id"], batch.features["timestamp"]
+        assert (batch.features.stride(), times.values().dtype) == (without.features.stride(), torch.int64)
+        assert torch.equal(items.values(), without.features.values())
+        assert torch.equal(items.offsets(), without.features.offsets())
+        assert torch.equal(times.offsets(), items.offsets())
+        assert torch.equal(times.lengths(), items.lengths())
+        assert batch.features.offset_per_key() == [0, len(items.values()), 2 * len(items.values())]
+        for user, first, last in zip(
+            batch.users.tolist(), times.offsets()[:-1].tolist(), times.offsets()[1:].tolist(), strict=True
+        ):
+            end = len(users[user]) - 1
+            assert times.values()[first:last].tolist() == users[user][max(0, end - max_seq_len) : end]
+
+
+@pytest.mark.parametrize("zone", [None, "UTC"])
+def test_calendar_times_are_seconds_in_a_batch(tmp_path: Path, zone: str | None) -> None:
+    times = pa.array([-1, 0, 1_700_000_000_999_999], pa.timestamp("us", zone))
+    pq.write_table(pa.table({"user_id": [1, 1, 1], "item_id": [1, 2, 3], "timestamp": times}), tmp_path / "a.parquet")
+    part = whole_part(read_events(tmp_path / "a.parquet", progress=False), False)
+    (batch,) = BatchLoader(part, batch_size=1, max_seq_len=9, shuffle=False, seed=0, with_times=True)
+    assert batch.features["timestamp"].values().tolist() == [-1, 0]
+
+
+def test_times_that_are_not_there_are_refused() -> None:
+    message = "with_times: got a dataset without times, expected one with them; read a table with a time column"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        BatchLoader(whole_part(of_lengths([3]), True), batch_size=1, max_seq_len=9, shuffle=False, seed=0, with_times=True)

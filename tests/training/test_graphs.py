@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out, synthetic_sessions
-from jagged.data.batches import keyed
+from jagged.data.batches import features_of
 from jagged.models import NextItemTask, build, build_head
 from jagged.training.engine import Engine
 from jagged.training.graphs import Filled, GraphedSteps, capacity
@@ -31,28 +31,34 @@ def test_a_sixteenth_or_64_rows_are_filled_up_at_most(rows: int, samples: int) -
     assert places <= 2 * (samples + max(1, filled // 512))
 
 
-def batch_of(lengths: list[int], seed: int) -> SequenceBatch:
+def batch_of(lengths: list[int], seed: int, with_times: bool = False) -> SequenceBatch:
     draw = torch.Generator().manual_seed(seed)
     sizes = torch.tensor(lengths, dtype=torch.int64)
-    offsets = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
     total = sum(lengths)
     items = torch.randint(NUM_ITEMS, (total,), generator=draw)
     targets = torch.randint(NUM_ITEMS, (total,), generator=draw)
-    return SequenceBatch(keyed(items, sizes, offsets), targets, torch.arange(len(lengths)), num_items=NUM_ITEMS)
+    times = torch.randint(2**40, (total,), generator=draw) if with_times else None
+    return SequenceBatch(features_of(items, sizes, times), targets, torch.arange(len(lengths)), num_items=NUM_ITEMS)
 
 
-@given(st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=12), min_size=1, max_size=3), st.integers(0, 99))
-def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int]], seed: int) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 40), min_size=1, max_size=12), min_size=1, max_size=3),
+    st.sampled_from([None, 20]),
+    st.integers(0, 99),
+)
+def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int]], buckets: int | None, seed: int) -> None:
     torch.manual_seed(seed)
-    model = build("sasrec", num_items=NUM_ITEMS, embedding_dim=8, num_layers=1, max_seq_len=12, dropout=0.0).double()
+    sizes = {"embedding_dim": 8, "num_layers": 1, "max_seq_len": 12, "num_time_buckets": buckets}
+    model = build("sasrec", num_items=NUM_ITEMS, dropout=0.0, **sizes).double()
     task = NextItemTask(model, label_smoothing=0.1)
     rows, samples = capacity(max(sum(lengths) for lengths in batches), max(len(lengths) for lengths in batches))
     # One after the other in the same memory: nothing may be left of the one before.
-    inputs = Filled.empty(rows, 2 * samples, torch.device("cpu"))
+    keys = ("item_id",) if buckets is None else ("item_id", "timestamp")
+    inputs = Filled.empty(rows, 2 * samples, torch.device("cpu"), keys)
     for lengths in batches:
         if sum(lengths) == 0:
             continue
-        batch = batch_of(lengths, seed)
+        batch = batch_of(lengths, seed, buckets is not None)
         inputs.take(batch)
         # All rows are some sample's, and no sample has rows that are not there.
         assert inputs.offsets.tolist() == sorted(inputs.offsets.tolist())
@@ -67,13 +73,16 @@ def test_what_fills_up_changes_neither_loss_nor_gradients(batches: list[list[int
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
-def engine_losses(cuda_graphs: bool, sampler: str | None, **options: Any) -> tuple[list[float], list[torch.Tensor], Engine]:
+def engine_losses(
+    cuda_graphs: bool, sampler: str | None, buckets: int | None, **options: Any
+) -> tuple[list[float], list[torch.Tensor], Engine]:
     torch.manual_seed(0)
     dataset = synthetic_sessions(0, num_users=300)[0]
     device = torch.device("cuda", torch.cuda.current_device())
-    loader = BatchLoader(split_leave_one_out(dataset).train, max_seq_len=50, shuffle=True, seed=0, **options)
+    train, timed = split_leave_one_out(dataset).train, buckets is not None
+    loader = BatchLoader(train, max_seq_len=50, shuffle=True, seed=0, with_times=timed, **options)
     with process_group(device) as processes:
-        model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.0).to(device)
+        model = build("sasrec", num_items=dataset.num_items, embedding_dim=32, dropout=0.0, num_time_buckets=buckets).to(device)
         chosen = {"label_smoothing": 0.1} if sampler is None else {"head": "sampled", "sampler": sampler}
         config = flat_config(embedding_dim=32, cuda_graphs=cuda_graphs, **chosen)
         head = build_head(config, torch.ones(dataset.num_items)).to(device)
@@ -90,10 +99,12 @@ def _positioned(loader: BatchLoader, epoch: int) -> Any:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{"batch_size": 16}, {"max_tokens": 256}], ids=str)
-@pytest.mark.parametrize("sampler", [None, "uniform", "popularity", "in-batch", "mixed"])
-def test_graphs_train_as_single_launches_do(options: dict[str, int], sampler: str | None) -> None:
-    losses, weights, engine = engine_losses(True, sampler, **options)
-    expected, expected_weights, other = engine_losses(False, sampler, **options)
+@pytest.mark.parametrize(
+    ("sampler", "buckets"), [(None, None), (None, 40), *((name, None) for name in ("uniform", "popularity", "in-batch", "mixed"))]
+)
+def test_graphs_train_as_single_launches_do(options: dict[str, int], sampler: str | None, buckets: int | None) -> None:
+    losses, weights, engine = engine_losses(True, sampler, buckets, **options)
+    expected, expected_weights, other = engine_losses(False, sampler, buckets, **options)
     assert losses == pytest.approx(expected, rel=2e-3)
     for found, wanted in zip(weights, expected_weights, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0.02, atol=2e-3)

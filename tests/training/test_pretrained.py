@@ -8,6 +8,7 @@ import pickle
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from jagged import artifacts
 from jagged.data import Vocabulary
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec
-from jagged.models.pretrained import from_pretrained, save_pretrained
+from jagged.models.pretrained import from_pretrained, load_task, save_pretrained
 from jagged.training import CheckpointError
 from tests.conftest import LONG
 from tests.seeds import generators
@@ -89,6 +90,17 @@ def test_no_directory_and_an_empty_one(tmp_path: Path) -> None:
         from_pretrained(tmp_path / "none")
     with pytest.raises(CheckpointError, match=r"manifest\.json: missing"):
         from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("read", [from_pretrained, load_task])
+def test_a_run_that_has_not_ended(tmp_path: Path, read: Callable[[Path], Any]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError) as error:
+        read(tmp_path)
+    assert (
+        str(error.value)
+        == f"{tmp_path}: a run that has not ended; go on with it by `jagged train --resume`, or by resume=True of `fit`"
+    )
 
 
 def test_every_flipped_bit_is_found_and_the_file_named(saved: Path) -> None:

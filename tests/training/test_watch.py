@@ -16,7 +16,7 @@ import pytest
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from jagged.training.watch import is_in_torch
+from jagged.training.watch import _Computing, is_in_torch
 from tests.test_docs import ROOT
 from tests.training.standing_still import AT_FIRST
 
@@ -133,3 +133,36 @@ def test_who_waits_in_torch_may_wait_for_another(work: Callable[[], Any], expect
     done.set()
     thread.join()
     assert sum(found) > len(found) / 2 if expected else sum(found) < len(found) / 2
+
+
+def busy(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (busy, True),
+        (time.sleep, False),
+        (lambda seconds: subprocess.run([sys.executable, "-c", f"import time; time.sleep({seconds})"], check=True), False),
+        (lambda seconds: subprocess.run(["sh", "-c", f"timeout {seconds} sh -c 'while :; do :; done' | cat"], check=True), True),
+    ],
+    ids=["itself", "nobody", "a child sleeps", "a child of a child"],
+)
+def test_who_computes(work: Callable[[float], Any], expected: bool) -> None:
+    computing, done = _Computing(1.0), threading.Event()
+    assert computing.lately
+
+    def look() -> None:
+        while not done.wait(0.05):
+            computing.look()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    work(1.8)
+    found = computing.lately
+    done.set()
+    thread.join()
+    assert found == expected
