@@ -263,7 +263,13 @@ def _mixed(table: Table, column: Column) -> list[OddValues]:
         f" WHERE v IS NOT NULL GROUP BY w ORDER BY count(*) DESC, w"
     )
     return [
-        OddValues(column.name, f"are {way}", count, _places(table, column, rows), f"one way, as {groups[0][1]:,} {groups[0][0]}")
+        OddValues(
+            column.name,
+            f"are {way}",
+            count,
+            _places(table, column, rows),
+            f"one way for all, as the {groups[0][1]:,} {groups[0][0]}",
+        )
         for way, count, rows in groups[1:]
     ]
 

@@ -307,7 +307,11 @@ def test_types_that_cannot_hold_a_kind_are_refused(column: Column, kind: pa.Data
     [
         ({"kind": "id"}, ["a", " b ", "NA", "-", "\\N", None, " "], ["a", " b ", "NA", "-", None, None, None]),
         ({"kind": "id", "encoding": "range", "size": 5}, ["4", "5", "-1", "x", "01"], [4, None, None, None, 1]),
-        ({"kind": "number"}, ["1", " 2.5 ", "-1e-3", "NA", "inf", "1e999", "x", "True"], [1, 2.5, -0.001, None, None, None, None, 1]),
+        (
+            {"kind": "number"},
+            ["1", " 2.5 ", "-1e-3", "NA", "inf", "1e999", "x", "True"],
+            [1, 2.5, -0.001, None, None, None, None, 1],
+        ),
         ({"kind": "label"}, ["0", "1.0", "false", "-", "none"], [0, 1, 0, None, None]),
         (
             {"kind": "time"},
@@ -319,7 +323,11 @@ def test_types_that_cannot_hold_a_kind_are_refused(column: Column, kind: pa.Data
             ["[1, 2]", '["a", "b c", ""]', "['x', null]", "[]", "", "1", "[3 4]", " [5] "],
             [["1", "2"], ["a", "b c", None], ["x", None], [], None, None, ["3", "4"], ["5"]],
         ),
-        ({"kind": "ids", "separator": "|"}, ["a|b", "a | b|", "a", None, "||"], [["a", "b"], ["a", "b"], ["a"], None, [None, None]]),
+        (
+            {"kind": "ids", "separator": "|"},
+            ["a|b", "a | b|", "a", None, "||"],
+            [["a", "b"], ["a", "b"], ["a"], None, [None, None]],
+        ),
         ({"kind": "ids", "separator": " "}, ["a b", " a  b ", "a"], [["a", "b"], ["a", "b"], ["a"]]),
         ({"kind": "ids", "separator": "'"}, ["a'b"], [["a", "b"]]),
         ({"kind": "ids", "separator": "::"}, ["a::b"], [["a", "b"]]),

@@ -44,7 +44,10 @@ def kinds(schema: Schema) -> dict[str, str]:
             "candidate, event, unused",
         ),
         ({"encoding": "one-hot"}, "schema, column 'a': found encoding 'one-hot', expected vocabulary, hash or range"),
-        ({"encoding": "hash"}, "schema, column 'a': found encoding 'hash' and size None, expected a size with hash and range alone"),
+        (
+            {"encoding": "hash"},
+            "schema, column 'a': found encoding 'hash' and size None, expected a size with hash and range alone",
+        ),
         ({"size": 3}, "schema, column 'a': found encoding 'vocabulary' and size 3, expected a size with hash and range alone"),
         ({"encoding": "range", "size": 0}, "schema, column 'a': found size 0, expected 1 to 2147483647"),
         ({"encoding": "hash", "size": True}, "schema, column 'a': found size True, expected 1 to 2147483647"),
@@ -158,8 +161,14 @@ def test_a_column_keeps_what_its_new_kind_can_have() -> None:
     [
         ({"label": "like"}, "label='like': found the columns ['user', 'item'], expected a column 'like'"),
         ({"history": ["user", "x"]}, "history='x': found the columns ['user', 'item'], expected a column 'x'"),
-        ({"user": "item", "candidate": "item"}, "user='item': found the column named as candidate too, expected one kind for a column"),
-        ({"unused": "item", "label": "item"}, "unused='item': found the column named as label too, expected one kind for a column"),
+        (
+            {"user": "item", "candidate": "item"},
+            "user='item': found the column named as candidate too, expected one kind for a column",
+        ),
+        (
+            {"unused": "item", "label": "item"},
+            "unused='item': found the column named as label too, expected one kind for a column",
+        ),
     ],
 )
 def test_words_that_do_not_fit_are_refused(words: dict[str, Any], expected: str) -> None:
