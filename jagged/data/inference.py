@@ -16,6 +16,7 @@ from jagged.data.values import CALENDAR, DECIMAL, WHOLE, element, form, missing_
 _USERS = (
     "user_id", "user", "uid", "userid", "user_uid", "customer_id", "customer", "visitor_id", "visitorid", "member_id",
     "reviewer_id", "reviewerid", "account_id", "client_id", "profile_id", "person_id",
+    "username", "user_name",
 )  # fmt: skip
 _THINGS = (
     "item", "product", "movie", "video", "article", "news", "song", "track", "artist", "book", "ad", "adgroup", "creative",
@@ -29,7 +30,18 @@ _TIMES = (
     "timestamp", "time", "ts", "event_time", "event_timestamp", "time_stamp", "datetime", "date_time", "unix_timestamp",
     "unix_time", "unixtime", "unix_review_time", "time_ms", "timestamp_ms", "date",
 )  # fmt: skip
-_REQUESTS = ("request_id", "impression_id", "session_id", "query_id", "search_id", "srch_id", "list_id", "sessionid", "requestid")
+_REQUESTS = (
+    "request_id",
+    "impression_id",
+    "session_id",
+    "query_id",
+    "search_id",
+    "srch_id",
+    "display_id",
+    "list_id",
+    "sessionid",
+    "requestid",
+)
 _WEIGHTS = ("sample_weight", "weight", "instance_weight", "importance_weight")
 _EVENTS = (
     "event_type",
@@ -47,14 +59,14 @@ _LABELS = {"label", "labels", "target"}
 _ACTIONS = {
     "click", "clicked", "purchase", "purchased", "like", "liked", "conversion", "converted", "buy", "bought", "rating", "follow",
     "followed", "share", "shared", "comment", "forward", "hate", "long_view", "installed", "install", "order", "ordered", "cart",
-    "add_to_cart", "favorite", "favourite", "booking_bool", "click_bool", "finish", "clk", "watched",
+    "add_to_cart", "favorite", "favourite", "booking_bool", "click_bool", "recommended", "finish", "clk", "watched",
 }  # fmt: skip
 _ROW_NUMBERS = {"id", "index", "row", "row_id", "unnamed_0", "row_number"}
 
 # Whole numbers that are ids however many there are, and those that are where there are few.
 _IDS = re.compile(
-    r"(^|_)(ids?|uid|gid|hash|codes?|key|isbn|asin|sku)$|^(c|cat|cate|category|sparse|cat_feature)_?[0-9]+$"
-    r"|^(user|item|movie|product|cate|category|brand|shop|store|query|site|app|campaign|adgroup|customer|device|author|city|tag)id$"
+    r"(^|_)(ids?|uid|gid|hash|codes?|key|isbn|asin|sku)$|^(c|cat|cate|category|sparse|cat_feature|hist|history)_?[0-9]+$"
+    r"|(^|_)(?!(un|pre)?paid$|(in)?valid$|(max|min)?bid$|grid$|android$|solid$|liquid$|rapid$|hybrid$|void$|covid$)[a-z]{2,}id$"
 )
 _CATEGORIES = re.compile(
     r"(^|_)(type|category|categories|cate|cat|class|genre|gender|sex|country|city|state|region|zip|zipcode|zip_code|postcode|lang|language"
@@ -156,7 +168,11 @@ def infer(table: Table, lists: Iterable[str] = ()) -> Schema:
     choose(Kind.EVENT, _EVENTS, is_id)
     times = [one for one in found if one.plain not in _TIMES and _ELAPSED.search(one.plain)]
     others = [one for one in found if one.form == "calendar" or one.mostly("calendar", 0.9)]
-    choose(Kind.TIME, [*_TIMES, *(one.plain for one in [*times, *others])], _is_time)
+    if choose(Kind.TIME, [*_TIMES, *(one.plain for one in [*times, *others])], _is_time):
+        # The others tell the same in another way.
+        for one in found:
+            if one.plain in _TIMES and columns[one.name].kind is Kind.NUMBER:
+                columns[one.name] = Column(one.name, Kind.UNUSED)
     labels = [one for one in found if one.name not in taken and _is_label(one)]
     for one in labels or [one for one in found if one.name not in taken and one.plain.startswith("is_") and one.is_binary]:
         columns[one.name] = Column(one.name, Kind.LABEL)
@@ -259,7 +275,8 @@ def _list_separator(one: _Found, is_told: bool) -> str | None:
     if one.mostly("number_lists"):
         return max(_SEPARATORS, key=lambda separator: one[separator])
     possible = [separator for separator in _SEPARATORS if is_named and one[separator] and (of_ids or separator != " ")]
-    possible = possible or ["|"] * one.mostly("|", 0.2)
+    # In texts of other names a stroke is one more sign between words.
+    possible = possible or ["|"] * (one.mostly("|", 0.2) and one[" "] < one["|"])
     often = [separator for separator in possible if one.mostly(separator, 0.2)]
     # Who says that there are lists means those of one value each where nothing separates them.
     return next(iter([*often, *possible]), "|" if is_told else _NO_LIST)
@@ -325,7 +342,7 @@ def _is_time(one: _Found) -> bool:
 
 
 def _is_label(one: _Found) -> bool:
-    if one.plain in _LABELS:
+    if one.plain in _LABELS or one.plain.startswith(("label_", "target_")):
         return one.is_number
     stem = one.plain.removeprefix("is_")
     ends = re.search(r"(^|_)(label|target|click|clicked|purchase|purchased|conversion|converted|liked)$", stem)

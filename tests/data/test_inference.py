@@ -193,10 +193,14 @@ def test_a_typed_table() -> None:
         ("click", ["0", "7"], "number"),
         ("rating", ["1", "5"], "number"),
         ("label", ["1", "5"], "label"),
+        ("label_buy", ["0", "0"], "label"),
         ("user_clicked", ["1.0", "0.0"], "label"),
         # Ids.
         ("cate", ["1", "2"], "id"),
         ("brand_id", ["1", "2"], "id"),
+        ("transactionid", ["1", "2"], "id"),
+        ("amount_paid", ["1", "2"], "number"),
+        ("hist_3", ["1", "2"], "id"),
         ("sparse_3", ["1", "2"], "id"),
         ("I3", ["1", "2"], "number"),
         ("country", ["NA", "DE"], "id"),
@@ -213,6 +217,7 @@ def test_a_typed_table() -> None:
         ("anything", ["[1.5, 2]", "[]"], "numbers"),
         ("embedding", ["[1, 2]", "[3, 4]"], "numbers"),
         ("anything", ["a|b", "c"], "ids '|'"),
+        ("review", ["a word | or two", "and more"], "id"),
         ("anything", ["1 2 3", "4 5"], "ids ' '"),
         ("anything", ["1,2,3", "4,5"], "ids ','"),
         ("anything", ["1;2", "4;5"], "ids ';'"),
@@ -236,7 +241,7 @@ def test_text_in_a_typed_table_stays_text_where_it_is_whole() -> None:
 def test_of_one_kind_the_first_name_wins() -> None:
     table = pa.table({"uid": [1, 2], "user_id": [1, 2], "ad_id": [1, 2], "item_id": [1, 2], "date": [1, 2], "time": [1, 2]})
     assert inferred(table) == {
-        "uid": "id", "user_id": "user", "ad_id": "id", "item_id": "candidate", "date": "number", "time": "time"
+        "uid": "id", "user_id": "user", "ad_id": "id", "item_id": "candidate", "date": "unused", "time": "time"
     }  # fmt: skip
 
 
