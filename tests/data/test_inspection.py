@@ -12,9 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from jagged.data import Column, DataError, Kind, Schema, inspect_table
 from jagged.data.inspection import OddValues
+from jagged.data.schema import SINGLE
 
 ROOT = Path(__file__).parents[2]
 ODD = """\
@@ -282,3 +285,42 @@ def test_what_does_not_fit_the_table_is_refused(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
         inspect_table(pa.table({"a": [1], "b": [2]}), **arguments)  # type: ignore[arg-type]
+
+
+words = st.sampled_from(
+    ["", "NA", "\\N", "-", "nan", "inf", "1e999", "007", "1", "0", "1.5", "-3", "1_0", "0x1", "9" * 25, "2024-01-01",
+     "2024-13-45", "1700000000", "2024-01-01T00:00:00+99:99", "[1, 2]", "[", "[]", "[[1]]", "['a'",
+     '["a", {"b": 1}]', "{1}", "a|b", "|", "a b", "1 2", "1,2", "true", "'", '"', "\\"]
+)  # fmt: skip
+texts = st.none() | words | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00"), max_size=6)
+names = st.sampled_from(
+    ["user_id", "item", "time", "created_at", "click", "history", "genres", "price", "weight", "event", "x'y\"z"]
+)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(names, unique=True, min_size=1, max_size=4).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: st.lists(texts, min_size=3, max_size=3) for name in chosen})
+    ),
+    st.data(),
+)
+def test_any_text_is_shown(columns: dict[str, list[str | None]], data: st.DataObject) -> None:
+    """Whatever the values are, and whatever kinds a user makes of them: every value fits, is missing or is odd."""
+    table = pa.table({name: pa.array(values, pa.string()) for name, values in columns.items()})
+    kinds = {name: data.draw(st.sampled_from(list(Kind))) for name in columns}
+    singles = [kind for kind in kinds.values() if kind in SINGLE]
+    assume(len(singles) == len(set(singles)))
+    separators = {name: data.draw(st.sampled_from([None, "|", " ", "'", "\\", "::"])) for name in columns}
+    schema = Schema(
+        tuple(
+            Column(name, kind, separator=separators[name] if kind in (Kind.IDS, Kind.NUMBERS) else None)
+            for name, kind in kinds.items()
+        )
+    )
+    for inspection in (inspect_table(table), inspect_table(table, schema)):
+        assert max(map(len, str(inspection).splitlines())) <= 120
+        for figures in inspection.columns.values():
+            unfit = [odd.count for odd in inspection.odd if odd.column == figures.column.name and odd.what.startswith("are no ")]
+            if figures.column.kind is not Kind.UNUSED:
+                assert figures.present + figures.missing + sum(unfit) == 3
