@@ -264,7 +264,7 @@ def _fill(table: Table, schema: pa.Schema, blocks: Iterable[Block]) -> None:
         if not one:
             raise refuse(table.name, "a column without a name", "a name for each column", "name it")
         if one.lower() == "rowid":
-            raise refuse(table.name, f"a column {shown(one)}", "another name: this one numbers the rows here", "rename it")
+            raise refuse(table.name, f"a column {shown(one)}", "another name, which numbers the rows here", "rename it")
         # DuckDB would give the second one another name, and the first one's values by it.
         if seen.setdefault(one.lower(), one) != one:
             raise refuse(

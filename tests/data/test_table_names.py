@@ -15,7 +15,7 @@ from jagged.data.sources import open_table
     ("names", "expected"),
     [
         (["id", "ID"], "found the columns 'id' and 'ID', expected names that differ by more than case; rename one"),
-        (["RowID", "b"], "found a column 'RowID', expected another name: this one numbers the rows here; rename it"),
+        (["RowID", "b"], "found a column 'RowID', expected another name, which numbers the rows here; rename it"),
         (["", "b"], "found a column without a name, expected a name for each column; name it"),
     ],
 )
