@@ -65,6 +65,8 @@ _Format = Annotated[Literal["auto", "text", "csv", "parquet"], Parameter(help="f
 _Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: the GPU where there is one")]
 _Column = Annotated[Optional[str], Parameter(help="name of the column, by default the run's")]  # noqa: UP045
 _Directory = Annotated[Path, Parameter(help="a run's directory, as `jagged train` leaves it")]
+_Columns = Annotated[tuple[str, ...], Parameter(metavar="COLUMN")]
+_Chosen = Annotated[Optional[str], Parameter(metavar="COLUMN")]  # noqa: UP045
 _Programs = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
 _Count = Annotated[int, Parameter(validator=Number(gte=1))]
 
@@ -390,6 +392,59 @@ def report(
 
 
 @_command
+def inspect_(
+    file: Annotated[Path, Parameter(name="FILE", help="csv or parquet file, or a folder of files")],
+    /,
+    *,
+    label: Annotated[_Columns, Parameter(help="column that is a label, may be repeated")] = (),
+    candidate: Annotated[_Chosen, Parameter(help="column of the item that a row is about")] = None,
+    history: Annotated[_Columns, Parameter(help="list column of ids of candidates, may be repeated")] = (),
+    user: Annotated[_Chosen, Parameter(help="column of the user")] = None,
+    time: Annotated[_Chosen, Parameter(help="column of the time")] = None,
+    request: Annotated[_Chosen, Parameter(help="column of the request that rows share")] = None,
+    weight: Annotated[_Chosen, Parameter(help="column of the row's weight")] = None,
+    event: Annotated[_Chosen, Parameter(help="column of the event's type")] = None,
+    ids: Annotated[_Columns, Parameter(help="column of ids, may be repeated")] = (),
+    numbers: Annotated[_Columns, Parameter(help="column of numbers, may be repeated")] = (),
+    unused: Annotated[_Columns, Parameter(help="column that is not used, may be repeated")] = (),
+    schema: Annotated[
+        Optional[Path],  # noqa: UP045
+        Parameter(metavar="TOML", help="file that says what the columns are; by default it is inferred"),
+    ] = None,
+    save_schema: Annotated[
+        Optional[Path],  # noqa: UP045
+        Parameter(metavar="TOML", help="file to write the schema into, to edit it; a schema that is there is replaced"),
+    ] = None,
+    format: Annotated[Literal["auto", "csv", "parquet"], Parameter(help="format of the files; auto by file name")] = "auto",
+    delimiter: Annotated[
+        Optional[str],  # noqa: UP045
+        Parameter(help="what separates the fields of csv; by default found out"),
+    ] = None,
+) -> None:
+    """Show what is in a table: its columns, odd values, what may leak.
+
+    Examples:
+        jagged inspect impressions.csv
+        jagged inspect clicks.parquet --label click --save-schema clicks.toml
+
+    The words win over the file of --schema, and that over what is inferred from names, types and values.
+    """
+    from jagged.data.inspection import inspect_table as run
+
+    words: Any = {
+        "label": list(label) or None, "candidate": candidate, "history": list(history) or None, "user": user, "time": time,
+        "request": request, "weight": weight, "event": event, "ids": list(ids) or None, "numbers": list(numbers) or None,
+        "unused": list(unused) or None,
+    }  # fmt: skip
+    # A shell gives a tab as it is written in other places.
+    inspection = run(file, schema, format=format, delimiter="\t" if delimiter == r"\t" else delimiter, **words)
+    if save_schema is not None:
+        inspection.schema.save(save_schema)
+    with _printing():
+        print(inspection)
+
+
+@_command
 def tune_bags(
     *,
     batches: Annotated[Path, Parameter(help="file that jagged.data.record_batches wrote: tables, and batches of lookups")],
@@ -474,6 +529,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "evaluate": evaluate,
     "recommend": recommend,
     "report": report,
+    "inspect": inspect_,
     "tune-bags": tune_bags,
     "doctor": doctor,
     "demo": demo,

@@ -14,9 +14,14 @@ if TYPE_CHECKING:
     from jagged.data.dataset import SequenceDataset as SequenceDataset
     from jagged.data.errors import DataError as DataError
     from jagged.data.events import read_events as read_events
+    from jagged.data.inspection import Inspection as Inspection
+    from jagged.data.inspection import inspect_table as inspect_table
     from jagged.data.recorded import RecordedBatches as RecordedBatches
     from jagged.data.recorded import read_batches as read_batches
     from jagged.data.recorded import record_batches as record_batches
+    from jagged.data.schema import Column as Column
+    from jagged.data.schema import Kind as Kind
+    from jagged.data.schema import Schema as Schema
     from jagged.data.splits import SequencePart as SequencePart
     from jagged.data.splits import SequenceSplit as SequenceSplit
     from jagged.data.splits import leaks as leaks
@@ -29,13 +34,18 @@ if TYPE_CHECKING:
 _WHERE = {
     "Attainable": "synthetic",
     "BatchLoader": "batches",
+    "Column": "schema",
     "DataError": "errors",
+    "Inspection": "inspection",
+    "Kind": "schema",
     "RecordedBatches": "recorded",
+    "Schema": "schema",
     "SequenceBatch": "batches",
     "SequenceDataset": "dataset",
     "SequencePart": "splits",
     "SequenceSplit": "splits",
     "Vocabulary": "vocabulary",
+    "inspect_table": "inspection",
     "leaks": "splits",
     "read_batches": "recorded",
     "read_events": "events",
@@ -48,13 +58,18 @@ _WHERE = {
 __all__ = [
     "Attainable",
     "BatchLoader",
+    "Column",
     "DataError",
+    "Inspection",
+    "Kind",
     "RecordedBatches",
+    "Schema",
     "SequenceBatch",
     "SequenceDataset",
     "SequencePart",
     "SequenceSplit",
     "Vocabulary",
+    "inspect_table",
     "leaks",
     "read_batches",
     "read_events",

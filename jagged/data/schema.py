@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
+from jagged.artifacts import errors_as, read_bytes, write_file, writing
 from jagged.data.errors import DataError, refuse, shown
 
 
@@ -63,6 +66,10 @@ class Column:
         where = f"schema, column {shown(self.name)}"
         if not isinstance(self.name, str) or not self.name:
             raise refuse("schema", f"a column named {shown(self.name)}", "a name")
+        for key in ("table", "weights", "separator"):
+            value = getattr(self, key)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise refuse(where, f"{key} {shown(value)}", "a text")
         try:
             object.__setattr__(self, "kind", Kind(self.kind))
         except ValueError:
@@ -78,8 +85,8 @@ class Column:
             raise refuse(where, f"table or encoding for a column of kind {self.kind.value}", "a column of ids")
         if self.weights is not None and self.kind is not Kind.IDS:
             raise refuse(where, f"weights for a column of kind {self.kind.value}", "kind ids")
-        if self.separator is not None and (self.kind not in (Kind.IDS, Kind.NUMBERS) or not self.separator):
-            raise refuse(where, f"separator {shown(self.separator)} for a column of kind {self.kind.value}", "a list column's")
+        if self.separator is not None and self.kind not in (Kind.IDS, Kind.NUMBERS):
+            raise refuse(where, f"a separator for a column of kind {self.kind.value}", "kind ids or numbers")
 
     @property
     def table_name(self) -> str:
@@ -200,7 +207,7 @@ class Schema:
         for column in self.columns:
             kind = chosen.get(column.name, Kind.UNUSED if column.kind in taken else column.kind)
             if kind is not column.kind:
-                column = Column(column.name, kind, separator=column.separator if kind in (Kind.IDS, Kind.NUMBERS) else None)
+                column = _of_kind(column, kind)
             if column.name in _names(history) and candidates is not None:
                 shared = self[candidates] if self[candidates].kind in WITH_IDS else Column(candidates, Kind.CANDIDATE)
                 column = dataclasses.replace(column, table=shared.table_name, encoding=shared.encoding, size=shared.size)
@@ -240,8 +247,8 @@ class Schema:
         """One line a column."""
         lines = []
         for name, entry in self.to_dict().items():
-            values = ", ".join(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in entry.items())
-            lines.append(f"{json.dumps(name, ensure_ascii=False)} = {{ {values} }}")
+            values = ", ".join(f"{key} = {_quoted(value)}" for key, value in entry.items())
+            lines.append(f"{_quoted(name)} = {{ {values} }}")
         return "\n".join(["[columns]", *lines]) + "\n"
 
     @classmethod
@@ -261,6 +268,54 @@ class Schema:
             return cls.from_dict(found["columns"])
         except DataError as error:
             raise DataError(f"{where}: {error}") from None
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Schema:
+        """The schema of a TOML file.
+
+        Raises:
+            DataError: the file cannot be read, or holds no schema.
+        """
+        with errors_as(DataError):
+            content = read_bytes(Path(path))
+        try:
+            return cls.from_toml(content.decode("utf-8"), os.fspath(path))
+        except UnicodeDecodeError:
+            raise refuse(path, "bytes that are not UTF-8", "TOML with a table [columns]") from None
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a TOML file; a schema that is there is replaced, and nothing else.
+
+        Raises:
+            DataError: the file cannot be written, or is there and holds no schema.
+        """
+        target = Path(path)
+        with writing(target, "name another file", DataError):
+            if target.exists():
+                try:
+                    Schema.load(target)
+                except DataError:
+                    raise refuse(target, "a file that holds no schema", "a schema or no file", "name another file") from None
+            write_file(target, self.to_toml().encode())
+
+
+def _of_kind(column: Column, kind: Kind) -> Column:
+    """The column as one of another kind, with what it keeps: ids stay encoded as they were, lists separated."""
+    has_ids, is_list = kind in WITH_IDS and column.kind in WITH_IDS, kind in (Kind.IDS, Kind.NUMBERS)
+    return dataclasses.replace(
+        column,
+        kind=kind,
+        table=column.table if has_ids else None,
+        encoding=column.encoding if has_ids else "vocabulary",
+        size=column.size if has_ids else None,
+        weights=None,
+        separator=column.separator if is_list else None,
+    )
+
+
+def _quoted(value: Any) -> str:
+    """A value in TOML, which takes what JSON writes but for one control character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _names(words: str | Iterable[str] | None) -> list[str]:

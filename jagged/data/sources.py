@@ -102,6 +102,10 @@ def open_table(source: Any, *, format: str = "auto", delimiter: str | None = Non
         DataError: malformed input, in one line with the file, the line or row, what was found and what is expected; or the
             temporary directory has no room.
     """
+    if delimiter is not None and (
+        not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n' or ord(delimiter) > 126
+    ):
+        raise refuse(f"delimiter={delimiter!r}", "no delimiter", "one ASCII character, no quote and no line break")
     with writing("a temporary directory", _CURE, DataError):
         temporary = TemporaryDirectory(prefix="jagged-")
     with temporary as directory:
@@ -255,8 +259,20 @@ def _fill(table: Table, schema: pa.Schema, blocks: Iterable[Block]) -> None:
             problem.append(error)
             raise
 
-    if "rowid" in schema.names:
-        raise refuse(table.name, "a column 'rowid'", "another name, which numbers the rows here", "rename it")
+    seen: dict[str, str] = {}
+    for one in schema.names:
+        if not one:
+            raise refuse(table.name, "a column without a name", "a name for each column", "name it")
+        if one.lower() == "rowid":
+            raise refuse(table.name, f"a column {shown(one)}", "another name, which numbers the rows here", "rename it")
+        # DuckDB would give the second one another name, and the first one's values by it.
+        if seen.setdefault(one.lower(), one) != one:
+            raise refuse(
+                table.name,
+                f"the columns {shown(seen[one.lower()])} and {shown(one)}",
+                "names that differ by more than case",
+                "rename one",
+            )
     stored = pa.schema([pa.field(one.name, _storable(one.type)) for one in schema])
     try:
         table.connection.register("source", pa.RecordBatchReader.from_batches(stored, batches()))

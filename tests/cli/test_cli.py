@@ -17,7 +17,7 @@ from jagged import cli
 from jagged.config import TrainConfig, leaves
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = ["train", "evaluate", "recommend", "report", "tune-bags", "doctor", "demo"]
+COMMANDS = ["train", "evaluate", "recommend", "report", "inspect", "tune-bags", "doctor", "demo"]
 
 
 def jagged(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -225,6 +225,8 @@ def test_the_first_process_sums_up_what_was_trained(
         (["evaluate", "missing"], "missing: no such directory"),
         (["recommend", "missing", "histories.csv"], "missing: no such directory"),
         (["report", "missing"], "missing: no such directory"),
+        (["inspect", "missing.csv"], "missing.csv: found no file or folder of that name, expected a table"),
+        (["inspect", "run.toml"], "run.toml: found the unknown suffix '.toml', expected a name ending in .csv"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line_and_exit_code_2(
@@ -274,6 +276,11 @@ def test_messages_name_the_commands_flags(line: str, command: str, expected: str
             "Unknown option: --model.embeding-dim. Did you mean --model.embedding-dim? See jagged train --help.",
         ),
         (["evaluate", "run", "--k", "0"], 'Invalid value "0" for --k. Must be >= 1. See jagged evaluate --help.'),
+        (
+            ["inspect", "a.csv", "--format", "text"],
+            'Invalid value "text" for --format. Choose from: "auto", "csv", "parquet". See jagged inspect --help.',
+        ),
+        (["inspect"], 'Command "inspect" parameter FILE requires an argument. See jagged inspect --help.'),
         (
             ["evaluate", "run", "--part", "train"],
             'Invalid value "train" for --part. Choose from: "valid", "test". See jagged evaluate --help.',
