@@ -230,6 +230,11 @@ class Encoders(Mapping[str, Encoder]):
     def __str__(self) -> str:
         return "\n".join(map(str, self.values()))
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Numbers of each table: the rows that an embedding table needs."""
+        return {name: encoder.size for name, encoder in self.items()}
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write them into a new directory; it appears whole or not at all.
 

@@ -302,8 +302,9 @@ class Split:
         * `unsupported_ids`: ids of vocabularies that training does not have as often as it must;
         * `unsupported_statistics`: columns of numbers whose statistics are not those of training.
 
-        The first is a fact of a table with repeated rows in a split that is not by time, and so is the second where a column says
-        the parts; the rest is zero in splits made here.
+        The first is a fact of the table where rows are repeated and the split is not by time (or one of the rows belongs to a
+        request that ends later), and so is the second where a column says the parts, or a request has several users. The rest is
+        zero in splits made here.
         """
         dataset = self.train.dataset
         part = np.full(len(dataset), -1, dtype=np.int8)
@@ -369,7 +370,7 @@ def split_rows(
     By:
 
     * "time": at most `1 - valid - test` of the rows lie before the validation time and are training, at most `1 - test` before
-      the test time. Equal times stay in one part, and so do the rows of a request, whose time is that of its last row.
+      the test time. Equal times stay in one part, and so do the rows of a request: all have the time of its last row.
     * "user": users drawn by the seed; `round(share * users)` of them in each part. Rows without a user are training.
     * "column": by the column that `from_table(split=...)` named.
     * "leave-one-out": each user's last row is test, the one before it validation, with the whole requests of the two. A user of
