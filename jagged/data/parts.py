@@ -17,10 +17,10 @@ from torch import Tensor
 
 from jagged.data.encoding import Encoder, Encoders, Statistics
 from jagged.data.errors import refuse, shown
+from jagged.data.expressions import LISTS
 from jagged.data.histories import spread, visible
 from jagged.data.records import PARTS, Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind
-from jagged.data.expressions import LISTS
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor

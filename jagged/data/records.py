@@ -28,9 +28,9 @@ from jagged.artifacts import (
 )
 from jagged.data.dataset import _remove, temporary_directory
 from jagged.data.errors import DataError, refuse, shown
+from jagged.data.expressions import LISTS
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 from jagged.data.sources import open_table
-from jagged.data.expressions import LISTS
 from jagged.data.vocabulary import Vocabulary
 
 IntArray = npt.NDArray[np.int64]

@@ -17,11 +17,11 @@ import pyarrow.compute as pc
 
 from jagged.artifacts import write_manifest
 from jagged.data.errors import DataError, refuse, shown
+from jagged.data.expressions import LISTS, TIMES, Parsed, is_string, parse, plain_type
 from jagged.data.histories import TIES, fill_views
 from jagged.data.records import FORMAT_VERSION, PARTS, Dataset, file_names, ids_file, write_column
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 from jagged.data.sources import ROWS, Table, identifier
-from jagged.data.expressions import LISTS, TIMES, Parsed, is_string, parse, plain_type
 from jagged.data.vocabulary import Vocabulary, infer_integers
 
 IntArray = npt.NDArray[np.int64]

@@ -75,7 +75,7 @@ def test_an_event_at_the_rows_time_and_one_from_the_future_are_not_found() -> No
         {"user": 1, "item": "far", "time": 2**60},
     ]
     row = {"user": 1, "item": "row", "time": 10}
-    for rows in (planted + ordinary + [row], [row] + ordinary + planted, ordinary + [row] + planted[::-1]):
+    for rows in ([*planted, *ordinary, row], [row, *ordinary, *planted], [*ordinary, row, *planted[::-1]]):
         table = pa.table({name: [one[name] for one in rows] for name in row})
         dataset = Dataset.from_table(table, EVENTS, history="events", progress=False)
         ids = dataset.ids("item").ids.to_pylist()

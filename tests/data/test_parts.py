@@ -75,14 +75,12 @@ def test_a_split_by_time_is_that_of_the_definition(
     dataset = made(rows, history="events" if history else None, history_delay=delay if history else 0)
     kept = slow.without_duplicates(rows)
     want = slow.by_time(rows, kept, *shares)
-    try:
-        split = dataset.split(valid=shares[0], test=shares[1], minimum_counts=minimum, buckets=3)
-    except DataError as error:
-        assert any(
-            not part and (share or not number) for number, (part, share) in enumerate(zip(want, (1, *shares), strict=True))
-        )
-        assert "expected one at least" in str(error)
+    options: dict[str, Any] = {"valid": shares[0], "test": shares[1], "minimum_counts": minimum, "buckets": 3}
+    if any(share and not part for share, part in zip((1, *shares), want, strict=True)):
+        with pytest.raises(DataError, match="expected one at least; change the shares, or split otherwise"):
+            dataset.split(**options)
         return
+    split = dataset.split(**options)
     assert (sources(split.train), sources(split.valid), sources(split.test)) == want
     assert [split.counts[name] for name in ("train", "valid", "test")] == [len(part) for part in want]
     check(split, rows, kept, history, delay, minimum)
@@ -163,12 +161,16 @@ def test_a_split_by_user_keeps_users_whole() -> None:
     assert not split.leaks()
 
 
+NAMES = ("user", "item", "time", "request", "place", "kind", "items", "price", "sizes", "click")
 EXAMPLE = [
-    {"user": 7, "item": "a", "time": 1, "request": "r", "place": 1, "kind": "v", "items": ["a", None, "z"], "price": 1.0, "sizes": [], "click": 1},
-    {"user": 7, "item": "b", "time": 2, "request": "s", "place": None, "kind": "v", "items": [], "price": None, "sizes": [2.0, None], "click": 0},
-    {"user": 7, "item": "a", "time": 3, "request": "t", "place": 2, "kind": "w", "items": None, "price": 3.0, "sizes": None, "click": None},
-    {"user": 8, "item": "c", "time": 9, "request": "u", "place": 1, "kind": "w", "items": ["c"], "price": 9.0, "sizes": [4.0], "click": 1},
-]  # fmt: skip
+    dict(zip(NAMES, row, strict=True))
+    for row in (
+        (7, "a", 1, "r", 1, "v", ["a", None, "z"], 1.0, [], 1),
+        (7, "b", 2, "s", None, "v", [], None, [2.0, None], 0),
+        (7, "a", 3, "t", 2, "w", None, 3.0, None, None),
+        (8, "c", 9, "u", 1, "w", ["c"], 9.0, [4.0], 1),
+    )
+]
 
 
 def test_a_batch_has_everything_and_nothing_is_padded() -> None:
@@ -334,7 +336,10 @@ ONLY = Schema((Column("place", Kind.ID),))
     [
         ("time", ONLY, "split by time: found no column of kind time, expected one; name it in the schema, or split otherwise"),
         ("user", ONLY, "split by user: found no column of kind user, expected one; name it in the schema, or split otherwise"),
-        ("column", ONLY, "split by column: found a dataset without parts, expected from_table(split=...) with the column that says them"),
+        (
+            "column", ONLY,
+            "split by column: found a dataset without parts, expected from_table(split=...) with the column that says them",
+        ),
         (
             "time", SCHEMA,
             "split by time: found no train row of 2 ({'train': 0, 'valid': 0, 'test': 2, 'valid_time': 1, 'test_time': 1}), "
@@ -359,7 +364,8 @@ def test_a_split_that_cannot_be_is_named(by: str, schema: Schema, message: str) 
         ({"buckets": 0}, "buckets: got 0, expected 1 or more"),
         (
             {"minimum_counts": {"places": 2}},
-            "minimum_counts: got {'places': 2}, expected counts from 1 on, by table of ['user', 'item', 'place', 'kind'] where by table",
+            "minimum_counts: got {'places': 2}, expected counts from 1 on, "
+            "by table of ['user', 'item', 'place', 'kind'] where by table",
         ),
     ],
 )  # fmt: skip

@@ -124,7 +124,10 @@ def test_text_ids_that_are_all_integers_are_integers(tmp_path: Path) -> None:
     [
         ("-2e3", "3km", ":4: found '3km' in the column 'much', expected a finite number"),
         ("true", "yes", ":4: found 'yes' in the column 'click', expected a finite number"),
-        ("2024-01-01,,", "1704067200,,", ":3: found '1704067200' in the column 'when', expected an ISO 8601 time without a zone, as the first"),
+        (
+            "2024-01-01,,", "1704067200,,",
+            ":3: found '1704067200' in the column 'when', expected an ISO 8601 time without a zone, as the first",
+        ),
         ("2024-01-01,,", ",,", ":3: found no value in the column 'when', expected an ISO 8601 time without a zone, as the first"),
         ("[]", "[1", ":3: found '[1' in the column 'json', expected a list of ids as JSON"),
         ("0.5|2", "0.5|z", ":2: found '0.5|z' in the column 'weights', expected a list of finite numbers between '|'"),
@@ -158,7 +161,8 @@ def test_a_bad_typed_value_is_named_with_its_place(values: pa.Array, column: Col
     with pytest.raises(DataError) as caught:
         made(pa.table({"c": values}), Schema((column,)))
     assert str(caught.value) == (
-        f"Table:row 0: found {found!r} in the column 'c', expected {expected}; correct it, or leave such rows out with on_error=\"skip\""
+        f"Table:row 0: found {found!r} in the column 'c', expected {expected}; "
+        'correct it, or leave such rows out with on_error="skip"'
     ).replace("\n", "\\n")
 
 
@@ -216,15 +220,16 @@ def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -
 
 
 ONE = Schema((Column("a", Kind.ID),))
+HERE, ADD = "Table", "expected one; name it in the schema"
 
 
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        (Schema((Column("b", Kind.ID),)), {}, "Table: found the columns ['a'], expected the schema's column 'b'; mend the schema"),
+        (Schema((Column("b", Kind.ID),)), {}, f"{HERE}: found the columns ['a'], expected the schema's column 'b'; mend the schema"),
         (ONE, {"split": "s"}, "Table: found the columns ['a'], expected a column 's' (split=)"),
-        (ONE, {"history": "events"}, "Table: history='events': found no column of kind user, expected one; name it in the schema"),
-        (ONE, {"min_events": {"item": 2}}, "Table: min_events: found no column of kind candidate, expected one; name it in the schema"),
+        (ONE, {"history": "events"}, f"{HERE}: history='events': found no column of kind user, {ADD}"),
+        (ONE, {"min_events": {"item": 2}}, f"{HERE}: min_events: found no column of kind candidate, {ADD}"),
         (Schema((Column("a", Kind.UNUSED),)), {}, "Table: found a schema without a column that is used, expected one at least"),
         (
             Schema((Column("a", Kind.NUMBERS),)), {},
@@ -253,10 +258,11 @@ def test_a_split_column_is_no_feature_and_its_values_are_checked() -> None:
     )
 
 
+NAMES = ("user", "item", "time", "request", "place", "kind", "items", "price", "sizes", "click")
 EXAMPLE = [
-    {"user": 7, "item": "a", "time": 1, "request": "r", "place": 1, "kind": "v", "items": ["a"], "price": 1.0, "sizes": [], "click": 1},
-    {"user": 7, "item": "b", "time": 2, "request": "s", "place": 0, "kind": "v", "items": [], "price": None, "sizes": [2.0], "click": 0},
-]  # fmt: skip
+    dict(zip(NAMES, row, strict=True))
+    for row in ((7, "a", 1, "r", 1, "v", ["a"], 1.0, [], 1), (7, "b", 2, "s", 0, "v", [], None, [2.0], 0))
+]
 
 
 def test_a_dataset_is_kept_opened_saved_and_sent(tmp_path: Path) -> None:
@@ -336,7 +342,10 @@ def sealed_again(directory: Path, name: str, array: np.ndarray[Any, Any] | None 
     [
         ("column-0.arrow", np.array([0, 5], np.int32), "found codes out of range, expected -1 to 0"),
         ("column-0.arrow", np.array([0], np.int32), "found 1 values, expected 2 rows"),
-        ("column-0.arrow", np.array([0, 0], np.int64), "found type int64 with 0 nulls, expected values of type int32; make the dataset again"),
+        (
+            "column-0.arrow", np.array([0, 0], np.int64),
+            "found type int64 with 0 nulls, expected values of type int32; make the dataset again",
+        ),
         ("stop.arrow", np.array([0, 2], np.int64), "found views that reach a row itself, expected views of earlier events"),
     ],
 )  # fmt: skip
