@@ -220,16 +220,17 @@ def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -
 
 
 ONE = Schema((Column("a", Kind.ID),))
-HERE, ADD = "Table", "expected one; name it in the schema"
+OTHER = Schema((Column("b", Kind.ID),))
+ADD = "expected one; name it in the schema"
 
 
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        (Schema((Column("b", Kind.ID),)), {}, f"{HERE}: found the columns ['a'], expected the schema's column 'b'; mend the schema"),
+        (OTHER, {}, "Table: found the columns ['a'], expected the schema's column 'b'; mend the schema"),
         (ONE, {"split": "s"}, "Table: found the columns ['a'], expected a column 's' (split=)"),
-        (ONE, {"history": "events"}, f"{HERE}: history='events': found no column of kind user, {ADD}"),
-        (ONE, {"min_events": {"item": 2}}, f"{HERE}: min_events: found no column of kind candidate, {ADD}"),
+        (ONE, {"history": "events"}, f"Table: history='events': found no column of kind user, {ADD}"),
+        (ONE, {"min_events": {"item": 2}}, f"Table: min_events: found no column of kind candidate, {ADD}"),
         (Schema((Column("a", Kind.UNUSED),)), {}, "Table: found a schema without a column that is used, expected one at least"),
         (
             Schema((Column("a", Kind.NUMBERS),)), {},
