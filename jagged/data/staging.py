@@ -321,7 +321,7 @@ class Builder:
         )
         self.counts[f"ids of {name}"] = len(ids)
 
-    def _order(self) -> IntArray:
+    def _order(self) -> AnyArray:
         """Write what follows from the order of the rows; return the place of each row of the source, -1 of one left out."""
         user, time = self.schema.one(Kind.USER), self.schema.one(Kind.TIME)
         parts = ["rowid AS row", f"{self._value(user)} AS u" if user else "NULL::BIGINT AS u"]
@@ -335,24 +335,26 @@ class Builder:
             )
         kept = self.table.num_rows - int(self.table.sql("SELECT count(*) FROM dropped")[0][0])
         self.counts["kept"] = kept
-        source, users, times = (_disk_array(self.directory, dtype, kept) for dtype in (np.int64, np.int32, np.int64))
+        source, users, times = [_disk_array(self.directory, dtype, kept) for dtype in (np.int64, np.int32, np.int64)]
         position = 0
         for batch in _batches(self.table, query):
             here = slice(position, position := position + len(batch))
-            for array, column in zip((source, users, times), batch.columns, strict=True):
-                array[here] = column.to_numpy(zero_copy_only=False)
-        place = np.full(self.table.num_rows, -1, dtype=np.int64)
+            source[here], users[here], times[here] = (column.to_numpy(zero_copy_only=False) for column in batch.columns)
+        place = np.full(self.table.num_rows, -1, dtype=np.int32 if self.table.num_rows < 2**31 else np.int64)
         place[source] = np.arange(kept)
         self._save("source", source)
+        # Each of these is 8 bytes a row.
+        del source
         if self.options.history is not None:
             start, stop = (_disk_array(self.directory, np.int64, kept) for _ in range(2))
             fill_views(users, times, start, stop, delay=self.delay, ties=self.options.ties)
             self._save("start", start)
             self._save("stop", stop)
-            self.counts["events in histories"] = int((stop - start).sum())
+            # Two sums, and no third array.
+            self.counts["events in histories"] = int(stop.sum()) - int(start.sum())
         return place
 
-    def _write(self, key: str, column: Column, place: IntArray) -> None:
+    def _write(self, key: str, column: Column, place: AnyArray) -> None:
         if column.kind in LISTS:
             self._write_lists(key, column, place)
         elif column.kind in WITH_IDS:
@@ -375,7 +377,7 @@ class Builder:
             query = self._query(f"rowid, CAST({self.parsed[column.name].value} AS FLOAT)")
             self._scatter(key, query, np.float32, np.nan, place)
 
-    def _scatter(self, key: str, query: str, dtype: type, missing: float, place: IntArray) -> None:
+    def _scatter(self, key: str, query: str, dtype: type, missing: float, place: AnyArray) -> None:
         values = _disk_array(self.directory, dtype, self.counts["kept"])
         values.fill(missing)
         for batch in _batches(self.table, query):
@@ -383,12 +385,12 @@ class Builder:
             values[place[rows]] = found
         self._save(key, values)
 
-    def _write_parts(self, place: IntArray) -> None:
+    def _write_parts(self, place: AnyArray) -> None:
         assert self.options.split is not None
         query = self._query(f"rowid, {_part(identifier(self.options.split))}")
         self._scatter("part", query, np.int8, 0, place)
 
-    def _write_lists(self, key: str, column: Column, place: IntArray) -> None:
+    def _write_lists(self, key: str, column: Column, place: AnyArray) -> None:
         value = self._value(column)
         offsets = _disk_array(self.directory, np.int64, self.counts["kept"] + 1)
         # A missing list is a list of one missing value.
