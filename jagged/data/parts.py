@@ -1,0 +1,610 @@
+"""Splits of a dataset's rows, what training knows, batches, and the checks that nothing leaks.
+
+The split comes first: encoders and statistics are made from training rows, and from the events that these may see, alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from jagged.data.encoding import Encoder, Encoders, Statistics
+from jagged.data.errors import refuse, shown
+from jagged.data.expressions import LISTS
+from jagged.data.histories import spread, visible
+from jagged.data.records import PARTS, Dataset
+from jagged.data.schema import WITH_IDS, Column, Kind
+
+if TYPE_CHECKING:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float32]
+AnyArray = npt.NDArray[Any]
+
+_BUCKETS = 10
+_NAMED = 3
+_ROWS = 1 << 20
+#: What an event of a history shows beside its time.
+_OF_EVENTS = (Kind.CANDIDATE, Kind.ID, Kind.EVENT)
+
+
+@dataclass
+class Batch:
+    """Some rows of a part; nothing is padded. `B` rows, whose histories have `H` events together.
+
+    Attributes:
+        rows: int64 `[B]`, their numbers in the dataset.
+        features: the columns of ids but the candidate's, by name: int64 numbers of the part's encoders, a sample a row. With
+            weights (1 in columns that have none) where a list has some. A missing list has the one number 0, an empty one none.
+        candidates: the candidate's column, one number a row; None where there is none.
+        numbers: float32 `[B, C]`, the columns of kind number in the schema's order, the training mean where one is missing.
+        numbers_missing: bool `[B, C]`.
+        number_lists: the lists of numbers by name, the training mean where one is missing, with weights 1, and 0 where one is
+            missing; None where there are none.
+        labels: float32 `[B, K]`, 0 where one is missing.
+        label_mask: bool `[B, K]`: where a label is there.
+        weights: float32 `[B]`, ones without a column of that kind.
+        times: int64 `[B]`, or None.
+        history: by column what the events show, oldest first: candidate, ids, event type; None without histories.
+        history_times: int64 `[H]`.
+        history_numbers, history_numbers_missing: `[H, C]`, as of the rows.
+        history_labels, history_label_mask: `[H, E]`: of the labels that events show.
+    """
+
+    rows: Tensor
+    features: KeyedJaggedTensor
+    candidates: KeyedJaggedTensor | None
+    numbers: Tensor
+    numbers_missing: Tensor
+    number_lists: KeyedJaggedTensor | None
+    labels: Tensor
+    label_mask: Tensor
+    weights: Tensor
+    times: Tensor | None
+    history: KeyedJaggedTensor | None = None
+    history_times: Tensor | None = None
+    history_numbers: Tensor | None = None
+    history_numbers_missing: Tensor | None = None
+    history_labels: Tensor | None = None
+    history_label_mask: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.rows.numel()
+
+    def _mapped(self, change: Callable[[Any], Any]) -> Batch:
+        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in found.items()}
+        return Batch(**changed)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The batch on another device."""
+        return self._mapped(lambda value: value.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        """The batch in page-locked memory."""
+        return self._mapped(lambda value: value.pin_memory())
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Rows of a dataset, as a model gets them. Nothing is copied but the rows' numbers.
+
+    Attributes:
+        dataset: whose rows they are.
+        rows: int64 `[n]`, ascending numbers of rows of the dataset; None for all.
+        encoders: from ids to numbers, of this dataset's own training rows or of another's.
+        maps: by table, int32: the numbers of the dataset's codes; None: made of the encoders.
+
+    Raises:
+        DataError: the encoders lack a table or column of the dataset.
+        ValueError: rows that the dataset does not have.
+    """
+
+    dataset: Dataset
+    rows: IntArray = None  # type: ignore[assignment]
+    encoders: Encoders = field(default_factory=lambda: Encoders({}, {}))
+    maps: Mapping[str, npt.NDArray[np.int32]] = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        rows = np.arange(len(self.dataset)) if self.rows is None else np.asarray(self.rows, dtype=np.int64)
+        if rows.ndim != 1 or (len(rows) and not 0 <= rows.min() <= rows.max() < len(self.dataset)):
+            raise ValueError(
+                f"rows: got shape {rows.shape}, expected one dimension and numbers from 0 to {len(self.dataset) - 1}"
+            )
+        object.__setattr__(self, "rows", rows)
+        tables, numbers = (
+            self.dataset.schema.tables,
+            [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)],
+        )
+        lacking = [name for name in tables if name not in self.encoders]
+        lacking += [name for name in numbers if name not in self.encoders.statistics]
+        if lacking:
+            raise refuse(
+                "encoders",
+                f"the tables {shown(list(self.encoders), 200)} and numbers {shown(list(self.encoders.statistics), 200)}",
+                f"{shown(lacking[0])}, which the dataset has",
+                "take the encoders of a split of such a table",
+            )
+        if self.maps is None:
+            maps = {name: self.encoders[name].code_map(self.dataset.ids(name)) for name in tables}
+            object.__setattr__(self, "maps", maps)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __repr__(self) -> str:
+        return f"Part({len(self):,} of {len(self.dataset):,} rows)"
+
+    @cached_property
+    def number_names(self) -> list[str]:
+        """The columns of `Batch.numbers`."""
+        return [column.name for column in self.dataset.schema.of_kind(Kind.NUMBER)]
+
+    @cached_property
+    def label_names(self) -> list[str]:
+        """The columns of `Batch.labels`."""
+        return [column.name for column in self.dataset.schema.of_kind(Kind.LABEL)]
+
+    def gather(self, rows: Any, *, max_history: int | None = None) -> Batch:
+        """The batch of some rows.
+
+        Args:
+            rows: `[B]` integers, places in this part from 0 on, in any order.
+            max_history: most events of a row's history: the latest ones. None: all.
+        """
+        return self.batch(self.collect(rows, max_history=max_history))
+
+    def collect(self, rows: Any, *, max_history: int | None = None) -> dict[str, Tensor]:
+        """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
+        if max_history is not None and max_history < 0:
+            raise ValueError(f"max_history: got {max_history}, expected 0 or more")
+        dataset, schema = self.dataset, self.dataset.schema
+        chosen = self.rows[np.asarray(rows, dtype=np.int64)]
+        found: dict[str, AnyArray] = {"rows": chosen}
+        columns = [column for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE]
+        self._keyed(found, "features", columns, chosen)
+        if (candidate := schema.one(Kind.CANDIDATE)) is not None:
+            self._keyed(found, "candidates", [candidate], chosen)
+        found["numbers"], found["numbers_missing"] = self._numbers(chosen)
+        if lists := _numbers(dataset, Kind.NUMBERS):
+            self._keyed(found, "number_lists", lists, chosen)
+        found["labels"], found["label_mask"] = self._labels(chosen, self.label_names)
+        weight = schema.one(Kind.WEIGHT)
+        found["weights"] = np.ones(len(chosen), np.float32) if weight is None else dataset.column(weight.name)[chosen]
+        time = schema.one(Kind.TIME)
+        if time is not None:
+            found["times"] = dataset.column(time.name)[chosen]
+        if dataset.history is not None:
+            assert time is not None
+            start, stop = dataset.start[chosen], dataset.stop[chosen]
+            if max_history is not None:
+                start = np.maximum(start, stop - max_history)
+            events = spread(start, stop - start)
+            columns = schema.of_kind(*_OF_EVENTS)
+            numbers = [self.maps[column.table_name][dataset.column(column.name)[events] + 1] for column in columns]
+            found["history.values"] = np.concatenate(numbers, dtype=np.int64)
+            found["history.lengths"] = np.tile(stop - start, len(columns))
+            found["history_times"] = dataset.column(time.name)[events]
+            found["history_numbers"], found["history_numbers_missing"] = self._numbers(events)
+            found["history_labels"], found["history_label_mask"] = self._labels(events, list(dataset.event_labels))
+        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
+
+    def batch(self, collected: Mapping[str, Tensor]) -> Batch:
+        """The batch of what `collect` gave."""
+        schema, count = self.dataset.schema, collected["rows"].numel()
+        keys = {
+            "features": [column.name for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE],
+            "candidates": [column.name for column in schema.of_kind(Kind.CANDIDATE)],
+            "number_lists": [column.name for column in _numbers(self.dataset, Kind.NUMBERS)],
+            "history": [column.name for column in schema.of_kind(*_OF_EVENTS)],
+        }
+        keyed = {
+            name: _keyed_tensor(names, collected, name, count) if f"{name}.values" in collected else None
+            for name, names in keys.items()
+        }
+        plain = {one.name: collected.get(one.name) for one in fields(Batch) if one.name not in keyed}
+        return Batch(**{**plain, **keyed})  # type: ignore[arg-type]
+
+    def _keyed(self, found: dict[str, AnyArray], name: str, columns: list[Column], chosen: IntArray) -> None:
+        """Values, lengths and weights of columns with ids or lists of numbers, key by key."""
+        values: list[AnyArray] = []
+        lengths: list[AnyArray] = []
+        weights: list[FloatArray] = []
+        for column in columns:
+            if column.kind not in LISTS:
+                values.append(self.maps[column.table_name][self.dataset.column(column.name)[chosen] + 1])
+                lengths.append(np.ones(len(chosen), np.int64))
+                weights.append(np.ones(len(chosen), np.float32))
+                continue
+            offsets, stored = self.dataset.list_column(column.name)
+            start = offsets[chosen]
+            lengths.append(offsets[chosen + 1] - start)
+            places = spread(start, lengths[-1])
+            if column.kind is Kind.IDS:
+                values.append(self.maps[column.table_name][stored[places] + 1])
+                given = None if column.weights is None else self.dataset.list_column(column.weights)[1][places]
+                # Only a missing list's one id has no weight.
+                weights.append(
+                    np.ones(len(places), np.float32) if given is None else np.where(np.isnan(given), np.float32(1), given)
+                )
+            else:
+                missing = np.isnan(stored[places])
+                values.append(np.where(missing, np.float32(self.encoders.statistics[column.name].mean), stored[places]))
+                weights.append((~missing).astype(np.float32))
+        dtype = np.float32 if name == "number_lists" else np.int64
+        found[f"{name}.values"] = np.concatenate(values, dtype=dtype) if values else np.zeros(0, dtype)
+        found[f"{name}.lengths"] = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
+        if name == "number_lists" or any(column.weights is not None for column in columns):
+            found[f"{name}.weights"] = np.concatenate(weights)
+
+    def _numbers(self, chosen: IntArray) -> tuple[FloatArray, BoolArray]:
+        shape = (len(chosen), len(self.number_names))
+        values, missing = np.empty(shape, np.float32), np.empty(shape, np.bool_)
+        for i, name in enumerate(self.number_names):
+            here = self.dataset.column(name)[chosen]
+            missing[:, i] = np.isnan(here)
+            values[:, i] = np.where(missing[:, i], np.float32(self.encoders.statistics[name].mean), here)
+        return values, missing
+
+    def _labels(self, chosen: IntArray, names: list[str]) -> tuple[FloatArray, BoolArray]:
+        values = np.empty((len(chosen), len(names)), np.float32)
+        for i, name in enumerate(names):
+            values[:, i] = self.dataset.column(name)[chosen]
+        mask = ~np.isnan(values)
+        return np.where(mask, values, np.float32(0)), mask
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """Training, validation and test rows of a dataset.
+
+    Attributes:
+        encoders: of ids, from what training sees.
+        counts: rows of each part, ids that training does not have by table, and by the way of splitting its times or users.
+        minimum_counts: of each vocabulary: how often training has an id at least.
+        buckets: that borders of numbers make.
+    """
+
+    train: Part
+    valid: Part
+    test: Part
+    by: str
+    encoders: Encoders
+    counts: dict[str, int]
+    minimum_counts: dict[str, int]
+    buckets: int
+
+    @property
+    def statistics(self) -> dict[str, Statistics]:
+        """Of the columns of numbers, from what training sees."""
+        return self.encoders.statistics
+
+    def __str__(self) -> str:
+        width = max(map(len, self.counts))
+        lines = [f"{name:<{width}}  {count:>13,}" for name, count in self.counts.items()]
+        return "\n".join([f"split by {self.by}", *lines, str(self.encoders)])
+
+    def leaks(self) -> Leaks:
+        """Count what must not be in a split.
+
+        * `rows_across_parts`: validation and test rows whose user, candidate and time a row of an earlier part has too;
+        * `requests_across_parts`: requests with rows in several parts;
+        * `histories_too_late`: rows whose history has an event that they may not know, or another user's;
+        * `unsupported_ids`: ids of vocabularies that training does not have as often as it must;
+        * `unsupported_statistics`: columns of numbers whose statistics are not those of training.
+
+        The first is a fact of the table where rows are repeated and the split is not by time (or one of the rows belongs to a
+        request that ends later), and so is the second where a column says the parts, or a request has several users. The rest is
+        zero in splits made here.
+        """
+        dataset = self.train.dataset
+        part = np.full(len(dataset), -1, dtype=np.int8)
+        for number, one in enumerate((self.train, self.valid, self.test)):
+            part[one.rows] = number
+        found = Leaks({}, {})
+        found.add("rows_across_parts", _rows_across(dataset, part), dataset)
+        found.add("requests_across_parts", _requests_across(dataset, part), dataset)
+        found.add("histories_too_late", _too_late(dataset), dataset)
+        support = _Support(dataset, self.train.rows)
+        unsupported: list[str] = []
+        for name, columns in dataset.schema.tables.items():
+            encoder = self.encoders[name]
+            if columns[0].encoding == "vocabulary" and encoder.ids is not None:
+                counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(encoder.ids.ids)]
+                bad = np.flatnonzero(counts < self.minimum_counts[name])
+                unsupported += [f"{shown(encoder.ids.ids[int(i)].as_py())} of {name}" for i in bad]
+        found.counts["unsupported_ids"] = len(unsupported)
+        found.examples["unsupported_ids"] = unsupported[:_NAMED]
+        changed = [
+            name for name, values in support.numbers() if Statistics.fit(values, self.buckets) != self.encoders.statistics[name]
+        ]
+        found.counts["unsupported_statistics"] = len(changed)
+        found.examples["unsupported_statistics"] = changed[:_NAMED]
+        return found
+
+
+@dataclass(frozen=True)
+class Leaks:
+    """What `Split.leaks` found: counts, and the first few of each, by name."""
+
+    counts: dict[str, int]
+    examples: dict[str, list[str]]
+
+    def add(self, name: str, rows: IntArray, dataset: Dataset) -> None:
+        """Put down rows of a dataset, by their numbers in its source."""
+        self.counts[name] = len(rows)
+        self.examples[name] = [f"row {dataset.source[row]} of the source, from 0" for row in rows[:_NAMED]]
+
+    def __bool__(self) -> bool:
+        return any(self.counts.values())
+
+    def __str__(self) -> str:
+        width = max(map(len, self.counts))
+        return "\n".join(
+            f"{name:<{width}}  {count:>9,}" + (f"  ({'; '.join(self.examples[name])})" if count else "")
+            for name, count in self.counts.items()
+        )
+
+
+def split_rows(
+    dataset: Dataset,
+    by: str = "time",
+    *,
+    valid: float = 0.1,
+    test: float = 0.1,
+    seed: int = 0,
+    minimum_counts: int | Mapping[str, int] = 1,
+    buckets: int = _BUCKETS,
+) -> Split:
+    """Split a dataset's rows, then learn encoders and statistics from what training sees.
+
+    By:
+
+    * "time": at most `1 - valid - test` of the rows lie before the validation time and are training, at most `1 - test` before
+      the test time. Equal times stay in one part, and so do the rows of a request: all have the time of its last row.
+    * "user": users drawn by the seed; `round(share * users)` of them in each part. Rows without a user are training.
+    * "column": by the column that `from_table(split=...)` named.
+    * "leave-one-out": each user's last row is test, the one before it validation, with the whole requests of the two. A user of
+      whom nothing would be left, or who is missing, is training alone.
+
+    Histories of validation and test rows may hold events of earlier parts. What training sees is its rows, and the events in
+    their histories, each once. Ids of users and in lists count in rows alone: events do not show them.
+
+    Args:
+        dataset: whose rows they are.
+        by: how.
+        valid, test: shares of "time" and "user", 0 or more, below 1 together.
+        seed: of "user", and of hashes of ids; 0 to 2**64 - 1.
+        minimum_counts: ids that training sees less often are unseen: for all vocabularies, or by table.
+        buckets: that borders of numbers make.
+
+    Raises:
+        DataError: the dataset lacks what the split goes by, or a part has no row.
+        ValueError: an argument out of range.
+    """
+    if by not in _WAYS:
+        raise ValueError(f"by: got {by!r}, expected one of {', '.join(map(repr, _WAYS))}")
+    if not (valid >= 0 and test >= 0 and valid + test < 1):
+        raise ValueError(f"valid, test: got {valid}, {test}, expected 0 or more with a sum below 1")
+    if type(seed) is not int or not 0 <= seed < 2**64:
+        raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
+    if type(buckets) is not int or buckets < 1:
+        raise ValueError(f"buckets: got {buckets!r}, expected 1 or more")
+    vocabularies = [name for name, columns in dataset.schema.tables.items() if columns[0].encoding == "vocabulary"]
+    minimum = _minimum_counts(minimum_counts, vocabularies)
+    parts, notes = _WAYS[by](dataset, valid, test, seed)
+    counts = {name: int((parts == number).sum()) for number, name in enumerate(PARTS)}
+    shares = {"train": 1.0, "valid": valid, "test": test} if by in ("time", "user") else {"train": 1.0}
+    for name, share in shares.items():
+        if share and not counts[name]:
+            raise refuse(
+                f"split by {by}",
+                f"no {name} row of {len(dataset)} ({shown({**counts, **notes}, 200)})",
+                "one at least",
+                "change the shares, or split otherwise",
+            )
+    rows = [np.flatnonzero(parts == number) for number in range(len(PARTS))]
+    support = _Support(dataset, rows[0])
+    tables = {
+        name: Encoder.fit(columns[0], dataset.ids(name), support.counts(name), minimum=minimum.get(name, 1), seed=seed)
+        for name, columns in dataset.schema.tables.items()
+    }
+    encoders = Encoders(tables, {name: Statistics.fit(values, buckets) for name, values in support.numbers()})
+    train = Part(dataset, rows[0], encoders)
+    counts |= notes
+    for name in vocabularies:
+        counts[f"ids of {name} that training does not have"] = len(dataset.ids(name)) - (encoders[name].size - 2)
+    return Split(train, replace(train, rows=rows[1]), replace(train, rows=rows[2]), by, encoders, counts, minimum, buckets)
+
+
+def _minimum_counts(given: int | Mapping[str, int], vocabularies: list[str]) -> dict[str, int]:
+    by_table = given if isinstance(given, Mapping) else dict.fromkeys(vocabularies, given)
+    unknown = [name for name in by_table if name not in vocabularies]
+    found = {name: by_table.get(name, 1) for name in vocabularies}
+    if unknown or any(type(count) is not int or count < 1 for count in found.values()):
+        raise ValueError(f"minimum_counts: got {given}, expected counts from 1 on, by table of {vocabularies} where by table")
+    return found
+
+
+def _needed(dataset: Dataset, kind: Kind, by: str) -> AnyArray:
+    column = dataset.schema.one(kind)
+    if column is None:
+        raise refuse(f"split by {by}", f"no column of kind {kind.value}", "one", "name it in the schema, or split otherwise")
+    return dataset.column(column.name)
+
+
+def _requests(dataset: Dataset) -> AnyArray | None:
+    column = dataset.schema.one(Kind.REQUEST)
+    return None if column is None else dataset.column(column.name)
+
+
+def _by_time(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
+    times = _needed(dataset, Kind.TIME, "time")
+    requests = _requests(dataset)
+    if requests is not None and len(times):
+        last = np.full(int(requests.max()) + 2, np.iinfo(np.int64).min)
+        np.maximum.at(last, requests + 1, times)
+        times = np.where(requests < 0, times, last[requests + 1])
+    parts, notes = np.zeros(len(times), dtype=np.int8), {}
+    # Of decimal shares: 0.1 + 0.2 of 10 rows are 3.
+    for number, share in ((1, valid + test), (2, test)):
+        rank = int(len(times) * (1 - share) + 1e-9)
+        if rank < len(times):
+            cut = int(np.partition(times, rank)[rank])
+            parts[times >= cut] = number
+            notes[f"{PARTS[number]}_time"] = cut
+    return parts, notes
+
+
+def _by_user(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
+    users = _needed(dataset, Kind.USER, "user")
+    known = np.unique(users[users >= 0])
+    drawn = np.random.default_rng(seed).permutation(known)
+    tests, valids = round(test * len(known)), round(valid * len(known))
+    of_user = np.zeros(int(known[-1]) + 2 if len(known) else 1, dtype=np.int8)
+    of_user[drawn[:tests] + 1] = 2
+    of_user[drawn[tests : tests + valids] + 1] = 1
+    return of_user[users + 1], {"valid_users": valids, "test_users": tests}
+
+
+def _by_column(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
+    if dataset.parts is None:
+        raise refuse("split by column", "a dataset without parts", "from_table(split=...) with the column that says them")
+    return dataset.parts, {}
+
+
+def _leave_one_out(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
+    users = _needed(dataset, Kind.USER, "leave-one-out")
+    requests = _requests(dataset)
+    parts = np.zeros(len(users), dtype=np.int8)
+    begins = np.flatnonzero(np.append(True, users[1:] != users[:-1])) if len(users) else np.zeros(0, np.int64)
+    counts = np.diff(np.append(begins, len(users)))
+    held = users[begins] >= 0 if len(users) else np.zeros(0, np.bool_)
+    for number in (2, 1):
+        if not len(begins):
+            break
+        last = np.maximum.reduceat(np.where(parts == 0, np.arange(len(users)), -1), begins)
+        held &= last >= 0
+        of_row = np.repeat(np.where(held, last, -1), counts)
+        chosen = of_row == np.arange(len(users))
+        if requests is not None:
+            chosen |= (of_row >= 0) & (requests >= 0) & (requests == requests[of_row]) & (parts == 0)
+        parts[chosen] = number
+    if len(begins):
+        left = np.add.reduceat((parts == 0).astype(np.int64), begins)
+        held &= left > 0
+        parts[np.repeat(~held, counts)] = 0
+    return parts, {"users_without_evaluation": int((~held & (users[begins] >= 0)).sum()) if len(begins) else 0}
+
+
+_WAYS = {"time": _by_time, "user": _by_user, "column": _by_column, "leave-one-out": _leave_one_out}
+
+
+class _Support:
+    """What training sees: its rows, and the events in their histories."""
+
+    def __init__(self, dataset: Dataset, rows: IntArray) -> None:
+        self.dataset = dataset
+        self.rows = rows
+        self.seen = rows
+        if dataset.history is not None:
+            seen = visible(dataset.start, dataset.stop, rows)
+            seen[rows] = True
+            self.seen = np.flatnonzero(seen)
+
+    def counts(self, table: str) -> IntArray:
+        """How often training has each code of a table, int64 `[codes]`."""
+        size = len(self.dataset.ids(table))
+        counts = np.zeros(size + 1, dtype=np.int64)
+        for column in self.dataset.schema.tables[table]:
+            rows = self.seen if column.kind in _OF_EVENTS else self.rows
+            for begin in range(0, len(rows), _ROWS):
+                some = rows[begin : begin + _ROWS]
+                counts += np.bincount(self._values(column, some) + 1, minlength=size + 1)
+        return counts[1:]
+
+    def numbers(self) -> list[tuple[str, FloatArray]]:
+        """What training has of each column of numbers, float32."""
+        columns = _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)
+        return [(column.name, self._values(column, self.seen if column.kind is Kind.NUMBER else self.rows)) for column in columns]
+
+    def _values(self, column: Column, rows: IntArray) -> AnyArray:
+        if column.kind not in LISTS:
+            return self.dataset.column(column.name)[rows]
+        offsets, values = self.dataset.list_column(column.name)
+        return values[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
+
+
+def _numbers(dataset: Dataset, *kinds: Kind) -> list[Column]:
+    """Columns of numbers that are features, not weights of ids."""
+    weights = {column.weights for column in dataset.schema.of_kind(Kind.IDS)}
+    return [column for column in dataset.schema.of_kind(*kinds) if column.name not in weights]
+
+
+def _rows_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
+    keys = [dataset.schema.one(kind) for kind in (Kind.CANDIDATE, Kind.TIME, Kind.USER)]
+    if not len(part) or any(key is None for key in keys):
+        return np.zeros(0, np.int64)
+    candidate, time, user = (dataset.column(key.name) for key in keys if key is not None)
+    rows = np.flatnonzero((part >= 0) & (candidate >= 0) & (user >= 0))
+    rows = rows[np.lexsort((candidate[rows], time[rows], user[rows]))]
+    if not len(rows):
+        return rows
+    differs = np.zeros(len(rows) - 1, dtype=np.bool_)
+    for values in (candidate, time, user):
+        differs |= values[rows[1:]] != values[rows[:-1]]
+    begins = np.flatnonzero(np.append(True, differs))
+    first = np.repeat(np.minimum.reduceat(part[rows], begins), np.diff(np.append(begins, len(rows))))
+    return np.sort(rows[part[rows] > first])
+
+
+def _requests_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
+    """The first row of each request with rows in several parts."""
+    requests = _requests(dataset)
+    if requests is None:
+        return np.zeros(0, np.int64)
+    rows = np.flatnonzero((part >= 0) & (requests >= 0))
+    _, first, which = np.unique(requests[rows], return_index=True, return_inverse=True)
+    lowest, highest = np.full(len(first), len(PARTS), np.int8), np.full(len(first), -1, np.int8)
+    np.minimum.at(lowest, which, part[rows])
+    np.maximum.at(highest, which, part[rows])
+    return np.sort(rows[first[lowest < highest]])
+
+
+def _too_late(dataset: Dataset) -> IntArray:
+    """Rows whose history has an event that they may not know."""
+    if dataset.history is None:
+        return np.zeros(0, np.int64)
+    user, time = _needed(dataset, Kind.USER, "user"), _needed(dataset, Kind.TIME, "time")
+    start, stop, index = dataset.start, dataset.stop, np.arange(len(dataset))
+    rows = np.flatnonzero(stop > start)
+    first, last = start[rows], stop[rows] - 1
+    known = (user[first] == user[rows]) & (user[last] == user[rows]) & (last < index[rows])
+    if dataset.history["ties"] == "before":
+        known &= time[last] <= time[rows]
+    else:
+        # Of times in order the difference cannot be negative; as uint64 it has a place.
+        apart = time[rows].astype(np.uint64) - time[last].astype(np.uint64)
+        known &= (time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
+    return rows[~known]
+
+
+def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, count: int) -> KeyedJaggedTensor:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=collected[f"{name}.values"],
+        weights=collected.get(f"{name}.weights"),
+        lengths=collected[f"{name}.lengths"],
+        stride=count,
+    )
