@@ -1,4 +1,8 @@
-"""How the values of a table's columns are read, as SQL over its rows: what is stored, and what is none of its kind."""
+"""How the values of a table's columns are stored, as SQL over its rows, and what is none of its kind.
+
+What a missing value, a number, a list and a time look like is told by `jagged.data.values`, which inference and inspection ask,
+too.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,14 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from jagged.data.errors import MAX_ID_BYTES, DataError, refuse, shown
+from jagged.data.errors import MAX_ID_BYTES
 from jagged.data.schema import WITH_IDS, Column, Kind
 from jagged.data.sources import identifier
+from jagged.data.values import DECIMAL, MISSING_WORDS, element, form, missing_sql, texts_sql, time_form_sql, value_sql
 
 LISTS = (Kind.IDS, Kind.NUMBERS)
 _CONTROL = r"[\x00-\x1f\x7f]"
+WORDS = "(" + ", ".join(f"'{word}'" for word in MISSING_WORDS) + ")"
 
 
 @dataclass(frozen=True)
@@ -31,16 +37,6 @@ class Parsed:
     is_integer: bool = False
 
 
-_NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
-_DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
-_CLOCK = r"[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,6})?)?"
-TIMES = {
-    "number": r"^-?[0-9]{1,19}(\.0*)?$",
-    "naive": f"^{_DATE}({_CLOCK})?$",
-    "zoned": f"^{_DATE}{_CLOCK}(Z|[+-][0-9]{{2}}:?[0-9]{{2}})$",
-}
-
-
 def parse(column: Column, kind: pa.DataType, is_text: bool, time_kind: str = "") -> Parsed:
     """How a column's values are read, as SQL.
 
@@ -54,6 +50,7 @@ def parse(column: Column, kind: pa.DataType, is_text: bool, time_kind: str = "")
         DataError: a type that the kind cannot be read from.
     """
     raw = identifier(column.name)
+    value_sql(column, kind)  # refuses a type that cannot hold the kind
     if column.kind in LISTS:
         return _parse_list(column, kind, raw, is_text)
     if column.kind is Kind.TIME:
@@ -72,22 +69,9 @@ def parse(column: Column, kind: pa.DataType, is_text: bool, time_kind: str = "")
     return Parsed(value, bad, "a finite number")
 
 
-def _wrong_type(column: Column, kind: pa.DataType) -> DataError:
-    return refuse(
-        f"column {shown(column.name)}",
-        f"type {kind}",
-        f"values of kind {column.kind.value}",
-        "cast the column, or name another kind",
-    )
-
-
 def is_string(kind: pa.DataType) -> bool:
     """Whether values of a type are text; a column without any type is."""
-    if pa.types.is_dictionary(kind):
-        return is_string(kind.value_type)
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind) or pa.types.is_null(kind)
-    )
+    return form(kind) == "text"
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -103,7 +87,7 @@ def _id(column: Column, kind: pa.DataType, raw: str, is_text: bool) -> tuple[str
     kind, types = plain_type(kind), pa.types
     limits = f"NOT BETWEEN 0 AND {(column.size or 0) - 1}"
     if is_string(kind):
-        value = f"nullif(trim({raw}), '')" if is_text else f"nullif({raw}, '')"
+        value = f"CASE WHEN lower(trim({raw})) NOT IN ('', '\\n') THEN {f'trim({raw})' if is_text else raw} END"
         if column.encoding == "range":
             number = f"TRY_CAST({value} AS BIGINT)"
             whole = f"regexp_matches({value}, '^(0|[1-9][0-9]*)$')"
@@ -118,10 +102,8 @@ def _id(column: Column, kind: pa.DataType, raw: str, is_text: bool) -> tuple[str
         present = f"({raw} IS NOT NULL AND NOT isnan({raw}))"
         good = f"(isfinite({raw}) AND {raw} = floor({raw}) AND abs({raw}) <= 9007199254740992)"
         value, bad = f"CASE WHEN {good} THEN TRY_CAST({raw} AS BIGINT) END", f"({present} AND NOT {good})"
-    elif (types.is_date(kind) or types.is_timestamp(kind) or types.is_decimal(kind)) and column.encoding != "range":
-        return f"CAST({raw} AS VARCHAR)", "", False
     else:
-        raise _wrong_type(column, kind)
+        return f"CAST({raw} AS VARCHAR)", "", False
     if column.encoding == "range":
         bad = f"({bad or 'false'} OR coalesce({value} {limits}, false))"
     return value, bad, True
@@ -130,17 +112,15 @@ def _id(column: Column, kind: pa.DataType, raw: str, is_text: bool) -> tuple[str
 def _number(column: Column, kind: pa.DataType, raw: str) -> tuple[str, str]:
     kind, types = plain_type(kind), pa.types
     if is_string(kind):
-        text = f"lower(nullif(trim({raw}), ''))"
-        good = f"regexp_matches({text}, '{_NUMBER}')"
+        text = f"lower(trim({raw}))"
+        good = f"regexp_full_match({text}, '{DECIMAL}')"
         value = f"CASE {text} WHEN 'true' THEN 1 WHEN 'false' THEN 0 ELSE CASE WHEN {good} THEN TRY_CAST({text} AS FLOAT) END END"
-        return value, f"({text} IS NOT NULL AND {text} <> 'nan' AND NOT coalesce(isfinite({value}), false))"
+        return value, f"(coalesce({text} NOT IN {WORDS}, false) AND NOT coalesce(isfinite({value}), false))"
     if types.is_floating(kind):
         # The outer CASE: NaN is a missing number, and only a NULL says so to everybody.
         value = f"CASE WHEN NOT isnan({raw}) THEN TRY_CAST({raw} AS FLOAT) END"
         return value, f"({raw} IS NOT NULL AND NOT isnan({raw}) AND NOT coalesce(isfinite({value}), false))"
-    if types.is_integer(kind) or types.is_boolean(kind) or types.is_decimal(kind):
-        return f"CAST({raw} AS FLOAT)", ""
-    raise _wrong_type(column, kind)
+    return f"CAST({raw} AS FLOAT)", ""
 
 
 def _parse_time(column: Column, kind: pa.DataType, raw: str, time_kind: str) -> Parsed:
@@ -153,7 +133,7 @@ def _parse_time(column: Column, kind: pa.DataType, raw: str, time_kind: str) -> 
             "naive": f"epoch_us(TRY_CAST({text} AS TIMESTAMP))",
             "zoned": f"epoch_us(TRY_CAST({text} AS TIMESTAMPTZ))",
         }[time_kind]
-        value = f"CASE WHEN regexp_matches({text}, '{TIMES[time_kind]}') THEN {value} END"
+        value = f"CASE WHEN {time_form_sql(column, kind)} = '{time_kind}' THEN {value} END"
         kinds = {"number": "a whole number", "naive": "an ISO 8601 time without a zone", "zoned": "an ISO 8601 time with a zone"}
         expected = f"{kinds[time_kind]}, as the first"
     elif types.is_integer(kind):
@@ -164,10 +144,8 @@ def _parse_time(column: Column, kind: pa.DataType, raw: str, time_kind: str) -> 
     elif types.is_date(kind) or (types.is_timestamp(kind) and kind.tz is None):
         exact = f"epoch_ns({raw}) % 1000 = 0" if types.is_timestamp(kind) and kind.unit == "ns" else "true"
         value, expected = f"CASE WHEN {exact} THEN epoch_us(TRY_CAST({raw} AS TIMESTAMP)) END", "a time in whole microseconds"
-    elif types.is_timestamp(kind):
-        value, expected = f"epoch_us({raw})", "a time in microseconds since 1970"
     else:
-        raise _wrong_type(column, kind)
+        value, expected = f"epoch_us({raw})", "a time in microseconds since 1970"
     return Parsed(value, f"({value}) IS NULL", expected)
 
 
@@ -176,29 +154,19 @@ def _parse_list(column: Column, kind: pa.DataType, raw: str, is_text: bool) -> P
     of_ids = column.kind is Kind.IDS
     wrong = ""
     if is_string(kind):
-        text = f"nullif(trim({raw}), '')"
-        if column.separator is None:
-            is_list = f"CASE WHEN json_valid({text}) THEN json_type({text}) = 'ARRAY' ELSE false END"
-            raw, wrong = (
-                f"CASE WHEN {is_list} THEN from_json({text}, '[\"VARCHAR\"]') END",
-                f"({text} IS NOT NULL AND NOT {is_list})",
-            )
-        else:
-            separator = column.separator.replace("'", "''")
-            raw = f"string_split({text}, '{separator}')"
-        element = pa.large_string()
+        missing = missing_sql(column, kind)
+        raw = f"CASE WHEN NOT {missing} THEN {texts_sql(raw, column.separator)} END"
+        wrong = f"(NOT {missing} AND {raw} IS NULL)"
+        inside: pa.DataType = pa.large_string()
         is_text = True
-    elif types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind) or "list_view" in str(kind):
-        element = plain_type(kind.value_type)
     else:
-        raise _wrong_type(column, kind)
-    parse_one = _id if of_ids else None
-    inner, bad, is_integer = parse_one(column, element, "x", is_text) if parse_one else (*_number(column, element, "x"), False)
+        inside = plain_type(element(kind))
+    inner, bad, is_integer = _id(column, inside, "x", is_text) if of_ids else (*_number(column, inside, "x"), False)
     plain = not bad and inner in ("TRY_CAST(x AS BIGINT)", "CAST(x AS FLOAT)")
     target = "BIGINT[]" if is_integer else "FLOAT[]" if not of_ids else "VARCHAR[]"
     if plain:
         value = f"CAST({raw} AS {target})"
-    elif not of_ids and types.is_floating(element):
+    elif not of_ids and types.is_floating(inside):
         # Without a step for each number, of which there may be many.
         value, bad = f"TRY_CAST({raw} AS FLOAT[])", ""
         wrong = (

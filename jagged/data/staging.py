@@ -17,11 +17,12 @@ import pyarrow.compute as pc
 
 from jagged.artifacts import write_manifest
 from jagged.data.errors import DataError, refuse, shown
-from jagged.data.expressions import LISTS, TIMES, Parsed, is_string, parse, plain_type
+from jagged.data.expressions import LISTS, Parsed, is_string, parse, plain_type
 from jagged.data.histories import TIES, fill_views
 from jagged.data.records import FORMAT_VERSION, PARTS, Dataset, file_names, ids_file, write_column
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 from jagged.data.sources import ROWS, Table, identifier
+from jagged.data.values import time_form_sql
 from jagged.data.vocabulary import Vocabulary, infer_integers
 
 IntArray = npt.NDArray[np.int64]
@@ -165,12 +166,9 @@ class Builder:
             return "naive"
         if not is_string(kind):
             return "number"
-        first = self.table.sql(f"SELECT trim({identifier(column.name)}) FROM {ROWS} ORDER BY rowid LIMIT 1")
-        text = (first[0][0] if first else None) or ""
-        found = [
-            name for name, pattern in TIMES.items() if self.table.sql(f"SELECT regexp_matches(?, '{pattern}')", [text])[0][0]
-        ]
-        return found[0] if found else "number"
+        written = time_form_sql(column, kind)
+        first = self.table.sql(f"SELECT {written} FROM {ROWS} WHERE {written} IS NOT NULL ORDER BY rowid LIMIT 1")
+        return str(first[0][0]) if first else "number"
 
     def _delay(self) -> int:
         delay = self.options.history_delay

@@ -134,7 +134,7 @@ def texts_sql(name: str, separator: str | None) -> str:
     json = f"""TRY(from_json({name}, '["VARCHAR"]'))"""
     numpy = rf"string_split_regex(trim({name}, ' []'), '\s+')"
     is_numpy = f"NOT contains({name}, ',') AND NOT contains({name}, '''') AND NOT contains({name}, '\"')"
-    is_list = f"starts_with(trim({name}), '[')"
+    is_list = f"starts_with(trim({name}), '[') AND ends_with(trim({name}), ']')"
     return (
         f"CASE WHEN {is_list} THEN coalesce({json}, CASE WHEN {is_numpy} THEN {numpy} ELSE TRY_CAST({name} AS VARCHAR[]) END) END"
     )
