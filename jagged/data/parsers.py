@@ -6,15 +6,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from jagged.data.files import read_blocks
 from jagged.data.tabular import Block
 
-# A row for each line. A long line is several rows, so that memory is bounded by its bytes; `begins` is true in its first one.
+# A row for each line. A long line is several rows, so that memory is bounded by its bytes; `begins` is false where the line had
+# items in an earlier one.
 TEXT = pa.schema([("user", pa.large_string()), ("item", pa.large_list(pa.large_string())), ("begins", pa.bool_())])
 # Bytes whose fields are found together: each field takes some 50 bytes then, and may be one byte long.
 _PART_BYTES = 1 << 20
+
+# The user of a line that goes on, and whether it had an item so far.
+Unfinished = tuple[str, bool] | None
+IntArray = npt.NDArray[np.int64]
 
 _BLANK = np.zeros(256, dtype=bool)
 _BLANK[[9, 10, 32]] = True
@@ -27,11 +33,12 @@ def text_blocks(path: Path, advance: Callable[[int], object]) -> Iterator[Block]
         DataError: bytes that are no lines of text.
     """
     for block, first_line in read_blocks(path, advance):
-        line, user, start = first_line, None, 0
+        line, start = first_line, 0
+        unfinished: Unfinished = None
         while start < len(block):
             stop = _cut(block, start)
             # What follows a cut inside of a line belongs to the line's user.
-            rows, numbers, user = _rows(block[start:stop], line, user)
+            rows, numbers, unfinished = _rows(block[start:stop], line, unfinished)
             line += block.count(b"\n", start, stop)
             if len(numbers):
                 yield Block(rows, numbers, str(path), "")
@@ -52,8 +59,8 @@ def _cut(block: bytes, start: int) -> int:
     return found + 1
 
 
-def _rows(part: bytes, line: int, user: str | None) -> tuple[pa.RecordBatch, np.ndarray, str | None]:
-    """The rows of a part, the line of each, and the user of a line that is not at its end."""
+def _rows(part: bytes, line: int, before: Unfinished) -> tuple[pa.RecordBatch, IntArray, Unfinished]:
+    """The rows of a part, the line of each, and what is known of a line that is not at its end."""
     raw = np.frombuffer(part, dtype=np.uint8)
     inside = np.concatenate(([False], ~_BLANK[raw], [False]))
     edges = np.flatnonzero(inside[1:] != inside[:-1])
@@ -65,23 +72,25 @@ def _rows(part: bytes, line: int, user: str | None) -> tuple[pa.RecordBatch, np.
     heads = np.ones(len(starts), dtype=bool)
     heads[1:] = lines[1:] != lines[:-1]
     # A part that begins inside of a line begins with items.
-    carried = user is not None and len(starts) > 0 and lines[0] == 0
-    if carried:
+    carried = before if len(starts) and lines[0] == 0 else None
+    if carried is not None:
         heads[0] = False
     first = np.flatnonzero(heads)
     counts = np.diff(np.append(first, len(starts))) - 1
     users, numbers = fields.filter(pa.array(heads)), line + lines[first]
     begins = np.ones(len(first), dtype=bool)
-    if carried:
-        before = int(first[0]) if len(first) else len(starts)
+    if carried is not None:
+        user, had_items = carried
+        count = int(first[0]) if len(first) else len(starts)
         users = pa.concat_arrays([pa.array([user], pa.large_string()), users])
-        counts, numbers, begins = (
-            np.concatenate(([one], other)) for one, other in ((before, counts), (line, numbers), (False, begins))
-        )
+        counts, numbers = np.concatenate(([count], counts)), np.concatenate(([line], numbers))
+        begins = np.concatenate(([not had_items], begins))
     items = fields.filter(pa.array(~heads))
     bounds = pa.array(np.concatenate(([0], np.cumsum(counts))))
-    rows = pa.record_batch([users, pa.LargeListArray.from_arrays(bounds, items), pa.array(begins.astype(bool))], schema=TEXT)
-    open_line = not part.endswith(b"\n")
-    # A line of which only blanks were seen has no user yet.
-    last = users[-1].as_py() if open_line and len(users) and int(numbers[-1]) == line + part.count(b"\n") else None
-    return rows, numbers, last if last is not None else user if open_line and b"\n" not in part else None
+    rows = pa.record_batch([users, pa.LargeListArray.from_arrays(bounds, items), pa.array(begins)], schema=TEXT)
+    if part.endswith(b"\n"):
+        return rows, numbers, None
+    if len(users) and int(numbers[-1]) == line + part.count(b"\n"):
+        return rows, numbers, (users[-1].as_py(), bool(counts[-1]) or not begins[-1])
+    # Of the last line only blanks are in this part.
+    return rows, numbers, None if b"\n" in part else before

@@ -30,6 +30,8 @@ MEAN_TEXT_BYTES = 1 << 16
 _UNPACKED_BYTES = 64 << 20
 # Values that are read at once: fewer rows of a table of many columns, or of long lists.
 _VALUES = 1 << 20
+# What texts that cannot be read as dictionaries may unpack to at once, whatever a damaged or hostile file says.
+_PLAIN_BYTES = 1 << 31
 _DELIMITERS = (",", "\t", ";", "|")
 # Lines that tell the delimiter.
 _FIRST_LINES = 20
@@ -228,6 +230,7 @@ def parquet_blocks(path: Path, advance: Callable[[int], object], columns: Sequen
     with _whole(path):
         with pq.ParquetFile(os.fspath(path), buffer_size=1 << 20) as file:
             texts = _text_leaves(path, file, names)
+            at_once = [_rows_at_once(file, group, names, texts) for group in range(file.metadata.num_row_groups)]
         # Texts as dictionaries: a long one that is repeated is then in memory once. A group at a time, because pyarrow cannot
         # join the dictionaries of lists of two groups.
         options = {"page_checksum_verification": True, "read_dictionary": texts, "buffer_size": 1 << 20}
@@ -235,8 +238,7 @@ def parquet_blocks(path: Path, advance: Callable[[int], object], columns: Sequen
             total = max(file.metadata.num_rows, 1)
             unpacked = 0
             for group in range(file.metadata.num_row_groups):
-                at_once = _rows_at_once(file, group, names)
-                for batch in file.iter_batches(batch_size=at_once, row_groups=[group], columns=names, use_threads=False):
+                for batch in file.iter_batches(batch_size=at_once[group], row_groups=[group], columns=names, use_threads=False):
                     batch.validate(full=True)
                     advance(size * (row + len(batch)) // total - size * row // total)
                     for part, length in _parts(path, batch, row):
@@ -249,14 +251,24 @@ def parquet_blocks(path: Path, advance: Callable[[int], object], columns: Sequen
                 raise refuse(path, f"{row} rows", f"the {file.metadata.num_rows} that its footer names", "write the file again")
 
 
-def _rows_at_once(file: pq.ParquetFile, group: int, names: list[str] | None) -> int:
+def _rows_at_once(file: pq.ParquetFile, group: int, names: list[str] | None, texts: list[str]) -> int:
+    """Rows of a group that are read together: fewer where a row holds long lists, or may hold long texts."""
     described = file.metadata.row_group(group)
-    values = sum(
-        described.column(index).num_values
-        for index in range(described.num_columns)
-        if names is None or described.column(index).path_in_schema.split(".")[0] in names
-    )
-    return max(1, min(_PARQUET_ROWS, _VALUES * max(described.num_rows, 1) // max(values, 1)))
+    chunks = [described.column(index) for index in range(described.num_columns)]
+    if names is not None:
+        chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
+    values = sum(chunk.num_values for chunk in chunks)
+    rows = min(_PARQUET_ROWS, _VALUES * max(described.num_rows, 1) // max(values, 1))
+    for chunk in chunks:
+        if chunk.physical_type == "BYTE_ARRAY" and chunk.path_in_schema not in texts and _is_shared(chunk):
+            # Each value may be as long as the chunk.
+            rows = min(rows, _PLAIN_BYTES // max(chunk.total_uncompressed_size, 1))
+    return max(1, rows)
+
+
+def _is_shared(chunk: pq.ColumnChunkMetaData) -> bool:
+    """Whether values of a chunk can say that they hold what others hold, so that few bytes become many."""
+    return any("DICTIONARY" in encoding or encoding == "DELTA_BYTE_ARRAY" for encoding in chunk.encodings)
 
 
 def _text_leaves(path: Path, file: pq.ParquetFile, names: list[str] | None) -> list[str]:
@@ -279,10 +291,16 @@ def _text_leaves(path: Path, file: pq.ParquetFile, names: list[str] | None) -> l
                     f"{chunk.total_uncompressed_size} bytes in {chunk.num_values} values of the column {shown(name)}",
                     f"texts of at most {MEAN_TEXT_BYTES} bytes on average",
                 )
-    # Of texts in structs and maps pyarrow makes no plain ones again.
+    # pyarrow reads no deltas of texts as dictionaries, and makes of those in structs and maps no plain texts again.
     schema = file.schema_arrow
     plain = {one.name for one in schema if not _is_nested(one.type.value_type if is_list(one.type) else one.type)}
-    return [name for name in leaves.values() if name.split(".")[0] in plain]
+    groups = [file.metadata.row_group(group) for group in range(file.metadata.num_row_groups)]
+    deltas = {name for index, name in leaves.items() for group in groups if _has_deltas(group.column(index))}
+    return [name for name in leaves.values() if name.split(".")[0] in plain and name not in deltas]
+
+
+def _has_deltas(chunk: pq.ColumnChunkMetaData) -> bool:
+    return any(encoding.startswith("DELTA") for encoding in chunk.encodings)
 
 
 def _parts(path: Path, batch: pa.RecordBatch, row: int) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -290,9 +308,14 @@ def _parts(path: Path, batch: pa.RecordBatch, row: int) -> Iterator[tuple[pa.Rec
     sizes = np.zeros(len(batch), dtype=np.int64)
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         values = column.flatten() if is_list(column.type) else column
-        if not pa.types.is_dictionary(values.type) or not _is_bytes(values.type.value_type) or not len(values):
+        kind = values.type.value_type if pa.types.is_dictionary(values.type) else values.type
+        if not _is_bytes(kind) or not len(values):
             continue
-        lengths = pc.fill_null(pc.binary_length(values.dictionary).take(values.indices), 0)
+        if pa.types.is_dictionary(values.type):
+            lengths = pc.binary_length(values.dictionary).take(values.indices)
+        else:
+            lengths = pc.binary_length(values)
+        lengths = pc.fill_null(lengths, 0)
         lengths = lengths.cast(pa.int64()).to_numpy(zero_copy_only=False)
         counts = np.ones(len(batch), np.int64)
         if is_list(column.type):
