@@ -31,7 +31,7 @@ _UNPACKED_BYTES = 64 << 20
 # Values that are read at once: fewer rows of a table of many columns, or of long lists.
 _VALUES = 1 << 20
 # What texts that cannot be read as dictionaries may unpack to at once, whatever a damaged or hostile file says.
-_PLAIN_BYTES = 1 << 31
+_PLAIN_BYTES = 1 << 30
 _DELIMITERS = (",", "\t", ";", "|")
 # Lines that tell the delimiter.
 _FIRST_LINES = 20
@@ -340,7 +340,12 @@ def _plain(column: pa.Array) -> pa.Array:
     if pa.types.is_dictionary(kind) and _is_bytes(kind.value_type):
         return column.cast(_wide(kind.value_type))
     if is_list(kind) and pa.types.is_dictionary(kind.value_type) and _is_bytes(kind.value_type.value_type):
-        return column.cast(pa.large_list(_wide(kind.value_type.value_type)))
+        # pyarrow's own cast unpacks what lies behind a part of the rows, too.
+        values = column.flatten().cast(_wide(kind.value_type.value_type))
+        counts = pc.fill_null(pc.list_value_length(column), 0).cast(pa.int64()).to_numpy(zero_copy_only=False)
+        bounds = np.zeros(len(column) + 1, dtype=np.int64)
+        np.cumsum(counts, out=bounds[1:])
+        return pa.LargeListArray.from_arrays(pa.array(bounds), values, mask=column.is_null())
     return column
 
 

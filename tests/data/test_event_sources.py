@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from jagged.data import DataError, SequenceDataset, read_events
+from jagged.data.sources import open_table
 from tests.data import oracle
 
 SECONDS = 1_700_000_000
@@ -471,3 +472,49 @@ def test_long_lines_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pa
 
 def test_the_dataset_is_one(tmp_path: Path) -> None:
     assert isinstance(read_events(rows(10)), SequenceDataset)
+
+
+def write_bomb(path: Path, kind: str) -> None:
+    long = "x" * (1 << 20)
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 20_000, pa.int32()), pa.array([long]))
+    if kind == "lists":
+        repeated = pa.ListArray.from_arrays(pa.array(range(0, 20_001, 10), pa.int32()), repeated)
+    options: dict[str, Any] = {}
+    if kind == "deltas":
+        # Each value says that it begins as the one before.
+        repeated = pa.array([long] * 300)
+        options = {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    pq.write_table(pa.table({"text": repeated}), path, **options)
+
+
+@pytest.mark.parametrize("kind", ["flat", "lists", "deltas"])
+def test_a_table_whose_texts_unpack_to_gigabytes_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "e.parquet"
+    write_bomb(path, kind)
+    assert path.stat().st_size < 8 << 20
+    with pytest.raises(DataError, match=r"bytes of text in [0-9]+ rows, expected at most 65536 a row"), open_table(path):
+        pass
+
+
+def test_a_text_that_is_too_long_is_named_with_its_row(tmp_path: Path) -> None:
+    path = tmp_path / "e.parquet"
+    texts = [["a"], [], ["b", "x" * ((1 << 20) + 1)]]
+    for column in (["a", "", texts[2][1]], texts):
+        pq.write_table(pa.table({"text": column}), path)
+        with pytest.raises(DataError) as caught, open_table(path):
+            pass
+        assert str(caught.value) == f"{path}:row 3: found 1048577 bytes in 'text', expected a text of at most 1048576"
+
+
+def test_texts_and_lists_of_a_table_are_read_as_they_are(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    texts = [None if n % 7 == 0 else "wörd " * int(n % 50) for n in range(3000)]
+    lists = [None if n % 11 == 0 else [f"t{tag}" for tag in rng.integers(0, 9, n % 5)] for n in range(3000)]
+    structs = [{"a": f"s{n % 3}", "b": n} for n in range(3000)]
+    table = pa.table({"text": texts, "tags": lists, "both": structs, "blob": [bytes([n % 256]) for n in range(3000)]})
+    pq.write_table(table, tmp_path / "e.parquet", row_group_size=700)
+    with open_table(tmp_path / "e.parquet") as opened:
+        assert opened.num_rows == 3000
+        assert opened.place(2999) == f"{tmp_path}/e.parquet:row 3000"
+        got = pa.Table.from_batches(list(opened.batches("SELECT * FROM rows ORDER BY rowid")))
+    assert got.to_pydict() == table.to_pydict()
