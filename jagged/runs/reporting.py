@@ -20,6 +20,7 @@ from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics
 from jagged.metrics import IN_WORDS, cut_offs
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
+from jagged.runs.summary import shortened
 from jagged.versions import installed
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ def _data_rows(facts: RunFacts) -> list[tuple[str, str]]:
     lengths = facts.lengths if len(facts.lengths) else np.zeros(1, np.int64)
     rows += [("median events of a user", int(np.median(lengths))), ("most events of a user", int(lengths.max()))]
     return [
-        (name, "; ".join(count) if isinstance(count, list) else count if isinstance(count, str) else f"{count:,}")
+        (name, shortened(count) if isinstance(count, list) else count if isinstance(count, str) else f"{count:,}")
         for name, count in rows
     ]
 

@@ -19,7 +19,7 @@ _LEFT_OUT = {
     "events_below_min_events": "events of users and items that have too few",
     "skipped_rows": "malformed rows",
 }
-_NAMED = {"skipped_rows_first": "of the rows", "columns_not_used": "columns not used:", "files_left_out": "files not read:"}
+_NAMED = {"skipped_rows_first": "malformed:", "columns_not_used": "columns not used:", "files_left_out": "files not read:"}
 _SHOWN = 3
 
 
@@ -42,7 +42,7 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     assert best is not None
     return [
         f"read     {split['users']:,} users, {split['items']:,} items, {split['events']:,} events from {source}",
-        *(f"         {line}" for line in notes_lines(split["notes"])),
+        *(f"         {line}" for line in notes_lines(split.get("notes", {}))),
         f"reached  test {metrics.monitor} {reached}; {split['name']}, {split['test']:,} users, all items ranked for each",
         f"kept     {path}: weights of epoch {best.epoch}, validation {metrics.monitor} {best.value:.4f} "
         f"with {IN_WORDS[best.group]}",
@@ -58,6 +58,11 @@ def notes_lines(notes: Mapping[str, int | list[str]]) -> list[str]:
     for name, words in _NAMED.items():
         named = notes.get(name)
         if isinstance(named, list) and named:
-            more = f" and {len(named) - _SHOWN:,} more" if len(named) > _SHOWN else ""
-            lines.append(f"{words} {', '.join(named[:_SHOWN])}{more}")
+            lines.append(f"{words} {shortened(named)}")
     return lines
+
+
+def shortened(names: list[str]) -> str:
+    """The first of several names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
