@@ -408,3 +408,20 @@ def test_an_epoch_from_a_frame_and_from_a_parquet_folder_with_more_columns(tmp_p
     figures = evaluate(tmp_path / "frame", Frame(table), progress=False)
     assert figures.same_data
     assert figures.metrics == evaluate(tmp_path / "frame", progress=False).metrics
+
+
+def test_the_options_of_reading_reach_the_reader(tmp_path: Path) -> None:
+    rows = [f"{user},{10 + (user * 7 + k * 3) % 23},{k}" for user in range(30) for k in range(6)]
+    path = tmp_path / "events.csv"
+    path.write_text("\n".join(["user_id,item_id,timestamp", *rows, rows[0], "99,10,1", "1,10,soon", ""]))
+    options = {"data": str(path), "min_events": 2, "on_error": "skip", "duplicates": "drop", "max_epochs": 1}
+    train(tiny_config(tmp_path / "run", **options), progress=False)
+    assert SequenceDataset.load(tmp_path / "run" / "dataset").notes == {
+        "duplicate_users": 0,
+        "empty_users": 0,
+        "skipped_rows": 1,
+        "skipped_rows_first": [f"{path}:184: found the time 'soon', expected a whole number or an ISO 8601 time"],
+        "dropped_duplicates": 1,
+        "events_below_min_events": 1,
+        "users_below_min_events": 1,
+    }
