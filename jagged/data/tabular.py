@@ -254,9 +254,10 @@ def parquet_blocks(path: Path, advance: Callable[[int], object], columns: Sequen
 def _rows_at_once(file: pq.ParquetFile, group: int, names: list[str] | None, texts: list[str]) -> int:
     """Rows of a group that are read together: fewer where a row holds long lists, or may hold long texts."""
     described = file.metadata.row_group(group)
-    chunks = [described.column(index) for index in range(described.num_columns)]
-    if names is not None:
-        chunks = [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in names]
+    # Of the columns that are read alone: to ask for the description of one that was not looked into may end the process.
+    paths = [file.schema.column(index).path for index in range(described.num_columns)]
+    wanted = [index for index, path in enumerate(paths) if names is None or path.split(".")[0] in names]
+    chunks = [described.column(index) for index in wanted]
     values = sum(chunk.num_values for chunk in chunks)
     rows = min(_PARQUET_ROWS, _VALUES * max(described.num_rows, 1) // max(values, 1))
     for chunk in chunks:
