@@ -19,7 +19,16 @@ class DataOptions(Section):
     user_column: str = option("user_id", "column of user ids")
     item_column: str = option("item_id", "column of item ids")
     timestamp_column: str = option("timestamp", "column of times: numbers or timestamps")
+    duplicates: Literal["drop", "keep"] = option("drop", "what becomes of an event with user, item and time of an earlier one")
+    min_events: int = option(1, "fewest events of a user and of an item; those with fewer are left out until none is left", ge=1)
+    on_error: Literal["stop", "skip"] = option(
+        "stop", "at a malformed row stop, or skip it; more than 1 % of the rows always stop"
+    )
     max_seq_len: int = option(50, "longest history the model sees; older events are left out", ge=1, le=65_536)
+
+    def reading(self) -> dict[str, Any]:
+        """The options of `jagged.data.read_events`."""
+        return self.model_dump(exclude={"path", "max_seq_len"})
 
 
 class LeaveOneOut(Section):

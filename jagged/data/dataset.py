@@ -25,6 +25,9 @@ USERS = "users.arrow"
 ITEMS = "items.arrow"
 FORMAT_VERSION = 1
 
+# Counts, and lists of names.
+Notes = dict[str, int | list[str]]
+
 _FILES = (EVENTS, USERS, ITEMS)
 _COUNTS = ("num_users", "num_items", "num_events")
 _TIME_KINDS = ("number", "naive", "zoned", "none")
@@ -72,9 +75,14 @@ class SequenceDataset:
         return self._vocabularies[name]
 
     @property
-    def notes(self) -> dict[str, int]:
-        """What reading met: `duplicate_users` (users in more than one line) and `empty_users` (without an item, left out),
-        and `trimmed_ids` (of csv, with blanks around them) where there were some."""
+    def notes(self) -> Notes:
+        """What reading met.
+
+        `duplicate_users` (users in more than one line) and `empty_users` (without an item, left out). And, where there were some:
+        `trimmed_ids` (of csv, with blanks around them), `dropped_duplicates` (events), `events_below_min_events` and the same of
+        users and items, `skipped_rows` and `skipped_rows_first` (what is wrong with the first), `columns_not_used` and
+        `files_left_out`, with the reason, which are lists of texts.
+        """
         return dict(self._manifest["notes"])
 
     @property
@@ -225,7 +233,11 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
         found = f"{bad[0]} {shown(content.get(bad[0]))}"
     elif not isinstance(content.get("fingerprint"), str) or content.get("time_kind") not in _TIME_KINDS:
         found = f"fingerprint {shown(content.get('fingerprint'))} and time_kind {shown(content.get('time_kind'))}"
-    elif not isinstance(notes := content.get("notes"), dict) or not all(type(count) is int for count in notes.values()):
+    elif not isinstance(notes := content.get("notes"), dict) or not all(map(_is_note, notes.values())):
         found = f"notes {shown(content.get('notes'))}"
     if found is not None:
         raise refuse(path, found, f"a dataset of version {FORMAT_VERSION}", "read the events again")
+
+
+def _is_note(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, list) and all(isinstance(text, str) for text in value))

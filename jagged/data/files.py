@@ -1,26 +1,26 @@
-"""Finding event files and reading their bytes in checked blocks."""
+"""Finding files of tables and events and reading their bytes in checked blocks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
 
-from jagged.data.errors import DataError, at, refuse, shown
+from jagged.data.errors import at, refuse, shown
 
-Format = Literal["text", "csv", "parquet"]
+TABLES = ("csv", "parquet")
+EVENT_FORMATS = ("text", *TABLES)
 
 BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 64 << 20
 
-_SUFFIXES: dict[str, Format] = {
+_SUFFIXES = {
     ".txt": "text",
     ".text": "text",
     ".csv": "csv",
@@ -29,54 +29,17 @@ _SUFFIXES: dict[str, Format] = {
     ".pq": "parquet",
 }
 _COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
-_EXPECTED_TABLES = "a name ending in .csv, .tsv (each also .gz, .bz2, .zst, .lz4) or .parquet"
-_EXPECTED = "a name ending in .txt, .csv, .tsv (each also .gz, .bz2, .zst, .lz4) or .parquet"
+_PACKED = "(each also .gz, .bz2, .zst, .lz4) or .parquet"
+# What is looked for, what a folder holds and how it is named: where text lines are no format, and where they are.
+_WORDS = (
+    ("a table", "tables", f"a name ending in .csv, .tsv {_PACKED}"),
+    ("event data", "data files", f"a name ending in .txt, .csv, .tsv {_PACKED}"),
+)
 
 _FORBIDDEN = np.zeros(256, dtype=bool)
 _FORBIDDEN[:32] = True
 _FORBIDDEN[127] = True
 _FORBIDDEN[[9, 10]] = False
-
-
-def find_files(path: str | os.PathLike[str], format: str) -> tuple[list[Path], Format]:
-    """The event files at `path` (a file, or a folder's files in name order, without its subfolders) and their one format.
-
-    In a folder, names that begin with `.` or `_` are left out, as are files of no known format when `format` is "auto".
-
-    Raises:
-        DataError: nothing there, no data file in a folder, an unknown name, or a folder of several formats.
-    """
-    if format not in ("auto", "text", "csv", "parquet"):
-        raise refuse(os.fspath(path), f"format {shown(format)}", "auto, text, csv or parquet")
-    root = Path(os.path.abspath(path))
-    try:
-        is_folder = root.is_dir()
-        if not is_folder and not root.is_file():
-            raise refuse(
-                path, "no file or folder of that name" if not root.exists() else "neither a file nor a folder", "event data"
-            )
-        if not is_folder:
-            kind = _format_of(root) if format == "auto" else format
-            if kind is None:
-                raise refuse(path, f"the unknown suffix {shown(root.suffix)}", _EXPECTED, "name the format (format=...)")
-            return [root], kind  # type: ignore[return-value]
-        files = sorted(child for child in root.iterdir() if child.name[0] not in "._" and child.is_file())
-    except DataError:
-        raise
-    except (OSError, ValueError) as error:
-        raise refuse(path, f"{type(error).__name__}: {error}", "a readable file or folder") from None
-    if format != "auto":
-        chosen: list[tuple[Path, Format]] = [(file, format) for file in files]  # type: ignore[misc]
-    else:
-        chosen = [(file, kind) for file in files if (kind := _format_of(file)) is not None]
-    if not chosen:
-        raise refuse(path, "a folder without data files", f"files with {_EXPECTED}")
-    kinds = sorted({kind for _, kind in chosen})
-    if len(kinds) > 1:
-        raise refuse(
-            path, f"files of several formats ({', '.join(kinds)})", "one format", "name it (format=...) or move the others"
-        )
-    return [file for file, _ in chosen], chosen[0][1]
 
 
 @dataclass(frozen=True)
@@ -94,35 +57,47 @@ class Found:
     left_out: dict[str, str]
 
 
-def find_tables(path: str | os.PathLike[str], format: str) -> Found:
-    """The csv or parquet files at `path`: a file, or a folder's files in name order, those of its subfolders too.
+def find_tables(path: str | os.PathLike[str], format: str, formats: Sequence[str] = TABLES) -> Found:
+    """The files of one format at `path`: a file, or a folder's files in name order, those of its subfolders too.
+
+    Args:
+        path: the file or the folder.
+        format: one of `formats`, or "auto", by the files' names.
+        formats: those known here, of "text", "csv" and "parquet".
 
     Raises:
-        DataError: nothing there, no table in a folder, an unknown name, files of both formats, or folders whose names have other
-            keys than the first one's.
+        DataError: nothing there, no table in a folder, an unknown name, files of several formats, or folders whose names have
+            other keys than the first one's.
     """
-    if format not in ("auto", "csv", "parquet"):
-        raise refuse(os.fspath(path) or "the path ''", f"format {shown(format)}", "auto, csv or parquet")
+    wanted, tables, expected = _WORDS["text" in formats]
     if not os.fspath(path):
         raise refuse("the path ''", "nothing", "a file or a folder")
+    if format not in ("auto", *formats):
+        raise refuse(os.fspath(path), f"format {shown(format)}", ", ".join(("auto", *formats[:-1])) + f" or {formats[-1]}")
     root = Path(os.path.abspath(path))
     with reading(root):
-        if not root.exists():
-            raise refuse(path, "no file or folder of that name", "a table")
+        try:
+            there = root.exists()
+        except ValueError:
+            # A name with a NUL byte.
+            there = False
+        if not there:
+            raise refuse(path, "no file or folder of that name", wanted)
         if root.is_file():
-            kind = _table_format(root) if format == "auto" else format
+            kind = _format_of(root, formats) if format == "auto" else format
             if kind is None:
-                raise refuse(path, f"the unknown suffix {shown(root.suffix)}", _EXPECTED_TABLES, "name the format (format=...)")
+                raise refuse(path, f"the unknown suffix {shown(root.suffix)}", expected, "name the format (format=...)")
             return Found([root], kind, {}, {})
         if not root.is_dir():
-            raise refuse(path, "neither a file nor a folder", "a table")
-    files, left_out = _walk(root, format)
+            raise refuse(path, "neither a file nor a folder", wanted)
+        files, left_out = _walk(root, format, formats)
     kinds = sorted(set(files.values()))
     if not files:
-        told = f" ({_told(left_out)})" if left_out else ""
-        raise refuse(path, f"a folder without tables{told}", f"files with {_EXPECTED_TABLES}")
+        told = f" ({told_left_out(left_out)})" if left_out else ""
+        raise refuse(path, f"a folder without {tables}{told}", f"files with {expected}")
     if len(kinds) > 1:
-        raise refuse(path, f"files of several formats ({', '.join(kinds)})", "one format", "name it (format=...)")
+        cure = "name it (format=...) or move the others" if "text" in formats else "name it (format=...)"
+        raise refuse(path, f"files of several formats ({', '.join(kinds)})", "one format", cure)
     keys = {file: _keys(file.relative_to(root).parts[:-1]) for file in files}
     first = next(iter(keys))
     for file, found in keys.items():
@@ -137,7 +112,7 @@ def _keys(folders: tuple[str, ...]) -> dict[str, str | None]:
     return {unquote(key): None if value == "__HIVE_DEFAULT_PARTITION__" else unquote(value) for key, value in pairs}
 
 
-def _walk(root: Path, format: str) -> tuple[dict[Path, str], dict[str, str]]:
+def _walk(root: Path, format: str, formats: Sequence[str]) -> tuple[dict[Path, str], dict[str, str]]:
     files: dict[Path, str] = {}
     left_out: dict[str, str] = {}
 
@@ -152,7 +127,7 @@ def _walk(root: Path, format: str) -> tuple[dict[Path, str], dict[str, str]]:
         for name in [name for name in folders if Path(folder, name).is_symlink()]:
             left_out[os.path.relpath(Path(folder, name), root)] = "a link to a folder"
         for file in sorted(Path(folder, name) for name in names):
-            kind = _table_format(file) if format == "auto" else format
+            kind = _format_of(file, formats) if format == "auto" else format
             reason = (
                 "hidden"
                 if file.name[0] in "._"
@@ -162,6 +137,9 @@ def _walk(root: Path, format: str) -> tuple[dict[Path, str], dict[str, str]]:
                 if not file.is_file()
                 else f"no suffix of a table ({file.suffix or 'none'})"
                 if kind is None
+                # Spark writes parts without a row, and without a header.
+                else "empty"
+                if kind != "parquet" and not file.stat().st_size
                 else ""
             )
             if reason:
@@ -171,16 +149,10 @@ def _walk(root: Path, format: str) -> tuple[dict[Path, str], dict[str, str]]:
     return dict(sorted(files.items())), left_out
 
 
-def _told(left_out: dict[str, str]) -> str:
+def told_left_out(left_out: dict[str, str]) -> str:
+    """What a folder holds beside the files read, for a message: the first three, and how many more."""
     first = ", ".join(f"{name}: {reason}" for name, reason in list(left_out.items())[:3])
     return f"left out: {first}{f' and {len(left_out) - 3} more' if len(left_out) > 3 else ''}"
-
-
-def _table_format(path: Path) -> str | None:
-    suffixes = _suffixes(path)
-    inner = suffixes[-2] if len(suffixes) > 1 and suffixes[-1] in _COMPRESSION else suffixes[-1] if suffixes else ""
-    kind = _SUFFIXES.get(inner)
-    return kind if kind == "csv" or (kind == "parquet" and inner == suffixes[-1]) else None
 
 
 @contextmanager
@@ -192,21 +164,12 @@ def reading(path: Path) -> Iterator[None]:
         raise refuse(path, f"{type(error).__name__}: {error.strerror or error}", "a readable file") from None
 
 
-def csv_delimiter(path: Path) -> str:
-    """A tab for `.tsv` files, else a comma."""
-    return "\t" if ".tsv" in _suffixes(path) else ","
-
-
-def _suffixes(path: Path) -> list[str]:
-    return [suffix.lower() for suffix in path.suffixes[-2:]]
-
-
-def _format_of(path: Path) -> Format | None:
-    suffixes = _suffixes(path)
-    if suffixes and suffixes[-1] in _COMPRESSION:
-        inner = _SUFFIXES.get(suffixes[-2]) if len(suffixes) > 1 else None
-        return None if inner == "parquet" else inner
-    return _SUFFIXES.get(suffixes[-1]) if suffixes else None
+def _format_of(path: Path, formats: Sequence[str]) -> str | None:
+    suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
+    packed = bool(suffixes) and suffixes[-1] in _COMPRESSION
+    kind = _SUFFIXES.get((suffixes[-2] if len(suffixes) > 1 else "") if packed else suffixes[-1]) if suffixes else None
+    # Parquet packs its own pages.
+    return None if kind not in formats or (packed and kind == "parquet") else kind
 
 
 def read_blocks(path: Path, advance: Callable[[int], object], *, quoted: bool = False) -> Iterator[tuple[bytes, int]]:
@@ -265,7 +228,9 @@ def _stream(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
                 before = raw.tell()
                 yield data
     except (OSError, pa.ArrowException, ValueError) as error:
-        raise refuse(path, f"{type(error).__name__}: {shown(str(error), 160)}", "a readable file") from None
+        code = getattr(error, "errno", None)
+        reason = os.strerror(code) if code else shown(str(error), 160)
+        raise refuse(path, f"{type(error).__name__}: {reason}", "a readable file") from None
 
 
 def _check(path: Path, block: bytes, line: int, *, partial: bool = False) -> bytes:

@@ -7,15 +7,16 @@ the order of the source.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, cast
+from tempfile import TemporaryDirectory, gettempdir
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -24,9 +25,11 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from jagged.artifacts import writing
+from jagged.artifacts.errors import one_line
 from jagged.data.errors import DataError, at, refuse, shown
-from jagged.data.files import Found, find_tables
-from jagged.data.tabular import Block, csv_blocks, csv_layout, parquet_blocks, parquet_schema
+from jagged.data.files import TABLES, find_tables, reading
+from jagged.data.parsers import TEXT, text_blocks
+from jagged.data.tabular import Block, CsvLayout, csv_blocks, csv_layout, parquet_blocks, parquet_schema
 
 IntArray = npt.NDArray[np.int64]
 
@@ -35,6 +38,10 @@ ROWS = "rows"
 _MEMORY, _THREADS = "512MB", 4
 _INDEX = re.compile(r"__index_level_\d+__")
 _CURE = "set TMPDIR to a directory on a disk with room"
+# What a disk that cannot be written says.
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EIO)
+# Rows of a table in memory that are taken at once.
+_ARROW_ROWS = 1 << 16
 
 
 @dataclass
@@ -56,6 +63,9 @@ class Table:
     is_text: bool = False
     num_rows: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
+    _schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    _directory: str = ""
+    _cure: str = ""
     _first: list[int] = field(default_factory=list)
     _blocks: list[tuple[str, str, int | IntArray]] = field(default_factory=list)
 
@@ -74,8 +84,37 @@ class Table:
 
     def batches(self, query: str, rows: int = 1 << 16) -> Iterator[pa.RecordBatch]:
         """The rows of a query, as Arrow batches."""
-        self.connection.execute(query)
-        yield from cast(pa.RecordBatchReader, self.connection.to_arrow_reader(rows))
+        reader: Iterator[pa.RecordBatch] = self.connection.sql(query).to_arrow_reader(rows)
+        yield from reader
+
+    def fill(self, blocks: Iterable[Block]) -> None:
+        """Put blocks into `ROWS`, whose columns are those of the table.
+
+        Raises:
+            DataError: the disk or the memory is full, or values that a table cannot hold. What the blocks raise comes as it is.
+        """
+        problem: list[BaseException] = []
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            try:
+                for block in blocks:
+                    self._remember(block)
+                    yield _decoded(block.rows, self._schema)
+            except BaseException as error:
+                problem.append(error)
+                raise
+
+        try:
+            with storing(self._directory, self._cure):
+                self.connection.register("source", pa.RecordBatchReader.from_batches(self._schema, batches()))
+                self.connection.execute(f"CREATE TABLE {ROWS} AS SELECT * FROM source")
+                self.connection.unregister("source")
+        except (duckdb.Error, DataError) as error:
+            if problem:
+                raise problem[0] from None
+            if isinstance(error, DataError):
+                raise
+            raise refuse(self.name, shown(str(error), 200), "columns that a table can hold") from None
 
     def _remember(self, block: Block) -> None:
         self._first.append(self.num_rows)
@@ -84,6 +123,46 @@ class Table:
         contiguous = len(numbers) == 0 or numbers[-1] - numbers[0] == len(numbers) - 1
         self._blocks.append((block.file, block.unit, (int(numbers[0]) if len(numbers) else 0) if contiguous else numbers))
         self.num_rows += len(numbers)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a table is read from.
+
+    Attributes:
+        name: for messages.
+        format: "text", "csv", "parquet" or "arrow".
+        schema: of the columns that are read, as the source tells it.
+        blocks: a function that reads them, and calls another with the bytes of files read.
+        files: that are read, and their size in bytes.
+        left_out: what a folder holds beside them, with the reason.
+        unused: names of the columns that are not read.
+    """
+
+    name: str
+    format: str
+    schema: pa.Schema
+    blocks: Callable[[Callable[[int], object]], Iterator[Block]]
+    files: tuple[Path, ...] = ()
+    size: int = 0
+    left_out: dict[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
+
+
+# Which columns of a table are read, given where their names stand.
+Choice = Callable[[str, list[str]], list[str]]
+
+
+def all_columns(where: str, names: list[str]) -> list[str]:
+    """A `Choice` of all columns.
+
+    Raises:
+        DataError: a name is there twice.
+    """
+    for name in names:
+        if names.count(name) > 1:
+            raise refuse(where, f"the column {shown(name)} {names.count(name)} times", "it once")
+    return names
 
 
 @contextmanager
@@ -102,29 +181,90 @@ def open_table(source: Any, *, format: str = "auto", delimiter: str | None = Non
         DataError: malformed input, in one line with the file, the line or row, what was found and what is expected; or the
             temporary directory has no room.
     """
-    if delimiter is not None and (
-        not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n' or ord(delimiter) > 126
-    ):
-        raise refuse(f"delimiter={delimiter!r}", "no delimiter", "one ASCII character, no quote and no line break")
-    with writing("a temporary directory", _CURE, DataError):
-        temporary = TemporaryDirectory(prefix="jagged-")
-    with temporary as directory:
-        connection = duckdb.connect(os.path.join(directory, "rows.duckdb"))
+    found = find_source(source, format, delimiter)
+    with new_table(found.name, found.schema) as table, reading_bar(found, progress) as advance:
+        table.is_text, table.left_out = found.format == "csv", found.left_out
+        table.fill(found.blocks(advance))
+        yield table
+
+
+@contextmanager
+def reading_bar(source: Source, progress: bool) -> Iterator[Callable[[int], object]]:
+    """A bar of the bytes read, which appears when that takes longer than two seconds."""
+    with tqdm(total=source.size, desc="Reading", unit="B", unit_scale=True, disable=not progress, delay=2, leave=False) as bar:
+        yield bar.update
+
+
+def _check_names(table: str, names: Sequence[str]) -> None:
+    seen: dict[str, str] = {}
+    for name in names:
+        if not name:
+            raise refuse(table, "a column without a name", "a name for each column", "name it")
+        if name.lower() == "rowid":
+            raise refuse(table, f"a column {shown(name)}", "another name, which numbers the rows here", "rename it")
+        # DuckDB would give the second one another name, and the first one's values by it.
+        if seen.setdefault(name.lower(), name) != name:
+            found = f"the columns {shown(seen[name.lower()])} and {shown(name)}"
+            raise refuse(table, found, "names that differ by more than case", "rename one")
+
+
+@contextmanager
+def new_table(name: str, schema: pa.Schema, *, directory: Path | None = None, cure: str = _CURE) -> Iterator[Table]:
+    """An empty table in a new DuckDB database, which lies in a temporary directory and is removed with it.
+
+    Args:
+        name: of the source, for messages.
+        schema: of its columns.
+        directory: where the temporary directory is made, by default where the system has its own.
+        cure: what to do where it has no room.
+
+    Raises:
+        DataError: the directory cannot be written.
+    """
+    _check_names(name, schema.names)
+    with writing("a temporary directory", cure, DataError):
+        parent = str(directory or gettempdir())
+    with writing(parent, cure, DataError):
+        temporary = TemporaryDirectory(prefix="jagged-", dir=parent)
+    with temporary as inside, storing(parent, cure):
+        connection = duckdb.connect(os.path.join(inside, "rows.duckdb"))
         try:
             threads = min(_THREADS, os.cpu_count() or 1)
             connection.execute(f"SET memory_limit = '{_MEMORY}'; SET threads = {threads}; SET preserve_insertion_order = true")
-            connection.execute(f"SET temp_directory = '{_quoted(os.path.join(directory, 'spill'))}'")
+            connection.execute(f"SET temp_directory = '{_quoted(os.path.join(inside, 'spill'))}'")
             # Nothing is fetched or loaded because a table or a name asks for it.
-            connection.execute("SET enable_external_access = false; SET TimeZone = 'UTC'; SET lock_configuration = true")
-            table = _from_files(connection, source, format, delimiter, progress) if _is_path(source) else None
-            yield table or _from_arrow(connection, source)
+            connection.execute("SET enable_external_access = false; SET TimeZone = 'UTC'; SET enable_progress_bar = false")
+            connection.execute("SET lock_configuration = true")
+            stored = pa.schema([pa.field(one.name, storable(one.type)) for one in schema])
+            types = {one.name: one.type for one in schema}
+            yield Table(connection, name, types, _schema=stored, _directory=parent, _cure=cure)
         finally:
             connection.close()
+
+
+@contextmanager
+def storing(where: str, cure: str) -> Iterator[None]:
+    """Turn what DuckDB says of a disk or a memory that is full into a `DataError` that names the directory."""
+    try:
+        yield
+    except duckdb.Error as error:
+        first = shown(str(error).splitlines()[0], 200)
+        if isinstance(error, duckdb.OutOfMemoryException):
+            raise DataError(one_line(f"{where}: memory is out: {first}; free some, or {cure}")) from None
+        known = next((os.strerror(code) for code in _DISK if os.strerror(code) in str(error)), None)
+        if known is None and not isinstance(error, duckdb.IOException):
+            raise
+        raise DataError(one_line(f"{where}: could not be written: {known or first}; {cure}")) from None
 
 
 def identifier(name: str) -> str:
     """A column's name in SQL."""
     return '"' + name.replace('"', '""') + '"'
+
+
+def is_table(source: Any) -> bool:
+    """Whether something in memory is a table, and no column of one, which has a stream of its own too."""
+    return hasattr(source, "__arrow_c_stream__") and not isinstance(source, pa.ChunkedArray) and not hasattr(source, "to_list")
 
 
 def _quoted(text: str) -> str:
@@ -135,85 +275,132 @@ def _is_path(source: Any) -> bool:
     return isinstance(source, (str, os.PathLike))
 
 
-def _from_files(connection: duckdb.DuckDBPyConnection, source: Any, format: str, delimiter: str | None, progress: bool) -> Table:
-    found = find_tables(source, format)
+def find_source(
+    source: Any,
+    format: str = "auto",
+    delimiter: str | None = None,
+    *,
+    formats: Sequence[str] = TABLES,
+    choose: Choice = all_columns,
+    skip: Callable[[str], None] | None = None,
+) -> Source:
+    """What a source holds, before its rows are read.
+
+    Args:
+        source, format, delimiter: as of `open_table`.
+        formats: the formats of files that are known here.
+        choose: which columns are read; it may raise what it finds wrong with the names.
+        skip: called with what is wrong with a row that has no place in the columns and is left out; None refuses it.
+
+    Raises:
+        DataError: no table, or no columns that can be read together.
+    """
+    if delimiter is not None and (
+        not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\r\n' or ord(delimiter) > 126
+    ):
+        raise refuse(f"delimiter={delimiter!r}", "no delimiter", "one ASCII character, no quote and no line break")
+    if not _is_path(source):
+        return _arrow(source, choose)
+    found = find_tables(source, format, formats)
     name = os.fspath(source)
-    is_text = found.format == "csv"
-    schema, read = (_csv if is_text else _parquet)(found, delimiter)
-    schema = _with_keys(schema, found, name)
-    table = Table(connection, name, {one.name: one.type for one in schema}, is_text, left_out=found.left_out)
-    size = sum(file.stat().st_size for file in found.files)
-    with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, disable=not progress, delay=2, leave=False) as bar:
+    with reading(Path(name)):
+        size = sum(file.stat().st_size for file in found.files)
+    if found.format == "text":
 
-        def blocks() -> Iterator[Block]:
+        def lines(advance: Callable[[int], object]) -> Iterator[Block]:
             for file in found.files:
-                keys = found.keys.get(file, {})
-                for block in read(file, bar.update):
-                    yield Block(_with_values(block.rows, keys, schema, block.file), block.numbers, block.file, block.unit)
+                with reading(file):
+                    yield from text_blocks(file, advance)
 
-        _fill(table, schema, blocks())
-    return table
-
-
-def _csv(found: Found, delimiter: str | None) -> tuple[pa.Schema, Callable[..., Iterator[Block]]]:
-    layouts = {file: csv_layout(file, delimiter) for file in found.files}
-    first = found.files[0]
-    for file, layout in layouts.items():
-        if layout.names != layouts[first].names:
-            raise refuse(
-                at(file, 1), f"the columns {shown(layout.names, 200)}", f"those of {first}: {shown(layouts[first].names, 200)}"
-            )
-    schema = pa.schema([(name, pa.large_string()) for name in layouts[first].names])
-    return schema, lambda file, advance: csv_blocks(file, layouts[file], advance)
-
-
-def _parquet(found: Found, delimiter: str | None) -> tuple[pa.Schema, Callable[..., Iterator[Block]]]:
-    first, schema = found.files[0], None
+        return Source(name, "text", TEXT, lines, tuple(found.files), size, found.left_out)
+    layouts = {file: csv_layout(file, delimiter) for file in found.files} if found.format == "csv" else {}
+    schema: pa.Schema | None = None
+    unused: dict[str, None] = {}
+    chosen: dict[Path, list[str]] = {}
     for file in found.files:
-        found_here = parquet_schema(file)
-        if schema is None:
-            schema = found_here
-        elif found_here.names != schema.names:
-            raise refuse(file, f"the columns {shown(found_here.names, 200)}", f"those of {first}: {shown(schema.names, 200)}")
-        else:
-            schema = _common(schema, found_here, first, file)
+        here = _columns_of(file, layouts, list(found.keys.get(file, {})))
+        where = at(file, 1) if layouts else str(file)
+        names = choose(where, here.names)
+        unused |= dict.fromkeys(one for one in here.names if one not in names)
+        keys = found.keys.get(file, {})
+        chosen[file] = [one for one in names if one not in keys]
+        here = pa.schema([here.field(here.names.index(one)) for one in names])
+        schema = here if schema is None else _common(schema, here, found.files[0], where)
     assert schema is not None
-    return schema, parquet_blocks
+    common = schema
+
+    def blocks(advance: Callable[[int], object]) -> Iterator[Block]:
+        for file in found.files:
+            with reading(file):
+                columns = chosen[file]
+                rows = (
+                    csv_blocks(file, layouts[file], advance, columns, skip) if layouts else parquet_blocks(file, advance, columns)
+                )
+                for block in rows:
+                    yield Block(
+                        _with_keys(block.rows, found.keys.get(file, {}), common, block.file),
+                        block.numbers,
+                        block.file,
+                        block.unit,
+                    )
+
+    return Source(name, found.format, common, blocks, tuple(found.files), size, found.left_out, tuple(unused))
 
 
-def _common(before: pa.Schema, here: pa.Schema, first: Path, file: Path) -> pa.Schema:
-    """The columns of two files: of numbers the wider ones; other types must be equal."""
-    try:
-        return pa.unify_schemas([before, here], promote_options="permissive")
-    except pa.ArrowException:
-        different = next(name for name in before.names if before.field(name).type != here.field(name).type)
-        raise refuse(
-            file,
-            f"the column {shown(different)} of type {here.field(different).type}",
-            f"{before.field(different).type} as in {first}",
-            "cast the column",
-        ) from None
-
-
-def _with_keys(schema: pa.Schema, found: Found, name: str) -> pa.Schema:
-    keys = next(iter(found.keys.values()), {})
+def _columns_of(file: Path, layouts: dict[Path, CsvLayout], keys: list[str]) -> pa.Schema:
+    here = pa.schema([(name, pa.large_string()) for name in layouts[file].names]) if layouts else parquet_schema(file)
     for key in keys:
-        if key in schema.names:
-            raise refuse(name, f"the column {shown(key)} in the files and in the folders' names", "it once")
-        schema = schema.append(pa.field(key, pa.large_string()))
-    return schema
+        if key in here.names:
+            raise refuse(file, f"the column {shown(key)} in the file and in the folders' names", "it once")
+        here = here.append(pa.field(key, pa.large_string()))
+    return here
 
 
-def _with_values(rows: pa.RecordBatch, keys: dict[str, str | None], schema: pa.Schema, file: str) -> pa.RecordBatch:
-    columns = [rows.column(name) for name in rows.schema.names]
-    columns += [pa.repeat(pa.scalar(value, pa.large_string()), len(rows)) for value in keys.values()]
-    try:
-        return pa.record_batch([column.cast(one.type) for column, one in zip(columns, schema, strict=True)], schema=schema)
-    except pa.ArrowException as error:
-        raise refuse(file, f"{shown(str(error), 160)}", f"values of {shown(str(schema), 200)}") from None
+def _common(before: pa.Schema, here: pa.Schema, first: Path, where: str) -> pa.Schema:
+    """The columns of two files: of numbers the wider ones; other types must be equal."""
+    if here.names != before.names:
+        raise refuse(where, f"the columns {shown(here.names, 200)}", f"those of {first}: {shown(before.names, 200)}")
+    fields = []
+    for earlier, later in zip(before, here, strict=True):
+        if earlier.type == later.type:
+            fields.append(earlier)
+            continue
+        alike = [pa.schema([pa.field(earlier.name, _alike(one.type))]) for one in (earlier, later)]
+        try:
+            fields.append(pa.unify_schemas(alike, promote_options="permissive").field(0))
+        except pa.ArrowException:
+            raise refuse(
+                where,
+                f"the column {shown(earlier.name)} of type {later.type}",
+                f"{earlier.type} as in {first}",
+                "cast the column",
+            ) from None
+    return pa.schema(fields)
 
 
-def _from_arrow(connection: duckdb.DuckDBPyConnection, source: Any) -> Table:
+def _alike(kind: pa.DataType) -> pa.DataType:
+    """One type of those that hold the same values in another way."""
+    kind = storable(kind)
+    return pa.timestamp(kind.unit, "UTC") if pa.types.is_timestamp(kind) and kind.tz else kind
+
+
+def _with_keys(rows: pa.RecordBatch, keys: dict[str, str | None], schema: pa.Schema, file: str) -> pa.RecordBatch:
+    """The columns of the schema: those read, in its types, and the values of the folders' names."""
+    columns = []
+    for one in schema:
+        if one.name in rows.schema.names:
+            column = rows.column(one.name)
+        else:
+            column = pa.repeat(pa.scalar(keys[one.name], pa.large_string()), len(rows))
+        kind = one.type if column.type == one.type else storable(one.type)
+        try:
+            columns.append(_stored(column, kind))
+        except pa.ArrowException as error:
+            raise refuse(file, f"{shown(str(error), 160)}", f"values of type {one.type} in {shown(one.name)}") from None
+    return pa.record_batch(columns, names=schema.names)
+
+
+def _arrow(source: Any, choose: Choice) -> Source:
     name = type(source).__name__
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
@@ -230,76 +417,45 @@ def _from_arrow(connection: duckdb.DuckDBPyConnection, source: Any) -> Table:
         told = shown(str(error.args[-1] if error.args else error), 160)
         raise refuse(name, told, "columns of one type each", "cast them, or drop what is no feature") from None
     # The numbers of a frame of pandas whose index has no name are no column.
-    schema = pa.schema([one.with_metadata(None) for one in reader.schema if not _INDEX.fullmatch(one.name)])
-    if len(set(schema.names)) != len(schema.names):
-        twice = next(one for one in schema.names if schema.names.count(one) > 1)
-        raise refuse(name, f"the column {shown(twice)} {schema.names.count(twice)} times", "it once")
-    table = Table(connection, name, {one.name: one.type for one in schema})
+    found = [one for one in reader.schema.names if not _INDEX.fullmatch(one)]
+    names = choose(name, found)
+    places = [reader.schema.names.index(one) for one in names]
+    schema = pa.schema([reader.schema.field(place).with_metadata(None) for place in places])
 
-    def blocks() -> Iterator[Block]:
+    def blocks(advance: Callable[[int], object]) -> Iterator[Block]:
         row = 0
-        for batch in reader:
-            yield Block(batch.select(schema.names), np.arange(row, row + len(batch)), name, "row ")
-            row += len(batch)
+        for batch in _batches(reader, name):
+            for start in range(0, len(batch), _ARROW_ROWS):
+                part = batch.slice(start, _ARROW_ROWS)
+                rows = pa.record_batch([part.column(place) for place in places], names=names)
+                yield Block(rows, np.arange(row, row + len(part)), name, "row ")
+                row += len(part)
 
-    _fill(table, schema, blocks())
-    return table
+    unused = tuple(one for one in found if one not in names)
+    return Source(name, "arrow", schema, blocks, unused=unused)
 
 
-def _fill(table: Table, schema: pa.Schema, blocks: Iterable[Block]) -> None:
-    """Put the blocks into `ROWS`; an error of theirs is raised as it is."""
-    problem: list[BaseException] = []
-
-    def batches() -> Iterator[pa.RecordBatch]:
-        try:
-            for block in blocks:
-                table._remember(block)
-                yield _decoded(block.rows, stored)
-        except BaseException as error:
-            problem.append(error)
-            raise
-
-    seen: dict[str, str] = {}
-    for one in schema.names:
-        if not one:
-            raise refuse(table.name, "a column without a name", "a name for each column", "name it")
-        if one.lower() == "rowid":
-            raise refuse(table.name, f"a column {shown(one)}", "another name, which numbers the rows here", "rename it")
-        # DuckDB would give the second one another name, and the first one's values by it.
-        if seen.setdefault(one.lower(), one) != one:
-            raise refuse(
-                table.name,
-                f"the columns {shown(seen[one.lower()])} and {shown(one)}",
-                "names that differ by more than case",
-                "rename one",
-            )
-    stored = pa.schema([pa.field(one.name, _storable(one.type)) for one in schema])
+def _batches(reader: pa.RecordBatchReader, name: str) -> Iterator[pa.RecordBatch]:
     try:
-        table.connection.register("source", pa.RecordBatchReader.from_batches(stored, batches()))
-        table.connection.execute(f"CREATE TABLE {ROWS} AS SELECT * FROM source")
-        table.connection.unregister("source")
-    except duckdb.Error as error:
-        if problem:
-            raise problem[0] from None
-        if isinstance(error, (duckdb.IOException, duckdb.OutOfMemoryException)):
-            raise DataError(f"a temporary directory: could not be written: {shown(str(error), 200)}; {_CURE}") from None
-        raise refuse(table.name, shown(str(error), 200), "columns that a table can hold") from None
+        yield from reader
+    except pa.ArrowException as error:
+        raise refuse(name, shown(str(error), 160), "a stream of rows") from None
 
 
-def _storable(kind: pa.DataType) -> pa.DataType:
+def storable(kind: pa.DataType) -> pa.DataType:
     """The type as DuckDB takes it: values in place of dictionaries, plain layouts in place of views."""
     if isinstance(kind, pa.BaseExtensionType):
-        return _storable(kind.storage_type)
+        return storable(kind.storage_type)
     if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
-        return _storable(kind.value_type)
+        return storable(kind.value_type)
     if pa.types.is_null(kind) or pa.types.is_string_view(kind):
         return pa.large_string()
     if pa.types.is_float16(kind):
         return pa.float32()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind):
-        return pa.large_list(_storable(kind.value_type))
+        return pa.large_list(storable(kind.value_type))
     if pa.types.is_fixed_size_list(kind):
-        return pa.large_list(_storable(kind.value_type))
+        return pa.large_list(storable(kind.value_type))
     return kind
 
 
@@ -308,7 +464,7 @@ def _decoded(rows: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _stored(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    """Values in a type of `_storable`; Arrow's own cast takes no dictionaries of views, and none inside of lists."""
+    """Values in a type of `storable`; Arrow's own cast takes no dictionaries of views, and none inside of lists."""
     if values.type == kind:
         return values
     if isinstance(values, pa.ExtensionArray):

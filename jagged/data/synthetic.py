@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,11 +9,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from jagged.artifacts import writing
-from jagged.data.build import DatasetBuilder
+from jagged.data.build import BuildOptions, build
 from jagged.data.dataset import SequenceDataset, own_temporary, temporary_directory
 from jagged.data.errors import DataError
-from jagged.data.parsers import Chunk
+from jagged.data.sources import new_table
 from jagged.data.splits import SequencePart, split_leave_one_out
+from jagged.data.tabular import Block
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -190,12 +190,17 @@ def _gain(scores: FloatArray, target: IntArray) -> FloatArray:
 
 def _to_dataset(model: SessionModel, lengths: IntArray, items: IntArray, times: IntArray) -> SequenceDataset:
     cure = "set TMPDIR to a directory on a disk with room"
-    with temporary_directory(cure) as directory, writing(directory.parent, cure, DataError):
-        width = len(str(len(lengths)))
-        names = pa.array([model.name(item) for item in range(model.num_items)], pa.large_string())
-        users = pa.array([f"user_{number:0{width}d}" for number in range(1, len(lengths) + 1)], pa.large_string())
-        with closing(DatasetBuilder(directory, typed=True)) as builder:
-            builder.add(
-                Chunk(directory, "row ", users, names.take(pa.array(items)), lengths, times, "number", np.arange(len(lengths)))
-            )
-            return own_temporary(builder.finish("synthetic sessions", lambda count: None))
+    width = len(str(len(lengths)))
+    names = pa.array([model.name(item) for item in range(model.num_items)], pa.large_string())
+    users = pa.array([f"user_{number:0{width}d}" for number in range(1, len(lengths) + 1)], pa.large_string())
+    bounds = pa.array(np.concatenate(([0], np.cumsum(lengths))))
+    lists = [pa.LargeListArray.from_arrays(bounds, values) for values in (names.take(pa.array(items)), pa.array(times))]
+    rows = pa.record_batch([users, *lists], names=["user", "item", "time"])
+    block = Block(rows, np.arange(len(lengths)), "synthetic sessions", "row ")
+    with (
+        temporary_directory(cure) as directory,
+        new_table("synthetic sessions", rows.schema, directory=directory.parent, cure=cure) as table,
+        writing(directory.parent, cure, DataError),
+    ):
+        table.fill([block])
+        return own_temporary(build(table, directory, BuildOptions("number"), lambda count: None))

@@ -16,7 +16,7 @@ from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES
 
 if TYPE_CHECKING:
-    from jagged.data import SequenceBatch, SequenceDataset
+    from jagged.data import SequenceBatch
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Evaluation:
 
 def evaluate(
     directory: str | os.PathLike[str],
-    data: str | os.PathLike[str] | SequenceDataset | None = None,
+    data: Any = None,
     *,
     part: Literal["valid", "test"] = "test",
     filter_viewed: bool | None = None,
@@ -83,7 +83,8 @@ def evaluate(
 
     Args:
         directory: a run's directory.
-        data: events to evaluate on, split as the run's configuration says; by default those the run was trained on.
+        data: events to evaluate on, as a `SequenceDataset`, a path, or a table in memory (a frame of pandas or polars, an Arrow
+            table); split as the run's configuration says; by default those the run was trained on.
         part: the held-out part.
         filter_viewed: whether to take the items of a user's history out of the ranking; None for both, one after the other.
         ks: cut-offs.

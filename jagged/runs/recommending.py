@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import logging
 import os
@@ -63,11 +62,12 @@ class Recommender:
         self._run = run
         return self
 
-    def fit(self, data: SequenceDataset | str | os.PathLike[str] | None = None) -> Recommender:
+    def fit(self, data: Any = None) -> Recommender:
         """Train on events and keep the best model; the run's directory is `config.output`.
 
         Args:
-            data: a `SequenceDataset`, or a path that wins over `config.data.path`; without either, the built-in sample.
+            data: a `SequenceDataset`; a path, which wins over `config.data.path`; or a table in memory, of pandas, polars, DuckDB
+                or Arrow, which is not changed. Without any, the built-in sample.
 
         Raises:
             ConfigError, DataError, TrainingError: as `jagged.train`.
@@ -93,8 +93,9 @@ class Recommender:
         counts, the first items of the catalogue with score 0.
 
         Args:
-            users: a mapping of user ids to items, oldest first, also for users the model has never seen; events as a path or a
-                `SequenceDataset`; or ids of users in the data that the model was trained on, whose whole history is then used.
+            users: a mapping of user ids to items, oldest first, also for users the model has never seen; events as a path, a
+                table in memory or a `SequenceDataset`; or ids of users in the data that the model was trained on, whose whole
+                history is then used.
             k: items for each user, at most the size of the catalogue.
             filter_viewed: leave out items of the user's history.
 
@@ -159,7 +160,7 @@ def recommend(
 
     Args:
         directory: a run's directory.
-        histories: a file or folder of events; also anything else that `Recommender.recommend` takes.
+        histories: a file or folder of events, or a table in memory; also anything else that `Recommender.recommend` takes.
         output: a table to write, `.csv`, `.parquet` or `.jsonl` by its name; it appears whole or not at all.
         k: items for each user.
         filter_viewed: leave out items of the user's history.
@@ -179,9 +180,11 @@ def recommend(
         DataError: the histories cannot be read.
         EvaluationError: the model's scores are NaN or infinite.
     """
+    from jagged.data.sources import is_table
+
     write = None if output is None else _writer(Path(output))
     run = Run.open(directory, device=device)
-    if isinstance(histories, (str, os.PathLike)):
+    if isinstance(histories, (str, os.PathLike)) or is_table(histories):
         chosen = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
         histories = _read(run, histories, format, chosen, progress)
     table = _recommend(run, histories, k, filter_viewed, max_bytes=max_bytes, progress=progress)
@@ -295,6 +298,7 @@ def _most_popular(run: Run, k: int) -> Ranked | None:
 
 def _histories(run: Run, users: Any) -> _Histories:
     from jagged.data import SequenceDataset
+    from jagged.data.sources import is_table
 
     if isinstance(users, Mapping):
         if takes_times(run.model):
@@ -309,7 +313,7 @@ def _histories(run: Run, users: Any) -> _Histories:
         dense = torch.cat([torch.arange(len(run.items)), torch.tensor([-1])])
         starts = torch.cat([ends.new_zeros(1), ends])[:-1]
         return _Histories(_ids(users, "users"), torch.cat([*encoded, ends.new_zeros(0)]), starts, ends, dense)
-    if isinstance(users, (str, os.PathLike)):
+    if isinstance(users, (str, os.PathLike)) or is_table(users):
         users = _read(run, users)
     dataset = users if isinstance(users, SequenceDataset) else run.read()
     run.check_times(dataset)
@@ -348,33 +352,36 @@ def _ids(values: Iterable[Any], what: str) -> pa.Array:
 
 def _read(
     run: Run,
-    path: str | os.PathLike[str],
+    source: Any,
     format: str = "auto",
     columns: Mapping[str, str | None] | None = None,
     progress: bool = True,
 ) -> SequenceDataset:
     columns = dict(columns or {})
     expected = run.config.data.timestamp_column
-    if columns.get("timestamp_column") is None and expected and not _has_column(path, format, expected):
-        logger.warning("%s: no column %r: rows count as oldest first", os.fspath(path), expected)
+    if columns.get("timestamp_column") is None and expected and not _has_column(source, format, expected):
+        name = os.fspath(source) if isinstance(source, (str, os.PathLike)) else type(source).__name__
+        logger.warning("%s: no column %r: rows count as oldest first", name, expected)
         columns["timestamp_column"] = ""
-    return run.read(path, format=format, columns=columns, progress=progress)
+    return run.read(source, format=format, columns=columns, progress=progress)
 
 
-def _has_column(path: str | os.PathLike[str], format: str, name: str) -> bool:
-    """Whether the first table of a path has a column; True for what is no table or cannot be read, which the reader will say."""
-    from jagged.data.files import csv_delimiter, find_files, read_blocks
+def _has_column(source: Any, format: str, name: str) -> bool:
+    """Whether a table has a column; True for what is no table or cannot be read, which the reader will say."""
+    from jagged.data.files import EVENT_FORMATS
+    from jagged.data.sources import find_source
 
-    files, kind = find_files(path, format)
+    seen: list[str] = []
+
+    def look(where: str, names: list[str]) -> list[str]:
+        seen.extend(names)
+        return names[:1]
+
     try:
-        if kind == "parquet":
-            return name in parquet.read_schema(files[0]).names
-        if kind == "csv":
-            block, _ = next(read_blocks(files[0], lambda size: None))
-            return name in next(csv.reader([block.partition(b"\n")[0].decode()], delimiter=csv_delimiter(files[0])))
-    except (DataError, OSError, StopIteration, csv.Error, UnicodeDecodeError, pa.ArrowException):
-        pass
-    return True
+        found = find_source(source, format, formats=EVENT_FORMATS, choose=look)
+    except DataError:
+        return True
+    return found.format == "text" or name in seen
 
 
 def _writer(path: Path) -> Callable[[pa.Table], None]:

@@ -20,6 +20,7 @@ from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, takes_t
 from jagged.metrics import IN_WORDS, cut_offs
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
+from jagged.runs.summary import shortened
 from jagged.versions import installed
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class RunFacts:
     num_users: int
     num_items: int
     num_events: int
-    data_notes: Mapping[str, int]
+    data_notes: Mapping[str, int | list[str]]
     lengths: Counts
     ranks: Mapping[str, Counts]
     metrics: Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -270,11 +271,18 @@ def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, 
 
 
 def _data_rows(facts: RunFacts) -> list[tuple[str, str]]:
-    rows: list[tuple[str, int | str]] = [("users", facts.num_users), ("items", facts.num_items), ("events", facts.num_events)]
+    rows: list[tuple[str, int | str | list[str]]] = [
+        ("users", facts.num_users),
+        ("items", facts.num_items),
+        ("events", facts.num_events),
+    ]
     rows += [(name.replace("_", " "), count) for name, count in [*facts.data_notes.items(), *facts.split_notes.items()]]
     lengths = facts.lengths if len(facts.lengths) else np.zeros(1, np.int64)
     rows += [("median events of a user", int(np.median(lengths))), ("most events of a user", int(lengths.max()))]
-    return [(name, count if isinstance(count, str) else f"{count:,}") for name, count in rows]
+    return [
+        (name, shortened(count) if isinstance(count, list) else count if isinstance(count, str) else f"{count:,}")
+        for name, count in rows
+    ]
 
 
 def _value(value: Any) -> str:

@@ -60,7 +60,7 @@ class Run:
 
     def read(
         self,
-        data: str | os.PathLike[str] | SequenceDataset | None = None,
+        data: Any = None,
         *,
         format: str = "auto",
         columns: Mapping[str, str | None] | None = None,
@@ -69,7 +69,7 @@ class Run:
         """Read events; without `data` those that the model was trained on.
 
         Args:
-            data: events.
+            data: events: a `SequenceDataset`, a path, or a table in memory, as `jagged.data.read_events` takes them.
             format: of a file: "auto" (by name), "text", "csv" or "parquet".
             columns: `user_column`, `item_column`, `timestamp_column` where they are not those of the run's configuration.
             progress: show a progress bar after two seconds.
@@ -83,7 +83,9 @@ class Run:
         if isinstance(data, SequenceDataset):
             return data
         if data is not None:
-            return read_events(data, format=format, progress=progress, **self.columns(columns or {}))
+            own = self.config.data
+            options: Any = self.columns(columns or {}) | {"duplicates": own.duplicates, "on_error": own.on_error}
+            return read_events(data, format=format, progress=progress, **options)
         kept = self.directory / "dataset"
         if not kept.is_dir():
             raise ConfigError(f"{self.directory}: holds no events (dataset/); name the events file to use")

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from jagged.artifacts import CheckpointError, errors_as, read_json
 from jagged.config import TrainConfig
 from jagged.metrics import IN_WORDS, RunMetrics
 from jagged.models.pretrained import CONFIG, METRICS, SPLIT
+
+# What of a dataset's notes says that something was left out, and how it is told.
+_LEFT_OUT = {
+    "empty_users": "users without events",
+    "dropped_duplicates": "duplicates of events",
+    "events_below_min_events": "events of users and items that have too few",
+    "skipped_rows": "malformed rows",
+}
+_NAMED = {"skipped_rows_first": "malformed:", "columns_not_used": "columns not used:", "files_left_out": "files not read:"}
+_SHOWN = 3
 
 
 def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
@@ -31,9 +42,27 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     assert best is not None
     return [
         f"read     {split['users']:,} users, {split['items']:,} items, {split['events']:,} events from {source}",
+        *(f"         {line}" for line in notes_lines(split.get("notes", {}))),
         f"reached  test {metrics.monitor} {reached}; {split['name']}, {split['test']:,} users, all items ranked for each",
         f"kept     {path}: weights of epoch {best.epoch}, validation {metrics.monitor} {best.value:.4f} "
         f"with {IN_WORDS[best.group]}",
         f"next     jagged evaluate {name}",
         f"         jagged recommend {name} histories.csv",
     ]
+
+
+def notes_lines(notes: Mapping[str, int | list[str]]) -> list[str]:
+    """What reading left out, from a dataset's notes: a line each for events, for columns and for files."""
+    left_out = [f"{notes[name]:,} {words}" for name, words in _LEFT_OUT.items() if notes.get(name)]
+    lines = [f"left out {', '.join(left_out)}"] if left_out else []
+    for name, words in _NAMED.items():
+        named = notes.get(name)
+        if isinstance(named, list) and named:
+            lines.append(f"{words} {shortened(named)}")
+    return lines
+
+
+def shortened(names: list[str]) -> str:
+    """The first of several names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

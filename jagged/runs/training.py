@@ -41,7 +41,7 @@ DATASET = "dataset"
 
 def train(
     config: TrainConfig | None = None,
-    dataset: SequenceDataset | None = None,
+    dataset: Any = None,
     *,
     callbacks: Sequence[Callback] = (),
     resume: bool | str | os.PathLike[str] = False,
@@ -57,7 +57,9 @@ def train(
 
     Args:
         config: what to train, on what, how, and where to; the defaults without one, or those of the run that goes on.
-        dataset: the events; by default `config.data.path` is read, or the built-in sample where that is None.
+        dataset: the events, as a `SequenceDataset`, a path, or a table in memory (a frame of pandas or polars, an Arrow table),
+            which is read as `config.data` says and not changed; by default `config.data.path` is read, or the built-in sample
+            where that is None.
         callbacks: called while the run goes.
         resume: the directory of a run, which needs no other argument: its configuration and its events are there. Or true: go on
             from the newest checkpoint in `config.output`; without one, start.
@@ -79,7 +81,8 @@ def train(
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
         if not dry_run:
             closing.enter_context(locked(directory, processes, resume))
-        dataset = dataset if dataset is not None else _read(config, progress and processes.is_first)
+        if not isinstance(dataset, SequenceDataset):
+            dataset = _read(config, dataset, progress and processes.is_first)
         split = _split(config, dataset)
         if config.head.type != "cross-entropy" and processes.world_size > 1:
             raise TrainingError(f"head: {config.head.type} trains in one process; start one, or take head=cross-entropy")
@@ -126,9 +129,7 @@ def train(
         return replace(result, forecast=expected)
 
 
-def _going_on(
-    run: Path, config: TrainConfig | None, dataset: SequenceDataset | None
-) -> tuple[TrainConfig, SequenceDataset | None]:
+def _going_on(run: Path, config: TrainConfig | None, dataset: Any) -> tuple[TrainConfig, Any]:
     """The configuration and the events of a run that goes on: its own, where no others are given."""
     if config is not None and Path(config.output) != run:
         raise ConfigError(f"resume: got {run}, expected config.output ({config.output})")
@@ -143,18 +144,11 @@ def _going_on(
     return config, dataset
 
 
-def _read(config: TrainConfig, progress: bool) -> SequenceDataset:
-    data = config.data
-    if data.path is None:
+def _read(config: TrainConfig, source: Any, progress: bool) -> SequenceDataset:
+    source = config.data.path if source is None else source
+    if source is None:
         return synthetic_sessions(config.seed)[0]
-    return read_events(
-        data.path,
-        format=data.format,
-        user_column=data.user_column,
-        item_column=data.item_column,
-        timestamp_column=data.timestamp_column,
-        progress=progress,
-    )
+    return read_events(source, progress=progress, **config.data.reading())
 
 
 def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:

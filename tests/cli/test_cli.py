@@ -220,6 +220,7 @@ def test_the_first_process_sums_up_what_was_trained(
             ["train", "--data", "missing.csv", "--output", "run"],
             "missing.csv: found no file or folder of that name, expected event data",
         ),
+        (["train", "--data", "", "--output", "run"], "the path '': found nothing, expected a file or a folder"),
         (["train", "--resume", "nowhere"], "--resume: nowhere holds no run; to start one there name it as --output, too"),
         (["train", "--resume", "a", "--output", "b"], "--output: got b, expected a, the run that goes on; leave it out"),
         (["evaluate", "missing"], "missing: no such directory"),

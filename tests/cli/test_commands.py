@@ -169,6 +169,22 @@ def test_a_summary_says_what_was_monitored_and_quotes_what_a_shell_would_split(t
         f"next     jagged evaluate '{directory}'",
         f"         jagged recommend '{directory}' histories.csv",
     ]
+    notes = {
+        "duplicate_users": 3,
+        "empty_users": 1_000,
+        "dropped_duplicates": 2,
+        "skipped_rows": 1,
+        "skipped_rows_first": ["a.csv:7: found 2 fields in '1,2', expected 3 as in the header"],
+        "columns_not_used": ["a", "b", "c", "d", "e"],
+        "files_left_out": ["_SUCCESS: hidden"],
+    }
+    (directory / "split.json").write_text(json.dumps({**split, "notes": notes}))
+    assert summary_lines(directory)[1:5] == [
+        "         left out 1,000 users without events, 2 duplicates of events, 1 malformed rows",
+        "         malformed: a.csv:7: found 2 fields in '1,2', expected 3 as in the header",
+        "         columns not used: a, b, c and 2 more",
+        "         files not read: _SUCCESS: hidden",
+    ]
     (directory / "metrics.json").unlink()
     with pytest.raises(CheckpointError) as error:
         summary_lines(directory)

@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from jagged.data import SequenceDataset
-from jagged.data.build import DatasetBuilder
+from jagged.data.build import BuildOptions, build
 from jagged.data.dataset import own_temporary
-from jagged.data.parsers import Chunk
+from jagged.data.sources import new_table
+from jagged.data.tabular import Block
 
 Event = tuple[object, object, int]
 Histories = dict[object, list[tuple[object, int | None]]]
@@ -68,32 +69,33 @@ def parse_text(data: bytes) -> Histories:
 
 
 def parse_csv(data: bytes) -> Histories:
-    """A csv table with user_id, item_id and integer timestamps."""
+    """A csv table with user_id, item_id and integer timestamps, without its exact duplicates."""
     text = data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     if any((ord(c) < 32 and c not in "\t\n") or c == "\x7f" for c in text):
         raise ValueError("control character")
-    lines = [line for line in text.split("\n") if line]
-    header, *rows = list(csv.reader(io.StringIO("\n".join(lines)), strict=True))
-    if len(rows) != len(lines) - 1 or any(len(row) != len(header) for row in rows) or not rows:
+    header, *rows = [row for row in csv.reader(io.StringIO(text, newline=""), strict=True) if row]
+    header = [name.strip() for name in header]
+    if any(len(row) != len(header) for row in rows) or not rows:
         raise ValueError("ragged")
     if not all(header.count(name) == 1 for name in ("user_id", "item_id", "timestamp")):
         raise ValueError("columns")
     users, items, times = ([row[header.index(name)] for row in rows] for name in ("user_id", "item_id", "timestamp"))
     users, items = ([value.strip(" ") for value in values] for values in (users, items))
-    if not all(0 < len(value.encode()) <= 1024 and "\t" not in value for value in [*users, *items]):
+    if not all(0 < len(value.encode()) <= 1024 and not re.search("[\t\n]", value) for value in [*users, *items]):
         raise ValueError("ids")
     if not all(re.fullmatch(r"-?[0-9]{1,19}(\.0*)?", value) for value in times):
         raise ValueError("times")
     numbers = [int(value.split(".")[0]) for value in times]
     if not all(-(2**63) <= value < 2**63 for value in numbers):
         raise ValueError("times")
-    return from_events(zip(infer(users), infer(items), numbers, strict=True))
+    return from_events(dict.fromkeys(zip(infer(users), infer(items), numbers, strict=True)))
 
 
 def parse_parquet(path: Path) -> Histories:
-    """A parquet table of one event a row, read at once by pyarrow with its checksums."""
+    """A parquet table of one event a row, read at once by pyarrow with its checksums, without its exact duplicates."""
     table = pq.read_table(path, page_checksum_verification=True)
-    return from_events(zip(*(table.column(name).to_pylist() for name in ("user_id", "item_id", "timestamp")), strict=True))
+    columns = (table.column(name).to_pylist() for name in ("user_id", "item_id", "timestamp"))
+    return from_events(dict.fromkeys(zip(*columns, strict=True)))
 
 
 def write_csv(path: Path, events: Sequence[Event]) -> Path:
@@ -118,11 +120,10 @@ def write_text(path: Path, lines: Sequence[Sequence[object]]) -> Path:
 def dataset(users: Sequence[Sequence[int]], times: Sequence[Sequence[int]] | None = None) -> SequenceDataset:
     """A dataset of these users' items (and times), in a temporary directory; users without items are left out."""
     directory = Path(tempfile.mkdtemp(prefix="jagged-test-"))
-    builder = DatasetBuilder(directory, typed=True)
-    counts = np.array([len(items) for items in users])
-    flat = None if times is None else np.array([time for row in times for time in row], dtype=np.int64)
-    items = pa.array([item for row in users for item in row], pa.int64())
-    numbers = np.arange(len(users), dtype=np.int64)
-    kind = "none" if times is None else "number"
-    builder.add(Chunk(Path("test"), "row ", pa.array(numbers), items, counts, flat, kind, numbers))
-    return own_temporary(builder.finish("test", lambda count: None))
+    columns = {"user": pa.array(range(len(users)), pa.int64()), "item": pa.array(list(users), pa.large_list(pa.int64()))}
+    if times is not None:
+        columns["time"] = pa.array(list(times), pa.large_list(pa.int64()))
+    rows = pa.record_batch(columns)
+    with new_table("test", rows.schema) as table:
+        table.fill([Block(rows, np.arange(len(users)), "test", "row ")])
+        return own_temporary(build(table, directory, BuildOptions("none" if times is None else "number"), lambda count: None))

@@ -10,15 +10,15 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from jagged.data import DataError, read_events, synthetic_sessions
-from jagged.data.events import _READERS
-from jagged.data.files import find_files
-from jagged.data.parsers import Chunk
+from jagged.data.sources import Source, find_source
+from jagged.data.tabular import Block
 from tests.data import oracle
 
 HEADER = b"user_id,item_id,timestamp\n"
@@ -36,7 +36,7 @@ def refused(path: Path, **options: object) -> str:
 
 
 CSV = {
-    "empty": (b"", "e.csv: found no events"),
+    "empty": (b"", "e.csv: found an empty file, expected a header and rows"),
     "header only": (HEADER, "e.csv: found no events"),
     "only blank lines": (b"\n\n", r"e.csv:1: found the columns \[\]"),
     "missing column": (
@@ -64,9 +64,9 @@ CSV = {
     "old mac line ends": (b"user_id,item_id,timestamp\r1,2,3\r", "e.csv:1: found the control character 0x0d"),
     "carriage return at the end": (HEADER + b"1,2,3\n\r", "e.csv:3: found the control character 0x0d"),
     "tab in an id": (HEADER + b"1,2\t,3\n", "e.csv:2: found the item id"),
-    "open quote": (HEADER + b'1,"2,3\n1,2,4\n', "e.csv:2: found a stray quote"),
-    "quoted line break": (HEADER + b'1,"2\n3",4\n', "e.csv:2: found a stray quote"),
-    "quote inside": (HEADER + b'1,2,3\n1,a"b,4\n', "e.csv:3: found a stray quote"),
+    "open quote": (HEADER + b'1,"2,3\n1,2,4\n', "e.csv:2: found a quote that is not closed"),
+    "quoted line break": (HEADER + b'1,"2\n3",4\n', "e.csv:2: found the item id"),
+    "quote inside": (HEADER + b'1,2,3\n1,a"b,4\n', "e.csv:3: found a quote that is not closed"),
     "enormous id": (HEADER + b"1,2,3\n1," + b"9" * 2000 + b",4\n", r"e.csv:3: found the item id '9+...\(2000 long\)"),
 }
 
@@ -145,7 +145,7 @@ PARQUET = {
     ),
     "nul in id": ({"user_id": [1, 2], "item_id": ["a", "a\0"], "timestamp": [1, 2]}, r"row 2: found the item id 'a\x00'"),
     "empty id": ({"user_id": ["a", ""], "item_id": ["a", "b"], "timestamp": [1, 2]}, "row 2: found an empty user id"),
-    "long id": ({"user_id": ["a", "b" * 1025], "item_id": ["a", "b"], "timestamp": [1, 2]}, "row 2: found the id 'bbb"),
+    "long id": ({"user_id": ["a", "b" * 1025], "item_id": ["a", "b"], "timestamp": [1, 2]}, "row 2: found the user id 'bbb"),
     "no rows": (
         {"user_id": pa.array([], pa.int64()), "item_id": pa.array([], pa.int64()), "timestamp": pa.array([], pa.int64())},
         "no events",
@@ -166,7 +166,7 @@ def test_parquet(tmp_path: Path, case: str) -> None:
 
 
 def test_parquet_row_numbers_count_through_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jagged.data.parsers._PARQUET_ROWS", 16)
+    monkeypatch.setattr("jagged.data.tabular._PARQUET_ROWS", 16)
     table = pa.table({"user_id": [*range(100), None], "item_id": range(101), "timestamp": range(101)})
     pq.write_table(table, tmp_path / "e.parquet", row_group_size=30)
     assert "e.parquet:row 101: found a null user id" in refused(tmp_path / "e.parquet")
@@ -200,11 +200,12 @@ def test_parquet_bombs_do_not_unpack(tmp_path: Path) -> None:
     table = pa.table({"user_id": range(100_000), "item_id": long, "timestamp": range(100_000)})
     pq.write_table(table, tmp_path / "e.parquet")
     assert (tmp_path / "e.parquet").stat().st_size < 3 << 20
-    assert "row 1: found the id 'xxx" in refused(tmp_path / "e.parquet")
+    assert "row 1: found the item id 'xxx" in refused(tmp_path / "e.parquet")
     plain = pa.table({"user_id": range(64), "item_id": [f"{i}{'x' * (1 << 20)}" for i in range(64)], "timestamp": range(64)})
     pq.write_table(plain, tmp_path / "f.parquet", compression="gzip", use_dictionary=False)
     assert (tmp_path / "f.parquet").stat().st_size < 1 << 20
-    assert "bytes in 64 values of the column 'item_id'" in refused(tmp_path / "f.parquet")
+    expected = "f.parquet:row 1: found 1048577 bytes in 'item_id', expected a text of at most 1048576"
+    assert refused(tmp_path / "f.parquet") == f"{tmp_path}/{expected}"
 
 
 def test_paths(tmp_path: Path) -> None:
@@ -232,12 +233,16 @@ def test_columns_must_differ(tmp_path: Path) -> None:
 def test_files_of_a_folder_must_agree(tmp_path: Path) -> None:
     oracle.write_parquet(tmp_path / "a.parquet", [(1, 2, 3)])
     oracle.write_parquet(tmp_path / "b.parquet", [("x", 2, 3)])
-    assert "b.parquet:row 1: found user ids of type large_string, expected int64" in refused(tmp_path)
+    first, second = tmp_path / "a.parquet", tmp_path / "b.parquet"
+    expected = f"{second}: found the column 'user_id' of type string, expected int64 as in {first}; cast the column"
+    assert refused(tmp_path) == expected
     (tmp_path / "b.parquet").unlink()
     pq.write_table(
         pa.table({"user_id": [1], "item_id": [2], "timestamp": pa.array([3], pa.timestamp("s"))}), tmp_path / "b.parquet"
     )
-    assert "b.parquet:row 1: found calendar times without a zone, expected numbers as before" in refused(tmp_path)
+    kind = "timestamp[ms]"  # parquet has no seconds
+    expected = f"{second}: found the column 'timestamp' of type {kind}, expected int64 as in {first}; cast the column"
+    assert refused(tmp_path) == expected
 
 
 def test_nothing_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,12 +332,12 @@ def test_a_file_that_goes_before_it_is_read_is_no_failure_of_writing(
 ) -> None:
     path = oracle.write_text(tmp_path / "e.txt", [(1, 2)])
 
-    def found(*arguments: str) -> tuple[list[Path], str]:
-        result = find_files(*arguments)
+    def found(*arguments: Any, **options: Any) -> Source:
+        result = find_source(*arguments, **options)
         path.unlink()
         return result
 
-    monkeypatch.setattr("jagged.data.events.find_files", found)
+    monkeypatch.setattr("jagged.data.events.find_source", found)
     with pytest.raises(DataError) as caught:
         read_events(path, cache_directory=tmp_path / "cache" if cached else None)
     assert str(caught.value) == f"{path}: found FileNotFoundError: No such file or directory, expected a readable file"
@@ -342,12 +347,12 @@ def test_a_file_that_goes_before_it_is_read_is_no_failure_of_writing(
 def test_what_breaks_while_it_is_read_is_no_failure_of_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: bool
 ) -> None:
-    def read(*arguments: object) -> Iterator[Chunk]:
+    def read(*arguments: object) -> Iterator[Block]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
         yield
 
     path = oracle.write_text(tmp_path / "e.txt", [(1, 2)])
-    monkeypatch.setitem(_READERS, "text", read)
+    monkeypatch.setattr("jagged.data.sources.text_blocks", read)
     with pytest.raises(DataError) as caught:
         read_events(path, cache_directory=tmp_path / "cache" if cached else None)
     assert str(caught.value) == f"{path}: found OSError: Input/output error, expected a readable file"

@@ -3,7 +3,6 @@ from __future__ import annotations
 import bz2
 import datetime
 import gzip
-import os
 import random
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jagged.data import DataError, SequenceDataset, build, read_events
-from jagged.data.build import DatasetBuilder
-from jagged.data.parsers import Columns, read_csv
+from jagged.data import DataError, SequenceDataset, read_events
 from tests.data import oracle
 
 EVENTS = [("u2", "b", 30), ("u1", "a", 10), ("u2", "a", 10), ("u1", "c", 5), ("u2", "b", 30), ("u3", "d", 1), ("u2", "c", 30)]
@@ -39,7 +36,7 @@ def test_text_keeps_order_and_integers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("write", [oracle.write_csv, oracle.write_parquet], ids=["csv", "parquet"])
 def test_tables_sort_by_time_and_keep_ties_in_file_order(tmp_path: Path, write: object) -> None:
     path = write(tmp_path / ("e.csv" if write is oracle.write_csv else "e.parquet"), EVENTS)  # type: ignore[operator]
-    dataset = read_events(path)
+    dataset = read_events(path, duplicates="keep")
     assert oracle.histories(dataset) == {
         "u2": [("a", 10), ("b", 30), ("b", 30), ("c", 30)],
         "u1": [("c", 5), ("a", 10)],
@@ -51,8 +48,8 @@ def test_tables_sort_by_time_and_keep_ties_in_file_order(tmp_path: Path, write: 
 
 def test_formats_agree_and_so_do_their_fingerprints(tmp_path: Path) -> None:
     events = random_events(0, 500)
-    one = read_events(oracle.write_csv(tmp_path / "e.csv", events))
-    other = read_events(oracle.write_parquet(tmp_path / "e.parquet", events))
+    one = read_events(oracle.write_csv(tmp_path / "e.csv", events), duplicates="keep")
+    other = read_events(oracle.write_parquet(tmp_path / "e.parquet", events), duplicates="keep")
     assert oracle.histories(one) == oracle.histories(other) == oracle.from_events(events)
     assert one.fingerprint == other.fingerprint
     third = read_events(oracle.write_csv(tmp_path / "f.csv", [*events, ("u0", "i0", 99)]))
@@ -119,7 +116,7 @@ def test_folder_of_one_format_in_name_order(tmp_path: Path) -> None:
     (tmp_path / "_SUCCESS").touch()
     (tmp_path / ".hidden.txt").write_text("1 2\n")
     (tmp_path / "readme.md").write_text("no data")
-    assert oracle.histories(read_events(tmp_path)) == oracle.from_events(EVENTS)
+    assert oracle.histories(read_events(tmp_path, duplicates="keep")) == oracle.from_events(EVENTS)
     oracle.write_text(tmp_path / "c.txt", [(1, 2)])
     with pytest.raises(DataError, match="several formats"):
         read_events(tmp_path)
@@ -201,48 +198,18 @@ def test_dotdot_in_names_stays_a_name(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "cache", "e.txt", "items.arrow", "saved"]
 
 
-@pytest.mark.parametrize("range_events", [7, 1000])
-def test_a_killed_build_leaves_no_working_files(tmp_path: Path, range_events: int) -> None:
-    path = oracle.write_csv(tmp_path / "e.csv", random_events(2, 400))
-    (tmp_path / "d").mkdir()
-    builder = DatasetBuilder(tmp_path / "d", typed=False, range_events=range_events)
-    seen = []
-    for chunk in read_csv(path, Columns("user_id", "item_id", "timestamp"), lambda count: None):
-        builder.add(chunk)
-        seen += os.listdir(tmp_path / "d")
-    # After each range, and after each piece that is hashed before the events are written.
-    builder.finish("test", lambda count: seen.extend(os.listdir(tmp_path / "d")))
-    assert seen == []
-
-
-@pytest.mark.parametrize("range_events", [1, 7, 100])
-def test_sorting_by_ranges_is_the_same_as_at_once(tmp_path: Path, range_events: int) -> None:
-    events = random_events(1, 400)
+def test_what_a_build_leaves_is_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    events = random_events(2, 400)
     path = oracle.write_csv(tmp_path / "e.csv", events)
-    (tmp_path / "d").mkdir()
-    builder = DatasetBuilder(tmp_path / "d", typed=False, range_events=range_events)
-    for chunk in read_csv(path, Columns("user_id", "item_id", "timestamp"), lambda count: None):
-        builder.add(chunk)
-    dataset = builder.finish("test", lambda count: None)
+    dataset = read_events(path, duplicates="keep")
     assert oracle.histories(dataset) == oracle.from_events(events)
-    assert dataset.fingerprint == read_events(path).fingerprint
-    assert sorted(p.name for p in (tmp_path / "d").iterdir()) == ["events.arrow", "items.arrow", "manifest.json", "users.arrow"]
-
-
-def test_the_files_open_at_once_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    users = 4 * build.MAX_RANGES
-    path = oracle.write_csv(tmp_path / "e.csv", [(user, 1, user) for user in range(users)])
-    (tmp_path / "d").mkdir()
-    builder = DatasetBuilder(tmp_path / "d", typed=False, range_events=1)
-    ranges = []
-    original = DatasetBuilder._distribute
-    monkeypatch.setattr(
-        DatasetBuilder, "_distribute", lambda self, bounds: ranges.append(len(bounds) - 1) or original(self, bounds)
-    )
-    for chunk in read_csv(path, Columns("user_id", "item_id", "timestamp"), lambda count: None):
-        builder.add(chunk)
-    assert builder.finish("test", lambda count: None).num_events == users
-    assert ranges == [build.MAX_RANGES]
+    assert list((tmp_path / "temporary").iterdir()) == [dataset.directory]
+    assert sorted(p.name for p in dataset.directory.iterdir()) == ["events.arrow", "items.arrow", "manifest.json", "users.arrow"]
+    cached = read_events(path, duplicates="keep", cache_directory=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == [cached.directory]
+    assert cached.fingerprint == dataset.fingerprint
 
 
 def test_blanks_around_ids_of_csv_are_no_part_of_them(tmp_path: Path) -> None:
@@ -276,10 +243,10 @@ def test_blocks_join_lines_across_their_borders(tmp_path: Path, monkeypatch: pyt
     events = random_events(2, 300)
     lines = [(f"u{u}", *[f"ïtem{i}" for i in range(u % 7)]) for u in range(60)]
     csv_path, text_path = oracle.write_csv(tmp_path / "e.csv", events), oracle.write_text(tmp_path / "e.txt", lines)
-    whole = oracle.histories(read_events(csv_path)), oracle.histories(read_events(text_path))
+    whole = oracle.histories(read_events(csv_path, duplicates="keep")), oracle.histories(read_events(text_path))
     for size in (1, 2, 13, 64):
         monkeypatch.setattr("jagged.data.files.BLOCK_BYTES", size)
-        assert (oracle.histories(read_events(csv_path)), oracle.histories(read_events(text_path))) == whole
+        assert (oracle.histories(read_events(csv_path, duplicates="keep")), oracle.histories(read_events(text_path))) == whole
     assert whole == (oracle.from_events(events), oracle.parse_text(text_path.read_bytes()))
 
 
@@ -289,7 +256,7 @@ def test_progress_is_silent_when_fast(tmp_path: Path, capfd: pytest.CaptureFixtu
 
 
 def test_tensors_are_int64(tmp_path: Path) -> None:
-    dataset = read_events(oracle.write_csv(tmp_path / "e.csv", EVENTS))
+    dataset = read_events(oracle.write_csv(tmp_path / "e.csv", EVENTS), duplicates="keep")
     assert isinstance(dataset, SequenceDataset)
     assert dataset.timestamps is not None
     assert {t.dtype for t in (dataset.offsets, dataset.item_ids, dataset.timestamps)} == {torch.int64}

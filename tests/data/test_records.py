@@ -234,7 +234,8 @@ ADD = "expected one; name it in the schema"
         (Schema((Column("a", Kind.UNUSED),)), {}, "Table: found a schema without a column that is used, expected one at least"),
         (
             Schema((Column("a", Kind.NUMBERS),)), {},
-            "Table: column 'a': found the type 'int64' for kind numbers, expected a list of ids or numbers, or text of such lists; name another kind",
+            "Table: column 'a': found the type 'int64' for kind numbers, expected a list of ids or numbers, or text of such lists; "
+            "name another kind",
         ),
     ],
 )  # fmt: skip

@@ -10,12 +10,17 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
 from jagged.data import SequenceDataset
 from jagged.metrics import RunMetrics
 from jagged.models.pretrained import from_pretrained
+from jagged.runs.evaluating import evaluate
+from jagged.runs.recommending import Recommender
+from jagged.runs.summary import summary_lines
 from jagged.runs.training import train
 from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, loop
 from jagged.training import checkpoint as checkpoints
@@ -365,3 +370,58 @@ def test_reads_the_data_it_is_told(tmp_path: Path) -> None:
     assert train(config, progress=False).steps == 4
     opened = from_pretrained(tmp_path / "run")
     assert opened.items.ids.to_pylist() == sorted(range(10, 33)) or set(opened.items.ids.to_pylist()) == set(range(10, 33))
+
+
+class Frame:
+    """A frame of a library that is not known here: it has the Arrow stream, and nothing else."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+def test_an_epoch_from_a_frame_and_from_a_parquet_folder_with_more_columns(tmp_path: Path) -> None:
+    events = [(user, 10 + (user * 7 + k * 3) % 23, k) for user in range(30) for k in range(6)]
+    users, items, times = zip(*events, strict=True)
+    table = pa.table({"user_id": users, "price": [0.5] * 180, "item_id": items, "category": ["a"] * 180, "timestamp": times})
+    for number in range(3):
+        folder = tmp_path / "events" / f"day={number}"
+        folder.mkdir(parents=True)
+        pq.write_table(table.slice(60 * number, 60), folder / "part-0.parquet")
+    (tmp_path / "events" / "README.md").touch()
+    before = table.to_pydict()
+    # A seed of its own for each place would hide a difference of the data.
+    config = {name: tiny_config(tmp_path / name, max_epochs=1) for name in ("frame", "folder", "recommender")}
+    assert train(config["frame"], Frame(table), progress=False).steps == 4
+    assert train(config["folder"], tmp_path / "events", progress=False).steps == 4
+    assert Recommender(config["recommender"]).fit(Frame(table)).recommend(Frame(table), k=2).num_rows == 60
+    assert table.to_pydict() == before
+    assert outcome(tmp_path / "frame") == outcome(tmp_path / "folder") == outcome(tmp_path / "recommender")
+    notes = SequenceDataset.load(tmp_path / "folder" / "dataset").notes
+    assert notes["columns_not_used"] == ["price", "category", "day"]
+    assert summary_lines(tmp_path / "folder")[1:3] == [
+        "         columns not used: price, category, day",
+        "         files not read: README.md: no suffix of a table (.md)",
+    ]
+    figures = evaluate(tmp_path / "frame", Frame(table), progress=False)
+    assert figures.same_data
+    assert figures.metrics == evaluate(tmp_path / "frame", progress=False).metrics
+
+
+def test_the_options_of_reading_reach_the_reader(tmp_path: Path) -> None:
+    rows = [f"{user},{10 + (user * 7 + k * 3) % 23},{k}" for user in range(30) for k in range(6)]
+    path = tmp_path / "events.csv"
+    path.write_text("\n".join(["user_id,item_id,timestamp", *rows, rows[0], "99,10,1", "1,10,soon", ""]))
+    options = {"data": str(path), "min_events": 2, "on_error": "skip", "duplicates": "drop", "max_epochs": 1}
+    train(tiny_config(tmp_path / "run", **options), progress=False)
+    assert SequenceDataset.load(tmp_path / "run" / "dataset").notes == {
+        "duplicate_users": 0,
+        "empty_users": 0,
+        "skipped_rows": 1,
+        "skipped_rows_first": [f"{path}:184: found the time 'soon', expected a whole number or an ISO 8601 time"],
+        "dropped_duplicates": 1,
+        "events_below_min_events": 1,
+        "users_below_min_events": 1,
+    }
