@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jagged.data.recorded import RecordedBatches as RecordedBatches
     from jagged.data.recorded import read_batches as read_batches
     from jagged.data.recorded import record_batches as record_batches
+    from jagged.data.records import Dataset as Dataset
     from jagged.data.schema import Column as Column
     from jagged.data.schema import Kind as Kind
     from jagged.data.schema import Schema as Schema
@@ -36,6 +37,7 @@ _WHERE = {
     "BatchLoader": "batches",
     "Column": "schema",
     "DataError": "errors",
+    "Dataset": "records",
     "Inspection": "inspection",
     "Kind": "schema",
     "RecordedBatches": "recorded",
@@ -60,6 +62,7 @@ __all__ = [
     "BatchLoader",
     "Column",
     "DataError",
+    "Dataset",
     "Inspection",
     "Kind",
     "RecordedBatches",

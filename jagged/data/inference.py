@@ -293,7 +293,7 @@ def _alone(one: _Found, table: Table, separator: str | None) -> Column:
         return Column(one.name, Kind.NUMBERS if is_number else Kind.IDS)
     if one.form == "other":
         return Column(one.name, Kind.UNUSED)
-    if one.plain in _ROW_NUMBERS and _is_row_number(one, table):
+    if (one.plain in _ROW_NUMBERS or one.plain.startswith("unnamed_")) and _is_row_number(one, table):
         return Column(one.name, Kind.UNUSED)
     # A time that is not the row's own is no number to learn from.
     if one.form == "calendar" or one.mostly("calendar", 0.9) or (_ELAPSED.search(one.plain) and _is_epoch(one)):

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,12 @@ class Dataset:
     def from_table(
         cls,
         source: Any,
-        schema: Schema,
+        schema: Schema | str | os.PathLike[str] | None = None,
         *,
         directory: str | os.PathLike[str] | None = None,
         duplicates: str = "drop",
         min_events: Mapping[str, int] | None = None,
-        history: str | None = None,
+        history: str | Sequence[str] | None = None,
         history_delay: int | timedelta = 0,
         ties: str = "out",
         event_labels: tuple[str, ...] = (),
@@ -82,17 +82,20 @@ class Dataset:
         format: str = "auto",
         delimiter: str | None = None,
         progress: bool = True,
+        **words: Any,
     ) -> Dataset:
         """Read a table into a dataset, in this order: parse, drop duplicates, `min_events`, views.
 
         Args:
             source: as `open_table` takes it: a file, a folder, an Arrow table, a frame.
-            schema: what the columns are; those of kind "unused" are left out.
+            schema: what the columns are, also as a file of TOML; None to infer it. Columns of kind "unused", and those that a
+                given schema does not name, are left out.
             directory: a new directory for the dataset; None: a temporary one, removed with the dataset.
             duplicates: "drop" keeps the first of rows that are equal in all columns of the source, or "keep".
             min_events: `{"user": k, "item": m}`, either or both: only rows whose user has k rows or more and whose candidate has
                 m, counted again until no row goes. A missing user or candidate has no rows.
-            history: None, or "events": a row knows its user's earlier rows.
+            history: "events": a row knows its user's earlier rows. Or a list column, or several, of ids of candidates, whose
+                table they share. Or both.
             history_delay: how long it takes until an event is known: a row knows events with time < its own - this. In the unit
                 of the times, or a `timedelta` where they are calendar times.
             ties: "out", or "before": a row also knows the rows of its user at its own time that stand before it in the source.
@@ -102,17 +105,25 @@ class Dataset:
             on_error: what to do with a value that is none of its kind: "stop", or "skip" its row, of at most 1 % of the rows.
             format, delimiter: of files, as `open_table` takes them.
             progress: show a bar for what takes longer than two seconds.
+            **words: columns by kind, which win over the schema: as `Schema.with_words` takes them, for example `label="click"`.
 
         Raises:
             DataError: malformed input, in one line with the place, what was found and what is expected; a schema that does not
                 fit the table; or a place that cannot be written.
             ValueError: an argument out of range.
         """
+        from jagged.data.inference import schema_for
         from jagged.data.staging import CURE, Builder, Options, fitting
 
-        options = Options(duplicates, dict(min_events or {}), history, history_delay, ties, tuple(event_labels), split, on_error)
+        histories = [history] if isinstance(history, str) else list(history or ())
+        gathered = "events" if "events" in histories else None
+        options = Options(duplicates, dict(min_events or {}), gathered, history_delay, ties, tuple(event_labels), split, on_error)
+        given = schema if schema is None or isinstance(schema, Schema) else Schema.load(schema)
         with open_table(source, format=format, delimiter=delimiter, progress=progress) as table:
-            schema = fitting(table, schema, options)
+            if gathered and "events" in table.types:
+                raise refuse(table.name, "a column 'events' and history='events'", "another name of the column", "rename it")
+            histories = [name for name in histories if name != "events"]
+            schema = fitting(table, schema_for(table, given, history=histories or None, **words), options)
             if directory is None:
                 with temporary_directory(CURE) as temporary, writing(temporary, CURE, DataError):
                     dataset = Builder(table, schema, options, temporary).build()

@@ -80,14 +80,6 @@ class Options:
 
 def fitting(table: Table, schema: Schema, options: Options) -> Schema:
     """The schema of what is stored, after it was compared with the table and the options."""
-    missing = [name for name in schema.names if name not in table.types]
-    if missing:
-        raise refuse(
-            table.name,
-            f"the columns {shown(list(table.types), 200)}",
-            f"the schema's column {shown(missing[0])}",
-            "mend the schema",
-        )
     if options.split is not None and options.split not in table.types:
         raise refuse(table.name, f"the columns {shown(list(table.types), 200)}", f"a column {shown(options.split)} (split=)")
     stored = Schema(tuple(one for one in schema.columns if one.kind is not Kind.UNUSED and one.name != options.split))

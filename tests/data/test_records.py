@@ -202,7 +202,6 @@ def test_ids_have_the_type_of_their_table() -> None:
     ("options", "message"),
     [
         ({"duplicates": "no"}, "duplicates: got 'no', expected 'drop' or 'keep'"),
-        ({"history": "all"}, "history: got 'all', expected None or 'events'"),
         ({"min_events": {"user": 0}}, "min_events: got {'user': 0}, expected counts from 1 on for 'user' and 'item'"),
         ({"history": "events", "history_delay": -1}, "history_delay: got -1, expected 0 or more"),
         ({"history": "events", "history_delay": 1.5}, "history_delay: got 1.5, expected a whole number or a timedelta"),
@@ -227,15 +226,15 @@ ADD = "expected one; name it in the schema"
 @pytest.mark.parametrize(
     ("schema", "options", "message"),
     [
-        (OTHER, {}, "Table: found the columns ['a'], expected the schema's column 'b'; mend the schema"),
+        (OTHER, {}, "schema: found the column 'b', expected those of Table: ['a']"),
         (ONE, {"split": "s"}, "Table: found the columns ['a'], expected a column 's' (split=)"),
         (ONE, {"history": "events"}, f"Table: history='events': found no column of kind user, {ADD}"),
         (ONE, {"min_events": {"item": 2}}, f"Table: min_events: found no column of kind candidate, {ADD}"),
         (Schema((Column("a", Kind.UNUSED),)), {}, "Table: found a schema without a column that is used, expected one at least"),
         (
             Schema((Column("a", Kind.NUMBERS),)), {},
-            "Table: column 'a': found the type 'int64' for kind numbers, expected a list of ids or numbers, or text of such lists; "
-            "name another kind",
+            "column 'a': found the type 'int64' for kind numbers, expected a list of ids or numbers, or text of such lists; name "
+            "another kind",
         ),
     ],
 )  # fmt: skip
@@ -400,3 +399,37 @@ def test_no_warning_is_raised() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         made(arrow(EXAMPLE), history="events", ties="before")
+
+
+def test_a_schema_is_inferred_and_words_win_over_it(tmp_path: Path) -> None:
+    table = pa.table(
+        {
+            "user_id": [1, 1, 2],
+            "item_id": ["a", "b", "a"],
+            "timestamp": [10, 20, 15],
+            "seen": [["b"], ["a", "c"], []],
+            "price": [1.5, None, 2.5],
+            "sold": [0, 1, 0],
+        }
+    )
+    dataset = Dataset.from_table(table, history=["events", "seen"], label="sold", progress=False)
+    assert {column.name: column.kind.value for column in dataset.schema.columns} == {
+        "user_id": "user", "item_id": "candidate", "timestamp": "time", "seen": "ids", "price": "number", "sold": "label",
+    }  # fmt: skip
+    assert dataset.schema["seen"].table == "item_id"
+    assert dataset.ids("item_id").ids.to_pylist() == ["a", "b", "c"]
+    dataset.schema.save(tmp_path / "schema.toml")
+    again = Dataset.from_table(table, tmp_path / "schema.toml", history="events", progress=False)
+    assert (again.schema, again.fingerprint) == (dataset.schema, dataset.fingerprint)
+    with pytest.raises(DataError) as caught:
+        Dataset.from_table(table, history="clicked", progress=False)
+    names = "['user_id', 'item_id', 'timestamp', 'seen', 'price', 'sold']"
+    assert str(caught.value) == f"history='clicked': found the columns {names}, expected a column 'clicked'"
+
+
+def test_a_column_named_as_the_gathered_history_is_refused() -> None:
+    with pytest.raises(DataError) as caught:
+        Dataset.from_table(pa.table({"user_id": [1], "events": [[1]]}), history="events", progress=False)
+    assert str(caught.value) == (
+        "Table: found a column 'events' and history='events', expected another name of the column; rename it"
+    )
