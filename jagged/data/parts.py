@@ -5,7 +5,7 @@ The split comes first: encoders and statistics are made from training rows, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils import data
+from torch.utils.data import DataLoader
 
 from jagged.data.encoding import Encoder, Encoders, Statistics
 from jagged.data.errors import refuse, shown
@@ -93,6 +95,23 @@ class Batch:
         """The batch in page-locked memory."""
         return self._mapped(lambda value: value.pin_memory())
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until work queued on `stream` is done."""
+        self._mapped(lambda value: value.record_stream(stream))
+
+
+class _Places(data.Dataset[Any]):
+    """A part as DataLoader takes it: all rows of a batch at once."""
+
+    def __init__(self, part: Part, max_history: int | None) -> None:
+        self.part, self.max_history = part, max_history
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+    def __getitems__(self, places: Sequence[int]) -> dict[str, Tensor]:
+        return self.part.collect(places, max_history=self.max_history)
+
 
 @dataclass(frozen=True, eq=False)
 class Part:
@@ -162,6 +181,16 @@ class Part:
             max_history: most events of a row's history: the latest ones. None: all.
         """
         return self.batch(self.collect(rows, max_history=max_history))
+
+    def loader(self, *, max_history: int | None = None, **options: Any) -> DataLoader[Any]:
+        """Batches of the part, as a DataLoader; its workers gather, each with the mapped files.
+
+        Args:
+            max_history: as of `gather`.
+            **options: of `torch.utils.data.DataLoader`: `batch_size`, `shuffle`, `sampler`, `num_workers` and so on.
+        """
+        # What is collated is what `__getitems__` gives, which torch's types do not know.
+        return DataLoader(_Places(self, max_history), collate_fn=self.batch, **options)  # type: ignore[arg-type]
 
     def collect(self, rows: Any, *, max_history: int | None = None) -> dict[str, Tensor]:
         """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
