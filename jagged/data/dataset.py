@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.utils.dlpack import from_dlpack
 
 from jagged.artifacts import MANIFEST, Manifest, errors_as, new_directory, read_arrow, verify, write_manifest, writing
 from jagged.data.errors import DataError, refuse, shown
+from jagged.data.times import UNIT_BOUNDS, UNITS
 from jagged.data.vocabulary import Vocabulary
 
 EVENTS = "events.arrow"
@@ -94,6 +96,17 @@ class SequenceDataset:
     def time_kind(self) -> str:
         """What the times were: "number", "naive", "zoned" (calendar times without or with a time zone) or "none"."""
         return str(self._manifest["time_kind"])
+
+    @property
+    def time_unit(self) -> str:
+        """The unit of the times in a batch: "seconds" of calendar times, that of numbers since 1970; "" of others."""
+        if self.timestamps is None or not self.num_events:
+            return ""
+        if self.time_kind != "number":
+            return "seconds"
+        # One says it: numbers of several units are refused where events are read.
+        code = int(np.searchsorted(UNIT_BOUNDS, int(self.timestamps[0]), side="right"))
+        return UNITS[code // 2] if code % 2 else ""
 
     @property
     def num_users(self) -> int:

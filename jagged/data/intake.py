@@ -19,9 +19,6 @@ from jagged.data.tabular import Block, is_list
 MAX_SKIPPED = 0.01
 _MANY_SKIPPED = 10_000
 _NAMED = 5
-# Numbers that are times from 1973 to 2286 in seconds, milliseconds, microseconds or nanoseconds: each unit's first and last.
-_UNITS = ("seconds", "milliseconds", "microseconds", "nanoseconds")
-_UNIT_BOUNDS = np.array([bound * 1000**power for power in range(4) for bound in (10**8, 10**10)][:-1], dtype=np.int64)
 _KINDS = {
     "number": "numbers",
     "naive": "calendar times without a zone",
@@ -257,10 +254,10 @@ class Intake:
     def _note_units(self, values: IntArray, place: Callable[[int], str]) -> None:
         if self.time_kind != "number" or (len(self._units) > 1 and "" in self._units):
             return
-        unit = np.searchsorted(_UNIT_BOUNDS, values, side="right")
+        unit = np.searchsorted(times.UNIT_BOUNDS, values, side="right")
         for code in np.unique(unit):
             # Between two bounds lies a unit at every second place, and no time of our days at the others.
-            name = _UNITS[code // 2] if code % 2 else ""
+            name = times.UNITS[code // 2] if code % 2 else ""
             if name not in self._units:
                 first = int(np.argmax(unit == code))
                 self._units[name] = f"{values[first]} at {place(first)}"

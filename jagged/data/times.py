@@ -14,6 +14,10 @@ from jagged.data.errors import refuse, shown
 
 IntArray = npt.NDArray[np.int64]
 
+# Numbers that are times from 1973 to 2286 in seconds, milliseconds, microseconds or nanoseconds: each unit's first and last.
+UNITS = ("seconds", "milliseconds", "microseconds", "nanoseconds")
+UNIT_BOUNDS = np.array([bound * 1000**power for power in range(4) for bound in (10**8, 10**10)][:-1], dtype=np.int64)
+
 _EXPECTED = "a whole number or an ISO 8601 time"
 _DATE = r"[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _TIME = r"[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,6})?)?"

@@ -110,7 +110,8 @@ class SASRec(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> JaggedTensor:
         """Return the hidden state of every row; the one of row i knows rows 0..i of its sample."""
         # TorchRec's own collection takes no batch without samples; a split one has to, where other processes have some.
-        validate_features(features, FEATURE, self.config["num_items"], isinstance(self.item_embeddings, SplitEmbeddingCollection))
+        is_split = isinstance(self.item_embeddings, SplitEmbeddingCollection)
+        validate_features(features, FEATURE, self.config["num_items"], is_split, TIMES if self.takes_times else None)
         x = self.positions(self.item_embeddings(features)[FEATURE])
         x = with_values(x, self.embedding_dropout(x.values()))
         times = features[TIMES].values() if self.takes_times else None

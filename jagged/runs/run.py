@@ -29,6 +29,7 @@ class Run:
         items: the catalogue's ids; an item's place is its row in the model's item table.
         config: the resolved configuration of its training; the defaults where the model was saved without one.
         fingerprint: of the dataset that it was trained on; None where the model was saved without its split.
+        time_unit: of that dataset's times; "" where nothing says it.
     """
 
     directory: Path
@@ -36,6 +37,7 @@ class Run:
     items: Vocabulary
     config: TrainConfig
     fingerprint: str | None
+    time_unit: str = ""
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> Run:
@@ -48,8 +50,14 @@ class Run:
         from jagged.models.pretrained import from_pretrained
 
         opened = from_pretrained(directory, device=find_device(device))
+        split = opened.split
         return cls(
-            opened.directory, opened.model, opened.items, opened.config or TrainConfig.load(), opened.split.get("fingerprint")
+            opened.directory,
+            opened.model,
+            opened.items,
+            opened.config or TrainConfig.load(),
+            split.get("fingerprint"),
+            str(split.get("time_unit", "")),
         )
 
     @property
@@ -92,14 +100,20 @@ class Run:
         return SequenceDataset.load(kept)
 
     def check_times(self, dataset: SequenceDataset) -> None:
-        """Check that events have times where the model takes them.
+        """Check that events have times where the model takes them, in the unit of its training.
 
         Raises:
-            ConfigError: they have none.
+            ConfigError: they have none, or in another unit.
         """
         if takes_times(self.model) and dataset.timestamps is None:
             raise ConfigError(
                 f"{self.directory}: the model takes times, and the events have none; read a table with a time column"
+            )
+
+        if takes_times(self.model) and self.time_unit and dataset.time_unit not in ("", self.time_unit):
+            raise ConfigError(
+                f"{self.directory}: the events' times are {dataset.time_unit}, those of the model's training were "
+                f"{self.time_unit}; give them in these"
             )
 
     def columns(self, chosen: Mapping[str, str | None]) -> dict[str, str]:

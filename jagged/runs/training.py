@@ -226,6 +226,7 @@ def _write(
         "valid": len(split.valid),
         "test": len(split.test),
         "fingerprint": dataset.fingerprint,
+        "time_unit": dataset.time_unit,
         "notes": {**dataset.notes, **split.notes},
     }
     save_pretrained(

@@ -100,7 +100,8 @@ def _feed(found: Any, thing: Any, inside: tuple[int, ...]) -> bool:
         if thing.layout is not torch.strided or thing.is_nested or thing.device.type == "meta" or thing.is_quantized:
             raise _Unreadable
         found.update(f"{thing.dtype} {tuple(thing.shape)}".encode())
-        flat = thing.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        # One element has any stride and is still contiguous; only a copy of it can be read as bytes.
+        flat = thing.detach().resolve_conj().resolve_neg().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
         return _feed_bytes(found, flat.view(torch.uint8).numpy())
     if isinstance(thing, np.ndarray):
         if thing.dtype.hasobject:

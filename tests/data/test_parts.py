@@ -20,6 +20,7 @@ from jagged.data.encoding import Encoders
 from jagged.data.parts import Part, Split, split_rows
 from jagged.data.records import Dataset
 from jagged.data.schema import Column, Kind, Schema
+from jagged.training.shares import digest
 from tests.conftest import EXAMPLES
 from tests.data import brute_force as slow
 from tests.data.points import SCHEMA, arrow, tables
@@ -390,3 +391,15 @@ def test_hashes_and_ranges_of_a_split() -> None:
     assert batch.candidates.values().tolist() == item.encode(["a", "b", "a"]).tolist()
     assert split.encoders.sizes == {"user": 3, "item": 52, "place": 5, "kind": 4}
     assert not split.leaks()
+
+
+def test_a_part_goes_to_a_worker_and_to_other_devices_and_tells_its_batches_apart() -> None:
+    split = made(EXAMPLE, history="events").split(by="time", valid=0.2, test=0.2)
+    part = pickle.loads(pickle.dumps(split.train))
+    for row in range(len(part)):
+        here, there = split.train.gather([row]), part.gather([row])
+        assert digest(here) == digest(there) != ""
+        assert all(digest(part.gather([other])) != digest(here) for other in range(len(part)) if other != row)
+    meta = part.gather([0]).to(torch.device("meta"))
+    assert meta.features.values().is_meta
+    assert meta.labels.is_meta

@@ -129,3 +129,12 @@ def test_a_batch_without_content_has_none() -> None:
     empty = keyed([], [])
     for batch in ([], {}, torch.zeros(3), empty, {"kjt": empty, "offsets": np.zeros(1), "n": 5}, itself, np.array([object()])):
         assert digest(batch) == ""
+
+
+def test_one_element_of_any_stride_is_read() -> None:
+    one = torch.tensor([5]).expand(1)
+    strided = torch.arange(4).as_strided((1,), (0,))
+    assert digest(one) == digest(torch.tensor([5]))
+    assert digest({"rows": strided + 1, "x": strided}) == digest({"rows": torch.tensor([1]), "x": torch.tensor([0])})
+    columns = torch.arange(6).reshape(2, 3).t()
+    assert digest(columns) == digest(columns.contiguous())

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pytest
 import torch
+from torchrec import KeyedJaggedTensor
+from torchrec.fx import Tracer
 
 import jagged
 from jagged.config import ConfigError
 from jagged.data import SequenceDataset, read_events
+from jagged.models import SASRec
 from jagged.models.pretrained import from_pretrained
 from jagged.runs import Run
 from jagged.runs.recommending import Recommender
@@ -83,8 +88,6 @@ def test_recommendations_are_of_the_models_own_hidden_states(trained: Path, data
 
 
 def test_a_table_with_calendar_times_trains_too(dataset: SequenceDataset, tmp_path: Path) -> None:
-    import pyarrow as pa
-
     owner = torch.repeat_interleave(torch.arange(dataset.num_users), dataset.lengths)
     times = pa.array((dataset.timestamps * 1_000_000).numpy()).cast(pa.timestamp("us"))  # type: ignore[operator]
     table = pa.table({"user_id": owner.numpy(), "item_id": dataset.items.decode(dataset.item_ids), "timestamp": times})
@@ -118,4 +121,61 @@ def test_events_without_times_are_refused(trained: Path, dataset: SequenceDatase
     assert str(error.value) == (
         "users: histories without times, but the model takes them; pass events with times: a table, a dataset, or ids of users "
         "that the model was trained on"
+    )
+
+
+def features(lengths: list[int], other: list[int] | None = None) -> KeyedJaggedTensor:
+    values = torch.arange(8)
+    if other is None:
+        return KeyedJaggedTensor(["item_id"], values[:4], lengths=torch.tensor(lengths))
+    return KeyedJaggedTensor(["item_id", "timestamp"], values, lengths=torch.tensor([*lengths, *other]))
+
+
+def test_a_model_refuses_times_that_are_not_its_rows() -> None:
+    model = SASRec(50, embedding_dim=8, num_layers=1, num_time_buckets=16)
+    assert model(features([3, 0, 1], [3, 0, 1])).values().shape == (4, 8)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        model(features([3, 0, 1], [1, 0, 3]))
+    assert str(error.value) == "features['timestamp']: expected a time for each row of 'item_id', got samples of other lengths"
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        model(features([3, 0, 1]))
+    assert str(error.value) == (
+        "features: got the keys ['item_id'], expected 'timestamp', too, the time of each row of 'item_id'; the model was built "
+        "with num_time_buckets"
+    )
+
+
+def test_times_go_through_pickle_fx_compile_and_autocast() -> None:
+    torch.manual_seed(0)
+    model = SASRec(50, embedding_dim=8, num_layers=1, num_time_buckets=16).eval()
+    batch = features([3, 0, 1], [3, 0, 1])
+    expected = model(batch).values()
+    for other in (
+        pickle.loads(pickle.dumps(model)),
+        torch.fx.GraphModule(model, Tracer().trace(model)),
+        torch.compile(model, backend="eager", fullgraph=True),
+    ):
+        assert torch.equal(other(batch).values(), expected)
+    later = KeyedJaggedTensor(batch.keys(), batch.values() * torch.tensor([1, 1, 1, 1, 1, 90, 1, 1]), lengths=batch.lengths())
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    assert not torch.equal(model(later).values(), expected)
+    assert torch.equal(traced(later).values(), model(later).values())
+    # bfloat16 keeps 8 bits; the numbers of a normalised row are below 4.
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (model(batch).values().float() - expected).abs().max() < 4 * 2**-7
+
+
+def test_times_in_another_unit_than_those_of_training_are_refused(dataset: SequenceDataset, tmp_path: Path) -> None:
+    owner = torch.repeat_interleave(torch.arange(dataset.num_users), dataset.lengths)
+    seconds = 1_700_000_000 + dataset.timestamps - dataset.timestamps.min()  # type: ignore[union-attr,operator]
+    table = pa.table({"user_id": owner.numpy(), "item_id": dataset.items.decode(dataset.item_ids), "timestamp": seconds.numpy()})
+    trained = run(tmp_path / "run", read_events(table, progress=False), num_time_buckets=BUCKETS).directory
+    kept = jagged.evaluate(trained, device="cpu", progress=False).metrics
+    calendar = pa.array((seconds * 1_000_000).numpy()).cast(pa.timestamp("us"))
+    assert jagged.evaluate(trained, table.set_column(2, "timestamp", calendar), device="cpu", progress=False).metrics == kept
+    other = table.set_column(2, "timestamp", pa.array((seconds * 1_000).numpy()))
+    with pytest.raises(ConfigError) as error:
+        jagged.recommend(trained, other, device="cpu", progress=False)
+    assert str(error.value) == (
+        f"{trained}: the events' times are milliseconds, those of the model's training were seconds; give them in these"
     )
