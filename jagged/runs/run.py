@@ -105,12 +105,13 @@ class Run:
         Raises:
             ConfigError: they have none, or in another unit.
         """
-        if takes_times(self.model) and dataset.timestamps is None:
+        if not takes_times(self.model):
+            return
+        if dataset.timestamps is None:
             raise ConfigError(
                 f"{self.directory}: the model takes times, and the events have none; read a table with a time column"
             )
-
-        if takes_times(self.model) and self.time_unit and dataset.time_unit not in ("", self.time_unit):
+        if self.time_unit and dataset.time_unit not in ("", self.time_unit):
             raise ConfigError(
                 f"{self.directory}: the events' times are {dataset.time_unit}, those of the model's training were "
                 f"{self.time_unit}; give them in these"

@@ -211,7 +211,8 @@ def test_what_a_csv_file_is_refused_for(tmp_path: Path, text: str | bytes, messa
 def test_what_else_is_refused(tmp_path: Path) -> None:
     tables = "a name ending in .csv, .tsv (each also .gz, .bz2, .zst, .lz4) or .parquet"
     write(tmp_path / "empty/.hidden", "")
-    pq.write_table(pa.table({"a": [1]}), tmp_path / "two/1.parquet") if (tmp_path / "two").mkdir() is None else None
+    (tmp_path / "two").mkdir()
+    pq.write_table(pa.table({"a": [1]}), tmp_path / "two/1.parquet")
     pq.write_table(pa.table({"b": [1]}), tmp_path / "two/2.parquet")
     (tmp_path / "types").mkdir()
     pq.write_table(pa.table({"a": [1]}), tmp_path / "types/1.parquet")
