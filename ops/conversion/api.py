@@ -17,7 +17,23 @@ from jagged.ops._shared.validation import (
     validate_offsets,
     validation_is_on,
 )
-from jagged.ops.conversion.spec import CONCAT, SPLIT, TO_DENSE, TO_JAGGED, Dense, Padding, Parts, Plain, Rows, Total, Totals
+from jagged.ops.conversion.spec import (
+    CONCAT,
+    CONCAT_TWO,
+    SPLIT,
+    SPLIT_TWO,
+    TO_DENSE,
+    TO_JAGGED,
+    Both,
+    Dense,
+    Padding,
+    Pair,
+    Parts,
+    Plain,
+    Rows,
+    Total,
+    Totals,
+)
 
 
 def jagged_to_dense(
@@ -110,27 +126,32 @@ def jagged_concat(
     if len(values) != len(offsets) or not values:
         raise ValueError(f"values: expected one or more parts, one for each of the offsets; got {len(values)} and {len(offsets)}")
     batch_offsets = _first_jagged(offsets)
-    rows, parts = [], []
     for k, (part, part_offsets) in enumerate(zip(values, offsets, strict=True)):
         name = f"values[{k}]"
         check_same(name, part, "values[0]", values[0])
         if part_offsets is None:
             check_tensor(name, part, "[B, n, *F]")
             _check_batch(name, part, batch_offsets)
-            part_offsets = uniform_offsets(part.shape[0], part.shape[1], batch_offsets)
-            part = part.reshape(part.shape[0] * part.shape[1], *part.shape[2:])
         else:
             check_tensor(name, part, "[S, *F]")
             check_offsets(part_offsets, part, f"offsets[{k}]", total=part.shape[0])
             _check_alike(f"offsets[{k}]", part_offsets, batch_offsets)
-        rows.append(part)
-        parts.append(part_offsets)
-        if part.shape[1:] != rows[0].shape[1:]:
-            raise ValueError(f"{name}: expected features {list(rows[0].shape[1:])} as in values[0], got {list(part.shape[1:])}")
-    stacked = torch.stack(parts)
-    joined = CONCAT(Parts(tuple(rows), stacked), Plain(), backend).rows
-    # Of two parts the sum is less work for the host than a reduction.
-    return joined, parts[0] + parts[1] if len(parts) == 2 else stacked.sum(0, dtype=stacked.dtype)
+        features = part.shape[1 if part_offsets is not None else 2 :]
+        if k == 0:
+            first_features = features
+        elif features != first_features:
+            raise ValueError(f"{name}: expected features {list(first_features)} as in values[0], got {list(features)}")
+    if len(values) == 2:
+        joined = CONCAT_TWO(Pair(values[0], values[1], offsets[0], offsets[1]), Plain(), backend)
+        return joined.rows, joined.offsets
+    rows = [part.flatten(0, 1) if of is None else part for part, of in zip(values, offsets, strict=True)]
+    stacked = torch.stack(
+        [
+            uniform_offsets(part.shape[0], part.shape[1], batch_offsets) if of is None else of
+            for part, of in zip(values, offsets, strict=True)
+        ]
+    )
+    return CONCAT(Parts(tuple(rows), stacked), Plain(), backend).rows, stacked.sum(0, dtype=stacked.dtype)
 
 
 def jagged_split(
@@ -163,28 +184,31 @@ def jagged_split(
     jagged_parts = [k for k, part in enumerate(offsets) if isinstance(part, Tensor)]
     if totals is not None and len(totals) != len(jagged_parts):
         raise ValueError(f"totals: expected one for each of the {len(jagged_parts)} jagged parts, got {len(totals)}")
-    parts, sizes = [], []
+    sizes = []
     for k, part in enumerate(offsets):
         if isinstance(part, int):
-            parts.append(uniform_offsets(batch_size, part, batch_offsets))
             sizes.append(batch_size * part)
         else:
             total = None if totals is None else totals[jagged_parts.index(k)]
             check_offsets(part, values, f"offsets[{k}]", total=total)
             _check_alike(f"offsets[{k}]", part, batch_offsets)
-            parts.append(part)
             sizes.append(-1 if total is None else total)
     if totals is None:
         *others, last = jagged_parts
         for k in others:
-            sizes[k] = resolve_total(None, parts[k], "totals")
+            sizes[k] = resolve_total(None, offsets[k], "totals")  # type: ignore[arg-type]
         sizes[last] = values.shape[0] - sum(size for k, size in enumerate(sizes) if k != last)
     if not (holds(sum(sizes) == values.shape[0]) and all(holds(size >= 0) for size in sizes)):
         raise ValueError(f"values: expected as many rows as the parts have together, {sizes}; got {values.shape[0]}")
     if totals is None and validation_is_on(batch_offsets):
         # The size of the last part follows from the others; of these it was read from their offsets.
-        validate_offsets(parts[last], sizes[last], name=f"offsets[{last}]")
-    outputs = SPLIT(Rows(values, torch.stack(parts)), Totals(tuple(sizes)), backend).pieces
+        validate_offsets(offsets[last], sizes[last], name=f"offsets[{last}]")  # type: ignore[arg-type]
+    if len(offsets) == 2:
+        parts = [None if isinstance(part, int) else part for part in offsets]
+        outputs = SPLIT_TWO(Both(values, *parts), Totals(tuple(sizes)), backend).pieces
+    else:
+        stacked = torch.stack([uniform_offsets(batch_size, of, batch_offsets) if isinstance(of, int) else of for of in offsets])
+        outputs = SPLIT(Rows(values, stacked), Totals(tuple(sizes)), backend).pieces
     return tuple(
         rows.reshape(batch_size, part, *rows.shape[1:]) if isinstance(part, int) else rows
         for rows, part in zip(outputs, offsets, strict=True)

@@ -14,7 +14,23 @@ from torch import Tensor
 from jagged.ops._shared.device import find_segments, find_tile, load_segment
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
-from jagged.ops.conversion.spec import Dense, Padded, Padding, Part, Parts, Pieces, Plain, Rows, Selection, Taken, Total, Totals
+from jagged.ops.conversion.spec import (
+    Both,
+    Dense,
+    Joined,
+    Padded,
+    Padding,
+    Pair,
+    Part,
+    Parts,
+    Pieces,
+    Plain,
+    Rows,
+    Selection,
+    Taken,
+    Total,
+    Totals,
+)
 
 # Elements of one program's tile: 16 a thread. Odd widths load element by element and would spill: half of it.
 TILE_ELEMENTS = 2048
@@ -22,6 +38,8 @@ NUM_WARPS = 4
 # Of `to_jagged_kernel` with 16 bits an element: each thread has four accesses of 16 bytes under way.
 TO_JAGGED_WARPS = 2
 MAX_BLOCK_FEATURES = 1024
+# Of the offsets that `copy_two_kernel` writes.
+BLOCK_OFFSETS: tl.constexpr = tl.constexpr(512)
 
 
 def block_sizes(num_rows: int, num_features: int) -> tuple[int, int]:
@@ -112,6 +130,75 @@ def copy_part_kernel(
     tl.store(target + to_row[:, None] * num_features + feature[None, :], tile, mask=mask)
 
 
+@triton.jit
+def _start_of(offsets, sample, rows, batch_size):
+    """Return where samples of a part begin: as its offsets say, or at each `rows / batch_size` where it has none."""
+    if offsets is None:
+        return sample.to(tl.int64) * (rows // tl.maximum(batch_size, 1))
+    else:
+        return tl.load(offsets + sample).to(tl.int64)
+
+
+@triton.jit
+def _copy_rows(
+    block, part, part_offsets, part_rows, part_stride, other_offsets, other_rows, whole, whole_rows, whole_stride, batch_size,
+    num_features, IS_SECOND: tl.constexpr, INTO_WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Copy one block of one of two parts' rows: row r of sample b stands `other_offsets[b]` rows later in the whole, or as many
+    as the other part has to the end of b if that comes first."""
+    first_row = block.to(tl.int64) * BLOCK_ROWS
+    row = first_row + tl.arange(0, BLOCK_ROWS)
+    feature = tl.program_id(1) * BLOCK_FEATURES + tl.arange(0, BLOCK_FEATURES)
+    if part_offsets is None:
+        # Of 64 bits only one number is divided.
+        length = part_rows // batch_size
+        in_first_sample = (first_row % length).to(tl.int32) + tl.arange(0, BLOCK_ROWS)
+        sample = tl.minimum(first_row // length + in_first_sample // length, batch_size - 1)
+    else:
+        sample = find_segments(part_offsets, row, batch_size)
+    in_whole = row + _start_of(other_offsets, sample + IS_SECOND, other_rows, batch_size)
+    exists = (row < part_rows) & (in_whole >= 0) & (in_whole < whole_rows)
+    mask = exists[:, None] & (feature < num_features)[None, :]
+    in_part = part + row[:, None] * part_stride + feature[None, :]
+    in_both = whole + in_whole[:, None] * whole_stride + feature[None, :]
+    if INTO_WHOLE:
+        tl.store(in_both, tl.load(in_part, mask=mask), mask=mask)
+    else:
+        tl.store(in_part, tl.load(in_both, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_rows", "second_rows", "batch_size"])
+def copy_two_kernel(
+    first, second, whole, first_offsets, second_offsets, whole_offsets, first_rows, second_rows, batch_size, num_features,
+    first_stride, second_stride, whole_stride,
+    INTO_WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr,
+):  # fmt: skip
+    """Copy two parts' rows to where they stand in their concatenation, or from there; a part without offsets is dense.
+
+    Programs are blocks of the first part, then of the second, then of the offsets of the whole, which are the sums of the parts'.
+    """
+    block = tl.program_id(0)
+    first_blocks, second_blocks = tl.cdiv(first_rows, BLOCK_ROWS), tl.cdiv(second_rows, BLOCK_ROWS)
+    whole_rows = first_rows.to(tl.int64) + second_rows
+    if block < first_blocks:
+        _copy_rows(
+            block, first, first_offsets, first_rows, first_stride, second_offsets, second_rows, whole, whole_rows, whole_stride,
+            batch_size, num_features, 0, INTO_WHOLE, BLOCK_ROWS, BLOCK_FEATURES,
+        )  # fmt: skip
+    elif block < first_blocks + second_blocks:
+        _copy_rows(
+            block - first_blocks, second, second_offsets, second_rows, second_stride, first_offsets, first_rows, whole,
+            whole_rows, whole_stride, batch_size, num_features, 1, INTO_WHOLE, BLOCK_ROWS, BLOCK_FEATURES,
+        )  # fmt: skip
+    elif INTO_WHOLE:
+        sample = (block - first_blocks - second_blocks) * BLOCK_OFFSETS + tl.arange(0, BLOCK_OFFSETS)
+        exists = sample <= batch_size
+        sample = tl.minimum(sample, batch_size)
+        start = _start_of(first_offsets, sample, first_rows, batch_size)
+        start += _start_of(second_offsets, sample, second_rows, batch_size)
+        tl.store(whole_offsets + sample, start, mask=exists)
+
+
 @triton.jit(do_not_specialize=["source_rows", "target_rows", "num_samples"])
 def select_samples_kernel(
     source, source_offsets, target, target_offsets, samples, copies, source_rows, target_rows, num_samples, num_features,
@@ -143,6 +230,7 @@ def select_samples_kernel(
 _launch_to_dense = Launcher(to_dense_kernel)
 _launch_to_jagged = Launcher(to_jagged_kernel)
 _launch_copy_part = Launcher(copy_part_kernel)
+_launch_copy_two = Launcher(copy_two_kernel)
 _launch_select_samples = Launcher(select_samples_kernel)
 
 
@@ -212,6 +300,28 @@ def split(x: Rows, o: Totals) -> Pieces:
     return Pieces(pieces)
 
 
+def concat_two(x: Pair, o: Plain) -> Joined:
+    """Launch `copy_two_kernel`, which also makes the offsets."""
+    first, second, first_offsets, second_offsets = x
+    if first_offsets is None:
+        first = first.flatten(0, 1)
+    if second_offsets is None:
+        second = second.flatten(0, 1)
+    whole = first.new_empty(first.shape[0] + second.shape[0], *first.shape[1:])
+    like = second_offsets if first_offsets is None else first_offsets
+    offsets = torch.empty_like(like, memory_format=torch.contiguous_format)  # type: ignore[arg-type]
+    _copy_two(first, second, whole, first_offsets, second_offsets, offsets, into_whole=True)
+    return Joined(whole, offsets)
+
+
+def split_two(x: Both, o: Totals) -> Pieces:
+    """Launch `copy_two_kernel` out of one tensor."""
+    values, first_offsets, second_offsets = x
+    first, second = [values.new_empty(total, *values.shape[1:]) for total in o.totals]
+    _copy_two(first, second, values, first_offsets, second_offsets, None, into_whole=False)
+    return Pieces((first, second))
+
+
 def take_part(x: Rows, o: Part) -> Taken:
     """Launch `copy_part_kernel` out of the rows of all parts."""
     kept = x.values.new_empty(o.total, *x.values.shape[1:])
@@ -273,6 +383,34 @@ def _copy_part(source: Tensor, target: Tensor, offsets: Tensor, part: int, *, in
         source, target, offsets, num_parts, part, num_offsets - 1, part_rows, whole_rows, num_features,
         source.stride(0), INTO_WHOLE=into_whole, BLOCK_ROWS=block_rows, BLOCK_FEATURES=block_features,
         num_warps=NUM_WARPS,
+    )  # fmt: skip
+
+
+def _copy_two(
+    first: Tensor, second: Tensor, whole: Tensor, first_offsets: Tensor | None, second_offsets: Tensor | None,
+    whole_offsets: Tensor | None, *, into_whole: bool,
+) -> None:  # fmt: skip
+    if first.dim() == 1:
+        num_features = 1
+    else:
+        first, second, whole = _as_rows(first), _as_rows(second), _as_rows(whole)
+        num_features = whole.shape[1]
+    first_rows, second_rows = first.shape[0], second.shape[0]
+    if first_offsets is not None:
+        first_offsets = first_offsets.contiguous()
+        batch_size = first_offsets.shape[0] - 1
+    if second_offsets is not None:
+        second_offsets = second_offsets.contiguous()
+        batch_size = second_offsets.shape[0] - 1
+    block_rows, block_features = block_sizes(max(first_rows, second_rows), num_features)
+    blocks = cdiv(first_rows, block_rows) + cdiv(second_rows, block_rows)
+    if whole_offsets is not None:
+        blocks += cdiv(batch_size + 1, BLOCK_OFFSETS.value)
+    _launch_copy_two(
+        (blocks, max(cdiv(num_features, block_features), 1)),
+        first, second, whole, first_offsets, second_offsets, whole_offsets, first_rows, second_rows, batch_size, num_features,
+        first.stride(0), second.stride(0), whole.stride(0), INTO_WHOLE=into_whole, BLOCK_ROWS=block_rows,
+        BLOCK_FEATURES=block_features, num_warps=NUM_WARPS,
     )  # fmt: skip
 
 

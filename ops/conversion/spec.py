@@ -32,6 +32,23 @@ class Parts(NamedTuple):
     offsets: Tensor
 
 
+class Pair(NamedTuple):
+    """Two parts, each rows `[S_k, *F]` and their offsets `[B + 1]`, or `[B, n_k, *F]` and None."""
+
+    first: Differentiable
+    second: Differentiable
+    first_offsets: Tensor | None
+    second_offsets: Tensor | None
+
+
+class Both(NamedTuple):
+    """The rows `[S_1 + S_2, *F]` of two parts, and the offsets of each, None where it is dense."""
+
+    values: Differentiable
+    first_offsets: Tensor | None
+    second_offsets: Tensor | None
+
+
 class Selection(NamedTuple):
     """Rows, their offsets, the samples `[M]` that are selected, and where each of these begins among the selected ones.
 
@@ -86,6 +103,13 @@ class Taken(NamedTuple):
     rows: Tensor
 
 
+class Joined(NamedTuple):
+    """The rows `[S_1 + S_2, *F]` of two parts, and their offsets `[B + 1]`."""
+
+    rows: Tensor
+    offsets: Tensor
+
+
 class Pieces(NamedTuple):
     """The rows `[S_k, *F]` of each part."""
 
@@ -112,11 +136,27 @@ def _of_concat(grads: Taken, x: Parts, out: Any, o: Plain, wanted: Mapping[str, 
 def _of_split(
     grads: Pieces, x: Rows, out: Pieces, o: Totals, wanted: Mapping[str, torch.dtype], backend: str
 ) -> dict[str, Tensor]:
-    pieces = [
-        torch.zeros(piece.shape, dtype=piece.dtype, device=piece.device) if grad is None else grad
-        for grad, piece in zip(grads.pieces, out.pieces, strict=True)
+    return {"values": CONCAT(Parts(_filled(grads, out), x.offsets), Plain(), backend).rows}
+
+
+def _of_concat_two(
+    grads: Joined, x: Pair, out: Any, o: Plain, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    totals = _rows_of(x.first, x.first_offsets), _rows_of(x.second, x.second_offsets)
+    first, second = SPLIT_TWO(Both(grads.rows, x.first_offsets, x.second_offsets), Totals(totals), backend).pieces
+    return {"first": first.reshape(x.first.shape), "second": second.reshape(x.second.shape)}
+
+
+def _of_split_two(
+    grads: Pieces, x: Both, out: Pieces, o: Totals, wanted: Mapping[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    batch_size = _jagged_of(x).shape[0] - 1
+    first, second = [
+        # A part without offsets is dense.
+        piece if offsets is not None else piece.reshape(batch_size, total // max(batch_size, 1), *piece.shape[1:])
+        for piece, offsets, total in zip(_filled(grads, out), x[1:], o.totals, strict=True)
     ]
-    return {"values": CONCAT(Parts(tuple(pieces), x.offsets), Plain(), backend).rows}
+    return {"values": CONCAT_TWO(Pair(first, second, *x[1:]), Plain(), backend).rows}
 
 
 def _of_take_part(grads: Taken, x: Rows, out: Any, o: Part, wanted: Mapping[str, torch.dtype], backend: str) -> dict[str, Tensor]:
@@ -137,6 +177,35 @@ def _of_index_select_backward(
     grads: Taken, x: Selection, out: Any, o: Total, wanted: Mapping[str, torch.dtype], backend: str
 ) -> dict[str, Tensor]:
     return {"values": INDEX_SELECT(x._replace(values=grads.rows), Total(x.values.shape[0]), backend).rows}
+
+
+def _filled(grads: Pieces, out: Pieces) -> tuple[Tensor, ...]:
+    """Return the gradient of each piece, zero where there is none."""
+    return tuple(
+        [
+            torch.zeros(piece.shape, dtype=piece.dtype, device=piece.device) if grad is None else grad
+            for grad, piece in zip(grads.pieces, out.pieces, strict=True)
+        ]
+    )
+
+
+def _rows_of(part: Any, offsets: Tensor | None) -> int:
+    return part.shape[0] if offsets is not None else part.shape[0] * part.shape[1]  # type: ignore[no-any-return]
+
+
+def _jagged_of(x: Pair | Both) -> Tensor:
+    """Return the offsets of a part that has some: not both are dense."""
+    return x.second_offsets if x.first_offsets is None else x.first_offsets  # type: ignore[return-value]
+
+
+def _joined(x: Pair, o: Plain) -> Joined:
+    rows = _rows_of(x.first, x.first_offsets) + _rows_of(x.second, x.second_offsets)
+    features = x.first.shape[2 if x.first_offsets is None else 1 :]
+    return Joined(x.first.new_empty(rows, *features), torch.empty_like(_jagged_of(x)))
+
+
+def _pieces(x: Rows | Both, o: Totals) -> Pieces:
+    return Pieces(tuple([x.values.new_empty(total, *x.values.shape[1:]) for total in o.totals]))
 
 
 def _rows(x: Any, o: Any) -> Taken:
@@ -186,11 +255,35 @@ SPLIT = operator(
     Rows,
     Totals,
     Pieces,
-    shapes=lambda x, o: Pieces(tuple([x.values.new_empty(total, *x.values.shape[1:]) for total in o.totals])),
+    shapes=_pieces,
     torch=f"{_TORCH}:split",
     triton=f"{_TRITON}:split",
     gradient=_of_split,
     saved=("offsets",),
+    float64_on_triton=True,
+)
+CONCAT_TWO = operator(
+    "concat_two",
+    Pair,
+    Plain,
+    Joined,
+    shapes=_joined,
+    torch=f"{_TORCH}:concat_two",
+    triton=f"{_TRITON}:concat_two",
+    gradient=_of_concat_two,
+    saved=("first_offsets", "second_offsets"),
+    float64_on_triton=True,
+)
+SPLIT_TWO = operator(
+    "split_two",
+    Both,
+    Totals,
+    Pieces,
+    shapes=_pieces,
+    torch=f"{_TORCH}:split_two",
+    triton=f"{_TRITON}:split_two",
+    gradient=_of_split_two,
+    saved=("first_offsets", "second_offsets"),
     float64_on_triton=True,
 )
 TAKE_PART = operator(

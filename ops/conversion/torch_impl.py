@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from jagged.ops._shared import padding
-from jagged.ops._shared.offsets import position_of_row, sample_of_row
-from jagged.ops.conversion.spec import Dense, Padded, Padding, Part, Parts, Pieces, Plain, Rows, Selection, Taken, Total, Totals
+from jagged.ops._shared.offsets import position_of_row, sample_of_row, uniform_offsets
+from jagged.ops.conversion.spec import (
+    Both,
+    Dense,
+    Joined,
+    Padded,
+    Padding,
+    Pair,
+    Part,
+    Parts,
+    Pieces,
+    Plain,
+    Rows,
+    Selection,
+    Taken,
+    Total,
+    Totals,
+)
 
 
 def to_dense(x: Rows, o: Padding) -> Padded:
@@ -33,6 +51,21 @@ def split(x: Rows, o: Totals) -> Pieces:
     """Take the parts out again that `concat` put behind one another."""
     pieces = [x.values.index_select(0, _rows_in_whole(x.offsets, k, total)) for k, total in enumerate(o.totals)]
     return Pieces(tuple(pieces))
+
+
+def concat_two(x: Pair, o: Plain) -> Joined:
+    """Put the rows of two parts behind one another, sample by sample."""
+    flat = [
+        part if offsets is not None else part.reshape(part.shape[0] * part.shape[1], *part.shape[2:])
+        for part, offsets in zip(x[:2], x[2:], strict=True)
+    ]
+    stacked = _stacked(x[2:], [part.shape[0] for part in flat])
+    return Joined(concat(Parts(tuple(flat), stacked), o).rows, stacked[0] + stacked[1])
+
+
+def split_two(x: Both, o: Totals) -> Pieces:
+    """Take both parts out again."""
+    return split(Rows(x.values, _stacked(x[1:], o.totals)), o)
 
 
 def take_part(x: Rows, o: Part) -> Taken:
@@ -61,6 +94,18 @@ def index_select_backward(x: Selection, o: Total) -> Taken:
     if o.total and x.indices.shape[0]:
         sums.index_add_(0, _selected_rows(x, x.values.shape[0], o.total), x.values.to(sums.dtype))
     return Taken(sums.to(x.values.dtype))
+
+
+def _stacked(offsets: Sequence[Tensor | None], totals: Sequence[int]) -> Tensor:
+    """Return offsets `[K, B + 1]` of parts of which some have none, because their samples are of one length."""
+    like = next(of for of in offsets if of is not None)
+    size = like.shape[0] - 1
+    return torch.stack(
+        [
+            uniform_offsets(size, total // max(size, 1), like) if of is None else of
+            for of, total in zip(offsets, totals, strict=True)
+        ]
+    )
 
 
 def _rows_in_whole(offsets: Tensor, part: int, total: int) -> Tensor:

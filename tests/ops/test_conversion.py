@@ -65,27 +65,38 @@ def test_dense_to_jagged(
     same_gradients(ours, expected, dense)
 
 
-@given(st.data(), FEATURES, float_dtypes(), seeds(), st.booleans())
+@given(st.data(), st.sampled_from(["ds", "sd", "ss", "dsds", "s", "dds"]), FEATURES, float_dtypes(), seeds(), st.booleans())
 def test_concat_and_split(
-    place: Place, data: st.DataObject, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool
+    place: Place, data: st.DataObject, kinds: str, features: tuple[int, ...], dtype: torch.dtype, seed: int, strided: bool
 ) -> None:
+    # A letter is a part, dense or of samples. Two parts have operators of their own.
     first = data.draw(jagged_batches())
-    second = data.draw(st.permutations(first.lengths).map(lambda lengths: jagged_of(tuple(lengths), first.offsets.dtype)))
-    n, m = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
-    values = [values_of(part, features, dtype, seed + k, strided) for k, part in enumerate((first, second))]
-    sizes = [(first.batch_size, rows, *features) for rows in (n, m)]
-    dense, more = (random_tensor(size, dtype, seed + 2 + k).requires_grad_() for k, size in enumerate(sizes))
-    parts = [more, values[0], dense, values[1]]
-    ours, offsets = ops.jagged_concat(parts, [None, first.offsets, None, second.offsets], backend=place.backend)
-    lengths = [[m] * first.batch_size, first.lengths, [n] * first.batch_size, second.lengths]
+    parts, lengths, offsets, layout = [], [], [], []
+    for k, kind in enumerate(kinds):
+        if kind == "d":
+            n = data.draw(st.integers(0, 3))
+            size = (first.batch_size, n, *features)
+            parts.append(random_tensor(size, dtype, seed + k, strided=strided).requires_grad_())
+            lengths.append([n] * first.batch_size)
+            offsets.append(None)
+            layout.append(n)
+        else:
+            part = jagged_of(tuple(data.draw(st.permutations(first.lengths))), first.offsets.dtype)
+            parts.append(values_of(part, features, dtype, seed + k, strided))
+            lengths.append(part.lengths)
+            # Offsets may be a view whose numbers do not lie side by side.
+            offsets.append(torch.stack([part.offsets] * 2, 1)[:, 0] if strided else part.offsets)
+            layout.append(offsets[-1])
+    ours, joined_offsets = ops.jagged_concat(parts, offsets, backend=place.backend)
     expected = reference.concat(flat(parts, features), lengths)
     same(ours, expected)
-    ops.validate_offsets(offsets, total=expected.shape[0])
-    assert offsets.dtype == first.offsets.dtype
+    ops.validate_offsets(joined_offsets, total=expected.shape[0])
+    assert joined_offsets.diff().tolist() == [sum(rows) for rows in zip(*lengths, strict=True)]
+    assert joined_offsets.dtype == first.offsets.dtype
+    assert not joined_offsets.requires_grad
     same_gradients(ours, expected, *parts)
 
-    layout = [m, first.offsets, n, second.offsets]
-    for totals in (None, [first.total, second.total]):
+    for totals in (None, [first.total] * kinds.count("s")):
         back = ops.jagged_split(ours, layout, totals, backend=place.backend)
         for part, origin in zip(back, parts, strict=True):
             same(part, origin)
@@ -94,10 +105,11 @@ def test_concat_and_split(
     cotangents = [random_tensor(tuple(piece.shape), dtype, seed + 5 + k) for k, piece in enumerate(pieces)]
     # A part that nothing is made of has a gradient of zero.
     unused = data.draw(st.sampled_from([None, 0, 1]))
-    used = [k for k in range(4) if k != unused]
+    used = [k for k in range(len(kinds)) if k != unused] or [0]
     (grad,) = torch.autograd.grad([pieces[k] for k in used], whole, [cotangents[k] for k in used])
-    if unused is not None:
-        cotangents[unused].zero_()
+    for k in range(len(kinds)):
+        if k not in used:
+            cotangents[k].zero_()
     same(grad, reference.concat(flat(cotangents, features), lengths))
 
 
@@ -451,6 +463,10 @@ def test_opcheck(place: Place) -> None:
         ("to_jagged", (dense, batch.offsets, 5)),
         ("concat", ([values[:2], values[:3]], parts)),
         ("split", (values, parts, [2, 3])),
+        ("concat_two", (values[:2], values[:3], parts[0], parts[1])),
+        ("concat_two", (dense, values[:3], None, parts[1])),
+        ("split_two", (values, parts[0], parts[1], [2, 3])),
+        ("split_two", (random_tensor((6, 4), torch.float32, 0), None, parts[1], [3, 3])),
         ("take_part", (values, parts, 1, 3)),
         ("put_part", (values[:3], parts, 1, 5)),
         ("jagged_index_select", (values, batch.offsets, chosen, selected, 8)),
