@@ -105,11 +105,7 @@ def forecast(
     samples = len(rows) / (steps * world_size)
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
-    most = (
-        min(most, config.training.max_tokens)
-        if config.training.max_tokens
-        else min(most, float(config.training.batch_size * config.data.max_seq_len))
-    )
+    most = min(most, float(config.training.max_tokens or config.training.batch_size * config.data.max_seq_len))
     writes = device.type == "cpu" and processes.is_first
     exchanged = 3 * 4 * table.shape[1] * world_size if world_size > 1 else 0
     graphs = graphs_serve(config.trainer, task, processes)
