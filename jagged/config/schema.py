@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ from jagged.config.options import (
     TrainingOptions,
 )
 from jagged.config.section import ConfigError, Problem, Section, inert, kinds, option, or_list, short, spelt, unknown
-from jagged.config.sources import read_file, text_value
+from jagged.config.sources import read_file
 
 # What each section may be. Of several variants the first is the default, and their first option, the tag, tells which one it is.
 # Models that are registered join their section.
@@ -291,4 +293,17 @@ def parse_text(name: str, text: str) -> Any:
     A TOML literal (`0.2`, `true`, `"quoted"`) means what it says in TOML, any other text is a string. An option that takes
     strings gets the text as it stands, quotes aside, so that an events file may be called `2024`.
     """
-    return text_value(text, {kind for _, field in leaves()[name] for kind in kinds(field)})
+    takes = {kind for _, field in leaves()[name] for kind in kinds(field)}
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+    except (ValueError, RecursionError):
+        value = text
+    if str in takes:
+        return value if isinstance(value, str) else text
+    if isinstance(value, str):
+        # Numbers that Python's users write and TOML refuses: `.5`, `1.`, `007`.
+        for kind in takes & {int, float}:
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value

@@ -1,8 +1,7 @@
-"""Where values come from: files, and texts of flags and of `--set`."""
+"""Files of values."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import tomllib
 from pathlib import Path
@@ -13,27 +12,6 @@ from jagged.config.section import ConfigError, short
 
 # A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
 _MAX_FILE_BYTES = 16 * 1024
-
-
-def text_value(text: str, takes: set[type]) -> Any:
-    """The text of a flag or of `--set` as a value for an option that takes the given types.
-
-    A TOML literal (`0.2`, `true`, `"quoted"`) means what it says in TOML, any other text is a string. An option that takes
-    strings gets the text as it stands, quotes aside, so that an events file may be called `2024`.
-    """
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-        value = parsed["value"] if len(parsed) == 1 else text
-    except (ValueError, RecursionError):
-        value = text
-    if str in takes:
-        return value if isinstance(value, str) else text
-    if isinstance(value, str):
-        # Numbers that Python's users write and TOML refuses: `.5`, `1.`, `007`.
-        for kind in takes & {int, float}:
-            with contextlib.suppress(ValueError):
-                return kind(value)
-    return value
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -14,20 +14,13 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import ConfigError, GlobalTime, TrainConfig
-from jagged.data import (
-    BatchLoader,
-    SequenceDataset,
-    SequenceSplit,
-    read_events,
-    split_global_time,
-    split_leave_one_out,
-    synthetic_sessions,
-)
+from jagged.config import ConfigError, TrainConfig
+from jagged.data import BatchLoader, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import NextItemTask, SASRec, build, build_head
 from jagged.models.pretrained import CONFIG, save_pretrained
+from jagged.runs.run import split_events
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import latest_checkpoint
 from jagged.training.errors import TrainingError
@@ -152,10 +145,7 @@ def _read(config: TrainConfig, source: Any, progress: bool) -> SequenceDataset:
 
 
 def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
-    if isinstance(config.split, GlobalTime):
-        split = split_global_time(dataset, config.split.valid_fraction, config.split.test_fraction)
-    else:
-        split = split_leave_one_out(dataset)
+    split = split_events(config, dataset)
     for name, part in (("training", split.train), ("validation", split.valid), ("test", split.test)):
         if not len(part):
             raise TrainingError(
