@@ -121,12 +121,8 @@ def _figure(palette: Palette) -> tuple[Any, Any]:
     style: dict[Any, Any] = {
         "font.family": "sans-serif",
         "font.size": 10,
-        "text.color": palette.ink,
-        "axes.labelcolor": palette.ink,
-        "axes.edgecolor": palette.ink,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), palette.ink),
         "axes.facecolor": "none",
-        "xtick.color": palette.ink,
-        "ytick.color": palette.ink,
         "figure.facecolor": palette.paper,
         "grid.color": palette.rule,
         "axes.spines.top": False,

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from jagged.models import NextItemTask, SASRec, build, build_head
 from jagged.models.pretrained import CONFIG, save_pretrained
 from jagged.runs.run import split_events
 from jagged.training.callbacks import Callback
-from jagged.training.checkpoint import latest_checkpoint
+from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast
 from jagged.training.loop import CHECKPOINTS
@@ -99,12 +100,8 @@ def train(
             with artifacts.writing(directory / DATASET, "make room, or choose another output", CheckpointError):
                 dataset.save(directory / DATASET)
                 # From here on the run needs nothing else to go on; one that goes on already has its own.
-                if latest_checkpoint(directory / CHECKPOINTS) is None:
+                if not list_checkpoints(directory / CHECKPOINTS):
                     config.save(directory / CONFIG)
-
-        def write(whole: nn.Module, metrics: RunMetrics, history: list[dict[str, Any]]) -> None:
-            _write(directory, config, split, whole, train_counts, metrics, history)
-
         drawn = len(split.valid) if config.evaluation.validate_users is None else config.evaluation.validate_users
         note = f" of {drawn:,} of {len(split.valid):,} users" if drawn < len(split.valid) else ""
         trainer = Trainer(task, config.trainer, callbacks=callbacks)
@@ -115,7 +112,7 @@ def train(
             resume,
             progress,
             fingerprint=dataset.fingerprint,
-            write=write,
+            write=partial(_write, directory, config, split, train_counts),
             valid_note=note,
             options=config.model_dump(),
         )
@@ -201,8 +198,8 @@ def _write(
     directory: Path,
     config: TrainConfig,
     split: SequenceSplit,
-    task: nn.Module,
     train_counts: TrainCounts,
+    task: nn.Module,
     metrics: RunMetrics,
     history: list[dict[str, Any]],
 ) -> None:

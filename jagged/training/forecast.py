@@ -12,6 +12,7 @@ from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
 from jagged.evaluation import takes_times
 from jagged.models import NextItemTask
+from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
 from jagged.training.processes import Processes
@@ -88,8 +89,6 @@ def forecast(
     Memory for activations grows with the number of tokens alone, because nothing is padded; so a few samples tell it. The global
     random state is left as it was.
     """
-    from jagged.scoring import DEFAULT_MAX_BYTES
-
     device = processes.device
     table, world_size = task.model.item_weight, processes.world_size
     others = table[-(-len(table) // world_size) :]
