@@ -498,9 +498,8 @@ class ReplayTimer:
         return graph, held, list(wanted)
 
     def _capture(self, key: _Captured) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]:
-        launches, held = list(_of_features(self._launches, key.features)), []
-        for launch in launches:
-            held.append(torch.full((launch.layout.num_features,), BY_MAP, dtype=torch.int32, device=launch.storage.device))
+        launches = list(_of_features(self._launches, key.features))
+        held = [torch.full((of.layout.num_features,), BY_MAP, dtype=torch.int32, device=of.storage.device) for of in launches]
 
         def work() -> None:
             for launch, codes in zip(launches, held, strict=True):

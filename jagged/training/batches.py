@@ -86,9 +86,6 @@ class Repeated:
         """The iterable's length."""
         return len(self._batches)
 
-    def __len__(self) -> int:
-        return len(self._batches)
-
     def close(self) -> None:
         """End a `DataLoader`'s workers now: left to the garbage collector, they may outlive what they talk to."""
         iterator, self._iterator = self._iterator, None
