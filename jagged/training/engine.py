@@ -247,14 +247,14 @@ class _Step(nn.Module):
         self._graphs: GraphedSteps | None = None
         if graphs:
             assert isinstance(task, NextItemTask)
-            self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device)
+            self._graphs = GraphedSteps(lambda batch: self._task(batch).loss, task.parameters(), processes.device)
             self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
         batch = batch.batch if isinstance(batch, Carried) else batch
         self.samples += len(batch) if hasattr(batch, "__len__") and not isinstance(batch, (dict, tuple, list)) else 0
         if self._graphs is not None and batch.is_checked(self._num_items):
-            loss, _ = self._graphs(batch)
+            loss = self._graphs(batch)
             # The gradients are there already; the pipeline's own backward ends at the loss.
             return loss.requires_grad_(), (loss.detach(), batch.targets.numel())
         output = self._task(batch)
@@ -272,10 +272,6 @@ class _Step(nn.Module):
             return self.task(batch)
         with torch.autocast(self._processes.device.type, torch.bfloat16):
             return self.task(batch)
-
-    def _loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
-        loss, scores = self._task(batch)
-        return loss, scores["next_item"].logits
 
     def _share(self, loss: Tensor, rows: int | Tensor) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.
