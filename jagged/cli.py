@@ -286,10 +286,7 @@ def evaluate(
     *,
     data: Annotated[Path | None, Parameter(help="events file to evaluate on, by default the run's own data")] = None,
     part: Annotated[Literal["valid", "test"], Parameter(help="the held-out part")] = "test",
-    k: Annotated[
-        tuple[_Count, ...],
-        Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20"),
-    ] = (),
+    k: Annotated[tuple[_Count, ...], Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20")] = (),
     filter_viewed: Annotated[
         bool | None,
         Parameter(
@@ -439,9 +436,7 @@ def tune_bags(
     out: Annotated[Path, Parameter(help="plan to write, JSON; a plan that is there is replaced")],
     programs: Annotated[
         tuple[_Programs, ...],
-        Parameter(
-            help="programs for each multiprocessor that are tried, may be repeated; by default 8, 12, 16, 20, 24, 28, 32",
-        ),
+        Parameter(help="programs for each multiprocessor that are tried, may be repeated; by default 8, 12, 16, 20, 24, 28, 32"),
     ] = (),
     backward: Annotated[bool, Parameter(help="time backward passes, too; not needed where tables are only read")] = True,
 ) -> None:

@@ -208,13 +208,7 @@ class _Histories:
 
 
 def _recommend(
-    run: Run,
-    users: Any,
-    k: int,
-    filter_viewed: bool,
-    *,
-    max_bytes: int = DEFAULT_MAX_BYTES,
-    progress: bool = True,
+    run: Run, users: Any, k: int, filter_viewed: bool, *, max_bytes: int = DEFAULT_MAX_BYTES, progress: bool = True
 ) -> pa.Table:
     from tqdm import tqdm
 
@@ -341,11 +335,7 @@ def _ids(values: Iterable[Any], what: str) -> pa.Array:
 
 
 def _read(
-    run: Run,
-    source: Any,
-    format: str = "auto",
-    columns: Mapping[str, str | None] | None = None,
-    progress: bool = True,
+    run: Run, source: Any, format: str = "auto", columns: Mapping[str, str | None] | None = None, progress: bool = True
 ) -> SequenceDataset:
     columns = dict(columns or {})
     expected = run.config.data.timestamp_column
@@ -388,9 +378,7 @@ def _writer(path: Path) -> Callable[[pa.Table], None]:
                 formats[path.suffix.lower()](table, file)
         if path.suffix.lower() == ".csv" and (formulas := _formulas(table)):
             logger.warning(
-                "%s: %d ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl",
-                path,
-                formulas,
+                "%s: %d ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl", path, formulas
             )
 
     return write

@@ -64,12 +64,7 @@ class Run:
         return device
 
     def read(
-        self,
-        data: Any = None,
-        *,
-        format: str = "auto",
-        columns: Mapping[str, str | None] | None = None,
-        progress: bool = True,
+        self, data: Any = None, *, format: str = "auto", columns: Mapping[str, str | None] | None = None, progress: bool = True
     ) -> SequenceDataset:
         """Read events; without `data` those that the model was trained on.
 
