@@ -68,7 +68,7 @@ def length_histogram(lengths: Counts, max_seq_len: int, palette: Palette) -> Any
         _log_axis(axes, int(edges[-1]))
     axes.set_xlabel("events of a user")
     axes.set_ylabel("users")
-    _legend(axes, palette)
+    axes.legend(frameon=False, labelcolor=palette.ink)
     return figure
 
 
@@ -84,7 +84,7 @@ def rank_histogram(ranks: Mapping[str, Counts], num_items: int, palette: Palette
     _log_axis(axes, num_items)
     axes.set_xlabel("rank of the held-out item (1 is best)")
     axes.set_ylabel("share of users")
-    _legend(axes, palette)
+    axes.legend(frameon=False, labelcolor=palette.ink)
     return figure
 
 
@@ -121,12 +121,8 @@ def _figure(palette: Palette) -> tuple[Any, Any]:
     style: dict[Any, Any] = {
         "font.family": "sans-serif",
         "font.size": 10,
-        "text.color": palette.ink,
-        "axes.labelcolor": palette.ink,
-        "axes.edgecolor": palette.ink,
+        **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), palette.ink),
         "axes.facecolor": "none",
-        "xtick.color": palette.ink,
-        "ytick.color": palette.ink,
         "figure.facecolor": palette.paper,
         "grid.color": palette.rule,
         "axes.spines.top": False,
@@ -138,10 +134,6 @@ def _figure(palette: Palette) -> tuple[Any, Any]:
         axes.grid(axis="y")
         axes.set_axisbelow(True)
     return figure, axes
-
-
-def _legend(axes: Any, palette: Palette) -> None:
-    axes.legend(frameon=False, labelcolor=palette.ink)
 
 
 def _log_edges(largest: int) -> npt.NDArray[np.float64]:

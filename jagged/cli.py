@@ -16,11 +16,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
-from pydantic.fields import FieldInfo
 
 from jagged import __version__, versions
 from jagged.config import (
@@ -57,24 +56,29 @@ _KNOWN_ERRORS = (
     ("jagged.evaluation", "EvaluationError"),
     ("jagged.tuning", "TuningError"),
 )
+_METAVARS = {int: "INTEGER", float: "NUMBER"}
 # The options of `train` that are shown first, and those that are spelt otherwise than by their names.
 _MOST_USED = ("data.path", "output", "training.max_epochs", "device", "seed")
 _NEGATIVES = {"evaluation.filter_viewed": "--evaluation.keep-viewed"}
 
 _Format = Annotated[Literal["auto", "text", "csv", "parquet"], Parameter(help="format of the events; auto by file name")]
 _Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: the GPU where there is one")]
-_Column = Annotated[Optional[str], Parameter(help="name of the column, by default the run's")]  # noqa: UP045
+_Column = Annotated[str | None, Parameter(help="name of the column, by default the run's")]
 _Directory = Annotated[Path, Parameter(help="a run's directory, as `jagged train` leaves it")]
 _Columns = Annotated[tuple[str, ...], Parameter(metavar="COLUMN")]
-_Chosen = Annotated[Optional[str], Parameter(metavar="COLUMN")]  # noqa: UP045
+_Chosen = Annotated[str | None, Parameter(metavar="COLUMN")]
 _Programs = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
 _Count = Annotated[int, Parameter(validator=Number(gte=1))]
+
+# The functions by the words that call them.
+_COMMANDS: dict[str, Callable[..., Any]] = {}
 
 
 def _command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function a command; the help begins with the first line of its docstring and ends with the others, as they stand."""
     first, _, others = str(inspect.getdoc(function)).partition("\n\n")
     app.command(function, help=first, help_epilogue=others)
+    _COMMANDS[app.name_transform(function.__name__)] = function
     return function
 
 
@@ -191,7 +195,7 @@ def _annotation(name: str) -> Any:
             name=[_flag(name), *short],
             negative=_NEGATIVES.get(name, f"--{section}.no-{_flag(name.rpartition('.')[2])[2:]}") if on_off else (),
             help=f"{f'{told}: ' if told and not tag else ''}{field.description} {default}",
-            metavar="|".join(values) or _metavar(field),
+            metavar="|".join(values) or next((said for kind, said in _METAVARS.items() if kind in kinds(field)), "TEXT"),
             group=_GROUPS["most" if name in _MOST_USED else section],
             show_default=False,
         ),
@@ -202,22 +206,17 @@ def _tag_of(kind: type[Any]) -> str:
     return str(next(iter(kind.model_fields.values())).default)
 
 
-def _metavar(field: FieldInfo) -> str:
-    found = kinds(field)
-    return "INTEGER" if int in found else "NUMBER" if float in found else "TEXT"
-
-
 @_command
 @_with_config_options
 def train(
     flags: Mapping[str, Any],
     *,
     resume: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         Parameter(metavar="RUN", help="go on with the run in this directory; it needs no other option", group=_GROUPS["most"]),
     ] = None,
     config: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         Parameter(metavar="FILE", help="TOML file of options, or an earlier run's config.json", group=_GROUPS["most"]),
     ] = None,
     assignments: Annotated[
@@ -285,17 +284,11 @@ def evaluate(
     directory: _Directory,
     /,
     *,
-    data: Annotated[
-        Optional[Path],  # noqa: UP045
-        Parameter(help="events file to evaluate on, by default the run's own data"),
-    ] = None,
+    data: Annotated[Path | None, Parameter(help="events file to evaluate on, by default the run's own data")] = None,
     part: Annotated[Literal["valid", "test"], Parameter(help="the held-out part")] = "test",
-    k: Annotated[
-        tuple[_Count, ...],
-        Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20"),
-    ] = (),
+    k: Annotated[tuple[_Count, ...], Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20")] = (),
     filter_viewed: Annotated[
-        Optional[bool],  # noqa: UP045
+        bool | None,
         Parameter(
             negative="--keep-viewed", help="take items of the history out of the ranking, or leave them in; by default both"
         ),
@@ -332,8 +325,7 @@ def recommend(
     /,
     *,
     output: Annotated[
-        Optional[Path],  # noqa: UP045
-        Parameter(help="table to write: .csv, .parquet or .jsonl; by default csv on standard output"),
+        Path | None, Parameter(help="table to write: .csv, .parquet or .jsonl; by default csv on standard output")
     ] = None,
     k: Annotated[_Count, Parameter(help="items for each user")] = 10,
     filter_viewed: Annotated[
@@ -371,10 +363,7 @@ def report(
     directory: _Directory,
     /,
     *,
-    output: Annotated[
-        Optional[Path],  # noqa: UP045
-        Parameter(help="page to write, by default report.html in the directory"),
-    ] = None,
+    output: Annotated[Path | None, Parameter(help="page to write, by default report.html in the directory")] = None,
 ) -> None:
     """Write one self-contained HTML page about a run.
 
@@ -408,18 +397,14 @@ def inspect_(
     numbers: Annotated[_Columns, Parameter(help="column of numbers, may be repeated")] = (),
     unused: Annotated[_Columns, Parameter(help="column that is not used, may be repeated")] = (),
     schema: Annotated[
-        Optional[Path],  # noqa: UP045
-        Parameter(metavar="TOML", help="file that says what the columns are; by default it is inferred"),
+        Path | None, Parameter(metavar="TOML", help="file that says what the columns are; by default it is inferred")
     ] = None,
     save_schema: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         Parameter(metavar="TOML", help="file to write the schema into, to edit it; a schema that is there is replaced"),
     ] = None,
     format: Annotated[Literal["auto", "csv", "parquet"], Parameter(help="format of the files; auto by file name")] = "auto",
-    delimiter: Annotated[
-        Optional[str],  # noqa: UP045
-        Parameter(help="what separates the fields of csv; by default found out"),
-    ] = None,
+    delimiter: Annotated[str | None, Parameter(help="what separates the fields of csv; by default found out")] = None,
 ) -> None:
     """Show what is in a table: its columns, odd values, what may leak.
 
@@ -451,9 +436,7 @@ def tune_bags(
     out: Annotated[Path, Parameter(help="plan to write, JSON; a plan that is there is replaced")],
     programs: Annotated[
         tuple[_Programs, ...],
-        Parameter(
-            help="programs for each multiprocessor that are tried, may be repeated; by default 8, 12, 16, 20, 24, 28, 32",
-        ),
+        Parameter(help="programs for each multiprocessor that are tried, may be repeated; by default 8, 12, 16, 20, 24, 28, 32"),
     ] = (),
     backward: Annotated[bool, Parameter(help="time backward passes, too; not needed where tables are only read")] = True,
 ) -> None:
@@ -521,19 +504,6 @@ def _printing() -> Iterator[None]:
         if isinstance(error, BrokenPipeError):
             raise SystemExit(128 + signal.SIGPIPE) from None
         raise ConfigError(f"standard output: could not be written: {error.strerror or error}; write it elsewhere") from None
-
-
-# The functions by the words that call them.
-_COMMANDS: dict[str, Callable[..., Any]] = {
-    "train": train,
-    "evaluate": evaluate,
-    "recommend": recommend,
-    "report": report,
-    "inspect": inspect_,
-    "tune-bags": tune_bags,
-    "doctor": doctor,
-    "demo": demo,
-}
 
 
 def _prepare() -> None:

@@ -6,15 +6,21 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import csv
 
 from jagged.artifacts import writing
 from jagged.config import ConfigError, TrainConfig
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from jagged.data import SequenceDataset
+from jagged.data import SequenceDataset, synthetic_sessions
+from jagged.metrics import ALL_ITEMS
+from jagged.runs.recommending import recommend
+from jagged.runs.reporting import gather, write_page, write_pictures
+from jagged.runs.training import train
+from jagged.training.checkpoint import latest_checkpoint
 
 METRIC = "ndcg@10"
 # What counts as clearly better than popularity, and as near the attainable.
@@ -82,8 +88,6 @@ def demo(output: str | os.PathLike[str] = "runs/demo", *, seed: int = 0) -> Demo
         ConfigError: the directory cannot be made or written.
         DataError: nor can a temporary one.
     """
-    import torch
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,13 +97,6 @@ def demo(output: str | os.PathLike[str] = "runs/demo", *, seed: int = 0) -> Demo
 
 
 def _demo(directory: Path, seed: int) -> DemoResult:
-    from jagged.data import synthetic_sessions
-    from jagged.metrics import ALL_ITEMS
-    from jagged.runs.recommending import recommend
-    from jagged.runs.reporting import gather, write_page, write_pictures
-    from jagged.runs.training import train
-    from jagged.training.checkpoint import latest_checkpoint
-
     began = time.perf_counter()
     sample, attainable = synthetic_sessions(seed, num_users=_NUM_USERS, num_items=_NUM_ITEMS)
     with writing(directory, "choose another output", ConfigError):
@@ -127,13 +124,9 @@ def _demo(directory: Path, seed: int) -> DemoResult:
     histories = _histories(sample)
     print(f"\n{result}\n\n{_describe(histories, recommend(run.directory, histories, k=5, progress=False))}\n")
     print("Written")
-    for name, path in (
-        ("checkpoint", result.checkpoint),
-        ("weights", run.directory / "model.safetensors"),
-        ("metrics", result.metrics),
-    ):
+    files = [("checkpoint", result.checkpoint), ("weights", run.directory / "model.safetensors"), ("metrics", result.metrics)]
+    for name, path in [*files, *(("picture", path) for path in result.pictures)]:
         print(f"  {name:<10}  {path}")
-    print("\n".join(f"  {'picture':<10}  {path}" for path in result.pictures))
     print(f"All of it took {time.perf_counter() - began:.0f} s.")
     return result
 
@@ -148,10 +141,6 @@ def _free(path: Path) -> Path:
 
 
 def _write_events(sample: SequenceDataset, path: Path) -> Path:
-    import numpy as np
-    import pyarrow as pa
-    from pyarrow import csv
-
     assert sample.timestamps is not None
     users = sample.users.decode(np.repeat(np.arange(sample.num_users), sample.lengths.numpy()))
     items = sample.items.decode(sample.item_ids.numpy())

@@ -150,13 +150,11 @@ def _on(device: str, op: Callable[[torch.device, str], None]) -> Callable[[], st
     def check() -> str:
         import torch
 
-        if device == "cpu":
-            op(torch.device("cpu"), "torch")
-            return ""
-        if not torch.cuda.is_available():
+        if device == "cuda" and not torch.cuda.is_available():
             return NO_GPU
-        op(torch.device("cuda"), "triton")
-        torch.cuda.synchronize()
+        op(torch.device(device), "triton" if device == "cuda" else "torch")
+        if device == "cuda":
+            torch.cuda.synchronize()
         return ""
 
     return check

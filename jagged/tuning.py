@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from tqdm import tqdm
 
 from jagged.artifacts import writing
 from jagged.data import read_batches
@@ -186,7 +187,8 @@ def tune(
     search = _Search(ReplayTimer(launches) if timer is None else timer, classes, repeats)
     rows_tried = _rows_tried(launches) if backward else ()
     times_of_backward = None
-    with _bar(len(classes) + 1 + bool(rows_tried), progress) as bar:
+    total = len(classes) + 1 + bool(rows_tried)
+    with tqdm(total=total, desc="tune", unit="class", leave=False, delay=2, disable=not progress) as bar:
         search.local(bar, alone=alone)
         if not alone and search.occupancy(programs):
             bar.total += len(classes)
@@ -354,9 +356,7 @@ class _Search:
     """The best schedules and number of programs that are known so far."""
 
     def __init__(self, timer: Timer, classes: Sequence[FeatureClass], repeats: int) -> None:
-        self._time = timer
-        self._classes = classes
-        self._repeats = repeats
+        self._time, self._classes, self._repeats = timer, classes, repeats
         self.codes = [BY_MAP] * sum(len(of.features) for of in classes)
         self.programs = PROGRAMS
         self.counted_rows: int | None = None
@@ -498,9 +498,8 @@ class ReplayTimer:
         return graph, held, list(wanted)
 
     def _capture(self, key: _Captured) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]:
-        launches, held = list(_of_features(self._launches, key.features)), []
-        for launch in launches:
-            held.append(torch.full((launch.layout.num_features,), BY_MAP, dtype=torch.int32, device=launch.storage.device))
+        launches = list(_of_features(self._launches, key.features))
+        held = [torch.full((of.layout.num_features,), BY_MAP, dtype=torch.int32, device=of.storage.device) for of in launches]
 
         def work() -> None:
             for launch, codes in zip(launches, held, strict=True):
@@ -559,9 +558,3 @@ def _words(code: int) -> str:
     if code == BY_MAP:
         return "by the lengths of each batch"
     return f"{KINDS[code & 3]}, {code >> 2} step{'s' * (code >> 2 > 1)}"
-
-
-def _bar(total: int, shown: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="tune", unit="class", leave=False, delay=2, disable=not shown)

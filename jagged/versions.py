@@ -19,22 +19,15 @@ from pathlib import Path
 TORCH, TORCHREC, FBGEMM = "2.13.0", "1.8.0", "1.8.0"
 SUPPORTED_TORCH_MINORS = range(11, 14)
 
+# Packages whose modules and distributions have their name.
+_ONE_NAME = ("numpy", "pyarrow", "pydantic", "safetensors", "tqdm", "cyclopts", "matplotlib", "jinja2", "psutil", "duckdb")
 # Package: the module it provides, and the distributions that may bring it.
 _PACKAGES: dict[str, tuple[str, tuple[str, ...]]] = {
     "torch": ("torch", ("torch",)),
     "torchrec": ("torchrec", ("torchrec", "torchrec-cpu", "torchrec-nightly", "torchrec-nightly-cpu")),
     "fbgemm-gpu": ("fbgemm_gpu", ("fbgemm-gpu", "fbgemm-gpu-cpu", "fbgemm-gpu-nightly", "fbgemm-gpu-nightly-cpu")),
     "triton": ("triton", ("triton", "pytorch-triton", "triton-rocm")),
-    "numpy": ("numpy", ("numpy",)),
-    "pyarrow": ("pyarrow", ("pyarrow",)),
-    "pydantic": ("pydantic", ("pydantic",)),
-    "safetensors": ("safetensors", ("safetensors",)),
-    "tqdm": ("tqdm", ("tqdm",)),
-    "cyclopts": ("cyclopts", ("cyclopts",)),
-    "matplotlib": ("matplotlib", ("matplotlib",)),
-    "jinja2": ("jinja2", ("jinja2",)),
-    "psutil": ("psutil", ("psutil",)),
-    "duckdb": ("duckdb", ("duckdb",)),
+    **{name: (name, (name,)) for name in _ONE_NAME},
     "tensorboard": ("tensorboard", ("tensorboard",)),
 }
 # Triton is needed on a GPU alone, where torch's own wheel brings it.

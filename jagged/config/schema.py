@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import json
+import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 from pydantic import SerializeAsAny
 from pydantic.fields import FieldInfo
 
-from jagged.artifacts import dump_json, write_file
+from jagged.artifacts import dump_json, errors_as, read_bytes, write_file
 from jagged.config.options import (
     CrossEntropyHead,
     DataOptions,
@@ -27,7 +30,6 @@ from jagged.config.options import (
     TrainingOptions,
 )
 from jagged.config.section import ConfigError, Problem, Section, inert, kinds, option, or_list, short, spelt, unknown
-from jagged.config.sources import read_file, text_value
 
 # What each section may be. Of several variants the first is the default, and their first option, the tag, tells which one it is.
 # Models that are registered join their section.
@@ -41,6 +43,8 @@ SECTIONS: dict[str, list[type[Section]]] = {
 }
 # Where a section is given by one word it is this option.
 _MAIN = {"data": "path", "split": "type", "model": "name", "head": "type"}
+# A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
+_MAX_FILE_BYTES = 16 * 1024
 
 
 class TrainConfig(RunOptions):
@@ -111,7 +115,7 @@ class TrainConfig(RunOptions):
         """
         above = nested(overrides or {})
         try:
-            return cls(**merge({} if path is None else read_file(Path(path)), above))
+            return cls(**merge({} if path is None else _read_file(Path(path)), above))
         except ConfigError as error:
             if path is None or not error.problems:
                 raise
@@ -123,6 +127,22 @@ class TrainConfig(RunOptions):
     def save(self, path: str | Path) -> None:
         """Write the resolved configuration as JSON; `load` reads it."""
         write_file(Path(path), dump_json(self.model_dump()))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The values of a TOML or JSON file; a ConfigError where it cannot be read, or holds something else."""
+    kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
+    with errors_as(ConfigError):
+        content = read_bytes(path, _MAX_FILE_BYTES)
+    try:
+        values = parse(content.decode("utf-8"))
+    except RecursionError:
+        raise ConfigError(f"{path}: found values nested too deeply, expected lines of the form key = value") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: cannot be read as {kind}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: found {short(values)}, expected an object of options")
+    return values
 
 
 def register_model(name: str, options: type[ModelOptions]) -> None:
@@ -291,4 +311,17 @@ def parse_text(name: str, text: str) -> Any:
     A TOML literal (`0.2`, `true`, `"quoted"`) means what it says in TOML, any other text is a string. An option that takes
     strings gets the text as it stands, quotes aside, so that an events file may be called `2024`.
     """
-    return text_value(text, {kind for _, field in leaves()[name] for kind in kinds(field)})
+    takes = {kind for _, field in leaves()[name] for kind in kinds(field)}
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        value = parsed["value"] if len(parsed) == 1 else text
+    except (ValueError, RecursionError):
+        value = text
+    if str in takes:
+        return value if isinstance(value, str) else text
+    if isinstance(value, str):
+        # Numbers that Python's users write and TOML refuses: `.5`, `1.`, `007`.
+        for kind in takes & {int, float}:
+            with contextlib.suppress(ValueError):
+                return kind(value)
+    return value

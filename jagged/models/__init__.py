@@ -22,17 +22,7 @@ from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"sasrec": SASRec}
 
-__all__ = [
-    "NextItemTask",
-    "RankingTask",
-    "SASRec",
-    "Task",
-    "TaskOutput",
-    "TaskScores",
-    "build",
-    "build_head",
-    "register",
-]
+__all__ = ["NextItemTask", "RankingTask", "SASRec", "Task", "TaskOutput", "TaskScores", "build", "build_head", "register"]
 
 
 def register(name: str, model: Callable[..., nn.Module], options: type[ModelOptions] | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,12 +143,8 @@ def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: to
     Raises:
         CheckpointError: a file is missing, damaged, or does not fit the task; the message names it.
     """
-    directory = _ended(directory)
     with errors_as(CheckpointError):
-        listed = artifacts.verify(directory, exact=False).files
-        for file in (WEIGHTS, MODEL):
-            if file not in listed:
-                raise CheckpointError(f"{directory / file}: missing: the directory holds no task")
+        directory, _ = _verified(directory, (WEIGHTS, MODEL), "task")
         if task is None:
             return _read_model(directory).to(device).eval()
         expected = {name: _expected(value) for name, value in task.kept.state_dict().items()}
@@ -200,12 +196,8 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
     Raises:
         CheckpointError: a file is missing, damaged or not what it should be; the message names it.
     """
-    directory = _ended(directory)
     with errors_as(CheckpointError, ConfigError, DataError):
-        listed = artifacts.verify(directory, exact=False).files
-        for file in (WEIGHTS, MODEL, ITEMS):
-            if file not in listed:
-                raise CheckpointError(f"{directory / file}: missing: the directory holds no model")
+        directory, listed = _verified(directory, (WEIGHTS, MODEL, ITEMS), "model")
         documents = {file: artifacts.read_json(directory / file) for file in (SPLIT, METRICS) if file in listed}
         history = artifacts.read_json_lines(directory / HISTORY) if HISTORY in listed else []
         config = TrainConfig.load(directory / CONFIG) if CONFIG in listed else None
@@ -218,8 +210,8 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
     return Pretrained(directory, model, items, config, documents.get(SPLIT, {}), documents.get(METRICS, {}), history)
 
 
-def _ended(directory: str | os.PathLike[str]) -> Path:
-    """The directory, which is there and not of a run that was stopped."""
+def _verified(directory: str | os.PathLike[str], needed: Sequence[str], what: str) -> tuple[Path, Collection[str]]:
+    """The directory, which is there and not of a run that was stopped, and the files it lists; all needed ones are among them."""
     directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such directory; expected one that `jagged train` or save_pretrained wrote")
@@ -227,7 +219,11 @@ def _ended(directory: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"{directory}: a run that has not ended; go on with it by `jagged train --resume`, or by resume=True of `fit`"
         )
-    return directory
+    listed = artifacts.verify(directory, exact=False).files
+    for file in needed:
+        if file not in listed:
+            raise CheckpointError(f"{directory / file}: missing: the directory holds no {what}")
+    return directory, listed
 
 
 def _read_model(directory: Path) -> SASRec:

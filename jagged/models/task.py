@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from jagged.data.moving import moved
 from jagged.metrics import Figures
@@ -151,19 +153,16 @@ class Task(nn.Module):
         return Figures({"all": {"loss": float(sums[0] / sums[1])}, **figures})
 
 
-class evaluating:  # noqa: N801 - used as a context manager
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
     """A module in eval mode; every submodule's own mode is restored."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._modes: Sequence[tuple[nn.Module, bool]] = [(part, part.training) for part in module.modules()]
-        self._module = module
-
-    def __enter__(self) -> None:
-        self._module.eval()
-
-    def __exit__(self, *error: object) -> None:
-        for module, training in self._modes:
-            module.training = training
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def several() -> bool:
@@ -176,7 +175,4 @@ def bar(batches: Any, shown: bool) -> Iterable[Any]:
     """The batches, under a progress bar of the first process after two seconds."""
     if not shown or (several() and torch.distributed.get_rank()):
         return batches  # type: ignore[no-any-return]
-    from tqdm import tqdm
-
-    total = len(batches) if hasattr(batches, "__len__") else None
-    return tqdm(batches, total=total, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]
+    return tqdm(batches, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]

@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
 from jagged.config import ConfigError
+from jagged.data.batches import KEY, BatchLoader, SequenceBatch, features_of
 from jagged.evaluation import EvaluationError, evaluate_protocols, takes_times
 from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures
 from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES
-
-if TYPE_CHECKING:
-    from jagged.data import SequenceBatch
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,6 @@ def evaluate(
         CheckpointError: the directory is no run, or a file of it is damaged.
         DataError: the data cannot be used.
     """
-    from jagged.data import BatchLoader
-
     if part not in ("valid", "test"):
         raise ConfigError(f"part: got {part!r}, expected 'valid' or 'test'")
     run = Run.open(directory, device=device)
@@ -156,9 +152,6 @@ class _Mapped:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[SequenceBatch]:
-        from jagged.data import SequenceBatch
-        from jagged.data.batches import KEY
-
         for batch in self.loader:
             features = self._map(batch.features)
             targets = self.dense[batch.targets]
@@ -168,8 +161,6 @@ class _Mapped:
             yield SequenceBatch(features, targets, batch.users, viewed, self.num_items)
 
     def _map(self, features: Any) -> Any:
-        from jagged.data.batches import features_of
-
         keys = features.keys()
         times = features[keys[1]].values() if len(keys) > 1 else None
         return features_of(*known_items(features[keys[0]].values(), features[keys[0]].lengths(), self.dense, times))

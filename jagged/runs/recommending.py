@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,15 +19,18 @@ from torch import Tensor
 
 from jagged.artifacts import replacing, writing
 from jagged.config import ConfigError, TrainConfig, merge
-from jagged.data import DataError
+from jagged.data import DataError, SequenceDataset
+from jagged.data.batches import features_of
+from jagged.data.files import EVENT_FORMATS
+from jagged.data.gather import seconds
+from jagged.data.sources import find_source, is_table
+from jagged.data.splits import ranges
 from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite, takes_times
 from jagged.metrics import TrainCounts
+from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.runs.evaluating import Evaluation, evaluate
 from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
-
-if TYPE_CHECKING:
-    from jagged.data import SequenceDataset
 
 logger = logging.getLogger("jagged")
 
@@ -118,8 +121,6 @@ class Recommender:
             ConfigError: no model yet.
             CheckpointError: the directory cannot be written.
         """
-        from jagged.models.pretrained import from_pretrained, save_pretrained
-
         run = self._opened()
         opened = from_pretrained(run.directory)
         save_pretrained(
@@ -180,8 +181,6 @@ def recommend(
         DataError: the histories cannot be read.
         EvaluationError: the model's scores are NaN or infinite.
     """
-    from jagged.data.sources import is_table
-
     write = None if output is None else _writer(Path(output))
     run = Run.open(directory, device=device)
     if isinstance(histories, (str, os.PathLike)) or is_table(histories):
@@ -209,13 +208,7 @@ class _Histories:
 
 
 def _recommend(
-    run: Run,
-    users: Any,
-    k: int,
-    filter_viewed: bool,
-    *,
-    max_bytes: int = DEFAULT_MAX_BYTES,
-    progress: bool = True,
+    run: Run, users: Any, k: int, filter_viewed: bool, *, max_bytes: int = DEFAULT_MAX_BYTES, progress: bool = True
 ) -> pa.Table:
     from tqdm import tqdm
 
@@ -256,9 +249,6 @@ def _recommend(
 
 def _known(histories: _Histories, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
     """Whole histories in rows of the model, `[S]` with `[B]` lengths, their times, and the number of events of unknown items."""
-    from jagged.data.gather import seconds
-    from jagged.data.splits import ranges
-
     start, end = histories.start[first:last], histories.end[first:last]
     rows = ranges(start, end - start)
     times = None if histories.dataset is None else seconds(histories.dataset, rows)
@@ -267,9 +257,6 @@ def _known(histories: _Histories, first: int, last: int) -> tuple[Tensor, Tensor
 
 
 def _rank(run: Run, values: Tensor, lengths: Tensor, times: Tensor | None, k: int, filter_viewed: bool, max_bytes: int) -> Ranked:
-    from jagged.data.batches import features_of
-    from jagged.data.splits import ranges
-
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     recent = lengths.clamp(max=run.model.config["max_seq_len"])
     window = ranges(offsets[1:] - recent, recent)
@@ -297,9 +284,6 @@ def _most_popular(run: Run, k: int) -> Ranked | None:
 
 
 def _histories(run: Run, users: Any) -> _Histories:
-    from jagged.data import SequenceDataset
-    from jagged.data.sources import is_table
-
     if isinstance(users, Mapping):
         if takes_times(run.model):
             raise ConfigError(
@@ -351,11 +335,7 @@ def _ids(values: Iterable[Any], what: str) -> pa.Array:
 
 
 def _read(
-    run: Run,
-    source: Any,
-    format: str = "auto",
-    columns: Mapping[str, str | None] | None = None,
-    progress: bool = True,
+    run: Run, source: Any, format: str = "auto", columns: Mapping[str, str | None] | None = None, progress: bool = True
 ) -> SequenceDataset:
     columns = dict(columns or {})
     expected = run.config.data.timestamp_column
@@ -368,9 +348,6 @@ def _read(
 
 def _has_column(source: Any, format: str, name: str) -> bool:
     """Whether a table has a column; True for what is no table or cannot be read, which the reader will say."""
-    from jagged.data.files import EVENT_FORMATS
-    from jagged.data.sources import find_source
-
     seen: list[str] = []
 
     def look(where: str, names: list[str]) -> list[str]:
@@ -401,9 +378,7 @@ def _writer(path: Path) -> Callable[[pa.Table], None]:
                 formats[path.suffix.lower()](table, file)
         if path.suffix.lower() == ".csv" and (formulas := _formulas(table)):
             logger.warning(
-                "%s: %d ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl",
-                path,
-                formulas,
+                "%s: %d ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl", path, formulas
             )
 
     return write

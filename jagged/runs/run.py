@@ -6,17 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from jagged.config import ConfigError, LeaveOneOut, TrainConfig
+from jagged.data import SequenceDataset, SequenceSplit, Vocabulary, read_events, split_global_time, split_leave_one_out
 from jagged.evaluation import takes_times
 from jagged.metrics import TrainCounts
-
-if TYPE_CHECKING:
-    from jagged.data import SequenceDataset, SequenceSplit, Vocabulary
+from jagged.models.pretrained import from_pretrained
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,6 @@ class Run:
             ConfigError: an unknown device, or one that is not there.
             CheckpointError: the directory holds no model, or a file of it is damaged.
         """
-        from jagged.models.pretrained import from_pretrained
-
         opened = from_pretrained(directory, device=find_device(device))
         split = opened.split
         return cls(
@@ -67,12 +64,7 @@ class Run:
         return device
 
     def read(
-        self,
-        data: Any = None,
-        *,
-        format: str = "auto",
-        columns: Mapping[str, str | None] | None = None,
-        progress: bool = True,
+        self, data: Any = None, *, format: str = "auto", columns: Mapping[str, str | None] | None = None, progress: bool = True
     ) -> SequenceDataset:
         """Read events; without `data` those that the model was trained on.
 
@@ -86,8 +78,6 @@ class Run:
             ConfigError: no data is given and the directory holds none.
             DataError: the data cannot be used.
         """
-        from jagged.data import SequenceDataset, read_events
-
         if isinstance(data, SequenceDataset):
             return data
         if data is not None:
@@ -126,12 +116,7 @@ class Run:
 
     def split(self, dataset: SequenceDataset) -> SequenceSplit:
         """Split events as the run's were."""
-        from jagged.data import split_global_time, split_leave_one_out
-
-        chosen = self.config.split
-        if isinstance(chosen, LeaveOneOut):
-            return split_leave_one_out(dataset)
-        return split_global_time(dataset, chosen.valid_fraction, chosen.test_fraction)
+        return split_events(self.config, dataset)
 
     def train_counts(self) -> TrainCounts:
         """Training users of each item: as stored, or counted again from the kept events.
@@ -147,6 +132,14 @@ class Run:
         if dataset.items == self.items:
             return None
         return torch.from_numpy(self.items.encode(dataset.items.ids))
+
+
+def split_events(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
+    """Split events as a configuration says."""
+    chosen = config.split
+    if isinstance(chosen, LeaveOneOut):
+        return split_leave_one_out(dataset)
+    return split_global_time(dataset, chosen.valid_fraction, chosen.test_fraction)
 
 
 def find_device(name: str) -> torch.device:

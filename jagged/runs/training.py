@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +15,15 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import ConfigError, GlobalTime, TrainConfig
-from jagged.data import (
-    BatchLoader,
-    SequenceDataset,
-    SequenceSplit,
-    read_events,
-    split_global_time,
-    split_leave_one_out,
-    synthetic_sessions,
-)
+from jagged.config import ConfigError, TrainConfig
+from jagged.data import BatchLoader, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import NextItemTask, SASRec, build, build_head
 from jagged.models.pretrained import CONFIG, save_pretrained
+from jagged.runs.run import split_events
 from jagged.training.callbacks import Callback
-from jagged.training.checkpoint import latest_checkpoint
+from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast
 from jagged.training.loop import CHECKPOINTS
@@ -106,12 +100,8 @@ def train(
             with artifacts.writing(directory / DATASET, "make room, or choose another output", CheckpointError):
                 dataset.save(directory / DATASET)
                 # From here on the run needs nothing else to go on; one that goes on already has its own.
-                if latest_checkpoint(directory / CHECKPOINTS) is None:
+                if not list_checkpoints(directory / CHECKPOINTS):
                     config.save(directory / CONFIG)
-
-        def write(whole: nn.Module, metrics: RunMetrics, history: list[dict[str, Any]]) -> None:
-            _write(directory, config, split, whole, train_counts, metrics, history)
-
         drawn = len(split.valid) if config.evaluation.validate_users is None else config.evaluation.validate_users
         note = f" of {drawn:,} of {len(split.valid):,} users" if drawn < len(split.valid) else ""
         trainer = Trainer(task, config.trainer, callbacks=callbacks)
@@ -122,7 +112,7 @@ def train(
             resume,
             progress,
             fingerprint=dataset.fingerprint,
-            write=write,
+            write=partial(_write, directory, config, split, train_counts),
             valid_note=note,
             options=config.model_dump(),
         )
@@ -152,10 +142,7 @@ def _read(config: TrainConfig, source: Any, progress: bool) -> SequenceDataset:
 
 
 def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
-    if isinstance(config.split, GlobalTime):
-        split = split_global_time(dataset, config.split.valid_fraction, config.split.test_fraction)
-    else:
-        split = split_leave_one_out(dataset)
+    split = split_events(config, dataset)
     for name, part in (("training", split.train), ("validation", split.valid), ("test", split.test)):
         if not len(part):
             raise TrainingError(
@@ -211,8 +198,8 @@ def _write(
     directory: Path,
     config: TrainConfig,
     split: SequenceSplit,
-    task: nn.Module,
     train_counts: TrainCounts,
+    task: nn.Module,
     metrics: RunMetrics,
     history: list[dict[str, Any]],
 ) -> None:

@@ -30,16 +30,7 @@ _WHERE = {
     "TrainingInterrupted": "errors",
 }
 
-__all__ = [
-    "Callback",
-    "CheckpointError",
-    "Forecast",
-    "Progress",
-    "TrainResult",
-    "Trainer",
-    "TrainingError",
-    "TrainingInterrupted",
-]
+__all__ = list(_WHERE)
 
 
 def __getattr__(name: str) -> Any:

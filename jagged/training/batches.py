@@ -36,7 +36,8 @@ def positioned(loader: Any, name: str, seed: int) -> Positioned:
     """
     if isinstance(loader, Positioned):
         return loader
-    if not hasattr(loader, "__iter__") or not _has_length(loader) or iter_is_itself(loader):
+    # An iterator is used up by one epoch.
+    if not hasattr(loader, "__iter__") or not _has_length(loader) or isinstance(loader, Iterator):
         raise TypeError(
             f"{name}: got a {type(loader).__name__}, expected batches that can be iterated again and have a length: "
             "a DataLoader or a list of batches"
@@ -51,11 +52,6 @@ def _has_length(loader: Any) -> bool:
         # A DataLoader of an iterable data set, too.
         return False
     return True
-
-
-def iter_is_itself(loader: Any) -> bool:
-    """Whether a loader is an iterator, which is used up by one epoch."""
-    return isinstance(loader, Iterator)
 
 
 class Repeated:
@@ -88,9 +84,6 @@ class Repeated:
 
     def num_batches(self, epoch: int) -> int:
         """The iterable's length."""
-        return len(self._batches)
-
-    def __len__(self) -> int:
         return len(self._batches)
 
     def close(self) -> None:

@@ -58,8 +58,7 @@ class Callback:
 
 def states_of(callbacks: Sequence[Callback]) -> list[list[Any]]:
     """The states of callbacks that have one, each behind the name of its class."""
-    found = [[type(callback).__qualname__, callback.state_dict()] for callback in callbacks]
-    return [entry for entry in found if entry[1]]
+    return [[type(callback).__qualname__, state] for callback in callbacks if (state := callback.state_dict())]
 
 
 def load_states(callbacks: Sequence[Callback], states: Sequence[Sequence[Any]], where: Any) -> None:

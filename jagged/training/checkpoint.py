@@ -23,7 +23,6 @@ STATE = "state.json"
 #: A file larger than this holds a single tensor. What lies on a GPU comes to the host a file at a time.
 FILE_BYTES = 2**30
 
-
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 
 
@@ -32,9 +31,9 @@ def next_name(root: Path, step: int) -> str:
 
     None is ever replaced: between taking the old one away and renaming the new one there would be a moment with neither.
     """
-    matches = [match for entry in _entries(root) if (match := _NAME.fullmatch(entry.name)) and int(match[1]) == step]
+    taken = [number for at, number in _numbered(root) if at == step]
     name = f"step-{step:08d}"
-    return f"{name}.{1 + max(int(match[2] or 0) for match in matches)}" if matches else name
+    return f"{name}.{1 + max(taken)}" if taken else name
 
 
 def save_checkpoint(root: Path, name: str, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Path:
@@ -62,11 +61,7 @@ def save_checkpoint(root: Path, name: str, tensors: Mapping[str, Tensor], state:
 
 def list_checkpoints(root: Path) -> list[Path]:
     """The run's checkpoints, oldest first, unverified."""
-    found = []
-    for entry in _entries(root):
-        if match := _NAME.fullmatch(entry.name):
-            found.append(((int(match[1]), int(match[2] or 0)), entry))
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(_numbered(root).items())]
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -126,11 +121,6 @@ def prune(root: Path, keep: int) -> None:
             artifacts.remove(path)
 
 
-def clean(root: Path) -> None:
-    """Remove what a process left that was killed while it wrote or removed a checkpoint."""
-    artifacts.sweep(root)
-
-
 def _files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """The names of the tensors in each file: as many as fit into `FILE_BYTES`."""
     names: list[str] = []
@@ -146,5 +136,7 @@ def _files(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
         yield names
 
 
-def _entries(root: Path) -> list[Path]:
-    return [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+def _numbered(root: Path) -> dict[tuple[int, int], Path]:
+    """The checkpoints by their step, and by which of that step they are, from 0."""
+    entries = [entry for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    return {(int(match[1]), int(match[2] or 0)): entry for entry in entries if (match := _NAME.fullmatch(entry.name))}

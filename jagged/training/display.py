@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
+import psutil
 import torch
 from tqdm import tqdm
 
@@ -16,11 +17,10 @@ def memory_in_use(device: torch.device) -> int:
     """Bytes: on a GPU what torch has allocated there, on the CPU the process's resident memory. No synchronisation."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(psutil.Process().memory_info().rss)
 
 
-class Display:
+class Display(AbstractContextManager["Display"]):
     """A progress bar for one epoch and curves for the run.
 
     Args:
@@ -42,9 +42,6 @@ class Display:
                 self.say("no TensorBoard curves: tensorboard is not installed (pip install tensorboard)")
             else:
                 self._writer = SummaryWriter(str(curves), purge_step=first_step or None)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.end_epoch()

@@ -150,7 +150,10 @@ class Engine:
         tensors = {f"{_TASK}{name}": value.detach() for name, value in apart(self.task.state_dict()).items()}
         tensors.update(self.optimizer.state_tensors())
         tensors = self.collect(tensors)
-        for kind, state in _random_state(self.processes.device).items():
+        random_states = {"cpu": torch.get_rng_state()}
+        if self.processes.device.type == "cuda":
+            random_states["cuda"] = torch.cuda.get_rng_state(self.processes.device)
+        for kind, state in random_states.items():
             for rank, one in enumerate(self.processes.gather(state)):
                 tensors[f"{_RANDOM}{kind}.{rank}"] = one
         return tensors
@@ -222,7 +225,9 @@ class Engine:
             if name.startswith(_RANDOM) and name.endswith(suffix)
         }
         try:
-            _set_random_state(self.processes.device, found)
+            torch.set_rng_state(found["cpu"])
+            if self.processes.device.type == "cuda" and "cuda" in found:
+                torch.cuda.set_rng_state(found["cuda"], self.processes.device)
         except (KeyError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's random state does not fit: {type(error).__name__}: {error}") from None
 
@@ -242,14 +247,14 @@ class _Step(nn.Module):
         self._graphs: GraphedSteps | None = None
         if graphs:
             assert isinstance(task, NextItemTask)
-            self._graphs = GraphedSteps(self._loss_and_logits, task.parameters(), processes.device)
+            self._graphs = GraphedSteps(lambda batch: self._task(batch).loss, task.parameters(), processes.device)
             self._num_items = task.model.config["num_items"]
 
     def forward(self, batch: Any) -> tuple[Tensor, tuple[Tensor, int | Tensor]]:
         batch = batch.batch if isinstance(batch, Carried) else batch
         self.samples += len(batch) if hasattr(batch, "__len__") and not isinstance(batch, (dict, tuple, list)) else 0
         if self._graphs is not None and batch.is_checked(self._num_items):
-            loss, _ = self._graphs(batch)
+            loss = self._graphs(batch)
             # The gradients are there already; the pipeline's own backward ends at the loss.
             return loss.requires_grad_(), (loss.detach(), batch.targets.numel())
         output = self._task(batch)
@@ -267,10 +272,6 @@ class _Step(nn.Module):
             return self.task(batch)
         with torch.autocast(self._processes.device.type, torch.bfloat16):
             return self.task(batch)
-
-    def _loss_and_logits(self, batch: Any) -> tuple[Tensor, Tensor]:
-        loss, scores = self._task(batch)
-        return loss, scores["next_item"].logits
 
     def _share(self, loss: Tensor, rows: int | Tensor) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.
@@ -290,16 +291,3 @@ class _Replicated(DefaultDataParallelWrapper):  # type: ignore[misc]
                 # torchrec passes an argument that torch 2.13 renames; a buffer's synchronisation is not wanted under either name.
                 warnings.filterwarnings("ignore", message=".*broadcast_buffers.*", category=FutureWarning)
                 super().wrap(dmp, env, device)
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _set_random_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

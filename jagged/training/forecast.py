@@ -12,6 +12,7 @@ from jagged.config import TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
 from jagged.evaluation import takes_times
 from jagged.models import NextItemTask
+from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
 from jagged.training.processes import Processes
@@ -88,8 +89,6 @@ def forecast(
     Memory for activations grows with the number of tokens alone, because nothing is padded; so a few samples tell it. The global
     random state is left as it was.
     """
-    from jagged.scoring import DEFAULT_MAX_BYTES
-
     device = processes.device
     table, world_size = task.model.item_weight, processes.world_size
     others = table[-(-len(table) // world_size) :]
@@ -105,11 +104,7 @@ def forecast(
     samples = len(rows) / (steps * world_size)
     # Four standard deviations above the mean, and never more than can be.
     most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
-    most = (
-        min(most, config.training.max_tokens)
-        if config.training.max_tokens
-        else min(most, float(config.training.batch_size * config.data.max_seq_len))
-    )
+    most = min(most, float(config.training.max_tokens or config.training.batch_size * config.data.max_seq_len))
     writes = device.type == "cpu" and processes.is_first
     exchanged = 3 * 4 * table.shape[1] * world_size if world_size > 1 else 0
     graphs = graphs_serve(config.trainer, task, processes)

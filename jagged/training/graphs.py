@@ -94,7 +94,6 @@ class _Graph:
     graph: torch.cuda.CUDAGraph
     inputs: Filled
     loss: Tensor
-    logits: Tensor
 
 
 class GraphedSteps:
@@ -104,16 +103,13 @@ class GraphedSteps:
     one. All graphs share their memory, and one gradient for each parameter.
 
     Args:
-        forward: loss (0-dim) and logits (`[rows]`) of a batch, with nothing that waits for the device.
+        forward: the loss (0-dim) of a batch, with nothing that waits for the device.
         parameters: what has gradients.
         device: a CUDA device.
     """
 
     def __init__(
-        self,
-        forward: Callable[[SequenceBatch], tuple[Tensor, Tensor]],
-        parameters: Iterable[nn.Parameter],
-        device: torch.device,
+        self, forward: Callable[[SequenceBatch], Tensor], parameters: Iterable[nn.Parameter], device: torch.device
     ) -> None:
         self._forward, self._device = forward, device
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
@@ -122,10 +118,9 @@ class GraphedSteps:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
 
-    def __call__(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
-        """Return loss and logits without gradient functions; every parameter's gradient stands in its `grad`."""
-        rows, samples = batch.targets.shape[0], batch.features.stride()
-        size = capacity(rows, samples)
+    def __call__(self, batch: SequenceBatch) -> Tensor:
+        """Return the loss without a gradient function; every parameter's gradient stands in its `grad`."""
+        size = capacity(batch.targets.shape[0], batch.features.stride())
         captured = self._graphs.get(size)
         if captured is None:
             inputs = Filled.empty(*size, self._device, tuple(batch.features.keys()))
@@ -135,8 +130,8 @@ class GraphedSteps:
             captured.inputs.take(batch)
         captured.graph.replay()
         self._set_gradients()
-        # The graph's own outputs are written over by the next replay.
-        return captured.loss.clone(), captured.logits[:rows].clone()
+        # The graph's own output is written over by the next replay.
+        return captured.loss.clone()
 
     def _set_gradients(self) -> None:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
@@ -155,11 +150,11 @@ class GraphedSteps:
         graph = torch.cuda.CUDAGraph()
         # The loader's thread may page-lock memory meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss, logits = self._run(inputs.batch(num_items))
-        return _Graph(graph, inputs, loss, logits)
+            loss = self._run(inputs.batch(num_items))
+        return _Graph(graph, inputs, loss)
 
-    def _run(self, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    def _run(self, batch: SequenceBatch) -> Tensor:
         torch._foreach_zero_(self._gradients)
-        loss, logits = self._forward(batch)
+        loss = self._forward(batch)
         loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach(), logits.detach()
+        return loss.detach()

@@ -21,7 +21,7 @@ from jagged.models import Task
 from jagged.models.pretrained import HISTORY
 from jagged.training.batches import Positioned, Repeated
 from jagged.training.callbacks import Callback, Progress, states_of
-from jagged.training.checkpoint import clean, list_checkpoints, next_name, prune, save_checkpoint
+from jagged.training.checkpoint import list_checkpoints, next_name, prune, save_checkpoint
 from jagged.training.display import Display
 from jagged.training.engine import Engine, Trained
 from jagged.training.errors import CheckpointError, TrainingError, TrainingInterrupted
@@ -100,7 +100,7 @@ class Loop:
             CheckpointError: a checkpoint could not be written.
         """
         if self._processes.is_first:
-            clean(self._root)
+            artifacts.sweep(self._root)
             # A killed run may have left it a row short of its last checkpoint, or some rows ahead.
             self._write_history()
         with self._watch, self._explained():
@@ -113,7 +113,9 @@ class Loop:
             except StopRequested:
                 self._checkpoint()
                 self._tell("on_stop")
-                self._interrupted()
+                raise self._interrupted(
+                    f"after step {self.state.step:,}; a checkpoint is in {self._root}: resume to go on"
+                ) from None
             self._tell("on_stop")
 
     def test(self, test: Positioned | None) -> RunMetrics:
@@ -125,10 +127,7 @@ class Loop:
                 with self._watch, self._explained():
                     figures = self._evaluate(test, "test")
             except StopRequested:
-                number = self._wish.signal or signal.SIGTERM
-                raise TrainingInterrupted(
-                    f"stopped by {signal.Signals(number).name} before the test; resume to test and finish", number
-                ) from None
+                raise self._interrupted("before the test; resume to test and finish") from None
         chosen = state.history[state.best_validation - 1]
         valid = Figures(chosen["valid"])
         group = monitored(valid, self.config.monitor)[0]
@@ -363,13 +362,9 @@ class Loop:
         if self._callbacks and self._processes.any(self._progress.reason is not None):
             self.state.stopped = next(reason for reason in self._processes.all(self._progress.reason) if reason is not None)
 
-    def _interrupted(self) -> NoReturn:
+    def _interrupted(self, when: str) -> TrainingInterrupted:
         number = self._wish.signal or signal.SIGTERM
-        raise TrainingInterrupted(
-            f"stopped by {signal.Signals(number).name} after step {self.state.step:,}; a checkpoint is in {self._root}: "
-            "resume to go on",
-            number,
-        )
+        return TrainingInterrupted(f"stopped by {signal.Signals(number).name} {when}", number)
 
     def _last_checkpoint(self) -> str:
         checkpoints = list_checkpoints(self._root)

@@ -8,25 +8,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from jagged.config import flat, spelt
+from jagged.config import DataOptions, flat, spelt
 from jagged.training.errors import CheckpointError, TrainingError
 
 FORMAT_VERSION = 2
 
 # What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
 # `data` and how it is read may, because the fingerprint of what was read is compared.
-_READING = (
-    "path",
-    "format",
-    "user_column",
-    "item_column",
-    "timestamp_column",
-    "duplicates",
-    "min_events",
-    "on_error",
-)
+_READING = [f"data.{name}" for name in ("path", *DataOptions().reading())]
 _HANDLING = ("patience", "num_workers", "checkpoint_every", "checkpoint_seconds", "cuda_graphs", "hang_seconds", "tensorboard")
-_MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", *_HANDLING, *(f"data.{name}" for name in _READING)))
+_MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", *_HANDLING, *_READING))
 
 
 @dataclass

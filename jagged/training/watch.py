@@ -7,6 +7,7 @@ looks whether its main thread goes on, and tells the others through the group's 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -37,6 +38,7 @@ _OFTEN = 0.25
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
 # Said in the store by who ends a run.
 _END = "end"
+_watches = itertools.count()
 
 
 class Watch:
@@ -63,7 +65,7 @@ class Watch:
         self._beaten = time.monotonic()
         if self._processes.world_size > 1:
             # A prefix of its own for each watch: an earlier run's words are no news.
-            prefix = f"jagged/watch/{_next()}"
+            prefix = f"jagged/watch/{next(_watches)}"
             self._store = PrefixStore(prefix, _get_default_store())
             self._thread = threading.Thread(target=self._watch, name="jagged-watch", daemon=True)
             self._thread.start()
@@ -247,12 +249,3 @@ class _Computing:
         if not self._looks or self._looks[-1][0] - self._looks[0][0] < self._seconds / 2:
             return True
         return sum(computes for _, computes in self._looks) >= _OFTEN * len(self._looks)
-
-
-_watches = 0
-
-
-def _next() -> int:
-    global _watches
-    _watches += 1
-    return _watches

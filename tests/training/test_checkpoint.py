@@ -100,7 +100,7 @@ def test_leavings_of_a_killed_process_are_no_checkpoints(saved: Path) -> None:
     shutil.copytree(saved, root / ".step-00000009.77-0123abcd.tmp")
     shutil.copytree(saved, root / ".step-00000001.77.tmp")
     assert checkpoints.latest_checkpoint(root) == saved
-    checkpoints.clean(root)
+    artifacts.sweep(root)
     assert os.listdir(root) == [saved.name]
 
 
