@@ -147,7 +147,7 @@ class _Grouped(NamedTuple):
 
 
 class TrainingEvents:
-    """Training's events in the orders that draws need, made when first asked for: 8 to 24 bytes an event, nothing a row.
+    """Training's events in the orders that draws need, made when first asked for: 10 to 24 bytes an event.
 
     Sent to another process it is made there again.
 
@@ -164,7 +164,7 @@ class TrainingEvents:
 
     def prepare(self, drawing: Drawing) -> int:
         """Make what draws need, so that processes that are forked share it; how many bytes that is."""
-        made: list[Any] = [self._pool(drawing.by), self.first_seen, self.had]
+        made: list[Any] = [self._pool(drawing.by), self.first_seen, self.had, (self._hints.bits,)]
         if drawing.item_columns or drawing.by == POPULARITY:
             made.append(self.by_item)
         return sum({id(array): array.nbytes for of in made for array in of}.values())
@@ -205,6 +205,12 @@ class TrainingEvents:
         rows = rows[order[np.append(True, pairs[1:] != pairs[:-1])]] if len(rows) else rows
         return _Grouped(_offsets(users[rows], self._num_users), items[rows], self._numbered(rows))
 
+    @cached_property
+    def _hints(self) -> _Hints:
+        """Which pairs of `had` there may be: most that there are not need no bisection."""
+        offsets, items, _ = self.had
+        return _Hints(np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets)), items)
+
     def draw(self, rows: IntArray, drawing: Drawing, epoch: int) -> tuple[IntArray, CodeArray]:
         """Negatives of some rows.
 
@@ -218,7 +224,7 @@ class TrainingEvents:
         """
         count, pool = drawing.count, self._pool(drawing.by)
         asked = _Asked(self._users[rows], self._items[rows], self._times[rows], self._keys(rows, drawing.seed, epoch))
-        size = np.where(asked.item < 0, 0, np.searchsorted(pool.times, asked.time, side="left"))
+        size = np.where(asked.item < 0, 0, _first_at(pool.times, asked.time))
         found = np.full((len(rows), count), -1, dtype=np.int32)
         open_, attempts, one_by_one = np.flatnonzero(size > 0), 0, []
         for width in (count + 2 + count // 2, *(times * count for times in _ROUNDS)):
@@ -289,15 +295,15 @@ class TrainingEvents:
     def _taken(self, which: IntArray, items: CodeArray, asked: _Asked) -> BoolArray:
         """Whether the user of row `which[i]` has had the item by the row's time."""
         offsets, values, first = self.had
-        user = asked.user[which]
-        # A missing user, -1, has had nothing: an empty range, of no group.
-        low = np.where(user < 0, 0, offsets[user])
-        high = np.where(user < 0, 0, offsets[np.maximum(user, 0) + 1])
-        place = _bisect(low, high, lambda middle, open_: values[middle] < items[open_])
         taken = items == asked.item[which]
-        inside = np.flatnonzero(place < high)
-        inside = inside[values[place[inside]] == items[inside]]
-        taken[inside] |= self._times[first[place[inside]]] <= asked.time[which[inside]]
+        users = asked.user[which]
+        maybe = np.flatnonzero(self._hints.holds(users, items))
+        users, some = users[maybe], items[maybe]
+        end = offsets[users + 1]
+        place = _bisect(offsets[users], end, lambda middle, open_: values[middle] < some[open_])
+        inside = np.flatnonzero(place < end)
+        inside = inside[values[place[inside]] == some[inside]]
+        taken[maybe[inside]] |= self._times[first[place[inside]]] <= asked.time[which[maybe[inside]]]
         return taken
 
     def _before(self, items: CodeArray, times: IntArray) -> tuple[IntArray, IntArray]:
@@ -310,7 +316,7 @@ class TrainingEvents:
         """A number for each row; the epoch is in that of training rows alone."""
         start = _mixed(np.array([seed], dtype=np.uint64) + _GAMMA)
         by_epoch = _mixed(start + np.array([epoch + 1], dtype=np.uint64) * _GAMMA)
-        place = np.minimum(np.searchsorted(self.rows, rows), max(len(self.rows) - 1, 0))
+        place = np.minimum(_first_at(self.rows, rows), max(len(self.rows) - 1, 0))
         trained = self.rows[place] == rows if len(self.rows) else np.zeros(len(rows), np.bool_)
         return _mixed(np.where(trained, by_epoch, start) ^ _mixed(rows.astype(np.uint64) + _GAMMA))
 
@@ -371,6 +377,41 @@ class _Asked(NamedTuple):
 
     def some(self, places: IntArray) -> _Asked:
         return _Asked(self.user[places], self.item[places], self.time[places], self.key[places])
+
+
+class _Hints:
+    """A set of pairs by one hash in 8 to 16 bits a pair: tells for sure that a pair is not there, not that it is.
+
+    Args:
+        users, items: int32 `[n]`, 0 or more.
+    """
+
+    def __init__(self, users: CodeArray, items: CodeArray) -> None:
+        size = max(len(users) * 8, 64).bit_length()
+        self._shift = np.uint64(64 - size)
+        flags = np.zeros(1 << size, dtype=np.bool_)
+        for begin in range(0, len(users), _PAIRS):
+            flags[self._places(users[begin : begin + _PAIRS], items[begin : begin + _PAIRS])] = True
+        self.bits = np.packbits(flags, bitorder="little")
+
+    def holds(self, users: CodeArray, items: CodeArray) -> BoolArray:
+        """Whether pairs may be in the set; of a missing user, below 0, none is."""
+        places = self._places(users, items)
+        byte = self.bits[(places >> np.uint64(3)).view(np.int64)]
+        return ((byte >> (places & np.uint64(7)).astype(np.uint8)) & 1).astype(np.bool_) & (users >= 0)
+
+    def _places(self, users: CodeArray, items: CodeArray) -> HashArray:
+        pairs = (users.astype(np.uint64) << np.uint64(32)) ^ items.astype(np.uint64)
+        pairs = (pairs ^ (pairs >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        return (pairs ^ (pairs >> np.uint64(32))) * _GAMMA >> self._shift
+
+
+def _first_at(values: IntArray, asked: IntArray) -> IntArray:
+    """In ascending values the place of the first that is not below each asked one; in order they are found sooner."""
+    order = np.argsort(asked)
+    found = np.empty(len(asked), dtype=np.int64)
+    found[order] = np.searchsorted(values, asked[order], side="left")
+    return found
 
 
 def _offsets(groups: CodeArray, count: int) -> IntArray:

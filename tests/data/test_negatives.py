@@ -263,7 +263,7 @@ def test_draws_of_rows_epochs_and_seeds_are_independent() -> None:
     row = train.rows[[int(np.argmax(train.dataset.column("time")[train.rows]))]]
     assert train.training is not None
     drawn = [int(train.training.draw(row, Drawing(1), epoch)[1][0]) for epoch in range(4_000)]
-    for values in (drawn, list(zip(drawn[:-1], drawn[1:], strict=True))):
+    for values in (drawn, list(itertools.pairwise(drawn))):
         counts = Counter(values)
         size = len(weights) if values is drawn else len(weights) ** 2
         expected = len(values) / size
