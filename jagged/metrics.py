@@ -25,6 +25,14 @@ ALL_ITEMS, UNSEEN_ITEMS = "all_items", "unseen_items"
 #: What people read in their place.
 IN_WORDS = {ALL_ITEMS: "seen items left in", UNSEEN_ITEMS: "seen items taken out"}
 
+#: The group of the loss over drawn negatives; before a task's name, `sampled_click`, of its figures.
+SAMPLED = "sampled"
+#: Figures that drawn negatives have not, and why.
+WITHHELD = ("ne", "calibration")
+WITHHELD_BECAUSE = (
+    "ne and calibration are withheld: with drawn negatives the share of positives is what was chosen, not what users do"
+)
+
 #: Cut-offs where none are asked for.
 DEFAULT_KS = (5, 10, 20)
 
@@ -68,13 +76,22 @@ class _Named(Mapping[str, Value], Generic[Value]):
 class Group(_Named[float]):
     """Figures of one protocol by metric and cut-off: `group["ndcg@10"]`."""
 
-    __slots__ = ()
+    __slots__ = ("_name",)
+
+    def __init__(self, values: Mapping[str, float], name: str = "") -> None:
+        super().__init__(values)
+        self._name = name
+
+    def _missing(self, name: str) -> str:
+        withheld = name in WITHHELD and is_sampled_group(self._name)
+        return super()._missing(name) + (f"; {WITHHELD_BECAUSE}" if withheld else "")
 
 
 class Figures(_Named[Group]):
     """Figures by group, and by metric in it: `figures.all_items["ndcg@10"]`, or `figures["all_items"]["ndcg@10"]`.
 
-    A group is a task or a protocol: `all_items` ranks the whole catalogue, `unseen_items` leaves out the user's history.
+    A group is a task or a protocol: `all_items` ranks the whole catalogue, `unseen_items` leaves out the user's history. Figures
+    over drawn negatives say so: `sampled`, and `sampled_click` of the task `click`.
     Immutable; equal to plain dicts of the same content.
 
     Args:
@@ -88,7 +105,7 @@ class Figures(_Named[Group]):
     _kind = "group of figures"
 
     def __init__(self, groups: Mapping[str, Mapping[str, float]]) -> None:
-        super().__init__({name: Group(figures) for name, figures in groups.items()})
+        super().__init__({name: Group(figures, name) for name, figures in groups.items()})
 
     def __getattr__(self, name: str) -> Group:
         # Names of Python's own protocols are asked for before there are values.
@@ -104,6 +121,36 @@ class Figures(_Named[Group]):
     def to_json(self) -> dict[str, Any]:
         """The same as plain dicts."""
         return {name: group.to_json() for name, group in self.items()}
+
+
+def sampled_figures(groups: Mapping[str, Mapping[str, float]]) -> Figures:
+    """Figures of tasks over drawn negatives: they depend on how many were drawn and how, so their groups say it.
+
+    `all` becomes `sampled`, `click` `sampled_click`. `ne` and `calibration` are left out: drawn negatives have the share of
+    positives that was chosen.
+
+    Args:
+        groups: by task its figures, under "all" those of all tasks.
+    """
+    return Figures(
+        {
+            SAMPLED if name == "all" else f"{SAMPLED}_{name}": {key: of[key] for key in of if key not in WITHHELD}
+            for name, of in groups.items()
+        }
+    )
+
+
+def is_sampled_group(name: str) -> bool:
+    """Whether a group of figures is one of `sampled_figures`."""
+    return name == SAMPLED or name.startswith(f"{SAMPLED}_")
+
+
+def in_words(group: str) -> str:
+    """What people read in place of a group's name."""
+    if is_sampled_group(group):
+        task = group[len(SAMPLED) + 1 :]
+        return f"{task}, against drawn negatives" if task else "against drawn negatives"
+    return IN_WORDS.get(group, group)
 
 
 class Best(NamedTuple):

@@ -15,7 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagged.config import TrainConfig
-from jagged.metrics import MISS, Best, Figures, RankingMetrics, RunMetrics, TrainCounts, cut_offs
+from jagged.metrics import (
+    MISS,
+    WITHHELD,
+    Best,
+    Figures,
+    RankingMetrics,
+    RunMetrics,
+    TrainCounts,
+    cut_offs,
+    in_words,
+    sampled_figures,
+)
 
 KS = (1, 3, 4)
 
@@ -180,6 +191,33 @@ def test_a_name_that_figures_do_not_have_is_answered_with_those_they_have():
     assert not hasattr(FIGURES, "unseen")
     assert FIGURES.get("unseen") is None
     assert "unseen" not in FIGURES
+
+
+def test_figures_of_drawn_negatives_say_so_and_withhold_what_they_cannot_tell():
+    given = {"all": {"loss": 0.5}, "buy": {"auc": 0.75, "ne": 0.9, "calibration": 1.1, "rows": 10.0}}
+    figures = sampled_figures(given)
+    assert figures == {"sampled": {"loss": 0.5}, "sampled_buy": {"auc": 0.75, "rows": 10.0}}
+    for name in WITHHELD:
+        for same in (figures, Figures(figures.to_json()), pickle.loads(pickle.dumps(figures))):
+            with pytest.raises(KeyError) as key:
+                same.sampled_buy[name]
+            assert key.value.args == (
+                f"metric: got '{name}', expected auc or rows; ne and calibration are withheld: "
+                "with drawn negatives the share of positives is what was chosen, not what users do",
+            )
+        with pytest.raises(KeyError) as key:
+            Figures({"buy": {"auc": 0.75}}).buy[name]
+        assert key.value.args == (f"metric: got '{name}', expected auc",)
+    with pytest.raises(KeyError) as key:
+        figures.sampled_buy["mse"]
+    assert key.value.args == ("metric: got 'mse', expected auc or rows",)
+    words = {
+        "sampled": "against drawn negatives",
+        "sampled_buy": "buy, against drawn negatives",
+        "all_items": "seen items left in",
+    }
+    assert {name: in_words(name) for name in words} == words
+    assert [in_words("click"), in_words("sampledx")] == ["click", "sampledx"]
 
 
 def test_figures_do_not_change():

@@ -32,6 +32,18 @@ def moved(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
     return each(batch, lambda part: part.to(device, non_blocking=non_blocking))
 
 
+def is_sampled(batch: Any) -> bool:
+    """Whether a batch, or a part of it, has drawn negatives: an attribute `sampled` that is true, as `Part.loader` gives it."""
+    found = [getattr(batch, "sampled", False) is True]
+
+    def look(part: Any) -> Any:
+        found.append(getattr(part, "sampled", False) is True)
+        return part
+
+    each(batch, look)
+    return any(found)
+
+
 class Carried(Pipelineable):  # type: ignore[misc]
     """A batch of any make as TorchRec's pipelines carry it.
 

@@ -5,9 +5,9 @@ The split comes first: encoders and statistics are made from training rows, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from jagged.data.encoding import Encoder, Encoders, Statistics
 from jagged.data.errors import refuse, shown
 from jagged.data.expressions import LISTS
 from jagged.data.histories import spread, visible
+from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
 from jagged.data.records import PARTS, Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind
 
@@ -37,29 +38,40 @@ _NAMED = 3
 _ROWS = 1 << 20
 #: What an event of a history shows beside its time.
 _OF_EVENTS = (Kind.CANDIDATE, Kind.ID, Kind.EVENT)
+#: The parts of a batch that are KeyedJaggedTensors.
+_KEYED = ("features", "candidates", "number_lists", "candidate_number_lists", "history")
 
 
 @dataclass
 class Batch:
     """Some rows of a part; nothing is padded. `B` rows, whose histories have `H` events together.
 
+    With drawn negatives each row is a request with several candidates, `N` in the batch: its own item first, then the drawn ones.
+    What is the request's stands once for it.
+
     Attributes:
         rows: int64 `[B]`, their numbers in the dataset.
         features: the columns of ids but the candidate's, by name: int64 numbers of the part's encoders, a sample a row. With
             weights (1 in columns that have none) where a list has some. A missing list has the one number 0, an empty one none.
-        candidates: the candidate's column, one number a row; None where there is none.
+        candidates: the candidate's column, one number a row; None where there is none. With drawn negatives a sample a candidate,
+            `N` in all, and the item's other columns of ids as well.
         numbers: float32 `[B, C]`, the columns of kind number in the schema's order, the training mean where one is missing.
         numbers_missing: bool `[B, C]`.
         number_lists: the lists of numbers by name, the training mean where one is missing, with weights 1, and 0 where one is
             missing; None where there are none.
-        labels: float32 `[B, K]`, 0 where one is missing.
-        label_mask: bool `[B, K]`: where a label is there.
+        labels: float32 `[B, K]`, 0 where one is missing. With drawn negatives `[N, 1]`: 1 for the row's own item, 0 for others.
+        label_mask: bool, as the labels: where a label is there.
         weights: float32 `[B]`, ones without a column of that kind.
         times: int64 `[B]`, or None.
         history: by column what the events show, oldest first: candidate, ids, event type; None without histories.
         history_times: int64 `[H]`.
         history_numbers, history_numbers_missing: `[H, C]`, as of the rows.
         history_labels, history_label_mask: `[H, E]`: of the labels that events show.
+        candidate_offsets: int64 `[B + 1]`: the candidates of row i are those from `candidate_offsets[i]` to below
+            `candidate_offsets[i + 1]`; None where each row has one.
+        candidate_numbers, candidate_numbers_missing, candidate_number_lists: with drawn negatives the item's columns of numbers,
+            `[N, C']`, and of lists of numbers, as of the rows.
+        sampled: whether there are drawn negatives. Figures of such batches depend on the draws, and say so.
     """
 
     rows: Tensor
@@ -78,13 +90,40 @@ class Batch:
     history_numbers_missing: Tensor | None = None
     history_labels: Tensor | None = None
     history_label_mask: Tensor | None = None
+    candidate_offsets: Tensor | None = None
+    candidate_numbers: Tensor | None = None
+    candidate_numbers_missing: Tensor | None = None
+    candidate_number_lists: KeyedJaggedTensor | None = None
+    sampled: bool = False
 
     def __len__(self) -> int:
         return self.rows.numel()
 
+    @property
+    def candidate_rows(self) -> Tensor:
+        """The place in the batch of each candidate's row, int64 `[N]`: what is the request's is read by it."""
+        places = torch.arange(len(self), device=self.rows.device)
+        if self.candidate_offsets is None:
+            return places
+        return torch.repeat_interleave(places, self.candidate_offsets.diff(), output_size=self.labels.shape[0])
+
+    def label(self, place: int = 0) -> tuple[Tensor, Tensor]:
+        """A label of the batch and where it is there, float32 and bool, a value a row or candidate.
+
+        Raises:
+            DataError: the batch does not have it; the message says how it gets one.
+        """
+        if not 0 <= place < (count := self.labels.shape[1]):
+            found = f"{count} label columns" if count else "a table without labels, and no negatives"
+            cure = "" if count else "give the loader negatives=n, or name a label when the table is read"
+            raise refuse("batch", found, f"the label {place}", cure)
+        return self.labels[:, place], self.label_mask[:, place]
+
     def _mapped(self, change: Callable[[Any], Any]) -> Batch:
         found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
-        changed: dict[str, Any] = {name: None if value is None else change(value) for name, value in found.items()}
+        changed: dict[str, Any] = {
+            name: value if value is None or isinstance(value, bool) else change(value) for name, value in found.items()
+        }
         return Batch(**changed)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -113,6 +152,55 @@ class _Places(data.Dataset[Any]):
         return self.part.collect(places, max_history=self.max_history)
 
 
+class _Requests(_Places):
+    """The same with drawn negatives; each batch comes with the epoch that it is drawn for."""
+
+    def __init__(self, part: Part, max_history: int | None, drawing: Drawing) -> None:
+        super().__init__(part, max_history)
+        self.drawing = drawing
+
+    def __getitems__(self, places: tuple[int, Sequence[int]]) -> dict[str, Tensor]:  # type: ignore[override]
+        epoch, chosen = places
+        return self.part.collect(chosen, max_history=self.max_history, drawing=self.drawing, epoch=epoch)
+
+
+class _OfEpoch:
+    """A batch sampler whose batches say their epoch: workers that live on would not hear of the next one."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler, self.epoch = sampler, 0
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        epoch = self.epoch
+        return ((epoch, places) for places in self.sampler)
+
+
+class NegativesLoader(DataLoader[Any]):
+    """Batches with drawn negatives, as a DataLoader. Made by `Part.loader`.
+
+    `Trainer` calls `set_epoch`. Without it each iteration has the draws of epoch 0.
+    """
+
+    def __init__(self, requests: _Requests, collate: Callable[[Any], Batch], **options: Any) -> None:
+        of_batches = {name: options[name] for name in _OF_BATCHES if name in options}
+        plain: DataLoader[Any] = DataLoader(requests, **of_batches, generator=options.get("generator"))
+        if plain.batch_sampler is None:
+            raise ValueError("batch_size: got None, expected rows of a batch")
+        others = {name: value for name, value in options.items() if name not in _OF_BATCHES}
+        self._of_epoch = _OfEpoch(plain.batch_sampler)
+        super().__init__(requests, batch_sampler=self._of_epoch, collate_fn=collate, **others)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iterations have the draws of an epoch, from 0."""
+        self._of_epoch.epoch = epoch
+
+
+_OF_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+
+
 @dataclass(frozen=True, eq=False)
 class Part:
     """Rows of a dataset, as a model gets them. Nothing is copied but the rows' numbers.
@@ -122,6 +210,7 @@ class Part:
         rows: int64 `[n]`, ascending numbers of rows of the dataset; None for all.
         encoders: from ids to numbers, of this dataset's own training rows or of another's.
         maps: by table, int32: the numbers of the dataset's codes; None: made of the encoders.
+        training: training's events, from which negatives are drawn; None: there are none to draw from.
 
     Raises:
         DataError: the encoders lack a table or column of the dataset.
@@ -132,6 +221,7 @@ class Part:
     rows: IntArray = None  # type: ignore[assignment]
     encoders: Encoders = field(default_factory=lambda: Encoders({}, {}))
     maps: Mapping[str, npt.NDArray[np.int32]] = None  # type: ignore[assignment]
+    training: TrainingEvents | None = None
 
     def __post_init__(self) -> None:
         rows = np.arange(len(self.dataset)) if self.rows is None else np.asarray(self.rows, dtype=np.int64)
@@ -173,40 +263,96 @@ class Part:
         """The columns of `Batch.labels`."""
         return [column.name for column in self.dataset.schema.of_kind(Kind.LABEL)]
 
-    def gather(self, rows: Any, *, max_history: int | None = None) -> Batch:
+    def gather(
+        self,
+        rows: Any,
+        *,
+        max_history: int | None = None,
+        negatives: int | None = None,
+        by: str = UNIFORM,
+        seed: int = 0,
+        item_columns: Sequence[str] = (),
+        request_columns: Sequence[str] = (),
+        epoch: int = 0,
+    ) -> Batch:
         """The batch of some rows.
 
         Args:
             rows: `[B]` integers, places in this part from 0 on, in any order.
             max_history: most events of a row's history: the latest ones. None: all.
+            negatives, by, seed, item_columns, request_columns: as of `loader`.
+            epoch: from 0, whose negatives training rows have.
         """
-        return self.batch(self.collect(rows, max_history=max_history))
+        drawing = Drawing.of(self.dataset, self.training, negatives, by, seed, item_columns, request_columns)
+        if type(epoch) is not int or epoch < 0:
+            raise ValueError(f"epoch: got {epoch!r}, expected 0 or more")
+        return self.batch(self.collect(rows, max_history=max_history, drawing=drawing, epoch=epoch), drawing)
 
-    def loader(self, *, max_history: int | None = None, **options: Any) -> DataLoader[Any]:
+    def loader(
+        self,
+        *,
+        max_history: int | None = None,
+        negatives: int | None = None,
+        by: str = UNIFORM,
+        seed: int = 0,
+        item_columns: Sequence[str] = (),
+        request_columns: Sequence[str] = (),
+        **options: Any,
+    ) -> DataLoader[Any]:
         """Batches of the part, as a DataLoader; its workers gather, each with the mapped files.
+
+        With `negatives=n` each row, an event without a label, becomes a request with several candidates: its own item with the
+        label 1, and up to n others, no two alike, with the label 0. These are items that a training row has at an earlier time,
+        strictly, and that the row's user has not had in any part until the row's time, that time included. Where fewer than n
+        are left the request has fewer, and where the row's own item is missing it has none and its label is masked. Draws depend
+        on the seed and the row; those of training rows also on the epoch. Nothing else changes them: not batches, workers,
+        processes or a resumed run.
 
         Args:
             max_history: as of `gather`.
+            negatives: how many are drawn for each row. None: none, rows have the table's labels.
+            by: "uniform": each item that is left is as likely as another; "popularity": as likely as training had it often, by
+                the exact count before the row's time. One after the other, without replacement.
+            seed: of the draws, 0 to 2**64 - 1.
+            item_columns: columns that are a property of the item, its category for example. A candidate has the value of its
+                item's latest training row before the time, the row's own item as well, so that a value does not tell them
+                apart; only where there is no such row yet it has the row's own value.
+            request_columns: columns that say something of the request, the same for all of its candidates. Each column of ids
+                or numbers, but user and candidate, is the item's or the request's.
             **options: of `torch.utils.data.DataLoader`: `batch_size`, `shuffle`, `sampler`, `num_workers` and so on.
-        """
-        # What is collated is what `__getitems__` gives, which torch's types do not know.
-        return DataLoader(_Places(self, max_history), collate_fn=self.batch, **options)  # type: ignore[arg-type]
 
-    def collect(self, rows: Any, *, max_history: int | None = None) -> dict[str, Tensor]:
+        Raises:
+            DataError: negatives of a table that has labels, or lacks user, candidate or time; of a part without a training part
+                (`Dataset.split` has one); or a column that is neither the item's nor the request's.
+            ValueError: an argument out of range.
+        """
+        drawing = Drawing.of(self.dataset, self.training, negatives, by, seed, item_columns, request_columns)
+        if drawing is None or self.training is None:
+            # What is collated is what `__getitems__` gives, which torch's types do not know.
+            return DataLoader(_Places(self, max_history), collate_fn=self.batch, **options)  # type: ignore[arg-type]
+        self.training.prepare(drawing)
+        return NegativesLoader(_Requests(self, max_history, drawing), partial(self.batch, drawing=drawing), **options)
+
+    def collect(
+        self, rows: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0
+    ) -> dict[str, Tensor]:
         """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
         if max_history is not None and max_history < 0:
             raise ValueError(f"max_history: got {max_history}, expected 0 or more")
         dataset, schema = self.dataset, self.dataset.schema
         chosen = self.rows[np.asarray(rows, dtype=np.int64)]
         found: dict[str, AnyArray] = {"rows": chosen}
-        columns = [column for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE]
-        self._keyed(found, "features", columns, chosen)
-        if (candidate := schema.one(Kind.CANDIDATE)) is not None:
-            self._keyed(found, "candidates", [candidate], chosen)
-        found["numbers"], found["numbers_missing"] = self._numbers(chosen)
-        if lists := _numbers(dataset, Kind.NUMBERS):
-            self._keyed(found, "number_lists", lists, chosen)
-        found["labels"], found["label_mask"] = self._labels(chosen, self.label_names)
+        columns = self._columns(drawing)
+        self._keyed(found, "features", columns["features"], chosen)
+        found["numbers"], found["numbers_missing"] = self._numbers(chosen, columns["numbers"])
+        if columns["number_lists"]:
+            self._keyed(found, "number_lists", columns["number_lists"], chosen)
+        if drawing is None:
+            if columns["candidates"]:
+                self._keyed(found, "candidates", columns["candidates"], chosen)
+            found["labels"], found["label_mask"] = self._labels(chosen, self.label_names)
+        else:
+            self._candidates(found, columns, chosen, drawing, epoch)
         weight = schema.one(Kind.WEIGHT)
         found["weights"] = np.ones(len(chosen), np.float32) if weight is None else dataset.column(weight.name)[chosen]
         time = schema.one(Kind.TIME)
@@ -218,30 +364,74 @@ class Part:
             if max_history is not None:
                 start = np.maximum(start, stop - max_history)
             events = spread(start, stop - start)
-            columns = schema.of_kind(*_OF_EVENTS)
-            numbers = [self.maps[column.table_name][dataset.column(column.name)[events] + 1] for column in columns]
+            numbers = [self.maps[one.table_name][dataset.column(one.name)[events] + 1] for one in columns["history"]]
             found["history.values"] = np.concatenate(numbers, dtype=np.int64)
-            found["history.lengths"] = np.tile(stop - start, len(columns))
+            found["history.lengths"] = np.tile(stop - start, len(numbers))
             found["history_times"] = dataset.column(time.name)[events]
-            found["history_numbers"], found["history_numbers_missing"] = self._numbers(events)
+            of_events = schema.of_kind(Kind.NUMBER)
+            found["history_numbers"], found["history_numbers_missing"] = self._numbers(events, of_events)
             found["history_labels"], found["history_label_mask"] = self._labels(events, list(dataset.event_labels))
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
 
-    def batch(self, collected: Mapping[str, Tensor]) -> Batch:
+    def batch(self, collected: Mapping[str, Tensor], drawing: Drawing | None = None) -> Batch:
         """The batch of what `collect` gave."""
-        schema, count = self.dataset.schema, collected["rows"].numel()
-        keys = {
-            "features": [column.name for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE],
-            "candidates": [column.name for column in schema.of_kind(Kind.CANDIDATE)],
-            "number_lists": [column.name for column in _numbers(self.dataset, Kind.NUMBERS)],
-            "history": [column.name for column in schema.of_kind(*_OF_EVENTS)],
-        }
+        columns, count = self._columns(drawing), collected["rows"].numel()
+        candidates = count if drawing is None else collected["labels"].shape[0]
         keyed = {
-            name: _keyed_tensor(names, collected, name, count) if f"{name}.values" in collected else None
-            for name, names in keys.items()
+            name: _keyed_tensor(
+                [column.name for column in columns[name]], collected, name, candidates if "candidate" in name else count
+            )
+            if f"{name}.values" in collected
+            else None
+            for name in _KEYED
         }
-        plain = {one.name: collected.get(one.name) for one in fields(Batch) if one.name not in keyed}
-        return Batch(**{**plain, **keyed})  # type: ignore[arg-type]
+        plain = {one.name: collected.get(one.name) for one in fields(Batch) if one.name not in (*keyed, "sampled")}
+        return Batch(**{**plain, **keyed}, sampled=drawing is not None)  # type: ignore[arg-type]
+
+    def _columns(self, drawing: Drawing | None) -> dict[str, list[Column]]:
+        """What is in which tensor of a batch."""
+        schema = self.dataset.schema
+        of_item = () if drawing is None else drawing.item_columns
+        ids = [column for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE]
+        numbers, lists = schema.of_kind(Kind.NUMBER), _numbers(self.dataset, Kind.NUMBERS)
+        return {
+            "features": [column for column in ids if column.name not in of_item],
+            "candidates": [*schema.of_kind(Kind.CANDIDATE), *(column for column in ids if column.name in of_item)],
+            "numbers": [column for column in numbers if column.name not in of_item],
+            "candidate_numbers": [column for column in numbers if column.name in of_item],
+            "number_lists": [column for column in lists if column.name not in of_item],
+            "candidate_number_lists": [column for column in lists if column.name in of_item],
+            "history": schema.of_kind(*_OF_EVENTS),
+        }
+
+    def _candidates(
+        self, found: dict[str, AnyArray], columns: dict[str, list[Column]], chosen: IntArray, drawing: Drawing, epoch: int
+    ) -> None:
+        """Each row's own item and its negatives, with what is theirs."""
+        assert self.training is not None
+        item, time = (_needed(self.dataset, kind, "negatives") for kind in (Kind.CANDIDATE, Kind.TIME))
+        lengths, drawn = self.training.draw(chosen, drawing, epoch)
+        offsets = np.append(0, np.cumsum(lengths + 1))
+        own = offsets[:-1]
+        items = np.empty(offsets[-1], np.int32)
+        is_own = np.zeros(offsets[-1], np.bool_)
+        is_own[own] = True
+        items[own], items[~is_own] = item[chosen], drawn
+        found["candidate_offsets"] = offsets
+        found["labels"] = is_own[:, None].astype(np.float32)
+        found["label_mask"] = items[:, None] >= 0
+        values = self.maps[columns["candidates"][0].table_name][items + 1]
+        if not drawing.item_columns:
+            found["candidates.values"], found["candidates.lengths"] = values.astype(np.int64), np.ones(len(items), np.int64)
+            found["candidate_numbers"], found["candidate_numbers_missing"] = self._numbers(items, [])
+            return
+        of_request = np.repeat(chosen, lengths + 1)
+        rows = self.training.latest(items, time[of_request])
+        rows = np.where(rows < 0, of_request, rows)
+        self._keyed(found, "candidates", columns["candidates"], rows)
+        found["candidate_numbers"], found["candidate_numbers_missing"] = self._numbers(rows, columns["candidate_numbers"])
+        if columns["candidate_number_lists"]:
+            self._keyed(found, "candidate_number_lists", columns["candidate_number_lists"], rows)
 
     def _keyed(self, found: dict[str, AnyArray], name: str, columns: list[Column], chosen: IntArray) -> None:
         """Values, lengths and weights of columns with ids or lists of numbers, key by key."""
@@ -269,19 +459,20 @@ class Part:
                 missing = np.isnan(stored[places])
                 values.append(np.where(missing, np.float32(self.encoders.statistics[column.name].mean), stored[places]))
                 weights.append((~missing).astype(np.float32))
-        dtype = np.float32 if name == "number_lists" else np.int64
+        of_numbers = name.endswith("number_lists")
+        dtype = np.float32 if of_numbers else np.int64
         found[f"{name}.values"] = np.concatenate(values, dtype=dtype) if values else np.zeros(0, dtype)
         found[f"{name}.lengths"] = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
-        if name == "number_lists" or any(column.weights is not None for column in columns):
+        if of_numbers or any(column.weights is not None for column in columns):
             found[f"{name}.weights"] = np.concatenate(weights)
 
-    def _numbers(self, chosen: IntArray) -> tuple[FloatArray, BoolArray]:
-        shape = (len(chosen), len(self.number_names))
+    def _numbers(self, chosen: AnyArray, columns: list[Column]) -> tuple[FloatArray, BoolArray]:
+        shape = (len(chosen), len(columns))
         values, missing = np.empty(shape, np.float32), np.empty(shape, np.bool_)
-        for i, name in enumerate(self.number_names):
-            here = self.dataset.column(name)[chosen]
+        for i, column in enumerate(columns):
+            here = self.dataset.column(column.name)[chosen]
             missing[:, i] = np.isnan(here)
-            values[:, i] = np.where(missing[:, i], np.float32(self.encoders.statistics[name].mean), here)
+            values[:, i] = np.where(missing[:, i], np.float32(self.encoders.statistics[column.name].mean), here)
         return values, missing
 
     def _labels(self, chosen: IntArray, names: list[str]) -> tuple[FloatArray, BoolArray]:
@@ -448,7 +639,7 @@ def split_rows(
         for name, columns in dataset.schema.tables.items()
     }
     encoders = Encoders(tables, {name: Statistics.fit(values, buckets) for name, values in support.numbers()})
-    train = Part(dataset, rows[0], encoders)
+    train = Part(dataset, rows[0], encoders, training=TrainingEvents(dataset, rows[0]))
     counts |= notes
     for name in vocabularies:
         counts[f"ids of {name} that training does not have"] = len(dataset.ids(name)) - (encoders[name].size - 2)

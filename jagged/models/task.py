@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from jagged.data.moving import moved
-from jagged.metrics import Figures
+from jagged.data.moving import is_sampled, moved
+from jagged.metrics import Figures, sampled_figures
 from jagged.pointwise import PointwiseMetrics
 
 
@@ -115,6 +115,9 @@ class Task(nn.Module):
     def evaluate(self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True) -> Figures:
         """By task the figures of `jagged.pointwise.PointwiseMetrics`; under "all" the loss, the mean over all rows.
 
+        Of batches with drawn negatives (`jagged.data.moving.is_sampled`) they are those of `jagged.metrics.sampled_figures`:
+        under "sampled" and `sampled_<task>`, without calibration. One such batch in any process is enough.
+
         Weights are used in fp32 and in eval mode.
 
         Args:
@@ -127,9 +130,10 @@ class Task(nn.Module):
             ValueError: no rows, or scores that are not finite.
         """
         metrics: dict[str, PointwiseMetrics] = {}
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums, sampled = torch.zeros(2, dtype=torch.float64), False
         with evaluating(self), torch.no_grad():
             for batch in bar(batches, progress):
+                sampled = sampled or is_sampled(batch)
                 loss, scores = output = self(moved(batch, self.device))
                 counted = torch.stack([torch.as_tensor(x).double().cpu() for x in (loss, output.rows())])
                 # The mean over no rows is no number.
@@ -141,16 +145,18 @@ class Task(nn.Module):
             torch.distributed.all_reduce(total)
             sums = total.cpu()
             # A process without batches knows of no task.
-            known: list[list[str]] = [[] for _ in range(torch.distributed.get_world_size())]
-            torch.distributed.all_gather_object(known, list(metrics))
-            named = dict.fromkeys(name for names in known for name in names)
+            known: list[tuple[list[str], bool]] = [([], False)] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(known, (list(metrics), sampled))
+            named = dict.fromkeys(name for names, _ in known for name in names)
+            sampled = any(of for _, of in known)
             metrics = {name: metrics.get(name) or PointwiseMetrics(name) for name in named}
             for metric in metrics.values():
                 metric.all_gather()
         if not metrics or not sums[1]:
             raise ValueError(f"the {part} part has no rows with a label to evaluate; give more data")
         figures = {name: metric.compute() for name, metric in metrics.items()}
-        return Figures({"all": {"loss": float(sums[0] / sums[1])}, **figures})
+        groups = {"all": {"loss": float(sums[0] / sums[1])}, **figures}
+        return sampled_figures(groups) if sampled else Figures(groups)
 
 
 @contextmanager

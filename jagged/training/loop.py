@@ -16,7 +16,7 @@ from torch import Tensor
 
 from jagged import artifacts
 from jagged.config import TrainerConfig
-from jagged.metrics import IN_WORDS, Best, Figures, RunMetrics
+from jagged.metrics import WITHHELD, WITHHELD_BECAUSE, Best, Figures, RunMetrics, in_words, is_sampled_group
 from jagged.models import Task
 from jagged.models.pretrained import HISTORY
 from jagged.training.batches import Positioned, Repeated
@@ -306,9 +306,9 @@ class Loop:
         else:
             state.worse += 1
         when = f"epoch {begun}" if config.validation_steps is None else f"step {state.step:,}"
-        said = (
-            f"{when}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({IN_WORDS.get(group, group)}{self._valid_note})"
-        )
+        said = f"{when}: loss {loss:.4f}, validation {config.monitor} {value:.4f} ({in_words(group)}{self._valid_note})"
+        if len(state.history) == 1 and any(map(is_sampled_group, figures)):
+            self._display.say(WITHHELD_BECAUSE)
         self._display.say(said + (", the best so far" if better else ""))
         points = {f"valid/{group}/{key}": number for group, of in figures.items() for key, number in of.items()}
         self._display.curves(state.step, {"train/epoch_loss": loss, **points})
@@ -419,4 +419,6 @@ def monitored(figures: Figures, name: str) -> tuple[str, float]:
     if len(fitting) == 1:
         return fitting[0].partition("/")[0], found[fitting[0]]
     expected = ", ".join(fitting or found)
-    raise TrainingError(f"monitor: got {name!r}, expected one of {expected}")
+    withheld = name.rpartition("/")[2] in WITHHELD and any(map(is_sampled_group, figures))
+    why = f"; {WITHHELD_BECAUSE}" if withheld else ""
+    raise TrainingError(f"monitor: got {name!r}, expected one of {expected}{why}")

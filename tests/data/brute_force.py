@@ -53,6 +53,16 @@ def history(rows: Sequence[Row], kept: Iterable[int], row: int, delay: int, ties
     return sorted(found, key=lambda i: (rows[i]["time"], i))
 
 
+def may_be_drawn(rows: Sequence[Row], kept: Iterable[int], train: Iterable[int], row: int) -> Counter[Any]:
+    """The items that may be a row's negatives, each as often as training had it before the row's time."""
+    user, item, time = (rows[row][name] for name in ("user", "item", "time"))
+    if item is None:
+        return Counter()
+    had = {rows[i]["item"] for i in kept if user is not None and rows[i]["user"] == user and rows[i]["time"] <= time}
+    before = Counter(rows[i]["item"] for i in train if rows[i]["item"] is not None and rows[i]["time"] < time)
+    return Counter({one: count for one, count in before.items() if one not in had and one != item})
+
+
 def codes(rows: Sequence[Row], kept: Iterable[int], columns: Sequence[str]) -> list[Any]:
     """The ids of columns that share a table, in the order in which they first appear."""
     found: dict[Any, None] = {}

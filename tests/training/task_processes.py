@@ -86,6 +86,15 @@ def figures(given: list[dict[str, Any]], wanted: bool = True) -> dict[str, Any]:
     return Clicks(both=True).evaluate(given, "valid", progress=False, all_processes=wanted).to_json()
 
 
+class Drawn:
+    """Says of the batch that it is in that it has drawn negatives."""
+
+    sampled = True
+
+    def to(self, *_: Any, **__: Any) -> Drawn:
+        return self
+
+
 class Ends(Callback):
     """Ends a process's own run, or asks for its end, at a step of one process."""
 
@@ -194,6 +203,8 @@ def main() -> None:
 
     def merged(processes: Processes) -> None:
         found = {"all": figures(scored(processes.rank, 2)), "one has none": figures(scored(0, 1) if processes.is_first else [])}
+        one_has = [{**one, "drawn": Drawn()} for one in scored(0, 2)] if processes.is_first else scored(1, 2)
+        found["one has drawn negatives"] = figures(one_has)
         metrics = PointwiseMetrics()
         metrics.update(torch.tensor([0.0, 1.0, 1.0]) + processes.rank, torch.tensor([0, 1, processes.rank]))
         metrics.all_gather()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from jagged.config import TrainerConfig
 from jagged.data import Dataset
 from jagged.data.parts import Batch, Split
+from jagged.metrics import WITHHELD_BECAUSE, RunMetrics
 from jagged.models import Task, TaskOutput, TaskScores
 from jagged.models.pretrained import load_task
-from jagged.training import Callback, Progress, Trainer
+from jagged.training import Callback, Progress, Trainer, TrainingError
 
 
 class Clicks(Task):
@@ -104,3 +106,135 @@ def test_a_model_learns_from_a_table_and_goes_on_after_a_stop(split: Split, tmp_
     opened = load_task(tmp_path / "run", Clicks(split))
     batch = split.test.gather([0, 1, 2])
     assert torch.equal(opened.predict(batch)["click"], task.eval().predict(batch)["click"])
+
+
+# Events without labels.
+
+
+class Next(Task):
+    """Which of a request's candidates its user takes next: user and history once a request, a score a candidate."""
+
+    def __init__(self, split: Split) -> None:
+        super().__init__()
+        rows = split.encoders.sizes
+        self.users = EmbeddingBagCollection(tables=[table("user_id", rows)])
+        self.items = EmbeddingBagCollection(tables=[table("item_id", rows)])
+        self.seen = EmbeddingBagCollection(tables=[table("item_id", rows)])
+
+    def forward(self, batch: Batch) -> TaskOutput:
+        request = self.users(batch.features).values() + self.seen(batch.history).values()
+        logits = (request[batch.candidate_rows] * self.items(batch.candidates).values()).sum(1)
+        labels, mask = batch.label()
+        each = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return TaskOutput((each * mask).sum() / mask.sum().clamp(min=1), {"next": TaskScores(logits, labels, mask)})
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    """Users keep to items of a third of the catalogue."""
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("events") / "events.csv"
+    users, items = rng.integers(30, size=2_000), rng.integers(30, size=2_000)
+    items += users % 3 - items % 3
+    rows = [f"u{u},i{i},{1_700_000_000 + time}" for time, (u, i) in enumerate(zip(users, items, strict=True))]
+    path.write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
+    dataset = Dataset.from_table(path, history="events", directory=path.parent / "dataset", progress=False)
+    found: Split = dataset.split(by="time", valid=0.2, test=0.2)
+    return found
+
+
+def next_items(split: Split, output: Path, *callbacks: Callback, resume: bool = False, workers: int = 0, **options: Any) -> Any:
+    torch.manual_seed(0)
+    task = Next(split)
+    parts = [
+        getattr(split, name).loader(
+            batch_size=64, shuffle=name == "train", max_history=10, negatives=4, by="popularity", seed=3, num_workers=workers
+        )
+        for name in ("train", "valid", "test")
+    ]
+    config = TrainerConfig(
+        **{"output": str(output), "max_epochs": 3, "learning_rate": 0.05, "monitor": "auc", "device": "cpu", **options}
+    )
+    shown = options.pop("monitor", None) is None and not callbacks and not resume
+    return task, Trainer(task, config, callbacks=callbacks).fit(*parts, resume=resume, progress=shown)
+
+
+def test_a_model_learns_from_drawn_negatives_and_goes_on_after_a_stop_bit_for_bit(
+    events: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped in the middle of the second epoch, and gone on with workers."""
+    task, result = next_items(events, tmp_path / "run")
+    assert set(result.metrics.test) == set(result.metrics.valid) == {"sampled", "sampled_next"}
+    assert set(result.metrics.test.sampled) == {"loss"}
+    assert set(result.metrics.test.sampled_next) == {"auc", "logloss", "rows"}
+    assert result.metrics.test.sampled_next["auc"] > 0.8
+    assert result.metrics.best.group == "sampled_next"
+    said = capsys.readouterr()
+    assert (said.out + said.err).count(WITHHELD_BECAUSE) == 1
+    assert "(next, against drawn negatives)" in said.out + said.err
+    with pytest.raises(KeyError) as caught:
+        result.metrics.test.sampled_next["calibration"]
+    assert caught.value.args == (f"metric: got 'calibration', expected auc or logloss or rows; {WITHHELD_BECAUSE}",)
+    read = RunMetrics.from_json(result.metrics.to_json())
+    with pytest.raises(KeyError, match=WITHHELD_BECAUSE):
+        read.test.sampled_next["ne"]
+    with pytest.raises(KeyboardInterrupt):
+        next_items(events, tmp_path / "other", Stop(), checkpoint_every=7)
+    again, resumed = next_items(events, tmp_path / "other", resume=True, workers=2, checkpoint_every=7)
+    assert resumed.metrics.test == result.metrics.test
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in task.state_dict().items())
+
+
+def test_epochs_have_negatives_of_their_own_and_validations_the_same(events: Split, tmp_path: Path) -> None:
+    seen: dict[str, list[Any]] = {"train": [], "valid": []}
+
+    class Looking(Next):
+        def forward(self, batch: Batch) -> TaskOutput:
+            assert batch.candidates is not None
+            offsets, values = batch.candidate_offsets, batch.candidates.values()
+            assert offsets is not None
+            for place, row in enumerate(batch.rows.tolist()):
+                candidates = values[offsets[place] : offsets[place + 1]].tolist()
+                seen["train" if self.training else "valid"].append((row, candidates))
+            return super().forward(batch)
+
+    parts = (events.train.loader(batch_size=64, shuffle=True, negatives=3), events.valid.loader(batch_size=64, negatives=3))
+    config = TrainerConfig(output=str(tmp_path / "run"), max_epochs=2, monitor="auc", device="cpu")
+    Trainer(Looking(events), config).fit(*parts, progress=False)
+    for name, part in (("train", events.train), ("valid", events.valid)):
+        assert len(seen[name]) == 2 * len(part)
+        epochs = [dict(seen[name][: len(part)]), dict(seen[name][len(part) :])]
+        for epoch, found in enumerate(epochs):
+            batch = part.gather(range(len(part)), negatives=3, epoch=epoch)
+            assert batch.candidates is not None
+            assert batch.candidate_offsets is not None
+            wanted = [one.tolist() for one in batch.candidates.values().tensor_split(batch.candidate_offsets[1:-1])]
+            assert [found[row] for row in batch.rows.tolist()] == wanted
+        assert (epochs[0] == epochs[1]) == (name == "valid")
+
+
+def test_a_monitor_that_drawn_negatives_have_not_is_refused(events: Split, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught:
+        next_items(events, tmp_path / "run", monitor="sampled_next/calibration")
+    line = str(caught.value).partition("; the last checkpoint")[0]
+    names = "sampled/loss, sampled_next/auc, sampled_next/logloss, sampled_next/rows"
+    assert line == f"monitor: got 'sampled_next/calibration', expected one of {names}; {WITHHELD_BECAUSE}"
+
+
+def test_figures_say_sampled_wherever_a_batch_is(events: Split) -> None:
+    """Also where batches are part of something else, or only some of them are drawn; and never without draws."""
+
+    class Inside(Next):
+        def forward(self, batch: Any) -> TaskOutput:
+            return super().forward(batch["batch"])
+
+    torch.manual_seed(0)
+    task = Inside(events)
+    found = [{"batch": batch} for batch in events.valid.loader(batch_size=100, negatives=2)]
+    figures = task.evaluate(found, "valid", progress=False)
+    assert list(figures) == ["sampled", "sampled_next"]
+    logits = task.predict(found[0])["next"].logit()
+    assert len(logits) == len(found[0]["batch"].labels)
+    plain = [{"batch": dataclasses.replace(one["batch"], sampled=False)} for one in found]
+    assert list(task.evaluate(plain, "valid", progress=False)) == ["all", "next"]
+    assert list(task.evaluate([*plain[:-1], found[-1]], "valid", progress=False)) == ["sampled", "sampled_next"]

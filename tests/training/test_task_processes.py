@@ -79,6 +79,16 @@ def test_figures_are_those_of_all_rows(result: dict[str, Any]) -> None:
         assert found["metrics"] == pytest.approx(metrics, rel=1e-12)
 
 
+def test_drawn_negatives_of_one_process_are_said_by_all(result: dict[str, Any]) -> None:
+    one, _, *ranks = result["merged"]
+    for found in ranks:
+        drawn = found["one has drawn negatives"]
+        assert list(drawn) == ["sampled", *(f"sampled_{name}" for name in one if name != "all")]
+        for name in drawn:
+            plain = one[name.removeprefix("sampled_")] if name != "sampled" else one["all"]
+            assert drawn[name] == pytest.approx({key: plain[key] for key in plain if key != "calibration"}, rel=1e-12)
+
+
 def test_a_signal_to_one_process_stops_all_at_the_end_of_a_short_epoch(result: dict[str, Any]) -> None:
     line = "stopped by SIGTERM after step 12; a checkpoint is in ROOT/stopped/checkpoints: resume to go on"
     assert result["interrupted"] == [line, line]
