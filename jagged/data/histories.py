@@ -53,9 +53,46 @@ def fill_views(
         stop[begin:end] = np.where(nobody, index, last)
 
 
-def visible(start: IntArray, stop: IntArray, rows: IntArray) -> BoolArray:
-    """Which events of a log the views of some rows hold, bool `[len(start)]`."""
-    change = np.zeros(len(start) + 1, dtype=np.int64)
+def fill_views_beside(
+    users: npt.NDArray[np.int32],
+    times: IntArray,
+    event_users: npt.NDArray[np.int32],
+    event_times: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    *,
+    delay: int = 0,
+) -> None:
+    """Write the views `[start, stop)` of rows into a log that stands beside them.
+
+    A view has the events of the row's user whose time is below the row's time less `delay`. Who has no user (-1) sees nothing.
+
+    Args:
+        users, times: int32 and int64 `[n]`, of the rows: users ascending.
+        event_users, event_times: int32 and int64 `[m]`, of the log: users ascending, times ascending within a user.
+        start, stop: int64 `[n]`, written.
+        delay: 0 or more, in the unit of the times.
+    """
+    for begin in range(0, len(users), _ROWS):
+        here, moments = users[begin : begin + _ROWS], times[begin : begin + _ROWS]
+        first = np.searchsorted(event_users, here, side="left")
+        end = np.where(here < 0, first, np.searchsorted(event_users, here, side="right"))
+        start[begin : begin + len(here)] = first
+        stop[begin : begin + len(here)] = _first_at(event_times, first, end, _earlier(moments, delay))
+
+
+def only(start: IntArray, stop: IntArray, chosen: BoolArray) -> None:
+    """Turn views of a log into views of some of its events, in place: of those that are chosen, bool `[n]`."""
+    before = np.zeros(len(chosen) + 1, dtype=np.int64)
+    np.cumsum(chosen, out=before[1:])
+    for begin in range(0, len(start), _ROWS):
+        for ends in (start, stop):
+            ends[begin : begin + _ROWS] = before[ends[begin : begin + _ROWS]]
+
+
+def visible(start: IntArray, stop: IntArray, rows: IntArray, events: int) -> BoolArray:
+    """Which of the events of a log the views of some rows hold, bool `[events]`."""
+    change = np.zeros(events + 1, dtype=np.int64)
     for begin in range(0, len(rows), _ROWS):
         some = rows[begin : begin + _ROWS]
         np.add.at(change, start[some], 1)

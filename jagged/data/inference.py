@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jagged.data.errors import refuse, shown
-from jagged.data.schema import Column, Kind, Schema
-from jagged.data.sources import ROWS, Table, identifier
+from jagged.data.schema import Column, Kind, Schema, beside
+from jagged.data.sources import Table, identifier
 from jagged.data.values import CALENDAR, DECIMAL, WHOLE, element, form, missing_sql, texts_sql, value_sql
 
 # Names, as `plain_name` gives them; of a kind of which there is one the first name wins.
@@ -203,6 +203,23 @@ def schema_for(table: Table, schema: Schema | None = None, **words: Any) -> Sche
     return schema
 
 
+def events_schema_for(table: Table, schema: Schema | None, rows: Schema, words: dict[str, Any]) -> Schema:
+    """The schema of an event table that stands beside rows, whose ids it shares.
+
+    Where none is given, columns that are called as the rows' user, candidate, time or event type are of these kinds.
+
+    Raises:
+        DataError: as of `schema_for`, with the word's place.
+    """
+    if schema is None:
+        named = {name for value in words.values() for name in ([value] if isinstance(value, str) else value or ())}
+        for kind in (Kind.USER, Kind.CANDIDATE, Kind.TIME, Kind.EVENT):
+            column = rows.one(kind)
+            if column is not None and column.name in table.types and column.name not in named:
+                words.setdefault(kind.value, column.name)
+    return beside(schema_for(table, schema, **words), rows)
+
+
 def _looked_at(table: Table) -> list[_Found]:
     """What all values of each column are; a query for each, which is faster than one for all."""
     result = []
@@ -211,12 +228,13 @@ def _looked_at(table: Table) -> list[_Found]:
         one = _Found(name, plain_name(name), form(kind), None if inner is None else form(inner), {})
         result.append(one)
         if questions := _questions(one):
-            rows = f"SELECT {identifier(name)} AS x FROM {ROWS}"
+            rows = f"SELECT {identifier(name)} AS x FROM {table.rows}"
             if one.form == "text":
                 text = f"trim({identifier(name)})"
                 # Of the table's kinds, numbers have the most words for what is missing.
                 missing = missing_sql(Column(name, Kind.NUMBER), kind)
-                rows = f"SELECT {identifier(name)} AS x, {text} AS t, TRY_CAST({text} AS DOUBLE) AS d, {missing} AS m FROM {ROWS}"
+                asked = f"{identifier(name)} AS x, {text} AS t, TRY_CAST({text} AS DOUBLE) AS d, {missing} AS m"
+                rows = f"SELECT {asked} FROM {table.rows}"
             (answers,) = table.sql(f"SELECT {', '.join(questions.values())} FROM ({rows})")
             one.numbers.update(zip(questions, answers, strict=True))
     return result
@@ -315,7 +333,7 @@ def _kind_of_lists(one: _Found, table: Table, separator: str | None) -> Kind:
     ((values, numeric, fractions),) = table.sql(
         f"SELECT count(value), count(*) FILTER ({of_number}), count(*) FILTER ({of_number} "
         f"AND NOT regexp_full_match(trim(value), '{WHOLE}'))"
-        f" FROM (SELECT unnest({texts}) AS value FROM {ROWS})"
+        f" FROM (SELECT unnest({texts}) AS value FROM {table.rows})"
     )
     is_number = values and numeric >= 0.9 * values
     return Kind.NUMBERS if is_number and (fractions or _NUMBER_LISTS.search(one.plain)) else Kind.IDS
@@ -324,7 +342,7 @@ def _kind_of_lists(one: _Found, table: Table, separator: str | None) -> Kind:
 def _is_row_number(one: _Found, table: Table) -> bool:
     if one["distinct"] < 0.8 * table.num_rows or table.num_rows < 2:
         return False
-    ((distinct,),) = table.sql(f"SELECT count(DISTINCT {identifier(one.name)}) FROM {ROWS}")
+    ((distinct,),) = table.sql(f"SELECT count(DISTINCT {identifier(one.name)}) FROM {table.rows}")
     return bool(distinct == table.num_rows)
 
 

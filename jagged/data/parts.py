@@ -5,7 +5,7 @@ The split comes first: encoders and statistics are made from training rows, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from jagged.data.encoding import Encoder, Encoders, Statistics
 from jagged.data.errors import refuse, shown
 from jagged.data.expressions import LISTS
-from jagged.data.histories import spread, visible
+from jagged.data.histories import spread
+from jagged.data.logs import Columns, EventLog
 from jagged.data.records import PARTS, Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind
 
@@ -35,8 +36,6 @@ AnyArray = npt.NDArray[Any]
 _BUCKETS = 10
 _NAMED = 3
 _ROWS = 1 << 20
-#: What an event of a history shows beside its time.
-_OF_EVENTS = (Kind.CANDIDATE, Kind.ID, Kind.EVENT)
 
 
 @dataclass
@@ -56,9 +55,12 @@ class Batch:
         label_mask: bool `[B, K]`: where a label is there.
         weights: float32 `[B]`, ones without a column of that kind.
         times: int64 `[B]`, or None.
-        history: by column what the events show, oldest first: candidate, ids, event type; None without histories.
+        history: by column what the events show, oldest first: candidate, ids, event type; None without histories. With weights
+            where events have some, in each column the same.
+        history_lists: the lists of ids that events show, by name: a sample an event, in the order of `history`; so their lengths
+            are `[H]` a column, and what pools them gives `[H, D]`. None where events show none.
         history_times: int64 `[H]`.
-        history_numbers, history_numbers_missing: `[H, C]`, as of the rows.
+        history_numbers, history_numbers_missing: `[H, C]`, as of the rows: the columns of kind number that the events have.
         history_labels, history_label_mask: `[H, E]`: of the labels that events show.
     """
 
@@ -73,6 +75,7 @@ class Batch:
     weights: Tensor
     times: Tensor | None
     history: KeyedJaggedTensor | None = None
+    history_lists: KeyedJaggedTensor | None = None
     history_times: Tensor | None = None
     history_numbers: Tensor | None = None
     history_numbers_missing: Tensor | None = None
@@ -140,9 +143,10 @@ class Part:
                 f"rows: got shape {rows.shape}, expected one dimension and numbers from 0 to {len(self.dataset) - 1}"
             )
         object.__setattr__(self, "rows", rows)
+        log = self.dataset.events
         tables, numbers = (
-            self.dataset.schema.tables,
-            [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)],
+            self.dataset.tables,
+            [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)] + ([] if log is None else log.numbers),
         )
         lacking = [name for name in tables if name not in self.encoders]
         lacking += [name for name in numbers if name not in self.encoders.statistics]
@@ -203,28 +207,17 @@ class Part:
         self._keyed(found, "features", columns, chosen)
         if (candidate := schema.one(Kind.CANDIDATE)) is not None:
             self._keyed(found, "candidates", [candidate], chosen)
-        found["numbers"], found["numbers_missing"] = self._numbers(chosen)
+        found["numbers"], found["numbers_missing"] = self._numbers(dataset, self.number_names, chosen)
         if lists := _numbers(dataset, Kind.NUMBERS):
             self._keyed(found, "number_lists", lists, chosen)
-        found["labels"], found["label_mask"] = self._labels(chosen, self.label_names)
+        found["labels"], found["label_mask"] = self._labels(dataset, self.label_names, chosen)
         weight = schema.one(Kind.WEIGHT)
         found["weights"] = np.ones(len(chosen), np.float32) if weight is None else dataset.column(weight.name)[chosen]
         time = schema.one(Kind.TIME)
         if time is not None:
             found["times"] = dataset.column(time.name)[chosen]
-        if dataset.history is not None:
-            assert time is not None
-            start, stop = dataset.start[chosen], dataset.stop[chosen]
-            if max_history is not None:
-                start = np.maximum(start, stop - max_history)
-            events = spread(start, stop - start)
-            columns = schema.of_kind(*_OF_EVENTS)
-            numbers = [self.maps[column.table_name][dataset.column(column.name)[events] + 1] for column in columns]
-            found["history.values"] = np.concatenate(numbers, dtype=np.int64)
-            found["history.lengths"] = np.tile(stop - start, len(columns))
-            found["history_times"] = dataset.column(time.name)[events]
-            found["history_numbers"], found["history_numbers_missing"] = self._numbers(events)
-            found["history_labels"], found["history_label_mask"] = self._labels(events, list(dataset.event_labels))
+        if (log := dataset.events) is not None:
+            self._history(found, log, chosen, max_history)
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
 
     def batch(self, collected: Mapping[str, Tensor]) -> Batch:
@@ -234,33 +227,57 @@ class Part:
             "features": [column.name for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE],
             "candidates": [column.name for column in schema.of_kind(Kind.CANDIDATE)],
             "number_lists": [column.name for column in _numbers(self.dataset, Kind.NUMBERS)],
-            "history": [column.name for column in schema.of_kind(*_OF_EVENTS)],
         }
+        counts = dict.fromkeys(keys, count)
+        if (log := self.dataset.events) is not None:
+            keys |= {"history": [column.name for column in log.ids], "history_lists": [column.name for column in log.lists]}
+            counts |= {"history": count, "history_lists": collected["history_times"].numel()}
         keyed = {
-            name: _keyed_tensor(names, collected, name, count) if f"{name}.values" in collected else None
+            name: _keyed_tensor(names, collected, name, counts[name]) if f"{name}.values" in collected else None
             for name, names in keys.items()
         }
         plain = {one.name: collected.get(one.name) for one in fields(Batch) if one.name not in keyed}
         return Batch(**{**plain, **keyed})  # type: ignore[arg-type]
 
-    def _keyed(self, found: dict[str, AnyArray], name: str, columns: list[Column], chosen: IntArray) -> None:
+    def _history(self, found: dict[str, AnyArray], log: EventLog, chosen: IntArray, max_history: int | None) -> None:
+        """What the events in the rows' histories show."""
+        start, stop = self.dataset.start[chosen], self.dataset.stop[chosen]
+        if max_history is not None:
+            start = np.maximum(start, stop - max_history)
+        events, table = log.rows(spread(start, stop - start)), log.table
+        numbers = [self.maps[column.table_name][table.column(column.name)[events] + 1] for column in log.ids]
+        found["history.values"] = np.concatenate(numbers, dtype=np.int64)
+        found["history.lengths"] = np.tile(stop - start, len(numbers))
+        if log.weights is not None:
+            found["history.weights"] = np.tile(table.column(log.weights)[events], len(numbers))
+        if log.lists:
+            self._keyed(found, "history_lists", log.lists, events, table)
+        found["history_times"] = table.column(log.time)[events]
+        found["history_numbers"], found["history_numbers_missing"] = self._numbers(table, log.numbers, events)
+        found["history_labels"], found["history_label_mask"] = self._labels(table, list(log.labels), events)
+
+    def _keyed(
+        self, found: dict[str, AnyArray], name: str, columns: list[Column], chosen: IntArray, table: Columns | None = None
+    ) -> None:
         """Values, lengths and weights of columns with ids or lists of numbers, key by key."""
+        # A table without rows is one, too.
+        table = self.dataset if table is None else table
         values: list[AnyArray] = []
         lengths: list[AnyArray] = []
         weights: list[FloatArray] = []
         for column in columns:
             if column.kind not in LISTS:
-                values.append(self.maps[column.table_name][self.dataset.column(column.name)[chosen] + 1])
+                values.append(self.maps[column.table_name][table.column(column.name)[chosen] + 1])
                 lengths.append(np.ones(len(chosen), np.int64))
                 weights.append(np.ones(len(chosen), np.float32))
                 continue
-            offsets, stored = self.dataset.list_column(column.name)
+            offsets, stored = table.list_column(column.name)
             start = offsets[chosen]
             lengths.append(offsets[chosen + 1] - start)
             places = spread(start, lengths[-1])
             if column.kind is Kind.IDS:
                 values.append(self.maps[column.table_name][stored[places] + 1])
-                given = None if column.weights is None else self.dataset.list_column(column.weights)[1][places]
+                given = None if column.weights is None else table.list_column(column.weights)[1][places]
                 # Only a missing list's one id has no weight.
                 weights.append(
                     np.ones(len(places), np.float32) if given is None else np.where(np.isnan(given), np.float32(1), given)
@@ -275,19 +292,19 @@ class Part:
         if name == "number_lists" or any(column.weights is not None for column in columns):
             found[f"{name}.weights"] = np.concatenate(weights)
 
-    def _numbers(self, chosen: IntArray) -> tuple[FloatArray, BoolArray]:
-        shape = (len(chosen), len(self.number_names))
+    def _numbers(self, table: Columns, names: list[str], chosen: IntArray) -> tuple[FloatArray, BoolArray]:
+        shape = (len(chosen), len(names))
         values, missing = np.empty(shape, np.float32), np.empty(shape, np.bool_)
-        for i, name in enumerate(self.number_names):
-            here = self.dataset.column(name)[chosen]
+        for i, name in enumerate(names):
+            here = table.column(name)[chosen]
             missing[:, i] = np.isnan(here)
             values[:, i] = np.where(missing[:, i], np.float32(self.encoders.statistics[name].mean), here)
         return values, missing
 
-    def _labels(self, chosen: IntArray, names: list[str]) -> tuple[FloatArray, BoolArray]:
+    def _labels(self, table: Columns, names: list[str], chosen: IntArray) -> tuple[FloatArray, BoolArray]:
         values = np.empty((len(chosen), len(names)), np.float32)
         for i, name in enumerate(names):
-            values[:, i] = self.dataset.column(name)[chosen]
+            values[:, i] = table.column(name)[chosen]
         mask = ~np.isnan(values)
         return np.where(mask, values, np.float32(0)), mask
 
@@ -345,7 +362,7 @@ class Split:
         found.add("histories_too_late", _too_late(dataset), dataset)
         support = _Support(dataset, self.train.rows)
         unsupported: list[str] = []
-        for name, columns in dataset.schema.tables.items():
+        for name, columns in dataset.tables.items():
             encoder = self.encoders[name]
             if columns[0].encoding == "vocabulary" and encoder.ids is not None:
                 counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(encoder.ids.ids)]
@@ -428,7 +445,7 @@ def split_rows(
         raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
     if type(buckets) is not int or buckets < 1:
         raise ValueError(f"buckets: got {buckets!r}, expected 1 or more")
-    vocabularies = [name for name, columns in dataset.schema.tables.items() if columns[0].encoding == "vocabulary"]
+    vocabularies = [name for name, columns in dataset.tables.items() if columns[0].encoding == "vocabulary"]
     minimum = _minimum_counts(minimum_counts, vocabularies)
     parts, notes = _WAYS[by](dataset, valid, test, seed)
     counts = {name: int((parts == number).sum()) for number, name in enumerate(PARTS)}
@@ -445,7 +462,7 @@ def split_rows(
     support = _Support(dataset, rows[0])
     tables = {
         name: Encoder.fit(columns[0], dataset.ids(name), support.counts(name), minimum=minimum.get(name, 1), seed=seed)
-        for name, columns in dataset.schema.tables.items()
+        for name, columns in dataset.tables.items()
     }
     encoders = Encoders(tables, {name: Statistics.fit(values, buckets) for name, values in support.numbers()})
     train = Part(dataset, rows[0], encoders)
@@ -539,38 +556,55 @@ _WAYS = {"time": _by_time, "user": _by_user, "column": _by_column, "leave-one-ou
 
 
 class _Support:
-    """What training sees: its rows, and the events in their histories."""
+    """What training sees: its rows, and the events in their histories, each once."""
 
     def __init__(self, dataset: Dataset, rows: IntArray) -> None:
         self.dataset = dataset
-        self.rows = rows
-        self.seen = rows
-        if dataset.history is not None:
-            seen = visible(dataset.start, dataset.stop, rows)
-            seen[rows] = True
-            self.seen = np.flatnonzero(seen)
+        #: Columns, each with its table and the rows of it that training sees.
+        self.columns: list[tuple[Columns, Column, IntArray]] = []
+        log = dataset.events
+        seen = rows if log is None else log.seen(dataset.start, dataset.stop, rows)
+        if log is not None and log.is_own:
+            is_seen = np.zeros(len(dataset), dtype=np.bool_)
+            is_seen[rows] = is_seen[seen] = True
+            seen = np.flatnonzero(is_seen)
+        for column in dataset.schema.columns:
+            self.columns.append((dataset, column, seen if log is not None and log.is_own and log.shows(column) else rows))
+        if log is not None and not log.is_own:
+            self.columns += [(log.table, column, seen) for column in log.table.schema.columns if log.shows(column)]
 
     def counts(self, table: str) -> IntArray:
         """How often training has each code of a table, int64 `[codes]`."""
         size = len(self.dataset.ids(table))
         counts = np.zeros(size + 1, dtype=np.int64)
-        for column in self.dataset.schema.tables[table]:
-            rows = self.seen if column.kind in _OF_EVENTS else self.rows
+        for stored, column, rows in self.columns:
+            if column.kind not in WITH_IDS or column.table_name != table:
+                continue
             for begin in range(0, len(rows), _ROWS):
                 some = rows[begin : begin + _ROWS]
-                counts += np.bincount(self._values(column, some) + 1, minlength=size + 1)
+                counts += np.bincount(_values(stored, column, some) + 1, minlength=size + 1)
         return counts[1:]
 
-    def numbers(self) -> list[tuple[str, FloatArray]]:
-        """What training has of each column of numbers, float32."""
-        columns = _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)
-        return [(column.name, self._values(column, self.seen if column.kind is Kind.NUMBER else self.rows)) for column in columns]
+    def numbers(self) -> Iterator[tuple[str, FloatArray]]:
+        """What training has of the columns of numbers of each name, float32."""
+        log = self.dataset.events
+        beside = [] if log is None or log.is_own else log.numbers
+        names = [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)]
+        for name in dict.fromkeys([*names, *beside]):
+            found = [
+                _values(stored, column, rows)
+                for stored, column, rows in self.columns
+                if column.name == name and (name in names if stored is self.dataset else name in beside)
+            ]
+            yield name, found[0] if len(found) == 1 else np.concatenate(found)
 
-    def _values(self, column: Column, rows: IntArray) -> AnyArray:
-        if column.kind not in LISTS:
-            return self.dataset.column(column.name)[rows]
-        offsets, values = self.dataset.list_column(column.name)
-        return values[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
+
+def _values(stored: Columns, column: Column, rows: IntArray) -> AnyArray:
+    """The values of some rows, those of lists one after the other."""
+    if column.kind not in LISTS:
+        return stored.column(column.name)[rows]
+    offsets, values = stored.list_column(column.name)
+    return values[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
 
 
 def _numbers(dataset: Dataset, *kinds: Kind) -> list[Column]:
@@ -611,19 +645,24 @@ def _requests_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
 
 def _too_late(dataset: Dataset) -> IntArray:
     """Rows whose history has an event that they may not know."""
-    if dataset.history is None:
+    log = dataset.events
+    if log is None:
         return np.zeros(0, np.int64)
+    assert dataset.history is not None
     user, time = _needed(dataset, Kind.USER, "user"), _needed(dataset, Kind.TIME, "time")
-    start, stop, index = dataset.start, dataset.stop, np.arange(len(dataset))
+    event_user, event_time = log.table.column(log.user), log.table.column(log.time)
+    start, stop = dataset.start, dataset.stop
     rows = np.flatnonzero(stop > start)
-    first, last = start[rows], stop[rows] - 1
-    known = (user[first] == user[rows]) & (user[last] == user[rows]) & (last < index[rows])
+    first, last = log.rows(start[rows]), log.rows(stop[rows] - 1)
+    known = (event_user[first] == user[rows]) & (event_user[last] == user[rows])
+    if log.is_own:
+        known &= last < rows
     if dataset.history["ties"] == "before":
-        known &= time[last] <= time[rows]
+        known &= event_time[last] <= time[rows]
     else:
         # Of times in order the difference cannot be negative; as uint64 it has a place.
-        apart = time[rows].astype(np.uint64) - time[last].astype(np.uint64)
-        known &= (time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
+        apart = time[rows].astype(np.uint64) - event_time[last].astype(np.uint64)
+        known &= (event_time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
     return rows[~known]
 
 

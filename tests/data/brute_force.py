@@ -53,6 +53,14 @@ def history(rows: Sequence[Row], kept: Iterable[int], row: int, delay: int, ties
     return sorted(found, key=lambda i: (rows[i]["time"], i))
 
 
+def history_beside(row: Row, events: Sequence[Row], kept: Iterable[int], delay: int) -> list[int]:
+    """The events of a table beside the rows that a row may know, oldest first."""
+    if row["user"] is None:
+        return []
+    found = [i for i in kept if events[i]["who"] == row["user"] and events[i]["at"] < row["time"] - delay]
+    return sorted(found, key=lambda i: (events[i]["at"], i))
+
+
 def codes(rows: Sequence[Row], kept: Iterable[int], columns: Sequence[str]) -> list[Any]:
     """The ids of columns that share a table, in the order in which they first appear."""
     found: dict[Any, None] = {}
