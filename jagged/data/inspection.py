@@ -13,6 +13,7 @@ import pyarrow as pa
 from jagged.artifacts.errors import one_line
 from jagged.data.errors import MAX_ID_BYTES
 from jagged.data.inference import schema_for
+from jagged.data.progress import steps
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 from jagged.data.sources import Table, identifier, open_table
 from jagged.data.values import element, form, missing_sql, time_form_sql, value_sql
@@ -148,7 +149,7 @@ def inspect_table(
         schema: what the columns are, or a TOML file that says it; None: inferred. Columns that it does not name are unused.
         format: "auto", "csv" or "parquet", of files.
         delimiter: of csv; None finds it out.
-        progress: show a bar for what takes longer than two seconds.
+        progress: show a bar on a terminal for what takes longer than two seconds.
         label: the columns that are labels; this and what follows are words that win over the schema, as in `Schema.with_words`.
         candidate: the column of the item that a row is about.
         history: list columns of ids of candidates.
@@ -170,15 +171,22 @@ def inspect_table(
     }  # fmt: skip
     if schema is not None and not isinstance(schema, Schema):
         schema = Schema.load(schema)
-    with open_table(source, format=format, delimiter=delimiter, progress=progress) as table:
+    with (
+        open_table(source, format=format, delimiter=delimiter, progress=progress) as table,
+        steps("Inspecting", len(table.types) + 3, progress) as step,
+    ):
+        step("what columns are for")
         found = schema_for(table, schema, **words)
         columns, odd = {}, []
         for column in found.columns:
+            step(f"column {column.name}")
             columns[column.name], odds = _figures(table, column)
             odd += odds
         if weights := [column for column in found.columns if column.weights is not None]:
             odd += [each for column in weights for each in _unequal(table, found, column)]
+        step("equal rows")
         odd += _repeated(table)
+        step("leaks")
         return Inspection(table.name, found, table.num_rows, columns, odd, _leaks(table, found), table.left_out)
 
 

@@ -31,6 +31,7 @@ from jagged.data.dataset import _remove, temporary_directory
 from jagged.data.errors import DataError, refuse, shown
 from jagged.data.expressions import LISTS
 from jagged.data.logs import Columns, EventLog
+from jagged.data.progress import steps
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema, shared_tables
 from jagged.data.sources import add_table, open_table
 from jagged.data.vocabulary import Vocabulary
@@ -126,7 +127,7 @@ class Dataset(Columns):
             split: a column that says which part a row is in: train, valid or test. It is no feature.
             on_error: what to do with a value that is none of its kind: "stop", or "skip" its row, of at most 1 % of the rows.
             format, delimiter: of files, as `open_table` takes them.
-            progress: show a bar for what takes longer than two seconds.
+            progress: show a bar on a terminal for what takes longer than two seconds.
             **words: columns by kind, which win over the schema: as `Schema.with_words` takes them, for example `label="click"`.
 
         Raises:
@@ -153,16 +154,20 @@ class Dataset(Columns):
             if "events" in histories and "events" in table.types:
                 raise refuse(table.name, "a column 'events' and history='events'", "another name of the column", "rename it")
             histories = [name for name in histories if name != "events"]
-            schema = fitting(table, schema_for(table, given, history=histories or None, **words), options)
+            with steps("Inferring", 1, progress) as step:
+                step("what columns are for")
+                schema = fitting(table, schema_for(table, given, history=histories or None, **words), options)
             log = None
             if is_beside:
                 beside_it = add_table(table, events, "events", progress=progress)
-                found = events_schema_for(beside_it, _loaded(event_schema), schema, dict(event_words or {}))
+                with steps("Inferring", 1, progress) as step:
+                    step("what columns of events are for")
+                    found = events_schema_for(beside_it, _loaded(event_schema), schema, dict(event_words or {}))
                 found, options = fitting_events(beside_it, found, options)
                 log = beside_it, found
             if directory is None:
                 with temporary_directory(CURE) as temporary, writing(temporary, CURE, DataError):
-                    dataset = Builder(table, schema, options, temporary, log).build()
+                    dataset = Builder(table, schema, options, temporary, log, progress=progress).build()
                     dataset._keep = weakref.finalize(dataset, _remove, str(temporary), os.getpid())
                     return dataset
             target = Path(directory)
@@ -170,7 +175,7 @@ class Dataset(Columns):
                 if target.exists() and (not target.is_dir() or any(target.iterdir())):
                     raise refuse(target, "something there", "a directory that does not exist yet", "name another one")
                 with new_directory(target) as aside:
-                    manifest = Builder(table, schema, options, aside, log).build()._manifest
+                    manifest = Builder(table, schema, options, aside, log, progress=progress).build()._manifest
             return cls(target, manifest)
 
     @property

@@ -29,6 +29,7 @@ from jagged.artifacts.errors import one_line
 from jagged.data.errors import DataError, at, refuse, shown
 from jagged.data.files import TABLES, find_tables, reading
 from jagged.data.parsers import TEXT, text_blocks
+from jagged.data.progress import DELAY, disabled
 from jagged.data.tabular import Block, CsvLayout, csv_blocks, csv_layout, parquet_blocks, parquet_schema
 
 IntArray = npt.NDArray[np.int64]
@@ -184,9 +185,10 @@ def open_table(source: Any, *, format: str = "auto", delimiter: str | None = Non
             temporary directory has no room.
     """
     found = find_source(source, format, delimiter)
-    with new_table(found.name, found.schema) as table, reading_bar(found, progress) as advance:
+    with new_table(found.name, found.schema) as table:
         table.is_text, table.left_out = found.format == "csv", found.left_out
-        table.fill(found.blocks(advance))
+        with reading_bar(found, progress) as advance:
+            table.fill(found.blocks(advance))
         yield table
 
 
@@ -222,8 +224,9 @@ def add_table(table: Table, source: Any, rows: str, *, progress: bool = True) ->
 
 @contextmanager
 def reading_bar(source: Source, progress: bool) -> Iterator[Callable[[int], object]]:
-    """A bar of the bytes read, which appears when that takes longer than two seconds."""
-    with tqdm(total=source.size, desc="Reading", unit="B", unit_scale=True, disable=not progress, delay=2, leave=False) as bar:
+    """A bar of the bytes read, which appears on a terminal when that takes longer than two seconds."""
+    quiet = disabled(progress)
+    with tqdm(total=source.size, desc="Reading", unit="B", unit_scale=True, disable=quiet, delay=DELAY, leave=False) as bar:
         yield bar.update
 
 

@@ -19,6 +19,7 @@ from jagged.artifacts import write_manifest
 from jagged.data.errors import DataError, refuse, shown
 from jagged.data.expressions import LISTS, Parsed, is_string, parse, plain_type
 from jagged.data.histories import TIES, fill_views, fill_views_beside, only
+from jagged.data.progress import steps
 from jagged.data.records import EVENT_PREFIX, FORMAT_VERSION, PARTS, Dataset, file_names, ids_file, write_column
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema, shared_tables
 from jagged.data.sources import Table, identifier
@@ -423,8 +424,16 @@ class Builder:
     """Fills a directory with a dataset's files, a column after the other; no more than one is in memory."""
 
     def __init__(
-        self, table: Table, schema: Schema, options: Options, directory: Path, events: tuple[Table, Schema] | None = None
+        self,
+        table: Table,
+        schema: Schema,
+        options: Options,
+        directory: Path,
+        events: tuple[Table, Schema] | None = None,
+        *,
+        progress: bool = True,
     ) -> None:
+        self.progress = progress
         self.options = options
         self.directory = directory
         self.files: dict[str, str] = {}
@@ -443,27 +452,41 @@ class Builder:
             DataError: a value that is none of its kind, or no room on the disk.
         """
         try:
-            return self._build()
+            with steps("Building", self._num_steps, self.progress) as self.step:
+                return self._build()
         except (duckdb.IOException, duckdb.OutOfMemoryException) as error:
             raise DataError(f"a temporary directory: could not be written: {shown(str(error), 200)}; {CURE}") from None
+
+    @property
+    def _num_steps(self) -> int:
+        for_each = len(self.sides) * (2 + (self.options.duplicates == "drop")) + sum(
+            len(side.schema.columns) for side in self.sides
+        )
+        once = (self.options.min_events, self.events, self.options.history is not None, self.options.split is not None, True)
+        return for_each + len(self.tables) + sum(map(bool, once))
 
     def _build(self) -> Dataset:
         self.delay = self._delay()
         for side in self.sides:
             if side is self.events:
                 side.to_unit_of(self.rows)
+            self.step("bad values")
             side.drop_bad()
             if self.options.duplicates == "drop":
+                self.step("equal rows")
                 side.drop_duplicates()
             if self.options.min_events and side is self.rows:
+                self.step("rare users and items")
                 side.drop_rare()
         if self.events is not None:
+            self.step("events of others")
             self.events.compare_units(self.rows)
             if self.options.event_types is not None:
                 self.events.drop_types()
             users = [self._value(side, side.one(Kind.USER)) for side in self.sides]
             self.events.drop_strangers(self.rows, users[1], users[0])
         for number, name in enumerate(self.tables):
+            self.step(f"ids of {name}")
             self._make_ids(number, name)
         log = None
         if self.events is not None:
@@ -473,15 +496,19 @@ class Builder:
             del of_events
         place, users_, times = self._order(self.rows)
         if self.options.history is not None:
+            self.step("histories")
             self._write_views(users_, times, place, log)
         del users_, times, log
         self._write_all(self.rows, place)
         if self.options.split is not None:
+            self.step("parts")
             self._write_parts(place)
+        self.step("digests")
         return self._seal()
 
     def _write_all(self, side: Staged, place: AnyArray) -> None:
         for number, column in enumerate(side.schema.columns):
+            self.step(f"column {column.name}")
             self._write(side, f"{side.prefix}column-{number}", column, place)
 
     def _delay(self) -> int:
@@ -556,6 +583,7 @@ class Builder:
         Returns:
             The place of each row of the source, -1 of one left out; the users and times of the places.
         """
+        self.step("order of the rows")
         user, time = side.schema.one(Kind.USER), side.schema.one(Kind.TIME)
         parts = ["rowid AS row", f"{self._value(side, user)} AS u" if user else "NULL::BIGINT AS u"]
         parts.append(f"{side.parsed[time.name].value} AS t" if time else "0::BIGINT AS t")
@@ -702,7 +730,7 @@ class Builder:
             "bad_places": [place for side in self.sides for place in side.bad_places],
             "values": self.files,
         }
-        return Dataset(self.directory, write_manifest(self.directory, file_names(content), content, bar=True).content)
+        return Dataset(self.directory, write_manifest(self.directory, file_names(content), content, bar=self.progress).content)
 
 
 _WAYS = {

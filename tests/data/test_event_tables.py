@@ -21,7 +21,7 @@ from jagged.data.records import Dataset
 from jagged.data.schema import Column, Kind, Schema
 from tests.conftest import EXAMPLES
 from tests.data import brute_force as slow
-from tests.data.points import SCHEMA, VALUES, arrow, or_none, tables
+from tests.data.points import SCHEMA, arrow, or_none, tables
 
 #: Users, items and types are those of the rows by their kind, `place` by its name; the rest is the events' own.
 TYPES = {
@@ -53,7 +53,7 @@ EVENTS = Schema(
     )
 )
 DRAWN = {
-    "who": VALUES["user"],
+    "who": st.sampled_from([7, 7, 7, -3, 2**62, None]),
     "what": or_none(st.sampled_from("abef")),
     "at": st.integers(-3, 6),
     "type": or_none(st.sampled_from(["view", "buy", "cart"])),
@@ -83,7 +83,7 @@ def events_of(draw: st.DrawFn) -> list[slow.Row]:
     values = dict(DRAWN)
     if draw(st.booleans()):
         values["who"] = st.just(7)
-    rows = draw(st.lists(st.fixed_dictionaries(values), max_size=14))
+    rows = draw(st.lists(st.fixed_dictionaries(values), min_size=draw(st.sampled_from([0, 8])), max_size=14))
     for _ in range(draw(st.integers(0, 2)) if rows else 0):
         rows.insert(draw(st.integers(0, len(rows))), dict(draw(st.sampled_from(rows))))
     return rows
@@ -116,7 +116,7 @@ def listed(value: Any) -> list[Any]:
 
 @settings(max_examples=max(EXAMPLES, 300))
 @given(
-    rows=tables(),
+    rows=tables(least=8),
     events=events_of(),
     delay=st.integers(0, 3),
     types=st.sampled_from([None, None, ("view",), ("buy", "cart")]),
@@ -216,7 +216,7 @@ def test_a_row_knows_of_an_event_table_what_the_definition_says(
 
 @settings(max_examples=EXAMPLES)
 @given(
-    rows=tables(),
+    rows=tables(least=8),
     delay=st.integers(0, 2),
     before=st.booleans(),
     types=st.sampled_from([("view",), ("buy",), ("view", "buy")]),
