@@ -16,7 +16,7 @@ from jagged.data.inference import schema_for
 from jagged.data.progress import steps
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 from jagged.data.sources import Table, identifier, open_table
-from jagged.data.values import element, form, missing_sql, time_form_sql, value_sql
+from jagged.data.values import element, form, hint_of_dates, missing_sql, time_form_sql, value_sql
 
 _WIDTH = 120
 # Places that are shown of what is odd.
@@ -205,7 +205,7 @@ def _figures(table: Table, column: Column) -> tuple[ColumnFigures, list[OddValue
     is_list = column.kind in _LISTS
     value, missing, name = value_sql(column, kind), missing_sql(column, kind), identifier(column.name)
     values = f"(SELECT rowid, {value} AS v, {missing} AS m, {name} AS x FROM {table.rows})"
-    tests = _tests(column, kind)
+    tests = _tests(column, kind, hint_of_dates(table, column))
     asked = ["count(v)", "count(*) FILTER (m)"]
     asked += ["avg(len(v))", "max(len(v))", "NULL"] if is_list else ["NULL", "NULL", "approx_count_distinct(v)"]
     asked += [f"count(*) FILTER ({test.holds}), min(rowid, {_PLACES}) FILTER ({test.holds})" for test in tests]
@@ -229,7 +229,7 @@ def _figures(table: Table, column: Column) -> tuple[ColumnFigures, list[OddValue
     return ColumnFigures(column, type_name, distinct, is_exact, present, absent, mean, longest, example), odd
 
 
-def _tests(column: Column, kind: pa.DataType) -> list[_Test]:
+def _tests(column: Column, kind: pa.DataType, hint: str) -> list[_Test]:
     if column.kind is Kind.UNUSED:
         return []
     tests = []
@@ -237,7 +237,7 @@ def _tests(column: Column, kind: pa.DataType) -> list[_Test]:
         what = {Kind.TIME: "are no times", Kind.IDS: "are no lists", Kind.NUMBERS: "are no lists"}.get(
             column.kind, "are no numbers"
         )
-        tests.append(_Test(what, "v IS NULL AND NOT m", _FITS[column.kind]))
+        tests.append(_Test(what, "v IS NULL AND NOT m", f"{_FITS[column.kind]}; {hint}" if hint else _FITS[column.kind]))
     elif column.encoding == "range":
         tests.append(_Test("are outside of the range", "v IS NULL AND NOT m", f"0 to {(column.size or 0) - 1}"))
     elif form(kind) != "text":

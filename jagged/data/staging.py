@@ -23,7 +23,7 @@ from jagged.data.progress import steps
 from jagged.data.records import EVENT_PREFIX, FORMAT_VERSION, PARTS, Dataset, file_names, ids_file, write_column
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema, shared_tables
 from jagged.data.sources import Table, identifier
-from jagged.data.values import time_form_sql
+from jagged.data.values import hint_of_dates, time_form_sql
 from jagged.data.vocabulary import Vocabulary, infer_integers
 
 IntArray = npt.NDArray[np.int64]
@@ -189,6 +189,7 @@ class Staged:
         self.bad_places: list[str] = []
         self.has_dropped = False
         self.time_kind = "none"
+        self.has_times = True
         if (time := schema.one(Kind.TIME)) is not None:
             self.time_kind = self._time_kind(time)
         self.parsed = {one.name: self._with_name(one) for one in schema.columns}
@@ -217,6 +218,7 @@ class Staged:
             return "number"
         written = time_form_sql(column, kind)
         first = self.table.sql(f"SELECT {written} FROM {self.table.rows} WHERE {written} IS NOT NULL ORDER BY rowid LIMIT 1")
+        self.has_times = bool(first)
         return str(first[0][0]) if first else "number"
 
     @property
@@ -281,7 +283,11 @@ class Staged:
             name, _, expected = checks[check]
             value = self.table.sql(f"SELECT CAST({identifier(name)} AS VARCHAR) FROM {self.table.rows} WHERE rowid = {row}")[0][0]
             found = f"{'no value' if value is None else shown(value)} in the column {shown(name)}"
-            error = refuse(self.table.place(row), found, expected, 'correct it, or leave such rows out with on_error="skip"')
+            hint = hint_of_dates(self.table, self.schema[name]) if name in self.schema.names else ""
+            if hint and not self.has_times:
+                expected = "an ISO 8601 time or a whole number"
+            cure = hint or 'correct it, or leave such rows out with on_error="skip"'
+            error = refuse(self.table.place(row), found, expected, cure)
             if is_stop:
                 raise error
             self.bad_places.append(str(refuse(self.table.place(row), found, expected)))
