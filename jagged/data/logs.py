@@ -14,6 +14,7 @@ from jagged.data.histories import visible
 from jagged.data.schema import Column, Kind, Schema
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 AnyArray = npt.NDArray[Any]
 
 #: What an event of a history shows beside its time and its numbers.
@@ -67,6 +68,10 @@ class Columns:
         """
         offsets, values = self._arrays(self._key(name))
         return offsets, values
+
+    def release(self) -> None:
+        """Forget the mapped columns, so that their pages count for nobody; who has an array keeps it."""
+        self._columns.clear()
 
     def _key(self, name: str) -> str:
         return f"{self._prefix}column-{self.schema.names.index(name)}"
@@ -145,6 +150,11 @@ class EventLog:
         """The table's rows of some events."""
         return events if self._places is None else self._places[events]
 
-    def seen(self, start: IntArray, stop: IntArray, rows: IntArray) -> IntArray:
-        """The table's rows that the views of some rows hold, each once, ascending."""
-        return self.rows(np.flatnonzero(visible(start, stop, rows, len(self))))
+    def seen(self, start: IntArray, stop: IntArray, rows: IntArray) -> BoolArray:
+        """Which of the table's rows the views of some rows hold, bool `[rows of the table]`."""
+        found = visible(start, stop, rows, len(self))
+        if self._places is None:
+            return found
+        of_table = np.zeros(len(self.table), dtype=np.bool_)
+        of_table[self._places[found]] = True
+        return of_table

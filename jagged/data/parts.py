@@ -360,6 +360,7 @@ class Split:
         found.add("rows_across_parts", _rows_across(dataset, part), dataset)
         found.add("requests_across_parts", _requests_across(dataset, part), dataset)
         found.add("histories_too_late", _too_late(dataset), dataset)
+        dataset.release()
         support = _Support(dataset, self.train.rows)
         unsupported: list[str] = []
         for name, columns in dataset.tables.items():
@@ -448,6 +449,8 @@ def split_rows(
     vocabularies = [name for name, columns in dataset.tables.items() if columns[0].encoding == "vocabulary"]
     minimum = _minimum_counts(minimum_counts, vocabularies)
     parts, notes = _WAYS[by](dataset, valid, test, seed)
+    # What was looked at is mapped anew where it is needed: a split is no larger than what it keeps and one column.
+    dataset.release()
     counts = {name: int((parts == number).sum()) for number, name in enumerate(PARTS)}
     shares = {"train": 1.0, "valid": valid, "test": test} if by in ("time", "user") else {"train": 1.0}
     for name, share in shares.items():
@@ -560,16 +563,18 @@ class _Support:
 
     def __init__(self, dataset: Dataset, rows: IntArray) -> None:
         self.dataset = dataset
-        #: Columns, each with its table and the rows of it that training sees.
-        self.columns: list[tuple[Columns, Column, IntArray]] = []
-        log = dataset.events
-        seen = rows if log is None else log.seen(dataset.start, dataset.stop, rows)
-        if log is not None and log.is_own:
-            is_seen = np.zeros(len(dataset), dtype=np.bool_)
-            is_seen[rows] = is_seen[seen] = True
-            seen = np.flatnonzero(is_seen)
+        #: Columns, each with its table and which of its rows training sees.
+        self.columns: list[tuple[Columns, Column, BoolArray]] = []
+        own = np.zeros(len(dataset), dtype=np.bool_)
+        own[rows] = True
+        log, seen = dataset.events, own
+        if log is not None:
+            seen = log.seen(dataset.start, dataset.stop, rows)
+            dataset.release()
+            if log.is_own:
+                seen |= own
         for column in dataset.schema.columns:
-            self.columns.append((dataset, column, seen if log is not None and log.is_own and log.shows(column) else rows))
+            self.columns.append((dataset, column, seen if log is not None and log.is_own and log.shows(column) else own))
         if log is not None and not log.is_own:
             self.columns += [(log.table, column, seen) for column in log.table.schema.columns if log.shows(column)]
 
@@ -577,12 +582,11 @@ class _Support:
         """How often training has each code of a table, int64 `[codes]`."""
         size = len(self.dataset.ids(table))
         counts = np.zeros(size + 1, dtype=np.int64)
-        for stored, column, rows in self.columns:
-            if column.kind not in WITH_IDS or column.table_name != table:
-                continue
-            for begin in range(0, len(rows), _ROWS):
-                some = rows[begin : begin + _ROWS]
-                counts += np.bincount(_values(stored, column, some) + 1, minlength=size + 1)
+        for stored, column, chosen in self.columns:
+            if column.kind in WITH_IDS and column.table_name == table:
+                for values in _values(stored, column, chosen):
+                    counts += np.bincount(values + 1, minlength=size + 1)
+                stored.release()
         return counts[1:]
 
     def numbers(self) -> Iterator[tuple[str, FloatArray]]:
@@ -591,20 +595,26 @@ class _Support:
         beside = [] if log is None or log.is_own else log.numbers
         names = [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)]
         for name in dict.fromkeys([*names, *beside]):
-            found = [
-                _values(stored, column, rows)
-                for stored, column, rows in self.columns
-                if column.name == name and (name in names if stored is self.dataset else name in beside)
-            ]
-            yield name, found[0] if len(found) == 1 else np.concatenate(found)
+            found = [np.zeros(0, np.float32)]
+            for stored, column, chosen in self.columns:
+                if column.name == name and name in (names if stored is self.dataset else beside):
+                    found += _values(stored, column, chosen)
+                    stored.release()
+            yield name, np.concatenate(found)
 
 
-def _values(stored: Columns, column: Column, rows: IntArray) -> AnyArray:
-    """The values of some rows, those of lists one after the other."""
-    if column.kind not in LISTS:
-        return stored.column(column.name)[rows]
-    offsets, values = stored.list_column(column.name)
-    return values[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
+def _values(stored: Columns, column: Column, chosen: BoolArray) -> Iterator[AnyArray]:
+    """The values of the chosen rows, those of lists one after the other; of some rows at a time."""
+    together = _ROWS
+    if column.kind in LISTS:
+        offsets, listed = stored.list_column(column.name)
+        together = max(1, min(_ROWS, 4 * _ROWS * len(chosen) // max(len(listed), 1)))
+    for begin in range(0, len(chosen), together):
+        rows = np.flatnonzero(chosen[begin : begin + together]) + begin
+        if column.kind in LISTS:
+            yield listed[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
+        else:
+            yield stored.column(column.name)[rows]
 
 
 def _numbers(dataset: Dataset, *kinds: Kind) -> list[Column]:
@@ -618,7 +628,10 @@ def _rows_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
     if not len(part) or any(key is None for key in keys):
         return np.zeros(0, np.int64)
     candidate, time, user = (dataset.column(key.name) for key in keys if key is not None)
-    rows = np.flatnonzero((part >= 0) & (candidate >= 0) & (user >= 0))
+    # Rows are in the order of user and time, so only neighbours can have both alike.
+    alike = np.zeros(len(part) + 1, dtype=np.bool_)
+    alike[1:-1] = (user[1:] == user[:-1]) & (time[1:] == time[:-1])
+    rows = np.flatnonzero((alike[1:] | alike[:-1]) & (part >= 0) & (candidate >= 0) & (user >= 0))
     rows = rows[np.lexsort((candidate[rows], time[rows], user[rows]))]
     if not len(rows):
         return rows
@@ -649,21 +662,28 @@ def _too_late(dataset: Dataset) -> IntArray:
     if log is None:
         return np.zeros(0, np.int64)
     assert dataset.history is not None
-    user, time = _needed(dataset, Kind.USER, "user"), _needed(dataset, Kind.TIME, "time")
-    event_user, event_time = log.table.column(log.user), log.table.column(log.time)
-    start, stop = dataset.start, dataset.stop
-    rows = np.flatnonzero(stop > start)
-    first, last = log.rows(start[rows]), log.rows(stop[rows] - 1)
-    known = (event_user[first] == user[rows]) & (event_user[last] == user[rows])
-    if log.is_own:
-        known &= last < rows
-    if dataset.history["ties"] == "before":
-        known &= event_time[last] <= time[rows]
-    else:
-        # Of times in order the difference cannot be negative; as uint64 it has a place.
-        apart = time[rows].astype(np.uint64) - event_time[last].astype(np.uint64)
-        known &= (event_time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
-    return rows[~known]
+    late = []
+    for begin in range(0, len(dataset), _ROWS):
+        if begin:
+            # Mapped anew, the pages of rows that were looked at do not count.
+            dataset.release()
+            log.table.release()
+        user, time = _needed(dataset, Kind.USER, "user"), _needed(dataset, Kind.TIME, "time")
+        event_user, event_time = log.table.column(log.user), log.table.column(log.time)
+        start, stop = dataset.start[begin : begin + _ROWS], dataset.stop[begin : begin + _ROWS]
+        some = np.flatnonzero(stop > start)
+        rows, first, last = some + begin, log.rows(start[some]), log.rows(stop[some] - 1)
+        known = (event_user[first] == user[rows]) & (event_user[last] == user[rows])
+        if log.is_own:
+            known &= last < rows
+        if dataset.history["ties"] == "before":
+            known &= event_time[last] <= time[rows]
+        else:
+            # Of times in order the difference cannot be negative; as uint64 it has a place.
+            apart = time[rows].astype(np.uint64) - event_time[last].astype(np.uint64)
+            known &= (event_time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
+        late.append(rows[~known])
+    return np.concatenate(late) if late else np.zeros(0, np.int64)
 
 
 def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, count: int) -> KeyedJaggedTensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,6 +35,8 @@ AnyArray = npt.NDArray[Any]
 _SKIPPED_SHARE = 0.01
 _PLACES = 3
 _BATCH_ROWS = 1 << 16
+# Batches after which pages of arrays on disk are let go.
+_BATCHES = 32
 # Ids of lists that are looked up together.
 _BATCH_IDS = 1 << 22
 # Ids that lie this close are found in a table of as many int32.
@@ -603,32 +606,42 @@ class Builder:
         kept = side.num_kept
         source, users, times = [_disk_array(self.directory, dtype, kept) for dtype in (np.int64, np.int32, np.int64)]
         position = 0
-        for batch in _batches(self.table, query):
+        for number, batch in enumerate(_batches(self.table, query)):
             here = slice(position, position := position + len(batch))
             source[here], users[here], times[here] = (column.to_numpy(zero_copy_only=False) for column in batch.columns)
+            if number % _BATCHES == _BATCHES - 1:
+                _unload(source, users, times)
         rows = side.table.num_rows
         place = np.full(rows, -1, dtype=np.int32 if rows < 2**31 else np.int64)
-        place[source] = np.arange(kept)
+        for begin in range(0, kept, _BATCHES * _BATCH_ROWS):
+            some = source[begin : begin + _BATCHES * _BATCH_ROWS]
+            place[some] = np.arange(begin, begin + len(some))
         self._save(f"{side.prefix}source", source)
+        _unload(users, times)
         return place, users, times
 
     def _write_views(self, users: AnyArray, times: AnyArray, place: AnyArray, log: tuple[AnyArray, AnyArray] | None) -> None:
         """Which events each row may know."""
         start, stop = (_disk_array(self.directory, np.int64, len(users)) for _ in range(2))
+
+        def after() -> None:
+            _unload(users, times, start, stop, *(log or ()))
+
         if log is not None:
-            fill_views_beside(users, times, log[0], log[1], start, stop, delay=self.delay)
+            fill_views_beside(users, times, log[0], log[1], start, stop, delay=self.delay, after=after)
         else:
-            fill_views(users, times, start, stop, delay=self.delay, ties=self.options.ties)
+            fill_views(users, times, start, stop, delay=self.delay, ties=self.options.ties, after=after)
         if self.options.event_types is not None and log is None:
             chosen = np.zeros(len(users), dtype=np.bool_)
             for batch in _batches(self.table, self.rows.query("rowid", self.rows.of_types())):
                 chosen[place[batch.column(0).to_numpy()]] = True
             only(start, stop, chosen)
             self._save("events", np.flatnonzero(chosen))
-        self._save("start", start)
-        self._save("stop", stop)
         # Two sums, and no third array.
-        self.counts["events in histories"] = int(stop.sum()) - int(start.sum())
+        self.counts["events in histories"] = int(stop.sum())
+        self._save("stop", stop)
+        self.counts["events in histories"] -= int(start.sum())
+        self._save("start", start)
 
     def _write(self, side: Staged, key: str, column: Column, place: AnyArray) -> None:
         kept = side.num_kept
@@ -678,9 +691,10 @@ class Builder:
         of_ids = column.kind is Kind.IDS
         values = _disk_array(self.directory, np.int32 if of_ids else np.float32, total)
         encode = self._coder(column) if of_ids else _numbers
-        for batch in _batches(
-            self.table, side.query(f"rowid, coalesce({value}, [NULL])"), max(1, _batch_rows(total, len(offsets)))
-        ):
+        lists_of_rows = side.query(f"rowid, coalesce({value}, [NULL])")
+        for number, batch in enumerate(_batches(self.table, lists_of_rows, max(1, _batch_rows(total, len(offsets))))):
+            if number % _BATCHES == _BATCHES - 1:
+                _unload(values)
             rows = batch.column(0).to_numpy()
             lists = batch.column(1)
             found = encode(lists.flatten())
@@ -710,6 +724,7 @@ class Builder:
 
     def _save(self, key: str, *arrays: AnyArray) -> None:
         self.files[key] = write_column(self.directory / f"{key}.arrow", *arrays)
+        _unload(*arrays)
 
     def _seal(self) -> Dataset:
         history = None
@@ -793,3 +808,11 @@ def _disk_array(directory: Path, dtype: type, size: int) -> AnyArray:
         return np.zeros(0, dtype)
     with TemporaryFile(dir=directory) as file:
         return np.memmap(file, dtype=dtype, shape=(size,))
+
+
+def _unload(*arrays: AnyArray) -> None:
+    """Let the pages of arrays of `_disk_array` go from the process; what they hold stays in the file and its cache."""
+    for array in arrays:
+        mapped = getattr(array, "_mmap", None)
+        if mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapped.madvise(mmap.MADV_DONTNEED)

@@ -529,8 +529,9 @@ def test_views_that_reach_too_far_into_the_events_are_found() -> None:
     stop = dataset.stop.copy()
     stop[2] += 1
     dataset._columns["stop"] = (stop,)
-    assert split.leaks().counts["histories_too_late"] == 1
-    assert split.leaks().examples["histories_too_late"] == ["row 2 of the source, from 0"]
+    leaks = split.leaks()
+    assert leaks.counts["histories_too_late"] == 1
+    assert leaks.examples["histories_too_late"] == ["row 2 of the source, from 0"]
 
 
 def test_an_event_table_without_rows_has_empty_histories() -> None:
