@@ -406,11 +406,11 @@ class Staged:
         for one in (self, rows):
             column = one.one(Kind.TIME)
             asked = one.query(f"{one.parsed[column.name].value} AS t")
-            ((lowest, middle, highest),) = one.table.sql(
-                f"SELECT quantile_disc(t, 0.01), quantile_disc(t, 0.5), quantile_disc(t, 0.99) FROM ({asked})"
-            )
-            if middle is None:
+            # Estimated: exact ones would hold all times in memory.
+            ((times,),) = one.table.sql(f"SELECT approx_quantile(t, [0.01, 0.5, 0.99]) FROM ({asked})")
+            if times is None:
                 return
+            lowest, middle, highest = times
             unit = next((name for power, name in _MAGNITUDES if abs(middle) >= 10**power), "numbers below 100,000,000")
             found.append((one, column, unit, lowest, middle, highest))
         (_, column, unit, low, middle, high), (_, other, expected, lowest, usual, highest) = found
