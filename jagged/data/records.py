@@ -82,9 +82,9 @@ class Dataset(Columns):
         history: str | Sequence[str] | None = None,
         history_delay: int | timedelta = 0,
         ties: str = "out",
-        event_labels: Sequence[str] = (),
-        event_lists: Sequence[str] = (),
-        event_types: str | Sequence[str | int] | None = None,
+        event_labels: str | Sequence[str] = (),
+        event_lists: str | Sequence[str] = (),
+        event_types: str | int | Sequence[str | int] | None = None,
         event_weights: str | None = None,
         time_units: tuple[str, str] | None = None,
         split: str | None = None,
@@ -114,7 +114,7 @@ class Dataset(Columns):
             history: "events": a row knows its user's earlier rows. Or a list column, or several, of ids of candidates, whose
                 table they share. Or both.
             history_delay: how long it takes until an event is known: a row knows events with time < its own - this. In the unit
-                of the times, or a `timedelta` where they are calendar times.
+                of the rows' times, or a `timedelta` where they are calendar times.
             ties: "out", or "before": a row also knows the rows of its user at its own time that stand before it in the source.
                 Without a delay.
             event_labels: labels that events show to later rows. By default none does.
@@ -144,9 +144,9 @@ class Dataset(Columns):
             raise ValueError("event_schema, event_words: given without events=, which they are for")
         gathered = "events" if is_beside or "events" in histories else None
         options = Options(
-            duplicates, dict(min_events or {}), gathered, history_delay, ties, tuple(event_labels), split, on_error,
-            tuple(event_lists),
-            (event_types,) if isinstance(event_types, str) else None if event_types is None else tuple(event_types),
+            duplicates, dict(min_events or {}), gathered, history_delay, ties, _several(event_labels), split, on_error,
+            _several(event_lists),
+            (event_types,) if isinstance(event_types, (str, int)) else None if event_types is None else tuple(event_types),
             event_weights, time_units, is_beside,
         )  # fmt: skip
         given = _loaded(schema)
@@ -180,11 +180,12 @@ class Dataset(Columns):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the data files and the schema."""
+        """SHA-256 (hex) of the data files, the schema, and what events are and show."""
         with errors_as(DataError):
             files = read_json(self.directory / MANIFEST)["files"]
         digests = sorted((name, entry["sha256"]) for name, entry in files.items())
-        return hashlib.sha256(json.dumps([digests, self._manifest["schema"]]).encode()).hexdigest()
+        of_events = [self._manifest[name] for name in ("events", "event_labels", "event_lists", "event_weights")]
+        return hashlib.sha256(json.dumps([digests, self._manifest["schema"], of_events]).encode()).hexdigest()
 
     @property
     def time_kind(self) -> str:
@@ -345,6 +346,10 @@ class Dataset(Columns):
                 raise refuse(where, "offsets that do not fit the values", "a dataset of this library")
             if name in sizes and len(arrays[-1]) and (arrays[-1].min() < -1 or arrays[-1].max() >= sizes[name]):
                 raise refuse(where, "codes out of range", f"-1 to {sizes[name] - 1}")
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _loaded(schema: Schema | str | os.PathLike[str] | None) -> Schema | None:

@@ -539,3 +539,38 @@ def test_an_event_table_without_rows_has_empty_histories() -> None:
     batch = dataset.split(valid=0.1, test=0.1).train.gather([0, 1])
     assert batch.history is not None
     assert batch.history["what"].lengths().tolist() == [0, 0]
+
+
+def test_lists_of_numbers_are_no_features_of_events() -> None:
+    with pytest.raises(DataError) as caught:
+        Dataset.from_table(arrow(ROWS), SCHEMA, history="events", event_lists="sizes", progress=False)
+    assert str(caught.value) == "Table: event_lists: found 'sizes', expected lists of ids: ['items']"
+
+
+def test_what_events_show_tells_datasets_of_equal_files_apart(tmp_path: Path) -> None:
+    found = [
+        made(ROWS, [event(price=2.0)], **options)
+        for options in (
+            {},
+            {"event_weights": "price"},
+            {"event_lists": "tags"},
+            {"event_labels": "bought"},
+            {"event_types": "view"},
+        )
+    ]
+    # A type alone changes nothing where all events are of it.
+    assert len({one.fingerprint for one in found}) == 4
+    assert found[0].fingerprint == found[4].fingerprint
+    found[0].save(tmp_path / "d")
+    with pytest.raises(DataError, match="found another dataset"):
+        found[1].save(tmp_path / "d")
+
+
+def test_a_table_is_its_own_event_table() -> None:
+    rows = [{**row, "item": item, "time": 100 + i % 4} for i, (row, item) in enumerate(zip(ROWS, "abcabdeaac", strict=True))]
+    beside = Dataset.from_table(arrow(rows), SCHEMA, events=arrow(rows), event_schema=SCHEMA, progress=False)
+    own = Dataset.from_table(arrow(rows), SCHEMA, history="events", progress=False)
+    assert beside.stop.tolist() == own.stop.tolist()
+    want, found = (one.split(valid=0.0, test=0.3).train.collect(np.arange(5)) for one in (own, beside))
+    assert want.keys() == found.keys()
+    assert {name for name in want if want[name].tolist() != found[name].tolist()} == set()
