@@ -122,7 +122,9 @@ def _digest(path: Path, bar: bool) -> str:
     sha = hashlib.sha256()
     with (
         open(path, "rb") as file,
-        tqdm(total=path.stat().st_size, desc=f"Hashing {path.name}", unit="B", unit_scale=True, delay=2, leave=False) as shows,
+        tqdm(
+            total=path.stat().st_size, desc=f"Hashing {path.name}", unit="B", unit_scale=True, delay=2, leave=False, disable=None
+        ) as shows,
     ):
         while piece := file.read(1 << 20):
             sha.update(piece)

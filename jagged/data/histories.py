@@ -6,7 +6,8 @@ follow one another, and two numbers say which they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,14 @@ _ROWS = 1 << 21
 
 
 def fill_views(
-    users: npt.NDArray[np.int32], times: IntArray, start: IntArray, stop: IntArray, *, delay: int = 0, ties: str = "out"
+    users: npt.NDArray[np.int32],
+    times: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    *,
+    delay: int = 0,
+    ties: str = "out",
+    after: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the view `[start, stop)` of each row of a log into two arrays.
 
@@ -34,6 +42,7 @@ def fill_views(
         start, stop: int64 `[n]`, written.
         delay: 0 or more, in the unit of the times.
         ties: "out" or "before".
+        after: called when some rows are done.
     """
     for begin, end in _whole_users(users):
         here, moments = users[begin:end], times[begin:end]
@@ -51,16 +60,60 @@ def fill_views(
         nobody = here < 0
         start[begin:end] = np.where(nobody, index, first)
         stop[begin:end] = np.where(nobody, index, last)
+        after()
 
 
-def visible(start: IntArray, stop: IntArray, rows: IntArray) -> BoolArray:
-    """Which events of a log the views of some rows hold, bool `[len(start)]`."""
-    change = np.zeros(len(start) + 1, dtype=np.int64)
+def fill_views_beside(
+    users: npt.NDArray[np.int32],
+    times: IntArray,
+    event_users: npt.NDArray[np.int32],
+    event_times: IntArray,
+    start: IntArray,
+    stop: IntArray,
+    *,
+    delay: int = 0,
+    after: Callable[[], None] = lambda: None,
+) -> None:
+    """Write the views `[start, stop)` of rows into a log that stands beside them.
+
+    A view has the events of the row's user whose time is below the row's time less `delay`. Who has no user (-1) sees nothing.
+
+    Args:
+        users, times: int32 and int64 `[n]`, of the rows: users ascending.
+        event_users, event_times: int32 and int64 `[m]`, of the log: users ascending, times ascending within a user.
+        start, stop: int64 `[n]`, written.
+        delay: 0 or more, in the unit of the times.
+        after: called when some rows are done.
+    """
+    for begin in range(0, len(users), _ROWS):
+        here, moments = users[begin : begin + _ROWS], times[begin : begin + _ROWS]
+        first = np.searchsorted(event_users, here, side="left")
+        end = np.where(here < 0, first, np.searchsorted(event_users, here, side="right"))
+        start[begin : begin + len(here)] = first
+        stop[begin : begin + len(here)] = _first_at(event_times, first, end, _earlier(moments, delay))
+        after()
+
+
+def only(start: IntArray, stop: IntArray, chosen: BoolArray) -> None:
+    """Turn views of a log into views of some of its events, in place: of those that are chosen, bool `[n]`."""
+    before = np.zeros(len(chosen) + 1, dtype=np.int64)
+    np.cumsum(chosen, out=before[1:])
+    for begin in range(0, len(start), _ROWS):
+        for ends in (start, stop):
+            ends[begin : begin + _ROWS] = before[ends[begin : begin + _ROWS]]
+
+
+def visible(start: IntArray, stop: IntArray, rows: IntArray, events: int) -> BoolArray:
+    """Which of the events of a log the views of some rows hold, bool `[events]`."""
+    # No more views begin at an event than there are rows.
+    kind = np.int32 if len(rows) < 2**31 else np.int64
+    change: npt.NDArray[Any] = np.zeros(events + 1, dtype=kind)
     for begin in range(0, len(rows), _ROWS):
         some = rows[begin : begin + _ROWS]
         np.add.at(change, start[some], 1)
         np.subtract.at(change, stop[some], 1)
-    return np.asarray(np.cumsum(change, out=change)[:-1] > 0)
+    np.cumsum(change, dtype=kind, out=change)
+    return np.asarray(change[:-1] > 0)
 
 
 def spread(start: IntArray, lengths: IntArray) -> IntArray:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from jagged.data.errors import refuse, shown
-from jagged.data.schema import Column, Kind, Schema
-from jagged.data.sources import ROWS, Table, identifier
-from jagged.data.values import CALENDAR, DECIMAL, WHOLE, element, form, missing_sql, texts_sql, value_sql
+from jagged.data.schema import Column, Kind, Schema, beside
+from jagged.data.sources import Table, identifier
+from jagged.data.values import CALENDAR, DECIMAL, OTHER_DATES, WHOLE, element, form, missing_sql, texts_sql, value_sql
 
 # Names, as `plain_name` gives them; of a kind of which there is one the first name wins.
 _USERS = (
@@ -28,7 +28,7 @@ _CANDIDATES = (
 )  # fmt: skip
 _TIMES = (
     "timestamp", "time", "ts", "event_time", "event_timestamp", "time_stamp", "datetime", "date_time", "unix_timestamp",
-    "unix_time", "unixtime", "unix_review_time", "time_ms", "timestamp_ms", "date",
+    "unix_time", "unixtime", "unix_review_time", "time_ms", "timestamp_ms", "date", "when",
 )  # fmt: skip
 _REQUESTS = (
     "request_id",
@@ -167,7 +167,7 @@ def infer(table: Table, lists: Iterable[str] = ()) -> Schema:
     choose(Kind.WEIGHT, _WEIGHTS, lambda one: one.is_number)
     choose(Kind.EVENT, _EVENTS, is_id)
     times = [one for one in found if one.plain not in _TIMES and _ELAPSED.search(one.plain)]
-    others = [one for one in found if one.form == "calendar" or one.mostly("calendar", 0.9)]
+    others = [one for one in found if one.form == "calendar" or one.mostly("calendar", 0.9) or one.mostly("dates", 0.9)]
     if choose(Kind.TIME, [*_TIMES, *(one.plain for one in [*times, *others])], _is_time):
         # The others tell the same in another way.
         for one in found:
@@ -203,6 +203,23 @@ def schema_for(table: Table, schema: Schema | None = None, **words: Any) -> Sche
     return schema
 
 
+def events_schema_for(table: Table, schema: Schema | None, rows: Schema, words: dict[str, Any]) -> Schema:
+    """The schema of an event table that stands beside rows, whose ids it shares.
+
+    Where none is given, columns that are called as the rows' user, candidate, time or event type are of these kinds.
+
+    Raises:
+        DataError: as of `schema_for`, with the word's place.
+    """
+    if schema is None:
+        named = {name for value in words.values() for name in ([value] if isinstance(value, str) else value or ())}
+        for kind in (Kind.USER, Kind.CANDIDATE, Kind.TIME, Kind.EVENT):
+            column = rows.one(kind)
+            if column is not None and column.name in table.types and column.name not in named:
+                words.setdefault(kind.value, column.name)
+    return beside(schema_for(table, schema, **words), rows)
+
+
 def _looked_at(table: Table) -> list[_Found]:
     """What all values of each column are; a query for each, which is faster than one for all."""
     result = []
@@ -211,12 +228,13 @@ def _looked_at(table: Table) -> list[_Found]:
         one = _Found(name, plain_name(name), form(kind), None if inner is None else form(inner), {})
         result.append(one)
         if questions := _questions(one):
-            rows = f"SELECT {identifier(name)} AS x FROM {ROWS}"
+            rows = f"SELECT {identifier(name)} AS x FROM {table.rows}"
             if one.form == "text":
                 text = f"trim({identifier(name)})"
                 # Of the table's kinds, numbers have the most words for what is missing.
                 missing = missing_sql(Column(name, Kind.NUMBER), kind)
-                rows = f"SELECT {identifier(name)} AS x, {text} AS t, TRY_CAST({text} AS DOUBLE) AS d, {missing} AS m FROM {ROWS}"
+                asked = f"{identifier(name)} AS x, {text} AS t, TRY_CAST({text} AS DOUBLE) AS d, {missing} AS m"
+                rows = f"SELECT {asked} FROM {table.rows}"
             (answers,) = table.sql(f"SELECT {', '.join(questions.values())} FROM ({rows})")
             one.numbers.update(zip(questions, answers, strict=True))
     return result
@@ -238,6 +256,7 @@ def _questions(one: _Found) -> dict[str, str]:
             "long": f"{whole} AND abs(d) > {2**53}",
             "binary": "d IN (0, 1) OR (strlen(t) IN (4, 5) AND lower(t) IN ('true', 'false'))",
             "calendar": f"d IS NULL AND contains(t, '-') AND regexp_full_match(t, '{CALENDAR}')",
+            "dates": f"d IS NULL AND regexp_full_match(t, '{OTHER_DATES}')",
             "epochs": f"d BETWEEN {_EPOCH} AND 1e19",
             "brackets": "d IS NULL AND starts_with(t, '[') AND ends_with(t, ']')",
             **{separator: f"d IS NULL AND contains(t, '{separator}')" for separator in _SEPARATORS},
@@ -270,7 +289,7 @@ def _list_separator(one: _Found, is_told: bool) -> str | None:
         return None
     of_ids = is_told or bool(_LISTS_OF_IDS.search(one.plain))
     is_named = of_ids or bool(_LISTS_OF_WORDS.search(one.plain))
-    if one.mostly("calendar") or (one.mostly("numeric") and not is_named):
+    if one.mostly("calendar") or one.mostly("dates") or (one.mostly("numeric") and not is_named):
         return _NO_LIST
     if one.mostly("number_lists"):
         return max(_SEPARATORS, key=lambda separator: one[separator])
@@ -296,7 +315,12 @@ def _alone(one: _Found, table: Table, separator: str | None) -> Column:
     if (one.plain in _ROW_NUMBERS or one.plain.startswith("unnamed_")) and _is_row_number(one, table):
         return Column(one.name, Kind.UNUSED)
     # A time that is not the row's own is no number to learn from.
-    if one.form == "calendar" or one.mostly("calendar", 0.9) or (_ELAPSED.search(one.plain) and _is_epoch(one)):
+    if (
+        one.form == "calendar"
+        or one.mostly("calendar", 0.9)
+        or one.mostly("dates", 0.9)
+        or (_ELAPSED.search(one.plain) and _is_epoch(one))
+    ):
         return Column(one.name, Kind.UNUSED)
     if one.form == "bool" or not one.is_number or (one.form == "text" and not table.is_text and one.is_whole):
         return Column(one.name, Kind.ID)
@@ -315,7 +339,7 @@ def _kind_of_lists(one: _Found, table: Table, separator: str | None) -> Kind:
     ((values, numeric, fractions),) = table.sql(
         f"SELECT count(value), count(*) FILTER ({of_number}), count(*) FILTER ({of_number} "
         f"AND NOT regexp_full_match(trim(value), '{WHOLE}'))"
-        f" FROM (SELECT unnest({texts}) AS value FROM {ROWS})"
+        f" FROM (SELECT unnest({texts}) AS value FROM {table.rows})"
     )
     is_number = values and numeric >= 0.9 * values
     return Kind.NUMBERS if is_number and (fractions or _NUMBER_LISTS.search(one.plain)) else Kind.IDS
@@ -324,7 +348,7 @@ def _kind_of_lists(one: _Found, table: Table, separator: str | None) -> Kind:
 def _is_row_number(one: _Found, table: Table) -> bool:
     if one["distinct"] < 0.8 * table.num_rows or table.num_rows < 2:
         return False
-    ((distinct,),) = table.sql(f"SELECT count(DISTINCT {identifier(one.name)}) FROM {ROWS}")
+    ((distinct,),) = table.sql(f"SELECT count(DISTINCT {identifier(one.name)}) FROM {table.rows}")
     return bool(distinct == table.num_rows)
 
 
@@ -333,7 +357,8 @@ def _is_epoch(one: _Found) -> bool:
 
 
 def _is_time(one: _Found) -> bool:
-    if one.form == "calendar" or one.mostly("calendar"):
+    # Dates that are not written as they should be are times all the same, which are then refused with what to do.
+    if one.form == "calendar" or one.mostly("calendar") or one.mostly("dates"):
         return True
     if one.plain in _TIMES:
         # Steps, days and other numbers will do where the name leaves no doubt.

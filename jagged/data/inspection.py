@@ -13,9 +13,10 @@ import pyarrow as pa
 from jagged.artifacts.errors import one_line
 from jagged.data.errors import MAX_ID_BYTES
 from jagged.data.inference import schema_for
+from jagged.data.progress import steps
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
-from jagged.data.sources import ROWS, Table, identifier, open_table
-from jagged.data.values import element, form, missing_sql, time_form_sql, value_sql
+from jagged.data.sources import Table, identifier, open_table
+from jagged.data.values import element, form, hint_of_dates, missing_sql, time_form_sql, value_sql
 
 _WIDTH = 120
 # Places that are shown of what is odd.
@@ -148,7 +149,7 @@ def inspect_table(
         schema: what the columns are, or a TOML file that says it; None: inferred. Columns that it does not name are unused.
         format: "auto", "csv" or "parquet", of files.
         delimiter: of csv; None finds it out.
-        progress: show a bar for what takes longer than two seconds.
+        progress: show a bar on a terminal for what takes longer than two seconds.
         label: the columns that are labels; this and what follows are words that win over the schema, as in `Schema.with_words`.
         candidate: the column of the item that a row is about.
         history: list columns of ids of candidates.
@@ -170,15 +171,22 @@ def inspect_table(
     }  # fmt: skip
     if schema is not None and not isinstance(schema, Schema):
         schema = Schema.load(schema)
-    with open_table(source, format=format, delimiter=delimiter, progress=progress) as table:
+    with (
+        open_table(source, format=format, delimiter=delimiter, progress=progress) as table,
+        steps("Inspecting", len(table.types) + 3, progress) as step,
+    ):
+        step("what columns are for")
         found = schema_for(table, schema, **words)
         columns, odd = {}, []
         for column in found.columns:
+            step(f"column {column.name}")
             columns[column.name], odds = _figures(table, column)
             odd += odds
         if weights := [column for column in found.columns if column.weights is not None]:
             odd += [each for column in weights for each in _unequal(table, found, column)]
+        step("equal rows")
         odd += _repeated(table)
+        step("leaks")
         return Inspection(table.name, found, table.num_rows, columns, odd, _leaks(table, found), table.left_out)
 
 
@@ -196,8 +204,8 @@ def _figures(table: Table, column: Column) -> tuple[ColumnFigures, list[OddValue
     kind = table.types[column.name]
     is_list = column.kind in _LISTS
     value, missing, name = value_sql(column, kind), missing_sql(column, kind), identifier(column.name)
-    values = f"(SELECT rowid, {value} AS v, {missing} AS m, {name} AS x FROM {ROWS})"
-    tests = _tests(column, kind)
+    values = f"(SELECT rowid, {value} AS v, {missing} AS m, {name} AS x FROM {table.rows})"
+    tests = _tests(column, kind, hint_of_dates(table, column))
     asked = ["count(v)", "count(*) FILTER (m)"]
     asked += ["avg(len(v))", "max(len(v))", "NULL"] if is_list else ["NULL", "NULL", "approx_count_distinct(v)"]
     asked += [f"count(*) FILTER ({test.holds}), min(rowid, {_PLACES}) FILTER ({test.holds})" for test in tests]
@@ -221,7 +229,7 @@ def _figures(table: Table, column: Column) -> tuple[ColumnFigures, list[OddValue
     return ColumnFigures(column, type_name, distinct, is_exact, present, absent, mean, longest, example), odd
 
 
-def _tests(column: Column, kind: pa.DataType) -> list[_Test]:
+def _tests(column: Column, kind: pa.DataType, hint: str) -> list[_Test]:
     if column.kind is Kind.UNUSED:
         return []
     tests = []
@@ -229,7 +237,7 @@ def _tests(column: Column, kind: pa.DataType) -> list[_Test]:
         what = {Kind.TIME: "are no times", Kind.IDS: "are no lists", Kind.NUMBERS: "are no lists"}.get(
             column.kind, "are no numbers"
         )
-        tests.append(_Test(what, "v IS NULL AND NOT m", _FITS[column.kind]))
+        tests.append(_Test(what, "v IS NULL AND NOT m", f"{_FITS[column.kind]}; {hint}" if hint else _FITS[column.kind]))
     elif column.encoding == "range":
         tests.append(_Test("are outside of the range", "v IS NULL AND NOT m", f"0 to {(column.size or 0) - 1}"))
     elif form(kind) != "text":
@@ -259,7 +267,7 @@ def _mixed(table: Table, column: Column) -> list[OddValues]:
         f" ELSE CASE {units} ELSE 'below 100,000,000' END END"
     )
     groups = table.sql(
-        f"SELECT {way} AS w, count(*), min(rowid, {_PLACES}) FROM (SELECT rowid, {value} AS v, {form_of} AS f FROM {ROWS})"
+        f"SELECT {way} AS w, count(*), min(rowid, {_PLACES}) FROM (SELECT rowid, {value} AS v, {form_of} AS f FROM {table.rows})"
         f" WHERE v IS NOT NULL GROUP BY w ORDER BY count(*) DESC, w"
     )
     return [
@@ -278,7 +286,7 @@ def _unequal(table: Table, schema: Schema, column: Column) -> list[OddValues]:
     """Rows whose ids and weights are not of one length."""
     other = schema[column.weights or ""]
     ids, weights = (value_sql(one, table.types[one.name]) for one in (column, other))
-    ((count, rows),) = table.sql(f"SELECT count(*), min(rowid, {_PLACES}) FROM {ROWS} WHERE len({ids}) <> len({weights})")
+    ((count, rows),) = table.sql(f"SELECT count(*), min(rowid, {_PLACES}) FROM {table.rows} WHERE len({ids}) <> len({weights})")
     what = f"are of another length than its weights in {other.name}"
     return [OddValues(column.name, what, count, _places(table, column, rows), "a weight for each id")] if count else []
 
@@ -286,7 +294,7 @@ def _unequal(table: Table, schema: Schema, column: Column) -> list[OddValues]:
 def _repeated(table: Table) -> list[OddValues]:
     """Rows that are equal to an earlier one in all columns, by two hashes of 64 bits."""
     names = [identifier(name) for name in table.types]
-    hashes = f"SELECT rowid, hash({', '.join(names)}) AS h, hash({', '.join(reversed(names))}, 1) AS g FROM {ROWS}"
+    hashes = f"SELECT rowid, hash({', '.join(names)}) AS h, hash({', '.join(reversed(names))}, 1) AS g FROM {table.rows}"
     table.connection.execute(
         f"CREATE OR REPLACE TEMP TABLE repeated AS SELECT count(*) AS n, min(rowid) AS a, max(rowid) AS z FROM ({hashes})"
         " GROUP BY h, g HAVING count(*) > 1"
@@ -308,12 +316,12 @@ def _leaks(table: Table, schema: Schema) -> dict[str, int]:
         keys = ", ".join(f"{value} AS k{i}" for i, value in enumerate(values.values()))
         told = ", ".join(f"{label} AS l{i}" for i, label in enumerate(labels))
         differ = " OR ".join(f"min(l{i}) < max(l{i})" for i in range(len(labels)))
-        grouped = f"SELECT count(*) AS n FROM (SELECT {keys}, {told} FROM {ROWS}) WHERE k0 IS NOT NULL AND k1 IS NOT NULL"
+        grouped = f"SELECT count(*) AS n FROM (SELECT {keys}, {told} FROM {table.rows}) WHERE k0 IS NOT NULL AND k1 IS NOT NULL"
         grouped += f" AND k2 IS NOT NULL GROUP BY k0, k1, k2 HAVING {differ}"
         ((count,),) = table.sql(f"SELECT coalesce(sum(n), 0) FROM ({grouped})")
         result["rows of equal user, candidate and time with different labels"] = int(count)
     if Kind.USER in values and Kind.TIME in values:
-        keys = f"SELECT {values[Kind.USER]} AS k0, {values[Kind.TIME]} AS k1 FROM {ROWS}"
+        keys = f"SELECT {values[Kind.USER]} AS k0, {values[Kind.TIME]} AS k1 FROM {table.rows}"
         grouped = (
             f"SELECT count(*) AS n FROM ({keys}) WHERE k0 IS NOT NULL AND k1 IS NOT NULL GROUP BY k0, k1 HAVING count(*) > 1"
         )
@@ -328,7 +336,9 @@ def _places(table: Table, column: Column, rows: Sequence[int] | None) -> tuple[t
         return ()
     numbers = ", ".join(str(row) for row in rows)
     name = identifier(column.name)
-    values = dict(table.sql(f"SELECT rowid, substr(CAST({name} AS VARCHAR), 1, 200) FROM {ROWS} WHERE rowid IN ({numbers})"))
+    values = dict(
+        table.sql(f"SELECT rowid, substr(CAST({name} AS VARCHAR), 1, 200) FROM {table.rows} WHERE rowid IN ({numbers})")
+    )
     is_text = form(table.types[column.name]) == "text"
     return tuple((_place(table, row), _value(values[row], is_text)) for row in rows)
 
@@ -348,7 +358,7 @@ def _example(table: Table, column: Column) -> str:
     """The first value that fits, else the first that is there."""
     name, kind = identifier(column.name), table.types[column.name]
     for holds in (f"{value_sql(column, kind)} IS NOT NULL", f"NOT {missing_sql(column, kind)}"):
-        if found := table.sql(f"SELECT substr(CAST({name} AS VARCHAR), 1, 200) FROM {ROWS} WHERE {holds} LIMIT 1"):
+        if found := table.sql(f"SELECT substr(CAST({name} AS VARCHAR), 1, 200) FROM {table.rows} WHERE {holds} LIMIT 1"):
             return _plain(found[0][0])
     return ""
 

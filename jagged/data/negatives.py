@@ -101,6 +101,13 @@ class Drawing:
         for kind in (Kind.USER, Kind.CANDIDATE, Kind.TIME):
             if schema.one(kind) is None:
                 raise refuse("negatives", f"no column of kind {kind.value}", "one", "name it in the schema")
+        if dataset.events is not None and not dataset.events.is_own:
+            raise refuse(
+                "negatives",
+                "rows with an event table beside them",
+                "events alone: what users had there would be drawn for them",
+                "read the events as the table, without `events`",
+            )
         if training is None:
             raise refuse(
                 "negatives",

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from jagged.data.encoding import Encoder, Encoders, Statistics
 from jagged.data.errors import refuse, shown
 from jagged.data.expressions import LISTS
-from jagged.data.histories import spread, visible
+from jagged.data.histories import spread
+from jagged.data.logs import Columns, EventLog
 from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
 from jagged.data.records import PARTS, Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind
@@ -36,10 +37,6 @@ AnyArray = npt.NDArray[Any]
 _BUCKETS = 10
 _NAMED = 3
 _ROWS = 1 << 20
-#: What an event of a history shows beside its time.
-_OF_EVENTS = (Kind.CANDIDATE, Kind.ID, Kind.EVENT)
-#: The parts of a batch that are KeyedJaggedTensors.
-_KEYED = ("features", "candidates", "number_lists", "candidate_number_lists", "history")
 
 
 @dataclass
@@ -63,9 +60,12 @@ class Batch:
         label_mask: bool, as the labels: where a label is there.
         weights: float32 `[B]`, ones without a column of that kind.
         times: int64 `[B]`, or None.
-        history: by column what the events show, oldest first: candidate, ids, event type; None without histories.
+        history: by column what the events show, oldest first: candidate, ids, event type; None without histories. With weights
+            where events have some, in each column the same.
+        history_lists: the lists of ids that events show, by name: a sample an event, in the order of `history`; so their lengths
+            are `[H]` a column, and what pools them gives `[H, D]`. None where events show none.
         history_times: int64 `[H]`.
-        history_numbers, history_numbers_missing: `[H, C]`, as of the rows.
+        history_numbers, history_numbers_missing: `[H, C]`, as of the rows: the columns of kind number that the events have.
         history_labels, history_label_mask: `[H, E]`: of the labels that events show.
         candidate_offsets: int64 `[B + 1]`: the candidates of row i are those from `candidate_offsets[i]` to below
             `candidate_offsets[i + 1]`; None where each row has one.
@@ -85,6 +85,7 @@ class Batch:
     weights: Tensor
     times: Tensor | None
     history: KeyedJaggedTensor | None = None
+    history_lists: KeyedJaggedTensor | None = None
     history_times: Tensor | None = None
     history_numbers: Tensor | None = None
     history_numbers_missing: Tensor | None = None
@@ -230,12 +231,11 @@ class Part:
                 f"rows: got shape {rows.shape}, expected one dimension and numbers from 0 to {len(self.dataset) - 1}"
             )
         object.__setattr__(self, "rows", rows)
-        tables, numbers = (
-            self.dataset.schema.tables,
-            [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)],
-        )
+        log = self.dataset.events
+        tables = self.dataset.tables
+        numbers = _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS) + ([] if log is None else log.numbers)
         lacking = [name for name in tables if name not in self.encoders]
-        lacking += [name for name in numbers if name not in self.encoders.statistics]
+        lacking += [column.name for column in numbers if column.name not in self.encoders.statistics]
         if lacking:
             raise refuse(
                 "encoders",
@@ -344,13 +344,13 @@ class Part:
         found: dict[str, AnyArray] = {"rows": chosen}
         columns = self._columns(drawing)
         self._keyed(found, "features", columns["features"], chosen)
-        found["numbers"], found["numbers_missing"] = self._numbers(chosen, columns["numbers"])
+        found["numbers"], found["numbers_missing"] = self._numbers(dataset, columns["numbers"], chosen)
         if columns["number_lists"]:
             self._keyed(found, "number_lists", columns["number_lists"], chosen)
         if drawing is None:
             if columns["candidates"]:
                 self._keyed(found, "candidates", columns["candidates"], chosen)
-            found["labels"], found["label_mask"] = self._labels(chosen, self.label_names)
+            found["labels"], found["label_mask"] = self._labels(dataset, self.label_names, chosen)
         else:
             self._candidates(found, columns, chosen, drawing, epoch)
         weight = schema.one(Kind.WEIGHT)
@@ -358,39 +358,31 @@ class Part:
         time = schema.one(Kind.TIME)
         if time is not None:
             found["times"] = dataset.column(time.name)[chosen]
-        if dataset.history is not None:
-            assert time is not None
-            start, stop = dataset.start[chosen], dataset.stop[chosen]
-            if max_history is not None:
-                start = np.maximum(start, stop - max_history)
-            events = spread(start, stop - start)
-            numbers = [self.maps[one.table_name][dataset.column(one.name)[events] + 1] for one in columns["history"]]
-            found["history.values"] = np.concatenate(numbers, dtype=np.int64)
-            found["history.lengths"] = np.tile(stop - start, len(numbers))
-            found["history_times"] = dataset.column(time.name)[events]
-            of_events = schema.of_kind(Kind.NUMBER)
-            found["history_numbers"], found["history_numbers_missing"] = self._numbers(events, of_events)
-            found["history_labels"], found["history_label_mask"] = self._labels(events, list(dataset.event_labels))
+        if (log := dataset.events) is not None:
+            self._history(found, log, chosen, max_history)
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
 
     def batch(self, collected: Mapping[str, Tensor], drawing: Drawing | None = None) -> Batch:
         """The batch of what `collect` gave."""
         columns, count = self._columns(drawing), collected["rows"].numel()
-        candidates = count if drawing is None else collected["labels"].shape[0]
+        counts = dict.fromkeys(columns, count)
+        if drawing is not None:
+            counts["candidates"] = counts["candidate_number_lists"] = collected["labels"].shape[0]
+        if "history_times" in collected:
+            counts["history_lists"] = collected["history_times"].numel()
         keyed = {
-            name: _keyed_tensor(
-                [column.name for column in columns[name]], collected, name, candidates if "candidate" in name else count
-            )
+            name: _keyed_tensor([column.name for column in columns[name]], collected, name, counts[name])
             if f"{name}.values" in collected
             else None
-            for name in _KEYED
+            for name in columns
+            if not name.endswith("numbers")
         }
         plain = {one.name: collected.get(one.name) for one in fields(Batch) if one.name not in (*keyed, "sampled")}
         return Batch(**{**plain, **keyed}, sampled=drawing is not None)  # type: ignore[arg-type]
 
     def _columns(self, drawing: Drawing | None) -> dict[str, list[Column]]:
         """What is in which tensor of a batch."""
-        schema = self.dataset.schema
+        schema, log = self.dataset.schema, self.dataset.events
         of_item = () if drawing is None else drawing.item_columns
         ids = [column for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE]
         numbers, lists = schema.of_kind(Kind.NUMBER), _numbers(self.dataset, Kind.NUMBERS)
@@ -401,7 +393,8 @@ class Part:
             "candidate_numbers": [column for column in numbers if column.name in of_item],
             "number_lists": [column for column in lists if column.name not in of_item],
             "candidate_number_lists": [column for column in lists if column.name in of_item],
-            "history": schema.of_kind(*_OF_EVENTS),
+            "history": [] if log is None else log.ids,
+            "history_lists": [] if log is None else log.lists,
         }
 
     def _candidates(
@@ -423,34 +416,56 @@ class Part:
         values = self.maps[columns["candidates"][0].table_name][items + 1]
         if not drawing.item_columns:
             found["candidates.values"], found["candidates.lengths"] = values.astype(np.int64), np.ones(len(items), np.int64)
-            found["candidate_numbers"], found["candidate_numbers_missing"] = self._numbers(items, [])
+            found["candidate_numbers"], found["candidate_numbers_missing"] = self._numbers(self.dataset, [], items)
             return
         of_request = np.repeat(chosen, lengths + 1)
         rows = self.training.latest(items, time[of_request])
         rows = np.where(rows < 0, of_request, rows)
         self._keyed(found, "candidates", columns["candidates"], rows)
-        found["candidate_numbers"], found["candidate_numbers_missing"] = self._numbers(rows, columns["candidate_numbers"])
+        numbers = self._numbers(self.dataset, columns["candidate_numbers"], rows)
+        found["candidate_numbers"], found["candidate_numbers_missing"] = numbers
         if columns["candidate_number_lists"]:
             self._keyed(found, "candidate_number_lists", columns["candidate_number_lists"], rows)
 
-    def _keyed(self, found: dict[str, AnyArray], name: str, columns: list[Column], chosen: IntArray) -> None:
+    def _history(self, found: dict[str, AnyArray], log: EventLog, chosen: IntArray, max_history: int | None) -> None:
+        """What the events in the rows' histories show."""
+        start, stop = self.dataset.start[chosen], self.dataset.stop[chosen]
+        if max_history is not None:
+            start = np.maximum(start, stop - max_history)
+        events, table = log.rows(spread(start, stop - start)), log.table
+        numbers = [self.maps[column.table_name][table.column(column.name)[events] + 1] for column in log.ids]
+        found["history.values"] = np.concatenate(numbers, dtype=np.int64)
+        found["history.lengths"] = np.tile(stop - start, len(numbers))
+        if log.weights is not None:
+            found["history.weights"] = np.tile(table.column(log.weights)[events], len(numbers))
+        if log.lists:
+            self._keyed(found, "history_lists", log.lists, events, table)
+        found["history_times"] = table.column(log.time)[events]
+        found["history_numbers"], found["history_numbers_missing"] = self._numbers(table, log.numbers, events)
+        found["history_labels"], found["history_label_mask"] = self._labels(table, list(log.labels), events)
+
+    def _keyed(
+        self, found: dict[str, AnyArray], name: str, columns: list[Column], chosen: IntArray, table: Columns | None = None
+    ) -> None:
         """Values, lengths and weights of columns with ids or lists of numbers, key by key."""
+        # A table without rows is one, too.
+        table = self.dataset if table is None else table
         values: list[AnyArray] = []
         lengths: list[AnyArray] = []
         weights: list[FloatArray] = []
         for column in columns:
             if column.kind not in LISTS:
-                values.append(self.maps[column.table_name][self.dataset.column(column.name)[chosen] + 1])
+                values.append(self.maps[column.table_name][table.column(column.name)[chosen] + 1])
                 lengths.append(np.ones(len(chosen), np.int64))
                 weights.append(np.ones(len(chosen), np.float32))
                 continue
-            offsets, stored = self.dataset.list_column(column.name)
+            offsets, stored = table.list_column(column.name)
             start = offsets[chosen]
             lengths.append(offsets[chosen + 1] - start)
             places = spread(start, lengths[-1])
             if column.kind is Kind.IDS:
                 values.append(self.maps[column.table_name][stored[places] + 1])
-                given = None if column.weights is None else self.dataset.list_column(column.weights)[1][places]
+                given = None if column.weights is None else table.list_column(column.weights)[1][places]
                 # Only a missing list's one id has no weight.
                 weights.append(
                     np.ones(len(places), np.float32) if given is None else np.where(np.isnan(given), np.float32(1), given)
@@ -466,19 +481,19 @@ class Part:
         if of_numbers or any(column.weights is not None for column in columns):
             found[f"{name}.weights"] = np.concatenate(weights)
 
-    def _numbers(self, chosen: AnyArray, columns: list[Column]) -> tuple[FloatArray, BoolArray]:
+    def _numbers(self, table: Columns, columns: list[Column], chosen: AnyArray) -> tuple[FloatArray, BoolArray]:
         shape = (len(chosen), len(columns))
         values, missing = np.empty(shape, np.float32), np.empty(shape, np.bool_)
         for i, column in enumerate(columns):
-            here = self.dataset.column(column.name)[chosen]
+            here = table.column(column.name)[chosen]
             missing[:, i] = np.isnan(here)
             values[:, i] = np.where(missing[:, i], np.float32(self.encoders.statistics[column.name].mean), here)
         return values, missing
 
-    def _labels(self, chosen: IntArray, names: list[str]) -> tuple[FloatArray, BoolArray]:
+    def _labels(self, table: Columns, names: list[str], chosen: IntArray) -> tuple[FloatArray, BoolArray]:
         values = np.empty((len(chosen), len(names)), np.float32)
         for i, name in enumerate(names):
-            values[:, i] = self.dataset.column(name)[chosen]
+            values[:, i] = table.column(name)[chosen]
         mask = ~np.isnan(values)
         return np.where(mask, values, np.float32(0)), mask
 
@@ -534,9 +549,10 @@ class Split:
         found.add("rows_across_parts", _rows_across(dataset, part), dataset)
         found.add("requests_across_parts", _requests_across(dataset, part), dataset)
         found.add("histories_too_late", _too_late(dataset), dataset)
+        dataset.release()
         support = _Support(dataset, self.train.rows)
         unsupported: list[str] = []
-        for name, columns in dataset.schema.tables.items():
+        for name, columns in dataset.tables.items():
             encoder = self.encoders[name]
             if columns[0].encoding == "vocabulary" and encoder.ids is not None:
                 counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(encoder.ids.ids)]
@@ -619,9 +635,11 @@ def split_rows(
         raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
     if type(buckets) is not int or buckets < 1:
         raise ValueError(f"buckets: got {buckets!r}, expected 1 or more")
-    vocabularies = [name for name, columns in dataset.schema.tables.items() if columns[0].encoding == "vocabulary"]
+    vocabularies = [name for name, columns in dataset.tables.items() if columns[0].encoding == "vocabulary"]
     minimum = _minimum_counts(minimum_counts, vocabularies)
     parts, notes = _WAYS[by](dataset, valid, test, seed)
+    # What was looked at is mapped anew where it is needed: a split is no larger than what it keeps and one column.
+    dataset.release()
     counts = {name: int((parts == number).sum()) for number, name in enumerate(PARTS)}
     shares = {"train": 1.0, "valid": valid, "test": test} if by in ("time", "user") else {"train": 1.0}
     for name, share in shares.items():
@@ -636,7 +654,7 @@ def split_rows(
     support = _Support(dataset, rows[0])
     tables = {
         name: Encoder.fit(columns[0], dataset.ids(name), support.counts(name), minimum=minimum.get(name, 1), seed=seed)
-        for name, columns in dataset.schema.tables.items()
+        for name, columns in dataset.tables.items()
     }
     encoders = Encoders(tables, {name: Statistics.fit(values, buckets) for name, values in support.numbers()})
     train = Part(dataset, rows[0], encoders, training=TrainingEvents(dataset, rows[0]))
@@ -730,38 +748,62 @@ _WAYS = {"time": _by_time, "user": _by_user, "column": _by_column, "leave-one-ou
 
 
 class _Support:
-    """What training sees: its rows, and the events in their histories."""
+    """What training sees: its rows, and the events in their histories, each once."""
 
     def __init__(self, dataset: Dataset, rows: IntArray) -> None:
         self.dataset = dataset
-        self.rows = rows
-        self.seen = rows
-        if dataset.history is not None:
-            seen = visible(dataset.start, dataset.stop, rows)
-            seen[rows] = True
-            self.seen = np.flatnonzero(seen)
+        #: Columns, each with its table and which of its rows training sees.
+        self.columns: list[tuple[Columns, Column, BoolArray]] = []
+        own = np.zeros(len(dataset), dtype=np.bool_)
+        own[rows] = True
+        log, seen = dataset.events, own
+        if log is not None:
+            seen = log.seen(dataset.start, dataset.stop, rows)
+            dataset.release()
+            if log.is_own:
+                seen |= own
+        for column in dataset.schema.columns:
+            self.columns.append((dataset, column, seen if log is not None and log.is_own and log.shows(column) else own))
+        if log is not None and not log.is_own:
+            self.columns += [(log.table, column, seen) for column in log.table.schema.columns if log.shows(column)]
 
     def counts(self, table: str) -> IntArray:
         """How often training has each code of a table, int64 `[codes]`."""
         size = len(self.dataset.ids(table))
         counts = np.zeros(size + 1, dtype=np.int64)
-        for column in self.dataset.schema.tables[table]:
-            rows = self.seen if column.kind in _OF_EVENTS else self.rows
-            for begin in range(0, len(rows), _ROWS):
-                some = rows[begin : begin + _ROWS]
-                counts += np.bincount(self._values(column, some) + 1, minlength=size + 1)
+        for stored, column, chosen in self.columns:
+            if column.kind in WITH_IDS and column.table_name == table:
+                for values in _values(stored, column, chosen):
+                    counts += np.bincount(values + 1, minlength=size + 1)
+                stored.release()
         return counts[1:]
 
-    def numbers(self) -> list[tuple[str, FloatArray]]:
-        """What training has of each column of numbers, float32."""
-        columns = _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)
-        return [(column.name, self._values(column, self.seen if column.kind is Kind.NUMBER else self.rows)) for column in columns]
+    def numbers(self) -> Iterator[tuple[str, FloatArray]]:
+        """What training has of the columns of numbers of each name, float32."""
+        log = self.dataset.events
+        beside = [] if log is None or log.is_own else [column.name for column in log.numbers]
+        names = [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)]
+        for name in dict.fromkeys([*names, *beside]):
+            found = [np.zeros(0, np.float32)]
+            for stored, column, chosen in self.columns:
+                if column.name == name and name in (names if stored is self.dataset else beside):
+                    found += _values(stored, column, chosen)
+                    stored.release()
+            yield name, np.concatenate(found)
 
-    def _values(self, column: Column, rows: IntArray) -> AnyArray:
-        if column.kind not in LISTS:
-            return self.dataset.column(column.name)[rows]
-        offsets, values = self.dataset.list_column(column.name)
-        return values[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
+
+def _values(stored: Columns, column: Column, chosen: BoolArray) -> Iterator[AnyArray]:
+    """The values of the chosen rows, those of lists one after the other; of some rows at a time."""
+    together = _ROWS
+    if column.kind in LISTS:
+        offsets, listed = stored.list_column(column.name)
+        together = max(1, min(_ROWS, 4 * _ROWS * len(chosen) // max(len(listed), 1)))
+    for begin in range(0, len(chosen), together):
+        rows = np.flatnonzero(chosen[begin : begin + together]) + begin
+        if column.kind in LISTS:
+            yield listed[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
+        else:
+            yield stored.column(column.name)[rows]
 
 
 def _numbers(dataset: Dataset, *kinds: Kind) -> list[Column]:
@@ -775,7 +817,10 @@ def _rows_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
     if not len(part) or any(key is None for key in keys):
         return np.zeros(0, np.int64)
     candidate, time, user = (dataset.column(key.name) for key in keys if key is not None)
-    rows = np.flatnonzero((part >= 0) & (candidate >= 0) & (user >= 0))
+    # Rows are in the order of user and time, so only neighbours can have both alike.
+    alike = np.zeros(len(part) + 1, dtype=np.bool_)
+    alike[1:-1] = (user[1:] == user[:-1]) & (time[1:] == time[:-1])
+    rows = np.flatnonzero((alike[1:] | alike[:-1]) & (part >= 0) & (candidate >= 0) & (user >= 0))
     rows = rows[np.lexsort((candidate[rows], time[rows], user[rows]))]
     if not len(rows):
         return rows
@@ -802,20 +847,32 @@ def _requests_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
 
 def _too_late(dataset: Dataset) -> IntArray:
     """Rows whose history has an event that they may not know."""
-    if dataset.history is None:
+    log = dataset.events
+    if log is None:
         return np.zeros(0, np.int64)
-    user, time = _needed(dataset, Kind.USER, "user"), _needed(dataset, Kind.TIME, "time")
-    start, stop, index = dataset.start, dataset.stop, np.arange(len(dataset))
-    rows = np.flatnonzero(stop > start)
-    first, last = start[rows], stop[rows] - 1
-    known = (user[first] == user[rows]) & (user[last] == user[rows]) & (last < index[rows])
-    if dataset.history["ties"] == "before":
-        known &= time[last] <= time[rows]
-    else:
-        # Of times in order the difference cannot be negative; as uint64 it has a place.
-        apart = time[rows].astype(np.uint64) - time[last].astype(np.uint64)
-        known &= (time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
-    return rows[~known]
+    assert dataset.history is not None
+    late = []
+    for begin in range(0, len(dataset), _ROWS):
+        if begin:
+            # Mapped anew, the pages of rows that were looked at do not count.
+            dataset.release()
+            log.table.release()
+        user, time = _needed(dataset, Kind.USER, "user"), _needed(dataset, Kind.TIME, "time")
+        event_user, event_time = log.table.column(log.user), log.table.column(log.time)
+        start, stop = dataset.start[begin : begin + _ROWS], dataset.stop[begin : begin + _ROWS]
+        some = np.flatnonzero(stop > start)
+        rows, first, last = some + begin, log.rows(start[some]), log.rows(stop[some] - 1)
+        known = (event_user[first] == user[rows]) & (event_user[last] == user[rows])
+        if log.is_own:
+            known &= last < rows
+        if dataset.history["ties"] == "before":
+            known &= event_time[last] <= time[rows]
+        else:
+            # Of times in order the difference cannot be negative; as uint64 it has a place.
+            apart = time[rows].astype(np.uint64) - event_time[last].astype(np.uint64)
+            known &= (event_time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
+        late.append(rows[~known])
+    return np.concatenate(late) if late else np.zeros(0, np.int64)
 
 
 def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, count: int) -> KeyedJaggedTensor:

@@ -9,6 +9,7 @@ import shutil
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,21 +30,25 @@ from jagged.artifacts import (
 from jagged.data.dataset import _remove, temporary_directory
 from jagged.data.errors import DataError, refuse, shown
 from jagged.data.expressions import LISTS
-from jagged.data.schema import WITH_IDS, Column, Kind, Schema
-from jagged.data.sources import open_table
+from jagged.data.logs import Columns, EventLog
+from jagged.data.progress import steps
+from jagged.data.schema import WITH_IDS, Column, Kind, Schema, shared_tables
+from jagged.data.sources import add_table, open_table
 from jagged.data.vocabulary import Vocabulary
 
 IntArray = npt.NDArray[np.int64]
 AnyArray = npt.NDArray[Any]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+#: Before the names of files of an event table that stands beside the rows.
+EVENT_PREFIX = "event-"
 #: The names of parts in a column that says how a table is split, by the number that stands for each.
 PARTS = ("train", "valid", "test")
 
 _DTYPES = {pa.int8(): np.int8, pa.int32(): np.int32, pa.int64(): np.int64, pa.float32(): np.float32}
 
 
-class Dataset:
+class Dataset(Columns):
     """The rows of a table at their points in time. Made by `from_table` or `load`, never changed afterwards.
 
     Rows are in the order of the event log: by user (missing users first), time, and place in the source, as far as there are such
@@ -56,12 +61,10 @@ class Dataset:
     """
 
     def __init__(self, directory: str | os.PathLike[str], manifest: dict[str, Any]) -> None:
-        self.directory = Path(directory)
+        super().__init__(Path(directory), Schema.from_dict(manifest["schema"]), int(manifest["num_rows"]), manifest["values"])
         self._manifest = manifest
-        self.schema = Schema.from_dict(manifest["schema"])
         self.counts: dict[str, int] = dict(manifest["counts"])
         self._vocabularies: dict[str, Vocabulary] = {}
-        self._columns: dict[str, tuple[AnyArray, ...]] = {}
         self._keep: object = None
 
     @classmethod
@@ -70,13 +73,20 @@ class Dataset:
         source: Any,
         schema: Schema | str | os.PathLike[str] | None = None,
         *,
+        events: Any = None,
+        event_schema: Schema | str | os.PathLike[str] | None = None,
+        event_words: Mapping[str, Any] | None = None,
         directory: str | os.PathLike[str] | None = None,
         duplicates: str = "drop",
         min_events: Mapping[str, int] | None = None,
         history: str | Sequence[str] | None = None,
         history_delay: int | timedelta = 0,
         ties: str = "out",
-        event_labels: tuple[str, ...] = (),
+        event_labels: str | Sequence[str] = (),
+        event_lists: str | Sequence[str] = (),
+        event_types: str | int | Sequence[str | int] | None = None,
+        event_weights: str | None = None,
+        time_units: tuple[str, str] | None = None,
         split: str | None = None,
         on_error: str = "stop",
         format: str = "auto",
@@ -90,21 +100,34 @@ class Dataset:
             source: as `open_table` takes it: a file, a folder, an Arrow table, a frame.
             schema: what the columns are, also as a file of TOML; None to infer it. Columns of kind "unused", and those that a
                 given schema does not name, are left out.
+            events: another table, as `source`, that histories are gathered from: what users did, with user, item and time. Users,
+                items and event types have the numbers of the rows' columns of these kinds, other ids those of the rows' ids of
+                the same name. `history="events"` need not be said.
+            event_schema: as `schema`, of `events`.
+            event_words: as `**words`, of `events`: for example `{"candidate": "movie"}`. Where no schema is given, a column with
+                the name of the rows' user, candidate, time or event type is of that kind.
             directory: a new directory for the dataset; None: a temporary one, removed with the dataset.
             duplicates: "drop" keeps the first of rows that are equal in all columns of the source, or "keep".
             min_events: `{"user": k, "item": m}`, either or both: only rows whose user has k rows or more and whose candidate has
-                m, counted again until no row goes. A missing user or candidate has no rows.
+                m, counted again until no row goes. A missing user or candidate has no rows. Events of `events` do not count, and
+                none goes.
             history: "events": a row knows its user's earlier rows. Or a list column, or several, of ids of candidates, whose
                 table they share. Or both.
             history_delay: how long it takes until an event is known: a row knows events with time < its own - this. In the unit
-                of the times, or a `timedelta` where they are calendar times.
+                of the rows' times, or a `timedelta` where they are calendar times.
             ties: "out", or "before": a row also knows the rows of its user at its own time that stand before it in the source.
                 Without a delay.
             event_labels: labels that events show to later rows. By default none does.
+            event_lists: list columns of ids that events show, as an item's tags. By default none does.
+            event_types: the types of the events that histories have, by the column of kind event. None: all.
+            event_weights: the column of numbers, or of kind weight, that says how much an event counts: the weights of
+                `Batch.history`. None: of `events` the column of kind weight, if there is one.
+            time_units: of `events` whose times are numbers of another unit than the rows': both units, as `("s", "ms")`, of "s",
+                "ms", "us" and "ns". None: they have one unit; what is clearly another one is refused.
             split: a column that says which part a row is in: train, valid or test. It is no feature.
             on_error: what to do with a value that is none of its kind: "stop", or "skip" its row, of at most 1 % of the rows.
             format, delimiter: of files, as `open_table` takes them.
-            progress: show a bar for what takes longer than two seconds.
+            progress: show a bar on a terminal for what takes longer than two seconds.
             **words: columns by kind, which win over the schema: as `Schema.with_words` takes them, for example `label="click"`.
 
         Raises:
@@ -112,21 +135,39 @@ class Dataset:
                 fit the table; or a place that cannot be written.
             ValueError: an argument out of range.
         """
-        from jagged.data.inference import schema_for
-        from jagged.data.staging import CURE, Builder, Options, fitting
+        from jagged.data.inference import events_schema_for, schema_for
+        from jagged.data.staging import CURE, Builder, Options, fitting, fitting_events
 
         histories = [history] if isinstance(history, str) else list(history or ())
-        gathered = "events" if "events" in histories else None
-        options = Options(duplicates, dict(min_events or {}), gathered, history_delay, ties, tuple(event_labels), split, on_error)
-        given = schema if schema is None or isinstance(schema, Schema) else Schema.load(schema)
+        is_beside = events is not None
+        if not is_beside and (event_schema is not None or event_words is not None):
+            raise ValueError("event_schema, event_words: given without events=, which they are for")
+        gathered = "events" if is_beside or "events" in histories else None
+        options = Options(
+            duplicates, dict(min_events or {}), gathered, history_delay, ties, _several(event_labels), split, on_error,
+            _several(event_lists),
+            (event_types,) if isinstance(event_types, (str, int)) else None if event_types is None else tuple(event_types),
+            event_weights, time_units, is_beside,
+        )  # fmt: skip
+        given = _loaded(schema)
         with open_table(source, format=format, delimiter=delimiter, progress=progress) as table:
-            if gathered and "events" in table.types:
+            if "events" in histories and "events" in table.types:
                 raise refuse(table.name, "a column 'events' and history='events'", "another name of the column", "rename it")
             histories = [name for name in histories if name != "events"]
-            schema = fitting(table, schema_for(table, given, history=histories or None, **words), options)
+            with steps("Inferring", 1, progress) as step:
+                step("what columns are for")
+                schema = fitting(table, schema_for(table, given, history=histories or None, **words), options)
+            log = None
+            if is_beside:
+                beside_it = add_table(table, events, "events", progress=progress)
+                with steps("Inferring", 1, progress) as step:
+                    step("what columns of events are for")
+                    found = events_schema_for(beside_it, _loaded(event_schema), schema, dict(event_words or {}))
+                found, options = fitting_events(beside_it, found, options)
+                log = beside_it, found
             if directory is None:
                 with temporary_directory(CURE) as temporary, writing(temporary, CURE, DataError):
-                    dataset = Builder(table, schema, options, temporary).build()
+                    dataset = Builder(table, schema, options, temporary, log, progress=progress).build()
                     dataset._keep = weakref.finalize(dataset, _remove, str(temporary), os.getpid())
                     return dataset
             target = Path(directory)
@@ -134,24 +175,17 @@ class Dataset:
                 if target.exists() and (not target.is_dir() or any(target.iterdir())):
                     raise refuse(target, "something there", "a directory that does not exist yet", "name another one")
                 with new_directory(target) as aside:
-                    manifest = Builder(table, schema, options, aside).build()._manifest
+                    manifest = Builder(table, schema, options, aside, log, progress=progress).build()._manifest
             return cls(target, manifest)
 
     @property
-    def num_rows(self) -> int:
-        """Rows."""
-        return int(self._manifest["num_rows"])
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of the data files and the schema."""
+        """SHA-256 (hex) of the data files, the schema, and what events are and show."""
         with errors_as(DataError):
             files = read_json(self.directory / MANIFEST)["files"]
         digests = sorted((name, entry["sha256"]) for name, entry in files.items())
-        return hashlib.sha256(json.dumps([digests, self._manifest["schema"]]).encode()).hexdigest()
+        of_events = [self._manifest[name] for name in ("events", "event_labels", "event_lists", "event_weights")]
+        return hashlib.sha256(json.dumps([digests, self._manifest["schema"], of_events]).encode()).hexdigest()
 
     @property
     def time_kind(self) -> str:
@@ -175,18 +209,13 @@ class Dataset:
         return list(self._manifest["bad_places"])
 
     @property
-    def source(self) -> IntArray:
-        """The number of each row in the source, from 0, int64 `[n]`."""
-        return self._arrays("source")[0]
-
-    @property
     def start(self) -> IntArray:
-        """The first row of each row's history, int64 `[n]`; without histories there is none."""
+        """The first event of each row's history in `events`, int64 `[n]`; without histories there is none."""
         return self._arrays("start")[0]
 
     @property
     def stop(self) -> IntArray:
-        """The row after the last of each row's history, int64 `[n]`."""
+        """The event after the last of each row's history, int64 `[n]`."""
         return self._arrays("stop")[0]
 
     @property
@@ -194,27 +223,35 @@ class Dataset:
         """The part of each row by the column `split`, int8 `[n]`, in the order of `PARTS`; None where none was named."""
         return self._arrays("part")[0] if "part" in self._manifest["values"] else None
 
-    def column(self, name: str) -> AnyArray:
-        """The values of a column without lists, `[n]`.
+    @property
+    def tables(self) -> dict[str, list[Column]]:
+        """The columns of ids by the table that they share, those of an event table too."""
+        return shared_tables(*_schemas(self._manifest))
 
-        Ids are int32 codes, -1 where one is missing; numbers, labels and weights float32, NaN where one is missing; times int64.
-        """
-        if self.schema[name].kind in LISTS:
-            raise KeyError(name)
-        return self._arrays(self._key(name))[0]
-
-    def list_column(self, name: str) -> tuple[IntArray, AnyArray]:
-        """A list column: int64 `[n + 1]` offsets and the values of all rows, int32 codes or float32 numbers.
-
-        A missing list stands as a list of one missing value; an empty one has none.
-        """
-        offsets, values = self._arrays(self._key(name))
-        return offsets, values
+    @cached_property
+    def events(self) -> EventLog | None:
+        """The events that histories are views of; None without histories."""
+        content = self._manifest
+        if content["history"] is None:
+            return None
+        beside = content["events"]
+        table: Columns = self
+        if beside is not None:
+            schema = Schema.from_dict(beside["schema"])
+            table = Columns(self.directory, schema, beside["num_rows"], content["values"], EVENT_PREFIX)
+        return EventLog(
+            table,
+            is_own=beside is None,
+            lists=tuple(content["event_lists"]),
+            labels=self.event_labels,
+            weights=content["event_weights"],
+            places=self._arrays("events")[0] if "events" in content["values"] else None,
+        )
 
     def ids(self, table: str) -> Vocabulary:
-        """The ids of a table by their code: in the order in which they first appear in the rows of the source."""
+        """The ids of a table by their code: in the order in which they first appear in the source, then in the events beside."""
         if table not in self._vocabularies:
-            names = list(self.schema.tables)
+            names = list(self.tables)
             self._vocabularies[table] = Vocabulary.load(self.directory / ids_file(names.index(table)))
         return self._vocabularies[table]
 
@@ -223,17 +260,6 @@ class Dataset:
         from jagged.data.parts import split_rows
 
         return split_rows(self, by, **options)
-
-    def _key(self, name: str) -> str:
-        return f"column-{self.schema.names.index(name)}"
-
-    def _arrays(self, key: str) -> tuple[AnyArray, ...]:
-        if key not in self._columns:
-            kind = self._manifest["values"].get(key)
-            if kind is None:
-                raise AttributeError(f"{key}: the dataset has no such values")
-            self._columns[key] = read_column(self.directory / f"{key}.arrow", kind, mapped=True)
-        return self._columns[key]
 
     def __repr__(self) -> str:
         return f"Dataset({self.num_rows:,} rows, {len(self.schema.columns)} columns)"
@@ -281,24 +307,53 @@ class Dataset:
     def _check_content(self) -> None:
         # A dataset made by other hands passes the digests; codes and views out of range must not reach a model.
         rows = self.num_rows
-        sizes = {column.name: len(self.ids(column.table_name)) for column in self.schema.of_kind(*WITH_IDS)}
-        for key in self._manifest["values"]:
-            arrays, where = self._arrays(key), self.directory / f"{key}.arrow"
-            if len(arrays[0]) != rows + (len(arrays) == 2):
-                raise refuse(where, f"{len(arrays[0])} values", f"{rows} rows")
-            name = self.schema.names[int(key.removeprefix("column-"))] if key.startswith("column-") else ""
+        log = self.events
+        for table in (self, None if log is None or log.is_own else log.table):
+            if table is not None:
+                self._check_columns(table)
+        if (parts := self.parts) is not None and rows and (parts.min() < 0 or parts.max() >= len(PARTS)):
+            raise refuse(self.directory / "part.arrow", "parts out of range", f"0 to {len(PARTS) - 1}")
+        for key in ("start", "stop") if log is not None else ():
+            if len(self._arrays(key)[0]) != rows:
+                raise refuse(self.directory / f"{key}.arrow", f"{len(self._arrays(key)[0])} values", f"{rows} rows")
+        if log is None or not rows:
+            return
+        if "events" in self._manifest["values"]:
+            places = self._arrays("events")[0]
+            if len(places) and (places[0] < 0 or places[-1] >= rows or bool((places[1:] <= places[:-1]).any())):
+                raise refuse(
+                    self.directory / "events.arrow", "rows out of order or range", f"ascending rows from 0 to {rows - 1}"
+                )
+        start, stop = self.start, self.stop
+        if start.min() < 0 or stop.max() > len(log) or bool((start > stop).any()):
+            raise refuse(self.directory / "stop.arrow", "views out of range", f"views of {len(log)} events")
+        viewing = np.flatnonzero(stop > start)
+        if log.is_own and bool((log.rows(stop[viewing] - 1) >= viewing).any()):
+            raise refuse(self.directory / "stop.arrow", "views that reach a row itself", "views of earlier events")
+
+    def _check_columns(self, table: Columns) -> None:
+        sizes = {column.name: len(self.ids(column.table_name)) for column in table.schema.of_kind(*WITH_IDS)}
+        keys = {table._key(name): name for name in table.schema.names} | {f"{table._prefix}source": ""}
+        if table is self and self.parts is not None:
+            keys["part"] = ""
+        for key, name in keys.items():
+            arrays, where = table._arrays(key), self.directory / f"{key}.arrow"
+            if len(arrays[0]) != len(table) + (len(arrays) == 2):
+                raise refuse(where, f"{len(arrays[0])} values", f"{len(table)} rows")
             if len(arrays) == 2 and (
                 arrays[0][0] != 0 or arrays[0][-1] != len(arrays[1]) or bool((arrays[0][1:] < arrays[0][:-1]).any())
             ):
                 raise refuse(where, "offsets that do not fit the values", "a dataset of this library")
             if name in sizes and len(arrays[-1]) and (arrays[-1].min() < -1 or arrays[-1].max() >= sizes[name]):
                 raise refuse(where, "codes out of range", f"-1 to {sizes[name] - 1}")
-        if (parts := self.parts) is not None and rows and (parts.min() < 0 or parts.max() >= len(PARTS)):
-            raise refuse(self.directory / "part.arrow", "parts out of range", f"0 to {len(PARTS) - 1}")
-        if self.history is not None and rows:
-            start, stop = self.start, self.stop
-            if start.min() < 0 or bool((start > stop).any()) or bool((stop > np.arange(rows)).any()):
-                raise refuse(self.directory / "stop.arrow", "views that reach a row itself", "views of earlier events")
+
+
+def _several(names: str | Sequence[str]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def _loaded(schema: Schema | str | os.PathLike[str] | None) -> Schema | None:
+    return schema if schema is None or isinstance(schema, Schema) else Schema.load(schema)
 
 
 def write_column(path: Path, *arrays: AnyArray) -> str:
@@ -360,21 +415,37 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
     elif not isinstance(content.get("schema"), dict):
         found = f"the schema {shown(content.get('schema'))}"
     else:
-        schema = Schema.from_dict(content["schema"])
-        expected = {f"column-{i}": _stored(column) for i, column in enumerate(schema.columns)} | {"source": "int64"}
+        schemas = _schemas(content)
+        expected = {f"{prefix}column-{i}": _stored(one) for prefix, schema in zip(("", EVENT_PREFIX), schemas, strict=False)
+                    for i, one in enumerate(schema.columns)} | {"source": "int64"}  # fmt: skip
+        if len(schemas) > 1:
+            expected[f"{EVENT_PREFIX}source"] = "int64"
         if content.get("history") is not None:
             expected |= {"start": "int64", "stop": "int64"}
-        if "part" in files:
-            expected["part"] = "int8"
-        if files != expected or content["num_tables"] != len(schema.tables):
+        expected |= {name: kind for name, kind in (("part", "int8"), ("events", "int64")) if name in files}
+        log = schemas[-1]
+        shown_by_events = [content.get(name) for name in ("event_labels", "event_lists")]
+        if files != expected or content["num_tables"] != len(shared_tables(*schemas)):
             found = f"the values {shown(files)}"
         elif not all(isinstance(content.get(name), kind) for name, kind in _OTHERS.items()):
             found = f"counts {shown(content.get('counts'))} and time_kind {shown(content.get('time_kind'))}"
+        elif len(schemas) > 1 and (content.get("history") is None or type(content["events"].get("num_rows")) is not int):
+            found = f"the events {shown(content['events'])}"
+        elif any(not set(map(str, names or ())) <= set(log.names) for names in shown_by_events) or (
+            content.get("event_weights") is not None and content["event_weights"] not in log.names
+        ):
+            found = f"the columns of events {shown(shown_by_events)} and {shown(content.get('event_weights'))}"
     if found is not None:
         raise refuse(path, found, f"a dataset of version {FORMAT_VERSION}", "make the dataset again")
 
 
-_OTHERS = {"counts": dict, "time_kind": str, "event_labels": list, "bad_places": list}
+_OTHERS = {"counts": dict, "time_kind": str, "event_labels": list, "event_lists": list, "bad_places": list}
+
+
+def _schemas(content: Mapping[str, Any]) -> list[Schema]:
+    """Of the rows, and of the events where a table of them stands beside."""
+    beside = content.get("events")
+    return [Schema.from_dict(one["schema"]) for one in (content, *([beside] if isinstance(beside, dict) else []))]
 
 
 def _stored(column: Column) -> str:

@@ -143,14 +143,7 @@ class Schema:
     @property
     def tables(self) -> dict[str, list[Column]]:
         """The columns of ids, by the table that they share."""
-        found: dict[str, list[Column]] = {}
-        for column in self.of_kind(*WITH_IDS):
-            found.setdefault(column.table_name, []).append(column)
-        for name, columns in found.items():
-            ways = {(column.encoding, column.size) for column in columns}
-            if len(ways) > 1:
-                raise refuse(f"schema, table {shown(name)}", f"the encodings {shown(sorted(map(str, ways)), 200)}", "one")
-        return found
+        return shared_tables(self)
 
     def with_words(
         self,
@@ -297,6 +290,55 @@ class Schema:
                 except DataError:
                     raise refuse(target, "a file that holds no schema", "a schema or no file", "name another file") from None
             write_file(target, self.to_toml().encode())
+
+
+def shared_tables(*schemas: Schema) -> dict[str, list[Column]]:
+    """The columns of ids of some schemas, by the table that they share.
+
+    Raises:
+        DataError: columns of one table that are encoded in several ways.
+    """
+    found: dict[str, list[Column]] = {}
+    for schema in schemas:
+        for column in schema.of_kind(*WITH_IDS):
+            found.setdefault(column.table_name, []).append(column)
+    for name, columns in found.items():
+        ways = {(column.encoding, column.size) for column in columns}
+        if len(ways) > 1:
+            raise refuse(f"schema, table {shown(name)}", f"the encodings {shown(sorted(map(str, ways)), 200)}", "one")
+    return found
+
+
+def beside(events: Schema, rows: Schema) -> Schema:
+    """The schema of events whose ids share the numbers of the rows that they are the history of.
+
+    Users, candidates and event types share the table of the rows' column of that kind; other ids that of the rows' ids of the
+    same name. How a shared table is encoded, the rows say, unless an event column says something else than "vocabulary".
+
+    Raises:
+        DataError: a user, candidate or event type that names another table than the rows' column of its kind.
+    """
+    columns, own = [], events.one(Kind.CANDIDATE)
+    for column in events.columns:
+        of_role = column.kind if column.kind in (Kind.USER, Kind.CANDIDATE, Kind.EVENT) else None
+        if column.kind in WITH_IDS and own is not None and column.table == own.table_name != column.name:
+            of_role = Kind.CANDIDATE
+        partner = None if of_role is None else rows.one(of_role)
+        named = column.name in rows.names and rows[column.name].kind in WITH_IDS and column.table is None
+        if partner is None and column.kind in WITH_IDS and named:
+            partner = rows[column.name]
+        if partner is not None:
+            if column.kind is of_role and column.table not in (None, partner.table_name):
+                raise refuse(
+                    f"events: column {shown(column.name)}",
+                    f"the table {shown(column.table)}",
+                    f"{shown(partner.table_name)}, as of the rows' {column.kind.value} {shown(partner.name)}",
+                    "leave table out",
+                )
+            told = column if column.encoding != "vocabulary" else partner
+            column = dataclasses.replace(column, table=partner.table_name, encoding=told.encoding, size=told.size)
+        columns.append(column)
+    return Schema(tuple(columns))
 
 
 def _of_kind(column: Column, kind: Kind) -> Column:

@@ -29,6 +29,7 @@ from jagged.artifacts.errors import one_line
 from jagged.data.errors import DataError, at, refuse, shown
 from jagged.data.files import TABLES, find_tables, reading
 from jagged.data.parsers import TEXT, text_blocks
+from jagged.data.progress import DELAY, disabled
 from jagged.data.tabular import Block, CsvLayout, csv_blocks, csv_layout, parquet_blocks, parquet_schema
 
 IntArray = npt.NDArray[np.int64]
@@ -55,6 +56,7 @@ class Table:
         num_rows: rows.
         is_text: whether nothing but text was told, as by a csv file, so that types are still to be found.
         left_out: what a folder holds beside the table's files, with the reason.
+        rows: the table's name in SQL: `ROWS`, unless it was added to the database of another table.
     """
 
     connection: duckdb.DuckDBPyConnection
@@ -63,6 +65,7 @@ class Table:
     is_text: bool = False
     num_rows: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
+    rows: str = ROWS
     _schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     _directory: str = ""
     _cure: str = ""
@@ -88,7 +91,7 @@ class Table:
         yield from reader
 
     def fill(self, blocks: Iterable[Block]) -> None:
-        """Put blocks into `ROWS`, whose columns are those of the table.
+        """Put blocks into the table `rows`, whose columns are those of the table.
 
         Raises:
             DataError: the disk or the memory is full, or values that a table cannot hold. What the blocks raise comes as it is.
@@ -107,7 +110,7 @@ class Table:
         try:
             with storing(self._directory, self._cure):
                 self.connection.register("source", pa.RecordBatchReader.from_batches(self._schema, batches()))
-                self.connection.execute(f"CREATE TABLE {ROWS} AS SELECT * FROM source")
+                self.connection.execute(f"CREATE TABLE {self.rows} AS SELECT * FROM source")
                 self.connection.unregister("source")
         except (duckdb.Error, DataError) as error:
             if problem:
@@ -182,16 +185,48 @@ def open_table(source: Any, *, format: str = "auto", delimiter: str | None = Non
             temporary directory has no room.
     """
     found = find_source(source, format, delimiter)
-    with new_table(found.name, found.schema) as table, reading_bar(found, progress) as advance:
+    with new_table(found.name, found.schema) as table:
         table.is_text, table.left_out = found.format == "csv", found.left_out
-        table.fill(found.blocks(advance))
+        with reading_bar(found, progress) as advance:
+            table.fill(found.blocks(advance))
         yield table
+
+
+def add_table(table: Table, source: Any, rows: str, *, progress: bool = True) -> Table:
+    """Read another source into the database of a table, where SQL may ask both; it goes with that table.
+
+    Args:
+        table: whose database it is.
+        source: as `open_table` takes it.
+        rows: the name of the new table in SQL. It is what messages call a source that is in memory, too.
+        progress: as of `open_table`.
+
+    Raises:
+        DataError: as of `open_table`.
+    """
+    found = find_source(source, name=rows)
+    _check_names(found.name, found.schema.names)
+    other = Table(
+        table.connection,
+        found.name,
+        {one.name: one.type for one in found.schema},
+        is_text=found.format == "csv",
+        left_out=found.left_out,
+        rows=rows,
+        _schema=_stored_schema(found.schema),
+        _directory=table._directory,
+        _cure=table._cure,
+    )
+    with reading_bar(found, progress) as advance:
+        other.fill(found.blocks(advance))
+    return other
 
 
 @contextmanager
 def reading_bar(source: Source, progress: bool) -> Iterator[Callable[[int], object]]:
-    """A bar of the bytes read, which appears when that takes longer than two seconds."""
-    with tqdm(total=source.size, desc="Reading", unit="B", unit_scale=True, disable=not progress, delay=2, leave=False) as bar:
+    """A bar of the bytes read, which appears on a terminal when that takes longer than two seconds."""
+    quiet = disabled(progress)
+    with tqdm(total=source.size, desc="Reading", unit="B", unit_scale=True, disable=quiet, delay=DELAY, leave=False) as bar:
         yield bar.update
 
 
@@ -235,11 +270,14 @@ def new_table(name: str, schema: pa.Schema, *, directory: Path | None = None, cu
             # Nothing is fetched or loaded because a table or a name asks for it.
             connection.execute("SET enable_external_access = false; SET TimeZone = 'UTC'; SET enable_progress_bar = false")
             connection.execute("SET lock_configuration = true")
-            stored = pa.schema([pa.field(one.name, storable(one.type)) for one in schema])
             types = {one.name: one.type for one in schema}
-            yield Table(connection, name, types, _schema=stored, _directory=parent, _cure=cure)
+            yield Table(connection, name, types, _schema=_stored_schema(schema), _directory=parent, _cure=cure)
         finally:
             connection.close()
+
+
+def _stored_schema(schema: pa.Schema) -> pa.Schema:
+    return pa.schema([pa.field(one.name, storable(one.type)) for one in schema])
 
 
 @contextmanager
@@ -283,6 +321,7 @@ def find_source(
     formats: Sequence[str] = TABLES,
     choose: Choice = all_columns,
     skip: Callable[[str], None] | None = None,
+    name: str | None = None,
 ) -> Source:
     """What a source holds, before its rows are read.
 
@@ -291,6 +330,7 @@ def find_source(
         formats: the formats of files that are known here.
         choose: which columns are read; it may raise what it finds wrong with the names.
         skip: called with what is wrong with a row that has no place in the columns and is left out; None refuses it.
+        name: what messages call a table in memory; None: by its type.
 
     Raises:
         DataError: no table, or no columns that can be read together.
@@ -300,7 +340,7 @@ def find_source(
     ):
         raise refuse(f"delimiter={delimiter!r}", "no delimiter", "one ASCII character, no quote and no line break")
     if not _is_path(source):
-        return _arrow(source, choose)
+        return _arrow(source, choose, name or type(source).__name__)
     found = find_tables(source, format, formats)
     name = os.fspath(source)
     with reading(Path(name)):
@@ -400,14 +440,14 @@ def _with_keys(rows: pa.RecordBatch, keys: dict[str, str | None], schema: pa.Sch
     return pa.record_batch(columns, names=schema.names)
 
 
-def _arrow(source: Any, choose: Choice) -> Source:
-    name = type(source).__name__
+def _arrow(source: Any, choose: Choice, name: str) -> Source:
+    kind = type(source)
     if isinstance(source, pa.RecordBatch):
         source = pa.Table.from_batches([source])
     if not hasattr(source, "__arrow_c_stream__"):
         raise refuse(
             name,
-            f"an object of type {type(source).__module__}.{name}",
+            f"an object of type {kind.__module__}.{kind.__name__}",
             "a path, an Arrow table, or a frame of pandas 2.2 or later, polars or DuckDB (anything with __arrow_c_stream__)",
         )
     try:

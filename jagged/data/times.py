@@ -119,6 +119,8 @@ def _show_scalar(value: pa.Scalar) -> str:
 
 
 def _cure(found: str) -> str:
+    if re.match(r"[0-9]{1,4}[/.-][0-9]{1,2}[/.-][0-9]{2,4}(?![0-9])", found) and not re.match(_DATE, found):
+        return "write dates as 2024-12-31: whether the day or the month comes first is not guessed"
     return (
         "multiply fractional seconds by 1000 and round"
         if "." in found and found.replace(".", "", 1).lstrip("-").isdigit()

@@ -6,11 +6,13 @@ values: NA is Namibia. In a list of ids or numbers a missing element is a NULL i
 
 from __future__ import annotations
 
+import re
+
 import pyarrow as pa
 
 from jagged.data.errors import refuse, shown
 from jagged.data.schema import Column, Kind
-from jagged.data.sources import identifier
+from jagged.data.sources import Table, identifier
 
 # In lower case, as they are compared.
 MISSING_WORDS = ("", "na", "n/a", "nan", "null", "none", "\\n", "-")
@@ -25,6 +27,11 @@ _DATE = "[0-9]{4}-[0-9]{2}-[0-9]{2}"
 _CLOCK = r"[ T][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,9})?)?"
 _ZONE = "(Z|[+-][0-9]{2}:?[0-9]{2})"
 CALENDAR = f"{_DATE}({_CLOCK}{_ZONE}?)?"
+# Dates that are none of ISO 8601: their parts in another order, or between other signs.
+_SIGN = "[/.-]"
+_AFTER = "( +[0-9]{1,2}:[0-9]{2}(:[0-9]{2}([.][0-9]+)?)?( *[aApP][mM])?)?"
+_YEAR_LAST = f"[0-9]{{1,2}}{_SIGN}[0-9]{{1,2}}{_SIGN}([0-9]{{4}}|[0-9]{{2}}){_AFTER}"
+OTHER_DATES = f"({_YEAR_LAST}|[0-9]{{4}}[/.][0-9]{{1,2}}[/.][0-9]{{1,2}}{_AFTER})"
 _ZONED = f"{_DATE}{_CLOCK}{_ZONE}"
 
 _NUMERIC = (Kind.NUMBER, Kind.LABEL, Kind.WEIGHT)
@@ -117,6 +124,42 @@ def time_form_sql(column: Column, kind: pa.DataType) -> str:
         f"CASE WHEN regexp_full_match({text}, '{DECIMAL}') THEN 'number' WHEN regexp_full_match({text}, '{_ZONED}') THEN 'zoned' "
         f"WHEN regexp_full_match({text}, '{CALENDAR}') THEN 'naive' END"
     )
+
+
+def hint_of_dates(table: Table, column: Column) -> str:
+    """What to do with a column of times whose texts are dates that are none of ISO 8601; "" where few are.
+
+    Which of day and month comes first is told where a value leaves no doubt, and never guessed.
+    """
+    if column.kind is not Kind.TIME or form(table.types[column.name]) != "text":
+        return ""
+    text = f"trim({identifier(column.name)})"
+    values = (
+        f"SELECT {text} AS t, TRY_CAST(regexp_extract({text}, '^([0-9]+){_SIGN}([0-9]+)', 1) AS INTEGER) AS a, "
+        f"TRY_CAST(regexp_extract({text}, '^([0-9]+){_SIGN}([0-9]+)', 2) AS INTEGER) AS b, "
+        f"regexp_full_match({text}, '{_YEAR_LAST}') AS l, rowid AS r FROM {table.rows} "
+        f"WHERE regexp_full_match({text}, '{OTHER_DATES}')"
+    )
+    ((count, last, day, month),) = table.sql(
+        "SELECT count(*), count(*) FILTER (l), arg_min(t, r) FILTER (l AND a BETWEEN 13 AND 31 AND b <= 12), "
+        f"arg_min(t, r) FILTER (l AND b BETWEEN 13 AND 31 AND a <= 12) FROM ({values})"
+    )
+    if not count:
+        return ""
+    cure = "write dates as 2024-12-31"
+    if not last:
+        return cure
+    if day is not None and month is not None:
+        return f"some dates have the day first, as {shown(day)}, and some the month, as {shown(month)}: {cure}"
+    if day is None and month is None:
+        return f"no date tells whether its day or its month comes first: find out, and {cure}"
+    order, example, ways = ("day", day, ("%d", "%m")) if day is not None else ("month", month, ("%m", "%d"))
+    told = f"dates have the {order} first, as {shown(example)}: {cure}"
+    plain = re.fullmatch(r"[0-9]+([/.-])[0-9]+([/.-])([0-9]+)", example)
+    if plain is None:
+        return told
+    way = f"{ways[0]}{plain[1]}{ways[1]}{plain[2]}{'%Y' if len(plain[3]) == 4 else '%y'}"
+    return f'{told}, in pandas by to_datetime(column, format="{way}")'
 
 
 def texts_sql(name: str, separator: str | None) -> str:

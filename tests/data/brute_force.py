@@ -63,6 +63,14 @@ def may_be_drawn(rows: Sequence[Row], kept: Iterable[int], train: Iterable[int],
     return Counter({one: count for one, count in before.items() if one not in had and one != item})
 
 
+def history_beside(row: Row, events: Sequence[Row], kept: Iterable[int], delay: int) -> list[int]:
+    """The events of a table beside the rows that a row may know, oldest first."""
+    if row["user"] is None:
+        return []
+    found = [i for i in kept if events[i]["who"] == row["user"] and events[i]["at"] < row["time"] - delay]
+    return sorted(found, key=lambda i: (events[i]["at"], i))
+
+
 def codes(rows: Sequence[Row], kept: Iterable[int], columns: Sequence[str]) -> list[Any]:
     """The ids of columns that share a table, in the order in which they first appear."""
     found: dict[Any, None] = {}

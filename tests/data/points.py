@@ -57,14 +57,14 @@ VALUES = {
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> list[Row]:
-    """Rows in any order of time, some of them twice, some columns without any value."""
+def tables(draw: st.DrawFn, least: int = 0) -> list[Row]:
+    """Rows in any order of time, some of them twice, some columns without any value; most of the tables have `least` or more."""
     empty = draw(st.sets(st.sampled_from([name for name in VALUES if name != "time"]), max_size=2))
     one_user = draw(st.booleans())
     values = {name: st.none() if name in empty else of for name, of in VALUES.items()}
     if one_user and "user" not in empty:
         values["user"] = st.just(7)
-    rows = draw(st.lists(st.fixed_dictionaries(values), max_size=12))
+    rows = draw(st.lists(st.fixed_dictionaries(values), min_size=draw(st.sampled_from([0, least, least])), max_size=12))
     for _ in range(draw(st.integers(0, 3)) if rows else 0):
         rows.insert(draw(st.integers(0, len(rows))), dict(draw(st.sampled_from(rows))))
     # NaN and None are one missing number here and two values of a column; equal rows are told by one of them.

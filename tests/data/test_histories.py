@@ -51,7 +51,7 @@ def test_views_do_not_depend_on_how_many_rows_are_looked_at_together(
             options = {"ties": "before"} if before else {"delay": delay}
             fill_views(log[:, 0].astype(np.int32), log[:, 1], start, stop, **options)  # type: ignore[arg-type]
             rows = np.arange(0, len(log), 2)
-            found.append((start.tolist(), stop.tolist(), visible(start, stop, rows).tolist()))
+            found.append((start.tolist(), stop.tolist(), visible(start, stop, rows, len(log)).tolist()))
     assert found[0] == found[1]
     start, stop, seen = found[0]
     assert [i for i, one in enumerate(seen) if one] == sorted(

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jagged.data import Column, DataError, Kind, Schema, inspect_table
+from jagged.data import Column, DataError, Dataset, Kind, Schema, inspect_table
 from jagged.data.inspection import OddValues
 from jagged.data.schema import SINGLE
 
@@ -324,3 +324,52 @@ def test_any_text_is_shown(columns: dict[str, list[str | None]], data: st.DataOb
             unfit = [odd.count for odd in inspection.odd if odd.column == figures.column.name and odd.what.startswith("are no ")]
             if figures.column.kind is not Kind.UNUSED:
                 assert figures.present + figures.missing + sum(unfit) == 3
+
+
+ISO = "write dates as 2024-12-31"
+DATES = [
+    (["12/31/2024", "01/02/2024"], f"dates have the month first, as '12/31/2024': {ISO}, in pandas by to_datetime(column, format="
+     '"%m/%d/%Y")'),
+    (["1/2/24", "31/12/24"], f"dates have the day first, as '31/12/24': {ISO}, in pandas by to_datetime(column, format="
+     '"%d/%m/%y")'),
+    (["31.12.2024", "1.2.2024"], f"dates have the day first, as '31.12.2024': {ISO}, in pandas by to_datetime(column, format="
+     '"%d.%m.%Y")'),
+    (["12-31-2024 10:00 PM", ""], f"dates have the month first, as '12-31-2024 10:00 PM': {ISO}"),
+    (["01/02/2024", "03/04/2024"], f"no date tells whether its day or its month comes first: find out, and {ISO}"),
+    (
+        ["31/12/2024", "12/31/2024"],
+        f"some dates have the day first, as '31/12/2024', and some the month, as '12/31/2024': {ISO}",
+    ),
+    (["2024/12/31", "2024/1/2"], ISO),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("dates", "hint"), DATES)
+@pytest.mark.parametrize("name", ["when", "booked"])
+def test_dates_in_another_order_are_times_with_a_hint_and_refused(tmp_path: Path, name: str, dates: list[str], hint: str) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text(f"user_id,item_id,{name}\n" + "".join(f"{i},a,{date}\n" for i, date in enumerate(dates)))
+    inspection = inspect_table(path)
+    assert inspection.schema[name].kind is Kind.TIME
+    odd = next(one for one in inspection.odd if one.what == "are no times")
+    assert odd.expected == f"a whole number or an ISO 8601 time; {hint}"
+    with pytest.raises(DataError) as caught:
+        Dataset.from_table(path, progress=False)
+    assert str(caught.value) == (
+        f"{path}:2: found {dates[0]!r} in the column {name!r}, expected an ISO 8601 time or a whole number; {hint}"
+    )
+
+
+def test_dates_in_another_order_among_others_and_beside_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("user_id,item_id,when\n1,a,2024-12-30\n2,b,12/31/2024\n")
+    with pytest.raises(DataError) as caught:
+        Dataset.from_table(path, progress=False)
+    expected = "expected an ISO 8601 time without a zone, as the first"
+    assert str(caught.value) == f"{path}:3: found '12/31/2024' in the column 'when', {expected}; {DATES[0][1]}"
+    # Where there is a time, other dates are no feature, as dates are that are written well.
+    path.write_text("user_id,item_id,when,birthday\n1,a,5,12/31/2024\n2,b,6,12/30/2024\n")
+    schema = Dataset.from_table(path, progress=False).schema
+    assert {column.name: column.kind for column in schema.columns} == {
+        "user_id": Kind.USER, "item_id": Kind.CANDIDATE, "when": Kind.TIME,
+    }  # fmt: skip

@@ -50,6 +50,11 @@ CSV = {
     "empty item": (HEADER + b"1,2,3\n1,,4\n", "e.csv:3: found an empty item id"),
     "empty time": (HEADER + b"1,2,3\n1,2,\n", "e.csv:3: found the time ''"),
     "text time": (HEADER + b"1,2,3\n1,2,soon\n", "e.csv:3: found the time 'soon', expected times of one kind, as '3'"),
+    "date of no ISO": (
+        HEADER + b"1,2,12/31/2024\n",
+        "e.csv:2: found the time '12/31/2024', expected a whole number or an ISO 8601 time; write dates as 2024-12-31: whether "
+        "the day or the month comes first is not guessed",
+    ),
     "first time": (HEADER + b"1,2,soon\n", "e.csv:2: found the time 'soon', expected a whole number or an ISO 8601 time"),
     "nan": (HEADER + b"1,2,3\n1,2,nan\n", "e.csv:3: found the time 'nan'"),
     "inf": (HEADER + b"1,2,3\n1,2,-inf\n", "e.csv:3: found the time '-inf'"),

@@ -531,6 +531,17 @@ def test_tables_without_what_negatives_need_are_refused(schema: Schema, options:
         assert str(caught.value) == message
 
 
+def test_rows_beside_an_event_table_are_refused() -> None:
+    rows = [{"user": 7, "item": item, "time": time} for time, item in enumerate("abcabc")]
+    split = Dataset.from_table(table(rows), EVENTS, events=table(rows), event_schema=EVENTS, progress=False).split()
+    with pytest.raises(DataError) as caught:
+        split.train.loader(negatives=1)
+    assert str(caught.value) == (
+        "negatives: found rows with an event table beside them, expected events alone: what users had there would be drawn "
+        "for them; read the events as the table, without `events`"
+    )
+
+
 @pytest.mark.parametrize("by", ["uniform", "popularity"])
 def test_rows_without_a_training_part_are_refused(by: str) -> None:
     split = shop()

@@ -209,7 +209,21 @@ def test_ids_have_the_type_of_their_table() -> None:
             {"history": "events", "history_delay": 1, "ties": "before"},
             "ties='before' with a history_delay: events of the row's own time are within the delay; give one of the two",
         ),
-        ({"ties": "before"}, "history_delay, ties, event_labels: given without history='events', which they are for"),
+        *(
+            (
+                option,
+                "history_delay, ties, event_labels, event_lists, event_types, event_weights: given without history='events' or "
+                "events=, which they are for",
+            )
+            for option in (
+                {"ties": "before"},
+                {"history_delay": 1},
+                {"event_labels": ["a"]},
+                {"event_lists": ["a"]},
+                {"event_types": "a"},
+                {"event_weights": "a"},
+            )
+        ),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
@@ -348,6 +362,8 @@ def sealed_again(directory: Path, name: str, array: np.ndarray[Any, Any] | None 
             "found type int64 with 0 nulls, expected values of type int32; make the dataset again",
         ),
         ("stop.arrow", np.array([0, 2], np.int64), "found views that reach a row itself, expected views of earlier events"),
+        ("stop.arrow", np.array([0, 3], np.int64), "found views out of range, expected views of 2 events"),
+        ("stop.arrow", np.array([0], np.int64), "found 1 values, expected 2 rows"),
     ],
 )  # fmt: skip
 def test_content_of_other_hands_is_refused(tmp_path: Path, name: str, values: Any, message: str) -> None:
@@ -370,7 +386,7 @@ def test_a_manifest_of_other_hands_is_refused(tmp_path: Path) -> None:
         ("num_tables", 1),
     ):
         sealed_again(tmp_path / "d", "", None, **{key: value})
-        with pytest.raises(DataError, match="expected a dataset of version 1; make the dataset again"):
+        with pytest.raises(DataError, match="expected a dataset of version 2; make the dataset again"):
             Dataset.load(tmp_path / "d")
         sealed_again(tmp_path / "d", "", None, **{key: content[key]})
     Dataset.load(tmp_path / "d")
