@@ -66,7 +66,7 @@ def save_pretrained(
     directory: str | os.PathLike[str],
     *,
     items: Vocabulary,
-    name: str = "sasrec",
+    name: str | None = None,
     config: TrainConfig | None = None,
     split: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
@@ -82,15 +82,20 @@ def save_pretrained(
         model: with a `config` of its arguments, for example `SASRec`.
         directory: made where it does not exist.
         items: the ids behind the model's dense item numbers.
-        name: the model's name in `jagged.models.build`.
+        name: the model's name in `jagged.models.build`; None: the one that its class is registered by.
         config, split, metrics, train_counts, history: what is kept beside it, where given.
 
     Raises:
-        ValueError: the vocabulary does not fit the model's item table.
+        ValueError: the vocabulary does not fit the model's item table, or the model's class has no name and none is given.
         CheckpointError: the directory could not be written.
     """
     if len(items) != len(model.item_weight):  # type: ignore[arg-type]
         raise ValueError(f"items: got {len(items)} ids, expected {len(model.item_weight)}, one for each row of the item table")  # type: ignore[arg-type]
+    if (name := name or name_of(model)) is None:
+        raise ValueError(
+            f"model: got a {type(model).__name__}, expected one whose class has a name; give it one by jagged.models.register, "
+            "or say name="
+        )
 
     def more(aside: Path) -> None:
         items.save(aside / ITEMS)

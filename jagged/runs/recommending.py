@@ -127,6 +127,8 @@ class Recommender:
             opened.model,
             Path(directory),
             items=opened.items,
+            # A model that a function makes has no name by its class.
+            name=opened.config.model.name if opened.config else None,
             config=opened.config,
             split=opened.split or None,
             metrics=opened.metrics or None,

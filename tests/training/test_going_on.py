@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 
 from jagged.config import SECTIONS, ConfigError, ModelOptions, TrainConfig, option
 from jagged.data import SequenceDataset
 from jagged.models import SASRec, register
 from jagged.models.pretrained import from_pretrained
+from jagged.runs.recommending import Recommender
 from jagged.runs.training import train
 from jagged.training import TrainingError, TrainingInterrupted
 from tests.training.support import STEPS_PER_EPOCH, at_step, kill_self, outcome, run, tiny_config, tiny_dataset
@@ -104,3 +106,8 @@ def test_a_registered_model_is_trained_with_its_own_options(
     opened = from_pretrained(tmp_path)
     assert type(opened.model) is _Small
     assert opened.model.item_weight.shape == (dataset.num_items, 4)
+    # What recommends from it is written down by that name, too.
+    Recommender.from_pretrained(tmp_path).save_pretrained(tmp_path / "copy")
+    copied = from_pretrained(tmp_path / "copy").model
+    assert type(copied) is _Small
+    assert torch.equal(copied.item_weight, opened.model.item_weight)

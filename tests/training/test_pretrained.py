@@ -85,6 +85,20 @@ def test_a_vocabulary_that_does_not_fit(model: SASRec, tmp_path: Path) -> None:
         save_pretrained(model, tmp_path, items=Vocabulary(["a", "b"]))
 
 
+class _Unregistered(SASRec):
+    pass
+
+
+def test_a_model_of_no_name_is_refused(items: Vocabulary, tmp_path: Path) -> None:
+    other = _Unregistered(5, embedding_dim=4, num_heads=1, num_layers=1, max_seq_len=6)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        save_pretrained(other, tmp_path / "saved", items=items)
+    assert str(error.value) == (
+        "model: got a _Unregistered, expected one whose class has a name; give it one by jagged.models.register, or say name="
+    )
+    assert not (tmp_path / "saved").exists()
+
+
 def test_no_directory_and_an_empty_one(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such directory"):
         from_pretrained(tmp_path / "none")
