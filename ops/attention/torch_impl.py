@@ -357,7 +357,6 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     flat = [_flat(rows, heads, dtype) for rows in (x.q, grad, x.k, x.v)]
     sums_of = [torch.zeros_like(rows) for rows in (flat[0], *flat[2:])]
     if not o.pointwise:
-        flat_output = _flat(out.output, heads, dtype)
         # An infinite log-sum-exp gives no weight to any key: here to rows that see none, below to those past a sample's end.
         flat_lse = _flat(out.lse.t()[..., None], heads, dtype)
         flat_lse = flat_lse.masked_fill(flat_lse == -torch.inf, torch.inf)
@@ -375,9 +374,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         else:
             sums = torch.full_like(query[..., :1], torch.inf)
             sums.view(-1, chunk.group)[valid] = flat_lse[chunk.queries.rows[valid]]
-            delta = (upstream * chunk.queries.pad(flat_output, width)).sum(-1, keepdim=True)
-            if flat_grad_lse is not None:
-                delta -= chunk.queries.pad(flat_grad_lse, 1)
+            grad_sums = None if flat_grad_lse is None else chunk.queries.pad(flat_grad_lse, 1)
         if dropout is not None:
             upstream /= 1 - o.dropout_p
         grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
@@ -398,7 +395,10 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
                 chunk.by_head(grad_scores).mul_(keeps)
             grad_value[:, keys].baddbmm_(weights.transpose(1, 2), upstream[:, rows])
             if not o.pointwise:
-                grad_scores.sub_(delta[:, rows])
+                # A block has all keys of its queries. Where there is one key what is left is zero, not the rounding of two ways
+                # to the same number, as with the product of output and upstream.
+                delta = torch.linalg.vecdot(slope, grad_scores)[..., None]
+                grad_scores.sub_(delta if grad_sums is None else delta - grad_sums[:, rows])
             grad_scores.mul_(slope)
             biases.take_gradient(chunk.by_head(grad_scores), chunk, block)
             if capped is not None:

@@ -386,6 +386,22 @@ def test_wrong_offsets_reach_no_foreign_memory(place: Place) -> None:
     assert bool((fence[:, 90:] == 1e30).all())
 
 
+@pytest.mark.skipif(PLACE.name != "cpu", reason="kernels subtract the product of output and upstream")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_scores_of_one_key_have_no_gradient(place: Place, dtype: torch.dtype) -> None:
+    queries, keys = jagged_of((3, 75, 5)), jagged_of((1, 1, 7))
+    q, k, v = (
+        random_tensor((rows, 2, 7), dtype, seed).requires_grad_()
+        for seed, rows in enumerate((queries.total, keys.total, keys.total))
+    )
+    output = jagged_attention(q, k, v, queries.offsets, keys.offsets, backend=place.backend)
+    of_q, of_k = torch.autograd.grad(output, (q, k), random_tensor((queries.total, 2, 7), dtype, 3))
+    # Whatever its score is, one key has the whole weight.
+    assert not of_q[:78].any()
+    assert not of_k[:2].any()
+    assert of_q[78:].any()
+
+
 @pytest.mark.skipif(PLACE.name != "cpu", reason="the PyTorch implementation's own chunks, and dtype")
 @given(cases(torch.float64, shortest_window=2), st.integers(1, 3_000))
 def test_float64_in_chunks_of_any_size(place: Place, case: Case, chunk: int) -> None:
