@@ -255,7 +255,7 @@ class Part:
 
     @cached_property
     def number_names(self) -> list[str]:
-        """The columns of `Batch.numbers`."""
+        """The columns of `Batch.numbers`; with drawn negatives without those of the item, which `Batch.candidate_numbers` has."""
         return [column.name for column in self.dataset.schema.of_kind(Kind.NUMBER)]
 
     @cached_property

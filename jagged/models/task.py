@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from jagged.data.moving import is_sampled, moved
-from jagged.metrics import Figures, sampled_figures
+from jagged.metrics import Figures, is_sampled_group, sampled_figures
 from jagged.pointwise import PointwiseMetrics
 
 
@@ -127,7 +127,7 @@ class Task(nn.Module):
             all_processes: add up over the processes of a `torch.distributed` group.
 
         Raises:
-            ValueError: no rows, or scores that are not finite.
+            ValueError: no rows, scores that are not finite, or a task of a name that has another meaning here.
         """
         metrics: dict[str, PointwiseMetrics] = {}
         sums, sampled = torch.zeros(2, dtype=torch.float64), False
@@ -154,6 +154,11 @@ class Task(nn.Module):
                 metric.all_gather()
         if not metrics or not sums[1]:
             raise ValueError(f"the {part} part has no rows with a label to evaluate; give more data")
+        if reserved := [name for name in metrics if name == "all" or is_sampled_group(name)]:
+            raise ValueError(
+                f"task: got the name {reserved[0]!r}, expected another: 'all' is the group of the loss, 'sampled' and names that "
+                "begin with 'sampled_' are of figures over drawn negatives"
+            )
         figures = {name: metric.compute() for name, metric in metrics.items()}
         groups = {"all": {"loss": float(sums[0] / sums[1])}, **figures}
         return sampled_figures(groups) if sampled else Figures(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,6 +84,12 @@ def uniform_offsets(batch_size: int, length: int, like: Tensor) -> Tensor:
     if length and not torch.compiler.is_compiling():
         return torch.arange(0, batch_size * length + 1, length, device=like.device, dtype=like.dtype)
     return torch.arange(batch_size + 1, device=like.device, dtype=like.dtype) * length
+
+
+def stacked_offsets(parts: Sequence[Tensor | int], like: Tensor) -> Tensor:
+    """Return the offsets `[K, B + 1]` of parts, each given by its own, or by the rows that all its samples have."""
+    size = like.shape[0] - 1
+    return torch.stack([part if isinstance(part, Tensor) else uniform_offsets(size, part, like) for part in parts])
 
 
 class Pairs(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.offsets import uniform_offsets
+from jagged.ops._shared.offsets import stacked_offsets
 from jagged.ops._shared.validation import (
     check_offsets,
     check_same,
@@ -145,12 +145,8 @@ def jagged_concat(
         joined = CONCAT_TWO(Pair(values[0], values[1], offsets[0], offsets[1]), Plain(), backend)
         return joined.rows, joined.offsets
     rows = [part.flatten(0, 1) if of is None else part for part, of in zip(values, offsets, strict=True)]
-    stacked = torch.stack(
-        [
-            uniform_offsets(part.shape[0], part.shape[1], batch_offsets) if of is None else of
-            for part, of in zip(values, offsets, strict=True)
-        ]
-    )
+    lengths = [part.shape[1] if of is None else of for part, of in zip(values, offsets, strict=True)]
+    stacked = stacked_offsets(lengths, batch_offsets)
     return CONCAT(Parts(tuple(rows), stacked), Plain(), backend).rows, stacked.sum(0, dtype=stacked.dtype)
 
 
@@ -207,8 +203,7 @@ def jagged_split(
         parts = [None if isinstance(part, int) else part for part in offsets]
         outputs = SPLIT_TWO(Both(values, *parts), Totals(tuple(sizes)), backend).pieces
     else:
-        stacked = torch.stack([uniform_offsets(batch_size, of, batch_offsets) if isinstance(of, int) else of for of in offsets])
-        outputs = SPLIT(Rows(values, stacked), Totals(tuple(sizes)), backend).pieces
+        outputs = SPLIT(Rows(values, stacked_offsets(offsets, batch_offsets)), Totals(tuple(sizes)), backend).pieces
     return tuple(
         rows.reshape(batch_size, part, *rows.shape[1:]) if isinstance(part, int) else rows
         for rows, part in zip(outputs, offsets, strict=True)

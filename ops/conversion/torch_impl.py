@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared import padding
-from jagged.ops._shared.offsets import position_of_row, sample_of_row, uniform_offsets
+from jagged.ops._shared.offsets import position_of_row, sample_of_row, stacked_offsets
 from jagged.ops.conversion.spec import (
     Both,
     Dense,
@@ -55,10 +55,7 @@ def split(x: Rows, o: Totals) -> Pieces:
 
 def concat_two(x: Pair, o: Plain) -> Joined:
     """Put the rows of two parts behind one another, sample by sample."""
-    flat = [
-        part if offsets is not None else part.reshape(part.shape[0] * part.shape[1], *part.shape[2:])
-        for part, offsets in zip(x[:2], x[2:], strict=True)
-    ]
+    flat = [part if offsets is not None else part.flatten(0, 1) for part, offsets in zip(x[:2], x[2:], strict=True)]
     stacked = _stacked(x[2:], [part.shape[0] for part in flat])
     return Joined(concat(Parts(tuple(flat), stacked), o).rows, stacked[0] + stacked[1])
 
@@ -97,15 +94,10 @@ def index_select_backward(x: Selection, o: Total) -> Taken:
 
 
 def _stacked(offsets: Sequence[Tensor | None], totals: Sequence[int]) -> Tensor:
-    """Return offsets `[K, B + 1]` of parts of which some have none, because their samples are of one length."""
+    """Return the offsets `[K, B + 1]` of parts of which some have none, because their samples are of one length."""
     like = next(of for of in offsets if of is not None)
-    size = like.shape[0] - 1
-    return torch.stack(
-        [
-            uniform_offsets(size, total // max(size, 1), like) if of is None else of
-            for of, total in zip(offsets, totals, strict=True)
-        ]
-    )
+    parts = [total // max(like.shape[0] - 1, 1) if of is None else of for of, total in zip(offsets, totals, strict=True)]
+    return stacked_offsets(parts, like)
 
 
 def _rows_in_whole(offsets: Tensor, part: int, total: int) -> Tensor:

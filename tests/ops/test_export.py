@@ -46,6 +46,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "array_jagged_bmm_jagged_out": lambda a, ao, b, bo: ops.array_jagged_bmm_jagged_out(a[:, 0], b, ao, bo, a.shape[0]),
     "dense_to_jagged": lambda a, ao, b, bo: ops.dense_to_jagged(b[:, None], ao, a.shape[0]),
     "jagged_concat": lambda a, ao, b, bo: ops.jagged_concat([a, b, b[:, None]], [ao, bo, None])[0],
+    "jagged_concat of two parts": lambda a, ao, b, bo: ops.jagged_concat([b[:, None], a], [None, ao])[0],
     "jagged_dense_add": lambda a, ao, b, bo: ops.jagged_dense_add(a, ao, b),
     "jagged_dense_bmm": lambda a, ao, b, bo: ops.jagged_dense_bmm(a, ao, b[:, :, None], b[:, :1]),
     "jagged_dense_mul": lambda a, ao, b, bo: ops.jagged_dense_mul(a, ao, b[:, None]),

@@ -238,3 +238,36 @@ def test_figures_say_sampled_wherever_a_batch_is(events: Split) -> None:
     plain = [{"batch": dataclasses.replace(one["batch"], sampled=False)} for one in found]
     assert list(task.evaluate(plain, "valid", progress=False)) == ["all", "next"]
     assert list(task.evaluate([*plain[:-1], found[-1]], "valid", progress=False)) == ["sampled", "sampled_next"]
+
+
+@pytest.mark.parametrize("name", ["all", "sampled", "sampled_next"])
+def test_a_task_of_a_name_that_means_something_else_is_refused(events: Split, name: str) -> None:
+    class Named(Next):
+        def forward(self, batch: Batch) -> TaskOutput:
+            loss, scores = super().forward(batch)
+            return TaskOutput(loss, {name: scores["next"]})
+
+    with pytest.raises(ValueError) as error:  # noqa: PT011 - the whole message is compared
+        Named(events).evaluate(events.valid.loader(batch_size=100, negatives=2), "valid", progress=False)
+    assert str(error.value) == (
+        f"task: got the name '{name}', expected another: 'all' is the group of the loss, 'sampled' and names that begin with "
+        "'sampled_' are of figures over drawn negatives"
+    )
+
+
+# TorchRec's collections break the graph, where Dynamo looks at the `grad` of what is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_requests_with_drawn_candidates_are_compiled_and_cast(events: Split) -> None:
+    model = Next(events)
+
+    def scores(batch: Batch) -> torch.Tensor:
+        return model(batch).scores["next"].logits
+
+    torch.compiler.reset()
+    compiled = torch.compile(scores, backend="aot_eager")
+    # Of other numbers of rows and candidates, and without any candidate to draw.
+    for rows, negatives in ((range(400, 440), 4), (range(500, 507), 2), (range(1), 4)):
+        batch = events.train.gather(rows, negatives=negatives, seed=1)
+        torch.testing.assert_close(compiled(batch), scores(batch))
+        with torch.autocast("cpu", torch.bfloat16):
+            torch.testing.assert_close(compiled(batch), scores(batch))
