@@ -395,9 +395,10 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
                 chunk.by_head(grad_scores).mul_(keeps)
             grad_value[:, keys].baddbmm_(weights.transpose(1, 2), upstream[:, rows])
             if not o.pointwise:
-                # A block has all keys of its queries. Where there is one key what is left is zero, not the rounding of two ways
-                # to the same number, as with the product of output and upstream.
-                delta = torch.linalg.vecdot(slope, grad_scores)[..., None]
+                # A block has all keys of its queries. Their mean by weights leaves zero where there is one key, which the product
+                # of output and upstream does not; by the weights' own sum, because they add up to 1 but for their rounding.
+                total = slope.sum(-1, keepdim=True).clamp_(min=torch.finfo(slope.dtype).tiny)
+                delta = torch.linalg.vecdot(slope, grad_scores)[..., None] / total
                 grad_scores.sub_(delta if grad_sums is None else delta - grad_sums[:, rows])
             grad_scores.mul_(slope)
             biases.take_gradient(chunk.by_head(grad_scores), chunk, block)
