@@ -163,7 +163,7 @@ class LoopOptions(Section):
     checkpoint_seconds: float = option(30.0, "a validation sooner than this after a checkpoint writes none", ge=0)
     hang_seconds: float = option(
         45.0,
-        "several processes: one that stands still for longer ends the run; first steps that compute have ten times as long",
+        "several processes: one that stands still for longer ends the run; one that compiles or imports has ten times as long",
         gt=0,
     )
     tensorboard: bool = option(True, "write TensorBoard curves where tensorboard is installed")

@@ -84,7 +84,7 @@ class Loop:
         self._shares = {part: Shares(self._processes, part) for part in ("train", "valid", "test")}
         for loader in loaders:
             if isinstance(loader, Repeated):
-                loader.passed = self._watch.goes_on
+                loader.passed = self._watch.beat
         self._trained: list[Trained] = []
         self._clock = self._saved_at = time.perf_counter()
         self._seen = (0, 0.0)
@@ -258,10 +258,10 @@ class Loop:
         with self.engine.whole_task() as task:
             # One process must not leave the others waiting in a collective.
             wish = self._wish if self._processes.world_size == 1 else None
-            with self._watch.work(part):
-                figures: Figures = task.evaluate(  # type: ignore[operator]
-                    _Watched(loader, self._watch, self._shares[part], wish), part, progress=self._display.shown
-                )
+            figures: Figures = task.evaluate(  # type: ignore[operator]
+                _Watched(loader, self._watch, self._shares[part], wish), part, progress=self._display.shown
+            )
+        self._watch.beat()
         # An evaluate of another make may not add up over processes.
         if isinstance(self.engine.task, Task) and type(self.engine.task).evaluate is Task.evaluate:
             try:
@@ -401,8 +401,13 @@ class _Watched:
         self._loader, self._watch, self._shares, self._wish = loader, watch, shares, wish
 
     def __iter__(self) -> Iterator[Any]:
-        batches = self._watch.over(self._shares.seen(self._loader))
+        batches = self._beating()
         return batches if self._wish is None else self._wish.watched(batches)
+
+    def _beating(self) -> Iterator[Any]:
+        for batch in self._shares.seen(self._loader):
+            yield batch
+            self._watch.beat()
 
     def __len__(self) -> int:
         return int(self._loader.num_batches(0))

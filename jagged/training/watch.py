@@ -12,30 +12,27 @@ import json
 import math
 import os
 import sys
-import sysconfig
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 
-import psutil
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from jagged.training.processes import Processes
 
 _LOOKS = 20
-# The first two beats of each kind of work may take so many times as long while the process computes: what comes first is
-# compiled, cached, started. With the default of `hang_seconds` that is seven and a half minutes.
-_FIRST = 10
-# A look finds a process that computes where it or its children have used so much of a core since the last look, or run or wait
-# for a disk, which on a busy machine they do without getting a core. A compilation uses one or more; the threads that look,
-# show progress and keep connections use a hundredth or two.
-_COMPUTES = 0.1
-_RUNNING = (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-# So many of the looks have to find it.
-_OFTEN = 0.25
-_PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
+# A process that compiles or imports may take so many times as long as one that stands still: seven and a half minutes with the
+# default of `hang_seconds`.
+_COMPILING = 10
+# Where a thread is while it compiles or imports: ends of files, and the functions there, all where none is named.
+_COMPILERS: dict[str, tuple[str, ...]] = {
+    "triton/compiler/compiler.py": ("compile", "_init_handles"),
+    "torch/_dynamo/convert_frame.py": (),
+    "torch/_inductor/compile_fx.py": (),
+    "torch/utils/cpp_extension.py": (),
+    "<frozen importlib._bootstrap>": ("_find_and_load",),
+}
 # Said in the store by who ends a run.
 _END = "end"
 _watches = itertools.count()
@@ -46,23 +43,23 @@ class Watch:
 
     Args:
         processes: the run's.
-        seconds: how long a process may stand still. The first two beats of each kind of work may take ten times as long while the
-            process computes or waits for another in torch, what is said to be `patient` as long as it takes.
+        seconds: how long a process may stand still. Ten times as long has one that compiles or imports, whenever it does; what is
+            said to be `patient` may take as long as it takes.
         advice: what to tell the user at the end of the message; asked for when it is told.
     """
 
     def __init__(self, processes: Processes, seconds: float, advice: Callable[[], str]) -> None:
         self._processes, self._seconds, self._advice = processes, seconds, advice
-        self._work, self._beats = "train", Counter[str]()
-        self._beaten, self._patient = time.monotonic(), 0
+        self._patient = 0
         self._main = threading.get_ident()
-        self._computing = _Computing(seconds)
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watch:
         self._done.clear()
-        self._beaten = time.monotonic()
+        self._beaten, self._compiled = time.monotonic(), -math.inf
+        # A program that is itself being imported is not all its life at an import.
+        self._within = sys._getframe(1).f_code
         if self._processes.world_size > 1:
             # A prefix of its own for each watch: an earlier run's words are no news.
             prefix = f"jagged/watch/{next(_watches)}"
@@ -77,30 +74,8 @@ class Watch:
             self._thread.join()
 
     def beat(self) -> None:
-        """Say that a piece of work is done, and that the main thread goes on."""
-        self._beats[self._work] += 1
-        self.goes_on()
-
-    def goes_on(self) -> None:
         """Say that the main thread goes on."""
         self._beaten = time.monotonic()
-
-    @contextlib.contextmanager
-    def work(self, kind: str) -> Iterator[None]:
-        """Work of another kind than training: "valid", "test"."""
-        self._work, before = kind, self._work
-        self.goes_on()
-        try:
-            yield
-        finally:
-            self._work = before
-            self.goes_on()
-
-    def over(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, with a beat after each."""
-        for item in items:
-            yield item
-            self.beat()
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
@@ -110,19 +85,14 @@ class Watch:
             yield
         finally:
             self._patient -= 1
-            self.goes_on()
-
-    def _is_first(self) -> bool:
-        return self._beats[self._work] < 2
+            self.beat()
 
     def _is_patient(self) -> bool:
-        # Not without an end: a process in an endless loop would keep the others waiting for as long as they may wait.
-        within = time.monotonic() - self._beaten <= _FIRST * self._seconds
-        return self._patient > 0 or (self._is_first() and within and self._computing.lately)
-
-    def _sleeps(self) -> bool:
-        """Whether this process does nothing in a first step, and waits for no other: who waits does so in torch."""
-        return self._is_first() and not self._computing.lately and not is_in_torch(self._main)
+        """Whether the others are to wait for this process."""
+        now = time.monotonic()
+        # What was compiled has to run before the others get what they wait for. None may keep them waiting for ever.
+        compiled = now - self._compiled <= self._seconds and now - self._beaten <= _COMPILING * self._seconds
+        return self._patient > 0 or compiled
 
     def _watch(self) -> None:
         interval, number = self._seconds / _LOOKS, 0
@@ -133,7 +103,8 @@ class Watch:
             # While this thread did not run either, the whole process was stopped, as by Ctrl-Z, and stood still for no fault.
             if (stopped := time.monotonic() - last - 2 * interval) > 0:
                 self._beaten += stopped
-                self._computing = _Computing(self._seconds)
+            if compiles(self._main, self._within):
+                self._compiled = time.monotonic()
             last = time.monotonic()
             try:
                 self._store.set(str(self._processes.rank), json.dumps([number, self._is_patient(), self._place()]))
@@ -141,8 +112,6 @@ class Watch:
             except RuntimeError:
                 # The process that keeps the store is gone, which the collectives will say.
                 return
-            if self._is_first():
-                self._computing.look()
             now = time.monotonic()
             seen = {rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()}
             # Who says nothing new is stopped as a whole; a patient one is waited for while it speaks.
@@ -151,8 +120,7 @@ class Watch:
                 self._end(words, silent)
             if self._is_patient() or now - self._beaten <= 1.2 * self._seconds:
                 continue
-            # A process that waits for this one on a GPU computes there, and looks patient.
-            if self._sleeps() or not any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
+            if not any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
                 self._end(words, silent)
 
     def _words(self) -> dict[int, str]:
@@ -196,56 +164,21 @@ class Watch:
                 time.sleep(0.02)
 
 
-def is_in_torch(thread: int) -> bool:
-    """Whether a thread is in torch or TorchRec, which wait in Python's own modules too."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and _is_python(frame.f_code.co_filename):
+def compiles(main: int, within: CodeType) -> bool:
+    """Whether the thread `main`, in what `within` calls, or another of this process's threads compiles or imports."""
+    return any(
+        _compiles(frame, within if thread == main else None)
+        for thread, frame in sys._current_frames().items()
+        # Autograd compiles in threads of its own.
+        if thread != threading.get_ident()
+    )
+
+
+def _compiles(frame: FrameType | None, within: CodeType | None) -> bool:
+    while frame is not None and frame.f_code is not within:
+        for file, functions in _COMPILERS.items():
+            code = frame.f_code
+            if code.co_filename.endswith(file) and (not functions or code.co_name in functions):
+                return True
         frame = frame.f_back
-    return frame is not None and any(f"{os.sep}{name}{os.sep}" in frame.f_code.co_filename for name in ("torch", "torchrec"))
-
-
-def _is_python(file: str) -> bool:
-    return file.startswith("<frozen") or (file.startswith(_PYTHON) and not file.startswith(_PACKAGES))
-
-
-class _Computing:
-    """Whether this process and its children computed in the last `seconds`, as often as it looks."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._itself = seconds, psutil.Process()
-        self._at, self._own, self._children = time.monotonic(), time.process_time(), math.inf
-        self._looks: deque[tuple[float, bool]] = deque()
-
-    def look(self) -> None:
-        at, own = time.monotonic(), time.process_time()
-        since = at - self._at
-        computes = own - self._own >= _COMPUTES * since
-        # While this process computes its main thread holds the interpreter, and a walk through all processes would take seconds.
-        computes = computes or self._runs(self._itself) or self._children_compute(since)
-        self._at, self._own = at, own
-        self._looks.append((at, computes))
-        while self._looks[0][0] < at - self._seconds:
-            self._looks.popleft()
-
-    def _children_compute(self, since: float) -> bool:
-        children = self._itself.children(recursive=True)
-        times = 0.0
-        for child in children:
-            with contextlib.suppress(psutil.Error):
-                # Of children of theirs that have ended, too.
-                times += sum(child.cpu_times()[:4])
-        used, self._children = times - self._children, times
-        return used >= _COMPUTES * since or any(self._runs(child) for child in children)
-
-    @staticmethod
-    def _runs(process: psutil.Process) -> bool:
-        # The state of a process is that of its main thread.
-        with contextlib.suppress(psutil.Error):
-            return process.status() in _RUNNING
-        return False
-
-    @property
-    def lately(self) -> bool:
-        if not self._looks or self._looks[-1][0] - self._looks[0][0] < self._seconds / 2:
-            return True
-        return sum(computes for _, computes in self._looks) >= _OFTEN * len(self._looks)
+    return False

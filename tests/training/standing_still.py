@@ -6,11 +6,12 @@ process of its own, as torchrun's is. Usage: `python -m tests.training.standing_
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from jagged.models import TaskOutput
-from jagged.training import Callback, Progress, loop, watch
+from jagged.training import Callback, Progress, loop
 from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
 from tests.processes import in_child
 from tests.training import clicks
@@ -62,11 +63,23 @@ def compute(seconds: float = 1.6 * HANG_SECONDS) -> None:
         pass
 
 
-def compile_something() -> None:
-    """Longer than it may stand still in a process of its own, as an assembler is, then in this one."""
-    until = time.monotonic() + 1.6 * HANG_SECONDS
-    subprocess.run([sys.executable, "-c", f"import time\nwhile time.monotonic() < {until}: pass"], check=True)
-    compute()
+def import_something() -> None:
+    """For longer than it may stand still: in a process of its own, as an assembler is, then in this one."""
+    with tempfile.TemporaryDirectory() as directory:
+        lines = (
+            "import subprocess",
+            f"from {__name__} import compute",
+            f"subprocess.run(['sleep', '{1.6 * HANG_SECONDS}'], check=True)",
+            "compute()",
+        )
+        Path(directory, "imported_slowly.py").write_text("\n".join(lines))
+        sys.path.insert(0, directory)
+        importlib.import_module("imported_slowly")
+
+
+def wait_for_the_other() -> None:
+    """For what the other process never sends."""
+    dist.recv(torch.zeros(1), src=0)
 
 
 def slow(*arguments: Any) -> Any:
@@ -82,7 +95,7 @@ class SlowAtFirst(Clicks):
     def forward(self, batch: Any) -> TaskOutput:
         if not self.training and not self.evaluated and dist.get_rank() == 1:
             self.evaluated = True
-            compile_something()
+            import_something()
         return super().forward(batch)
 
 
@@ -95,12 +108,13 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "paused": pause,
     "sleeps at first": sleep_for_ever,
     "loops at first": lambda: compute(1_000),
+    "waits at first": wait_for_the_other,
     "sleeps while the other computes": lambda: compute(1_000) if dist.get_rank() == 0 else sleep_for_ever(),
-    "begins slowly": compile_something,
+    "begins slowly": import_something,
     "validates slowly": lambda: None,
 }
-# These happen in the first step, in which a process that computes has longer.
-AT_FIRST = ("sleeps at first", "loops at first", "sleeps while the other computes", "begins slowly")
+# These happen in the first step.
+AT_FIRST = ("sleeps at first", "loops at first", "waits at first", "sleeps while the other computes", "begins slowly")
 
 
 def keeper() -> tuple[int, int]:
@@ -126,8 +140,6 @@ def attempt(directory: Path, what: str, rank: int, port: int) -> None:
         options = {"max_epochs": 1}
     else:
         options = {"max_epochs": 3, "checkpoint_every": 2}
-    if what == "loops at first":
-        watch._FIRST = 3
     if what == "validates slowly":
         clicks.Clicks = SlowAtFirst  # type: ignore[misc]
     event = Event(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from jagged.models.pretrained import from_pretrained
 from jagged.training.checkpoint import load_checkpoint
 from jagged.training.processes import process_group
 from tests.training.support import outcome, run, tiny_dataset
-from tests.training.two_gpus import RUN, gradient
+from tests.training.two_gpus import HANG_SECONDS, RUN, gradient
 from tests.training.two_processes import CASES, STEPS, started, take_steps
 
 ROOT = Path(__file__).parents[2]
@@ -30,17 +32,21 @@ pytestmark = [
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes left."""
     directory = tmp_path_factory.mktemp("gpus")
+    done = start(directory, "trains")
+    assert done.returncode == 0, done.stderr[-8_000:]
+    return directory
+
+
+def start(directory: Path, what: str) -> subprocess.CompletedProcess[str]:
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launch, "-m", "tests.training.two_gpus", str(directory)],
+    return subprocess.run(
+        [*launch, "-m", "tests.training.two_gpus", str(directory), what],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=400,
     )
-    assert done.returncode == 0, done.stderr[-8_000:]
-    return directory
 
 
 def first_gradient(name: str, device: torch.device, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -88,3 +94,19 @@ def test_runs_on_two_gpus(directory: Path, tmp_path: Path) -> None:
     mixed = [row["loss"] for row in outcome(directory / "mixed")["history"]]
     assert mixed == pytest.approx(found, rel=0.02)
     assert from_pretrained(directory / "mixed").model.item_weight.shape == (tiny_dataset().num_items, 16)
+
+
+def test_a_collective_that_the_other_never_enters_ends_the_run_in_the_first_step(tmp_path: Path) -> None:
+    done = start(tmp_path, "waits")
+    ended = time.time()
+    said = sorted(line for line in done.stderr.splitlines() if line.startswith("jagged: "))
+    places = r"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 in two_gpus\.py:\d+ \(on_step\)"
+    assert len(said) == 2
+    for rank, line in enumerate(said):
+        assert re.fullmatch(
+            rf"jagged: rank {rank} of 2 has stood still for \d+ s, hang_seconds are 20; {places}; there is none yet: start again",
+            line,
+        )
+    assert done.returncode == 1
+    # Noticed after 1.2 hang_seconds; the rest is for torchrun.
+    assert ended - float((tmp_path / "waits.at").read_text()) < 1.2 * HANG_SECONDS + 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,13 +11,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
-from torch.utils.data import DataLoader, Dataset
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
-from jagged.training.watch import _Computing, is_in_torch
+from jagged.training.watch import compiles
+from tests.places import PLACE
 from tests.test_docs import ROOT
 from tests.training.standing_still import AT_FIRST
 
@@ -45,14 +52,22 @@ def line(rank: int, name: str, places: str) -> str:
     return f"jagged: rank {rank} of 2 {seconds}{places}; {checkpoint}"
 
 
-@pytest.mark.parametrize("name", ["sleeps", "sleeps at first", "sleeps while the other computes", "loops at first"])
-def test_one_stands_still_for_ever(result: dict[str, Any], name: str) -> None:
-    """Before the second step, too, for which one that computes has three times as long here; ten times by default."""
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("sleeps", "sleep_for_ever"),
+        ("sleeps at first", "sleep_for_ever"),
+        ("sleeps while the other computes", "sleep_for_ever"),
+        ("loops at first", "compute"),
+        ("waits at first", "wait_for_the_other"),
+    ],
+)
+def test_one_stands_still_for_ever(result: dict[str, Any], name: str, where: str) -> None:
+    """In the first step as in any other."""
     found = result[name]
     assert found["codes"] == {"0": 2, "1": 2}
     assert max(found["seconds"]) < 30
-    assert min(found["seconds"]) > (15 if name == "loops at first" else 5)
-    where = "compute" if name == "loops at first" else "sleep_for_ever"
+    assert min(found["seconds"]) > 5
     places = rf"rank 0 in \w+\.py:\d+ \(\w+\), rank 1 in standing_still\.py:\d+ \({where}\)"
     for rank, said in enumerate(found["said"]):
         assert len(said) == 1
@@ -95,74 +110,86 @@ def test_long_writes_pauses_of_all_and_slow_beginnings_are_no_standing_still(
     assert result[name]["step"] == step
 
 
-class Sleepy(Dataset[Any]):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, row: int) -> Any:
-        time.sleep(1)
-        return row
-
-
-class SleepyModule(nn.Module):
-    def forward(self) -> None:
-        time.sleep(0.3)
-
-
-@pytest.mark.parametrize(
-    ("work", "expected"),
-    [
-        (lambda: time.sleep(0.3), False),
-        (SleepyModule(), False),
-        (lambda: threading.Event().wait(0.3), False),
-        (lambda: next(iter(DataLoader(Sleepy(), num_workers=1))), True),
-    ],
-    ids=["sleeps", "sleeps in a module", "waits", "waits in a loader"],
-)
-def test_who_waits_in_torch_may_wait_for_another(work: Callable[[], Any], expected: bool) -> None:
-    found: list[bool] = []
-    done = threading.Event()
+def look_at(work: Callable[[], Any]) -> list[bool]:
+    """What is found of it, in short intervals."""
+    main, within, found, done = threading.get_ident(), sys._getframe().f_code, list[bool](), threading.Event()
 
     def look() -> None:
         while not done.wait(0.02):
-            found.append(is_in_torch(threading.main_thread().ident or 0))
+            found.append(compiles(main, within))
 
     thread = threading.Thread(target=look)
     thread.start()
-    work()
-    done.set()
-    thread.join()
-    assert sum(found) > len(found) / 2 if expected else sum(found) < len(found) / 2
+    try:
+        work()
+    finally:
+        done.set()
+        thread.join()
+    return found
 
 
-def busy(seconds: float) -> None:
+def busy(seconds: float = 0.5) -> None:
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         pass
 
 
+def import_slowly(directory: Path) -> None:
+    (directory / "found_slowly.py").write_text("import time\ntime.sleep(0.5)")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(directory)
+        importlib.import_module("found_slowly")
+        del sys.modules["found_slowly"]
+
+
+def in_a_thread(work: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+@triton.jit
+def kernel(x, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, SIZE)
+    tl.store(x + at, tl.sort(tl.load(x + at)))
+
+
+def compile_a_kernel(directory: Path) -> None:
+    """As a launch does for a shape that is new."""
+    with knobs.cache.scope():
+        knobs.cache.dir = str(directory)
+        source = ASTSource(kernel, {"x": "*fp32", "SIZE": "constexpr"}, {(1,): 1024})
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
+
+
 @pytest.mark.parametrize(
     ("work", "expected"),
     [
-        (busy, True),
-        (time.sleep, False),
-        (lambda seconds: subprocess.run([sys.executable, "-c", f"import time; time.sleep({seconds})"], check=True), False),
-        (lambda seconds: subprocess.run(["sh", "-c", f"timeout {seconds} sh -c 'while :; do :; done' | cat"], check=True), True),
+        (lambda directory: busy(), False),
+        (lambda directory: time.sleep(0.5), False),
+        (import_slowly, True),
+        (lambda directory: in_a_thread(lambda: import_slowly(directory)), True),
+        (compile_a_kernel, True),
     ],
-    ids=["itself", "nobody", "a child sleeps", "a child of a child"],
+    ids=["computes", "sleeps", "imports", "imports in a thread", "compiles a kernel"],
 )
-def test_who_computes(work: Callable[[float], Any], expected: bool) -> None:
-    computing, done = _Computing(1.0), threading.Event()
-    assert computing.lately
+def test_who_compiles(tmp_path: Path, work: Callable[[Path], Any], expected: bool) -> None:
+    if work is compile_a_kernel and PLACE.name == "interpret":
+        pytest.skip("interpreted kernels are not compiled")
+    found = look_at(lambda: work(tmp_path))
+    # A kernel's file is written, and loaded, in the same call.
+    assert sum(found) > len(found) / 2 if expected else not any(found)
 
-    def look() -> None:
-        while not done.wait(0.05):
-            computing.look()
 
-    thread = threading.Thread(target=look)
-    thread.start()
-    work(1.8)
-    found = computing.lately
-    done.set()
-    thread.join()
-    assert found == expected
+def test_a_compiled_model_that_waits_does_not_compile() -> None:
+    """While it runs, what compiled it is on the stack no more."""
+
+    @torch.compile
+    def model(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x) * 2
+        torch.compiler.disable(busy)()
+        return torch.cos(y)
+
+    x = torch.ones(8)
+    assert any(look_at(lambda: model(x)))
+    assert not any(look_at(lambda: model(x)))

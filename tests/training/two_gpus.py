@@ -1,20 +1,29 @@
-"""Two GPUs over NCCL; `test_two_gpus.py` starts it: `torchrun --nproc-per-node 2 -m tests.training.two_gpus DIRECTORY`."""
+"""Two GPUs over NCCL; `test_two_gpus.py` starts it: `torchrun --nproc-per-node 2 -m tests.training.two_gpus DIRECTORY WHAT`.
+
+`WHAT` is `trains`, or `waits`: a run in whose first step one process enters a collective that the other never does.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from jagged.data import BatchLoader, split_leave_one_out, synthetic_sessions
+from jagged.training import Callback, Progress
 from jagged.training.checkpoint import save_checkpoint
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group, resolve_device
+from tests.training.clicks import train
 from tests.training.support import run, tiny_dataset
 from tests.training.two_processes import CASES, LENGTH, Case, rows_held, started, take_steps
 
+# A communicator is made in the first step, and a context, which nothing tells from standing still.
+HANG_SECONDS = 20.0
 RUN = {"device": "cuda", "embedding_dim": 16, "dropout": 0.0}
 
 
@@ -48,8 +57,27 @@ def what_waits(processes: Processes) -> str:
     return ""
 
 
+class Waits(Callback):
+    """Waits in the second process for the first, in the first step."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_step(self, progress: Progress) -> None:
+        if progress.state.step > 1:
+            return
+        group = dist.new_group([0, 1])
+        if dist.get_rank() == 1:
+            (self.directory / "waits.at").write_text(str(time.time()))
+            dist.all_reduce(x := torch.ones(1, device="cuda"), group=group)
+            x.item()
+
+
 def main() -> None:
     root = Path(sys.argv[1])
+    if sys.argv[2] == "waits":
+        train(root / "waits", Waits(root), device="cuda", hang_seconds=HANG_SECONDS)
+        return
     with process_group(resolve_device("cuda")) as processes:
         for name in ("plain", "smoothed"):
             case = CASES[name]
