@@ -103,7 +103,7 @@ class Batch:
     @property
     def candidate_rows(self) -> Tensor:
         """The place in the batch of each candidate's row, int64 `[N]`: what is the request's is read by it."""
-        places = torch.arange(len(self), device=self.rows.device)
+        places = torch.arange(self.rows.numel(), device=self.rows.device)
         if self.candidate_offsets is None:
             return places
         return torch.repeat_interleave(places, self.candidate_offsets.diff(), output_size=self.labels.shape[0])

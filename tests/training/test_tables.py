@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.config import TrainerConfig
 from jagged.data import Dataset
@@ -18,7 +23,9 @@ from jagged.data.parts import Batch, Split
 from jagged.metrics import WITHHELD_BECAUSE, RunMetrics
 from jagged.models import Task, TaskOutput, TaskScores
 from jagged.models.pretrained import load_task
+from jagged.modules import JaggedPooling, JaggedSelfAttention
 from jagged.training import Callback, Progress, Trainer, TrainingError
+from tests.test_docs import ROOT
 
 
 class Clicks(Task):
@@ -45,18 +52,21 @@ def table(name: str, rows: dict[str, int]) -> EmbeddingBagConfig:
     return EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows[name], feature_names=[name])
 
 
-@pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+def impressions_table(directory: Path) -> Dataset:
     rng = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("table") / "impressions.csv"
+    path = directory / "impressions.csv"
     lines = ["user_id;item_id;timestamp;tags;price;click"]
     for time in range(2_000):
         user, item = rng.integers(30), rng.integers(20)
         label = "" if rng.random() < 0.1 else int(item % 3 == 0)
         lines.append(f"u{user};i{item};{1_700_000_000 + time};a|t{item % 4};{'NA' if time % 7 == 0 else item / 2};{label}")
     path.write_text("\n".join(lines) + "\n")
-    dataset = Dataset.from_table(path, history="events", directory=path.parent / "dataset", progress=False)
-    found: Split = dataset.split(by="time", valid=0.2, test=0.2)
+    return Dataset.from_table(path, history="events", directory=directory / "impressions", progress=False)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    found: Split = impressions_table(tmp_path_factory.mktemp("table")).split(by="time", valid=0.2, test=0.2)
     return found
 
 
@@ -129,17 +139,20 @@ class Next(Task):
         return TaskOutput((each * mask).sum() / mask.sum().clamp(min=1), {"next": TaskScores(logits, labels, mask)})
 
 
-@pytest.fixture(scope="module")
-def events(tmp_path_factory: pytest.TempPathFactory) -> Split:
+def events_table(directory: Path) -> Dataset:
     """Users keep to items of a third of the catalogue."""
     rng = np.random.default_rng(0)
-    path = tmp_path_factory.mktemp("events") / "events.csv"
+    path = directory / "events.csv"
     users, items = rng.integers(30, size=2_000), rng.integers(30, size=2_000)
     items += users % 3 - items % 3
     rows = [f"u{u},i{i},{1_700_000_000 + time}" for time, (u, i) in enumerate(zip(users, items, strict=True))]
     path.write_text("\n".join(["user_id,item_id,timestamp", *rows]) + "\n")
-    dataset = Dataset.from_table(path, history="events", directory=path.parent / "dataset", progress=False)
-    found: Split = dataset.split(by="time", valid=0.2, test=0.2)
+    return Dataset.from_table(path, history="events", directory=directory / "events", progress=False)
+
+
+@pytest.fixture(scope="module")
+def events(tmp_path_factory: pytest.TempPathFactory) -> Split:
+    found: Split = events_table(tmp_path_factory.mktemp("events")).split(by="time", valid=0.2, test=0.2)
     return found
 
 
@@ -271,3 +284,91 @@ def test_requests_with_drawn_candidates_are_compiled_and_cast(events: Split) -> 
         torch.testing.assert_close(compiled(batch), scores(batch))
         with torch.autocast("cpu", torch.bfloat16):
             torch.testing.assert_close(compiled(batch), scores(batch))
+
+
+class OfFields(nn.Module):
+    """A model of batches, as `torch.export` takes it: of the batch's fields."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, fields: dict[str, Any]) -> torch.Tensor:
+        scores: torch.Tensor = self.model(Batch(**fields))
+        return scores
+
+
+class Timed(nn.Module):
+    """The next item of a history by attention that sees the times between its events."""
+
+    def __init__(self, split: Split) -> None:
+        super().__init__()
+        self.items = nn.Embedding(split.encoders.sizes["item_id"], 8)
+        self.attention = JaggedSelfAttention(8, num_heads=2, num_time_buckets=32)
+        self.pooling = JaggedPooling("mean")
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        history, candidates = batch.history["item_id"], batch.candidates["item_id"].values()
+        x = JaggedTensor(self.items(history.values()), offsets=history.offsets())
+        request = self.pooling(self.attention(x, times=batch.history_times))
+        return (request[batch.candidate_rows] * self.items(candidates)).sum(1)
+
+
+def fields_of(batch: Batch) -> dict[str, Any]:
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_model_of_times_and_candidates_is_exported_for_all_sizes(events: Split, strict: bool) -> None:
+    torch.manual_seed(0)
+    model = Timed(events).eval()
+    given = [
+        events.train.gather(range(400, 410), negatives=4),
+        events.valid.gather(range(7), negatives=2, max_history=5),
+        # Nothing to draw from, and histories that are empty; of two rows, and of one.
+        events.train.gather(range(2), negatives=4),
+        events.train.gather(range(1), negatives=4),
+    ]
+    sizes = torch.export.AdditionalInputs()
+    for batch in given[:2]:
+        sizes.add((fields_of(batch),))
+    # Else torch.export takes sizes of 0 and 1 for special.
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        exported = torch.export.export(OfFields(model), (fields_of(given[0]),), dynamic_shapes=sizes, strict=strict).module()
+    for batch in given:
+        expected = model(batch)
+        assert len(expected) == len(batch.labels)
+        torch.testing.assert_close(exported(fields_of(batch)), expected, rtol=0, atol=0)
+    shifted = dataclasses.replace(given[0], history_times=given[0].history_times // 50)
+    assert not torch.equal(exported(fields_of(shifted)), model(given[0]))
+    torch.testing.assert_close(exported(fields_of(shifted)), model(shifted), rtol=0, atol=0)
+
+
+# Two processes.
+
+
+@pytest.mark.parametrize("name", ["clicks", "next"])
+def test_two_processes_train_on_a_table_as_one_does(processes: dict[str, Any], name: str) -> None:
+    found = processes[name]
+    # A step is 2e-2; the sums are in another order.
+    assert found["distance"] < 1e-4
+    one, *two = found["figures"]
+    for figures in two:
+        assert figures["test"].keys() == one["test"].keys()
+        for group, of in one["test"].items():
+            assert figures["test"][group] == pytest.approx(of, rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.training.table_processes", str(tmp_path_factory.mktemp("processes"))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
