@@ -27,7 +27,7 @@ from jagged.artifacts import (
     verify,
     writing,
 )
-from jagged.data.dataset import _remove, temporary_directory
+from jagged.data.dataset import SequenceDataset, _remove, temporary_directory
 from jagged.data.errors import DataError, refuse, shown
 from jagged.data.expressions import LISTS
 from jagged.data.logs import Columns, EventLog
@@ -260,6 +260,27 @@ class Dataset(Columns):
         from jagged.data.parts import split_rows
 
         return split_rows(self, by, **options)
+
+    def sequences(self, label: str | None = None, **options: Any) -> SequenceDataset:
+        """Each user's candidates in the order of time, as SASRec trains on them: `jagged.train(config, dataset.sequences())`.
+
+        Args:
+            label: of a table with labels, one of them, whose rows above 0 are events; "" takes all rows.
+            **options: of `read_events`: `duplicates`, `min_events`, `on_error`, `progress`.
+
+        Raises:
+            DataError: the table lacks a user, a candidate or a time, or has labels and none is named; a row has no user or
+                candidate, and `on_error` is not "skip".
+        """
+        from jagged.data.rows import sequences
+
+        return sequences(self, label, **options)
+
+    def __arrow_c_stream__(self, requested_schema: object = None) -> object:
+        """The rows in the user's ids, in the dataset's order, for pandas, polars, DuckDB and pyarrow: `pa.table(dataset)`."""
+        from jagged.data.rows import reader
+
+        return reader(self).__arrow_c_stream__(requested_schema)
 
     def __repr__(self) -> str:
         return f"Dataset({self.num_rows:,} rows, {len(self.schema.columns)} columns)"

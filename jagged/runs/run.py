@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from jagged.config import ConfigError, LeaveOneOut, TrainConfig
-from jagged.data import SequenceDataset, SequenceSplit, Vocabulary, read_events, split_global_time, split_leave_one_out
+from jagged.data import Dataset, SequenceDataset, SequenceSplit, Vocabulary, read_events, split_global_time, split_leave_one_out
 from jagged.evaluation import takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained
@@ -80,6 +80,8 @@ class Run:
         """
         if isinstance(data, SequenceDataset):
             return data
+        if isinstance(data, Dataset):
+            return data.sequences(progress=progress)
         if data is not None:
             own = self.config.data
             options: Any = self.columns(columns or {}) | {"duplicates": own.duplicates, "on_error": own.on_error}

@@ -16,7 +16,7 @@ from torch import nn
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
 from jagged.config import ConfigError, TrainConfig
-from jagged.data import BatchLoader, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
+from jagged.data import BatchLoader, Dataset, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
 from jagged.models import NextItemTask, SASRec, build, build_head
@@ -138,6 +138,8 @@ def _read(config: TrainConfig, source: Any, progress: bool) -> SequenceDataset:
     source = config.data.path if source is None else source
     if source is None:
         return synthetic_sessions(config.seed)[0]
+    if isinstance(source, Dataset):
+        return source.sequences(progress=progress)
     return read_events(source, progress=progress, **config.data.reading())
 
 
