@@ -82,6 +82,11 @@ def wait_for_the_other() -> None:
     dist.recv(torch.zeros(1), src=0)
 
 
+def make_a_group() -> None:
+    """Which the other process is to make, too: it waits in the store."""
+    dist.new_group([0, 1], use_local_synchronization=True)
+
+
 def slow(*arguments: Any) -> Any:
     take_long()
     return original(*arguments)
@@ -109,12 +114,20 @@ ACTIONS: dict[str, Callable[[], Any]] = {
     "sleeps at first": sleep_for_ever,
     "loops at first": lambda: compute(1_000),
     "waits at first": wait_for_the_other,
+    "makes a group at first": make_a_group,
     "sleeps while the other computes": lambda: compute(1_000) if dist.get_rank() == 0 else sleep_for_ever(),
     "begins slowly": import_something,
     "validates slowly": lambda: None,
 }
 # These happen in the first step.
-AT_FIRST = ("sleeps at first", "loops at first", "waits at first", "sleeps while the other computes", "begins slowly")
+AT_FIRST = (
+    "sleeps at first",
+    "loops at first",
+    "waits at first",
+    "makes a group at first",
+    "sleeps while the other computes",
+    "begins slowly",
+)
 
 
 def keeper() -> tuple[int, int]:

@@ -60,6 +60,7 @@ def line(rank: int, name: str, places: str) -> str:
         ("sleeps while the other computes", "sleep_for_ever"),
         ("loops at first", "compute"),
         ("waits at first", "wait_for_the_other"),
+        ("makes a group at first", "make_a_group"),
     ],
 )
 def test_one_stands_still_for_ever(result: dict[str, Any], name: str, where: str) -> None:
