@@ -63,7 +63,7 @@ class Watch:
         if self._processes.world_size > 1:
             # A prefix of its own for each watch: an earlier run's words are no news.
             prefix = f"jagged/watch/{next(_watches)}"
-            # A connection of its own: a main thread that waits in the store, where a group is made for example, keeps its own busy.
+            # A connection of its own: a main thread that waits in the store, as for a group that is made, keeps its own busy.
             self._store = PrefixStore(prefix, _get_default_store().clone())
             self._thread = threading.Thread(target=self._watch, name="jagged-watch", daemon=True)
             self._thread.start()
