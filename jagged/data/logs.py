@@ -61,6 +61,11 @@ class Columns:
             raise KeyError(name)
         return self._arrays(self._key(name))[0]
 
+    def one(self, kind: Kind) -> AnyArray | None:
+        """The values of the column of a kind of which there is one at most, as `column` gives them; None where there is none."""
+        column = self.schema.one(kind)
+        return None if column is None else self.column(column.name)
+
     def list_column(self, name: str) -> tuple[IntArray, AnyArray]:
         """A list column: int64 `[n + 1]` offsets and the values of all rows, int32 codes or float32 numbers.
 

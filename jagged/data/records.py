@@ -256,8 +256,8 @@ class Dataset(Columns):
         return self._vocabularies[table]
 
     def split(self, by: str = "time", **options: Any) -> Any:
-        """Training, validation and test rows, with encoders: `jagged.data.parts.split_rows` of this dataset."""
-        from jagged.data.parts import split_rows
+        """Training, validation and test rows, with encoders: `jagged.data.table_splits.split_rows` of this dataset."""
+        from jagged.data.table_splits import split_rows
 
         return split_rows(self, by, **options)
 

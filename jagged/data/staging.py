@@ -152,14 +152,13 @@ def _need(table: Table, schema: Schema, word: str, kinds: list[Kind]) -> None:
 
 def _fit_log(table: Table, schema: Schema, options: Options) -> None:
     """Compare what events show with the columns of the table that has them."""
-    weights = {column.weights for column in schema.of_kind(Kind.IDS)}
     named = {
         "event_labels": (options.event_labels, "labels", [one.name for one in schema.of_kind(Kind.LABEL)]),
         "event_lists": (options.event_lists, "lists of ids", [one.name for one in schema.of_kind(Kind.IDS)]),
         "event_weights": (
             () if options.event_weights is None else (options.event_weights,),
             "columns of kind number or weight",
-            [one.name for one in schema.of_kind(Kind.NUMBER, Kind.WEIGHT) if one.name not in weights],
+            [one.name for one in schema.features(Kind.NUMBER, Kind.WEIGHT)],
         ),
     }
     for word, (names, what, known) in named.items():

@@ -23,8 +23,9 @@ from jagged.data import DataError, Dataset
 from jagged.data import negatives as module
 from jagged.data.moving import Carried, is_sampled
 from jagged.data.negatives import Drawing
-from jagged.data.parts import Batch, Part, Split
 from jagged.data.schema import Column, Kind, Schema
+from jagged.data.table_batches import Batch, Part
+from jagged.data.table_splits import Split
 from jagged.training.shares import digest
 from tests.conftest import EXAMPLES
 from tests.data import brute_force as slow

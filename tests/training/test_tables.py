@@ -14,7 +14,8 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
 from jagged.config import TrainerConfig
 from jagged.data import Dataset
-from jagged.data.parts import Batch, Split
+from jagged.data.table_batches import Batch
+from jagged.data.table_splits import Split
 from jagged.metrics import WITHHELD_BECAUSE, RunMetrics
 from jagged.models import Task, TaskOutput, TaskScores
 from jagged.models.pretrained import load_task
