@@ -228,6 +228,12 @@ class Dataset(Columns):
         """The columns of ids by the table that they share, those of an event table too."""
         return shared_tables(*_schemas(self._manifest))
 
+    @property
+    def with_statistics(self) -> list[str]:
+        """The columns of numbers that a batch shows, of rows and of events: they have statistics."""
+        beside = [] if self.events is None else self.events.numbers
+        return list(dict.fromkeys(one.name for one in [*self.schema.features(Kind.NUMBER, Kind.NUMBERS), *beside]))
+
     @cached_property
     def events(self) -> EventLog | None:
         """The events that histories are views of; None without histories."""

@@ -224,11 +224,9 @@ class Part:
                 f"rows: got shape {rows.shape}, expected one dimension and numbers from 0 to {len(self.dataset) - 1}"
             )
         object.__setattr__(self, "rows", rows)
-        log = self.dataset.events
         tables = self.dataset.tables
-        numbers = self.dataset.schema.features(Kind.NUMBER, Kind.NUMBERS) + ([] if log is None else log.numbers)
         lacking = [name for name in tables if name not in self.encoders]
-        lacking += [column.name for column in numbers if column.name not in self.encoders.statistics]
+        lacking += [name for name in self.dataset.with_statistics if name not in self.encoders.statistics]
         if lacking:
             raise refuse(
                 "encoders",

@@ -18,6 +18,7 @@ from jagged.data.expressions import LISTS
 from jagged.data.histories import spread
 from jagged.data.logs import Columns
 from jagged.data.negatives import TrainingEvents
+from jagged.data.progress import steps
 from jagged.data.records import PARTS, Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind
 from jagged.data.table_batches import Part
@@ -63,7 +64,7 @@ class Split:
         lines = [f"{name:<{width}}  {count:>13,}" for name, count in self.counts.items()]
         return "\n".join([f"split by {self.by}", *lines, str(self.encoders)])
 
-    def leaks(self) -> Leaks:
+    def leaks(self, *, progress: bool = True) -> Leaks:
         """Count what must not be in a split.
 
         * `rows_across_parts`: validation and test rows whose user, candidate and time a row of an earlier part has too;
@@ -75,29 +76,41 @@ class Split:
         The first is a fact of the table where rows are repeated and the split is not by time (or one of the rows belongs to a
         request that ends later), and so is the second where a column says the parts, or a request has several users. The rest is
         zero in splits made here.
+
+        Args:
+            progress: show a bar on a terminal for what takes longer than two seconds.
         """
         dataset = self.train.dataset
-        part = np.full(len(dataset), -1, dtype=np.int8)
-        for number, one in enumerate((self.train, self.valid, self.test)):
-            part[one.rows] = number
-        found = Leaks({}, {})
-        found.add("rows_across_parts", rows_across(dataset, part), dataset)
-        found.add("requests_across_parts", requests_across(dataset, part), dataset)
-        found.add("histories_too_late", too_late(dataset), dataset)
-        dataset.release()
-        support = _Support(dataset, self.train.rows)
-        unsupported: list[str] = []
-        for name, columns in dataset.tables.items():
-            encoder = self.encoders[name]
-            if columns[0].encoding == "vocabulary" and encoder.ids is not None:
-                counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(encoder.ids.ids)]
+        vocabularies = _vocabularies(dataset)
+        with steps("Checking", 4 + len(vocabularies) + len(dataset.with_statistics), progress) as step:
+            part = np.full(len(dataset), -1, dtype=np.int8)
+            for number, one in enumerate((self.train, self.valid, self.test)):
+                part[one.rows] = number
+            found = Leaks({}, {})
+            step("rows in two parts")
+            found.add("rows_across_parts", rows_across(dataset, part), dataset)
+            step("requests in two parts")
+            found.add("requests_across_parts", requests_across(dataset, part), dataset)
+            step("histories that reach too far")
+            found.add("histories_too_late", too_late(dataset), dataset)
+            dataset.release()
+            step("what training sees")
+            support = _Support(dataset, self.train.rows)
+            unsupported: list[str] = []
+            for name in vocabularies:
+                step(f"ids of {name}")
+                known = self.encoders[name].ids
+                assert known is not None
+                counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(known.ids)]
                 bad = np.flatnonzero(counts < self.minimum_counts[name])
-                unsupported += [f"{shown(encoder.ids.ids[int(i)].as_py())} of {name}" for i in bad]
+                unsupported += [f"{shown(known.ids[int(i)].as_py())} of {name}" for i in bad]
+            changed = []
+            for name in dataset.with_statistics:
+                step(f"statistics of {name}")
+                if Statistics.fit(support.numbers(name), self.buckets) != self.encoders.statistics[name]:
+                    changed.append(name)
         found.counts["unsupported_ids"] = len(unsupported)
         found.examples["unsupported_ids"] = unsupported[:NAMED]
-        changed = [
-            name for name, values in support.numbers() if Statistics.fit(values, self.buckets) != self.encoders.statistics[name]
-        ]
         found.counts["unsupported_statistics"] = len(changed)
         found.examples["unsupported_statistics"] = changed[:NAMED]
         return found
@@ -112,6 +125,7 @@ def split_rows(
     seed: int = 0,
     minimum_counts: int | Mapping[str, int] = 1,
     buckets: int = _BUCKETS,
+    progress: bool = True,
 ) -> Split:
     """Split a dataset's rows, then learn encoders and statistics from what training sees.
 
@@ -134,6 +148,7 @@ def split_rows(
         seed: of "user", and of hashes of ids; 0 to 2**64 - 1.
         minimum_counts: ids that training sees less often are unseen: for all vocabularies, or by table.
         buckets: that borders of numbers make.
+        progress: show a bar on a terminal for what takes longer than two seconds.
 
     Raises:
         DataError: the dataset lacks what the split goes by, or a part has no row.
@@ -147,8 +162,34 @@ def split_rows(
         raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
     if type(buckets) is not int or buckets < 1:
         raise ValueError(f"buckets: got {buckets!r}, expected 1 or more")
-    vocabularies = [name for name, columns in dataset.tables.items() if columns[0].encoding == "vocabulary"]
-    minimum = _minimum_counts(minimum_counts, vocabularies)
+    minimum = _minimum_counts(minimum_counts, _vocabularies(dataset))
+    with steps("Splitting", 3 + len(dataset.tables) + len(dataset.with_statistics), progress) as step:
+        step(f"by {by}")
+        rows, counts = _rows_of_parts(dataset, by, valid, test, seed)
+        step("what training sees")
+        support = _Support(dataset, rows[0])
+        tables, statistics = {}, {}
+        for name, columns in dataset.tables.items():
+            step(f"ids of {name}")
+            seen = support.counts(name)
+            tables[name] = Encoder.fit(columns[0], dataset.ids(name), seen, minimum=minimum.get(name, 1), seed=seed)
+        for name in dataset.with_statistics:
+            step(f"statistics of {name}")
+            statistics[name] = Statistics.fit(support.numbers(name), buckets)
+        encoders = Encoders(tables, statistics)
+        step("numbers of the ids")
+        train = Part(dataset, rows[0], encoders, training=TrainingEvents(dataset, rows[0]))
+    for name in minimum:
+        counts[f"ids of {name} that training does not have"] = len(dataset.ids(name)) - (encoders[name].size - 2)
+    return Split(train, replace(train, rows=rows[1]), replace(train, rows=rows[2]), by, encoders, counts, minimum, buckets)
+
+
+def _vocabularies(dataset: Dataset) -> list[str]:
+    return [name for name, columns in dataset.tables.items() if columns[0].encoding == "vocabulary"]
+
+
+def _rows_of_parts(dataset: Dataset, by: str, valid: float, test: float, seed: int) -> tuple[list[IntArray], dict[str, int]]:
+    """The rows of training, validation and test, and how many there are, with what the way of splitting notes."""
     parts, notes = _WAYS[by](dataset, valid, test, seed)
     # What was looked at is mapped anew where it is needed: a split is no larger than what it keeps and one column.
     dataset.release()
@@ -162,18 +203,7 @@ def split_rows(
                 "one at least",
                 "change the shares, or split otherwise",
             )
-    rows = [np.flatnonzero(parts == number) for number in range(len(PARTS))]
-    support = _Support(dataset, rows[0])
-    tables = {
-        name: Encoder.fit(columns[0], dataset.ids(name), support.counts(name), minimum=minimum.get(name, 1), seed=seed)
-        for name, columns in dataset.tables.items()
-    }
-    encoders = Encoders(tables, {name: Statistics.fit(values, buckets) for name, values in support.numbers()})
-    train = Part(dataset, rows[0], encoders, training=TrainingEvents(dataset, rows[0]))
-    counts |= notes
-    for name in vocabularies:
-        counts[f"ids of {name} that training does not have"] = len(dataset.ids(name)) - (encoders[name].size - 2)
-    return Split(train, replace(train, rows=rows[1]), replace(train, rows=rows[2]), by, encoders, counts, minimum, buckets)
+    return [np.flatnonzero(parts == number) for number in range(len(PARTS))], {**counts, **notes}
 
 
 def _minimum_counts(given: int | Mapping[str, int], vocabularies: list[str]) -> dict[str, int]:
@@ -285,18 +315,14 @@ class _Support:
                 stored.release()
         return counts[1:]
 
-    def numbers(self) -> Iterator[tuple[str, FloatArray]]:
-        """What training has of the columns of numbers of each name, float32."""
-        log = self.dataset.events
-        beside = [] if log is None or log.is_own else [column.name for column in log.numbers]
-        names = [column.name for column in self.dataset.schema.features(Kind.NUMBER, Kind.NUMBERS)]
-        for name in dict.fromkeys([*names, *beside]):
-            found = [np.zeros(0, np.float32)]
-            for stored, column, chosen in self.columns:
-                if column.name == name and name in (names if stored is self.dataset else beside):
-                    found += _values(stored, column, chosen)
-                    stored.release()
-            yield name, np.concatenate(found)
+    def numbers(self, name: str) -> FloatArray:
+        """What training has of the columns of numbers of a name, float32."""
+        found = [np.zeros(0, np.float32)]
+        for stored, column, chosen in self.columns:
+            if column.name == name and column in stored.schema.features(Kind.NUMBER, Kind.NUMBERS):
+                found += _values(stored, column, chosen)
+                stored.release()
+        return np.concatenate(found)
 
 
 def _values(stored: Columns, column: Column, chosen: BoolArray) -> Iterator[AnyArray]:
