@@ -49,7 +49,8 @@ class Batch:
         numbers_missing: bool `[B, C]`.
         number_lists: the lists of numbers by name, the training mean where one is missing, with weights 1, and 0 where one is
             missing; None where there are none.
-        labels: float32 `[B, K]`, 0 where one is missing. With drawn negatives `[N, 1]`: 1 for the row's own item, 0 for others.
+        labels: float32 `[B, K]`, 0 where one is missing; of a table without labels `[B, 0]`, which `label` says in words. With
+            drawn negatives `[N, 1]`: 1 for the row's own item, 0 for others.
         label_mask: bool, as the labels: where a label is there.
         weights: float32 `[B]`, ones without a column of that kind.
         times: int64 `[B]`, or None.
@@ -109,8 +110,8 @@ class Batch:
         """
         if not 0 <= place < (count := self.labels.shape[1]):
             found = f"{count} label columns" if count else "a table without labels, and no negatives"
-            cure = "" if count else "give the loader negatives=n, or name a label when the table is read"
-            raise refuse("batch", found, f"the label {place}", cure)
+            cure = 'name one when the table is read (label="click"), or give the loader negatives=n'
+            raise refuse("batch", found, f"the label {place}", "count labels from 0" if count else cure)
         return self.labels[:, place], self.label_mask[:, place]
 
     def _mapped(self, change: Callable[[Any], Any]) -> Batch:
