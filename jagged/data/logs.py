@@ -49,7 +49,7 @@ class Columns:
 
     @property
     def source(self) -> IntArray:
-        """The number of each row in the source, from 0, int64 `[n]`."""
+        """The number of each row in the source, from 0, int64 `[n]`; rows of csv that cannot be read have none."""
         return self._arrays(f"{self._prefix}source")[0]
 
     def column(self, name: str) -> AnyArray:
