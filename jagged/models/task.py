@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from jagged.data import DataError
 from jagged.data.moving import is_sampled, moved
 from jagged.metrics import Figures, is_sampled_group, sampled_figures
 from jagged.pointwise import PointwiseMetrics
@@ -109,7 +110,7 @@ class Task(nn.Module):
     def predict(self, batch: Any) -> dict[str, Tensor]:
         """By task the sigmoid of the logits, `[N]`, in eval mode and without gradients."""
         with evaluating(self), torch.no_grad():
-            output = self(moved(batch, self.device))
+            output = explained(self, moved(batch, self.device))
         return {name: scores.logits.float().sigmoid() for name, scores in output.scores.items()}
 
     def evaluate(self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True) -> Figures:
@@ -134,7 +135,7 @@ class Task(nn.Module):
         with evaluating(self), torch.no_grad():
             for batch in bar(batches, progress):
                 sampled = sampled or is_sampled(batch)
-                loss, scores = output = self(moved(batch, self.device))
+                loss, scores = output = explained(self, moved(batch, self.device))
                 counted = torch.stack([torch.as_tensor(x).double().cpu() for x in (loss, output.rows())])
                 # The mean over no rows is no number.
                 sums += torch.stack([counted.prod(), counted[1]]) if counted[1] else 0.0
@@ -162,6 +163,25 @@ class Task(nn.Module):
         figures = {name: metric.compute() for name, metric in metrics.items()}
         groups = {"all": {"loss": float(sums[0] / sums[1])}, **figures}
         return sampled_figures(groups) if sampled else Figures(groups)
+
+
+def explained(task: Callable[[Any], Any], batch: Any) -> Any:
+    """What a task returns of a batch. To an index that is out of range a note is added where the batch has no label.
+
+    Who writes `batch.labels[:, 0]` for a table without labels hears of dimension 1 alone.
+    """
+    try:
+        return task(batch)
+    except IndexError as error:
+        # Whoever has such a batch has loaded this; a model alone needs no tables.
+        from jagged.data.table_batches import Batch
+
+        if isinstance(batch, Batch):
+            try:
+                batch.label()
+            except DataError as reason:
+                error.add_note(str(reason))
+        raise
 
 
 @contextmanager
