@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jagged import charts
 from jagged.artifacts import read_json_lines, write_file, writing
-from jagged.config import ConfigError, TrainConfig
-from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, takes_times
+from jagged.charts import Counts
+from jagged.config import ConfigError, TrainConfig, spelt
+from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches, takes_times
 from jagged.metrics import IN_WORDS, cut_offs
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     import torch
 
     from jagged.data import SequencePart
-
-Counts = npt.NDArray[np.int64]
 
 # All text that comes to a page is escaped, and a name that a template misspells is an error.
 _TEMPLATES = Environment(
@@ -159,7 +157,6 @@ def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: t
     import torch
 
     from jagged.data import BatchLoader
-    from jagged.scoring import rank_catalogue
 
     choice = config.evaluation.filter_viewed
     loader = BatchLoader(
@@ -171,17 +168,9 @@ def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: t
         with_viewed=choice,
         with_times=takes_times(model),
     )
-    ranks = []
-    with torch.inference_mode():
-        for batch in (batch.to(device) for batch in loader):
-            viewed = None if batch.viewed is None else (batch.viewed.values(), batch.viewed.offsets())
-            hidden = model.final_hidden(batch.features)
-            (ranked,) = rank_catalogue(
-                hidden, model.item_weight, 1, targets=batch.targets, viewed=viewed, filter_viewed=(choice,)
-            )
-            assert ranked.ranks is not None
-            ranks.append(ranked.ranks.cpu() + 1)
-    return torch.cat(ranks).numpy()
+    batches = rank_batches(model, loader, 1, filter_viewed=(choice,), device=device, progress=False)
+    ranks = [ranked.ranks + 1 for (ranked,) in batches if ranked.ranks is not None]
+    return torch.cat(ranks).cpu().numpy()
 
 
 def _read_history(path: Path, keys: tuple[str, ...]) -> list[dict[str, float]]:
@@ -236,7 +225,7 @@ def _configuration(config: TrainConfig) -> list[tuple[str, list[tuple[str, str]]
     values = config.model_dump()
     run = {name: value for name, value in values.items() if not isinstance(value, dict)}
     sections = {"Run": run, **{name.capitalize(): value for name, value in values.items() if name not in run}}
-    return [(title, [(name, _value(value)) for name, value in of.items()]) for title, of in sections.items()]
+    return [(title, [(name, spelt(value)) for name, value in of.items()]) for title, of in sections.items()]
 
 
 def _leak(name: str) -> str:
@@ -283,7 +272,3 @@ def _data_rows(facts: RunFacts) -> list[tuple[str, str]]:
         (name, shortened(count) if isinstance(count, list) else count if isinstance(count, str) else f"{count:,}")
         for name, count in rows
     ]
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
