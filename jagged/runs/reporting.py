@@ -7,26 +7,23 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jagged import charts
 from jagged.artifacts import read_json_lines, write_file, writing
 from jagged.charts import Counts
 from jagged.config import ConfigError, TrainConfig, spelt
-from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches, takes_times
+from jagged.data import BatchLoader, leaks
+from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches
 from jagged.metrics import IN_WORDS, cut_offs
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
 from jagged.runs.summary import shortened
 from jagged.versions import installed
-
-if TYPE_CHECKING:
-    import torch
-
-    from jagged.data import SequencePart
 
 # All text that comes to a page is escaped, and a name that a template misspells is an error.
 _TEMPLATES = Environment(
@@ -123,8 +120,6 @@ def write_pictures(facts: RunFacts, directory: Path) -> list[Path]:
 
 def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] = "test", progress: bool = True) -> RunFacts:
     """Evaluate a run and its popularity baseline, and collect what the page shows. Raises what `report` does."""
-    from jagged.data import leaks
-
     run = Run.open(directory)
     config, dataset = run.config, run.read()
     split = run.split(dataset)
@@ -132,6 +127,8 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
     model_metrics = evaluate(directory, dataset, part=part, ks=ks, progress=progress).metrics
     baseline = popularity_metrics(split, part=part, ks=ks, batch_size=config.evaluation.eval_batch_size, progress=progress)
     held_out = split.test if part == "test" else split.valid
+    choice = config.evaluation.filter_viewed
+    loader = run.loader(held_out, with_viewed=choice)
     models = {"model": run.model, "popularity": Popularity(run.train_counts(), device=run.device)}
     return RunFacts(
         directory=Path(directory),
@@ -144,7 +141,7 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
         num_events=dataset.num_events,
         data_notes=dataset.notes,
         lengths=dataset.lengths.numpy(),
-        ranks={name: _target_ranks(model, held_out, config, run.device) for name, model in models.items()},
+        ranks={name: _target_ranks(model, loader, choice) for name, model in models.items()},
         metrics={name: {"model": figures, "popularity": baseline[name]} for name, figures in model_metrics.items()},
         history=_read_history(Path(directory) / "history.jsonl", (_unit(config), "loss", "monitored")),
         leaks=leaks(split),
@@ -152,23 +149,9 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
     )
 
 
-def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: torch.device) -> Counts:
-    """`[n]` 1-based rank of each held-out item among all items, under the run's own choice about seen items."""
-    import torch
-
-    from jagged.data import BatchLoader
-
-    choice = config.evaluation.filter_viewed
-    loader = BatchLoader(
-        part,
-        batch_size=config.evaluation.eval_batch_size,
-        max_seq_len=config.data.max_seq_len,
-        shuffle=False,
-        seed=0,
-        with_viewed=choice,
-        with_times=takes_times(model),
-    )
-    batches = rank_batches(model, loader, 1, filter_viewed=(choice,), device=device, progress=False)
+def _target_ranks(model: Any, loader: BatchLoader, filter_viewed: bool) -> Counts:
+    """`[n]` 1-based rank of each held-out item among all items."""
+    batches = rank_batches(model, loader, 1, filter_viewed=(filter_viewed,), progress=False)
     ranks = [ranked.ranks + 1 for (ranked,) in batches if ranked.ranks is not None]
     return torch.cat(ranks).cpu().numpy()
 
