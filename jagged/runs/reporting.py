@@ -19,7 +19,7 @@ from jagged.charts import Counts
 from jagged.config import ConfigError, TrainConfig, spelt
 from jagged.data import BatchLoader, leaks
 from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches
-from jagged.metrics import IN_WORDS, cut_offs
+from jagged.metrics import IN_WORDS, cut_offs, in_words
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
 from jagged.runs.summary import shortened
@@ -29,7 +29,7 @@ from jagged.versions import installed
 _TEMPLATES = Environment(
     loader=PackageLoader("jagged.runs"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_TEMPLATES.filters["thousands"] = "{:,}".format
+_TEMPLATES.filters.update(thousands="{:,}".format, in_words=in_words)
 
 # What each count of `jagged.data.leaks` would mean.
 LEAKS = {
@@ -180,23 +180,17 @@ def _readable(notes: Mapping[str, int], time_kind: str) -> dict[str, int | str]:
 def render(facts: RunFacts) -> str:
     """The page as HTML."""
     pictures = _pictures(facts, charts.PAGE).items()
-    found = [(_leak(name), count) for name, count in facts.leaks.items() if count]
-    total = sum(facts.leaks.values())
-    choice = PROTOCOLS[facts.config.evaluation.filter_viewed]
-    monitored = [(name, figures[facts.config.training.monitor]) for name, figures in facts.metrics[choice].items()]
     columns = [(protocol, name, figures) for protocol, by_model in facts.metrics.items() for name, figures in by_model.items()]
     return _TEMPLATES.get_template("report.html").render(
         facts=facts,
-        headline=[
-            *((f"{value:.4f}", f"{facts.config.training.monitor} of {name}, {IN_WORDS[choice]}") for name, value in monitored),
-            (f"{total:,}" if total else "none", "leaks found"),
-        ],
-        num_ranked=len(next(iter(facts.ranks.values()))),
+        protocol=PROTOCOLS[facts.config.evaluation.filter_viewed],
         columns=["", *(f"{name}, {IN_WORDS[protocol]}" for protocol, name, _ in columns)],
         metrics=[[key, *(f"{figures[key]:.4f}" for _, _, figures in columns)] for key in columns[0][2]],
         pictures=[(charts.to_svg(figure, name), caption) for name, (figure, caption) in pictures],
-        found=found,
-        leaks=[(_leak(name), f"{count:,}", "found" if count else "none") for name, count in facts.leaks.items()],
+        leaks=[
+            (LEAKS.get(name, name.replace("_", " ")), f"{count:,}", "found" if count else "none")
+            for name, count in facts.leaks.items()
+        ],
         data=_data_rows(facts),
         configuration=_configuration(facts.config),
         versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
@@ -209,10 +203,6 @@ def _configuration(config: TrainConfig) -> list[tuple[str, list[tuple[str, str]]
     run = {name: value for name, value in values.items() if not isinstance(value, dict)}
     sections = {"Run": run, **{name.capitalize(): value for name, value in values.items() if name not in run}}
     return [(title, [(name, spelt(value)) for name, value in of.items()]) for title, of in sections.items()]
-
-
-def _leak(name: str) -> str:
-    return LEAKS.get(name, name.replace("_", " "))
 
 
 def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
