@@ -125,7 +125,8 @@ def read_tensors(path: Path, expected: Mapping[str, Expected] | None = None, why
         has, wants = found.get(name), expected.get(name)
         if has is None or wants is None or not _fits(has, wants):
             wanted = f"{_shown_expected(wants, has)} {why}".strip()
-            raise ArtifactError(message(f"{path}: {name}", _shown(has), wanted, "copy it again"))
+            got = "none" if has is None else f"{has.dtype} {list(has.shape)}"
+            raise ArtifactError(message(f"{path}: {name}", got, wanted, "copy it again"))
     try:
         return load_file(path)
     except Exception as error:  # made by other hands: safetensors refuses more than the header's sizes
@@ -142,10 +143,6 @@ def _fits(found: Described, expected: Expected) -> bool:
         and len(found.shape) == len(expected.shape)
         and all(wanted in (None, size) for size, wanted in zip(found.shape, expected.shape, strict=True))
     )
-
-
-def _shown(tensor: Described | None) -> str:
-    return "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _shown_expected(expected: Expected | None, found: Described | None) -> str:
