@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from jagged.data import DataError
 from jagged.data.moving import is_sampled, moved
+from jagged.evaluation import bar, evaluating, several
 from jagged.metrics import Figures, is_sampled_group, sampled_figures
 from jagged.pointwise import PointwiseMetrics
 
@@ -182,28 +181,3 @@ def explained(task: Callable[[Any], Any], batch: Any) -> Any:
             except DataError as reason:
                 error.add_note(str(reason))
         raise
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """A module in eval mode; every submodule's own mode is restored."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def several() -> bool:
-    """Whether there is a `torch.distributed` group of several processes."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def bar(batches: Any, shown: bool) -> Iterable[Any]:
-    """The batches, under a progress bar of the first process after two seconds."""
-    if not shown or (several() and torch.distributed.get_rank()):
-        return batches  # type: ignore[no-any-return]
-    return tqdm(batches, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]
