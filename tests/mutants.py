@@ -182,7 +182,9 @@ def nearest_tests(path: str, root: Path) -> list[str]:
         scores[name] += sum(min(9, text.count(f"{word}(")) + (word in text) for word in public)
         scores[name] += parts[1] == "_shared" and test.stem in ("test_operator", "test_softmax", "test_conversion")
     if layer == "jagged":
+        # Of tests that are as near the short ones first: there is a limit.
         scores.update(_by_imports(path, list(scores), root))
+        scores = Counter({name: scores[name] for name in sorted(scores, key=lambda name: (root / name).stat().st_size)})
     # Of `jagged` what a file does is tested where it is used, too; interpreted tests take too long for more than a few.
     least = 100 if layer != "jagged" and max(scores.values()) >= 100 else 1
     nearest = [name for name, score in scores.most_common(8 if layer == "jagged" else 5) if score >= least]
@@ -197,10 +199,12 @@ def _by_imports(path: str, tests: list[str], root: Path) -> Counter[str]:
     # The file's own tests, and those of its folder in one file.
     own = {_own_tests(path): 1000, f"tests/test_{Path(path).parts[1]}.py": 500}
     scores = Counter({test: score for test, score in own.items() if test in tests})
+    left = tests
     for of_import, of_own in ((200, 100), (40, 0), (20, 0)):
-        for test in tests:
-            if near == {path} or Path(test).parent.name == Path(path).parent.name:
-                scores[test] += of_import * bool(near & imported((root / test).read_text(encoding="utf-8"), root))
+        beside = [test for test in left if near == {path} or Path(test).parent.name == Path(path).parent.name]
+        found = [test for test in beside if near & imported((root / test).read_text(encoding="utf-8"), root)]
+        scores.update(dict.fromkeys(found, of_import))
+        left = [test for test in left if test not in found]
         near = {name for name, imported in graph.items() if near & imported}
         scores.update(dict.fromkeys(set(map(_own_tests, near)) & set(tests), of_own))
     return scores

@@ -99,7 +99,7 @@ def test_the_nearest_tests() -> None:
         # By the imports of tests, and by what imports the file.
         ("jagged/data/files.py", ["data/test_csv_rows", "data/test_sources"]),
         ("jagged/data/staging.py", ["data/test_records"]),
-        ("jagged/data/logs.py", ["data/test_records", "data/test_table_batches", "data/test_table_splits"]),
+        ("jagged/data/logs.py", ["data/test_table_batches", "data/test_table_splits", "data/test_records"]),
         ("jagged/data/values.py", ["data/test_inference", "data/test_inspection"]),
     ],
 )
@@ -108,7 +108,9 @@ def test_own_tests_come_first_then_those_by_imports(path: str, first: list[str])
 
 
 def test_tables_are_tested_as_tables_and_events_as_events() -> None:
-    assert "tests/data/test_event_tables.py" in nearest_tests("jagged/data/staging.py", ROOT)
+    # Of those that are as near the short ones come first.
+    found = nearest_tests("jagged/data/staging.py", ROOT)
+    assert found.index("tests/data/test_progress.py") < found.index("tests/data/test_event_tables.py")
     assert "tests/data/test_read_events.py" in nearest_tests("jagged/data/intake.py", ROOT)
     assert "tests/data/test_event_tables.py" not in nearest_tests("jagged/data/intake.py", ROOT)
 
