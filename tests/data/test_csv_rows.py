@@ -299,6 +299,11 @@ def test_a_line_without_an_end_stops_and_a_long_header_does_not(tmp_path: Path, 
     with pytest.raises(DataError) as caught:
         read(path)
     assert str(caught.value) == f"{path}:5: found a line of more than 0 MiB, expected shorter lines"
+    # Not when it is read: on the way.
+    advanced: list[int] = []
+    with pytest.raises(DataError, match="a line of more than 0 MiB"):
+        list(readable_blocks(path, ",", advanced.append, print))
+    assert sum(advanced) < 150
 
 
 def test_a_table_counts_unread_rows_with_those_of_bad_values(tmp_path: Path) -> None:
