@@ -111,7 +111,8 @@ class _Grammar:
         stop = int(starts[-1])
         bad = first_stray(data[:stop], starts[:-1], self.delimiter) if stop else -1
         # From the first row that is odd on, one after the other.
-        found, position = _Rows(starts[:-1] if bad < 0 else starts[:bad], stop), stop if bad < 0 else int(starts[bad])
+        known = len(starts) - 1 if bad < 0 else bad
+        found, position = _Rows(starts[:known], stop), int(starts[known])
         others: list[int] = []
         while data.find(b"\n", position) >= 0:
             row = self.good.match(data, position)

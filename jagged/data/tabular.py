@@ -68,11 +68,12 @@ def csv_layout(path: Path, delimiter: str | None = None, *, skip: bool = False) 
     blocks = first_lines(path, 10 * _FIRST_LINES) if skip else read_blocks(path, lambda _: None, quoted=True)
     block, _ = next(blocks, (b"", 1))
     lines = block.decode("utf-8").splitlines(keepends=True)[: 10 * _FIRST_LINES]
-    if not lines:
+    if not any(line.strip() for line in lines):
         raise refuse(path, "an empty file", "a header and rows")
     chosen = delimiter or _delimiter(lines, ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]])
     try:
-        names = next(csv.reader(lines, delimiter=chosen, strict=True), [])
+        # Blank lines are no rows, before the header neither.
+        names = next(row for row in csv.reader(lines, delimiter=chosen, strict=True) if row)
     except csv.Error as error:
         raise refuse(at(path, 1), f"a header that cannot be parsed ({error})", "column names") from None
     names = [name.strip() for name in names]

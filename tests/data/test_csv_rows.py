@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jagged.data import DataError, Dataset, files, read_events
+from jagged.data import DataError, Dataset, csv_rows, files, read_events
 from jagged.data.csv_rows import readable_blocks
 from jagged.data.errors import Skipped
 from jagged.data.schema import Column, Kind, Schema
@@ -256,12 +256,12 @@ def test_blocks_end_where_rows_do_and_blank_lines_stand_for_what_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "e.csv"
-    path.write_bytes(b'h,k\n"a\nb",1\n"c\nd\x00",2\nx"y,3\n\nz,4')
-    for size in range(1, 40):
+    path.write_bytes(b'h,k\n"a\nb",1\n"c\nd\x00",2\nx"y,3\n\nu"v"w,5\n\x01,6\nz,4')
+    for size in range(1, 60):
         monkeypatch.setattr(files, "BLOCK_BYTES", size)
         said: list[str] = []
         blocks = list(readable_blocks(path, ",", lambda _: None, said.append))
-        assert b"".join(block for block, _ in blocks) == b'h,k\n"a\nb",1\n\n\n\n\nz,4\n'
+        assert b"".join(block for block, _ in blocks) == b'h,k\n"a\nb",1\n\n\n\n\n\n\nz,4\n'
         lines = 1
         for block, line in blocks:
             assert (line, block[-1:], block.count(b'"') % 2) == (lines, b"\n", 0)
@@ -269,7 +269,41 @@ def test_blocks_end_where_rows_do_and_blank_lines_stand_for_what_is_left_out(
         assert said == [
             f"{path}:5: found the control character 0x00, expected text without control characters",
             f"{path}:6: found a stray quote in 'x\"y,3', {STRAY}",
+            f"{path}:8: found a stray quote in 'u\"v\"w,5', {STRAY}",
+            f"{path}:9: found the control character 0x01, expected text without control characters",
         ]
+
+
+def test_long_lines_and_many_are_text_where_they_are(tmp_path: Path) -> None:
+    path, lines = tmp_path / "e.csv", [b"\xc3\xa9,%d" % number for number in range(20_000)]
+    lines[5] = lines[6] = b"\xc3\xa9" * 30_000 + b",1"
+    lines[7], lines[19_000] = b"\xc3\xa9" * 30_000 + b"\xc3,1", b"\xc3,\xa9"
+    path.write_bytes(b"h,k\n" + b"\n".join(lines))
+    said: list[str] = []
+    ((block, _),) = readable_blocks(path, ",", lambda _: None, said.append)
+    lines[7] = lines[19_000] = b""
+    assert block == b"h,k\n" + b"\n".join(lines) + b"\n"
+    assert [reason.partition(", which")[0] for reason in said] == [
+        f"{path}:9: found the byte 0xc3",
+        f"{path}:19002: found the byte 0xc3",
+    ]
+
+
+def test_a_line_without_an_end_stops_and_a_long_header_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "e.csv"
+    path.write_bytes(HEADER + b"u,i,1\n" * 3 + b"u," + b"i" * 200 + b",1\n")
+    monkeypatch.setattr(files, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(csv_rows, "BLOCK_BYTES", 8)
+    assert len(read(path)[0]) == 4
+    monkeypatch.setattr(files, "MAX_LINE_BYTES", 64)
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value) == f"{path}:5: found a line of more than 0 MiB, expected shorter lines"
+    # Not when it is read: on the way.
+    advanced: list[int] = []
+    with pytest.raises(DataError, match="a line of more than 0 MiB"):
+        list(readable_blocks(path, ",", advanced.append, print))
+    assert sum(advanced) < 150
 
 
 def test_a_table_counts_unread_rows_with_those_of_bad_values(tmp_path: Path) -> None:
