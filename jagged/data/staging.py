@@ -342,27 +342,31 @@ class Staged:
         """Say of each feature whether it is the candidate's, as it is where a request has several values, or the request's.
 
         Raises:
-            DataError: several users of one request, or several values of a column that was named as the request's.
+            DataError: several values of a column that was named as the request's.
         """
-        request = self.one(Kind.REQUEST)
         columns = []
         for column in self.schema.columns:
-            if column.kind is Kind.USER or (column in self.schema.features(*SIDED) and column.of != "candidate"):
-                varying = self._varying(request, column)
-                if varying and (column.kind is Kind.USER or column.of == "request"):
-                    cure = "make requests of one user each" if column.kind is Kind.USER else "leave it out of request_columns"
-                    found = f"several values of {shown(column.name)} in each of {varying:,} requests"
-                    raise refuse(f"{self.table.name}, column {shown(request.name)}", found, "one in each request", cure)
-                if column.kind is not Kind.USER:
-                    column = replace(column, of="candidate" if varying else "request")
+            if column in self.schema.features(*SIDED) and column.of != "candidate":
+                varying = self._varying(column)
+                if varying and column.of == "request":
+                    raise refuse(
+                        f"{self.table.name}, column {shown(column.name)}",
+                        f"several values in each of {varying:,} requests",
+                        "one in each, as of request_columns",
+                        "leave it out there",
+                    )
+                column = replace(column, of="candidate" if varying else "request")
             columns.append(column)
         self.schema = Schema(tuple(columns))
 
-    def _varying(self, request: Column, column: Column) -> int:
-        """Requests with more than one value of a column; missing is one."""
-        rows = self.query(f"{self.parsed[request.name].value} AS request, {self.parsed[column.name].value} AS value")
+    def _varying(self, column: Column) -> int:
+        """Requests with more than one value of a column; missing is one. A request is of one user."""
+        kinds = [kind for kind in (Kind.REQUEST, Kind.USER) if self.schema.one(kind) is not None]
+        keys = [f"{self.parsed[self.one(kind).name].value} AS {kind.value}_" for kind in kinds]
+        rows = self.query(f"{', '.join(keys)}, {self.parsed[column.name].value} AS value")
         several = "min(value) IS DISTINCT FROM max(value) OR count(value) NOT IN (0, count(*))"
-        query = f"SELECT request FROM ({rows}) WHERE request IS NOT NULL GROUP BY request HAVING {several}"
+        by = ", ".join(f"{kind.value}_" for kind in kinds)
+        query = f"SELECT 1 FROM ({rows}) WHERE request_ IS NOT NULL GROUP BY {by} HAVING {several}"
         return int(self.table.sql(f"SELECT count(*) FROM ({query})")[0][0])
 
     def drop_types(self) -> None:

@@ -39,9 +39,9 @@ HISTORY = "history."
 class Batch:
     """`R` requests with `S` candidates together; nothing is padded, and what is the request's stands once for it.
 
-    The rows that share a request are its candidates, in the dataset's order. Where the table has no column of requests, or a row
-    lacks its request, the row is a request of one candidate: `R = S`. With drawn negatives each row is a request, and its
-    candidates are its own item first, then the drawn ones.
+    The rows of a user that share a request are its candidates, in the dataset's order. Where the table has no column of requests,
+    or a row lacks its request, the row is a request of one candidate: `R = S`. With drawn negatives each row is a request, and
+    its candidates are its own item first, then the drawn ones.
 
     Ids are int64 numbers of the part's encoders. A missing id is 0, and so is the one id of a missing list; an empty list has
     none. Keys are in the schema's order, the same in every batch.
@@ -336,11 +336,14 @@ class Part:
     @cached_property
     def requests(self) -> tuple[IntArray, IntArray]:
         """Offsets int64 `[R + 1]`, and the rows of the requests one after the other, int64 `[n]`; by their first rows."""
-        codes = self.dataset.one(Kind.REQUEST)
+        codes, users = self.dataset.one(Kind.REQUEST), self.dataset.one(Kind.USER)
         if codes is None or not len(self.rows):
             return np.arange(len(self.rows) + 1), self.rows
         of_row = codes[self.rows].astype(np.int64)
         alone = of_row < 0
+        if users is not None:
+            own = users[self.rows].astype(np.int64) + 1
+            of_row = of_row * (own.max() + 1) + own
         of_row[alone] = np.arange(alone.sum()) + of_row.max(initial=-1) + 1
         _, first, place = np.unique(of_row, return_index=True, return_inverse=True)
         rank = np.empty(len(first), np.int64)
