@@ -393,6 +393,12 @@ def inspect_(
     ids: Annotated[_Columns, Parameter(help="column of ids, may be repeated")] = (),
     numbers: Annotated[_Columns, Parameter(help="column of numbers, may be repeated")] = (),
     unused: Annotated[_Columns, Parameter(help="column that is not used, may be repeated")] = (),
+    candidate_columns: Annotated[
+        _Columns, Parameter(help="feature of which each candidate of a request has its own value, may be repeated")
+    ] = (),
+    request_columns: Annotated[
+        _Columns, Parameter(help="feature of which all candidates of a request have the same value, may be repeated")
+    ] = (),
     schema: Annotated[
         Path | None, Parameter(metavar="TOML", help="file that says what the columns are; by default it is inferred")
     ] = None,
@@ -416,7 +422,8 @@ def inspect_(
     words: Any = {
         "label": list(label) or None, "candidate": candidate, "history": list(history) or None, "user": user, "time": time,
         "request": request, "weight": weight, "event": event, "ids": list(ids) or None, "numbers": list(numbers) or None,
-        "unused": list(unused) or None,
+        "unused": list(unused) or None, "candidate_columns": list(candidate_columns) or None,
+        "request_columns": list(request_columns) or None,
     }  # fmt: skip
     # A shell gives a tab as it is written in other places.
     inspection = run(file, schema, format=format, delimiter="\t" if delimiter == r"\t" else delimiter, **words)

@@ -141,6 +141,8 @@ def inspect_table(
     ids: str | Sequence[str] | None = None,
     numbers: str | Sequence[str] | None = None,
     unused: str | Sequence[str] | None = None,
+    candidate_columns: str | Sequence[str] | None = None,
+    request_columns: str | Sequence[str] | None = None,
 ) -> Inspection:
     """Look at all rows of a table: what its columns are taken for, their figures, odd values, and what may leak.
 
@@ -161,6 +163,8 @@ def inspect_table(
         ids: columns of ids.
         numbers: columns of numbers.
         unused: columns that are not used.
+        candidate_columns: features of which each candidate of a request has a value of its own.
+        request_columns: features of which all candidates of a request have the same value.
 
     Raises:
         DataError: malformed input, or a schema or a word that does not fit the table.
@@ -168,6 +172,7 @@ def inspect_table(
     words = {
         "label": label, "candidate": candidate, "history": history, "user": user, "time": time, "request": request,
         "weight": weight, "event": event, "ids": ids, "numbers": numbers, "unused": unused,
+        "candidate_columns": candidate_columns, "request_columns": request_columns,
     }  # fmt: skip
     if schema is not None and not isinstance(schema, Schema):
         schema = Schema.load(schema)

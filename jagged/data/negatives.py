@@ -8,7 +8,7 @@ items one by one. All random numbers are a hash of seed, epoch, row and attempt:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from jagged.data.errors import refuse, shown
 from jagged.data.histories import spread
-from jagged.data.schema import Column, Kind
+from jagged.data.schema import SIDED, Column, Kind
 
 if TYPE_CHECKING:
     from jagged.data.records import Dataset
@@ -30,8 +30,6 @@ HashArray = npt.NDArray[np.uint64]
 AnyArray = npt.NDArray[Any]
 
 UNIFORM, POPULARITY = "uniform", "popularity"
-# Columns that are the item's or the request's: features beside user and candidate.
-_SIDED = (Kind.ID, Kind.IDS, Kind.EVENT, Kind.NUMBER, Kind.NUMBERS)
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 # Attempts at a time, in multiples of the negatives wanted; after the first ones catalogues below so many are gone through.
@@ -50,14 +48,13 @@ class Drawing:
         count: negatives of an event.
         by: "uniform" or "popularity".
         seed: of the draws.
-        item_columns, request_columns: whose the columns beside user and candidate are.
+        item_columns: the candidate's beside its id: those that `candidate_columns` named.
     """
 
     count: int
     by: str = UNIFORM
     seed: int = 0
     item_columns: tuple[str, ...] = ()
-    request_columns: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -67,8 +64,6 @@ class Drawing:
         count: int | None,
         by: str,
         seed: int,
-        item_columns: Sequence[str],
-        request_columns: Sequence[str],
     ) -> Drawing | None:
         """What was asked for, checked; None where no negatives are.
 
@@ -77,9 +72,8 @@ class Drawing:
             DataError: a table with labels, without what negatives go by, or with a column of which nobody said whose it is;
                 rows without a training part.
         """
-        items, requests = tuple(item_columns), tuple(request_columns)
         if count is None:
-            alone = {"by": (by, UNIFORM), "seed": (seed, 0), "item_columns": (items, ()), "request_columns": (requests, ())}
+            alone = {"by": (by, UNIFORM), "seed": (seed, 0)}
             for name, (value, default) in alone.items():
                 if value != default:
                     raise ValueError(f"{name}: got {value!r} without negatives, expected negatives=n beside it")
@@ -115,22 +109,15 @@ class Drawing:
                 "a part of Dataset.split",
                 "split the table, and take the split's train, valid or test",
             )
-        sided_columns = schema.features(*_SIDED)
-        sided = [column.name for column in sided_columns]
-        for name, columns in (("item_columns", items), ("request_columns", requests)):
-            if unknown := [column for column in columns if column not in sided]:
-                raise ValueError(f"{name}: got {unknown[0]!r}, expected columns of ids or numbers: {sided}")
-        if both := [name for name in items if name in requests]:
-            raise ValueError(f"item_columns, request_columns: got {both[0]!r} in both, expected it in one")
-        for column in sided_columns:
-            if column.name not in (*items, *requests):
+        for column in schema.features(*SIDED):
+            if column.of is None:
                 raise refuse(
                     "negatives",
                     f"the column {shown(column.name)} of kind {column.kind.value}",
                     "to be told whose it is: a drawn item must not have another item's value",
-                    "name it in item_columns or in request_columns, or read the table with that column unused",
+                    "name it in candidate_columns or in request_columns when the table is read, or read it unused",
                 )
-        return cls(count, by, seed, items, requests)
+        return cls(count, by, seed, tuple(column.name for column in schema.features(*SIDED) if column.is_candidates))
 
 
 class _Pool(NamedTuple):

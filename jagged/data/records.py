@@ -120,8 +120,8 @@ class Dataset(Columns):
             event_labels: labels that events show to later rows. By default none does.
             event_lists: list columns of ids that events show, as an item's tags. By default none does.
             event_types: the types of the events that histories have, by the column of kind event. None: all.
-            event_weights: the column of numbers, or of kind weight, that says how much an event counts: the weights of
-                `Batch.history`. None: of `events` the column of kind weight, if there is one.
+            event_weights: the column of numbers, or of kind weight, that says how much an event counts:
+                `Batch.history_weights`. None: of `events` the column of kind weight, if there is one.
             time_units: of `events` whose times are numbers of another unit than the rows': both units, as `("s", "ms")`, of "s",
                 "ms", "us" and "ns". None: they have one unit; what is clearly another one is refused.
             split: a column that says which part a row is in: train, valid or test. It is no feature.

@@ -37,6 +37,9 @@ class Kind(StrEnum):
 SINGLE = (Kind.WEIGHT, Kind.TIME, Kind.USER, Kind.REQUEST, Kind.CANDIDATE, Kind.EVENT)
 # Their values are ids, which a vocabulary, a hash or a range makes numbers.
 WITH_IDS = (Kind.ID, Kind.IDS, Kind.USER, Kind.CANDIDATE, Kind.EVENT)
+#: Features of which the table does not say by their kind whose they are: the candidate's or the request's.
+SIDED = (Kind.ID, Kind.IDS, Kind.EVENT, Kind.NUMBER, Kind.NUMBERS)
+_CANDIDATES = (Kind.CANDIDATE, Kind.LABEL, Kind.WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class Column:
         size: rows of a hash or a range.
         weights: of "ids": the list column with a number for each id.
         separator: of "ids" and "numbers" in text: what stands between values; None for lists as JSON writes them.
+        of: of features: "candidate" where each candidate of a request has a value of its own, "request" where all have the same;
+            None where nobody has said it, which counts as the request's.
     """
 
     name: str
@@ -61,6 +66,7 @@ class Column:
     size: int | None = None
     weights: str | None = None
     separator: str | None = None
+    of: str | None = None
 
     def __post_init__(self) -> None:
         where = f"schema, column {shown(self.name)}"
@@ -87,6 +93,15 @@ class Column:
             raise refuse(where, f"weights for a column of kind {self.kind.value}", "kind ids")
         if self.separator is not None and self.kind not in (Kind.IDS, Kind.NUMBERS):
             raise refuse(where, f"a separator for a column of kind {self.kind.value}", "kind ids or numbers")
+        if self.of not in (None, "candidate", "request"):
+            raise refuse(where, f"of {shown(self.of)}", "candidate or request")
+        if self.of is not None and self.kind not in SIDED:
+            raise refuse(where, f"of {self.of!r} for a column of kind {self.kind.value}", "a feature, of ids or numbers")
+
+    @property
+    def is_candidates(self) -> bool:
+        """Whether each candidate of a request has a value of its own."""
+        return self.of == "candidate" or self.kind in _CANDIDATES
 
     @property
     def table_name(self) -> str:
@@ -164,11 +179,14 @@ class Schema:
         ids: str | Sequence[str] | None = None,
         numbers: str | Sequence[str] | None = None,
         unused: str | Sequence[str] | None = None,
+        candidate_columns: str | Sequence[str] | None = None,
+        request_columns: str | Sequence[str] | None = None,
     ) -> Schema:
         """The schema with the kinds that a user names; who had a kind of which there is one loses it and is unused.
 
         `label` replaces what was taken for labels. `history` are list columns of candidates' ids, whose table they share. `ids`
-        and `numbers` are lists where the columns are.
+        and `numbers` are lists where the columns are. `candidate_columns` are features of which each candidate of a request has a
+        value of its own, `request_columns` those of which all have the same.
 
         Raises:
             DataError: a column that is not there, or is named for two kinds.
@@ -210,7 +228,20 @@ class Schema:
                 shared = self[candidates] if self[candidates].kind in WITH_IDS else Column(candidates, Kind.CANDIDATE)
                 column = dataclasses.replace(column, table=shared.table_name, encoding=shared.encoding, size=shared.size)
             columns.append(column)
-        return Schema(tuple(columns))
+        return Schema(tuple(columns))._with_sides({"candidate": _names(candidate_columns), "request": _names(request_columns)})
+
+    def _with_sides(self, sides: Mapping[str, list[str]]) -> Schema:
+        told: dict[str, str] = {}
+        for side, names in sides.items():
+            for name in names:
+                where = f"{side}_columns={name!r}"
+                if name not in self.names:
+                    raise refuse(where, f"the columns {shown(self.names, 200)}", f"a column {shown(name)}")
+                if self[name].kind not in SIDED:
+                    raise refuse(where, f"a column of kind {self[name].kind.value}", "a feature, of ids or numbers")
+                if told.setdefault(name, side) != side:
+                    raise refuse(where, f"the column in {told[name]}_columns too", "it in one of them")
+        return Schema(tuple(dataclasses.replace(one, of=told.get(one.name, one.of)) for one in self.columns))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON: kind and what differs from its default, by the column's name."""
@@ -357,6 +388,7 @@ def _of_kind(column: Column, kind: Kind) -> Column:
         size=column.size if has_ids else None,
         weights=None,
         separator=column.separator if is_list else None,
+        of=column.of if kind in SIDED else None,
     )
 
 

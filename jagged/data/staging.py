@@ -22,7 +22,7 @@ from jagged.data.expressions import LISTS, Parsed, is_string, parse, plain_type
 from jagged.data.histories import TIES, fill_views, fill_views_beside, only
 from jagged.data.progress import steps
 from jagged.data.records import EVENT_PREFIX, FORMAT_VERSION, PARTS, Dataset, file_names, ids_file, write_column
-from jagged.data.schema import WITH_IDS, Column, Kind, Schema, shared_tables
+from jagged.data.schema import SIDED, WITH_IDS, Column, Kind, Schema, shared_tables
 from jagged.data.sources import Table, identifier
 from jagged.data.values import hint_of_dates, time_form_sql
 from jagged.data.vocabulary import Vocabulary, infer_integers
@@ -338,6 +338,37 @@ class Staged:
         self._count("min_events_rounds", rounds)
         self.table.sql("DROP TABLE keys")
 
+    def tell_sides(self) -> None:
+        """Say of each feature whether it is the candidate's, as it is where a request has several values, or the request's.
+
+        Raises:
+            DataError: several values of a column that was named as the request's.
+        """
+        columns = []
+        for column in self.schema.columns:
+            if column in self.schema.features(*SIDED) and column.of != "candidate":
+                varying = self._varying(column)
+                if varying and column.of == "request":
+                    raise refuse(
+                        f"{self.table.name}, column {shown(column.name)}",
+                        f"several values in each of {varying:,} requests",
+                        "one in each, as of request_columns",
+                        "leave it out there",
+                    )
+                column = replace(column, of="candidate" if varying else "request")
+            columns.append(column)
+        self.schema = Schema(tuple(columns))
+
+    def _varying(self, column: Column) -> int:
+        """Requests with more than one value of a column; missing is one. A request is of one user."""
+        kinds = [kind for kind in (Kind.REQUEST, Kind.USER) if self.schema.one(kind) is not None]
+        keys = [f"{self.parsed[self.one(kind).name].value} AS {kind.value}_" for kind in kinds]
+        rows = self.query(f"{', '.join(keys)}, {self.parsed[column.name].value} AS value")
+        several = "min(value) IS DISTINCT FROM max(value) OR count(value) NOT IN (0, count(*))"
+        by = ", ".join(f"{kind.value}_" for kind in kinds)
+        query = f"SELECT 1 FROM ({rows}) WHERE request_ IS NOT NULL GROUP BY {by} HAVING {several}"
+        return int(self.table.sql(f"SELECT count(*) FROM ({query})")[0][0])
+
     def drop_types(self) -> None:
         """Leave out the events of other types than those that are named."""
         self._drop("of other types", self.query("rowid", f"NOT {self.of_types()}"))
@@ -474,7 +505,10 @@ class Builder:
         for_each = len(self.sides) * (2 + (self.options.duplicates == "drop")) + sum(
             len(side.schema.columns) for side in self.sides
         )
-        once = (self.options.min_events, self.events, self.options.history is not None, self.options.split is not None, True)
+        once = (
+            self.options.min_events, self.rows.schema.one(Kind.REQUEST), self.events, self.options.history is not None,
+            self.options.split is not None, True,
+        )  # fmt: skip
         return for_each + len(self.tables) + sum(map(bool, once))
 
     def _build(self) -> Dataset:
@@ -490,6 +524,9 @@ class Builder:
             if self.options.min_events and side is self.rows:
                 self.step("rare users and items")
                 side.drop_rare()
+        if self.rows.schema.one(Kind.REQUEST) is not None:
+            self.step("whose columns are")
+            self.rows.tell_sides()
         if self.events is not None:
             self.step("events of others")
             self.events.compare_units(self.rows)

@@ -1,11 +1,11 @@
-"""Batches of a table's rows: a part of the rows, what a loader's worker gathers of them, and the loader."""
+"""Batches of a table's requests: a part of the rows, what a loader's worker gathers of them, and the loader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from jagged.data.histories import spread
 from jagged.data.logs import Columns, EventLog
 from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
 from jagged.data.records import Dataset
-from jagged.data.schema import WITH_IDS, Column, Kind
+from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -31,79 +31,101 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
 
+#: Before the names of an event's columns in `Batch.features`.
+HISTORY = "history."
+
 
 @dataclass
 class Batch:
-    """Some rows of a part; nothing is padded. `B` rows, whose histories have `H` events together.
+    """`R` requests with `S` candidates together; nothing is padded, and what is the request's stands once for it.
 
-    With drawn negatives each row is a request with several candidates, `N` in the batch: its own item first, then the drawn ones.
-    What is the request's stands once for it.
+    The rows of a user that share a request are its candidates, in the dataset's order. Where the table has no column of requests,
+    or a row lacks its request, the row is a request of one candidate: `R = S`. With drawn negatives each row is a request, and
+    its candidates are its own item first, then the drawn ones.
+
+    Ids are int64 numbers of the part's encoders. A missing id is 0, and so is the one id of a missing list; an empty list has
+    none. Keys are in the schema's order, the same in every batch.
 
     Attributes:
-        rows: int64 `[B]`, their numbers in the dataset.
-        features: the columns of ids but the candidate's, by name: int64 numbers of the part's encoders, a sample a row. With
-            weights (1 in columns that have none) where a list has some. A missing list has the one number 0, an empty one none.
-        candidates: the candidate's column, one number a row; None where there is none. With drawn negatives a sample a candidate,
-            `N` in all, and the item's other columns of ids as well.
-        numbers: float32 `[B, C]`, the columns of kind number in the schema's order, the training mean where one is missing.
-        numbers_missing: bool `[B, C]`.
-        number_lists: the lists of numbers by name, the training mean where one is missing, with weights 1, and 0 where one is
-            missing; None where there are none.
-        labels: float32 `[B, K]`, 0 where one is missing; of a table without labels `[B, 0]`, which `label` says in words. With
-            drawn negatives `[N, 1]`: 1 for the row's own item, 0 for others.
+        features: ids, a sample a request: the request's columns without weights; then the candidates' columns with one id each
+            whose table is also read here, with as many ids as the request has candidates; then `history.<column>` for each
+            column that the events of the request's history show, oldest first.
+        weighted_features: the request's lists of ids that have weights; None where there are none.
+        candidates: the other columns of ids of the candidates, a sample a candidate; None where there are none.
+        weighted_candidates: their lists of ids that have weights; None where there are none.
+        candidate_offsets: int64 `[R + 1]`: the candidates of request r are those from `candidate_offsets[r]` to below
+            `candidate_offsets[r + 1]`.
+        rows: int64 `[S]`, the number of each candidate's row in the dataset; with drawn negatives that of the request's own row.
+        labels: float32 `[S, T]`, 0 where one is missing; of a table without labels `[S, 0]`, which `label` says in words. With
+            drawn negatives `[S, 1]`: 1 for the row's own item, 0 for others.
         label_mask: bool, as the labels: where a label is there.
-        weights: float32 `[B]`, ones without a column of that kind.
-        times: int64 `[B]`, or None.
-        history: by column what the events show, oldest first: candidate, ids, event type; None without histories. With weights
-            where events have some, in each column the same.
-        history_lists: the lists of ids that events show, by name: a sample an event, in the order of `history`; so their lengths
-            are `[H]` a column, and what pools them gives `[H, D]`. None where events show none.
-        history_times: int64 `[H]`.
-        history_numbers, history_numbers_missing: `[H, C]`, as of the rows: the columns of kind number that the events have.
+        weights: float32 `[S]`, ones without a column of that kind.
+        request_index: int64 `[R]`, a number for each request: that of its first row in the dataset.
+        user_index: int64 `[R]`, the code of the request's user in the dataset, -1 where it is missing.
+        request_times: int64 `[R]`, of the first row; None without times.
+        request_numbers, candidate_numbers: float32 `[R, N]` and `[S, M]`, the columns of kind number in the schema's order, the
+            training mean where one is missing.
+        request_numbers_missing, candidate_numbers_missing: bool, as these.
+        request_number_lists, candidate_number_lists: the lists of numbers by name, a sample a request or candidate: the training
+            mean where one is missing, with weights 1, and 0 where one is missing; None where there are none.
+        history_times: int64 `[H]`, of the events in the histories; None, as all that follows, without histories.
+        history_weights: float32 `[H]`, how much the events count; None where nothing says so.
+        history_numbers, history_numbers_missing: `[H, C]`, as of the requests: the columns of kind number that events have.
         history_labels, history_label_mask: `[H, E]`: of the labels that events show.
-        candidate_offsets: int64 `[B + 1]`: the candidates of row i are those from `candidate_offsets[i]` to below
-            `candidate_offsets[i + 1]`; None where each row has one.
-        candidate_numbers, candidate_numbers_missing, candidate_number_lists: with drawn negatives the item's columns of numbers,
-            `[N, C']`, and of lists of numbers, as of the rows.
+        history_lists: the lists of ids that events show, by name, a sample an event: so their lengths are `[H]` a column, and
+            what pools them gives `[H, D]`; None where events show none.
         sampled: whether there are drawn negatives. Figures of such batches depend on the draws, and say so.
     """
 
-    rows: Tensor
     features: KeyedJaggedTensor
+    weighted_features: KeyedJaggedTensor | None
     candidates: KeyedJaggedTensor | None
-    numbers: Tensor
-    numbers_missing: Tensor
-    number_lists: KeyedJaggedTensor | None
+    weighted_candidates: KeyedJaggedTensor | None
+    candidate_offsets: Tensor
+    rows: Tensor
     labels: Tensor
     label_mask: Tensor
     weights: Tensor
-    times: Tensor | None
-    history: KeyedJaggedTensor | None = None
-    history_lists: KeyedJaggedTensor | None = None
+    request_index: Tensor
+    user_index: Tensor
+    request_times: Tensor | None
+    request_numbers: Tensor
+    request_numbers_missing: Tensor
+    request_number_lists: KeyedJaggedTensor | None
+    candidate_numbers: Tensor
+    candidate_numbers_missing: Tensor
+    candidate_number_lists: KeyedJaggedTensor | None
     history_times: Tensor | None = None
+    history_weights: Tensor | None = None
     history_numbers: Tensor | None = None
     history_numbers_missing: Tensor | None = None
     history_labels: Tensor | None = None
     history_label_mask: Tensor | None = None
-    candidate_offsets: Tensor | None = None
-    candidate_numbers: Tensor | None = None
-    candidate_numbers_missing: Tensor | None = None
-    candidate_number_lists: KeyedJaggedTensor | None = None
+    history_lists: KeyedJaggedTensor | None = None
     sampled: bool = False
 
     def __len__(self) -> int:
-        return self.rows.numel()
+        return self.request_index.numel()
 
     @property
-    def candidate_rows(self) -> Tensor:
-        """The place in the batch of each candidate's row, int64 `[N]`: what is the request's is read by it."""
-        places = torch.arange(self.rows.numel(), device=self.rows.device)
-        if self.candidate_offsets is None:
-            return places
-        return torch.repeat_interleave(places, self.candidate_offsets.diff(), output_size=self.labels.shape[0])
+    def candidate_requests(self) -> Tensor:
+        """The place in the batch of each candidate's request, int64 `[S]`: what is the request's is read by it."""
+        places = torch.arange(self.request_index.numel(), device=self.request_index.device)
+        return torch.repeat_interleave(places, self.candidate_offsets.diff(), output_size=self.rows.numel())
+
+    def candidate_ids(self, name: str) -> Tensor:
+        """The ids of a column that has one for each candidate, int64 `[S]`, whether it stands in `features` or in `candidates`.
+
+        Raises:
+            KeyError: no such column.
+        """
+        for where in (self.candidates, self.features):
+            if where is not None and name in where.keys():  # noqa: SIM118 - it is no mapping
+                return where[name].values()
+        raise KeyError(name)
 
     def label(self, place: int = 0) -> tuple[Tensor, Tensor]:
-        """A label of the batch and where it is there, float32 and bool, a value a row or candidate.
+        """A label of the batch and where it is there, float32 and bool `[S]`.
 
         Raises:
             DataError: the batch does not have it; the message says how it gets one.
@@ -134,8 +156,68 @@ class Batch:
         self._mapped(lambda value: value.record_stream(stream))
 
 
-class _Places(data.Dataset[Any]):
-    """A part as DataLoader takes it: all rows of a batch at once."""
+class Layout(NamedTuple):
+    """Which columns stand in which tensor of a batch.
+
+    Attributes:
+        features: of the rows; the candidates' among them have an id a candidate.
+        history: of the events.
+    """
+
+    features: list[Column]
+    weighted_features: list[Column]
+    candidates: list[Column]
+    weighted_candidates: list[Column]
+    request_numbers: list[Column]
+    candidate_numbers: list[Column]
+    request_number_lists: list[Column]
+    candidate_number_lists: list[Column]
+    history: list[Column]
+    history_lists: list[Column]
+
+    @classmethod
+    def of(cls, schema: Schema, log: EventLog | None) -> Layout:
+        """That of the rows of a schema."""
+        ids, history = schema.of_kind(*WITH_IDS), [] if log is None else log.ids
+        requests = [column for column in ids if not column.is_candidates]
+        read = {column.table_name for column in (*requests, *history) if column.weights is None}
+        shared = [one for one in ids if one.is_candidates and one.kind is not Kind.IDS and one.table_name in read]
+        others = [one for one in ids if one.is_candidates and one not in shared]
+        numbers, lists = schema.of_kind(Kind.NUMBER), schema.features(Kind.NUMBERS)
+        return cls(
+            features=[one for one in ids if one in shared or (one in requests and one.weights is None)],
+            weighted_features=[one for one in requests if one.weights is not None],
+            candidates=[one for one in others if one.weights is None],
+            weighted_candidates=[one for one in others if one.weights is not None],
+            request_numbers=[one for one in numbers if not one.is_candidates],
+            candidate_numbers=[one for one in numbers if one.is_candidates],
+            request_number_lists=[one for one in lists if not one.is_candidates],
+            candidate_number_lists=[one for one in lists if one.is_candidates],
+            history=history,
+            history_lists=[] if log is None else log.lists,
+        )
+
+
+class _Chosen(NamedTuple):
+    """The rows of a batch.
+
+    Attributes:
+        first: int64 `[R]`, the row that says what is the request's.
+        counts: int64 `[R]`, candidates of each request.
+        own: int64 `[S]`, the row that a candidate is of.
+        values: int64 `[S]`, the row that has the candidate's values.
+        items: int32 `[S]`, the candidates' codes; None: as in these rows.
+    """
+
+    first: IntArray
+    counts: IntArray
+    own: IntArray
+    values: IntArray
+    items: npt.NDArray[np.int32] | None = None
+
+
+class _Samples(data.Dataset[Any]):
+    """A part as DataLoader takes it: all samples of a batch at once."""
 
     def __init__(self, part: Part, max_history: int | None) -> None:
         self.part, self.max_history = part, max_history
@@ -147,12 +229,15 @@ class _Places(data.Dataset[Any]):
         return self.part.collect(places, max_history=self.max_history)
 
 
-class _Requests(_Places):
-    """The same with drawn negatives; each batch comes with the epoch that it is drawn for."""
+class _Drawn(_Samples):
+    """The same with drawn negatives: each row is a sample, and each batch comes with the epoch that it is drawn for."""
 
     def __init__(self, part: Part, max_history: int | None, drawing: Drawing) -> None:
         super().__init__(part, max_history)
         self.drawing = drawing
+
+    def __len__(self) -> int:
+        return len(self.part.rows)
 
     def __getitems__(self, places: tuple[int, Sequence[int]]) -> dict[str, Tensor]:  # type: ignore[override]
         epoch, chosen = places
@@ -179,14 +264,14 @@ class NegativesLoader(DataLoader[Any]):
     `Trainer` calls `set_epoch`. Without it each iteration has the draws of epoch 0.
     """
 
-    def __init__(self, requests: _Requests, collate: Callable[[Any], Batch], **options: Any) -> None:
+    def __init__(self, samples: _Drawn, collate: Callable[[Any], Batch], **options: Any) -> None:
         of_batches = {name: options[name] for name in _OF_BATCHES if name in options}
-        plain: DataLoader[Any] = DataLoader(requests, **of_batches, generator=options.get("generator"))
+        plain: DataLoader[Any] = DataLoader(samples, **of_batches, generator=options.get("generator"))
         if plain.batch_sampler is None:
             raise ValueError("batch_size: got None, expected rows of a batch")
         others = {name: value for name, value in options.items() if name not in _OF_BATCHES}
         self._of_epoch = _OfEpoch(plain.batch_sampler)
-        super().__init__(requests, batch_sampler=self._of_epoch, collate_fn=collate, **others)  # type: ignore[arg-type]
+        super().__init__(samples, batch_sampler=self._of_epoch, collate_fn=collate, **others)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next iterations have the draws of an epoch, from 0."""
@@ -198,7 +283,9 @@ _OF_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a dataset, as a model gets them. Nothing is copied but the rows' numbers.
+    """Rows of a dataset as requests, as a model gets them. Nothing is copied but the rows' numbers.
+
+    A sample is a request: `len` counts them, and loaders take their places.
 
     Attributes:
         dataset: whose rows they are.
@@ -240,15 +327,35 @@ class Part:
             object.__setattr__(self, "maps", maps)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.requests[0]) - 1
 
     def __repr__(self) -> str:
-        return f"Part({len(self):,} of {len(self.dataset):,} rows)"
+        requests = "" if len(self) == len(self.rows) else f"{len(self):,} requests, "
+        return f"Part({requests}{len(self.rows):,} of {len(self.dataset):,} rows)"
 
     @cached_property
-    def number_names(self) -> list[str]:
-        """The columns of `Batch.numbers`; with drawn negatives without those of the item, which `Batch.candidate_numbers` has."""
-        return [column.name for column in self.dataset.schema.of_kind(Kind.NUMBER)]
+    def requests(self) -> tuple[IntArray, IntArray]:
+        """Offsets int64 `[R + 1]`, and the rows of the requests one after the other, int64 `[n]`; by their first rows."""
+        codes, users = self.dataset.one(Kind.REQUEST), self.dataset.one(Kind.USER)
+        if codes is None or not len(self.rows):
+            return np.arange(len(self.rows) + 1), self.rows
+        of_row = codes[self.rows].astype(np.int64)
+        alone = of_row < 0
+        if users is not None:
+            own = users[self.rows].astype(np.int64) + 1
+            of_row = of_row * (own.max() + 1) + own
+        of_row[alone] = np.arange(alone.sum()) + of_row.max(initial=-1) + 1
+        _, first, place = np.unique(of_row, return_index=True, return_inverse=True)
+        rank = np.empty(len(first), np.int64)
+        rank[np.argsort(first)] = np.arange(len(first))
+        place = rank[place]
+        offsets = np.append(0, np.cumsum(np.bincount(place)))
+        return offsets, self.rows[np.argsort(place, kind="stable")]
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which columns stand in which tensor of a batch."""
+        return Layout.of(self.dataset.schema, self.dataset.events)
 
     @cached_property
     def label_names(self) -> list[str]:
@@ -257,28 +364,26 @@ class Part:
 
     def gather(
         self,
-        rows: Any,
+        places: Any,
         *,
         max_history: int | None = None,
         negatives: int | None = None,
         by: str = UNIFORM,
         seed: int = 0,
-        item_columns: Sequence[str] = (),
-        request_columns: Sequence[str] = (),
         epoch: int = 0,
     ) -> Batch:
-        """The batch of some rows.
+        """The batch of some requests.
 
         Args:
-            rows: `[B]` integers, places in this part from 0 on, in any order.
-            max_history: most events of a row's history: the latest ones. None: all.
-            negatives, by, seed, item_columns, request_columns: as of `loader`.
+            places: `[R]` integers, places of requests in this part from 0 on, in any order; with negatives of rows.
+            max_history: most events of a request's history: the latest ones. None: all.
+            negatives, by, seed: as of `loader`.
             epoch: from 0, whose negatives training rows have.
         """
-        drawing = Drawing.of(self.dataset, self.training, negatives, by, seed, item_columns, request_columns)
+        drawing = Drawing.of(self.dataset, self.training, negatives, by, seed)
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch: got {epoch!r}, expected 0 or more")
-        return self.batch(self.collect(rows, max_history=max_history, drawing=drawing, epoch=epoch), drawing)
+        return self.batch(self.collect(places, max_history=max_history, drawing=drawing, epoch=epoch), drawing)
 
     def loader(
         self,
@@ -287,8 +392,6 @@ class Part:
         negatives: int | None = None,
         by: str = UNIFORM,
         seed: int = 0,
-        item_columns: Sequence[str] = (),
-        request_columns: Sequence[str] = (),
         **options: Any,
     ) -> DataLoader[Any]:
         """Batches of the part, as a DataLoader; its workers gather, each with the mapped files.
@@ -300,180 +403,170 @@ class Part:
         on the seed and the row; those of training rows also on the epoch. Nothing else changes them: not batches, workers,
         processes or a resumed run.
 
+        A candidate has the values that `candidate_columns` have in its item's latest training row before the time, the row's own
+        item as well, so that a value does not tell them apart; only where there is no such row yet it has the row's own value.
+
         Args:
             max_history: as of `gather`.
             negatives: how many are drawn for each row. None: none, rows have the table's labels.
             by: "uniform": each item that is left is as likely as another; "popularity": as likely as training had it often, by
                 the exact count before the row's time. One after the other, without replacement.
             seed: of the draws, 0 to 2**64 - 1.
-            item_columns: columns that are a property of the item, its category for example. A candidate has the value of its
-                item's latest training row before the time, the row's own item as well, so that a value does not tell them
-                apart; only where there is no such row yet it has the row's own value.
-            request_columns: columns that say something of the request, the same for all of its candidates. Each column of ids
-                or numbers, but user and candidate, is the item's or the request's.
             **options: of `torch.utils.data.DataLoader`: `batch_size`, `shuffle`, `sampler`, `num_workers` and so on.
 
         Raises:
             DataError: negatives of a table that has labels, or lacks user, candidate or time; of a part without a training part
-                (`Dataset.split` has one); or a column that is neither the item's nor the request's.
+                (`Dataset.split` has one); or with a column of which the schema does not say whether it is the candidate's or the
+                request's.
             ValueError: an argument out of range.
         """
-        drawing = Drawing.of(self.dataset, self.training, negatives, by, seed, item_columns, request_columns)
+        drawing = Drawing.of(self.dataset, self.training, negatives, by, seed)
         if drawing is None or self.training is None:
             # What is collated is what `__getitems__` gives, which torch's types do not know.
-            return DataLoader(_Places(self, max_history), collate_fn=self.batch, **options)  # type: ignore[arg-type]
+            return DataLoader(_Samples(self, max_history), collate_fn=self.batch, **options)  # type: ignore[arg-type]
         self.training.prepare(drawing)
-        return NegativesLoader(_Requests(self, max_history, drawing), partial(self.batch, drawing=drawing), **options)
+        return NegativesLoader(_Drawn(self, max_history, drawing), partial(self.batch, drawing=drawing), **options)
 
     def collect(
-        self, rows: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0
+        self, places: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0
     ) -> dict[str, Tensor]:
         """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
         if max_history is not None and max_history < 0:
             raise ValueError(f"max_history: got {max_history}, expected 0 or more")
-        dataset = self.dataset
-        chosen = self.rows[np.asarray(rows, dtype=np.int64)]
-        found: dict[str, AnyArray] = {"rows": chosen}
-        columns = self._columns(drawing)
-        self._keyed(found, "features", columns["features"], chosen)
-        found["numbers"], found["numbers_missing"] = self._numbers(dataset, columns["numbers"], chosen)
-        if columns["number_lists"]:
-            self._keyed(found, "number_lists", columns["number_lists"], chosen)
+        dataset, layout = self.dataset, self.layout
+        places = np.asarray(places, dtype=np.int64)
+        rows = self._chosen(places) if drawing is None else self._drawn(self.rows[places], drawing, epoch)
+        found: dict[str, AnyArray] = {
+            "candidate_offsets": np.append(0, np.cumsum(rows.counts)),
+            "rows": rows.own,
+            "request_index": rows.first,
+        }
         if drawing is None:
-            if columns["candidates"]:
-                self._keyed(found, "candidates", columns["candidates"], chosen)
-            found["labels"], found["label_mask"] = self._labels(dataset, self.label_names, chosen)
+            found["labels"], found["label_mask"] = self._labels(dataset, self.label_names, rows.own)
         else:
-            self._candidates(found, columns, chosen, drawing, epoch)
-        weights, times = dataset.one(Kind.WEIGHT), dataset.one(Kind.TIME)
-        found["weights"] = np.ones(len(chosen), np.float32) if weights is None else weights[chosen]
+            assert rows.items is not None
+            found["labels"] = np.zeros((len(rows.own), 1), np.float32)
+            found["labels"][found["candidate_offsets"][:-1]] = 1
+            found["label_mask"] = rows.items[:, None] >= 0
+        users, weights, times = (dataset.one(kind) for kind in (Kind.USER, Kind.WEIGHT, Kind.TIME))
+        found["user_index"] = np.full(len(rows.first), -1) if users is None else users[rows.first].astype(np.int64)
+        found["weights"] = np.ones(len(rows.own), np.float32) if weights is None else weights[rows.own]
         if times is not None:
-            found["times"] = times[chosen]
+            found["request_times"] = times[rows.first]
+        for side, of in (("request", rows.first), ("candidate", rows.values)):
+            numbers = self._numbers(dataset, getattr(layout, f"{side}_numbers"), of)
+            found[f"{side}_numbers"], found[f"{side}_numbers_missing"] = numbers
+            self._keyed(found, f"{side}_number_lists", rows)
+        for name in ("weighted_features", "candidates", "weighted_candidates"):
+            self._keyed(found, name, rows)
+        start, stop = self._views(rows.first, max_history)
+        self._keyed(found, "features", rows, start, stop)
         if (log := dataset.events) is not None:
-            self._history(found, log, chosen, max_history)
+            self._history(found, log, log.rows(spread(start, stop - start)))
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
 
     def batch(self, collected: Mapping[str, Tensor], drawing: Drawing | None = None) -> Batch:
         """The batch of what `collect` gave."""
-        columns, count = self._columns(drawing), collected["rows"].numel()
-        counts = dict.fromkeys(columns, count)
-        if drawing is not None:
-            counts["candidates"] = counts["candidate_number_lists"] = collected["labels"].shape[0]
+        requests, candidates = collected["request_index"].numel(), collected["rows"].numel()
+        strides = {"features": requests, "weighted_features": requests, "request_number_lists": requests}
+        strides |= {"candidates": candidates, "weighted_candidates": candidates, "candidate_number_lists": candidates}
         if "history_times" in collected:
-            counts["history_lists"] = collected["history_times"].numel()
+            strides["history_lists"] = collected["history_times"].numel()
         keyed = {
-            name: _keyed_tensor([column.name for column in columns[name]], collected, name, counts[name])
+            name: _keyed_tensor(self._keys(name), collected, name, stride)
+            for name, stride in strides.items()
             if f"{name}.values" in collected
-            else None
-            for name in columns
-            if not name.endswith("numbers")
         }
         plain = {one.name: collected.get(one.name) for one in fields(Batch) if one.name not in (*keyed, "sampled")}
         return Batch(**{**plain, **keyed}, sampled=drawing is not None)  # type: ignore[arg-type]
 
-    def _columns(self, drawing: Drawing | None) -> dict[str, list[Column]]:
-        """What is in which tensor of a batch."""
-        schema, log = self.dataset.schema, self.dataset.events
-        of_item = () if drawing is None else drawing.item_columns
-        ids = [column for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE]
-        numbers, lists = schema.of_kind(Kind.NUMBER), schema.features(Kind.NUMBERS)
-        return {
-            "features": [column for column in ids if column.name not in of_item],
-            "candidates": [*schema.of_kind(Kind.CANDIDATE), *(column for column in ids if column.name in of_item)],
-            "numbers": [column for column in numbers if column.name not in of_item],
-            "candidate_numbers": [column for column in numbers if column.name in of_item],
-            "number_lists": [column for column in lists if column.name not in of_item],
-            "candidate_number_lists": [column for column in lists if column.name in of_item],
-            "history": [] if log is None else log.ids,
-            "history_lists": [] if log is None else log.lists,
-        }
+    def _keys(self, name: str) -> list[str]:
+        keys = [column.name for column in getattr(self.layout, name)]
+        return keys + [f"{HISTORY}{column.name}" for column in self.layout.history] if name == "features" else keys
 
-    def _candidates(
-        self, found: dict[str, AnyArray], columns: dict[str, list[Column]], chosen: IntArray, drawing: Drawing, epoch: int
-    ) -> None:
-        """Each row's own item and its negatives, with what is theirs."""
+    def _chosen(self, places: IntArray) -> _Chosen:
+        """The rows of some requests."""
+        offsets, rows = self.requests
+        start, counts = offsets[places], offsets[places + 1] - offsets[places]
+        own = rows[spread(start, counts)]
+        return _Chosen(rows[start], counts, own, own)
+
+    def _drawn(self, chosen: IntArray, drawing: Drawing, epoch: int) -> _Chosen:
+        """Each row's own item and its negatives, and the rows whose values the candidates have."""
         item, time = self.dataset.one(Kind.CANDIDATE), self.dataset.one(Kind.TIME)
         # `Drawing.of` has seen to it.
         assert self.training is not None
         assert item is not None
         assert time is not None
         lengths, drawn = self.training.draw(chosen, drawing, epoch)
-        offsets = np.append(0, np.cumsum(lengths + 1))
-        own = offsets[:-1]
-        items = np.empty(offsets[-1], np.int32)
-        is_own = np.zeros(offsets[-1], np.bool_)
-        is_own[own] = True
-        items[own], items[~is_own] = item[chosen], drawn
-        found["candidate_offsets"] = offsets
-        found["labels"] = is_own[:, None].astype(np.float32)
-        found["label_mask"] = items[:, None] >= 0
-        values = self.maps[columns["candidates"][0].table_name][items + 1]
-        if not drawing.item_columns:
-            found["candidates.values"], found["candidates.lengths"] = values.astype(np.int64), np.ones(len(items), np.int64)
-            found["candidate_numbers"], found["candidate_numbers_missing"] = self._numbers(self.dataset, [], items)
-            return
-        of_request = np.repeat(chosen, lengths + 1)
-        rows = self.training.latest(items, time[of_request])
-        rows = np.where(rows < 0, of_request, rows)
-        self._keyed(found, "candidates", columns["candidates"], rows)
-        numbers = self._numbers(self.dataset, columns["candidate_numbers"], rows)
-        found["candidate_numbers"], found["candidate_numbers_missing"] = numbers
-        if columns["candidate_number_lists"]:
-            self._keyed(found, "candidate_number_lists", columns["candidate_number_lists"], rows)
+        own = np.repeat(chosen, lengths + 1)
+        is_own = np.zeros(len(own), np.bool_)
+        is_own[np.cumsum(lengths + 1) - lengths - 1] = True
+        items = np.empty(len(own), np.int32)
+        items[is_own], items[~is_own] = item[chosen], drawn
+        values = own
+        if drawing.item_columns:
+            latest = self.training.latest(items, time[own])
+            values = np.where(latest < 0, own, latest)
+        return _Chosen(chosen, lengths + 1, own, values, items)
 
-    def _history(self, found: dict[str, AnyArray], log: EventLog, chosen: IntArray, max_history: int | None) -> None:
-        """What the events in the rows' histories show."""
-        start, stop = self.dataset.start[chosen], self.dataset.stop[chosen]
-        if max_history is not None:
-            start = np.maximum(start, stop - max_history)
-        events, table = log.rows(spread(start, stop - start)), log.table
-        numbers = [self.maps[column.table_name][table.column(column.name)[events] + 1] for column in log.ids]
-        found["history.values"] = np.concatenate(numbers, dtype=np.int64)
-        found["history.lengths"] = np.tile(stop - start, len(numbers))
+    def _views(self, rows: IntArray, max_history: int | None) -> tuple[IntArray, IntArray]:
+        """The ranges of the log that rows know; without histories empty."""
+        if self.dataset.events is None:
+            return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
+        start, stop = self.dataset.start[rows], self.dataset.stop[rows]
+        return start if max_history is None else np.maximum(start, stop - max_history), stop
+
+    def _history(self, found: dict[str, AnyArray], log: EventLog, rows: IntArray) -> None:
+        """What events show beside their ids."""
+        table = log.table
+        found["history_times"] = table.column(log.time)[rows]
         if log.weights is not None:
-            found["history.weights"] = np.tile(table.column(log.weights)[events], len(numbers))
+            found["history_weights"] = table.column(log.weights)[rows]
+        found["history_numbers"], found["history_numbers_missing"] = self._numbers(table, log.numbers, rows)
+        found["history_labels"], found["history_label_mask"] = self._labels(table, list(log.labels), rows)
         if log.lists:
-            self._keyed(found, "history_lists", log.lists, events, table)
-        found["history_times"] = table.column(log.time)[events]
-        found["history_numbers"], found["history_numbers_missing"] = self._numbers(table, log.numbers, events)
-        found["history_labels"], found["history_label_mask"] = self._labels(table, list(log.labels), events)
+            _put(found, "history_lists", [self._values(column, table, rows) for column in log.lists])
 
     def _keyed(
-        self, found: dict[str, AnyArray], name: str, columns: list[Column], chosen: IntArray, table: Columns | None = None
+        self,
+        found: dict[str, AnyArray],
+        name: str,
+        rows: _Chosen,
+        start: IntArray | None = None,
+        stop: IntArray | None = None,
     ) -> None:
-        """Values, lengths and weights of columns with ids or lists of numbers, key by key."""
-        # A table without rows is one, too.
-        table = self.dataset if table is None else table
-        values: list[AnyArray] = []
-        lengths: list[AnyArray] = []
-        weights: list[FloatArray] = []
-        for column in columns:
-            if column.kind not in LISTS:
-                values.append(self.maps[column.table_name][table.column(column.name)[chosen] + 1])
-                lengths.append(np.ones(len(chosen), np.int64))
-                weights.append(np.ones(len(chosen), np.float32))
-                continue
-            offsets, stored = table.list_column(column.name)
-            start = offsets[chosen]
-            lengths.append(offsets[chosen + 1] - start)
-            places = spread(start, lengths[-1])
-            if column.kind is Kind.IDS:
-                values.append(self.maps[column.table_name][stored[places] + 1])
-                given = None if column.weights is None else table.list_column(column.weights)[1][places]
-                # Only a missing list's one id has no weight.
-                weights.append(
-                    np.ones(len(places), np.float32) if given is None else np.where(np.isnan(given), np.float32(1), given)
-                )
-            else:
-                missing = np.isnan(stored[places])
-                values.append(np.where(missing, np.float32(self.encoders.statistics[column.name].mean), stored[places]))
-                weights.append((~missing).astype(np.float32))
-        of_numbers = name.endswith("number_lists")
-        dtype = np.float32 if of_numbers else np.int64
-        found[f"{name}.values"] = np.concatenate(values, dtype=dtype) if values else np.zeros(0, dtype)
-        found[f"{name}.lengths"] = np.concatenate(lengths) if lengths else np.zeros(0, np.int64)
-        if of_numbers or any(column.weights is not None for column in columns):
-            found[f"{name}.weights"] = np.concatenate(weights)
+        """Values, lengths and weights of a tensor of the layout, key by key; nothing where it has no columns."""
+        keys: list[_Key] = []
+        for column in getattr(self.layout, name):
+            key = self._values(column, self.dataset, rows.values if column.is_candidates else rows.first, rows.items)
+            # One each, beside what is the request's.
+            keys.append(key._replace(lengths=rows.counts) if name == "features" and column.is_candidates else key)
+        if start is not None and stop is not None and (log := self.dataset.events) is not None:
+            events = log.rows(spread(start, stop - start))
+            keys += [self._values(column, log.table, events)._replace(lengths=stop - start) for column in log.ids]
+        if keys or name == "features":
+            _put(found, name, keys)
+
+    def _values(self, column: Column, table: Columns, rows: IntArray, items: npt.NDArray[np.int32] | None = None) -> _Key:
+        """A column of some rows: ids as numbers, or lists of numbers; `items` are codes of candidates in place of the rows'."""
+        if column.kind not in LISTS:
+            codes = items if items is not None and column.kind is Kind.CANDIDATE else table.column(column.name)[rows]
+            return _Key(self.maps[column.table_name][codes + 1], np.ones(len(rows), np.int64), None)
+        offsets, stored = table.list_column(column.name)
+        start = offsets[rows]
+        lengths = offsets[rows + 1] - start
+        places = spread(start, lengths)
+        if column.kind is Kind.NUMBERS:
+            missing = np.isnan(stored[places])
+            mean = np.float32(self.encoders.statistics[column.name].mean)
+            return _Key(np.where(missing, mean, stored[places]), lengths, (~missing).astype(np.float32))
+        weights = None
+        if column.weights is not None:
+            weights = table.list_column(column.weights)[1][places]
+            # Only a missing list's one id has no weight.
+            weights = np.where(np.isnan(weights), np.float32(1), weights)
+        return _Key(self.maps[column.table_name][stored[places] + 1], lengths, weights)
 
     def _numbers(self, table: Columns, columns: list[Column], chosen: AnyArray) -> tuple[FloatArray, BoolArray]:
         shape = (len(chosen), len(columns))
@@ -492,13 +585,34 @@ class Part:
         return np.where(mask, values, np.float32(0)), mask
 
 
-def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, count: int) -> KeyedJaggedTensor:
-    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+class _Key(NamedTuple):
+    """A key of a KeyedJaggedTensor."""
 
+    values: AnyArray
+    lengths: IntArray
+    weights: FloatArray | None
+
+
+def _put(found: dict[str, AnyArray], name: str, keys: list[_Key]) -> None:
+    """Write the keys of a tensor down, one after the other."""
+    dtype = np.float32 if name.endswith("number_lists") else np.int64
+    found[f"{name}.values"] = np.concatenate([np.zeros(0, dtype), *(key.values for key in keys)], dtype=dtype)
+    found[f"{name}.lengths"] = np.concatenate([np.zeros(0, np.int64), *(key.lengths for key in keys)])
+    if any(key.weights is not None for key in keys):
+        weights = [np.ones(len(key.values), np.float32) if key.weights is None else key.weights for key in keys]
+        found[f"{name}.weights"] = np.concatenate(weights)
+
+
+def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, stride: int) -> KeyedJaggedTensor:
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+    from torchrec.streamable import Pipelineable
+
+    # TorchRec's pipelines ask for it; who gathers in a worker has no need of torchrec.
+    Pipelineable.register(Batch)
     return KeyedJaggedTensor(
         keys=keys,
         values=collected[f"{name}.values"],
         weights=collected.get(f"{name}.weights"),
         lengths=collected[f"{name}.lengths"],
-        stride=count,
+        stride=stride,
     )

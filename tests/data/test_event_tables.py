@@ -188,14 +188,17 @@ def test_a_row_knows_of_an_event_table_what_the_definition_says(
     assert leaks.counts["histories_too_late"] == leaks.counts["unsupported_ids"] == leaks.counts["unsupported_statistics"] == 0
     for part in (split.train, split.valid, split.test):
         batch = part.gather(np.arange(len(part)), max_history=latest)
-        told = [views[row] if latest is None else views[row][-latest:] for row in dataset.source[part.rows].tolist()]
+        told = [
+            views[row] if latest is None else views[row][-latest:] for row in dataset.source[batch.request_index.numpy()].tolist()
+        ]
         flat = [events[i] for one in told for i in one]
-        assert batch.history is not None
-        assert batch.history.keys() == ["what", "type", "place", "shop"]
+        history = [key for key in batch.features.keys() if key.startswith("history.")]  # noqa: SIM118 - it is no mapping
+        assert history == ["history.what", "history.type", "history.place", "history.shop"]
         for column, table in (("what", "item"), ("type", "kind"), ("place", "place"), ("shop", "shop")):
-            assert batch.history[column].lengths().tolist() == [len(one) for one in told]
-            assert batch.history[column].values().tolist() == [numbers[table][event[column]] for event in flat]
-            assert batch.history[column].weights().tolist() == [event["strength"] for event in flat]
+            assert batch.features[f"history.{column}"].lengths().tolist() == [len(one) for one in told]
+            assert batch.features[f"history.{column}"].values().tolist() == [numbers[table][event[column]] for event in flat]
+        assert batch.history_weights is not None
+        assert batch.history_weights.tolist() == [event["strength"] for event in flat]
         assert batch.history_lists is not None
         tags = batch.history_lists["tags"]
         assert tags.lengths().tolist() == [len(listed(event["tags"])) for event in flat]
@@ -252,12 +255,13 @@ def test_types_and_weights_of_the_tables_own_events(
     assert not any(split.leaks().counts[name] for name in ("histories_too_late", "unsupported_ids", "unsupported_statistics"))
     for part in (split.train, split.test):
         batch = part.gather(np.arange(len(part)), max_history=latest)
-        told = [views[row] if latest is None else views[row][-latest:] for row in dataset.source[part.rows].tolist()]
+        told = [
+            views[row] if latest is None else views[row][-latest:] for row in dataset.source[batch.request_index.numpy()].tolist()
+        ]
         flat = [rows[i] for one in told for i in one]
-        assert batch.history is not None
-        assert batch.history["item"].lengths().tolist() == [len(one) for one in told]
-        assert batch.history["item"].values().tolist() == [numbers[event["item"]] for event in flat]
-        assert batch.history["item"].weights().tolist() == [slow.single(event["price"]) for event in flat]
+        assert batch.features["history.item"].lengths().tolist() == [len(one) for one in told]
+        assert batch.features["history.item"].values().tolist() == [numbers[event["item"]] for event in flat]
+        assert batch.history_weights.tolist() == [slow.single(event["price"]) for event in flat]
         assert batch.history_lists is not None
         assert batch.history_lists["items"].lengths().tolist() == [len(listed(event["items"])) for event in flat]
         assert batch.history_lists["items"].values().tolist() == [numbers[one] for e in flat for one in listed(e["items"])]
@@ -286,8 +290,7 @@ def test_an_event_later_than_the_training_rows_trains_nothing() -> None:
     assert split.statistics["price"].count == 8 + 2
     assert split.statistics["price"].mean == pytest.approx((8 * 1.0 + 99 + 106) / 10)
     batch = split.test.gather([0])
-    assert batch.history is not None
-    assert batch.history["what"].values().tolist() == [3, 4, 1, 1]
+    assert batch.features["history.what"].values().tolist() == [3, 4, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -537,8 +540,7 @@ def test_views_that_reach_too_far_into_the_events_are_found() -> None:
 def test_an_event_table_without_rows_has_empty_histories() -> None:
     dataset = made(ROWS, [])
     batch = dataset.split(valid=0.1, test=0.1).train.gather([0, 1])
-    assert batch.history is not None
-    assert batch.history["what"].lengths().tolist() == [0, 0]
+    assert batch.features["history.what"].lengths().tolist() == [0, 0]
 
 
 def test_lists_of_numbers_are_no_features_of_events() -> None:

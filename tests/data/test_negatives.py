@@ -51,17 +51,17 @@ def events(rows: Sequence[slow.Row], **options: Any) -> Dataset:
 
 def drawn(part: Part, batch: Batch) -> dict[int, list[Any]]:
     """By a row's number in the source its candidates, its own item first; and what every batch has to keep to."""
-    assert batch.candidates is not None
-    assert batch.candidate_offsets is not None
     # Codes, not what the encoders know of.
-    codes = batch.candidates["item"].values()
+    codes = batch.candidate_ids("item")
     offsets = batch.candidate_offsets.tolist()
-    assert batch.candidates.stride() == len(codes) == offsets[-1] == len(batch.labels) == len(batch.label_mask)
+    assert len(codes) == offsets[-1] == len(batch.labels) == len(batch.label_mask) == len(batch.rows)
     found = {}
-    for row, begin, end in zip(batch.rows.tolist(), offsets, offsets[1:], strict=False):
+    requests = batch.request_index.tolist()
+    for row, begin, end in zip(requests, offsets, offsets[1:], strict=False):
         found[int(part.dataset.source[row])] = codes[begin:end].tolist()
         assert batch.labels[begin:end, 0].tolist() == [1.0] + [0.0] * (end - begin - 1)
-        assert batch.candidate_rows[begin:end].tolist() == [batch.rows.tolist().index(row)] * (end - begin)
+        assert batch.candidate_requests[begin:end].tolist() == [requests.index(row)] * (end - begin)
+        assert batch.rows[begin:end].tolist() == [row] * (end - begin)
     return found
 
 
@@ -212,9 +212,8 @@ def test_draws_have_the_stated_distribution(by: str, way: str, monkeypatch: pyte
     if by == "uniform":
         weights = dict.fromkeys(weights, 1)
     batch = part.gather(range(repeats), negatives=count, by=by, seed=11)
-    assert batch.candidates is not None
     ids = part.dataset.ids("item").ids.to_pylist()
-    items = np.array([int(ids[code - 2][1:]) for code in batch.candidates["item"].values().tolist()]).reshape(repeats, count + 1)
+    items = np.array([int(ids[code - 2][1:]) for code in batch.candidate_ids("item").tolist()]).reshape(repeats, count + 1)
     total = sum(weights.values())
     first = {item: weight / total for item, weight in weights.items()}
     second = {
@@ -250,8 +249,7 @@ def test_draws_of_rows_epochs_and_seeds_are_independent() -> None:
 
     def firsts(seed: int) -> Any:
         batch = part.gather(range(repeats), negatives=1, seed=seed)
-        assert batch.candidates is not None
-        return batch.candidates["item"].values()[1::2].numpy()
+        return batch.candidate_ids("item")[1::2].numpy()
 
     one, two = firsts(0), firsts(1)
     for a, b in ((one, two), (one[:-1], one[1:])):
@@ -288,8 +286,8 @@ def told(loader: Any) -> dict[int, list[int]]:
     found = {}
     for batch in loader:
         offsets = batch.candidate_offsets.tolist()
-        values = batch.candidates["item"].values().tolist()
-        found |= {row: values[a:b] for row, a, b in zip(batch.rows.tolist(), offsets, offsets[1:], strict=False)}
+        values = batch.candidate_ids("item").tolist()
+        found |= {row: values[a:b] for row, a, b in zip(batch.request_index.tolist(), offsets, offsets[1:], strict=False)}
     return found
 
 
@@ -326,14 +324,19 @@ def test_a_worker_that_is_started_anew_draws_the_same(split: Split) -> None:
 def test_a_loader_gives_the_rows_that_one_without_negatives_gives(split: Split) -> None:
     def rows(**options: Any) -> list[list[int]]:
         torch.manual_seed(3)
-        return [batch.rows.tolist() for batch in split.train.loader(batch_size=64, shuffle=True, drop_last=True, **options)]
+        return [
+            batch.request_index.tolist() for batch in split.train.loader(batch_size=64, shuffle=True, drop_last=True, **options)
+        ]
 
     assert rows(negatives=2) == rows()
     assert rows(negatives=2, generator=torch.Generator().manual_seed(1)) == rows(generator=torch.Generator().manual_seed(1))
     loader = split.train.loader(negatives=2, batch_size=64)
     assert len(loader) == len(split.train.loader(batch_size=64))
     batches = split.train.loader(negatives=2, batch_sampler=[[1, 0], [5]])
-    assert [batch.rows.tolist() for batch in batches] == [split.train.rows[[1, 0]].tolist(), split.train.rows[[5]].tolist()]
+    assert [batch.request_index.tolist() for batch in batches] == [
+        split.train.rows[[1, 0]].tolist(),
+        split.train.rows[[5]].tolist(),
+    ]
     with pytest.raises(ValueError, match=r"^batch_size: got None, expected rows of a batch$"):
         split.train.loader(negatives=2, batch_size=None, sampler=SequentialSampler(range(3)))
 
@@ -360,7 +363,7 @@ SHOP = pa.table(
         "weight": [1.0, 1.0, 1.0, 1.0, 2.0, 0.5, 1.0, 1.0],
     }
 )
-SIDES = {"item_columns": ["kind", "tags", "price", "sizes"], "request_columns": ["shop", "hour"]}
+SIDES = {"candidate_columns": ["kind", "tags", "price", "sizes"], "request_columns": ["shop", "hour"]}
 SHOP_SCHEMA = Schema(
     (
         *EVENTS.columns,
@@ -375,25 +378,27 @@ SHOP_SCHEMA = Schema(
 )
 
 
-def shop() -> Split:
-    dataset = Dataset.from_table(SHOP, SHOP_SCHEMA, history="events", progress=False)
+def shop(**sides: Any) -> Split:
+    dataset = Dataset.from_table(SHOP, SHOP_SCHEMA, history="events", progress=False, **(sides or SIDES))
     found: Split = dataset.split(by="time", valid=0.0, test=0.25)
     return found
 
 
 def test_a_drawn_item_brings_its_own_columns_as_of_the_time() -> None:
     split = shop()
-    test = split.test.gather([0, 1], negatives=4, **SIDES)
+    test = split.test.gather([0, 1], negatives=4)
     # Rows are in the order of users: bob's pot at 5, dan's new at 6. Bob has had cup, tea and pot; dan nothing.
     assert len(test) == 2
-    assert test.candidate_offsets is not None
     assert test.candidate_offsets.tolist() == [0, 1, 5]
     assert test.candidates is not None
-    assert test.candidates.keys() == ["item", "kind", "tags"]
-    assert test.features.keys() == ["user", "shop"]
+    # Histories have items and kinds, so that candidates' are read beside them.
+    assert test.candidates.keys() == ["tags"]
+    assert test.features.keys() == ["user", "item", "kind", "shop", "history.item", "history.kind", "history.shop"]
     assert test.features.stride() == 2
+    assert test.features["kind"].lengths().tolist() == test.features["item"].lengths().tolist() == [1, 4]
     ids = {name: ["missing", "unseen", *encoder.ids.ids.to_pylist()] for name, encoder in split.encoders.items() if encoder.ids}
-    of = {name: [ids[name][one] for one in test.candidates[name].values().tolist()] for name in ("item", "kind", "tags")}
+    values = {"item": test.candidate_ids("item"), "kind": test.candidate_ids("kind"), "tags": test.candidates["tags"].values()}
+    of = {name: [ids[name][one] for one in found.tolist()] for name, found in values.items()}
     assert of["item"][:2] == ["pot", "unseen"]
     assert sorted(of["item"][2:]) == ["cup", "pot", "tea"]
     # A cup is "home" since 4, tea a "hot drink" since 2; and bob's pot has training's latest words of it, not its own.
@@ -403,8 +408,6 @@ def test_a_drawn_item_brings_its_own_columns_as_of_the_time() -> None:
     assert lengths == {"cup": 2, "tea": 2, "pot": 1}
     assert test.candidates["tags"].lengths().tolist()[:2] == [1, 1]
     assert of["tags"][:2] == ["missing", "unseen"]
-    assert test.candidate_numbers is not None
-    assert test.candidate_numbers_missing is not None
     assert test.candidate_numbers[:2, 0].tolist() == [4.0, 8.0]
     prices = dict(zip(of["item"][2:], test.candidate_numbers[2:, 0].tolist(), strict=True))
     assert prices == {"cup": 6.0, "tea": 3.0, "pot": 4.0}
@@ -412,42 +415,36 @@ def test_a_drawn_item_brings_its_own_columns_as_of_the_time() -> None:
     assert test.candidate_number_lists is not None
     assert test.candidate_number_lists["sizes"].lengths().tolist()[:2] == [1, 1]
     assert test.candidate_number_lists.stride() == 5
-    assert test.number_lists is None
-    assert test.numbers.tolist() == [[7.0], [8.0]]
-    assert test.numbers_missing.shape == (2, 1)
-    assert test.weights.tolist() == [1.0, 1.0]
-    assert test.times is not None
-    assert test.times.tolist() == [5, 6]
-    assert test.history is not None
-    assert test.history.keys() == ["item", "kind", "shop"]
-    assert test.history["item"].lengths().tolist() == [2, 0]
+    assert test.request_number_lists is None
+    assert test.request_numbers.tolist() == [[7.0], [8.0]]
+    assert test.request_numbers_missing.shape == (2, 1)
+    assert test.weights.tolist() == [1.0] * 5
+    assert test.request_times is not None
+    assert test.request_times.tolist() == [5, 6]
+    assert test.features["history.item"].lengths().tolist() == [2, 0]
     # Rows of ann at 1 and 3, as training saw them: at 1 there is nothing before; a cup at 3 is that of time 1.
-    train = split.train.gather([0, 1], negatives=4, **SIDES)
-    assert train.candidates is not None
-    kinds = [ids["kind"][one] for one in train.candidates["kind"].values().tolist()]
-    assert train.candidate_offsets is not None
+    train = split.train.gather([0, 1], negatives=4)
+    kinds = [ids["kind"][one] for one in train.candidate_ids("kind").tolist()]
     assert (train.candidate_offsets.tolist(), kinds) == ([0, 1, 3], ["drink", "home", "kitchen"])
 
 
 def test_columns_of_the_request_stand_once() -> None:
-    names = ["kind", "tags", "price", "sizes", "shop", "hour"]
-    split = shop()
-    batch, plain = split.test.gather([0, 1], negatives=4, request_columns=names), split.test.gather([0, 1])
-    assert batch.candidates is not None
-    assert batch.candidates.keys() == ["item"]
-    assert batch.candidates["item"].lengths().tolist() == [1] * 5
-    assert batch.candidate_numbers is not None
+    split = shop(request_columns=["kind", "tags", "price", "sizes", "shop", "hour"])
+    batch, plain = split.test.gather([0, 1], negatives=4), split.test.gather([0, 1])
+    assert batch.candidates is plain.candidates is None
+    assert batch.features["item"].lengths().tolist() == [1, 4]
     assert batch.candidate_numbers.shape == (5, 0)
-    assert batch.number_lists is not None
-    assert plain.number_lists is not None
-    for one, other in ((batch.features, plain.features), (batch.number_lists, plain.number_lists)):
+    assert batch.request_number_lists is not None
+    assert plain.request_number_lists is not None
+    for one, other in ((batch.features, plain.features), (batch.request_number_lists, plain.request_number_lists)):
         assert one.keys() == other.keys()
-        assert torch.equal(one.values(), other.values())
-        assert torch.equal(one.lengths(), other.lengths())
-    assert torch.equal(batch.numbers, plain.numbers)
+        for key in set(one.keys()) - {"item"}:
+            assert torch.equal(one[key].values(), other[key].values())
+            assert torch.equal(one[key].lengths(), other[key].lengths())
+    assert torch.equal(batch.request_numbers, plain.request_numbers)
     assert (batch.sampled, plain.sampled) == (True, False)
-    assert plain.candidate_offsets is plain.candidate_numbers is plain.candidate_number_lists is None
-    assert plain.candidate_rows.tolist() == [0, 1]
+    assert plain.candidate_offsets.tolist() == [0, 1, 2]
+    assert plain.candidate_requests.tolist() == [0, 1]
 
 
 def test_an_event_without_an_item_is_masked_and_without_a_user_has_no_past() -> None:
@@ -461,7 +458,7 @@ def test_an_event_without_an_item_is_masked_and_without_a_user_has_no_past() -> 
     labels, mask = batch.label()
     assert (labels.tolist(), mask.tolist()) == ([1.0, 0.0, 1.0, 1.0, 1.0], [True, True, True, True, False])
     none = part.gather([], negatives=3)
-    assert (len(none), none.labels.shape, none.candidate_rows.tolist()) == (0, (0, 1), [])
+    assert (len(none), none.labels.shape, none.candidate_requests.tolist()) == (0, (0, 1), [])
 
 
 def test_training_without_any_item() -> None:
@@ -471,16 +468,16 @@ def test_training_without_any_item() -> None:
     for by in ("uniform", "popularity"):
         for part in (split.train, split.test):
             batch = part.gather(range(len(part)), negatives=2, by=by)
-            assert batch.candidate_rows.tolist() == list(range(len(part)))
+            assert batch.candidate_requests.tolist() == list(range(len(part)))
 
 
 def test_a_batch_is_moved_pickled_and_told_apart() -> None:
     split = shop()
-    batch = split.test.gather([0, 1], negatives=2, **SIDES)
+    batch = split.test.gather([0, 1], negatives=2)
     sent = pickle.loads(pickle.dumps(split.test))
     assert sent.training is not split.test.training
-    assert digest(sent.gather([0, 1], negatives=2, **SIDES)) == digest(batch) != ""
-    assert digest(split.test.gather([0, 1], negatives=2, seed=1, **SIDES)) != digest(batch)
+    assert digest(sent.gather([0, 1], negatives=2)) == digest(batch) != ""
+    assert digest(split.test.gather([0, 1], negatives=2, seed=1)) != digest(batch)
     meta = batch.to(torch.device("meta"))
     assert meta.sampled
     for moved in (meta.candidate_offsets, meta.candidate_numbers):
@@ -515,9 +512,9 @@ LABELLED = Schema((*EVENTS.columns, Column("click", Kind.LABEL)))
             "negatives: found no column of kind candidate, expected one; name it in the schema",
         ),
         (
-            Schema((*EVENTS.columns, Column("shop", Kind.ID), Column("price", Kind.NUMBER))), {"request_columns": ["shop"]},
+            Schema((*EVENTS.columns, Column("shop", Kind.ID, of="request"), Column("price", Kind.NUMBER))), {},
             "negatives: found the column 'price' of kind number, expected to be told whose it is: a drawn item must not have "
-            "another item's value; name it in item_columns or in request_columns, or read the table with that column unused",
+            "another item's value; name it in candidate_columns or in request_columns when the table is read, or read it unused",
         ),
     ],
 )  # fmt: skip
@@ -548,7 +545,7 @@ def test_rows_without_a_training_part_are_refused(by: str) -> None:
     split = shop()
     part = Part(split.train.dataset, encoders=split.encoders)
     with pytest.raises(DataError) as caught:
-        part.loader(negatives=2, by=by, **SIDES)
+        part.loader(negatives=2, by=by)
     assert str(caught.value) == (
         f"negatives: found rows without a training part to draw from (by='{by}'), expected a part of Dataset.split; "
         "split the table, and take the split's train, valid or test"
@@ -567,21 +564,11 @@ def test_rows_without_a_training_part_are_refused(by: str) -> None:
         ({"negatives": 1, "epoch": -1}, "epoch: got -1, expected 0 or more"),
         ({"by": "popularity"}, "by: got 'popularity' without negatives, expected negatives=n beside it"),
         ({"seed": 3}, "seed: got 3 without negatives, expected negatives=n beside it"),
-        ({"item_columns": ["kind"]}, "item_columns: got ('kind',) without negatives, expected negatives=n beside it"),
-        (
-            {"negatives": 1, "item_columns": ["user"]},
-            "item_columns: got 'user', expected columns of ids or numbers: ['kind', 'tags', 'price', 'sizes', 'shop', 'hour']",
-        ),
-        (
-            {"negatives": 1, "item_columns": ["kind"], "request_columns": ["kind"]},
-            "item_columns, request_columns: got 'kind' in both, expected it in one",
-        ),
     ],
 )  # fmt: skip
 def test_options_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
-    sides: dict[str, Any] = SIDES if "negatives" in options and not {"item_columns", "request_columns"} & set(options) else {}
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
-        shop().train.gather([0], **{**sides, **options})
+        shop().train.gather([0], **options)
     assert str(caught.value) == message
 
 
@@ -593,5 +580,5 @@ def test_a_label_that_is_not_there_is_named() -> None:
         'name one when the table is read (label="click"), or give the loader negatives=n'
     )
     with pytest.raises(DataError) as caught:
-        shop().train.gather([0, 1], negatives=1, **SIDES).label(1)
+        shop().train.gather([0, 1], negatives=1).label(1)
     assert str(caught.value) == "batch: found 1 label columns, expected the label 1; count labels from 0"

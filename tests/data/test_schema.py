@@ -248,7 +248,7 @@ def test_a_text_that_is_no_schema_is_refused(text: str, expected: str) -> None:
 def test_an_entry_that_is_no_column_is_refused(text: str, expected: str) -> None:
     with pytest.raises(DataError) as error:
         Schema.from_toml(f"[columns]\n{text}", "s.toml")
-    rest = "a kind and of encoding, separator, size, table, weights what is needed"
+    rest = "a kind and of encoding, of, separator, size, table, weights what is needed"
     assert str(error.value) == f"s.toml: schema, column 'a': found {expected}, expected {rest}"
 
 

@@ -27,51 +27,45 @@ def test_a_batch_has_everything_and_nothing_is_padded() -> None:
     split = dataset.split("time", valid=0.0, test=0.25)
     train, test = split.train.gather([2, 0, 1]), split.test.gather([0])
     assert len(train) == 3
-    assert train.features.keys() == ["user", "place", "kind", "items"]
+    assert train.features.keys() == [
+        "user", "item", "place", "kind", "items", "history.item", "history.place", "history.kind",
+    ]  # fmt: skip
     features = train.features.to_dict()
     assert {name: features[name].lengths().tolist() for name in features} == {
-        "user": [1, 1, 1], "place": [1, 1, 1], "kind": [1, 1, 1], "items": [1, 3, 0],
+        "user": [1, 1, 1], "item": [1, 1, 1], "place": [1, 1, 1], "kind": [1, 1, 1], "items": [1, 3, 0],
+        "history.item": [2, 0, 1], "history.place": [2, 0, 1], "history.kind": [2, 0, 1],
     }  # fmt: skip
     # Item ids a, z, b are 2, 3, 4; a missing list is one missing id, an empty one has none.
     assert features["items"].values().tolist() == [0, 2, 0, 3]
     assert features["place"].values().tolist() == [3, 2, 0]
     assert features["kind"].values().tolist() == [3, 2, 2]
-    assert train.candidates is not None
-    assert train.candidates.values().tolist() == [2, 2, 4]
-    assert train.numbers.tolist() == [[3.0], [1.0], [2.0]]
-    assert train.numbers_missing.tolist() == [[False], [False], [True]]
-    assert train.number_lists is not None
-    assert train.number_lists["sizes"].lengths().tolist() == [1, 0, 2]
-    assert train.number_lists["sizes"].values().tolist() == [2.0, 2.0, 2.0]
-    assert train.number_lists["sizes"].weights().tolist() == [0.0, 1.0, 0.0]
+    assert train.candidate_ids("item").tolist() == [2, 2, 4]
+    assert train.request_numbers.tolist() == [[3.0], [1.0], [2.0]]
+    assert train.request_numbers_missing.tolist() == [[False], [False], [True]]
+    assert train.request_number_lists is not None
+    assert train.request_number_lists["sizes"].lengths().tolist() == [1, 0, 2]
+    assert train.request_number_lists["sizes"].values().tolist() == [2.0, 2.0, 2.0]
+    assert train.request_number_lists["sizes"].weights().tolist() == [0.0, 1.0, 0.0]
     assert train.labels.tolist() == [[0.0], [1.0], [0.0]]
     assert train.label_mask.tolist() == [[False], [True], [True]]
     assert train.weights.tolist() == [1.0, 1.0, 1.0]
-    assert train.times is not None
-    assert train.times.tolist() == [3, 1, 2]
-    assert train.history is not None
-    assert train.history.keys() == ["item", "place", "kind"]
-    assert train.history["item"].lengths().tolist() == [2, 0, 1]
-    assert train.history["item"].values().tolist() == [2, 4, 2]
-    assert train.history["place"].values().tolist() == [2, 0, 2]
-    assert train.history_times is not None
+    assert train.request_times is not None
+    assert train.request_times.tolist() == [3, 1, 2]
+    assert features["history.item"].values().tolist() == [2, 4, 2]
+    assert features["history.place"].values().tolist() == [2, 0, 2]
     assert train.history_times.tolist() == [1, 2, 1]
-    assert train.history_numbers is not None
     assert train.history_numbers.tolist() == [[1.0], [2.0], [1.0]]
-    assert train.history_numbers_missing is not None
     assert train.history_numbers_missing.tolist() == [[False], [True], [False]]
-    assert train.history_labels is not None
     assert train.history_labels.tolist() == [[1.0], [0.0], [1.0]]
     assert test.features["user"].values().tolist() == [1]
-    assert test.candidates is not None
-    assert test.candidates.values().tolist() == [1]
-    assert test.history is not None
-    assert test.history["item"].lengths().tolist() == [0]
+    assert test.candidate_ids("item").tolist() == [1]
+    assert test.features["history.item"].lengths().tolist() == [0]
     latest = split.train.gather([0, 1, 2], max_history=1)
-    assert latest.history is not None
-    assert latest.history["item"].lengths().tolist() == [0, 1, 1]
-    assert latest.history["item"].values().tolist() == [2, 4]
-    kinds = {value.dtype for value in (train.features.values(), train.history.values(), train.times, train.rows)}
+    assert latest.features["history.item"].lengths().tolist() == [0, 1, 1]
+    assert latest.features["history.item"].values().tolist() == [2, 4]
+    kinds = {
+        value.dtype for value in (train.features.values(), train.request_times, train.rows, train.request_index, train.user_index)
+    }
     assert kinds == {torch.int64}
     empty = split.train.gather([])
     assert len(empty) == 0
@@ -83,10 +77,8 @@ def test_a_batch_has_everything_and_nothing_is_padded() -> None:
 def test_labels_of_events_are_not_shown_unless_named() -> None:
     split = made(EXAMPLE, history="events").split(valid=0.0, test=0.25)
     batch = split.train.gather([0, 1, 2])
-    assert batch.history_labels is not None
     assert batch.history_labels.shape == (3, 0)
-    assert batch.history is not None
-    assert "click" not in batch.history.keys()  # noqa: SIM118 - a KeyedJaggedTensor is no mapping
+    assert "history.click" not in batch.features.keys()  # noqa: SIM118 - a KeyedJaggedTensor is no mapping
     with pytest.raises(DataError) as caught:
         made(EXAMPLE, history="events", event_labels=("item",))
     assert str(caught.value) == "Table: event_labels: found 'item', expected labels: ['click']"
@@ -98,9 +90,14 @@ def test_weights_of_rows_and_of_ids() -> None:
     split = split_of_all(Dataset.from_table(table, Schema(columns), progress=False))
     batch = split.gather([1, 0])
     assert batch.weights.tolist() == [3.0, 0.25]
-    assert batch.features["l"].weights().tolist() == [1.0, 0.5, 2.0]
-    assert batch.features["a"].weights().tolist() == [1.0, 1.0]
-    assert (batch.number_lists, batch.candidates, batch.times, batch.history) == (None, None, None, None)
+    assert batch.weighted_features is not None
+    assert batch.weighted_features.keys() == ["l"]
+    assert batch.weighted_features["l"].weights().tolist() == [1.0, 0.5, 2.0]
+    # Weights of a KeyedJaggedTensor are of all of its keys.
+    assert batch.features.keys() == ["a"]
+    assert batch.features.weights_or_none() is None
+    assert (batch.request_number_lists, batch.candidates, batch.request_times, batch.history_times) == (None, None, None, None)
+    assert batch.user_index.tolist() == [-1, -1]
 
 
 def split_of_all(dataset: Dataset) -> Part:
@@ -117,10 +114,9 @@ def test_another_table_is_read_with_the_encoders_of_training(tmp_path: Path) -> 
     other = made([{**EXAMPLE[0], "item": "b", "user": 99, "price": None}])
     part = Part(other, encoders=Encoders.load(tmp_path / "e"))
     batch = part.gather([0])
-    assert batch.candidates is not None
-    assert batch.candidates.values().tolist() == [4]
+    assert batch.candidate_ids("item").tolist() == [4]
     assert batch.features["user"].values().tolist() == [1]
-    assert batch.numbers.tolist() == [[2.0]]
+    assert batch.request_numbers.tolist() == [[2.0]]
     with pytest.raises(DataError) as caught:
         Part(other, encoders=Encoders({}, {}))
     assert str(caught.value) == (

@@ -120,8 +120,7 @@ def test_hashes_and_ranges_of_a_split() -> None:
     assert batch.features["place"].values().tolist() == [3, 0, 4]
     item = split.encoders["item"]
     assert item.seed == 5
-    assert batch.candidates is not None
-    assert batch.candidates.values().tolist() == item.encode(["a", "b", "a"]).tolist()
+    assert batch.candidate_ids("item").tolist() == item.encode(["a", "b", "a"]).tolist()
     assert split.encoders.sizes == {"user": 3, "item": 52, "place": 5, "kind": 4}
     assert not split.leaks()
 

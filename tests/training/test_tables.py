@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.config import TrainerConfig
@@ -35,22 +35,22 @@ class Clicks(Task):
     def __init__(self, split: Split) -> None:
         super().__init__()
         rows = split.encoders.sizes
-        self.features = EmbeddingBagCollection(tables=[table("user_id", rows), table("tags", rows)])
-        self.items = EmbeddingBagCollection(tables=[table("item_id", rows)])
-        self.seen = EmbeddingBagCollection(tables=[table("item_id", rows)])
+        # A row is a request of one candidate, which so may be pooled.
+        items = table("item_id", rows, "item_id", "history.item_id")
+        self.features = EmbeddingBagCollection(tables=[table("user_id", rows), table("tags", rows), items])
         self.mlp = nn.Sequential(nn.Linear(4 * 8 + 2, 16), nn.ReLU(), nn.Linear(16, 1))
 
     def forward(self, batch: Batch) -> TaskOutput:
-        pooled = [self.features(batch.features), self.items(batch.candidates), self.seen(batch.history)]
-        x = torch.cat([*(one.values() for one in pooled), batch.numbers, batch.numbers_missing.float()], 1)
+        numbers = [batch.request_numbers, batch.request_numbers_missing.float()]
+        x = torch.cat([self.features(batch.features).values(), *numbers], 1)
         logits, (labels, mask) = self.mlp(x).squeeze(1), batch.label()
         each = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         loss = (each * mask).sum() / mask.sum().clamp(min=1)
         return TaskOutput(loss, {"click": TaskScores(logits, labels, mask)})
 
 
-def table(name: str, rows: dict[str, int]) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows[name], feature_names=[name])
+def table(name: str, rows: dict[str, int], *keys: str) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=rows[name], feature_names=list(keys) or [name])
 
 
 def impressions_table(directory: Path) -> Dataset:
@@ -95,14 +95,15 @@ def test_batches_of_a_loader_are_those_of_the_part(split: Split, num_workers: in
     order = iter(range(len(split.train)))
     for batch in split.train.loader(batch_size=300, num_workers=num_workers, max_history=3):
         expected = split.train.gather([next(order) for _ in range(len(batch))], max_history=3)
-        assert torch.equal(batch.rows, expected.rows)
-        for name in ("features", "candidates", "history"):
-            found, wanted = getattr(batch, name), getattr(expected, name)
-            assert (found.keys(), found.stride()) == (wanted.keys(), wanted.stride())
-            assert torch.equal(found.values(), wanted.values())
-            assert torch.equal(found.lengths(), wanted.lengths())
-        for name in ("numbers", "numbers_missing", "labels", "label_mask", "weights", "times", "history_times"):
-            assert torch.equal(getattr(batch, name), getattr(expected, name))
+        assert (batch.candidates, batch.weighted_features) == (expected.candidates, expected.weighted_features) == (None, None)
+        found, wanted = batch.features, expected.features
+        assert (found.keys(), found.stride()) == (wanted.keys(), wanted.stride())
+        for field in dataclasses.fields(Batch):
+            values = [getattr(one, field.name) for one in (batch, expected)]
+            if isinstance(values[0], torch.Tensor):
+                assert torch.equal(*values)
+        assert torch.equal(found.values(), wanted.values())
+        assert torch.equal(found.lengths(), wanted.lengths())
     assert next(order, None) is None
 
 
@@ -129,12 +130,15 @@ class Next(Task):
         super().__init__()
         rows = split.encoders.sizes
         self.users = EmbeddingBagCollection(tables=[table("user_id", rows)])
-        self.items = EmbeddingBagCollection(tables=[table("item_id", rows)])
-        self.seen = EmbeddingBagCollection(tables=[table("item_id", rows)])
+        keys = ["item_id", "history.item_id"]
+        items = EmbeddingConfig(name="item_id", embedding_dim=8, num_embeddings=rows["item_id"], feature_names=keys)
+        self.items = EmbeddingCollection(tables=[items])
+        self.pooling = JaggedPooling("sum")
 
     def forward(self, batch: Batch) -> TaskOutput:
-        request = self.users(batch.features).values() + self.seen(batch.history).values()
-        logits = (request[batch.candidate_rows] * self.items(batch.candidates).values()).sum(1)
+        items = self.items(batch.features)
+        request = self.users(batch.features).values() + self.pooling(items["history.item_id"])
+        logits = (request[batch.candidate_requests] * items["item_id"].values()).sum(1)
         labels, mask = batch.label()
         each = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         return TaskOutput((each * mask).sum() / mask.sum().clamp(min=1), {"next": TaskScores(logits, labels, mask)})
@@ -202,7 +206,7 @@ def test_a_model_learns_from_drawn_negatives_and_goes_on_after_a_stop_bit_for_bi
 def test_a_task_that_asks_for_labels_that_no_row_has_is_told_how_to_get_some(events: Split, tmp_path: Path) -> None:
     class Indexing(Next):
         def forward(self, batch: Batch) -> TaskOutput:
-            logits = self.items(batch.candidates).values().sum(1)
+            logits = self.items(batch.features)["item_id"].values().sum(1)
             loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels[:, 0])
             return TaskOutput(loss, {"next": TaskScores(logits, batch.labels[:, 0])})
 
@@ -242,10 +246,8 @@ def test_epochs_have_negatives_of_their_own_and_validations_the_same(events: Spl
 
     class Looking(Next):
         def forward(self, batch: Batch) -> TaskOutput:
-            assert batch.candidates is not None
-            offsets, values = batch.candidate_offsets, batch.candidates.values()
-            assert offsets is not None
-            for place, row in enumerate(batch.rows.tolist()):
+            offsets, values = batch.candidate_offsets, batch.candidate_ids("item_id")
+            for place, row in enumerate(batch.request_index.tolist()):
                 candidates = values[offsets[place] : offsets[place + 1]].tolist()
                 seen["train" if self.training else "valid"].append((row, candidates))
             return super().forward(batch)
@@ -258,10 +260,8 @@ def test_epochs_have_negatives_of_their_own_and_validations_the_same(events: Spl
         epochs = [dict(seen[name][: len(part)]), dict(seen[name][len(part) :])]
         for epoch, found in enumerate(epochs):
             batch = part.gather(range(len(part)), negatives=3, epoch=epoch)
-            assert batch.candidates is not None
-            assert batch.candidate_offsets is not None
-            wanted = [one.tolist() for one in batch.candidates.values().tensor_split(batch.candidate_offsets[1:-1])]
-            assert [found[row] for row in batch.rows.tolist()] == wanted
+            wanted = [one.tolist() for one in batch.candidate_ids("item_id").tensor_split(batch.candidate_offsets[1:-1])]
+            assert [found[row] for row in batch.request_index.tolist()] == wanted
         assert (epochs[0] == epochs[1]) == (name == "valid")
 
 
@@ -347,10 +347,10 @@ class Timed(nn.Module):
         self.pooling = JaggedPooling("mean")
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        history, candidates = batch.history["item_id"], batch.candidates["item_id"].values()
+        history = batch.features["history.item_id"]
         x = JaggedTensor(self.items(history.values()), offsets=history.offsets())
         request = self.pooling(self.attention(x, times=batch.history_times))
-        return (request[batch.candidate_rows] * self.items(candidates)).sum(1)
+        return (request[batch.candidate_requests] * self.items(batch.candidate_ids("item_id"))).sum(1)
 
 
 def fields_of(batch: Batch) -> dict[str, Any]:
