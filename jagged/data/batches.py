@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from jagged.data.gather import BatchSource, only_with_parent
+from jagged.data.plan import Plan
 from jagged.data.splits import SequencePart
 from jagged.ops import trust_values
 
@@ -140,7 +141,11 @@ class BatchLoader:
         if with_times and part.dataset.timestamps is None:
             raise ValueError(NO_TIMES)
         rows = (part.lengths - int(part.target is None)).clamp(0, max_seq_len).numpy()
-        self._plan = _Plan(rows, batch_size, max_tokens, max_seq_len, seed if shuffle else None, rank, world_size)
+        self._plan = Plan(rows, batch_size, max_tokens, seed if shuffle else None, rank, world_size)
+        if max_tokens is not None and max_tokens < max_seq_len:
+            raise ValueError(
+                f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"
+            )
         self._keys = (KEY, TIME_KEY) if with_times else (KEY,)
         self._with_viewed = with_viewed
         self._num_items = part.dataset.num_items
@@ -195,93 +200,6 @@ class BatchLoader:
         iterator, self._loader._iterator = self._loader._iterator, None
         if iterator is not None and self._loader.num_workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
-
-
-class _Plan(Sampler[IntArray]):
-    """Which samples make which batch. Iterating yields the sample numbers of the batches left, from the position at that time."""
-
-    def __init__(
-        self,
-        rows: IntArray,
-        batch_size: int | None,
-        max_tokens: int | None,
-        max_seq_len: int,
-        seed: int | None,
-        rank: int,
-        world_size: int,
-    ) -> None:
-        if (batch_size is None) == (max_tokens is None):
-            raise ValueError(f"batch_size, max_tokens: got {batch_size}, {max_tokens}, expected exactly one of them")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size: got {batch_size}, expected 1 or more")
-        if max_tokens is not None and max_tokens < max_seq_len:
-            raise ValueError(
-                f"max_tokens: got {max_tokens}, expected at least max_seq_len ({max_seq_len}), or a long sample fits no batch"
-            )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank, world_size: got {rank}, {world_size}, expected 0 <= rank < world_size")
-        if len(rows) < world_size:
-            raise ValueError(f"part: got {len(rows)} samples, expected at least one for each of {world_size} ranks")
-        self.rows = rows
-        self.batch_size = batch_size
-        self.max_tokens = max_tokens
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self.epoch = 0
-        self.batch = 0
-        self._planned: tuple[int, IntArray, IntArray] | None = None
-
-    def num_batches(self, epoch: int) -> int:
-        return (len(self.of(epoch)[1]) - 1) // self.world_size
-
-    def __iter__(self) -> Iterator[IntArray]:
-        order, bounds = self.of(self.epoch)
-        first = self.batch * self.world_size + self.rank
-        return (order[bounds[k] : bounds[k + 1]] for k in range(first, len(bounds) - 1, self.world_size))
-
-    def __len__(self) -> int:
-        return self.num_batches(self.epoch) - self.batch
-
-    def of(self, epoch: int) -> tuple[IntArray, IntArray]:
-        """The order of the samples, and where each batch begins in it, batch b of rank r at place `b * world_size + r`."""
-        if self._planned is None or self._planned[0] != epoch:
-            order = self._order(epoch)
-            bounds = self._by_size(self.batch_size) if self.batch_size else self._by_tokens(order, self.max_tokens or 0)
-            self._planned = epoch, order, bounds
-        return self._planned[1], self._planned[2]
-
-    def _order(self, epoch: int) -> IntArray:
-        if self.seed is None:
-            return np.arange(len(self.rows))
-        # SeedSequence mixes the two numbers by a fixed algorithm, so neighbouring seeds and epochs share nothing.
-        state = int(np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0])
-        permutation: IntArray = torch.randperm(len(self.rows), generator=torch.Generator().manual_seed(state)).numpy()
-        return permutation
-
-    def _by_size(self, batch_size: int) -> IntArray:
-        samples, step = len(self.rows), batch_size * self.world_size
-        full, rest = divmod(samples, step)
-        tail_steps = int(rest > 0)
-        if 0 < rest < self.world_size and full:
-            # Too few left for all ranks: share the last full step's samples with them.
-            full, tail_steps = full - 1, 2
-        head = np.arange(full * self.world_size, dtype=np.int64) * batch_size
-        tail = np.linspace(full * step, samples, tail_steps * self.world_size + 1, dtype=np.int64)
-        return np.concatenate((head, tail))
-
-    def _by_tokens(self, order: IntArray, max_tokens: int) -> IntArray:
-        filled = np.cumsum(self.rows[order])
-        bounds = [0]
-        while bounds[-1] < len(order):
-            before = filled[bounds[-1] - 1] if bounds[-1] else 0
-            bounds.append(int(np.searchsorted(filled, before + max_tokens, side="right")))
-        # Equal counts on every rank: halve the largest batches until they can be dealt out.
-        while (len(bounds) - 1) % self.world_size:
-            sizes = np.diff(bounds)
-            k = int(sizes.argmax())
-            bounds.insert(k + 1, bounds[k] + int(sizes[k]) // 2)
-        return np.array(bounds, dtype=np.int64)
 
 
 def _unpack(packed: Tensor, keys: tuple[str, ...], num_items: int, with_viewed: bool) -> SequenceBatch:

@@ -73,10 +73,8 @@ class Drawing:
                 rows without a training part.
         """
         if count is None:
-            alone = {"by": (by, UNIFORM), "seed": (seed, 0)}
-            for name, (value, default) in alone.items():
-                if value != default:
-                    raise ValueError(f"{name}: got {value!r} without negatives, expected negatives=n beside it")
+            if by != UNIFORM:
+                raise ValueError(f"by: got {by!r} without negatives, expected negatives=n beside it")
             return None
         if type(count) is not int or count < 1:
             raise ValueError(f"negatives: got {count!r}, expected a number from 1 on; leave it out for none")

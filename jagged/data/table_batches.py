@@ -1,18 +1,16 @@
-"""Batches of a table's requests: a part of the rows, what a loader's worker gathers of them, and the loader."""
+"""Batches of a table's requests: a part of the rows, and what a loader's worker gathers of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils import data
-from torch.utils.data import DataLoader
 
 from jagged.data.encoding import Encoders
 from jagged.data.errors import refuse, shown
@@ -25,6 +23,8 @@ from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from jagged.data.table_loader import RequestLoader
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -216,71 +216,6 @@ class _Chosen(NamedTuple):
     items: npt.NDArray[np.int32] | None = None
 
 
-class _Samples(data.Dataset[Any]):
-    """A part as DataLoader takes it: all samples of a batch at once."""
-
-    def __init__(self, part: Part, max_history: int | None) -> None:
-        self.part, self.max_history = part, max_history
-
-    def __len__(self) -> int:
-        return len(self.part)
-
-    def __getitems__(self, places: Sequence[int]) -> dict[str, Tensor]:
-        return self.part.collect(places, max_history=self.max_history)
-
-
-class _Drawn(_Samples):
-    """The same with drawn negatives: each row is a sample, and each batch comes with the epoch that it is drawn for."""
-
-    def __init__(self, part: Part, max_history: int | None, drawing: Drawing) -> None:
-        super().__init__(part, max_history)
-        self.drawing = drawing
-
-    def __len__(self) -> int:
-        return len(self.part.rows)
-
-    def __getitems__(self, places: tuple[int, Sequence[int]]) -> dict[str, Tensor]:  # type: ignore[override]
-        epoch, chosen = places
-        return self.part.collect(chosen, max_history=self.max_history, drawing=self.drawing, epoch=epoch)
-
-
-class _OfEpoch:
-    """A batch sampler whose batches say their epoch: workers that live on would not hear of the next one."""
-
-    def __init__(self, sampler: Any) -> None:
-        self.sampler, self.epoch = sampler, 0
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
-        epoch = self.epoch
-        return ((epoch, places) for places in self.sampler)
-
-
-class NegativesLoader(DataLoader[Any]):
-    """Batches with drawn negatives, as a DataLoader. Made by `Part.loader`.
-
-    `Trainer` calls `set_epoch`. Without it each iteration has the draws of epoch 0.
-    """
-
-    def __init__(self, samples: _Drawn, collate: Callable[[Any], Batch], **options: Any) -> None:
-        of_batches = {name: options[name] for name in _OF_BATCHES if name in options}
-        plain: DataLoader[Any] = DataLoader(samples, **of_batches, generator=options.get("generator"))
-        if plain.batch_sampler is None:
-            raise ValueError("batch_size: got None, expected rows of a batch")
-        others = {name: value for name, value in options.items() if name not in _OF_BATCHES}
-        self._of_epoch = _OfEpoch(plain.batch_sampler)
-        super().__init__(samples, batch_sampler=self._of_epoch, collate_fn=collate, **others)  # type: ignore[arg-type]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next iterations have the draws of an epoch, from 0."""
-        self._of_epoch.epoch = epoch
-
-
-_OF_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
-
-
 @dataclass(frozen=True, eq=False)
 class Part:
     """Rows of a dataset as requests, as a model gets them. Nothing is copied but the rows' numbers.
@@ -380,6 +315,8 @@ class Part:
             negatives, by, seed: as of `loader`.
             epoch: from 0, whose negatives training rows have.
         """
+        if negatives is None and seed:
+            raise ValueError(f"seed: got {seed} without negatives, expected negatives=n beside it")
         drawing = Drawing.of(self.dataset, self.training, negatives, by, seed)
         if type(epoch) is not int or epoch < 0:
             raise ValueError(f"epoch: got {epoch!r}, expected 0 or more")
@@ -388,13 +325,20 @@ class Part:
     def loader(
         self,
         *,
+        batch_size: int | None = None,
+        max_tokens: int | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
         max_history: int | None = None,
         negatives: int | None = None,
         by: str = UNIFORM,
-        seed: int = 0,
-        **options: Any,
-    ) -> DataLoader[Any]:
-        """Batches of the part, as a DataLoader; its workers gather, each with the mapped files.
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        rank: int = 0,
+        world_size: int = 1,
+        multiprocessing_context: str | None = None,
+    ) -> RequestLoader:
+        """Batches of the part, by a number of requests or by a budget; workers gather them, each with the mapped files.
 
         With `negatives=n` each row, an event without a label, becomes a request with several candidates: its own item with the
         label 1, and up to n others, no two alike, with the label 0. These are items that a training row has at an earlier time,
@@ -407,12 +351,19 @@ class Part:
         item as well, so that a value does not tell them apart; only where there is no such row yet it has the row's own value.
 
         Args:
+            batch_size: requests of a batch and rank; the last batches of an epoch may be smaller. Give this or `max_tokens`.
+            max_tokens: most events of histories and candidates together for a batch and rank; requests are packed in order up
+                to it. As many as the largest request has, or more. A request with negatives counts as if it had all n.
+            shuffle: a new order each epoch; otherwise that of the part.
+            seed: of the order and of draws, 0 to 2**64 - 1.
             max_history: as of `gather`.
             negatives: how many are drawn for each row. None: none, rows have the table's labels.
             by: "uniform": each item that is left is as likely as another; "popularity": as likely as training had it often, by
                 the exact count before the row's time. One after the other, without replacement.
-            seed: of the draws, 0 to 2**64 - 1.
-            **options: of `torch.utils.data.DataLoader`: `batch_size`, `shuffle`, `sampler`, `num_workers` and so on.
+            num_workers: processes that build batches; 0 builds them in this one.
+            pin_memory: hand batches out in page-locked memory (where there is a CUDA device).
+            rank, world_size: this process's share.
+            multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
 
         Raises:
             DataError: negatives of a table that has labels, or lacks user, candidate or time; of a part without a training part
@@ -420,19 +371,31 @@ class Part:
                 request's.
             ValueError: an argument out of range.
         """
+        from jagged.data.table_loader import RequestLoader
+
         drawing = Drawing.of(self.dataset, self.training, negatives, by, seed)
-        if drawing is None or self.training is None:
-            # What is collated is what `__getitems__` gives, which torch's types do not know.
-            return DataLoader(_Samples(self, max_history), collate_fn=self.batch, **options)  # type: ignore[arg-type]
-        self.training.prepare(drawing)
-        return NegativesLoader(_Drawn(self, max_history, drawing), partial(self.batch, drawing=drawing), **options)
+        if drawing is not None and self.training is not None:
+            self.training.prepare(drawing)
+        return RequestLoader(
+            self, drawing, batch_size=batch_size, max_tokens=max_tokens, max_history=max_history, shuffle=shuffle, seed=seed,
+            num_workers=num_workers, pin_memory=pin_memory, rank=rank, world_size=world_size,
+            multiprocessing_context=multiprocessing_context,
+        )  # fmt: skip
+
+    def sizes(self, max_history: int | None, drawing: Drawing | None = None) -> IntArray:
+        """Events and candidates of each request, int64 `[R]`, with `drawing` of each row."""
+        if drawing is None:
+            offsets, rows = self.requests
+            first, candidates = rows[offsets[:-1]], np.diff(offsets)
+        else:
+            first, candidates = self.rows, np.full(len(self.rows), 1 + drawing.count)
+        start, stop = self._views(first, max_history)
+        return candidates + stop - start
 
     def collect(
         self, places: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0
     ) -> dict[str, Tensor]:
         """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
-        if max_history is not None and max_history < 0:
-            raise ValueError(f"max_history: got {max_history}, expected 0 or more")
         dataset, layout = self.dataset, self.layout
         places = np.asarray(places, dtype=np.int64)
         rows = self._chosen(places) if drawing is None else self._drawn(self.rows[places], drawing, epoch)
@@ -512,6 +475,8 @@ class Part:
 
     def _views(self, rows: IntArray, max_history: int | None) -> tuple[IntArray, IntArray]:
         """The ranges of the log that rows know; without histories empty."""
+        if max_history is not None and max_history < 0:
+            raise ValueError(f"max_history: got {max_history}, expected 0 or more")
         if self.dataset.events is None:
             return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
         start, stop = self.dataset.start[rows], self.dataset.stop[rows]

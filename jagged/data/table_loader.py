@@ -1,0 +1,123 @@
+"""The loader of a part's requests: batches built in workers, by number or by budget, at any place of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from jagged.data.gather import only_with_parent
+from jagged.data.negatives import Drawing
+from jagged.data.plan import Plan
+from jagged.data.table_batches import Batch, Part
+
+IntArray = npt.NDArray[np.int64]
+
+
+class RequestLoader:
+    """Batches of a part, as `Part.loader` documents them. Iterating yields the rest of the current epoch and moves no position.
+
+    The order and the draws are a function of seed and epoch, the same for any `num_workers`; rank r's batches are a function of
+    these and of `world_size`. Every request comes exactly once an epoch, on one rank, and every rank has the same number of
+    batches. With workers, a new iteration ends the one before it. `Trainer` says the position; a loop of yours calls
+    `set_position(epoch, 0)`.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        drawing: Drawing | None,
+        *,
+        batch_size: int | None,
+        max_tokens: int | None,
+        max_history: int | None,
+        shuffle: bool,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool,
+        rank: int,
+        world_size: int,
+        multiprocessing_context: str | None,
+    ) -> None:
+        if num_workers < 0:
+            raise ValueError(f"num_workers: got {num_workers}, expected 0 or more")
+        if type(seed) is not int or not 0 <= seed < 2**64:
+            raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
+        sizes = part.sizes(max_history, drawing)
+        self._plan = Plan(sizes, batch_size, max_tokens, seed if shuffle else None, rank, world_size)
+        if max_tokens is not None and max_tokens < (largest := int(sizes.max())):
+            raise ValueError(
+                f"max_tokens: got {max_tokens}, expected at least {largest}, the events and candidates of the largest request; "
+                "max_history makes it smaller"
+            )
+        self._part, self._drawing = part, drawing
+        self._loader: DataLoader[dict[str, Tensor]] = DataLoader(
+            _Requests(part, drawing, max_history),
+            batch_size=None,
+            sampler=_WithEpoch(self._plan),  # type: ignore[arg-type]
+            num_workers=num_workers,
+            pin_memory=pin_memory and torch.cuda.is_available(),
+            persistent_workers=num_workers > 0,
+            multiprocessing_context=multiprocessing_context if num_workers else None,
+            worker_init_fn=only_with_parent if num_workers else None,
+            # DataLoader draws a seed for its workers; from a generator of its own it leaves the global state alone.
+            generator=torch.Generator().manual_seed(0),
+        )
+
+    def set_position(self, epoch: int, batch: int) -> None:
+        """Let the next iteration start at a batch of an epoch; both count from 0. `batch` may be the epoch's end.
+
+        Raises:
+            ValueError: no such position.
+        """
+        if epoch < 0 or not 0 <= batch <= self.num_batches(epoch):
+            raise ValueError(
+                f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0))}"
+            )
+        self._plan.epoch, self._plan.batch = epoch, batch
+
+    def num_batches(self, epoch: int) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return self._plan.num_batches(epoch)
+
+    def __len__(self) -> int:
+        """Batches of the current epoch."""
+        return self.num_batches(self._plan.epoch)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(partial(self._part.batch, drawing=self._drawing), iter(self._loader))
+
+    def close(self) -> None:
+        """End the workers now; the next iteration starts new ones."""
+        iterator, self._loader._iterator = self._loader._iterator, None
+        if iterator is not None and self._loader.num_workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+
+class _Requests(Dataset[Any]):
+    """Gathers a batch. It comes with its epoch, on which draws depend: workers that live on do not hear of the next one."""
+
+    def __init__(self, part: Part, drawing: Drawing | None, max_history: int | None) -> None:
+        self.part, self.drawing, self.max_history = part, drawing, max_history
+
+    def __getitem__(self, chosen: tuple[int, IntArray]) -> dict[str, Tensor]:
+        epoch, places = chosen
+        return self.part.collect(places, max_history=self.max_history, drawing=self.drawing, epoch=epoch)
+
+
+class _WithEpoch(Sampler[tuple[int, IntArray]]):
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __len__(self) -> int:
+        return len(self.plan)
+
+    def __iter__(self) -> Iterator[tuple[int, IntArray]]:
+        epoch = self.plan.epoch
+        return ((epoch, places) for places in self.plan)

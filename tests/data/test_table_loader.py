@@ -1,0 +1,123 @@
+"""The loader of requests: every one once, within the budget, from any place, the same with workers."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from jagged.data import Dataset
+from jagged.data.table_batches import Part
+from jagged.data.table_loader import RequestLoader
+from jagged.training.batches import Positioned, positioned
+
+
+@pytest.fixture(scope="module")
+def part(tmp_path_factory: pytest.TempPathFactory) -> Part:
+    """Requests of 1 to 6 candidates, users with up to some hundred events."""
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(1, 7, size=400)
+    request = np.repeat(np.arange(400), sizes)
+    rows = pa.table(
+        {
+            "request_id": request,
+            "user_id": (rng.zipf(1.5, size=400) % 40)[request],
+            "item_id": rng.integers(50, size=len(request)),
+            "timestamp": 1_700_000_000 + request,
+            "click": rng.integers(2, size=len(request)),
+        }
+    )
+    directory: Path = tmp_path_factory.mktemp("requests") / "dataset"
+    dataset = Dataset.from_table(rows, label="click", history="events", directory=directory, progress=False)
+    found: Part = dataset.split(by="time", valid=0.1, test=0.1).train
+    return found
+
+
+def told(loader: Any) -> list[list[int]]:
+    return [batch.request_index.tolist() for batch in loader]
+
+
+OPTIONS = [{"batch_size": 16}, {"max_tokens": 150}]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_request_comes_once_an_epoch_on_one_rank(part: Part, options: dict[str, int], shuffle: bool) -> None:
+    for world_size in (1, 3):
+        loaders = [
+            part.loader(**options, shuffle=shuffle, seed=1, max_history=30, rank=rank, world_size=world_size)
+            for rank in range(world_size)
+        ]
+        assert len({len(loader) for loader in loaders}) == 1
+        seen = [told(loader) for loader in loaders]
+        assert [len(batches) for batches in seen] == [len(loaders[0])] * world_size
+        (everyone,) = told([part.gather(range(len(part)))])
+        assert sorted(one for batches in seen for batch in batches for one in batch) == sorted(everyone)
+        for loader in loaders:
+            loader.set_position(1, 0)
+        assert (seen == [told(loader) for loader in loaders]) is not shuffle
+    in_order = [one for batch in told(part.loader(**options)) for one in batch] if "batch_size" in options else None
+    assert in_order is None or in_order == told([part.gather(range(len(part)))])[0]
+
+
+def test_a_budget_is_of_events_and_candidates(part: Part) -> None:
+    batches = list(part.loader(max_tokens=150, shuffle=True, seed=2, max_history=30))
+    sizes = [len(batch.history_times) + len(batch.rows) for batch in batches if batch.history_times is not None]
+    assert len(sizes) == len(batches)
+    assert max(sizes) <= 150
+    # Packed in order: of two neighbours each but the last pair is over the budget.
+    assert all(a + b > 150 for a, b in itertools.pairwise(sizes[:-1]))
+    assert part.sizes(30).sum() == sum(sizes)
+    assert int(part.sizes(0).max()) == 6
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_from_any_place_and_with_workers_it_is_the_same(part: Part, options: dict[str, int]) -> None:
+    alone = part.loader(**options, shuffle=True, seed=3, max_history=30)
+    assert isinstance(alone, Positioned)
+    assert positioned(alone, "train", 0) is alone
+    alone.set_position(2, 0)
+    whole = told(alone)
+    for batch in (0, 1, len(whole) - 1, len(whole)):
+        alone.set_position(2, batch)
+        assert told(alone) == whole[batch:]
+    assert len(alone) == alone.num_batches(2) == len(whole)
+    with_workers: RequestLoader = part.loader(**options, shuffle=True, seed=3, max_history=30, num_workers=2)
+    try:
+        for batch in (0, 3):
+            with_workers.set_position(2, batch)
+            assert told(with_workers) == whole[batch:]
+    finally:
+        with_workers.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "batch_size, max_tokens: got None, None, expected exactly one of them"),
+        ({"batch_size": 0}, "batch_size: got 0, expected 1 or more"),
+        (
+            {"max_tokens": 5, "max_history": 0},
+            "max_tokens: got 5, expected at least 6, the events and candidates of the largest request; "
+            "max_history makes it smaller",
+        ),
+        ({"batch_size": 1, "rank": 2, "world_size": 2}, "rank, world_size: got 2, 2, expected 0 <= rank < world_size"),
+        ({"batch_size": 1, "num_workers": -1}, "num_workers: got -1, expected 0 or more"),
+        ({"batch_size": 1, "seed": -1}, "seed: got -1, expected 0 to 2**64 - 1"),
+        ({"batch_size": 1, "max_history": -1}, "max_history: got -1, expected 0 or more"),
+    ],
+)
+def test_options_out_of_range_are_refused(part: Part, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
+        part.loader(**options)
+    assert str(caught.value) == message
+
+
+def test_a_place_that_is_not_there_is_refused(part: Part) -> None:
+    loader = part.loader(batch_size=len(part))
+    with pytest.raises(ValueError, match=r"^position: got epoch 0, batch 2, expected a batch from 0 to 1$"):
+        loader.set_position(0, 2)
