@@ -50,6 +50,8 @@ _SHARES = {
 }
 # What tastes change with from the youngest to the oldest: straight on, and those in the middle apart from both ends.
 _TRENDS = np.array([[-1.5, -0.9, -0.3, 0.3, 0.9, 1.5], [-1.2, 0.2, 1.0, 1.0, 0.2, -1.2]])
+# Of the log-odds of a click, and of a purchase after it: the intercept, the price's factor (its logarithm) and the affinity's.
+_SCALARS = {"click": (-0.5, -1.0, 4.0), "buy": (-1.3, -0.5, 1.5)}
 # Rows of list columns that are made together: their memory beside the table.
 _ROWS = 1 << 17
 
@@ -119,7 +121,8 @@ class ImpressionModel:
     The log-odds of a click are a sum. Of single columns: position, hour, page, discount, price, country, brand, and a little of
     user and item. Of two columns: page and device, age group and category (what an age group likes). And 4 times the affinity,
     the share of the row's category among the last 20 clicks of its user. A linear model of the columns knows the first, crosses
-    tell the second, histories the third. Those of a purchase after a click are a sum of the same kinds.
+    tell the second, histories the third. Those of a purchase after a click are a sum of effects of page, discount, price,
+    country, brand, age group and device, and of 1.5 times the affinity.
 
     Args:
         num_users, num_items: how many.
@@ -144,35 +147,28 @@ class ImpressionModel:
         # Sorted uniform numbers, not a library shuffle: the same sample under every numpy version.
         self.popularity[np.argsort(rng.random(num_items), kind="stable")] = weight / weight.sum()
         draw = lambda shape, deviation: _uniform(rng, shape, deviation)  # noqa: E731
-        self._click = {
-            "intercept": np.array(-0.5),
-            "position": -1.2 * np.log(np.arange(1, MAX_CANDIDATES + 1)),
-            "page": np.array([-0.2, 0.8, 0.2, -0.8]),
-            "discount": np.array([-0.4, 0.6, 1.2, 1.8]),
-            "price": np.array(-1.0),
-            "country": draw(len(COUNTRIES), 0.3),
-            "user": draw(num_users, 0.06),
-            "item": draw(num_items, 0.08),
-            "brand": draw(len(BRANDS), 0.5),
-            "taste": _TRENDS.T @ draw((len(_TRENDS), len(CATEGORIES)), 0.7),
-            "hour": 0.3 * np.sin(2 * np.pi * (np.arange(24) - 14) / 24),
-            "layout": draw((len(DEVICES), len(PAGES)), 0.5),
-            "affinity": np.array(4.0),
-        }
-        self._buy = {
-            "intercept": np.array(-1.3),
-            "position": np.zeros(MAX_CANDIDATES),
-            "page": np.array([-0.4, 0.1, 0.0, 0.9]),
-            "discount": np.array([-0.2, 0.3, 0.6, 0.9]),
-            "price": np.array(-0.5),
-            "country": draw(len(COUNTRIES), 0.25),
-            "user": np.zeros(num_users),
-            "item": np.zeros(num_items),
-            "brand": draw(len(BRANDS), 0.3),
-            "taste": draw((len(AGE_GROUPS), 1), 0.3) + np.zeros(len(CATEGORIES)),
-            "hour": np.zeros(24),
-            "layout": draw((len(DEVICES), 1), 0.3) + np.zeros(len(PAGES)),
-            "affinity": np.array(1.5),
+        # By the columns whose codes say which effect it is.
+        self._effects: dict[str, dict[tuple[str, ...], FloatArray]] = {
+            "click": {
+                ("position",): -1.2 * np.log(np.arange(1, MAX_CANDIDATES + 1)),
+                ("hour",): 0.3 * np.sin(2 * np.pi * (np.arange(24) - 14) / 24),
+                ("page",): np.array([-0.2, 0.8, 0.2, -0.8]),
+                ("discount",): np.array([-0.4, 0.6, 1.2, 1.8]),
+                ("country",): draw(len(COUNTRIES), 0.3),
+                ("user",): draw(num_users, 0.06),
+                ("item",): draw(num_items, 0.08),
+                ("brand",): draw(len(BRANDS), 0.5),
+                ("age_group", "category"): _TRENDS.T @ draw((len(_TRENDS), len(CATEGORIES)), 0.7),
+                ("device", "page"): draw((len(DEVICES), len(PAGES)), 0.5),
+            },
+            "buy": {
+                ("page",): np.array([-0.4, 0.1, 0.0, 0.9]),
+                ("discount",): np.array([-0.2, 0.3, 0.6, 0.9]),
+                ("country",): draw(len(COUNTRIES), 0.25),
+                ("brand",): draw(len(BRANDS), 0.3),
+                ("age_group",): draw(len(AGE_GROUPS), 0.3),
+                ("device",): draw(len(DEVICES), 0.3),
+            },
         }
 
     def log_odds(self, task: str, columns: dict[str, IntArray]) -> FloatArray:
@@ -181,20 +177,19 @@ class ImpressionModel:
         Args:
             columns: codes int64 `[n]` by name: user, item, position (from 0), page, discount, device, hour.
         """
-        effect = self._click if task == "click" else self._buy
         user, item = columns["user"], columns["item"]
-        category, brand = self.item["category"][item], self.item["brand"][item]
-        result: FloatArray = effect["intercept"] + effect["user"][user] + effect["item"][item] + effect["brand"][brand]
-        result += effect["country"][self.user["country"][user]] + effect["taste"][self.user["age_group"][user], category]
-        result += effect["price"] * (np.log(self.price) - 3.0)[item] + effect["layout"][columns["device"], columns["page"]]
-        for name in ("hour", "position", "page", "discount"):
-            result += effect[name][columns[name]]
+        of_user = {name: of[user] for name, of in self.user.items()}
+        codes = {**columns, **of_user, **{name: of[item] for name, of in self.item.items()}}
+        intercept, per_price, _ = _SCALARS[task]
+        result: FloatArray = intercept + per_price * (np.log(self.price) - 3.0)[item]
+        for names, effect in self._effects[task].items():
+            result += effect[tuple(codes[name] for name in names)]
         return result
 
-    def probability(self, task: str, log_odds: FloatArray, affinity: FloatArray) -> FloatArray:
+    @staticmethod
+    def probability(task: str, log_odds: FloatArray, affinity: FloatArray) -> FloatArray:
         """Of a click, or of a purchase after a click, float64 `[n]`."""
-        effect = self._click if task == "click" else self._buy
-        result: FloatArray = 1.0 / (1.0 + np.exp(-(log_odds + effect["affinity"] * affinity)))
+        result: FloatArray = 1.0 / (1.0 + np.exp(-(log_odds + _SCALARS[task][2] * affinity)))
         return result
 
 
@@ -272,7 +267,7 @@ def _shown(
     ones, as they are answered.
     """
     num_users = len(model.user["age_group"])
-    # From a third of the mean to 6.6 times as much; the mean of 1 / (u + 0.05) is ln 21.
+    # From a third of the mean to 6.6 times as many; the mean of 1 / (u + 0.05) is ln 21.
     counts = np.floor(mean_requests / np.log(21.0) / (rng.random(num_users) + 0.05) + rng.random(num_users)).astype(np.int64)
     counts = np.maximum(counts, 1)
     users, total = np.repeat(np.arange(num_users), counts), int(counts.sum())

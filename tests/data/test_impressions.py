@@ -242,8 +242,8 @@ def test_a_model_of_histories_comes_near_and_a_linear_one_does_not() -> None:
         torch.set_num_threads(threads)
     best = figures["true"]
     assert 0.8 < best["auc"] < 0.9
-    assert best["auc"] - figures["twin"]["auc"] < 0.005
-    assert best["gauc"] - figures["twin"]["gauc"] < 0.005
+    assert best["auc"] - figures["twin"]["auc"] < 0.004
+    assert best["gauc"] - figures["twin"]["gauc"] < 0.004
     assert figures["twin"]["logloss"] - best["logloss"] < 0.006
     for name in ("linear", "linear, few"):
         assert best["auc"] - figures[name]["auc"] > 0.03
