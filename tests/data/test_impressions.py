@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from pyarrow import csv
 
-from jagged.data import Dataset, ImpressionTruth, Kind, inspect_table, synthetic_impressions
+from jagged.cli import main
+from jagged.data import Dataset, ImpressionTruth, Kind, Schema, inspect_table, synthetic_impressions
 from jagged.data.impressions import AGE_GROUPS, COUNTRIES, DEVICES, DISCOUNTS, PAGES, ImpressionModel
 from jagged.pointwise import PointwiseMetrics
 from tests.reference import impressions as twin
@@ -20,7 +24,7 @@ KINDS = {
     "country": Kind.ID, "device": Kind.ID, "page": Kind.ID, "hour": Kind.ID, "position": Kind.ID, "category": Kind.ID,
     "brand": Kind.ID, "price": Kind.NUMBER, "discount": Kind.NUMBER, "click": Kind.LABEL, "buy": Kind.LABEL,
 }  # fmt: skip
-FINGERPRINT = "8fa94031369fbc1ddd10536c03f5c2518c96326fd1bf902b4ab064e8bc91111e"
+FINGERPRINT = "484f1f6dda552f30e6e19b2a7aaf5d95704ce1a9830022be010e40fa5743adcc"
 
 
 @pytest.fixture(scope="module")
@@ -178,8 +182,21 @@ def test_the_kinds_of_its_columns_are_found(sample: tuple[pa.Table, ImpressionTr
         expected = KINDS | {"clicked_item_id": Kind.IDS, "clicked_category": Kind.IDS}
         assert {column.name: column.kind for column in inspection.schema.columns} == expected
         assert inspection.schema["clicked_item_id"].table_name == "item_id"
-        dataset = Dataset.from_table(table, label=("click", "buy"), progress=False)
-        assert dataset.counts["kept"] == len(table)
+
+
+def test_jagged_inspect_finds_them_in_a_file(
+    sample: tuple[pa.Table, ImpressionTruth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, saved = tmp_path / "impressions.csv", tmp_path / "impressions.toml"
+    csv.write_csv(sample[0].select(list(KINDS)), path)
+    words = ["jagged", "inspect", str(path), "--label", "click", "--label", "buy", "--save-schema", str(saved)]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert {column.name: column.kind for column in Schema.load(saved).columns} == KINDS
+    dataset = Dataset.from_table(path, saved, progress=False)
+    assert dataset.counts["kept"] == len(sample[0])
+    assert dataset.counts["duplicates"] == 0
 
 
 def pairs_in_order(scores: Any, labels: Any) -> float:
@@ -245,15 +262,15 @@ def test_a_model_of_histories_comes_near_and_a_linear_one_does_not() -> None:
     assert best["auc"] - figures["twin"]["auc"] < 0.004
     assert best["gauc"] - figures["twin"]["gauc"] < 0.004
     assert figures["twin"]["logloss"] - best["logloss"] < 0.006
-    for name in ("linear", "linear, few"):
-        assert best["auc"] - figures[name]["auc"] > 0.03
-        assert best["gauc"] - figures[name]["gauc"] > 0.03
+    for name, behind in (("no history", 0.01), ("linear", 0.03), ("linear, few", 0.03)):
+        assert best["auc"] - figures[name]["auc"] > behind
+        assert best["gauc"] - figures[name]["gauc"] > behind
 
 
-def test_a_million_rows_with_lists_take_seconds() -> None:
+def test_a_hundred_thousand_rows_with_lists_take_seconds() -> None:
     began = time.perf_counter()
     table, truth = synthetic_impressions(num_users=500, num_items=2000, mean_requests=44, history_length=200)
-    # A tenth of a million, which takes about a second.
+    # About one second of a quiet machine.
     assert time.perf_counter() - began < 10
     assert len(table) > 90_000
     assert len(truth.affinity) == len(table)
