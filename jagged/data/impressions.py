@@ -52,8 +52,8 @@ _SHARES = {
 _TRENDS = np.array([[-1.5, -0.9, -0.3, 0.3, 0.9, 1.5], [-1.2, 0.2, 1.0, 1.0, 0.2, -1.2]])
 # Of the log-odds of a click, and of a purchase after it: the intercept, the price's factor (its logarithm) and the affinity's.
 _SCALARS = {"click": (-1.0, -1.0, 8.0), "buy": (-1.3, -0.5, 1.5)}
-# Rows of list columns that are made together: their memory beside the table.
-_ROWS = 1 << 17
+# Elements of list columns that are made together, at most: their memory beside the table.
+_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -386,12 +386,13 @@ def _clicked(
     stop = np.searchsorted(users[rows], users[order], side="left") + known[order]
     lengths = np.minimum(known[order], length)
     categories = pa.array(CATEGORIES, pa.string()).take(pa.array(model.item["category"][items]))
+    together = max(1, _ELEMENTS // length)
     for name, values in (("clicked_item_id", pa.array(items + 1)), ("clicked_category", categories)):
         chunks = []
-        for begin in range(0, len(order), _ROWS):
-            some = lengths[begin : begin + _ROWS]
+        for begin in range(0, len(order), together):
+            some = lengths[begin : begin + together]
             offsets = pa.array(np.concatenate(([0], np.cumsum(some))))
-            places = pa.array(spread(stop[begin : begin + _ROWS] - some, some))
+            places = pa.array(spread(stop[begin : begin + together] - some, some))
             chunks.append(pa.LargeListArray.from_arrays(offsets, values.take(places)))
         yield name, pa.chunked_array(chunks)
 

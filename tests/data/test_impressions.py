@@ -154,6 +154,13 @@ def test_lists_hold_the_clicks_of_earlier_times(sample: tuple[pa.Table, Impressi
         assert list(zip(items, categories, strict=True)) == clicks[-30:]
 
 
+def test_lists_are_made_in_pieces(sample: tuple[pa.Table, ImpressionTruth], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jagged.data.impressions._ELEMENTS", 30 * 1000 + 7)
+    table, _ = synthetic_impressions(1, num_users=100, history_length=30)
+    assert table["clicked_item_id"].num_chunks == -(-len(table) // 1000)
+    assert table.equals(sample[0])
+
+
 def test_a_dataset_of_it_has_the_same_histories(sample: tuple[pa.Table, ImpressionTruth]) -> None:
     """Histories of the table's own clicks, as a dataset gathers them, show what the truth knows."""
     table, truth = sample
