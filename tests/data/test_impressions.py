@@ -166,20 +166,23 @@ def test_a_dataset_of_it_has_the_same_histories(sample: tuple[pa.Table, Impressi
     table, truth = sample
     clicked = table.filter(pa.compute.equal(table["click"], 1)).select(["user_id", "item_id", "timestamp", "category"])
     dataset = Dataset.from_table(table.select(list(KINDS)), events=clicked, label=("click", "buy"), progress=False)
+    of_candidates = {column.name for column in dataset.schema.columns if column.of == "candidate"}
+    assert of_candidates == {"position", "category", "brand", "price", "discount"}
     part = dataset.split(by="time", valid=0.1, test=0.1).test
     batch = part.gather(np.arange(len(part)))
-    history = batch.history["category"]
-    own = batch.features["category"].values()
+    histories = batch.features["history.category"]
+    seen = histories.values().split(histories.lengths().tolist())
+    of_request, own = batch.candidate_requests.tolist(), batch.candidate_ids("category")
     found = [
-        float((of[-20:] == category).float().mean()) if len(of) else 0.0
-        for of, category in zip(history.values().split(history.lengths().tolist()), own, strict=True)
+        float((seen[request][-20:] == category).float().mean()) if len(seen[request]) else 0.0
+        for request, category in zip(of_request, own, strict=True)
     ]
     # The dataset's rows are in the order of users, as they first come, and of times, as those of a user are here.
     _, first, user = np.unique(truth.users, return_index=True, return_inverse=True)
-    order = np.argsort(first[user], kind="stable")
-    last = order[np.isin(order, np.arange(len(table) - len(part), len(table)))]
-    assert np.array(found) == pytest.approx(truth.affinity[last], abs=1e-6)
-    assert batch.labels[:, 0].tolist() == truth.labels["click"][last].astype(float).tolist()
+    rows = np.argsort(first[user], kind="stable")[batch.rows.numpy()]
+    assert 1500 < len(rows) < 2000
+    assert np.array(found) == pytest.approx(truth.affinity[rows], abs=1e-6)
+    assert batch.labels[:, 0].tolist() == truth.labels["click"][rows].astype(float).tolist()
 
 
 def test_the_kinds_of_its_columns_are_found(sample: tuple[pa.Table, ImpressionTruth]) -> None:
