@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from jagged.data.dataset import SequenceDataset as SequenceDataset
     from jagged.data.errors import DataError as DataError
     from jagged.data.events import read_events as read_events
+    from jagged.data.impressions import ImpressionTruth as ImpressionTruth
+    from jagged.data.impressions import synthetic_impressions as synthetic_impressions
     from jagged.data.inspection import Inspection as Inspection
     from jagged.data.inspection import inspect_table as inspect_table
     from jagged.data.recorded import RecordedBatches as RecordedBatches
@@ -38,6 +40,7 @@ _WHERE = {
     "Column": "schema",
     "DataError": "errors",
     "Dataset": "records",
+    "ImpressionTruth": "impressions",
     "Inspection": "inspection",
     "Kind": "schema",
     "RecordedBatches": "recorded",
@@ -54,6 +57,7 @@ _WHERE = {
     "record_batches": "recorded",
     "split_global_time": "splits",
     "split_leave_one_out": "splits",
+    "synthetic_impressions": "impressions",
     "synthetic_sessions": "synthetic",
 }
 
@@ -63,6 +67,7 @@ __all__ = [
     "Column",
     "DataError",
     "Dataset",
+    "ImpressionTruth",
     "Inspection",
     "Kind",
     "RecordedBatches",
@@ -79,6 +84,7 @@ __all__ = [
     "record_batches",
     "split_global_time",
     "split_leave_one_out",
+    "synthetic_impressions",
     "synthetic_sessions",
 ]
 
