@@ -108,9 +108,9 @@ def test_own_tests_come_first_then_those_by_imports(path: str, first: list[str])
 
 
 def test_tables_are_tested_as_tables_and_events_as_events() -> None:
-    # Of those that are as near the short ones come first.
     found = nearest_tests("jagged/data/staging.py", ROOT)
-    assert found.index("tests/data/test_progress.py") < found.index("tests/data/test_event_tables.py")
+    assert {"tests/data/test_records.py", "tests/data/test_progress.py"} <= set(found)
+    assert "tests/data/test_read_events.py" not in found
     assert "tests/data/test_read_events.py" in nearest_tests("jagged/data/intake.py", ROOT)
     assert "tests/data/test_event_tables.py" not in nearest_tests("jagged/data/intake.py", ROOT)
 

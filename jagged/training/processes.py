@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -99,7 +99,20 @@ def _take_care_of_garbage() -> None:
     Its destructor waits for its threads. A child, a loader's worker, does not have these, and crashes. An interpreter that is
     ending ends each thread that asks for it, and a thread of C++ that is ended so aborts the process.
     """
-    os.register_at_fork(after_in_child=gc.freeze)
+    enabled: list[bool] = []
+
+    def hold() -> None:
+        enabled.append(gc.isenabled())
+        gc.disable()
+
+    def go_on(*, in_child: bool) -> None:
+        if in_child:
+            gc.freeze()
+        if enabled.pop():
+            gc.enable()
+
+    # Not in the child alone: what comes there before, as of Python's own threading, would collect.
+    os.register_at_fork(before=hold, after_in_parent=partial(go_on, in_child=False), after_in_child=partial(go_on, in_child=True))
     atexit.register(gc.collect)
 
 

@@ -76,3 +76,45 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(TrainingError, match="no usable GPU"):
         resolve_device("cuda")
+
+
+IN_A_CHILD = """
+import gc, os, sys
+
+def allocates():
+    # As Python's own threading does there, by chance enough for a collection.
+    kept = [[] for _ in range(5_000)]
+
+os.register_at_fork(after_in_child=allocates)
+from jagged.training.processes import _take_care_of_garbage
+_take_care_of_garbage()
+
+class Group:
+    def __del__(self):
+        os.write(1, b"collected in the child" if os.getpid() != parent else b"collected in the parent")
+
+parent = os.getpid()
+gc.collect()
+gc.disable()
+group = Group()
+group.itself = group
+del group
+if sys.argv[1] == "enabled":
+    gc.set_threshold(100)
+    gc.enable()
+child = os.fork()
+if not child:
+    os._exit(3 if gc.isenabled() == (sys.argv[1] == "enabled") else 4)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert gc.isenabled() == (sys.argv[1] == "enabled")
+gc.collect()
+"""
+
+
+@pytest.mark.parametrize("collector", ["enabled", "disabled"])
+def test_what_a_run_left_is_not_collected_in_a_child(collector: str) -> None:
+    """Nor in the middle of the fork, before what this library does there."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IN_A_CHILD, collector], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stdout) == (0, "collected in the parent"), done.stderr[-2_000:]
