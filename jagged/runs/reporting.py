@@ -17,7 +17,7 @@ from jagged import charts
 from jagged.artifacts import read_json_lines, write_file, writing
 from jagged.config import ConfigError, TrainConfig
 from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, takes_times
-from jagged.metrics import IN_WORDS, cut_offs
+from jagged.metrics import IN_WORDS, cut_offs, shown_figure
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
 from jagged.runs.summary import shortened
@@ -216,12 +216,15 @@ def render(facts: RunFacts) -> str:
     return _TEMPLATES.get_template("report.html").render(
         facts=facts,
         headline=[
-            *((f"{value:.4f}", f"{facts.config.training.monitor} of {name}, {IN_WORDS[choice]}") for name, value in monitored),
+            *(
+                (shown_figure(value), f"{facts.config.training.monitor} of {name}, {IN_WORDS[choice]}")
+                for name, value in monitored
+            ),
             (f"{total:,}" if total else "none", "leaks found"),
         ],
         num_ranked=len(next(iter(facts.ranks.values()))),
         columns=["", *(f"{name}, {IN_WORDS[protocol]}" for protocol, name, _ in columns)],
-        metrics=[[key, *(f"{figures[key]:.4f}" for _, _, figures in columns)] for key in columns[0][2]],
+        metrics=[[key, *(shown_figure(figures[key]) for _, _, figures in columns)] for key in columns[0][2]],
         pictures=[(charts.to_svg(figure, name), caption) for name, (figure, caption) in pictures],
         found=found,
         leaks=[(_leak(name), f"{count:,}", "found" if count else "none") for name, count in facts.leaks.items()],
