@@ -49,9 +49,9 @@ def expected(rows: list[tuple[float, int, float]]) -> dict[str, float]:
     entropy = -sum(share * math.log(share) for share in (rate, 1 - rate) if share)
     return {
         "auc": right / pairs if pairs else NAN,
+        "calibration": sum(weight * probability[score] for score, _, weight in rows) / clicks if clicks else NAN,
         "logloss": loss / total,
         "ne": loss / total / entropy if entropy else NAN,
-        "calibration": sum(weight * probability[score] for score, _, weight in rows) / clicks if clicks else NAN,
         "rows": float(sum(weight > 0 for *_, weight in rows)),
     }
 

@@ -89,7 +89,9 @@ class PointwiseMetrics:
         self._rows = self._new_rows(())
         self._bad_scores = self._bad_numbers = self._graded = False
         self._low, self._high = math.inf, -math.inf
+        # What was found of all rows, until there are more.
         self._frequent: dict[str, tuple[list[int], int]] = {}
+        self._several: bool | None = None
 
     def update(
         self,
@@ -149,7 +151,7 @@ class PointwiseMetrics:
             self._low = min(self._low, float(columns["score"].min()))
             self._high = max(self._high, float(columns["score"].max()))
             self._rows.add(columns)
-            self._frequent.clear()
+            self._frequent, self._several = {}, None
 
     def all_gather(self) -> None:
         """Take in the rows of all processes of the `torch.distributed` group, each of which must call; in pieces.
@@ -173,7 +175,7 @@ class PointwiseMetrics:
             for rows in arriving:
                 self._rows.add(rows)
         own.close()
-        self._frequent.clear()
+        self._frequent, self._several = {}, None
 
     def compute(self) -> dict[str, float]:
         """All figures of all rows, by name.
@@ -261,14 +263,18 @@ class PointwiseMetrics:
 
     def _of_requests(self, where: tuple[str, int] | None) -> dict[str, float]:
         """Nothing where all requests have one candidate; NaN where it is only those of a slice."""
-        if "requests" not in (self._ids or ()):
+        if "requests" not in (self._ids or ()) or (where is not None and not self._has_several()):
             return {}
         figures, several = self._ranked(where)
-        if several:
-            return figures
-        if where is None or not self._ranked(None)[1]:
-            return {}
-        return dict.fromkeys(figures, math.nan)
+        if where is None:
+            self._several = several
+        return figures if several else {} if where is None else dict.fromkeys(figures, math.nan)
+
+    def _has_several(self) -> bool:
+        """Whether a request has several candidates; it is known where `compute` was called."""
+        if self._several is None:
+            self._several = self._ranked(None)[1]
+        return self._several
 
     def _ranked(self, where: tuple[str, int] | None) -> tuple[dict[str, float], bool]:
         order = ("request", "-score", "label", "weight")

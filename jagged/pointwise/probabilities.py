@@ -60,16 +60,20 @@ class Probabilities:
         self._predicted.add(weight * sigmoid(score))
 
     def figures(self) -> dict[str, float]:
-        """`logloss`, `ne`, where it is known what training saw `ne_of_training`, and `calibration`."""
+        """`calibration`, `logloss`, `ne` and, where it is known what training saw, `ne_of_training`."""
         weight, clicks = self._weight.value, self._clicks.value
         if not weight:
             logloss = rate = math.nan
         else:
             logloss, rate = self._loss.value / weight, clicks / weight
-        found = {"logloss": logloss, "ne": _ratio(logloss, _cross_entropy(rate, rate))}
+        found = {
+            "calibration": _ratio(self._predicted.value, clicks),
+            "logloss": logloss,
+            "ne": _ratio(logloss, _cross_entropy(rate, rate)),
+        }
         if self._training_mean is not None:
             found["ne_of_training"] = _ratio(logloss, _cross_entropy(rate, self._training_mean))
-        return {**found, "calibration": _ratio(self._predicted.value, clicks)}
+        return found
 
 
 def calibration_bins(chunks: Iterable[Columns], total: float, count: int) -> list[CalibrationBin]:

@@ -444,7 +444,7 @@ def monitored(figures: Figures, name: str) -> tuple[str, float]:
         if is_undefined(value):
             raise TrainingError(
                 f"monitor: {fitting[0]} is not defined for the validation part, as an AUC is not where all labels are alike; "
-                "nothing can be chosen by it: give a part for which it is"
+                "give a part for which it is"
             )
         return group, value
     expected = ", ".join(fitting or short)

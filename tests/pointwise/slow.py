@@ -128,8 +128,8 @@ def probabilities(given: Sequence[Row], training_mean: float) -> dict[str, float
     of_training = -rate * math.log(training_mean) - (1 - rate) * math.log(1 - training_mean)
     predicted = sum(row.weight / (1 + math.exp(-row.score)) for row in given)
     return {
+        "calibration": predicted / clicks if clicks else NAN,
         "logloss": loss,
         "ne": loss / entropy if entropy else NAN,
         "ne_of_training": loss / of_training,
-        "calibration": predicted / clicks if clicks else NAN,
     }

@@ -87,7 +87,7 @@ def test_a_negative_gain_leaves_ndcg_alone_undefined() -> None:
 def test_requests_of_one_candidate_have_no_figures() -> None:
     metrics = PointwiseMetrics()
     metrics.update(torch.tensor([1.0, 0.0]), torch.tensor([1, 0]), requests=torch.tensor([0, 1]))
-    assert list(metrics.compute()) == ["auc", "gauc", "gauc_left_out", "logloss", "ne", "calibration", "rows"]
+    assert list(metrics.compute()) == ["auc", "gauc", "gauc_left_out", "calibration", "logloss", "ne", "rows"]
     assert metrics.compute()["gauc_left_out"] == 1.0
 
 
