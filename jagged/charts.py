@@ -36,7 +36,7 @@ _PAGE_VARIABLES = {"#010203": "var(--ink)", "#040506": "var(--rule)", "#070809":
 
 def curve(points: Sequence[tuple[float, float]], xlabel: str, ylabel: str, palette: Palette, *, mark: float | None = None) -> Any:
     """A line through (epoch or step, value) points; `mark` is the epoch or step that was selected."""
-    figure, axes = _figure(palette)
+    figure, axes = _figure(palette, xlabel, ylabel)
     x, y = zip(*points, strict=True)
     axes.plot(x, y, color=palette.first, linewidth=1.8, marker="o" if len(points) < 30 else None, markersize=3)
     if mark is not None:
@@ -45,8 +45,6 @@ def curve(points: Sequence[tuple[float, float]], xlabel: str, ylabel: str, palet
         side = "right" if mark > (low + high) / 2 else "left"
         place = {"xytext": (-4 if side == "right" else 4, 0), "textcoords": "offset points", "ha": side}
         axes.annotate(f"kept: {mark:,.0f}", (mark, 0.02), xycoords=("data", "axes fraction"), color=palette.ink, **place)
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
     # Long numbers need room.
     axes.xaxis.get_major_locator().set_params(integer=True, nbins=5 if max(x) >= 100_000 else "auto")
     axes.xaxis.set_major_formatter("{x:,.0f}")
@@ -57,7 +55,7 @@ def curve(points: Sequence[tuple[float, float]], xlabel: str, ylabel: str, palet
 
 def length_histogram(lengths: Counts, max_seq_len: int, palette: Palette) -> Any:
     """How many users have a history of each length; the longest that the model sees is marked."""
-    figure, axes = _figure(palette)
+    figure, axes = _figure(palette, "events of a user", "users")
     longest = int(lengths.max(initial=1))
     few = longest <= 100
     edges = np.arange(1, longest + 2) - 0.5 if few else _log_edges(longest)
@@ -66,15 +64,13 @@ def length_histogram(lengths: Counts, max_seq_len: int, palette: Palette) -> Any
     axes.axvline(max_seq_len, color=palette.second, linewidth=1.5, label=f"max_seq_len = {max_seq_len}")
     if not few:
         _log_axis(axes, int(edges[-1]))
-    axes.set_xlabel("events of a user")
-    axes.set_ylabel("users")
     axes.legend(frameon=False, labelcolor=palette.ink)
     return figure
 
 
 def rank_histogram(ranks: Mapping[str, Counts], num_items: int, palette: Palette) -> Any:
     """Where the held-out items stood among all items, 1 the best: the share of users, by series name."""
-    figure, axes = _figure(palette)
+    figure, axes = _figure(palette, "rank of the held-out item (1 is best)", "share of users")
     edges = _log_edges(num_items)
     for (name, values), color, fill in zip(ranks.items(), (palette.first, palette.second), (True, False), strict=False):
         counts, _ = np.histogram(values, edges)
@@ -82,8 +78,6 @@ def rank_histogram(ranks: Mapping[str, Counts], num_items: int, palette: Palette
             counts / max(len(values), 1), edges, fill=fill, color=color, alpha=0.75 if fill else 1, linewidth=1.8, label=name
         )
     _log_axis(axes, num_items)
-    axes.set_xlabel("rank of the held-out item (1 is best)")
-    axes.set_ylabel("share of users")
     axes.legend(frameon=False, labelcolor=palette.ink)
     return figure
 
@@ -114,7 +108,7 @@ def to_svg(figure: Any, name: str) -> str:
     return text.replace("xlink:href", "href").strip()
 
 
-def _figure(palette: Palette) -> tuple[Any, Any]:
+def _figure(palette: Palette, xlabel: str, ylabel: str) -> tuple[Any, Any]:
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -133,6 +127,7 @@ def _figure(palette: Palette) -> tuple[Any, Any]:
         axes = figure.subplots()
         axes.grid(axis="y")
         axes.set_axisbelow(True)
+        axes.set(xlabel=xlabel, ylabel=ylabel)
     return figure, axes
 
 

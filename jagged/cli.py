@@ -184,7 +184,8 @@ def _annotation(name: str) -> Any:
     short = [_flag(short) for short in SECTIONS if main_option(short) == name]
     tag = short and len(SECTIONS[section]) > 1
     # What it belongs to, unless it is in every variant of its section.
-    belongs = [] if len(variants) == len(SECTIONS.get(section, variants)) else [_tag_of(kind) for kind, _ in variants]
+    tags = [str(next(iter(kind.model_fields.values())).default) for kind, _ in variants]
+    belongs = [] if len(variants) == len(SECTIONS.get(section, variants)) else tags
     told = "; ".join([*belongs, *filter(None, [effect(field)])])
     values = [value for _, each in variants for value in choices(each)]
     on_off = kinds(field) == {bool}
@@ -200,10 +201,6 @@ def _annotation(name: str) -> Any:
             show_default=False,
         ),
     ]
-
-
-def _tag_of(kind: type[Any]) -> str:
-    return str(next(iter(kind.model_fields.values())).default)
 
 
 @_command

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import jagged
 from jagged import versions as _versions
 
 if TYPE_CHECKING:
     import torch
+
+    import jagged.ops
 
 NO_GPU = "no GPU"
 _TIMEOUT_SECONDS = 300
@@ -148,6 +151,8 @@ def _on(device: str, op: Callable[[torch.device, str], None]) -> Callable[[], st
     """The check that runs `op` on `device` with the backend that serves it."""
 
     def check() -> str:
+        # Here and not above: what is judged may fail, or crash, when it is imported. All `op` find it among the module's names.
+        global torch
         import torch
 
         if device == "cuda" and not torch.cuda.is_available():
@@ -161,30 +166,22 @@ def _on(device: str, op: Callable[[torch.device, str], None]) -> Callable[[], st
 
 
 def _conversion(device: torch.device, backend: str) -> None:
-    import torch
-
-    from jagged.ops import dense_to_jagged, jagged_to_dense
-
     values = torch.arange(6.0, device=device).view(3, 2).requires_grad_()
     offsets = torch.tensor([0, 1, 3], device=device)
-    dense = jagged_to_dense(values, offsets, 2, backend=backend)
+    dense = jagged.ops.jagged_to_dense(values, offsets, 2, backend=backend)
     expected = torch.tensor([[[0.0, 1.0], [0.0, 0.0]], [[2.0, 3.0], [4.0, 5.0]]], device=device)
     torch.testing.assert_close(dense, expected)
-    back = dense_to_jagged(dense, offsets, 3, backend=backend)
+    back = jagged.ops.dense_to_jagged(dense, offsets, 3, backend=backend)
     torch.testing.assert_close(back, values)
     (gradient,) = torch.autograd.grad(back.sum(), values)
     torch.testing.assert_close(gradient, torch.ones_like(values))
 
 
 def _attention(device: torch.device, backend: str) -> None:
-    import torch
-
-    from jagged.ops import jagged_attention
-
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(5, 2, 16, generator=generator).to(device).requires_grad_() for _ in range(3))
     offsets = torch.tensor([0, 2, 5], device=device)
-    ours = jagged_attention(q, k, v, offsets, causal=True, backend=backend)
+    ours = jagged.ops.jagged_attention(q, k, v, offsets, causal=True, backend=backend)
     parts = []
     for start, end in ((0, 2), (2, 5)):
         query, key, value = (x[start:end].transpose(0, 1) for x in (q, k, v))
@@ -194,78 +191,54 @@ def _attention(device: torch.device, backend: str) -> None:
 
 
 def _cross_entropy(device: torch.device, backend: str) -> None:
-    import torch
-
-    from jagged.ops import linear_cross_entropy
-
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (4, 7))
     target = torch.tensor([0, 6, 3, 3], device=device)
-    ours = linear_cross_entropy(hidden, weight, target, backend=backend)
+    ours = jagged.ops.linear_cross_entropy(hidden, weight, target, backend=backend)
     _same(ours, torch.nn.functional.cross_entropy(hidden @ weight.T, target), (hidden, weight))
 
 
 def _catalogue_topk(device: torch.device, backend: str) -> None:
-    import torch
-
-    from jagged.ops import catalogue_topk
-
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 16, generator=generator).to(device) for n in (4, 300))
     logits = hidden @ weight.T
     # All tiles are chosen for three items, one tile for one.
     for k in (3, 1):
-        scores, ids = catalogue_topk(hidden, weight, k, backend=backend)
+        scores, ids = jagged.ops.catalogue_topk(hidden, weight, k, backend=backend)
         torch.testing.assert_close(scores, logits.topk(k).values, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(scores, logits.gather(1, ids), rtol=1e-3, atol=1e-3)
 
 
 def _bmm(device: torch.device, backend: str) -> None:
-    import torch
-
-    from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm_jagged_out
-
     values, offsets = _rows(device)
     dense = torch.randn(2, 16, 3, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
-    ours = jagged_dense_bmm(values, offsets, dense, backend=backend)
+    ours = jagged.ops.jagged_dense_bmm(values, offsets, dense, backend=backend)
     _same(ours, torch.cat([values[:2] @ dense[0], values[2:] @ dense[1]]), (values, dense))
-    pairs = jagged_jagged_bmm_jagged_out(values, values, offsets, total=13, backend=backend)
+    pairs = jagged.ops.jagged_jagged_bmm_jagged_out(values, values, offsets, total=13, backend=backend)
     _same(pairs, torch.cat([(x @ x.T).flatten() for x in (values[:2], values[2:])]), (values,))
 
 
 def _softmax(device: torch.device, backend: str) -> None:
-    import torch
-
-    from jagged.ops import jagged_softmax
-
     values, offsets = _rows(device)
-    ours = jagged_softmax(values, offsets, backend=backend)
+    ours = jagged.ops.jagged_softmax(values, offsets, backend=backend)
     _same(ours, torch.cat([values[:2].softmax(0), values[2:].softmax(0)]), (values,))
 
 
 def _elementwise(device: torch.device, backend: str) -> None:
-    import torch
-
-    from jagged.ops import jagged_dense_mul
-
     values, offsets = _rows(device)
     dense = torch.randn(2, 16, generator=torch.Generator().manual_seed(2)).to(device).requires_grad_()
-    ours = jagged_dense_mul(values, offsets, dense, backend=backend)
+    ours = jagged.ops.jagged_dense_mul(values, offsets, dense, backend=backend)
     _same(ours, torch.cat([values[:2] * dense[0], values[2:] * dense[1]]), (values, dense))
 
 
 def _rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Five rows of two samples, which want gradients, and their offsets."""
-    import torch
-
     values = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
     return values, torch.tensor([0, 2, 5], device=device)
 
 
 def _same(ours: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
     """Compare values and gradients; loosely, for this asks whether an op works at all."""
-    import torch
-
     torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
     upstream = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1)).to(ours.device)
     ours_gradients = torch.autograd.grad(ours, inputs, upstream)
@@ -274,7 +247,6 @@ def _same(ours: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor
 
 
 def _embedding(device: torch.device, backend: str) -> None:
-    import torch
     from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
@@ -291,7 +263,6 @@ def _embedding(device: torch.device, backend: str) -> None:
 
 def _fbgemm(device: torch.device, backend: str) -> None:
     import fbgemm_gpu  # noqa: F401, registers the operators
-    import torch
 
     lengths = torch.tensor([1, 2], device=device)
     offsets = torch.ops.fbgemm.asynchronous_complete_cumsum(lengths)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from jagged.metrics import ALL_ITEMS, DEFAULT_KS, UNSEEN_ITEMS, Figures, RankingMetrics, TrainCounts
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
@@ -35,6 +36,31 @@ class SequenceRanker(Protocol):
 
     def final_hidden(self, features: Any) -> Tensor:
         """`[B, D]` hidden state after each user's last event; zeros without events."""
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """A module in eval mode; every submodule's own mode is restored."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def several() -> bool:
+    """Whether there is a `torch.distributed` group of several processes."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def bar(batches: Any, shown: bool) -> Iterable[Any]:
+    """The batches, under a progress bar of the first process after two seconds."""
+    if not shown or (several() and torch.distributed.get_rank()):
+        return batches  # type: ignore[no-any-return]
+    return tqdm(batches, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]
 
 
 def takes_times(model: Any) -> bool:
@@ -144,7 +170,7 @@ def evaluate_protocols(
                 assert result.ranks is not None
                 metric.update(result.ranks, result.items)
                 strange += result.strange
-    if all_processes and _processes() > 1:
+    if all_processes and several():
         torch.distributed.all_reduce(strange)
         for metric in metrics:
             metric.all_reduce()
@@ -180,8 +206,8 @@ def rank_batches(
     device = torch.device(device) if device is not None else weight.device
     if not is_finite(weight):
         raise EvaluationError(NOT_FINITE)
-    with _eval_mode(model):
-        for batch in _progress(loader, progress):
+    with evaluating(model):
+        for batch in bar(loader, progress):
             # Entered for each batch, because these modes belong to the thread and the caller runs between two batches.
             with torch.inference_mode(), torch.autocast(device.type, enabled=False):
                 batch = batch.to(device, non_blocking=True)
@@ -236,28 +262,3 @@ def popularity_metrics(
         progress=progress,
         all_processes=False,
     )
-
-
-@contextmanager
-def _eval_mode(model: Any) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _progress(loader: Any, show: bool) -> Iterable[Any]:
-    if not show or (_processes() > 1 and torch.distributed.get_rank() != 0):
-        return loader
-    from tqdm import tqdm
-
-    total = len(loader) if hasattr(loader, "__len__") else None
-    return tqdm(loader, total=total, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]
-
-
-def _processes() -> int:
-    distributed = torch.distributed
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1

@@ -357,8 +357,9 @@ class _Search:
 
     def __init__(self, timer: Timer, classes: Sequence[FeatureClass], repeats: int) -> None:
         self._time, self._classes, self._repeats = timer, classes, repeats
-        self.codes = [BY_MAP] * sum(len(of.features) for of in classes)
-        self.programs = PROGRAMS
+        count = sum(len(of.features) for of in classes)
+        self._without_plan = Trial(tuple(range(count)), (BY_MAP,) * count, PROGRAMS)
+        self.codes, self.programs = [BY_MAP] * count, PROGRAMS
         self.counted_rows: int | None = None
 
     def local(self, bar: Any, *, alone: bool = False) -> None:
@@ -389,11 +390,10 @@ class _Search:
 
         None, and the rule, where the gradient finds no memory.
         """
-        features, codes = tuple(range(len(self.codes))), (BY_MAP,) * len(self.codes)
-        trials = {of: Trial(features, codes, PROGRAMS, True, of) for of in (None, *rows_tried)}
+        trials = {of: self._without_plan._replace(is_backward=True, counted_rows=of) for of in (None, *rows_tried)}
         try:
             chosen = self._best(trials, None)
-            times = self._time([trials[of] for of in dict.fromkeys((None, chosen))], CONFIRMED * self._repeats)
+            before, after = self._confirmed(trials[None], trials[chosen])
         except torch.OutOfMemoryError:
             warnings.warn(
                 "backward: found no memory for gradients as large as the tables; the plan leaves what is counted to the rule",
@@ -401,25 +401,21 @@ class _Search:
                 stacklevel=3,
             )
             return None
-        if is_faster(times[-1], times[0]):
+        if is_faster(after, before):
             self.counted_rows = chosen
         else:
-            del times[1:]
-        return statistics.median(times[0]), statistics.median(times[-1])
+            after = before
+        return statistics.median(before), statistics.median(after)
 
     def compared(self, *, keep_slower: bool) -> tuple[float, float]:
         """Median times without and with what was found, which goes where it is no faster."""
-        none = Trial(tuple(range(len(self.codes))), (BY_MAP,) * len(self.codes), PROGRAMS)
-        if self._whole(self.programs) == none:
-            (times,) = self._time([none], CONFIRMED * self._repeats)
-            return statistics.median(times), statistics.median(times)
-        before, after = self._time([none, self._whole(self.programs)], CONFIRMED * self._repeats)
+        before, after = self._confirmed(self._without_plan, self._whole(self.programs))
         if not keep_slower and not is_faster(after, before):
-            self.codes, self.programs, after = list(none.codes), PROGRAMS, before
+            self.codes, self.programs, after = list(self._without_plan.codes), PROGRAMS, before
         return statistics.median(before), statistics.median(after)
 
     def _whole(self, programs: int) -> Trial:
-        return Trial(tuple(range(len(self.codes))), tuple(self.codes), programs)
+        return self._without_plan._replace(codes=tuple(self.codes), programs=programs)
 
     def _best(self, trials: Mapping[Key, Trial], known: Key) -> Key:
         """The fastest of some trials where it is faster than the known one in a second comparison too."""
@@ -429,8 +425,13 @@ class _Search:
         if best == known or medians[best] >= medians[known]:
             return known
         # The fastest of many is one that was lucky, too.
-        old, new = self._time([trials[known], trials[best]], CONFIRMED * self._repeats)
+        old, new = self._confirmed(trials[known], trials[best])
         return best if is_faster(new, old) else known
+
+    def _confirmed(self, old: Trial, new: Trial) -> tuple[list[float], list[float]]:
+        """Many times of two trials, the same ones where they are one."""
+        times = self._time(list(dict.fromkeys((old, new))), CONFIRMED * self._repeats)
+        return times[0], times[-1]
 
 
 def is_faster(new: Sequence[float], old: Sequence[float]) -> bool:
@@ -442,24 +443,14 @@ def is_faster(new: Sequence[float], old: Sequence[float]) -> bool:
     return middle > 2 * error
 
 
-class _Captured(NamedTuple):
-    """What a graph is captured for; see `Trial`."""
-
-    features: tuple[int, ...]
-    programs: int
-    is_backward: bool
-    counted_rows: int | None
-    # Nothing is planned, so that small batches do without the map.
-    is_plain: bool
-
-
 class ReplayTimer:
     """Times by replays of a graph of all batches' launches; the schedules of a trial are written where the graph reads them."""
 
     def __init__(self, launches: Sequence[_Launch]) -> None:
         self._launches = launches
-        # With what a graph reads: its schedules, and launches, whose layouts and ids may be its own.
-        self._captured: dict[_Captured, tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]] = {}
+        # By a trial without codes, and whether nothing is planned, so that small batches do without the map: a graph with what it
+        # reads, schedules and launches, whose layouts and ids may be its own.
+        self._captured: dict[tuple[Trial, bool], tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]] = {}
         # Nobody reads what graphs leave, so that all use the same memory: gradients are as large as the tables.
         self._pool: Any = None
 
@@ -485,26 +476,26 @@ class ReplayTimer:
     def _run(self, trial: Trial) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[Tensor]]:
         """The graph of a trial, what it reads schedules from, and those of the trial."""
         is_plain = trial.programs == PROGRAMS and all(code == BY_MAP for code in trial.codes)
-        key = _Captured(trial.features, trial.programs, trial.is_backward, trial.counted_rows, is_plain)
-        if any((of.features, of.is_backward) != (key.features, key.is_backward) for of in self._captured):
+        key = trial._replace(codes=()), is_plain
+        if any((of.features, of.is_backward) != (trial.features, trial.is_backward) for of, _ in self._captured):
             # Of features, or of a pass, that are done with.
             self._captured.clear()
             self._pool = None
         if key not in self._captured:
-            self._captured[key] = self._capture(key)
+            self._captured[key] = self._capture(*key)
         graph, held, _ = self._captured[key]
         device = held[0].device
         wanted = torch.tensor(trial.codes, dtype=torch.int32).to(device).split([len(codes) for codes in held])
         return graph, held, list(wanted)
 
-    def _capture(self, key: _Captured) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]:
+    def _capture(self, key: Trial, is_plain: bool) -> tuple[torch.cuda.CUDAGraph, list[Tensor], list[_Launch]]:
         launches = list(_of_features(self._launches, key.features))
         held = [torch.full((of.layout.num_features,), BY_MAP, dtype=torch.int32, device=of.storage.device) for of in launches]
 
         def work() -> None:
             for launch, codes in zip(launches, held, strict=True):
                 for of in launch.batches:
-                    schedules = BagSchedules(None if key.is_plain else codes, key.programs, key.counted_rows)
+                    schedules = BagSchedules(None if is_plain else codes, key.programs, key.counted_rows)
                     (_gradient if key.is_backward else _look_up)(launch, of, schedules)
 
         stream = torch.cuda.Stream()

@@ -13,6 +13,7 @@ import ast
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -149,7 +151,11 @@ def _number(pair: tuple[str, Mutant]) -> str:
 
 
 def nearest_tests(path: str, root: Path) -> list[str]:
-    """Return the test files of a source file, the nearest first: by its name, its folder's, and the public names in it."""
+    """Return the test files of a source file, the nearest first: by its name, its folder's, and the public names in it.
+
+    Of `jagged` by imports, too: first the tests of the file's own name, then those of its folder's name, those that import it,
+    the own tests of the files that do, and of its folder the tests that import these.
+    """
     parts = Path(path).with_suffix("").parts
     layer, words = parts[0], [part.removesuffix("_impl") for part in parts[1:] if part not in ("_shared", "triton", "hopper")]
     tree = ast.parse((root / path).read_text(encoding="utf-8"))
@@ -161,17 +167,73 @@ def nearest_tests(path: str, root: Path) -> list[str]:
         if (folder if folder in ("ops", "modules") else "jagged") != layer or any(word in name for word in SLOW):
             continue
         text = test.read_text(encoding="utf-8")
-        scores[name] = sum(
-            100 * (f"_{word}" in test.stem) + 30 * (f"_{word.rpartition('_')[0] or word}" in test.stem) + 10 * (word == folder)
-            for word in words
-        )
+        if layer == "jagged":
+            # Words are whole: what is in `data` is not tested by `test_dataset`.
+            named = sum(f"_{word}_" in f"{test.stem}_" for word in words)
+            scores[name] = (150 if folder in (parts[1], test.name) else 30) * named + 10 * (parts[1] == folder)
+        else:
+            scores[name] = sum(
+                100 * (f"_{word}" in test.stem)
+                + 30 * (f"_{word.rpartition('_')[0] or word}" in test.stem)
+                + 10 * (word == folder)
+                for word in words
+            )
         # How often they are called, too, where several files know the same names.
         scores[name] += sum(min(9, text.count(f"{word}(")) + (word in text) for word in public)
         scores[name] += parts[1] == "_shared" and test.stem in ("test_operator", "test_softmax", "test_conversion")
+    if layer == "jagged":
+        # Of tests that are as near the short ones first: there is a limit.
+        scores.update(_by_imports(path, list(scores), root))
+        scores = Counter({name: scores[name] for name in sorted(scores, key=lambda name: (root / name).stat().st_size)})
     # Of `jagged` what a file does is tested where it is used, too; interpreted tests take too long for more than a few.
     least = 100 if layer != "jagged" and max(scores.values()) >= 100 else 1
     nearest = [name for name, score in scores.most_common(8 if layer == "jagged" else 5) if score >= least]
     return nearest or ["tests/modules/test_every_module.py" if layer == "modules" else "tests/test_imports.py"]
+
+
+def _by_imports(path: str, tests: list[str], root: Path) -> Counter[str]:
+    """How near tests are to a file of `jagged` by the imports of both."""
+    files = [name for name in sources(root) if name.startswith("jagged/") and not name.endswith("__init__.py")]
+    graph = {name: imported((root / name).read_text(encoding="utf-8"), root) for name in files}
+    near = {path}
+    # The file's own tests, and those of its folder in one file.
+    own = {_own_tests(path): 1000, f"tests/test_{Path(path).parts[1]}.py": 500}
+    scores = Counter({test: score for test, score in own.items() if test in tests})
+    left = tests
+    for of_import, of_own in ((200, 100), (40, 0), (20, 0)):
+        beside = [test for test in left if near == {path} or Path(test).parent.name == Path(path).parent.name]
+        found = [test for test in beside if near & imported((root / test).read_text(encoding="utf-8"), root)]
+        scores.update(dict.fromkeys(found, of_import))
+        left = [test for test in left if test not in found]
+        near = {name for name, imported in graph.items() if near & imported}
+        scores.update(dict.fromkeys(set(map(_own_tests, near)) & set(tests), of_own))
+    return scores
+
+
+def _own_tests(path: str) -> str:
+    """The test file that bears a source file's name, in the folder of the same name: there may be none."""
+    return re.sub(r"^jagged/(.*/)?(\w+)\.py$", r"tests/\1test_\2.py", path)
+
+
+@cache
+def imported(source: str, root: Path) -> frozenset[str]:
+    """The files of `jagged` that a source imports, also inside of functions; of names of a package those behind it."""
+    found = set[str]()
+    for module, name in _imports(source):
+        path = module.replace(".", "/")
+        known = next((one for one in (f"{path}/{name}.py", f"{path}.py") if (root / one).is_file()), f"{path}/__init__.py")
+        found.add(known)
+        if known.endswith("__init__.py") and (root / known).is_file():
+            behind = _imports((root / known).read_text(encoding="utf-8"))
+            found.update(f"{of.replace('.', '/')}.py" for of, other in behind if other == name)
+    return frozenset(found)
+
+
+@cache
+def _imports(source: str) -> frozenset[tuple[str, str]]:
+    """The modules of `jagged` that a source names, each with the name that it takes from it."""
+    nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return frozenset((str(of.module), name.name) for of in nodes for name in of.names if f"{of.module}.".startswith("jagged."))
 
 
 def copy(root: Path, target: Path) -> None:
@@ -183,11 +245,16 @@ def copy(root: Path, target: Path) -> None:
             shutil.copy(root / name, target / name, follow_symlinks=False)
 
 
-def pytest_in(tree: Path, interpreted: bool, arguments: list[str], seconds: float, workers: int) -> tuple[int | None, str]:
-    """Return the exit code, None past the limit, and the first line that says what failed."""
+def pytest_in(
+    tree: Path, interpreted: bool, arguments: list[str], seconds: float, workers: int, *, drawn_last: bool = False
+) -> tuple[int | None, str]:
+    """Return the exit code, None past the limit, and the first line that says what failed.
+
+    Where `drawn_last`, tests of drawn examples come behind the others of their file.
+    """
     # Of this copy, not of the package that is installed; the same draws each time.
     own = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "JAGGED_TEST_SEED": "0", "JAGGED_TEST_SHRINK": "0"}
-    own["TRITON_INTERPRET"] = str(int(interpreted))
+    own |= {"TRITON_INTERPRET": str(int(interpreted)), "JAGGED_TEST_DRAWN_LAST": str(int(drawn_last))}
     chosen = ["-m", "interpret"] if interpreted else []
     chosen += ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
     child = subprocess.Popen(
@@ -220,7 +287,9 @@ def outcome(tree: Path, mutant: Mutant, source: str, seconds: float, workers: in
     path.write_text(mutant.text(source), encoding="utf-8")
     try:
         for interpreted in runs:
-            code, line = pytest_in(tree, interpreted, files, end - time.monotonic(), workers)
+            # Drawn tables compared with the definition take longest there; of operators they find most.
+            drawn_last = mutant.path.startswith("jagged/")
+            code, line = pytest_in(tree, interpreted, files, end - time.monotonic(), workers, drawn_last=drawn_last)
             if code is None:
                 return "stopped", ""
             # 5: no test was chosen.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
+import os
+import re
 import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.mutants import KINDS, ROOT, Mutant, draw, mutants, nearest_tests, run, sources, summary
+from tests.mutants import KINDS, ROOT, Mutant, draw, imported, mutants, nearest_tests, outcome, run, sources, summary
 
 SOURCE = '''\
 """What 1 + 1 is."""
@@ -84,6 +87,69 @@ def test_the_nearest_tests() -> None:
     assert "tests/data/test_malformed.py" in nearest_tests("jagged/data/events.py", ROOT)
 
 
+@pytest.mark.parametrize(
+    ("path", "first"),
+    [
+        # By name: not those of another folder, nor of a name that only begins alike.
+        ("jagged/data/negatives.py", ["data/test_negatives"]),
+        ("jagged/data/batches.py", ["data/test_batches"]),
+        ("jagged/training/batches.py", ["training/test_batches"]),
+        ("jagged/data/table_leaks.py", ["data/test_table_leaks", "data/test_table_splits"]),
+        ("jagged/artifacts/files.py", ["test_artifacts"]),
+        # By the imports of tests, and by what imports the file.
+        ("jagged/data/files.py", ["data/test_csv_rows", "data/test_sources"]),
+        ("jagged/data/staging.py", ["data/test_records"]),
+        ("jagged/data/logs.py", ["data/test_table_batches", "data/test_table_splits", "data/test_records"]),
+        ("jagged/data/values.py", ["data/test_inference", "data/test_inspection"]),
+    ],
+)
+def test_own_tests_come_first_then_those_by_imports(path: str, first: list[str]) -> None:
+    assert nearest_tests(path, ROOT)[: len(first)] == [f"tests/{name}.py" for name in first]
+
+
+def test_tables_are_tested_as_tables_and_events_as_events() -> None:
+    # Of those that are as near the short ones come first.
+    found = nearest_tests("jagged/data/staging.py", ROOT)
+    assert found.index("tests/data/test_progress.py") < found.index("tests/data/test_event_tables.py")
+    assert "tests/data/test_read_events.py" in nearest_tests("jagged/data/intake.py", ROOT)
+    assert "tests/data/test_event_tables.py" not in nearest_tests("jagged/data/intake.py", ROOT)
+
+
+@pytest.mark.parametrize(
+    ("source", "files"),
+    [
+        ("from jagged.data.staging import Builder", ["data/staging.py"]),
+        ("def f():\n    from jagged.data import times", ["data/times.py"]),
+        # What a package hands on is imported from where it stands.
+        ("from jagged.data import Dataset", ["data/__init__.py", "data/records.py"]),
+        ("from jagged.metrics import Figures\nimport numpy", ["metrics.py"]),
+        ("from jaggedness import Dataset\nfrom torch import nn", []),
+    ],
+)
+def test_imports_lead_to_files(source: str, files: list[str]) -> None:
+    assert imported(source, ROOT) == {f"jagged/{name}" for name in files}
+
+
+def test_drawn_examples_come_last_in_their_file() -> None:
+    files = ["tests/data/test_table_splits.py", "tests/data/test_histories.py"]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+
+    def collected(**own: str) -> list[str]:
+        said = subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, capture_output=True, text=True, check=True).stdout
+        return [line.partition("[")[0] for line in said.splitlines() if "::" in line]
+
+    found, plain = collected(JAGGED_TEST_DRAWN_LAST="1"), collected()
+    assert sorted(found) == sorted(plain)
+    for file in files:
+        text = (ROOT / file).read_text()
+        drawn = set(re.findall(r"\n@given\((?:.|\n)*?\ndef (\w+)", text))
+        is_drawn = [name.partition("::")[2] in drawn for name in found if name.startswith(file)]
+        assert drawn
+        assert is_drawn == sorted(is_drawn)
+    assert [name.partition("::")[0] for name in found] == [name.partition("::")[0] for name in plain]
+    assert found != plain
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     """One function and its test, which sees two of its three faults, and for ever waits for another."""
@@ -127,6 +193,18 @@ def test_killed_survived_and_stopped(project: Path, monkeypatch: pytest.MonkeyPa
         "all                    1           1           1           0",
         "killed of those not shown equivalent: 1 of 2, 50%",
     ]
+
+
+@pytest.mark.parametrize(("folder", "is_last"), [("jagged", "1"), ("modules", "0")])
+def test_of_operators_drawn_examples_stay_where_they_are(project: Path, folder: str, is_last: str) -> None:
+    source = (project / "jagged/half.py").read_text()
+    mutant = next(one for one in mutants(f"{folder}/half.py", source) if one.before == "x < 0")
+    (project / f"{folder}/half.py").write_text(source)
+    (project / "tests/modules").mkdir()
+    looking = f"import os\n\ndef test_half():\n    assert os.environ['JAGGED_TEST_DRAWN_LAST'] == '{is_last}'\n"
+    for name in ("tests/test_half.py", "tests/modules/test_half.py"):
+        (project / name).write_text(looking)
+    assert outcome(project, mutant, source, 60.0) == ("survived", "")
 
 
 def test_tests_that_fail_anyhow_kill_nothing(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,15 +92,17 @@ def read_header(path: Path) -> dict[str, Described]:
         raise ArtifactError(f"{path}: cannot be read: {error.strerror}") from None
     content = parse_json(header, path)
     content.pop("__metadata__", None)
-    tensors = {name: _described(entry) for name, entry in content.items()}
-    total = 0
-    for name, tensor in tensors.items():
-        if tensor is None:
-            raise ArtifactError(_no_tensors(path, f"{shown(name)} described as {shown(content[name], 120)}"))
-        total += tensor.numel * _BYTES[tensor.dtype]
+    tensors = {}
+    for name, entry in content.items():
+        match entry:
+            case {"dtype": str(dtype), "shape": [*shape]} if dtype in _BYTES and _are_sizes(shape):
+                tensors[name] = Described(dtype, tuple(shape))
+            case _:
+                raise ArtifactError(_no_tensors(path, f"{shown(name)} described as {shown(entry, 120)}"))
+    total = sum(tensor.numel * _BYTES[tensor.dtype] for tensor in tensors.values())
     if total != size - 8 - length:
         raise ArtifactError(_no_tensors(path, f"tensors of {total} bytes in {size - 8 - length}"))
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return tensors
 
 
 def read_tensors(path: Path, expected: Mapping[str, Expected] | None = None, why: str = "") -> dict[str, Tensor]:
@@ -123,22 +125,16 @@ def read_tensors(path: Path, expected: Mapping[str, Expected] | None = None, why
         has, wants = found.get(name), expected.get(name)
         if has is None or wants is None or not _fits(has, wants):
             wanted = f"{_shown_expected(wants, has)} {why}".strip()
-            raise ArtifactError(message(f"{path}: {name}", _shown(has), wanted, "copy it again"))
+            got = "none" if has is None else f"{has.dtype} {list(has.shape)}"
+            raise ArtifactError(message(f"{path}: {name}", got, wanted, "copy it again"))
     try:
         return load_file(path)
     except Exception as error:  # made by other hands: safetensors refuses more than the header's sizes
         raise ArtifactError(_no_tensors(path, reason(error))) from None
 
 
-def _described(entry: Any) -> Described | None:
-    if not isinstance(entry, dict) or entry.get("dtype") not in tuple(_BYTES):
-        return None
-    shape = entry.get("shape")
-    if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
-        return None
-    if not all(type(size) is int and 0 <= size < 2**63 for size in shape):
-        return None
-    return Described(entry["dtype"], tuple(shape))
+def _are_sizes(shape: list[Any]) -> bool:
+    return len(shape) <= _MAX_DIMENSIONS and all(type(size) is int and 0 <= size < 2**63 for size in shape)
 
 
 def _fits(found: Described, expected: Expected) -> bool:
@@ -147,10 +143,6 @@ def _fits(found: Described, expected: Expected) -> bool:
         and len(found.shape) == len(expected.shape)
         and all(wanted in (None, size) for size, wanted in zip(found.shape, expected.shape, strict=True))
     )
-
-
-def _shown(tensor: Described | None) -> str:
-    return "none" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
 
 
 def _shown_expected(expected: Expected | None, found: Described | None) -> str:

@@ -16,9 +16,9 @@ from jagged.artifacts import DAY, new_directory, remove, sweep, writing
 from jagged.artifacts.errors import one_line
 from jagged.data.build import BuildOptions, build
 from jagged.data.dataset import FORMAT_VERSION, Notes, SequenceDataset, own_temporary, temporary_directory
-from jagged.data.errors import DataError, refuse
+from jagged.data.errors import DataError, Skipped, refuse
 from jagged.data.files import EVENT_FORMATS, reading
-from jagged.data.intake import Columns, Intake, Skipped
+from jagged.data.intake import Columns, Intake
 from jagged.data.sources import Source, find_source, new_table, reading_bar
 
 # What the reader makes of the same files; counted up where that changes, so that no cache has what an older one made.
@@ -63,8 +63,9 @@ def read_events(
         duplicates: "drop" leaves out an event with user, item and time of an earlier one; "keep" takes it, as events without
             times always are.
         min_events: users and items with fewer events are left out, counted again until all that are left have so many.
-        on_error: "stop" at the first row that is malformed, or "skip" it: at most 1 % of the rows may be. Bytes that cannot be
-            cut into rows, as of damaged files and stray quotes, always stop.
+        on_error: "stop" at the first row that is malformed, or "skip" it: at most 1 % of the rows may be. What cannot be cut into
+            rows always stops: damaged files, text lines that are no text, and in csv a header that cannot be read, and a stray
+            quote in a field that begins with a quote.
         cache_directory: keep the result here; a second call with the same files (name, size, time of change) and options opens
             it at once. A damaged entry is found by its digests and built again. None: a temporary directory, removed with the
             dataset.

@@ -10,14 +10,17 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
-from jagged.data.errors import at, refuse, shown
+from jagged.data.errors import DataError, at, refuse, shown
 
 TABLES = ("csv", "parquet")
 EVENT_FORMATS = ("text", *TABLES)
 
 BLOCK_BYTES = 8 << 20
+#: The byte order mark of UTF-8.
+MARK = b"\xef\xbb\xbf"
 MAX_LINE_BYTES = 64 << 20
 
 _SUFFIXES = {
@@ -183,28 +186,27 @@ def read_blocks(path: Path, advance: Callable[[int], object], *, quoted: bool = 
     """
     line = 1
     tail = b""
-    for number, data in enumerate(_stream(path, advance)):
+    for number, data in enumerate(stream(path, advance)):
         if number == 0:
-            data = data.removeprefix(b"\xef\xbb\xbf")
+            data = data.removeprefix(MARK)
         if quoted and tail:
             # Where a quote is open is known from the beginning of a line on.
             data, tail = tail + data, b""
         cut = (_closed(data) if quoted else data.rfind(b"\n")) + 1
-        if len(tail) + (cut or len(data)) > MAX_LINE_BYTES + BLOCK_BYTES:
-            raise refuse(at(path, line), f"a line of more than {MAX_LINE_BYTES >> 20} MiB", "shorter lines")
+        check_length(path, line, len(tail) + (cut or len(data)))
         if not cut:
             # A control character is the usual reason for an endless line: say that first.
-            _check(path, data, line, partial=True)
+            checked(path, data, line, partial=True)
             tail += data
             continue
         block, tail = tail + data[:cut], data[cut:]
-        block = _check(path, block, line)
+        block = checked(path, block, line)
         yield block, line
         line += block.count(b"\n")
     if tail:
         if quoted and tail.count(b'"') % 2:
-            raise refuse(at(path, line), "a quote that is not closed", 'fields as abc or "abc"')
-        yield _check(path, tail, line).removesuffix(b"\n") + b"\n", line
+            raise unclosed_quote(path, line)
+        yield checked(path, tail, line).removesuffix(b"\n") + b"\n", line
 
 
 def _closed(data: bytes) -> int:
@@ -217,7 +219,8 @@ def _closed(data: bytes) -> int:
     return int(outside[-1]) if len(outside) else -1
 
 
-def _stream(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
+def stream(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
+    """The bytes of a file, unpacked."""
     try:
         with pa.OSFile(str(path), "rb") as raw:
             compression = _COMPRESSION.get(path.suffix.lower())
@@ -233,27 +236,46 @@ def _stream(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
         raise refuse(path, f"{type(error).__name__}: {reason}", "a readable file") from None
 
 
-def _check(path: Path, block: bytes, line: int, *, partial: bool = False) -> bytes:
+def checked(path: Path, block: bytes, line: int, *, partial: bool = False) -> bytes:
+    """Lines, each ended by `\\n`, after the check that they are text; whether part of a line is UTF-8 is not looked at."""
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
         if partial and block.endswith(b"\r"):
             block = block[:-1]
-    bad = np.flatnonzero(_FORBIDDEN[np.frombuffer(block, dtype=np.uint8)])
+    bad = forbidden(block)
     if bad.size:
         where = int(bad[0])
-        raise refuse(
-            at(path, line + block.count(b"\n", 0, where)),
-            f"the control character 0x{block[where]:02x}",
-            "text without control characters",
-        )
+        raise control_character(path, line + block.count(b"\n", 0, where), block[where])
     if not partial and not block.isascii():
         try:
             block.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise refuse(
-                at(path, line + block.count(b"\n", 0, error.start)),
-                f"the byte 0x{block[error.start]:02x}, which is not UTF-8",
-                "UTF-8 text",
-                "convert the file (iconv -t utf-8)",
-            ) from None
+            raise not_utf8(path, line + block.count(b"\n", 0, error.start), block[error.start]) from None
     return block
+
+
+def forbidden(block: bytes) -> npt.NDArray[np.int64]:
+    """Where control characters stand that no text has."""
+    return np.flatnonzero(_FORBIDDEN[np.frombuffer(block, dtype=np.uint8)])
+
+
+def check_length(path: Path, line: int, size: int) -> None:
+    """Refuse a line that goes on for too long."""
+    if size > MAX_LINE_BYTES + BLOCK_BYTES:
+        raise refuse(at(path, line), f"a line of more than {MAX_LINE_BYTES >> 20} MiB", "shorter lines")
+
+
+def control_character(path: Path, line: int, byte: int) -> DataError:
+    """The error of a control character."""
+    return refuse(at(path, line), f"the control character 0x{byte:02x}", "text without control characters")
+
+
+def not_utf8(path: Path, line: int, byte: int) -> DataError:
+    """The error of a byte that is no part of a character."""
+    cure = "convert the file (iconv -t utf-8)"
+    return refuse(at(path, line), f"the byte 0x{byte:02x}, which is not UTF-8", "UTF-8 text", cure)
+
+
+def unclosed_quote(path: Path, line: int, cure: str = "") -> DataError:
+    """The error of a file that ends inside of quotes."""
+    return refuse(at(path, line), "a quote that is not closed", 'fields as abc or "abc"', cure)

@@ -11,14 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jagged.data import times
-from jagged.data.errors import MAX_ID_BYTES, DataError, at, refuse, shown
+from jagged.data.errors import MAX_ID_BYTES, DataError, Skipped, at, refuse, shown
 from jagged.data.sources import Source
 from jagged.data.tabular import Block, is_list
 
-# Of bad rows that are skipped: the share of all rows that is too many, how many stop the reading at once, and how many are named.
-MAX_SKIPPED = 0.01
+# Bad rows from which on their share is looked at before the end.
 _MANY_SKIPPED = 10_000
-_NAMED = 5
 _KINDS = {
     "number": "numbers",
     "naive": "calendar times without a zone",
@@ -61,34 +59,6 @@ class Columns:
                 cure += ', or say timestamp_column="" if the rows are oldest first'
             raise refuse(where, f"the columns {shown(found, 200)}", f"a column {shown(name)}", cure)
         return self.names()
-
-
-class Skipped:
-    """Bad rows that were left out: how many, and what is wrong with the first."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.first: list[str] = []
-
-    def add(self, reason: str) -> None:
-        """Count a row."""
-        self.count += 1
-        if len(self.first) < _NAMED:
-            self.first.append(reason)
-
-    def check(self, name: str, rows: int) -> None:
-        """Refuse a share of bad rows that is too large.
-
-        Raises:
-            DataError: with the first of them.
-        """
-        if self.count > MAX_SKIPPED * (rows + self.count):
-            raise refuse(
-                name,
-                f"{self.count:,} bad rows of {rows + self.count:,} (the first: {self.first[0]})",
-                f"at most {MAX_SKIPPED:.0%} of them where on_error is 'skip'",
-                "mend what wrote them",
-            )
 
 
 class Intake:

@@ -49,7 +49,7 @@ class Columns:
 
     @property
     def source(self) -> IntArray:
-        """The number of each row in the source, from 0, int64 `[n]`."""
+        """The number of each row in the source, from 0, int64 `[n]`; rows of csv that cannot be read have none."""
         return self._arrays(f"{self._prefix}source")[0]
 
     def column(self, name: str) -> AnyArray:
@@ -60,6 +60,11 @@ class Columns:
         if self.schema[name].kind in LISTS:
             raise KeyError(name)
         return self._arrays(self._key(name))[0]
+
+    def one(self, kind: Kind) -> AnyArray | None:
+        """The values of the column of a kind of which there is one at most, as `column` gives them; None where there is none."""
+        column = self.schema.one(kind)
+        return None if column is None else self.column(column.name)
 
     def list_column(self, name: str) -> tuple[IntArray, AnyArray]:
         """A list column: int64 `[n + 1]` offsets and the values of all rows, int32 codes or float32 numbers.

@@ -30,7 +30,7 @@ HashArray = npt.NDArray[np.uint64]
 AnyArray = npt.NDArray[Any]
 
 UNIFORM, POPULARITY = "uniform", "popularity"
-#: What has to be known of such columns: whether the item brings their value along, or the request.
+# Columns that are the item's or the request's: features beside user and candidate.
 _SIDED = (Kind.ID, Kind.IDS, Kind.EVENT, Kind.NUMBER, Kind.NUMBERS)
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -115,13 +115,14 @@ class Drawing:
                 "a part of Dataset.split",
                 "split the table, and take the split's train, valid or test",
             )
-        sided = [column.name for column in sided_columns(dataset)]
+        sided_columns = schema.features(*_SIDED)
+        sided = [column.name for column in sided_columns]
         for name, columns in (("item_columns", items), ("request_columns", requests)):
             if unknown := [column for column in columns if column not in sided]:
                 raise ValueError(f"{name}: got {unknown[0]!r}, expected columns of ids or numbers: {sided}")
         if both := [name for name in items if name in requests]:
             raise ValueError(f"item_columns, request_columns: got {both[0]!r} in both, expected it in one")
-        for column in sided_columns(dataset):
+        for column in sided_columns:
             if column.name not in (*items, *requests):
                 raise refuse(
                     "negatives",
@@ -130,12 +131,6 @@ class Drawing:
                     "name it in item_columns or in request_columns, or read the table with that column unused",
                 )
         return cls(count, by, seed, items, requests)
-
-
-def sided_columns(dataset: Dataset) -> list[Column]:
-    """The columns that are the item's or the request's: features beside user and candidate, without weights of ids."""
-    weights = {column.weights for column in dataset.schema.of_kind(Kind.IDS)}
-    return [column for column in dataset.schema.of_kind(*_SIDED) if column.name not in weights]
 
 
 class _Pool(NamedTuple):

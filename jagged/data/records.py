@@ -28,7 +28,7 @@ from jagged.artifacts import (
     writing,
 )
 from jagged.data.dataset import SequenceDataset, _remove, temporary_directory
-from jagged.data.errors import DataError, refuse, shown
+from jagged.data.errors import DataError, Skipped, refuse, shown
 from jagged.data.expressions import LISTS
 from jagged.data.logs import Columns, EventLog
 from jagged.data.progress import steps
@@ -125,7 +125,9 @@ class Dataset(Columns):
             time_units: of `events` whose times are numbers of another unit than the rows': both units, as `("s", "ms")`, of "s",
                 "ms", "us" and "ns". None: they have one unit; what is clearly another one is refused.
             split: a column that says which part a row is in: train, valid or test. It is no feature.
-            on_error: what to do with a value that is none of its kind: "stop", or "skip" its row, of at most 1 % of the rows.
+            on_error: what to do with a value that is none of its kind, or a row of csv that cannot be read: "stop", or "skip" the
+                row, of at most 1 % of the rows. What cannot be cut into rows always stops, such as a stray quote in a field that
+                begins with a quote.
             format, delimiter: of files, as `open_table` takes them.
             progress: show a bar on a terminal for what takes longer than two seconds.
             **words: columns by kind, which win over the schema: as `Schema.with_words` takes them, for example `label="click"`.
@@ -150,7 +152,8 @@ class Dataset(Columns):
             event_weights, time_units, is_beside,
         )  # fmt: skip
         given = _loaded(schema)
-        with open_table(source, format=format, delimiter=delimiter, progress=progress) as table:
+        unread = [Skipped() if on_error == "skip" else None for _ in range(2)]
+        with open_table(source, format=format, delimiter=delimiter, skipped=unread[0], progress=progress) as table:
             if "events" in histories and "events" in table.types:
                 raise refuse(table.name, "a column 'events' and history='events'", "another name of the column", "rename it")
             histories = [name for name in histories if name != "events"]
@@ -159,7 +162,7 @@ class Dataset(Columns):
                 schema = fitting(table, schema_for(table, given, history=histories or None, **words), options)
             log = None
             if is_beside:
-                beside_it = add_table(table, events, "events", progress=progress)
+                beside_it = add_table(table, events, "events", skipped=unread[1], progress=progress)
                 with steps("Inferring", 1, progress) as step:
                     step("what columns of events are for")
                     found = events_schema_for(beside_it, _loaded(event_schema), schema, dict(event_words or {}))
@@ -228,6 +231,12 @@ class Dataset(Columns):
         """The columns of ids by the table that they share, those of an event table too."""
         return shared_tables(*_schemas(self._manifest))
 
+    @property
+    def with_statistics(self) -> list[str]:
+        """The columns of numbers that a batch shows, of rows and of events: they have statistics."""
+        beside = [] if self.events is None else self.events.numbers
+        return list(dict.fromkeys(one.name for one in [*self.schema.features(Kind.NUMBER, Kind.NUMBERS), *beside]))
+
     @cached_property
     def events(self) -> EventLog | None:
         """The events that histories are views of; None without histories."""
@@ -256,8 +265,8 @@ class Dataset(Columns):
         return self._vocabularies[table]
 
     def split(self, by: str = "time", **options: Any) -> Any:
-        """Training, validation and test rows, with encoders: `jagged.data.parts.split_rows` of this dataset."""
-        from jagged.data.parts import split_rows
+        """Training, validation and test rows, with encoders: `jagged.data.table_splits.split_rows` of this dataset."""
+        from jagged.data.table_splits import split_rows
 
         return split_rows(self, by, **options)
 

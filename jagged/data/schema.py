@@ -140,6 +140,11 @@ class Schema:
         """The column of a kind of which there is one at most."""
         return next(iter(self.of_kind(kind)), None)
 
+    def features(self, *kinds: Kind) -> list[Column]:
+        """The columns of some kinds without those that are weights of ids."""
+        weights = {column.weights for column in self.of_kind(Kind.IDS)}
+        return [column for column in self.of_kind(*kinds) if column.name not in weights]
+
     @property
     def tables(self) -> dict[str, list[Column]]:
         """The columns of ids, by the table that they share."""

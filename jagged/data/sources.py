@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from jagged.artifacts import writing
 from jagged.artifacts.errors import one_line
-from jagged.data.errors import DataError, at, refuse, shown
+from jagged.data.errors import DataError, Skipped, at, refuse, shown
 from jagged.data.files import TABLES, find_tables, reading
 from jagged.data.parsers import TEXT, text_blocks
 from jagged.data.progress import DELAY, disabled
@@ -57,6 +57,7 @@ class Table:
         is_text: whether nothing but text was told, as by a csv file, so that types are still to be found.
         left_out: what a folder holds beside the table's files, with the reason.
         rows: the table's name in SQL: `ROWS`, unless it was added to the database of another table.
+        skipped: rows of the source that could not be read.
     """
 
     connection: duckdb.DuckDBPyConnection
@@ -66,6 +67,7 @@ class Table:
     num_rows: int = 0
     left_out: dict[str, str] = field(default_factory=dict)
     rows: str = ROWS
+    skipped: Skipped = field(default_factory=Skipped)
     _schema: pa.Schema = field(default_factory=lambda: pa.schema([]))
     _directory: str = ""
     _cure: str = ""
@@ -169,7 +171,14 @@ def all_columns(where: str, names: list[str]) -> list[str]:
 
 
 @contextmanager
-def open_table(source: Any, *, format: str = "auto", delimiter: str | None = None, progress: bool = True) -> Iterator[Table]:
+def open_table(
+    source: Any,
+    *,
+    format: str = "auto",
+    delimiter: str | None = None,
+    skipped: Skipped | None = None,
+    progress: bool = True,
+) -> Iterator[Table]:
     """Read a table of any size once, into a temporary DuckDB database that is removed afterwards.
 
     Args:
@@ -178,33 +187,33 @@ def open_table(source: Any, *, format: str = "auto", delimiter: str | None = Non
             `__arrow_c_stream__`, as frames of pandas and polars and relations of DuckDB have. A frame is not changed.
         format: "auto", "csv" or "parquet", of files.
         delimiter: of csv; None finds it out from the first lines: one of `,`, tab, `;`, `|`.
+        skipped: takes the rows of csv that cannot be read, which are then left out; None refuses them.
         progress: show a bar for what takes longer than two seconds.
 
     Raises:
         DataError: malformed input, in one line with the file, the line or row, what was found and what is expected; or the
             temporary directory has no room.
     """
-    found = find_source(source, format, delimiter)
+    found = find_source(source, format, delimiter, skip=None if skipped is None else skipped.add)
     with new_table(found.name, found.schema) as table:
         table.is_text, table.left_out = found.format == "csv", found.left_out
-        with reading_bar(found, progress) as advance:
-            table.fill(found.blocks(advance))
+        _read(table, found, skipped, progress)
         yield table
 
 
-def add_table(table: Table, source: Any, rows: str, *, progress: bool = True) -> Table:
+def add_table(table: Table, source: Any, rows: str, *, skipped: Skipped | None = None, progress: bool = True) -> Table:
     """Read another source into the database of a table, where SQL may ask both; it goes with that table.
 
     Args:
         table: whose database it is.
         source: as `open_table` takes it.
         rows: the name of the new table in SQL. It is what messages call a source that is in memory, too.
-        progress: as of `open_table`.
+        skipped, progress: as of `open_table`.
 
     Raises:
         DataError: as of `open_table`.
     """
-    found = find_source(source, name=rows)
+    found = find_source(source, name=rows, skip=None if skipped is None else skipped.add)
     _check_names(found.name, found.schema.names)
     other = Table(
         table.connection,
@@ -217,9 +226,16 @@ def add_table(table: Table, source: Any, rows: str, *, progress: bool = True) ->
         _directory=table._directory,
         _cure=table._cure,
     )
-    with reading_bar(found, progress) as advance:
-        other.fill(found.blocks(advance))
+    _read(other, found, skipped, progress)
     return other
+
+
+def _read(table: Table, source: Source, skipped: Skipped | None, progress: bool) -> None:
+    with reading_bar(source, progress) as advance:
+        table.fill(source.blocks(advance))
+    if skipped is not None:
+        skipped.check(source.name, table.num_rows)
+        table.skipped = skipped
 
 
 @contextmanager
@@ -329,7 +345,8 @@ def find_source(
         source, format, delimiter: as of `open_table`.
         formats: the formats of files that are known here.
         choose: which columns are read; it may raise what it finds wrong with the names.
-        skip: called with what is wrong with a row that has no place in the columns and is left out; None refuses it.
+        skip: called with what is wrong with a row of csv that is left out, because it cannot be read or has another number of
+            fields than the header; None refuses it.
         name: what messages call a table in memory; None: by its type.
 
     Raises:
@@ -353,7 +370,7 @@ def find_source(
                     yield from text_blocks(file, advance)
 
         return Source(name, "text", TEXT, lines, tuple(found.files), size, found.left_out)
-    layouts = {file: csv_layout(file, delimiter) for file in found.files} if found.format == "csv" else {}
+    layouts = {file: csv_layout(file, delimiter, skip=skip is not None) for file in found.files} if found.format == "csv" else {}
     schema: pa.Schema | None = None
     unused: dict[str, None] = {}
     chosen: dict[Path, list[str]] = {}

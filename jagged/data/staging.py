@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jagged.artifacts import write_manifest
-from jagged.data.errors import DataError, refuse, shown
+from jagged.data.errors import MAX_SKIPPED, DataError, refuse, shown
 from jagged.data.expressions import LISTS, Parsed, is_string, parse, plain_type
 from jagged.data.histories import TIES, fill_views, fill_views_beside, only
 from jagged.data.progress import steps
@@ -31,8 +31,7 @@ IntArray = npt.NDArray[np.int64]
 CodeArray = npt.NDArray[np.int32]
 AnyArray = npt.NDArray[Any]
 
-# Of rows that `on_error="skip"` may leave out.
-_SKIPPED_SHARE = 0.01
+# Of rows that are left out these many are named.
 _PLACES = 3
 _BATCH_ROWS = 1 << 16
 # Batches after which pages of arrays on disk are let go.
@@ -152,14 +151,13 @@ def _need(table: Table, schema: Schema, word: str, kinds: list[Kind]) -> None:
 
 def _fit_log(table: Table, schema: Schema, options: Options) -> None:
     """Compare what events show with the columns of the table that has them."""
-    weights = {column.weights for column in schema.of_kind(Kind.IDS)}
     named = {
         "event_labels": (options.event_labels, "labels", [one.name for one in schema.of_kind(Kind.LABEL)]),
         "event_lists": (options.event_lists, "lists of ids", [one.name for one in schema.of_kind(Kind.IDS)]),
         "event_weights": (
             () if options.event_weights is None else (options.event_weights,),
             "columns of kind number or weight",
-            [one.name for one in schema.of_kind(Kind.NUMBER, Kind.WEIGHT) if one.name not in weights],
+            [one.name for one in schema.features(Kind.NUMBER, Kind.WEIGHT)],
         ),
     }
     for word, (names, what, known) in named.items():
@@ -199,7 +197,10 @@ class Staged:
         #: What events are ordered by: times before they were converted.
         self.moment = "" if time is None else self.parsed[time.name].value
         self.table.sql(f"CREATE TABLE {self.dropped} (row BIGINT)")
-        self._count("rows", table.num_rows)
+        self._count("rows", table.num_rows + table.skipped.count)
+        if table.skipped.count:
+            self._count("bad", table.skipped.count)
+        self.bad_places += table.skipped.first[:_PLACES]
 
     def _count(self, step: str, count: int) -> None:
         step = f"events: {step}" if self.is_events else step
@@ -282,7 +283,8 @@ class Staged:
         is_stop = self.options.on_error == "stop"
         found = f"SELECT row, c FROM (SELECT rowid AS row, {number} AS c FROM {self.table.rows}) WHERE c >= 0 ORDER BY row"
         self.table.sql(f"CREATE TABLE bad AS {found} {'LIMIT 1' if is_stop else ''}")
-        for row, check in self.table.sql(f"SELECT row, c FROM bad ORDER BY row LIMIT {_PLACES}"):
+        places = 1 if is_stop else _PLACES - len(self.bad_places)
+        for row, check in self.table.sql(f"SELECT row, c FROM bad ORDER BY row LIMIT {places}"):
             name, _, expected = checks[check]
             value = self.table.sql(f"SELECT CAST({identifier(name)} AS VARCHAR) FROM {self.table.rows} WHERE rowid = {row}")[0][0]
             found = f"{'no value' if value is None else shown(value)} in the column {shown(name)}"
@@ -294,12 +296,13 @@ class Staged:
             if is_stop:
                 raise error
             self.bad_places.append(str(refuse(self.table.place(row), found, expected)))
-        bad = self.table.sql("SELECT count(*) FROM bad")[0][0]
-        if bad > _SKIPPED_SHARE * self.table.num_rows:
+        unread = self.table.skipped.count
+        bad, rows = unread + self.table.sql("SELECT count(*) FROM bad")[0][0], self.table.num_rows + unread
+        if bad > MAX_SKIPPED * rows:
             raise refuse(
                 self.table.name,
-                f"{bad} of {self.table.num_rows} rows with a bad value ({self.bad_places[0]})",
-                f"at most {_SKIPPED_SHARE:.0%}",
+                f"{bad} of {rows} rows with a bad value ({self.bad_places[0]})",
+                f"at most {MAX_SKIPPED:.0%}",
                 "mend the table or the schema",
             )
         self._drop("bad", "SELECT row FROM bad")

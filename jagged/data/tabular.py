@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
+from jagged.data.csv_rows import begins_of_rows, first_lines, first_stray, readable_blocks, stray_quote
 from jagged.data.errors import DataError, at, refuse, shown
 from jagged.data.files import read_blocks
 
@@ -57,19 +57,23 @@ class CsvLayout:
     names: tuple[str, ...]
 
 
-def csv_layout(path: Path, delimiter: str | None = None) -> CsvLayout:
+def csv_layout(path: Path, delimiter: str | None = None, *, skip: bool = False) -> CsvLayout:
     """Delimiter and column names of a csv file: the delimiter that cuts most of its first lines as it cuts the header.
+
+    Where `skip`, the header alone has to be text.
 
     Raises:
         DataError: no header, or a file that cannot be read.
     """
-    block, _ = next(read_blocks(path, lambda _: None, quoted=True), (b"", 1))
+    blocks = first_lines(path, 10 * _FIRST_LINES) if skip else read_blocks(path, lambda _: None, quoted=True)
+    block, _ = next(blocks, (b"", 1))
     lines = block.decode("utf-8").splitlines(keepends=True)[: 10 * _FIRST_LINES]
-    if not lines:
+    if not any(line.strip() for line in lines):
         raise refuse(path, "an empty file", "a header and rows")
     chosen = delimiter or _delimiter(lines, ".tsv" in [suffix.lower() for suffix in path.suffixes[-2:]])
     try:
-        names = next(csv.reader(lines, delimiter=chosen, strict=True), [])
+        # Blank lines are no rows, before the header neither.
+        names = next(row for row in csv.reader(lines, delimiter=chosen, strict=True) if row)
     except csv.Error as error:
         raise refuse(at(path, 1), f"a header that cannot be parsed ({error})", "column names") from None
     names = [name.strip() for name in names]
@@ -104,7 +108,7 @@ def csv_blocks(
         advance: called with the bytes of the file that were read.
         columns: names of those to read, each once in the header; None reads all.
         skip: called with what is wrong with a row that has another number of fields than the header, which is left out; None
-            refuses it.
+            refuses it. So are those that `readable_blocks` leaves out.
 
     Raises:
         DataError: with the line: another number of fields than the header's, a stray quote, text that is not UTF-8 or holds
@@ -115,7 +119,9 @@ def csv_blocks(
     chosen = list(layout.names if columns is None else columns)
     included = numbered if columns is None else [numbered[layout.names.index(name)] for name in chosen]
     header = True
-    for block, first_line in read_blocks(path, advance, quoted=True):
+    for block, first_line in (
+        read_blocks(path, advance, quoted=True) if skip is None else readable_blocks(path, layout.delimiter, advance, skip)
+    ):
         block, numbers, first = _lines(path, block, first_line, layout.delimiter, header)
         header = False
         if not len(numbers):
@@ -164,8 +170,11 @@ def _lines(path: Path, block: bytes, first_line: int, delimiter: str, header: bo
     starts = np.concatenate(([0], ends[:-1] + 1))
     if b'"' in block:
         # A line begins a row where the quotes before it are closed.
-        begins = np.searchsorted(np.flatnonzero(raw == 34), starts) % 2 == 0
-        _check_quotes(path, block, starts[begins], first_line + np.flatnonzero(begins), delimiter)
+        begins = begins_of_rows(raw, starts)
+        rows = starts[begins]
+        if (bad := first_stray(block, rows, delimiter)) >= 0:
+            end = rows[bad + 1] if bad + 1 < len(rows) else len(block)
+            raise stray_quote(path, first_line + int(np.flatnonzero(begins)[bad]), block[rows[bad] : end])
     else:
         begins = np.ones(len(starts), dtype=bool)
     # Blank lines are no rows; one inside of quotes is.
@@ -175,22 +184,6 @@ def _lines(path: Path, block: bytes, first_line: int, delimiter: str, header: bo
         second = starts[begins][1] if len(numbers) > 1 else len(block)
         return block[second:], numbers[1:], int(numbers[1]) if len(numbers) > 1 else first_line
     return block, numbers, first_line
-
-
-def _check_quotes(path: Path, block: bytes, starts: IntArray, numbers: IntArray, delimiter: str) -> None:
-    # Each row with its line breaks, and the blank lines behind it.
-    offsets = np.append(starts, len(block)).astype(np.int64)
-    rows = pa.LargeStringArray.from_buffers(len(starts), pa.py_buffer(offsets), pa.py_buffer(block))
-    cut = re.escape(delimiter)
-    field = f'(?:"(?:[^"]|"")*"|[^"{cut}\\n]*)'
-    good = pc.match_substring_regex(rows, f"^{field}(?:{cut}{field})*\\n+$")
-    if (bad := pc.index(good, False).as_py()) >= 0:
-        raise refuse(
-            at(path, int(numbers[bad])),
-            f"a stray quote in {shown(rows[bad].as_py().rstrip())}",
-            'fields as abc or "abc"',
-            'write a quote inside a quoted field as ""',
-        )
 
 
 def _ragged(path: Path, block: bytes, first_line: int, layout: CsvLayout, reason: str) -> DataError:

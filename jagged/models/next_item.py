@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from jagged.data import SequenceBatch
 from jagged.evaluation import evaluate_protocols
-from jagged.metrics import DEFAULT_KS, Figures
+from jagged.metrics import DEFAULT_KS, Figures, TrainCounts
 from jagged.models.heads import Head
+from jagged.models.sasrec import SASRec
 from jagged.models.task import TaskOutput, TaskScores
 from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
-
-if TYPE_CHECKING:
-    from jagged.data import SequenceBatch
-    from jagged.metrics import TrainCounts
-    from jagged.models.sasrec import SASRec
 
 
 class NextItemTask(nn.Module):

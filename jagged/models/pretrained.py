@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,8 @@ from jagged import artifacts
 from jagged.artifacts import FLOATS, CheckpointError, Described, Expected, errors_as, message, shown
 from jagged.config import ConfigError, TrainConfig, TrainerConfig
 from jagged.data import DataError, Vocabulary
-from jagged.models import build, build_empty, name_of
-
-if TYPE_CHECKING:
-    from jagged.metrics import TrainCounts
-    from jagged.models import SASRec
+from jagged.metrics import TrainCounts
+from jagged.models import SASRec, build, build_empty, name_of
 
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from jagged.data import DataError
 from jagged.data.moving import is_sampled, moved
+from jagged.evaluation import bar, evaluating, several
 from jagged.metrics import Figures, is_sampled_group, is_slice_group, sampled_figures, slice_group
 from jagged.pointwise import PointwiseMetrics
 
@@ -115,7 +115,7 @@ class Task(nn.Module):
     def predict(self, batch: Any) -> dict[str, Tensor]:
         """By task the sigmoid of the logits, `[N]`, in eval mode and without gradients."""
         with evaluating(self), torch.no_grad():
-            output = self(moved(batch, self.device))
+            output = explained(self, moved(batch, self.device))
         return {name: scores.logits.float().sigmoid() for name, scores in output.scores.items()}
 
     def metrics_of(self, name: str) -> PointwiseMetrics:
@@ -152,7 +152,7 @@ class Task(nn.Module):
         with evaluating(self), torch.no_grad():
             for batch in bar(batches, progress):
                 sampled = sampled or is_sampled(batch)
-                loss, scores = output = self(moved(batch, self.device))
+                loss, scores = output = explained(self, moved(batch, self.device))
                 counted = torch.stack([torch.as_tensor(x).double().cpu() for x in (loss, output.rows())])
                 # The mean over no rows is no number.
                 sums += torch.stack([counted.prod(), counted[1]]) if counted[1] else 0.0
@@ -188,26 +188,20 @@ class Task(nn.Module):
         return sampled_figures(groups) if sampled else Figures(groups)
 
 
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """A module in eval mode; every submodule's own mode is restored."""
-    modes = [(part, part.training) for part in module.modules()]
-    module.eval()
+def explained(task: Callable[[Any], Any], batch: Any) -> Any:
+    """What a task returns of a batch. To an index that is out of range a note is added where the batch has no label.
+
+    Who writes `batch.labels[:, 0]` for a table without labels hears of dimension 1 alone.
+    """
     try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
+        return task(batch)
+    except IndexError as error:
+        # Whoever has such a batch has loaded this; a model alone needs no tables.
+        from jagged.data.table_batches import Batch
 
-
-def several() -> bool:
-    """Whether there is a `torch.distributed` group of several processes."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def bar(batches: Any, shown: bool) -> Iterable[Any]:
-    """The batches, under a progress bar of the first process after two seconds."""
-    if not shown or (several() and torch.distributed.get_rank()):
-        return batches  # type: ignore[no-any-return]
-    return tqdm(batches, desc="evaluate", unit="batch", delay=2, leave=False)  # type: ignore[no-any-return]
+        if isinstance(batch, Batch):
+            try:
+                batch.label()
+            except DataError as reason:
+                error.add_note(str(reason))
+        raise

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from jagged.config import ConfigError
-from jagged.data.batches import KEY, BatchLoader, SequenceBatch, features_of
-from jagged.evaluation import EvaluationError, evaluate_protocols, takes_times
+from jagged.data.batches import KEY, SequenceBatch, features_of
+from jagged.evaluation import EvaluationError, evaluate_protocols
 from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures, shown_figure
 from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES
@@ -112,15 +112,7 @@ def evaluate(
         raise EvaluationError(f"{where}: no user has a held-out event in the {part} part; users need at least 3 events")
     protocols = (False, True) if filter_viewed is None else (filter_viewed,)
     run.check_times(dataset)
-    loader = BatchLoader(
-        held_out,
-        batch_size=batch_size or run.config.evaluation.eval_batch_size,
-        max_seq_len=run.config.data.max_seq_len,
-        shuffle=False,
-        seed=0,
-        with_viewed=True in protocols,
-        with_times=takes_times(run.model),
-    )
+    loader = run.loader(held_out, with_viewed=True in protocols, batch_size=batch_size)
     dense = run.dense_items(dataset)
     mapped = loader if dense is None else _Mapped(loader, dense)
     metrics = evaluate_protocols(

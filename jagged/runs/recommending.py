@@ -225,13 +225,16 @@ def _recommend(
     starts = range(0, len(histories.users), _BATCH)
     for first in tqdm(starts, desc="recommend", unit="batch", delay=2, leave=False, disable=not progress):
         last = min(first + _BATCH, len(histories.users))
-        values, lengths, times, left_out = _known(histories, first, last)
+        start, end = histories.start[first:last], histories.end[first:last]
+        events = ranges(start, end - start)
+        times = None if histories.dataset is None else seconds(histories.dataset, events)
+        values, lengths, times = known_items(histories.item_ids[events], end - start, histories.dense, times)
         ranked = _rank(run, values, lengths, times, k, filter_viewed, max_bytes)
         items, scores = ranked.items.cpu(), ranked.scores.cpu()
         nothing = lengths == 0
         if popular is not None:
             items[nothing], scores[nothing] = popular.items, popular.scores
-        unknown += left_out
+        unknown += len(events) - len(values)
         cold += int(nothing.sum())
         row, position = (items >= 0).nonzero(as_tuple=True)
         columns = [
@@ -247,15 +250,6 @@ def _recommend(
         what = "the most popular items" if popular is not None else "the first items of the catalogue"
         logger.warning("%d users have no event of an item that the model knows; they get %s", cold, what)
     return pa.Table.from_batches(batches, schema)
-
-
-def _known(histories: _Histories, first: int, last: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Whole histories in rows of the model, `[S]` with `[B]` lengths, their times, and the number of events of unknown items."""
-    start, end = histories.start[first:last], histories.end[first:last]
-    rows = ranges(start, end - start)
-    times = None if histories.dataset is None else seconds(histories.dataset, rows)
-    kept, lengths, times = known_items(histories.item_ids[rows], end - start, histories.dense, times)
-    return kept, lengths, times, len(rows) - len(kept)
 
 
 def _rank(run: Run, values: Tensor, lengths: Tensor, times: Tensor | None, k: int, filter_viewed: bool, max_bytes: int) -> Ranked:

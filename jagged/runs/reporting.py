@@ -7,34 +7,29 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jagged import charts
 from jagged.artifacts import read_json_lines, write_file, writing
-from jagged.config import ConfigError, TrainConfig
-from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, takes_times
-from jagged.metrics import IN_WORDS, cut_offs, shown_figure
+from jagged.charts import Counts
+from jagged.config import ConfigError, TrainConfig, spelt
+from jagged.data import BatchLoader, leaks
+from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches
+from jagged.metrics import IN_WORDS, cut_offs, in_words, shown_figure
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
 from jagged.runs.summary import shortened
 from jagged.versions import installed
 
-if TYPE_CHECKING:
-    import torch
-
-    from jagged.data import SequencePart
-
-Counts = npt.NDArray[np.int64]
-
 # All text that comes to a page is escaped, and a name that a template misspells is an error.
 _TEMPLATES = Environment(
     loader=PackageLoader("jagged.runs"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_TEMPLATES.filters["thousands"] = "{:,}".format
+_TEMPLATES.filters.update(thousands="{:,}".format, in_words=in_words)
 
 # What each count of `jagged.data.leaks` would mean.
 LEAKS = {
@@ -125,8 +120,6 @@ def write_pictures(facts: RunFacts, directory: Path) -> list[Path]:
 
 def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] = "test", progress: bool = True) -> RunFacts:
     """Evaluate a run and its popularity baseline, and collect what the page shows. Raises what `report` does."""
-    from jagged.data import leaks
-
     run = Run.open(directory)
     config, dataset = run.config, run.read()
     split = run.split(dataset)
@@ -134,6 +127,8 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
     model_metrics = evaluate(directory, dataset, part=part, ks=ks, progress=progress).metrics
     baseline = popularity_metrics(split, part=part, ks=ks, batch_size=config.evaluation.eval_batch_size, progress=progress)
     held_out = split.test if part == "test" else split.valid
+    choice = config.evaluation.filter_viewed
+    loader = run.loader(held_out, with_viewed=choice)
     models = {"model": run.model, "popularity": Popularity(run.train_counts(), device=run.device)}
     return RunFacts(
         directory=Path(directory),
@@ -146,7 +141,7 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
         num_events=dataset.num_events,
         data_notes=dataset.notes,
         lengths=dataset.lengths.numpy(),
-        ranks={name: _target_ranks(model, held_out, config, run.device) for name, model in models.items()},
+        ranks={name: _target_ranks(model, loader, choice) for name, model in models.items()},
         metrics={name: {"model": figures, "popularity": baseline[name]} for name, figures in model_metrics.items()},
         history=_read_history(Path(directory) / "history.jsonl", (_unit(config), "loss", "monitored")),
         leaks=leaks(split),
@@ -154,34 +149,11 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
     )
 
 
-def _target_ranks(model: Any, part: SequencePart, config: TrainConfig, device: torch.device) -> Counts:
-    """`[n]` 1-based rank of each held-out item among all items, under the run's own choice about seen items."""
-    import torch
-
-    from jagged.data import BatchLoader
-    from jagged.scoring import rank_catalogue
-
-    choice = config.evaluation.filter_viewed
-    loader = BatchLoader(
-        part,
-        batch_size=config.evaluation.eval_batch_size,
-        max_seq_len=config.data.max_seq_len,
-        shuffle=False,
-        seed=0,
-        with_viewed=choice,
-        with_times=takes_times(model),
-    )
-    ranks = []
-    with torch.inference_mode():
-        for batch in (batch.to(device) for batch in loader):
-            viewed = None if batch.viewed is None else (batch.viewed.values(), batch.viewed.offsets())
-            hidden = model.final_hidden(batch.features)
-            (ranked,) = rank_catalogue(
-                hidden, model.item_weight, 1, targets=batch.targets, viewed=viewed, filter_viewed=(choice,)
-            )
-            assert ranked.ranks is not None
-            ranks.append(ranked.ranks.cpu() + 1)
-    return torch.cat(ranks).numpy()
+def _target_ranks(model: Any, loader: BatchLoader, filter_viewed: bool) -> Counts:
+    """`[n]` 1-based rank of each held-out item among all items."""
+    batches = rank_batches(model, loader, 1, filter_viewed=(filter_viewed,), progress=False)
+    ranks = [ranked.ranks + 1 for (ranked,) in batches if ranked.ranks is not None]
+    return torch.cat(ranks).cpu().numpy()
 
 
 def _read_history(path: Path, keys: tuple[str, ...]) -> list[dict[str, float]]:
@@ -208,26 +180,17 @@ def _readable(notes: Mapping[str, int], time_kind: str) -> dict[str, int | str]:
 def render(facts: RunFacts) -> str:
     """The page as HTML."""
     pictures = _pictures(facts, charts.PAGE).items()
-    found = [(_leak(name), count) for name, count in facts.leaks.items() if count]
-    total = sum(facts.leaks.values())
-    choice = PROTOCOLS[facts.config.evaluation.filter_viewed]
-    monitored = [(name, figures[facts.config.training.monitor]) for name, figures in facts.metrics[choice].items()]
     columns = [(protocol, name, figures) for protocol, by_model in facts.metrics.items() for name, figures in by_model.items()]
     return _TEMPLATES.get_template("report.html").render(
         facts=facts,
-        headline=[
-            *(
-                (shown_figure(value), f"{facts.config.training.monitor} of {name}, {IN_WORDS[choice]}")
-                for name, value in monitored
-            ),
-            (f"{total:,}" if total else "none", "leaks found"),
-        ],
-        num_ranked=len(next(iter(facts.ranks.values()))),
+        protocol=PROTOCOLS[facts.config.evaluation.filter_viewed],
         columns=["", *(f"{name}, {IN_WORDS[protocol]}" for protocol, name, _ in columns)],
         metrics=[[key, *(shown_figure(figures[key]) for _, _, figures in columns)] for key in columns[0][2]],
         pictures=[(charts.to_svg(figure, name), caption) for name, (figure, caption) in pictures],
-        found=found,
-        leaks=[(_leak(name), f"{count:,}", "found" if count else "none") for name, count in facts.leaks.items()],
+        leaks=[
+            (LEAKS.get(name, name.replace("_", " ")), f"{count:,}", "found" if count else "none")
+            for name, count in facts.leaks.items()
+        ],
         data=_data_rows(facts),
         configuration=_configuration(facts.config),
         versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
@@ -239,11 +202,7 @@ def _configuration(config: TrainConfig) -> list[tuple[str, list[tuple[str, str]]
     values = config.model_dump()
     run = {name: value for name, value in values.items() if not isinstance(value, dict)}
     sections = {"Run": run, **{name.capitalize(): value for name, value in values.items() if name not in run}}
-    return [(title, [(name, _value(value)) for name, value in of.items()]) for title, of in sections.items()]
-
-
-def _leak(name: str) -> str:
-    return LEAKS.get(name, name.replace("_", " "))
+    return [(title, [(name, spelt(value)) for name, value in of.items()]) for title, of in sections.items()]
 
 
 def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
@@ -286,7 +245,3 @@ def _data_rows(facts: RunFacts) -> list[tuple[str, str]]:
         (name, shortened(count) if isinstance(count, list) else count if isinstance(count, str) else f"{count:,}")
         for name, count in rows
     ]
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

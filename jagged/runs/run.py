@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from jagged.config import ConfigError, LeaveOneOut, TrainConfig
-from jagged.data import Dataset, SequenceDataset, SequenceSplit, Vocabulary, read_events, split_global_time, split_leave_one_out
+from jagged.data import (
+    BatchLoader,
+    Dataset,
+    SequenceDataset,
+    SequencePart,
+    SequenceSplit,
+    Vocabulary,
+    read_events,
+    split_global_time,
+    split_leave_one_out,
+)
 from jagged.evaluation import takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained
@@ -115,6 +125,18 @@ class Run:
         return {name: getattr(self.config.data, name) for name in names} | {
             name: value for name, value in chosen.items() if value is not None
         }
+
+    def loader(self, part: SequencePart, *, with_viewed: bool, batch_size: int | None = None) -> BatchLoader:
+        """Batches of a held-out part as the model was validated on, of `eval_batch_size` users where no other size is given."""
+        return BatchLoader(
+            part,
+            batch_size=batch_size or self.config.evaluation.eval_batch_size,
+            max_seq_len=self.config.data.max_seq_len,
+            shuffle=False,
+            seed=0,
+            with_viewed=with_viewed,
+            with_times=takes_times(self.model),
+        )
 
     def split(self, dataset: SequenceDataset) -> SequenceSplit:
         """Split events as the run's were."""

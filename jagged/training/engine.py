@@ -18,6 +18,7 @@ from jagged.config import TrainerConfig
 from jagged.data.moving import Carried
 from jagged.models import NextItemTask
 from jagged.models.pretrained import apart
+from jagged.models.task import explained
 from jagged.modules import RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
@@ -269,9 +270,9 @@ class _Step(nn.Module):
 
     def _task(self, batch: Any) -> Any:
         if not self._autocast:
-            return self.task(batch)
+            return explained(self.task, batch)
         with torch.autocast(self._processes.device.type, torch.bfloat16):
-            return self.task(batch)
+            return explained(self.task, batch)
 
     def _share(self, loss: Tensor, rows: int | Tensor) -> Tensor:
         # The gradient is averaged over processes, but each one's loss is a mean over its own number of rows.

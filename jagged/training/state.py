@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
 
 from jagged.config import DataOptions, flat, spelt
 from jagged.training.errors import CheckpointError, TrainingError
@@ -81,8 +82,11 @@ class TrainState:
             )
         hints = get_type_hints(cls)
         for entry in fields(cls):
-            if entry.name not in content or not _fits(content[entry.name], hints[entry.name]):
-                raise CheckpointError(f"{path}: field {entry.name}: found {content.get(entry.name)!r}, expected {entry.type}")
+            try:
+                TypeAdapter(hints[entry.name]).validate_python(content[entry.name], strict=True)
+            except (KeyError, ValidationError):
+                found = repr(content.get(entry.name))
+                raise CheckpointError(f"{path}: field {entry.name}: found {found}, expected {entry.type}") from None
         return cls(**{entry.name: content[entry.name] for entry in fields(cls)})
 
     def check_resumable(self, wanted: TrainState, path: Path) -> None:
@@ -121,12 +125,3 @@ class TrainState:
             return "constant" in (was.get("schedule"), was.get("training.schedule"))
         # Nothing was selected by it yet.
         return name in _MAY_CHANGE or (name in ("monitor", "monitor_goal") and not self.history)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(hint, UnionType):
-        return any(_fits(value, part) for part in get_args(hint))
-    kind = get_origin(hint) or hint
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)

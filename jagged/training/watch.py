@@ -64,7 +64,7 @@ class Watch:
             # A prefix of its own for each watch: an earlier run's words are no news.
             prefix = f"jagged/watch/{next(_watches)}"
             # A connection of its own: a main thread that waits in the store, as for a group that is made, keeps its own busy.
-            self._store = PrefixStore(prefix, _get_default_store().clone())
+            self._store = PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
             self._thread = threading.Thread(target=self._watch, name="jagged-watch", daemon=True)
             self._thread.start()
         return self

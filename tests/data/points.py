@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from hypothesis import strategies as st
 
+from jagged.data.records import Dataset
 from jagged.data.schema import Column, Kind, Schema
 from tests.data.brute_force import Row
 
@@ -73,3 +76,31 @@ def tables(draw: st.DrawFn, least: int = 0) -> list[Row]:
 
 def arrow(rows: list[Row], types: dict[str, pa.DataType] = TYPES) -> pa.Table:
     return pa.table({name: pa.array([row[name] for row in rows], kind) for name, kind in types.items()})
+
+
+def made(rows: Sequence[Row], schema: Schema = SCHEMA, **options: Any) -> Dataset:
+    return Dataset.from_table(arrow(list(rows)), schema, progress=False, **options)
+
+
+def table_of(count: int) -> list[Row]:
+    generator = np.random.default_rng(0)
+    return [
+        {
+            "user": int(generator.integers(8)), "item": f"i{generator.integers(6)}", "time": i, "request": None,
+            "place": int(generator.integers(3)), "kind": "view", "items": [f"i{generator.integers(9)}"], "price": float(i),
+            "sizes": [float(i)], "click": i % 2,
+        }
+        for i in range(count)
+    ]  # fmt: skip
+
+
+NAMES = ("user", "item", "time", "request", "place", "kind", "items", "price", "sizes", "click")
+EXAMPLE = [
+    dict(zip(NAMES, row, strict=True))
+    for row in (
+        (7, "a", 1, "r", 1, "v", ["a", None, "z"], 1.0, [], 1),
+        (7, "b", 2, "s", None, "v", [], None, [2.0, None], 0),
+        (7, "a", 3, "t", 2, "w", None, 3.0, None, None),
+        (8, "c", 9, "u", 1, "w", ["c"], 9.0, [4.0], 1),
+    )
+]

@@ -518,3 +518,22 @@ def test_texts_and_lists_of_a_table_are_read_as_they_are(tmp_path: Path) -> None
         assert opened.place(2999) == f"{tmp_path}/e.parquet:row 3000"
         got = pa.Table.from_batches(list(opened.batches("SELECT * FROM rows ORDER BY rowid")))
     assert got.to_pydict() == table.to_pydict()
+
+
+@pytest.mark.parametrize("before", ["\n", "\r\n\n"])
+def test_blank_lines_before_the_header_of_csv(tmp_path: Path, before: str) -> None:
+    lines = "user_id,item_id,timestamp\na,b,1\n\na,c,2\n"
+    (tmp_path / "events.csv").write_bytes((before + lines).encode())
+    found = read_events(tmp_path / "events.csv", progress=False)
+    assert (found.num_events, found.items.ids.to_pylist()) == (2, ["b", "c"])
+    (tmp_path / "wrong.csv").write_bytes(f"{before}user_id,item_id,timestamp\na,b,x\n".encode())
+    with pytest.raises(DataError) as caught:
+        read_events(tmp_path / "wrong.csv", progress=False)
+    assert str(caught.value).startswith(f"{tmp_path / 'wrong.csv'}:{before.count(chr(10)) + 2}: found ")
+
+
+def test_a_csv_of_blank_lines_is_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "blank.csv").write_text("\n \n")
+    with pytest.raises(DataError) as caught:
+        read_events(tmp_path / "blank.csv", progress=False)
+    assert str(caught.value) == f"{tmp_path / 'blank.csv'}: found an empty file, expected a header and rows"

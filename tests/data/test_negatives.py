@@ -23,8 +23,9 @@ from jagged.data import DataError, Dataset
 from jagged.data import negatives as module
 from jagged.data.moving import Carried, is_sampled
 from jagged.data.negatives import Drawing
-from jagged.data.parts import Batch, Part, Split
 from jagged.data.schema import Column, Kind, Schema
+from jagged.data.table_batches import Batch, Part
+from jagged.data.table_splits import Split
 from jagged.training.shares import digest
 from tests.conftest import EXAMPLES
 from tests.data import brute_force as slow
@@ -589,8 +590,8 @@ def test_a_label_that_is_not_there_is_named() -> None:
         shop().train.gather([0, 1]).label()
     assert str(caught.value) == (
         "batch: found a table without labels, and no negatives, expected the label 0; "
-        "give the loader negatives=n, or name a label when the table is read"
+        'name one when the table is read (label="click"), or give the loader negatives=n'
     )
     with pytest.raises(DataError) as caught:
         shop().train.gather([0, 1], negatives=1, **SIDES).label(1)
-    assert str(caught.value) == "batch: found 1 label columns, expected the label 1"
+    assert str(caught.value) == "batch: found 1 label columns, expected the label 1; count labels from 0"

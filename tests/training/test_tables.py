@@ -18,8 +18,9 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.config import TrainerConfig
-from jagged.data import Dataset
-from jagged.data.parts import Batch, Split
+from jagged.data import DataError, Dataset
+from jagged.data.table_batches import Batch
+from jagged.data.table_splits import Split
 from jagged.metrics import WITHHELD_BECAUSE, RunMetrics
 from jagged.models import Task, TaskOutput, TaskScores
 from jagged.models.pretrained import load_task
@@ -42,7 +43,7 @@ class Clicks(Task):
     def forward(self, batch: Batch) -> TaskOutput:
         pooled = [self.features(batch.features), self.items(batch.candidates), self.seen(batch.history)]
         x = torch.cat([*(one.values() for one in pooled), batch.numbers, batch.numbers_missing.float()], 1)
-        logits, labels, mask = self.mlp(x).squeeze(1), batch.labels[:, 0], batch.label_mask[:, 0]
+        logits, (labels, mask) = self.mlp(x).squeeze(1), batch.label()
         each = nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         loss = (each * mask).sum() / mask.sum().clamp(min=1)
         return TaskOutput(loss, {"click": TaskScores(logits, labels, mask)})
@@ -196,6 +197,44 @@ def test_a_model_learns_from_drawn_negatives_and_goes_on_after_a_stop_bit_for_bi
     again, resumed = next_items(events, tmp_path / "other", resume=True, workers=2, checkpoint_every=7)
     assert resumed.metrics.test == result.metrics.test
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in task.state_dict().items())
+
+
+def test_a_task_that_asks_for_labels_that_no_row_has_is_told_how_to_get_some(events: Split, tmp_path: Path) -> None:
+    class Indexing(Next):
+        def forward(self, batch: Batch) -> TaskOutput:
+            logits = self.items(batch.candidates).values().sum(1)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels[:, 0])
+            return TaskOutput(loss, {"next": TaskScores(logits, batch.labels[:, 0])})
+
+    cure = (
+        "batch: found a table without labels, and no negatives, expected the label 0; "
+        'name one when the table is read (label="click"), or give the loader negatives=n'
+    )
+    batches = [events.train.loader(batch_size=64), events.valid.loader(batch_size=64)]
+    assert next(iter(batches[0])).labels.shape == (64, 0)
+    config = TrainerConfig(output=str(tmp_path / "run"), max_epochs=1, monitor="next/auc", device="cpu")
+    with pytest.raises(DataError) as refused:
+        Trainer(Next(events), config).fit(*batches, progress=False)
+    assert str(refused.value) == cure
+    task = Indexing(events)
+    for run in (
+        lambda: Trainer(task, config.model_copy(update={"output": str(tmp_path / "other")})).fit(*batches, progress=False),
+        lambda: task.evaluate(batches[1], "valid", progress=False),
+        lambda: task.predict(events.valid.gather([0])),
+    ):
+        with pytest.raises(IndexError) as caught:
+            run()
+        assert str(caught.value) == "index 0 is out of bounds for dimension 1 with size 0"
+        assert caught.value.__notes__ == [cure]
+
+    class OutOfRange(Next):
+        def forward(self, batch: Batch) -> TaskOutput:
+            return TaskOutput(batch.labels[:, 1], {})
+
+    # Where there is a label it is not for want of one.
+    with pytest.raises(IndexError) as caught:
+        OutOfRange(events).predict(events.valid.gather([0], negatives=2))
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_epochs_have_negatives_of_their_own_and_validations_the_same(events: Split, tmp_path: Path) -> None:

@@ -1,12 +1,9 @@
-"""Splits of a dataset's rows, what training knows, batches, and the checks that nothing leaks.
-
-The split comes first: encoders and statistics are made from training rows, and from the events that these may see, alone.
-"""
+"""Batches of a table's rows: a part of the rows, what a loader's worker gathers of them, and the loader."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +14,13 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader
 
-from jagged.data.encoding import Encoder, Encoders, Statistics
+from jagged.data.encoding import Encoders
 from jagged.data.errors import refuse, shown
 from jagged.data.expressions import LISTS
 from jagged.data.histories import spread
 from jagged.data.logs import Columns, EventLog
 from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
-from jagged.data.records import PARTS, Dataset
+from jagged.data.records import Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind
 
 if TYPE_CHECKING:
@@ -33,10 +30,6 @@ IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
-
-_BUCKETS = 10
-_NAMED = 3
-_ROWS = 1 << 20
 
 
 @dataclass
@@ -56,7 +49,8 @@ class Batch:
         numbers_missing: bool `[B, C]`.
         number_lists: the lists of numbers by name, the training mean where one is missing, with weights 1, and 0 where one is
             missing; None where there are none.
-        labels: float32 `[B, K]`, 0 where one is missing. With drawn negatives `[N, 1]`: 1 for the row's own item, 0 for others.
+        labels: float32 `[B, K]`, 0 where one is missing; of a table without labels `[B, 0]`, which `label` says in words. With
+            drawn negatives `[N, 1]`: 1 for the row's own item, 0 for others.
         label_mask: bool, as the labels: where a label is there.
         weights: float32 `[B]`, ones without a column of that kind.
         times: int64 `[B]`, or None.
@@ -116,8 +110,8 @@ class Batch:
         """
         if not 0 <= place < (count := self.labels.shape[1]):
             found = f"{count} label columns" if count else "a table without labels, and no negatives"
-            cure = "" if count else "give the loader negatives=n, or name a label when the table is read"
-            raise refuse("batch", found, f"the label {place}", cure)
+            cure = 'name one when the table is read (label="click"), or give the loader negatives=n'
+            raise refuse("batch", found, f"the label {place}", "count labels from 0" if count else cure)
         return self.labels[:, place], self.label_mask[:, place]
 
     def _mapped(self, change: Callable[[Any], Any]) -> Batch:
@@ -231,11 +225,9 @@ class Part:
                 f"rows: got shape {rows.shape}, expected one dimension and numbers from 0 to {len(self.dataset) - 1}"
             )
         object.__setattr__(self, "rows", rows)
-        log = self.dataset.events
         tables = self.dataset.tables
-        numbers = _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS) + ([] if log is None else log.numbers)
         lacking = [name for name in tables if name not in self.encoders]
-        lacking += [column.name for column in numbers if column.name not in self.encoders.statistics]
+        lacking += [name for name in self.dataset.with_statistics if name not in self.encoders.statistics]
         if lacking:
             raise refuse(
                 "encoders",
@@ -339,7 +331,7 @@ class Part:
         """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
         if max_history is not None and max_history < 0:
             raise ValueError(f"max_history: got {max_history}, expected 0 or more")
-        dataset, schema = self.dataset, self.dataset.schema
+        dataset = self.dataset
         chosen = self.rows[np.asarray(rows, dtype=np.int64)]
         found: dict[str, AnyArray] = {"rows": chosen}
         columns = self._columns(drawing)
@@ -353,11 +345,10 @@ class Part:
             found["labels"], found["label_mask"] = self._labels(dataset, self.label_names, chosen)
         else:
             self._candidates(found, columns, chosen, drawing, epoch)
-        weight = schema.one(Kind.WEIGHT)
-        found["weights"] = np.ones(len(chosen), np.float32) if weight is None else dataset.column(weight.name)[chosen]
-        time = schema.one(Kind.TIME)
-        if time is not None:
-            found["times"] = dataset.column(time.name)[chosen]
+        weights, times = dataset.one(Kind.WEIGHT), dataset.one(Kind.TIME)
+        found["weights"] = np.ones(len(chosen), np.float32) if weights is None else weights[chosen]
+        if times is not None:
+            found["times"] = times[chosen]
         if (log := dataset.events) is not None:
             self._history(found, log, chosen, max_history)
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
@@ -385,7 +376,7 @@ class Part:
         schema, log = self.dataset.schema, self.dataset.events
         of_item = () if drawing is None else drawing.item_columns
         ids = [column for column in schema.of_kind(*WITH_IDS) if column.kind is not Kind.CANDIDATE]
-        numbers, lists = schema.of_kind(Kind.NUMBER), _numbers(self.dataset, Kind.NUMBERS)
+        numbers, lists = schema.of_kind(Kind.NUMBER), schema.features(Kind.NUMBERS)
         return {
             "features": [column for column in ids if column.name not in of_item],
             "candidates": [*schema.of_kind(Kind.CANDIDATE), *(column for column in ids if column.name in of_item)],
@@ -401,8 +392,11 @@ class Part:
         self, found: dict[str, AnyArray], columns: dict[str, list[Column]], chosen: IntArray, drawing: Drawing, epoch: int
     ) -> None:
         """Each row's own item and its negatives, with what is theirs."""
+        item, time = self.dataset.one(Kind.CANDIDATE), self.dataset.one(Kind.TIME)
+        # `Drawing.of` has seen to it.
         assert self.training is not None
-        item, time = (_needed(self.dataset, kind, "negatives") for kind in (Kind.CANDIDATE, Kind.TIME))
+        assert item is not None
+        assert time is not None
         lengths, drawn = self.training.draw(chosen, drawing, epoch)
         offsets = np.append(0, np.cumsum(lengths + 1))
         own = offsets[:-1]
@@ -496,383 +490,6 @@ class Part:
             values[:, i] = table.column(name)[chosen]
         mask = ~np.isnan(values)
         return np.where(mask, values, np.float32(0)), mask
-
-
-@dataclass(frozen=True, eq=False)
-class Split:
-    """Training, validation and test rows of a dataset.
-
-    Attributes:
-        encoders: of ids, from what training sees.
-        counts: rows of each part, ids that training does not have by table, and by the way of splitting its times or users.
-        minimum_counts: of each vocabulary: how often training has an id at least.
-        buckets: that borders of numbers make.
-    """
-
-    train: Part
-    valid: Part
-    test: Part
-    by: str
-    encoders: Encoders
-    counts: dict[str, int]
-    minimum_counts: dict[str, int]
-    buckets: int
-
-    @property
-    def statistics(self) -> dict[str, Statistics]:
-        """Of the columns of numbers, from what training sees."""
-        return self.encoders.statistics
-
-    def __str__(self) -> str:
-        width = max(map(len, self.counts))
-        lines = [f"{name:<{width}}  {count:>13,}" for name, count in self.counts.items()]
-        return "\n".join([f"split by {self.by}", *lines, str(self.encoders)])
-
-    def leaks(self) -> Leaks:
-        """Count what must not be in a split.
-
-        * `rows_across_parts`: validation and test rows whose user, candidate and time a row of an earlier part has too;
-        * `requests_across_parts`: requests with rows in several parts;
-        * `histories_too_late`: rows whose history has an event that they may not know, or another user's;
-        * `unsupported_ids`: ids of vocabularies that training does not have as often as it must;
-        * `unsupported_statistics`: columns of numbers whose statistics are not those of training.
-
-        The first is a fact of the table where rows are repeated and the split is not by time (or one of the rows belongs to a
-        request that ends later), and so is the second where a column says the parts, or a request has several users. The rest is
-        zero in splits made here.
-        """
-        dataset = self.train.dataset
-        part = np.full(len(dataset), -1, dtype=np.int8)
-        for number, one in enumerate((self.train, self.valid, self.test)):
-            part[one.rows] = number
-        found = Leaks({}, {})
-        found.add("rows_across_parts", _rows_across(dataset, part), dataset)
-        found.add("requests_across_parts", _requests_across(dataset, part), dataset)
-        found.add("histories_too_late", _too_late(dataset), dataset)
-        dataset.release()
-        support = _Support(dataset, self.train.rows)
-        unsupported: list[str] = []
-        for name, columns in dataset.tables.items():
-            encoder = self.encoders[name]
-            if columns[0].encoding == "vocabulary" and encoder.ids is not None:
-                counts = np.append(support.counts(name), 0)[dataset.ids(name).encode(encoder.ids.ids)]
-                bad = np.flatnonzero(counts < self.minimum_counts[name])
-                unsupported += [f"{shown(encoder.ids.ids[int(i)].as_py())} of {name}" for i in bad]
-        found.counts["unsupported_ids"] = len(unsupported)
-        found.examples["unsupported_ids"] = unsupported[:_NAMED]
-        changed = [
-            name for name, values in support.numbers() if Statistics.fit(values, self.buckets) != self.encoders.statistics[name]
-        ]
-        found.counts["unsupported_statistics"] = len(changed)
-        found.examples["unsupported_statistics"] = changed[:_NAMED]
-        return found
-
-
-@dataclass(frozen=True)
-class Leaks:
-    """What `Split.leaks` found: counts, and the first few of each, by name."""
-
-    counts: dict[str, int]
-    examples: dict[str, list[str]]
-
-    def add(self, name: str, rows: IntArray, dataset: Dataset) -> None:
-        """Put down rows of a dataset, by their numbers in its source."""
-        self.counts[name] = len(rows)
-        self.examples[name] = [f"row {dataset.source[row]} of the source, from 0" for row in rows[:_NAMED]]
-
-    def __bool__(self) -> bool:
-        return any(self.counts.values())
-
-    def __str__(self) -> str:
-        width = max(map(len, self.counts))
-        return "\n".join(
-            f"{name:<{width}}  {count:>9,}" + (f"  ({'; '.join(self.examples[name])})" if count else "")
-            for name, count in self.counts.items()
-        )
-
-
-def split_rows(
-    dataset: Dataset,
-    by: str = "time",
-    *,
-    valid: float = 0.1,
-    test: float = 0.1,
-    seed: int = 0,
-    minimum_counts: int | Mapping[str, int] = 1,
-    buckets: int = _BUCKETS,
-) -> Split:
-    """Split a dataset's rows, then learn encoders and statistics from what training sees.
-
-    By:
-
-    * "time": at most `1 - valid - test` of the rows lie before the validation time and are training, at most `1 - test` before
-      the test time. Equal times stay in one part, and so do the rows of a request: all have the time of its last row.
-    * "user": users drawn by the seed; `round(share * users)` of them in each part. Rows without a user are training.
-    * "column": by the column that `from_table(split=...)` named.
-    * "leave-one-out": each user's last row is test, the one before it validation, with the whole requests of the two. A user of
-      whom nothing would be left, or who is missing, is training alone.
-
-    Histories of validation and test rows may hold events of earlier parts. What training sees is its rows, and the events in
-    their histories, each once. Ids of users and in lists count in rows alone: events do not show them.
-
-    Args:
-        dataset: whose rows they are.
-        by: how.
-        valid, test: shares of "time" and "user", 0 or more, below 1 together.
-        seed: of "user", and of hashes of ids; 0 to 2**64 - 1.
-        minimum_counts: ids that training sees less often are unseen: for all vocabularies, or by table.
-        buckets: that borders of numbers make.
-
-    Raises:
-        DataError: the dataset lacks what the split goes by, or a part has no row.
-        ValueError: an argument out of range.
-    """
-    if by not in _WAYS:
-        raise ValueError(f"by: got {by!r}, expected one of {', '.join(map(repr, _WAYS))}")
-    if not (valid >= 0 and test >= 0 and valid + test < 1):
-        raise ValueError(f"valid, test: got {valid}, {test}, expected 0 or more with a sum below 1")
-    if type(seed) is not int or not 0 <= seed < 2**64:
-        raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
-    if type(buckets) is not int or buckets < 1:
-        raise ValueError(f"buckets: got {buckets!r}, expected 1 or more")
-    vocabularies = [name for name, columns in dataset.tables.items() if columns[0].encoding == "vocabulary"]
-    minimum = _minimum_counts(minimum_counts, vocabularies)
-    parts, notes = _WAYS[by](dataset, valid, test, seed)
-    # What was looked at is mapped anew where it is needed: a split is no larger than what it keeps and one column.
-    dataset.release()
-    counts = {name: int((parts == number).sum()) for number, name in enumerate(PARTS)}
-    shares = {"train": 1.0, "valid": valid, "test": test} if by in ("time", "user") else {"train": 1.0}
-    for name, share in shares.items():
-        if share and not counts[name]:
-            raise refuse(
-                f"split by {by}",
-                f"no {name} row of {len(dataset)} ({shown({**counts, **notes}, 200)})",
-                "one at least",
-                "change the shares, or split otherwise",
-            )
-    rows = [np.flatnonzero(parts == number) for number in range(len(PARTS))]
-    support = _Support(dataset, rows[0])
-    tables = {
-        name: Encoder.fit(columns[0], dataset.ids(name), support.counts(name), minimum=minimum.get(name, 1), seed=seed)
-        for name, columns in dataset.tables.items()
-    }
-    encoders = Encoders(tables, {name: Statistics.fit(values, buckets) for name, values in support.numbers()})
-    train = Part(dataset, rows[0], encoders, training=TrainingEvents(dataset, rows[0]))
-    counts |= notes
-    for name in vocabularies:
-        counts[f"ids of {name} that training does not have"] = len(dataset.ids(name)) - (encoders[name].size - 2)
-    return Split(train, replace(train, rows=rows[1]), replace(train, rows=rows[2]), by, encoders, counts, minimum, buckets)
-
-
-def _minimum_counts(given: int | Mapping[str, int], vocabularies: list[str]) -> dict[str, int]:
-    by_table = given if isinstance(given, Mapping) else dict.fromkeys(vocabularies, given)
-    unknown = [name for name in by_table if name not in vocabularies]
-    found = {name: by_table.get(name, 1) for name in vocabularies}
-    if unknown or any(type(count) is not int or count < 1 for count in found.values()):
-        raise ValueError(f"minimum_counts: got {given}, expected counts from 1 on, by table of {vocabularies} where by table")
-    return found
-
-
-def _needed(dataset: Dataset, kind: Kind, by: str) -> AnyArray:
-    column = dataset.schema.one(kind)
-    if column is None:
-        raise refuse(f"split by {by}", f"no column of kind {kind.value}", "one", "name it in the schema, or split otherwise")
-    return dataset.column(column.name)
-
-
-def _requests(dataset: Dataset) -> AnyArray | None:
-    column = dataset.schema.one(Kind.REQUEST)
-    return None if column is None else dataset.column(column.name)
-
-
-def _by_time(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
-    times = _needed(dataset, Kind.TIME, "time")
-    requests = _requests(dataset)
-    if requests is not None and len(times):
-        last = np.full(int(requests.max()) + 2, np.iinfo(np.int64).min)
-        np.maximum.at(last, requests + 1, times)
-        times = np.where(requests < 0, times, last[requests + 1])
-    parts, notes = np.zeros(len(times), dtype=np.int8), {}
-    # Of decimal shares: 0.1 + 0.2 of 10 rows are 3.
-    for number, share in ((1, valid + test), (2, test)):
-        rank = int(len(times) * (1 - share) + 1e-9)
-        if rank < len(times):
-            cut = int(np.partition(times, rank)[rank])
-            parts[times >= cut] = number
-            notes[f"{PARTS[number]}_time"] = cut
-    return parts, notes
-
-
-def _by_user(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
-    users = _needed(dataset, Kind.USER, "user")
-    known = np.unique(users[users >= 0])
-    drawn = np.random.default_rng(seed).permutation(known)
-    tests, valids = round(test * len(known)), round(valid * len(known))
-    of_user = np.zeros(int(known[-1]) + 2 if len(known) else 1, dtype=np.int8)
-    of_user[drawn[:tests] + 1] = 2
-    of_user[drawn[tests : tests + valids] + 1] = 1
-    return of_user[users + 1], {"valid_users": valids, "test_users": tests}
-
-
-def _by_column(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
-    if dataset.parts is None:
-        raise refuse("split by column", "a dataset without parts", "from_table(split=...) with the column that says them")
-    return dataset.parts, {}
-
-
-def _leave_one_out(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
-    users = _needed(dataset, Kind.USER, "leave-one-out")
-    requests = _requests(dataset)
-    parts = np.zeros(len(users), dtype=np.int8)
-    begins = np.flatnonzero(np.append(True, users[1:] != users[:-1])) if len(users) else np.zeros(0, np.int64)
-    counts = np.diff(np.append(begins, len(users)))
-    held = users[begins] >= 0 if len(users) else np.zeros(0, np.bool_)
-    for number in (2, 1):
-        if not len(begins):
-            break
-        last = np.maximum.reduceat(np.where(parts == 0, np.arange(len(users)), -1), begins)
-        held &= last >= 0
-        of_row = np.repeat(np.where(held, last, -1), counts)
-        chosen = of_row == np.arange(len(users))
-        if requests is not None:
-            chosen |= (of_row >= 0) & (requests >= 0) & (requests == requests[of_row]) & (parts == 0)
-        parts[chosen] = number
-    if len(begins):
-        left = np.add.reduceat((parts == 0).astype(np.int64), begins)
-        held &= left > 0
-        parts[np.repeat(~held, counts)] = 0
-    return parts, {"users_without_evaluation": int((~held & (users[begins] >= 0)).sum()) if len(begins) else 0}
-
-
-_WAYS = {"time": _by_time, "user": _by_user, "column": _by_column, "leave-one-out": _leave_one_out}
-
-
-class _Support:
-    """What training sees: its rows, and the events in their histories, each once."""
-
-    def __init__(self, dataset: Dataset, rows: IntArray) -> None:
-        self.dataset = dataset
-        #: Columns, each with its table and which of its rows training sees.
-        self.columns: list[tuple[Columns, Column, BoolArray]] = []
-        own = np.zeros(len(dataset), dtype=np.bool_)
-        own[rows] = True
-        log, seen = dataset.events, own
-        if log is not None:
-            seen = log.seen(dataset.start, dataset.stop, rows)
-            dataset.release()
-            if log.is_own:
-                seen |= own
-        for column in dataset.schema.columns:
-            self.columns.append((dataset, column, seen if log is not None and log.is_own and log.shows(column) else own))
-        if log is not None and not log.is_own:
-            self.columns += [(log.table, column, seen) for column in log.table.schema.columns if log.shows(column)]
-
-    def counts(self, table: str) -> IntArray:
-        """How often training has each code of a table, int64 `[codes]`."""
-        size = len(self.dataset.ids(table))
-        counts = np.zeros(size + 1, dtype=np.int64)
-        for stored, column, chosen in self.columns:
-            if column.kind in WITH_IDS and column.table_name == table:
-                for values in _values(stored, column, chosen):
-                    counts += np.bincount(values + 1, minlength=size + 1)
-                stored.release()
-        return counts[1:]
-
-    def numbers(self) -> Iterator[tuple[str, FloatArray]]:
-        """What training has of the columns of numbers of each name, float32."""
-        log = self.dataset.events
-        beside = [] if log is None or log.is_own else [column.name for column in log.numbers]
-        names = [column.name for column in _numbers(self.dataset, Kind.NUMBER, Kind.NUMBERS)]
-        for name in dict.fromkeys([*names, *beside]):
-            found = [np.zeros(0, np.float32)]
-            for stored, column, chosen in self.columns:
-                if column.name == name and name in (names if stored is self.dataset else beside):
-                    found += _values(stored, column, chosen)
-                    stored.release()
-            yield name, np.concatenate(found)
-
-
-def _values(stored: Columns, column: Column, chosen: BoolArray) -> Iterator[AnyArray]:
-    """The values of the chosen rows, those of lists one after the other; of some rows at a time."""
-    together = _ROWS
-    if column.kind in LISTS:
-        offsets, listed = stored.list_column(column.name)
-        together = max(1, min(_ROWS, 4 * _ROWS * len(chosen) // max(len(listed), 1)))
-    for begin in range(0, len(chosen), together):
-        rows = np.flatnonzero(chosen[begin : begin + together]) + begin
-        if column.kind in LISTS:
-            yield listed[spread(offsets[rows], offsets[rows + 1] - offsets[rows])]
-        else:
-            yield stored.column(column.name)[rows]
-
-
-def _numbers(dataset: Dataset, *kinds: Kind) -> list[Column]:
-    """Columns of numbers that are features, not weights of ids."""
-    weights = {column.weights for column in dataset.schema.of_kind(Kind.IDS)}
-    return [column for column in dataset.schema.of_kind(*kinds) if column.name not in weights]
-
-
-def _rows_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
-    keys = [dataset.schema.one(kind) for kind in (Kind.CANDIDATE, Kind.TIME, Kind.USER)]
-    if not len(part) or any(key is None for key in keys):
-        return np.zeros(0, np.int64)
-    candidate, time, user = (dataset.column(key.name) for key in keys if key is not None)
-    # Rows are in the order of user and time, so only neighbours can have both alike.
-    alike = np.zeros(len(part) + 1, dtype=np.bool_)
-    alike[1:-1] = (user[1:] == user[:-1]) & (time[1:] == time[:-1])
-    rows = np.flatnonzero((alike[1:] | alike[:-1]) & (part >= 0) & (candidate >= 0) & (user >= 0))
-    rows = rows[np.lexsort((candidate[rows], time[rows], user[rows]))]
-    if not len(rows):
-        return rows
-    differs = np.zeros(len(rows) - 1, dtype=np.bool_)
-    for values in (candidate, time, user):
-        differs |= values[rows[1:]] != values[rows[:-1]]
-    begins = np.flatnonzero(np.append(True, differs))
-    first = np.repeat(np.minimum.reduceat(part[rows], begins), np.diff(np.append(begins, len(rows))))
-    return np.sort(rows[part[rows] > first])
-
-
-def _requests_across(dataset: Dataset, part: npt.NDArray[np.int8]) -> IntArray:
-    """The first row of each request with rows in several parts."""
-    requests = _requests(dataset)
-    if requests is None:
-        return np.zeros(0, np.int64)
-    rows = np.flatnonzero((part >= 0) & (requests >= 0))
-    _, first, which = np.unique(requests[rows], return_index=True, return_inverse=True)
-    lowest, highest = np.full(len(first), len(PARTS), np.int8), np.full(len(first), -1, np.int8)
-    np.minimum.at(lowest, which, part[rows])
-    np.maximum.at(highest, which, part[rows])
-    return np.sort(rows[first[lowest < highest]])
-
-
-def _too_late(dataset: Dataset) -> IntArray:
-    """Rows whose history has an event that they may not know."""
-    log = dataset.events
-    if log is None:
-        return np.zeros(0, np.int64)
-    assert dataset.history is not None
-    late = []
-    for begin in range(0, len(dataset), _ROWS):
-        if begin:
-            # Mapped anew, the pages of rows that were looked at do not count.
-            dataset.release()
-            log.table.release()
-        user, time = _needed(dataset, Kind.USER, "user"), _needed(dataset, Kind.TIME, "time")
-        event_user, event_time = log.table.column(log.user), log.table.column(log.time)
-        start, stop = dataset.start[begin : begin + _ROWS], dataset.stop[begin : begin + _ROWS]
-        some = np.flatnonzero(stop > start)
-        rows, first, last = some + begin, log.rows(start[some]), log.rows(stop[some] - 1)
-        known = (event_user[first] == user[rows]) & (event_user[last] == user[rows])
-        if log.is_own:
-            known &= last < rows
-        if dataset.history["ties"] == "before":
-            known &= event_time[last] <= time[rows]
-        else:
-            # Of times in order the difference cannot be negative; as uint64 it has a place.
-            apart = time[rows].astype(np.uint64) - event_time[last].astype(np.uint64)
-            known &= (event_time[last] < time[rows]) & (apart > min(dataset.history["delay"], 2**64 - 1))
-        late.append(rows[~known])
-    return np.concatenate(late) if late else np.zeros(0, np.int64)
 
 
 def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, count: int) -> KeyedJaggedTensor:

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from jagged.data import DataError
+from jagged.data.encoding import Encoders
+from jagged.data.records import Dataset
+from jagged.data.schema import Column, Kind, Schema
+from jagged.data.table_batches import Part
+from jagged.training.shares import digest
+from tests.data.points import EXAMPLE, made
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_batch_has_everything_and_nothing_is_padded() -> None:
+    dataset = made(EXAMPLE, history="events", event_labels=("click",))
+    # The last row is the test: the item "c" and the user 8 are not seen in training.
+    split = dataset.split("time", valid=0.0, test=0.25)
+    train, test = split.train.gather([2, 0, 1]), split.test.gather([0])
+    assert len(train) == 3
+    assert train.features.keys() == ["user", "place", "kind", "items"]
+    features = train.features.to_dict()
+    assert {name: features[name].lengths().tolist() for name in features} == {
+        "user": [1, 1, 1], "place": [1, 1, 1], "kind": [1, 1, 1], "items": [1, 3, 0],
+    }  # fmt: skip
+    # Item ids a, z, b are 2, 3, 4; a missing list is one missing id, an empty one has none.
+    assert features["items"].values().tolist() == [0, 2, 0, 3]
+    assert features["place"].values().tolist() == [3, 2, 0]
+    assert features["kind"].values().tolist() == [3, 2, 2]
+    assert train.candidates is not None
+    assert train.candidates.values().tolist() == [2, 2, 4]
+    assert train.numbers.tolist() == [[3.0], [1.0], [2.0]]
+    assert train.numbers_missing.tolist() == [[False], [False], [True]]
+    assert train.number_lists is not None
+    assert train.number_lists["sizes"].lengths().tolist() == [1, 0, 2]
+    assert train.number_lists["sizes"].values().tolist() == [2.0, 2.0, 2.0]
+    assert train.number_lists["sizes"].weights().tolist() == [0.0, 1.0, 0.0]
+    assert train.labels.tolist() == [[0.0], [1.0], [0.0]]
+    assert train.label_mask.tolist() == [[False], [True], [True]]
+    assert train.weights.tolist() == [1.0, 1.0, 1.0]
+    assert train.times is not None
+    assert train.times.tolist() == [3, 1, 2]
+    assert train.history is not None
+    assert train.history.keys() == ["item", "place", "kind"]
+    assert train.history["item"].lengths().tolist() == [2, 0, 1]
+    assert train.history["item"].values().tolist() == [2, 4, 2]
+    assert train.history["place"].values().tolist() == [2, 0, 2]
+    assert train.history_times is not None
+    assert train.history_times.tolist() == [1, 2, 1]
+    assert train.history_numbers is not None
+    assert train.history_numbers.tolist() == [[1.0], [2.0], [1.0]]
+    assert train.history_numbers_missing is not None
+    assert train.history_numbers_missing.tolist() == [[False], [True], [False]]
+    assert train.history_labels is not None
+    assert train.history_labels.tolist() == [[1.0], [0.0], [1.0]]
+    assert test.features["user"].values().tolist() == [1]
+    assert test.candidates is not None
+    assert test.candidates.values().tolist() == [1]
+    assert test.history is not None
+    assert test.history["item"].lengths().tolist() == [0]
+    latest = split.train.gather([0, 1, 2], max_history=1)
+    assert latest.history is not None
+    assert latest.history["item"].lengths().tolist() == [0, 1, 1]
+    assert latest.history["item"].values().tolist() == [2, 4]
+    kinds = {value.dtype for value in (train.features.values(), train.history.values(), train.times, train.rows)}
+    assert kinds == {torch.int64}
+    empty = split.train.gather([])
+    assert len(empty) == 0
+    assert len(train.to(torch.device("cpu"))) == 3
+    with pytest.raises(ValueError, match=r"^max_history: got -1, expected 0 or more$"):
+        split.train.gather([0], max_history=-1)
+
+
+def test_labels_of_events_are_not_shown_unless_named() -> None:
+    split = made(EXAMPLE, history="events").split(valid=0.0, test=0.25)
+    batch = split.train.gather([0, 1, 2])
+    assert batch.history_labels is not None
+    assert batch.history_labels.shape == (3, 0)
+    assert batch.history is not None
+    assert "click" not in batch.history.keys()  # noqa: SIM118 - a KeyedJaggedTensor is no mapping
+    with pytest.raises(DataError) as caught:
+        made(EXAMPLE, history="events", event_labels=("item",))
+    assert str(caught.value) == "Table: event_labels: found 'item', expected labels: ['click']"
+
+
+def test_weights_of_rows_and_of_ids() -> None:
+    table = pa.table({"a": [1, 2], "l": [[1, 2], None], "w": [[0.5, 2.0], None], "s": [0.25, 3.0]})
+    columns = (Column("a", Kind.ID), Column("l", Kind.IDS, weights="w"), Column("w", Kind.NUMBERS), Column("s", Kind.WEIGHT))
+    split = split_of_all(Dataset.from_table(table, Schema(columns), progress=False))
+    batch = split.gather([1, 0])
+    assert batch.weights.tolist() == [3.0, 0.25]
+    assert batch.features["l"].weights().tolist() == [1.0, 0.5, 2.0]
+    assert batch.features["a"].weights().tolist() == [1.0, 1.0]
+    assert (batch.number_lists, batch.candidates, batch.times, batch.history) == (None, None, None, None)
+
+
+def split_of_all(dataset: Dataset) -> Part:
+    from jagged.data.encoding import Encoder
+
+    counts = {name: np.ones(len(dataset.ids(name)), np.int64) for name in dataset.schema.tables}
+    tables = {name: Encoder.fit(columns[0], dataset.ids(name), counts[name]) for name, columns in dataset.schema.tables.items()}
+    return Part(dataset, None, Encoders(tables, {}))  # type: ignore[arg-type]
+
+
+def test_another_table_is_read_with_the_encoders_of_training(tmp_path: Path) -> None:
+    split = made(EXAMPLE).split(valid=0.0, test=0.25)
+    split.encoders.save(tmp_path / "e")
+    other = made([{**EXAMPLE[0], "item": "b", "user": 99, "price": None}])
+    part = Part(other, encoders=Encoders.load(tmp_path / "e"))
+    batch = part.gather([0])
+    assert batch.candidates is not None
+    assert batch.candidates.values().tolist() == [4]
+    assert batch.features["user"].values().tolist() == [1]
+    assert batch.numbers.tolist() == [[2.0]]
+    with pytest.raises(DataError) as caught:
+        Part(other, encoders=Encoders({}, {}))
+    assert str(caught.value) == (
+        "encoders: found the tables [] and numbers [], expected 'user', which the dataset has; "
+        "take the encoders of a split of such a table"
+    )
+    with pytest.raises(ValueError, match=r"^rows: got shape \(1,\), expected one dimension and numbers from 0 to 0$"):
+        Part(other, np.array([1]), split.encoders)
+
+
+def test_a_part_is_sent_and_workers_need_no_torchrec(tmp_path: Path) -> None:
+    part = made(EXAMPLE, history="events", directory=tmp_path / "d").split(valid=0.0, test=0.25).train
+    sent = pickle.loads(pickle.dumps(part))
+    assert all(torch.equal(one, part.collect([2, 0])[name]) for name, one in sent.collect([2, 0]).items())
+    (tmp_path / "part").write_bytes(pickle.dumps(part))
+    code = (
+        "import pickle, sys\n"
+        f"part = pickle.load(open({str(tmp_path / 'part')!r}, 'rb'))\n"
+        "part.collect([0, 1])\n"
+        "print(sorted({'torchrec', 'fbgemm_gpu', 'triton'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_part_goes_to_a_worker_and_to_other_devices_and_tells_its_batches_apart() -> None:
+    split = made(EXAMPLE, history="events").split(by="time", valid=0.2, test=0.2)
+    part = pickle.loads(pickle.dumps(split.train))
+    for row in range(len(part)):
+        here, there = split.train.gather([row]), part.gather([row])
+        assert digest(here) == digest(there) != ""
+        assert all(digest(part.gather([other])) != digest(here) for other in range(len(part)) if other != row)
+    meta = part.gather([0]).to(torch.device("meta"))
+    assert meta.features.values().is_meta
+    assert meta.labels.is_meta
