@@ -29,7 +29,7 @@ from jagged.versions import installed
 _TEMPLATES = Environment(
     loader=PackageLoader("jagged.runs"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_TEMPLATES.filters.update(thousands="{:,}".format, in_words=in_words)
+_TEMPLATES.filters.update(thousands="{:,}".format, in_words=in_words, shown_figure=shown_figure)
 
 # What each count of `jagged.data.leaks` would mean.
 LEAKS = {
