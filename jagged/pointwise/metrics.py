@@ -118,7 +118,8 @@ class PointwiseMetrics:
                 other ids than batches before had.
             DataError: the temporary directory has no room.
         """
-        slices = slices or {}
+        # The order of a mapping says nothing.
+        slices = dict(sorted((slices or {}).items()))
         ids = {"users": users, "requests": requests, **{f"slices[{name}]": of for name, of in slices.items()}}
         given = {"labels": labels, "mask": mask, "weights": weights, **ids}
         for what, tensor in given.items():

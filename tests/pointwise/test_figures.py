@@ -337,7 +337,7 @@ def test_names_of_slices_may_be_such_as_a_table_could_not_have() -> None:
     metrics.update(
         torch.tensor([1.0, 0.0]), torch.tensor([1, 0]), slices={"rowid": codes, "A": codes, "a": codes, 'x"; --': codes}
     )
-    assert [name.partition("=")[0] for name in metrics.compute_slices()][::2] == ["rowid", "A", "a", 'x"; --']
+    assert [name.partition("=")[0] for name in metrics.compute_slices()][::2] == ["A", "a", "rowid", 'x"; --']
 
 
 # What is refused.
@@ -359,6 +359,13 @@ def test_ids_that_are_none(ids: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError, match=r"^click: ") as error:
         PointwiseMetrics("click").update(torch.zeros(2), torch.zeros(2), **ids)
     assert str(error.value) == line
+
+
+def test_slices_may_come_in_any_order() -> None:
+    metrics = PointwiseMetrics()
+    for names in ("ab", "ba"):
+        metrics.update(torch.tensor([0.0, 1.0]), IDS, slices={name: IDS + ord(name) for name in names})
+    assert list(metrics.compute_slices()) == ["a=97", "a=98", "b=98", "b=99"]
 
 
 def test_every_batch_has_the_same_ids() -> None:
