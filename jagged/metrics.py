@@ -6,6 +6,7 @@ are integers, so the result depends neither on how users were batched nor on how
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +29,13 @@ IN_WORDS = {ALL_ITEMS: "seen items left in", UNSEEN_ITEMS: "seen items taken out
 #: The group of the loss over drawn negatives; before a task's name, `sampled_click`, of its figures.
 SAMPLED = "sampled"
 #: Figures that drawn negatives have not, and why.
-WITHHELD = ("ne", "calibration")
+WITHHELD = ("ne", "ne_of_training", "calibration")
 WITHHELD_BECAUSE = (
     "ne and calibration are withheld: with drawn negatives the share of positives is what was chosen, not what users do"
 )
+
+#: What people read in place of a figure that is not defined.
+UNDEFINED = "-"
 
 #: Cut-offs where none are asked for.
 DEFAULT_KS = (5, 10, 20)
@@ -63,7 +67,13 @@ class _Named(Mapping[str, Value], Generic[Value]):
         return len(self._values)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.to_json()!r})"
+        return f"{type(self).__name__}({self._told()})"
+
+    def _told(self) -> str:
+        return "{" + ", ".join(f"{name!r}: {self._one_told(value)}" for name, value in self._values.items()) + "}"
+
+    def _one_told(self, value: Any) -> str:
+        return repr(value)
 
     def _missing(self, name: str) -> str:
         return f"{self._kind}: got {name!r}, expected {' or '.join(self) or 'none: there are no figures'}"
@@ -74,13 +84,29 @@ class _Named(Mapping[str, Value], Generic[Value]):
 
 
 class Group(_Named[float]):
-    """Figures of one protocol by metric and cut-off: `group["ndcg@10"]`."""
+    """Figures of one protocol by metric and cut-off: `group["ndcg@10"]`.
+
+    A figure that is not defined, as the AUC of positives alone, is NaN; in JSON it is null, and people read "-".
+    """
 
     __slots__ = ("_name",)
 
-    def __init__(self, values: Mapping[str, float], name: str = "") -> None:
-        super().__init__(values)
+    def __init__(self, values: Mapping[str, float | None], name: str = "") -> None:
+        super().__init__({key: math.nan if value is None else value for key, value in values.items()})
         self._name = name
+
+    def __eq__(self, other: object) -> bool:
+        # What is undefined in both is equal, as null is.
+        return dict(_without_nan(self)) == dict(_without_nan(other)) if isinstance(other, Mapping) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def to_json(self) -> dict[str, Any]:
+        """The same as a plain dict, None in place of NaN."""
+        return dict(_without_nan(self))
+
+    def _one_told(self, value: float) -> str:
+        return UNDEFINED if is_undefined(value) else repr(value)
 
     def _missing(self, name: str) -> str:
         withheld = name in WITHHELD and is_sampled_group(self._name)
@@ -91,7 +117,8 @@ class Figures(_Named[Group]):
     """Figures by group, and by metric in it: `figures.all_items["ndcg@10"]`, or `figures["all_items"]["ndcg@10"]`.
 
     A group is a task or a protocol: `all_items` ranks the whole catalogue, `unseen_items` leaves out the user's history. Figures
-    over drawn negatives say so: `sampled`, and `sampled_click` of the task `click`.
+    over drawn negatives say so: `sampled`, and `sampled_click` of the task `click`. Rows of one value of a slice have a group of
+    their own, `figures["click[device=3]"]`. What is not defined is NaN, and null in JSON, which becomes NaN again.
     Immutable; equal to plain dicts of the same content.
 
     Args:
@@ -104,8 +131,11 @@ class Figures(_Named[Group]):
     __slots__ = ()
     _kind = "group of figures"
 
-    def __init__(self, groups: Mapping[str, Mapping[str, float]]) -> None:
+    def __init__(self, groups: Mapping[str, Mapping[str, float | None]]) -> None:
         super().__init__({name: Group(figures, name) for name, figures in groups.items()})
+
+    def _one_told(self, value: Group) -> str:
+        return value._told()
 
     def __getattr__(self, name: str) -> Group:
         # Names of Python's own protocols are asked for before there are values.
@@ -126,8 +156,8 @@ class Figures(_Named[Group]):
 def sampled_figures(groups: Mapping[str, Mapping[str, float]]) -> Figures:
     """Figures of tasks over drawn negatives: they depend on how many were drawn and how, so their groups say it.
 
-    `all` becomes `sampled`, `click` `sampled_click`. `ne` and `calibration` are left out: drawn negatives have the share of
-    positives that was chosen.
+    `all` becomes `sampled`, `click` `sampled_click`. `ne`, `ne_of_training` and `calibration` are left out: drawn negatives have
+    the share of positives that was chosen.
 
     Args:
         groups: by task its figures, under "all" those of all tasks.
@@ -138,6 +168,30 @@ def sampled_figures(groups: Mapping[str, Mapping[str, float]]) -> Figures:
             for name, of in groups.items()
         }
     )
+
+
+def slice_group(task: str, value: str) -> str:
+    """The name of the group of a task's rows with one value of a slice, `device=3`: `click[device=3]`."""
+    return f"{task}[{value}]"
+
+
+def is_slice_group(name: str) -> bool:
+    """Whether a group of figures is one of `slice_group`."""
+    return name.endswith("]") and "[" in name
+
+
+def is_undefined(value: float | None) -> bool:
+    """Whether a figure is NaN, or null in JSON."""
+    return value is None or value != value
+
+
+def shown_figure(value: float | None) -> str:
+    """A figure with four places, as people read it; "-" where it is not defined."""
+    return UNDEFINED if value is None or is_undefined(value) else f"{value:.4f}"
+
+
+def _without_nan(figures: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    return ((name, None if isinstance(value, float) and is_undefined(value) else value) for name, value in figures.items())
 
 
 def is_sampled_group(name: str) -> bool:

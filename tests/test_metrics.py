@@ -25,7 +25,10 @@ from jagged.metrics import (
     TrainCounts,
     cut_offs,
     in_words,
+    is_slice_group,
     sampled_figures,
+    shown_figure,
+    slice_group,
 )
 
 KS = (1, 3, 4)
@@ -218,6 +221,31 @@ def test_figures_of_drawn_negatives_say_so_and_withhold_what_they_cannot_tell():
     }
     assert {name: in_words(name) for name in words} == words
     assert [in_words("click"), in_words("sampledx")] == ["click", "sampledx"]
+
+
+def test_what_is_not_defined_is_nan_null_and_a_dash():
+    figures = Figures({"click": {"auc": math.nan, "rows": 2.0}, "click[device=3]": {"auc": None, "rows": 1.0}})
+    content = figures.to_json()
+    assert content == {"click": {"auc": None, "rows": 2.0}, "click[device=3]": {"auc": None, "rows": 1.0}}
+    assert figures.click.to_json() == content["click"]
+    for same in (figures, Figures(json.loads(json.dumps(content, allow_nan=False))), pickle.loads(pickle.dumps(figures))):
+        assert math.isnan(same["click"]["auc"])
+        assert math.isnan(same["click[device=3]"]["auc"])
+        assert same == figures == content
+        assert same.click == {"auc": math.nan, "rows": 2.0}
+        assert same.click != {"auc": 0.5, "rows": 2.0}
+        assert same.click != {"rows": 2.0}
+        assert same.click != 3
+    assert repr(figures) == "Figures({'click': {'auc': -, 'rows': 2.0}, 'click[device=3]': {'auc': -, 'rows': 1.0}})"
+    assert str(figures.click) == "Group({'auc': -, 'rows': 2.0})"
+    assert [shown_figure(value) for value in (math.nan, None, 0.0, 0.12345)] == ["-", "-", "0.0000", "0.1235"]
+    assert [is_slice_group(name) for name in (slice_group("click", "device=3"), "click", "sampled_click[a=1]")] == [
+        True,
+        False,
+        True,
+    ]
+    metrics = RunMetrics("click/auc", Best(3, 12, 0.5, "click"), figures, figures)
+    assert RunMetrics.from_json(json.loads(json.dumps(metrics.to_json(), allow_nan=False))) == metrics
 
 
 def test_figures_do_not_change():

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from jagged.pointwise import PointwiseMetrics
 
+NAN = float("nan")
 # Few scores, so that most are tied.
 ROW = st.tuples(
     st.sampled_from([-40.0, -1.5, 0.0, 0.25, 2.0, 40.0]), st.integers(0, 1), st.sampled_from([0.0, 0.5, 1.0, 3.0]), st.booleans()
@@ -44,10 +45,15 @@ def expected(rows: list[tuple[float, int, float]]) -> dict[str, float]:
     probability = {score: 1 / (1 + math.exp(-score)) for score, *_ in rows}
     # log(1 - p) of a score is log p of its opposite.
     loss = sum(weight * math.log1p(math.exp(-score if label else score)) for score, label, weight in rows)
-    found = {"logloss": loss / total, "rows": float(len(rows))}
-    if clicks:
-        found["calibration"] = sum(weight * probability[score] for score, _, weight in rows) / clicks
-    return found | ({"auc": right / pairs} if pairs else {})
+    rate = clicks / total
+    entropy = -sum(share * math.log(share) for share in (rate, 1 - rate) if share)
+    return {
+        "auc": right / pairs if pairs else NAN,
+        "calibration": sum(weight * probability[score] for score, _, weight in rows) / clicks if clicks else NAN,
+        "logloss": loss / total,
+        "ne": loss / total / entropy if entropy else NAN,
+        "rows": float(sum(weight > 0 for *_, weight in rows)),
+    }
 
 
 @given(st.lists(ROW, min_size=1, max_size=14), st.integers(1, 3), st.booleans(), st.booleans())
@@ -59,9 +65,9 @@ def test_against_loops(rows: list[Any], parts: int, weighted: bool, masked: bool
         assert str(error.value) == "click: no row has a label to evaluate"
         return
     found, wanted = figures(rows, parts, weighted, masked), expected(counted)
-    assert found.keys() == wanted.keys()
+    assert list(found) == list(wanted)
     for name in wanted:
-        assert found[name] == pytest.approx(wanted[name], rel=1e-9, abs=1e-15), name
+        assert found[name] == pytest.approx(wanted[name], rel=1e-9, abs=1e-15, nan_ok=True), name
 
 
 def test_many_rows_with_few_scores() -> None:
@@ -76,10 +82,15 @@ def test_many_rows_with_few_scores() -> None:
 
 
 @pytest.mark.parametrize("label", [0, 1])
-def test_labels_all_alike_have_no_auc(label: int) -> None:
-    metrics = PointwiseMetrics()
+def test_labels_all_alike_leave_figures_undefined(label: int) -> None:
+    metrics = PointwiseMetrics("click", training_mean=0.25)
     metrics.update(torch.tensor([1.0, -1.0]), torch.tensor([label, label]))
-    assert set(metrics.compute()) == {"logloss", "rows"} | ({"calibration"} if label else set())
+    found = metrics.compute()
+    assert {name for name, value in found.items() if math.isnan(value)} == {"auc", "ne"} | (
+        {"calibration"} if not label else set()
+    )
+    # What training saw is known, so a prediction of it has an entropy here, too.
+    assert found["ne_of_training"] == pytest.approx(found["logloss"] / -math.log(0.25 if label else 0.75), rel=1e-12)
 
 
 def test_other_labels_have_an_error() -> None:
@@ -93,7 +104,6 @@ def test_other_labels_have_an_error() -> None:
     assert metrics.compute() == {"mse": (1 * 1 + 3 * 4) / 4, "rows": 2.0}
 
 
-NAN = float("nan")
 NO_ROW = "click: no row has a label to evaluate"
 SCORES = "click: scores are NaN or infinite; train again with a smaller learning_rate"
 LABELS = "click: labels or weights are NaN, infinite or negative; mask the rows without a label"

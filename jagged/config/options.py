@@ -8,7 +8,7 @@ from typing import Any, Literal
 from jagged.config.section import Problem, Section, option
 
 # Metrics of which less is better, by the name before any cut-off.
-_LESS_IS_BETTER = frozenset(("loss", "logloss", "ne", "mse", "rmse", "mae"))
+_LESS_IS_BETTER = frozenset(("loss", "logloss", "ne", "ne_of_training", "mse", "rmse", "mae"))
 
 
 class DataOptions(Section):

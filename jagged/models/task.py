@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from jagged.data import DataError
 from jagged.data.moving import is_sampled, moved
 from jagged.evaluation import bar, evaluating, several
-from jagged.metrics import Figures, is_sampled_group, sampled_figures
+from jagged.metrics import Figures, is_sampled_group, is_slice_group, sampled_figures, slice_group
 from jagged.pointwise import PointwiseMetrics
 
 
@@ -25,12 +25,18 @@ class TaskScores:
         labels: `[N]`; for a binary task 0 and 1 in any dtype.
         mask: bool `[N]`, the rows that have a label; None for all.
         weights: `[N]` float, how much each row counts; None for 1.
+        users: int64 `[N]`, whose rows they are, for `gauc`; None where it is not known.
+        requests: int64 `[N]`, which request's candidates they are, for `ndcg@k`, `mrr` and `hit_rate@k`; None likewise.
+        slices: by name int64 `[N]`, for figures of the rows of each value; None for none.
     """
 
     logits: Tensor
     labels: Tensor
     mask: Tensor | None = None
     weights: Tensor | None = None
+    users: Tensor | None = None
+    requests: Tensor | None = None
+    slices: Mapping[str, Tensor] | None = None
 
     def rows(self) -> int | Tensor:
         """What a mean over the rows divides by: their number, or the sum of their weights as a 0-dim tensor."""
@@ -112,11 +118,21 @@ class Task(nn.Module):
             output = explained(self, moved(batch, self.device))
         return {name: scores.logits.float().sigmoid() for name, scores in output.scores.items()}
 
+    def metrics_of(self, name: str) -> PointwiseMetrics:
+        """What `evaluate` adds the rows of a task to. Override it for other cut-offs, bins, a training mean or more slices.
+
+        Args:
+            name: of the task, as in `TaskOutput.scores`.
+        """
+        return PointwiseMetrics(name)
+
     def evaluate(self, batches: Iterable[Any], part: str, *, progress: bool = True, all_processes: bool = True) -> Figures:
         """By task the figures of `jagged.pointwise.PointwiseMetrics`; under "all" the loss, the mean over all rows.
 
+        Where `TaskScores` have slices, `click[device=3]` are the figures of the rows of one value.
+
         Of batches with drawn negatives (`jagged.data.moving.is_sampled`) they are those of `jagged.metrics.sampled_figures`:
-        under "sampled" and `sampled_<task>`, without calibration. One such batch in any process is enough.
+        under "sampled" and `sampled_<task>`, without ne and calibration. One such batch in any process is enough.
 
         Weights are used in fp32 and in eval mode.
 
@@ -127,7 +143,9 @@ class Task(nn.Module):
             all_processes: add up over the processes of a `torch.distributed` group.
 
         Raises:
-            ValueError: no rows, scores that are not finite, or a task of a name that has another meaning here.
+            ValueError: no rows, scores that are not finite, ids that are not int64 `[N]` or not of every batch, or a task of a
+                name that has another meaning here.
+            DataError: the temporary directory has no room for rows that do not fit into memory.
         """
         metrics: dict[str, PointwiseMetrics] = {}
         sums, sampled = torch.zeros(2, dtype=torch.float64), False
@@ -139,7 +157,10 @@ class Task(nn.Module):
                 # The mean over no rows is no number.
                 sums += torch.stack([counted.prod(), counted[1]]) if counted[1] else 0.0
                 for name, of in scores.items():
-                    metrics.setdefault(name, PointwiseMetrics(name)).update(of.logits, of.labels, of.mask, of.weights)
+                    if name not in metrics:
+                        metrics[name] = self.metrics_of(name)
+                    ids: dict[str, Any] = {"users": of.users, "requests": of.requests, "slices": of.slices}
+                    metrics[name].update(of.logits, of.labels, of.mask, of.weights, **ids)
         if all_processes and several():
             total = sums.to(self.device)
             torch.distributed.all_reduce(total)
@@ -149,7 +170,7 @@ class Task(nn.Module):
             torch.distributed.all_gather_object(known, (list(metrics), sampled))
             named = dict.fromkeys(name for names, _ in known for name in names)
             sampled = any(of for _, of in known)
-            metrics = {name: metrics.get(name) or PointwiseMetrics(name) for name in named}
+            metrics = {name: metrics.get(name) or self.metrics_of(name) for name in named}
             for metric in metrics.values():
                 metric.all_gather()
         if not metrics or not sums[1]:
@@ -159,8 +180,11 @@ class Task(nn.Module):
                 f"task: got the name {reserved[0]!r}, expected another: 'all' is the group of the loss, 'sampled' and names that "
                 "begin with 'sampled_' are of figures over drawn negatives"
             )
-        figures = {name: metric.compute() for name, metric in metrics.items()}
-        groups = {"all": {"loss": float(sums[0] / sums[1])}, **figures}
+        if reserved := [name for name in metrics if is_slice_group(name)]:
+            raise ValueError(f"task: got the name {reserved[0]!r}, expected another: so ends the name of a slice's figures")
+        groups = {"all": {"loss": float(sums[0] / sums[1])}, **{name: metric.compute() for name, metric in metrics.items()}}
+        for name, metric in metrics.items():
+            groups |= {slice_group(name, value): of for value, of in metric.compute_slices().items()}
         return sampled_figures(groups) if sampled else Figures(groups)
 
 

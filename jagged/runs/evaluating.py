@@ -12,7 +12,7 @@ from torch import Tensor
 from jagged.config import ConfigError
 from jagged.data.batches import KEY, SequenceBatch, features_of
 from jagged.evaluation import EvaluationError, evaluate_protocols
-from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures
+from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures, shown_figure
 from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES
 
@@ -54,7 +54,7 @@ class Evaluation:
             )
         lines.append("".join([f"{'metric':<13}", *(f"{IN_WORDS[protocol]:>24}" for protocol in self.metrics)]))
         for name in next(iter(self.metrics.values())):
-            lines.append("".join([f"{name:<13}", *(f"{figures[name]:>24.4f}" for figures in self.metrics.values())]))
+            lines.append("".join([f"{name:<13}", *(f"{shown_figure(figures[name]):>24}" for figures in self.metrics.values())]))
         return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from jagged.charts import Counts
 from jagged.config import ConfigError, TrainConfig, spelt
 from jagged.data import BatchLoader, leaks
 from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches
-from jagged.metrics import IN_WORDS, cut_offs, in_words
+from jagged.metrics import IN_WORDS, cut_offs, in_words, shown_figure
 from jagged.runs.evaluating import evaluate
 from jagged.runs.run import Run
 from jagged.runs.summary import shortened
@@ -29,7 +29,7 @@ from jagged.versions import installed
 _TEMPLATES = Environment(
     loader=PackageLoader("jagged.runs"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
-_TEMPLATES.filters.update(thousands="{:,}".format, in_words=in_words)
+_TEMPLATES.filters.update(thousands="{:,}".format, in_words=in_words, shown_figure=shown_figure)
 
 # What each count of `jagged.data.leaks` would mean.
 LEAKS = {
@@ -185,7 +185,7 @@ def render(facts: RunFacts) -> str:
         facts=facts,
         protocol=PROTOCOLS[facts.config.evaluation.filter_viewed],
         columns=["", *(f"{name}, {IN_WORDS[protocol]}" for protocol, name, _ in columns)],
-        metrics=[[key, *(f"{figures[key]:.4f}" for _, _, figures in columns)] for key in columns[0][2]],
+        metrics=[[key, *(shown_figure(figures[key]) for _, _, figures in columns)] for key in columns[0][2]],
         pictures=[(charts.to_svg(figure, name), caption) for name, (figure, caption) in pictures],
         leaks=[
             (LEAKS.get(name, name.replace("_", " ")), f"{count:,}", "found" if count else "none")

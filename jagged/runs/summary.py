@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jagged.artifacts import CheckpointError, errors_as, read_json
 from jagged.config import TrainConfig
-from jagged.metrics import IN_WORDS, RunMetrics
+from jagged.metrics import IN_WORDS, RunMetrics, shown_figure
 from jagged.models.pretrained import CONFIG, METRICS, SPLIT
 
 # What of a dataset's notes says that something was left out, and how it is told.
@@ -37,7 +37,7 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     with errors_as(CheckpointError):
         split, metrics = read_json(path / SPLIT), RunMetrics.from_json(read_json(path / METRICS))
     source = TrainConfig.load(path / CONFIG).data.path or "the built-in sample"
-    reached = ", ".join(f"{group[metrics.monitor]:.4f} with {IN_WORDS[name]}" for name, group in metrics.test.items())
+    reached = ", ".join(f"{shown_figure(group[metrics.monitor])} with {IN_WORDS[name]}" for name, group in metrics.test.items())
     best, name = metrics.best, shlex.quote(str(path))
     assert best is not None
     return [

@@ -33,7 +33,8 @@ class Callback:
     """Base of callbacks; every method may be left out. Every process calls them.
 
     What `state_dict` gives, plain numbers, words, lists and dicts, is in every checkpoint and is given to `load_state_dict` when
-    the run is resumed. A checkpoint is written after the step's callbacks, so that no call is lost or comes twice.
+    the run is resumed; a NaN, as a figure that is not defined is, comes back as None. A checkpoint is written after the step's
+    callbacks, so that no call is lost or comes twice.
     """
 
     def on_step(self, progress: Progress) -> None:
@@ -58,7 +59,16 @@ class Callback:
 
 def states_of(callbacks: Sequence[Callback]) -> list[list[Any]]:
     """The states of callbacks that have one, each behind the name of its class."""
-    return [[type(callback).__qualname__, state] for callback in callbacks if (state := callback.state_dict())]
+    return [[type(callback).__qualname__, _without_nan(state)] for callback in callbacks if (state := callback.state_dict())]
+
+
+def _without_nan(state: Any) -> Any:
+    """The same with None in place of NaN, which JSON has not."""
+    if isinstance(state, Mapping):
+        return {name: _without_nan(value) for name, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_without_nan(value) for value in state]
+    return None if isinstance(state, float) and state != state else state
 
 
 def load_states(callbacks: Sequence[Callback], states: Sequence[Sequence[Any]], where: Any) -> None:

@@ -16,7 +16,17 @@ from torch import Tensor
 
 from jagged import artifacts
 from jagged.config import TrainerConfig
-from jagged.metrics import WITHHELD, WITHHELD_BECAUSE, Best, Figures, RunMetrics, in_words, is_sampled_group
+from jagged.metrics import (
+    WITHHELD,
+    WITHHELD_BECAUSE,
+    Best,
+    Figures,
+    RunMetrics,
+    in_words,
+    is_sampled_group,
+    is_slice_group,
+    is_undefined,
+)
 from jagged.models import Task
 from jagged.models.pretrained import HISTORY
 from jagged.training.batches import Positioned, Repeated
@@ -310,7 +320,12 @@ class Loop:
         if len(state.history) == 1 and any(map(is_sampled_group, figures)):
             self._display.say(WITHHELD_BECAUSE)
         self._display.say(said + (", the best so far" if better else ""))
-        points = {f"valid/{group}/{key}": number for group, of in figures.items() for key, number in of.items()}
+        points = {
+            f"valid/{group}/{key}": number
+            for group, of in figures.items()
+            for key, number in of.items()
+            if not is_undefined(number)
+        }
         self._display.curves(state.step, {"train/epoch_loss": loss, **points})
         for callback in self._callbacks:
             callback.on_validation(self._progress, figures)
@@ -416,14 +431,23 @@ class _Watched:
 def monitored(figures: Figures, name: str) -> tuple[str, float]:
     """Group and value of a figure by its name, `group/metric`, or `metric` where one group alone has it.
 
+    Figures of slices have to be asked for by group: `click[device=3]/auc`.
+
     Raises:
-        TrainingError: none, or several.
+        TrainingError: none, or several; or it is NaN, which no other value is better than.
     """
-    found = {f"{group}/{key}": value for group, of in figures.items() for key, value in of.items()}
-    fitting = [key for key in found if name in (key, key.partition("/")[2])]
+    found = {f"{group}/{key}": (group, value) for group, of in figures.items() for key, value in of.items()}
+    short = [key for key, (group, _) in found.items() if not is_slice_group(group)]
+    fitting = [name] if name in found else [key for key in short if name == key.partition("/")[2]]
     if len(fitting) == 1:
-        return fitting[0].partition("/")[0], found[fitting[0]]
-    expected = ", ".join(fitting or found)
+        group, value = found[fitting[0]]
+        if is_undefined(value):
+            raise TrainingError(
+                f"monitor: {fitting[0]} is not defined for the validation part, as an AUC is not where all labels are alike; "
+                "give a part for which it is"
+            )
+        return group, value
+    expected = ", ".join(fitting or short)
     withheld = name.rpartition("/")[2] in WITHHELD and any(map(is_sampled_group, figures))
     why = f"; {WITHHELD_BECAUSE}" if withheld else ""
     raise TrainingError(f"monitor: got {name!r}, expected one of {expected}{why}")

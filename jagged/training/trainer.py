@@ -14,7 +14,7 @@ from torch import nn
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
 from jagged.config import RunOptions, TrainerConfig
-from jagged.metrics import RunMetrics
+from jagged.metrics import Figures, RunMetrics
 from jagged.models import RankingTask
 from jagged.models.pretrained import save_task
 from jagged.training.batches import Positioned, positioned
@@ -42,7 +42,7 @@ class TrainResult:
         metrics: what `metrics.json` holds: `metrics.test.all_items["ndcg@10"]`, `metrics.valid.click["auc"]`. Empty after a dry
             run; without test data `metrics.test` is.
         history: a row for each validation: `epoch, step, loss, monitored, learning_rate, gradient_norm, seconds,
-            tokens_per_second`, and `valid` with all figures.
+            tokens_per_second`, and `valid` with all figures, NaN where one is not defined.
         best_metric: the monitored validation metric of the weights that were kept; NaN after a dry run.
         epochs, steps: trained in all, earlier attempts included.
         seconds: of training and validation, earlier attempts included.
@@ -182,9 +182,11 @@ class Trainer:
                         write(whole, metrics, state.history)
             assert metrics.best is not None
             kept = metrics.best.value
-            return TrainResult(
-                directory, metrics, state.history, kept, state.epoch, state.step, state.seconds, stopped=state.stopped
-            )
+            # The state has them as JSON has: null for what is not defined.
+            history = [
+                {**row, "valid": {group: dict(of) for group, of in Figures(row["valid"]).items()}} for row in state.history
+            ]
+            return TrainResult(directory, metrics, history, kept, state.epoch, state.step, state.seconds, stopped=state.stopped)
 
 
 def resolved(config: Config) -> Config:

@@ -18,7 +18,7 @@ from torch.utils.data import DistributedSampler
 
 from jagged.config import TrainerConfig
 from jagged.models import NextItemTask, build
-from jagged.pointwise import PointwiseMetrics
+from jagged.pointwise import PointwiseMetrics, storage
 from jagged.training import Callback, Progress, Trainer, TrainingError, TrainingInterrupted, loop
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes
@@ -84,6 +84,21 @@ def scored(part: int, parts: int) -> list[dict[str, Any]]:
 def figures(given: list[dict[str, Any]], wanted: bool = True) -> dict[str, Any]:
     torch.manual_seed(0)
     return Clicks(both=True).evaluate(given, "valid", progress=False, all_processes=wanted).to_json()
+
+
+def with_ids(parts: list[int], limit: int, merge: bool = True) -> str:
+    """Figures of parts of nine, with users, requests and a slice, to the last bit."""
+    metrics = PointwiseMetrics("click", ks=(1, 3), training_mean=0.4, limit=limit)
+    for part in parts:
+        generator = torch.Generator().manual_seed(part)
+        scores = torch.randn(20, generator=generator).round(decimals=1)
+        weights = torch.rand(20, generator=generator) * 10.0 ** (part - 4)
+        users, requests, device = torch.randint(9, (3, 20), generator=generator)
+        labels = torch.rand(20, generator=generator) < 0.3
+        metrics.update(scores, labels, None, weights, users=users, requests=requests, slices={"device": device})
+    if merge:
+        metrics.all_gather()
+    return repr([metrics.compute(), metrics.compute_slices(), metrics.calibration_bins(4)])
 
 
 class Drawn:
@@ -209,6 +224,23 @@ def main() -> None:
         metrics.update(torch.tensor([0.0, 1.0, 1.0]) + processes.rank, torch.tensor([0, 1, processes.rank]))
         metrics.all_gather()
         found["metrics"] = metrics.compute()
+        # Pieces of 16 rows, from memory and from disk, of uneven shares; then all rows in one process.
+        storage.CHUNK = 16
+        found["ids"] = [
+            with_ids([*range(processes.rank, 9, 2)], limit=1 << 20),
+            with_ids([*range(2 + processes.rank)] if processes.is_first else [*range(2, 9)], limit=30),
+            with_ids([*range(9)] if processes.is_first else [], limit=100),
+        ]
+        other = PointwiseMetrics("click")
+        other.update(torch.zeros(1), torch.zeros(1), users=None if processes.is_first else torch.tensor([0]))
+        bad = PointwiseMetrics("click")
+        bad.update(torch.tensor([0.0 if processes.is_first else float("nan")]), torch.zeros(1))
+        for wrong in (other, bad):
+            try:
+                wrong.all_gather()
+                wrong.compute()
+            except ValueError as error:
+                found.setdefault("refused", []).append(str(error))
         told(f"merged.{processes.rank}", found)
 
     parallel(root, "merged", merged)
@@ -216,6 +248,7 @@ def main() -> None:
     metrics = PointwiseMetrics()
     metrics.update(torch.tensor([0.0, 1.0, 1.0, 1.0, 2.0, 2.0]), torch.tensor([0, 1, 0, 0, 1, 1]))
     result["merged"] = [read("merged one"), metrics.compute(), *(read(f"merged.{rank}") for rank in range(2))]
+    result["ids"] = with_ids([*range(9)], limit=1 << 20, merge=False)
 
     def whole(name: str, *callbacks: Any, resume: bool = False, slow: bool = False) -> None:
         def work(processes: Processes) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from jagged.artifacts import CheckpointError
+from jagged.metrics import Figures, RunMetrics
 from jagged.models import Task, TaskOutput, TaskScores, register
 from jagged.models.pretrained import load_task, save_task
 from jagged.pointwise import PointwiseMetrics
@@ -134,7 +137,7 @@ def test_an_unknown_monitor_names_all(tmp_path: Path) -> None:
     with pytest.raises(TrainingError) as error:
         train(tmp_path, monitor="click/ndcg", validate_every="3 steps")
     assert str(error.value) == (
-        "monitor: got 'click/ndcg', expected one of all/loss, click/auc, click/calibration, click/logloss, click/rows; "
+        "monitor: got 'click/ndcg', expected one of all/loss, click/auc, click/calibration, click/logloss, click/ne, click/rows; "
         f"the last checkpoint, {tmp_path / 'checkpoints/step-00000003'}, is whole: resume with another monitor"
     )
     # Once something was chosen by a metric, it stays.
@@ -407,6 +410,136 @@ def test_figures_are_those_of_one_large_batch() -> None:
     metrics.update(logits, labels, mask, weights)
     assert figures.click.to_json() == pytest.approx(metrics.compute())
     assert all(module.training for module in task.modules())
+
+
+class Sliced(Clicks):
+    """Says whose rows they are, of which request, and on which of three devices; cut-offs of its own."""
+
+    def forward(self, batch: Mapping[str, Any]) -> TaskOutput:
+        loss, scores = super().forward(batch)
+        users, items = batch["features"].values().view(2, -1)
+        ids = {"users": users % 3, "requests": users % 4, "slices": {"device": items % 3}}
+        return TaskOutput(loss, {name: dataclasses.replace(of, **ids) for name, of in scores.items()})
+
+    def metrics_of(self, name: str) -> PointwiseMetrics:
+        return PointwiseMetrics(name, ks=(2,), training_mean=0.25, max_slices=2)
+
+
+def test_figures_by_user_request_and_slice() -> None:
+    batches = list(loader(Rows(40)))
+    task = Sliced(both=True)
+    figures = task.evaluate(batches, "valid", progress=False)
+    names = [
+        "auc",
+        "gauc",
+        "gauc_left_out",
+        "calibration",
+        "logloss",
+        "ne",
+        "ne_of_training",
+        "ndcg@2",
+        "mrr",
+        "hit_rate@2",
+        "rows",
+    ]
+    slices = [name for name in figures if "[" in name]
+    assert list(figures)[:3] == ["all", "click", "buy"]
+    assert len(slices) == 4
+    assert [name.partition("[")[0] for name in slices] == ["click", "click", "buy", "buy"]
+    assert [*figures.click] == [*figures.buy] == [*names, "values_left_out[device]"]
+    assert figures.click["values_left_out[device]"] == 1.0
+    for name in slices:
+        assert [*figures[name]] == names
+        value = int(name.partition("=")[2].removesuffix("]"))
+        metrics = PointwiseMetrics(ks=(2,), training_mean=0.25)
+        for batch in batches:
+            of = task.eval()(batch).scores[name.partition("[")[0]]
+            assert of.users is not None
+            assert of.requests is not None
+            assert of.slices is not None
+            metrics.update(of.logits, of.labels, of.slices["device"] == value, users=of.users, requests=of.requests)
+        assert figures[name] == metrics.compute()
+    # Figures without ids are as they were.
+    plain = Clicks(both=True)
+    plain.load_state_dict(task.state_dict())
+    without = plain.evaluate(batches, "valid", progress=False)
+    assert list(without) == ["all", "click", "buy"]
+    assert without.click == {name: figures.click[name] for name in ("auc", "calibration", "logloss", "ne", "rows")}
+
+
+def test_drawn_negatives_withhold_in_slices_too() -> None:
+    class Drawn:
+        sampled = True
+
+        def to(self, *_: Any, **__: Any) -> Drawn:
+            return self
+
+    figures = Sliced().evaluate([{**batch, "drawn": Drawn()} for batch in loader(Rows(40))], "valid", progress=False)
+    kept = ["auc", "gauc", "gauc_left_out", "logloss", "ndcg@2", "mrr", "hit_rate@2", "rows"]
+    slices = [name for name in figures if "[" in name]
+    assert [name.partition("[")[0] for name in slices] == ["sampled_click"] * 2
+    assert all([*figures[name]] == kept for name in slices)
+    with pytest.raises(KeyError, match="ne and calibration are withheld"):
+        figures[slices[0]]["ne_of_training"]
+
+
+def test_slices_in_a_run(tmp_path: Path) -> None:
+    """A short name is of all rows; a slice is monitored by its whole name. What was read is what was written."""
+    torch.manual_seed(0)
+    parts = loader(), loader(Rows(30, 1)), loader(Rows(30, 2))
+    slice_name = next(name for name in Sliced().evaluate(parts[1], "valid", progress=False) if "[" in name)
+    for monitor, group in (("ndcg@2", "click"), (f"{slice_name}/ndcg@2", slice_name)):
+        trainer = Trainer(Sliced(), config(tmp_path / group, monitor=monitor))
+        result = trainer.fit(*parts, progress=False)
+        assert result.metrics.best is not None
+        assert result.metrics.best.group == group
+        assert result.best_metric == result.metrics.valid[group]["ndcg@2"]
+        written = json.loads((tmp_path / group / "metrics.json").read_text())
+        assert RunMetrics.from_json(written) == result.metrics
+        assert Figures(written["test"]) == result.metrics.test
+
+
+def nobody(rows: Rows) -> Rows:
+    rows.labels = torch.zeros_like(rows.labels)
+    return rows
+
+
+def test_a_monitor_that_is_not_defined_is_refused(tmp_path: Path) -> None:
+    parts, told = (loader(), loader(nobody(Rows(30, 1)))), Told()
+    with pytest.raises(TrainingError) as error:
+        Trainer(Clicks(), config(tmp_path / "run", monitor="auc"), callbacks=[Told()]).fit(*parts, progress=False)
+    assert str(error.value) == (
+        "monitor: click/auc is not defined for the validation part, as an AUC is not where all labels are alike; "
+        f"give a part for which it is; the last checkpoint, {tmp_path / 'run/checkpoints/step-00000006'}, is whole: "
+        "resume with another monitor"
+    )
+    # By another one the run goes on, and writes null for what is not defined.
+    trainer = Trainer(Clicks(), config(tmp_path / "run", monitor="logloss", tensorboard=True), callbacks=[told])
+    result = trainer.fit(*parts, resume=True, progress=False)
+    # A callback that keeps such a figure is in a checkpoint as well.
+    assert math.isnan(told.calls[-1][2])
+    assert latest_checkpoint(tmp_path / "run/checkpoints") is not None
+    [[_, kept]] = load_checkpoint(latest_checkpoint(tmp_path / "run/checkpoints"))[1]["callbacks"]  # type: ignore[arg-type]
+    assert kept["calls"][-1] == ["validation", 12, None]
+    assert math.isnan(result.metrics.valid.click["auc"])
+    assert math.isnan(result.history[0]["valid"]["click"]["auc"])
+    rows = [json.loads(line) for line in (tmp_path / "run/history.jsonl").read_text().splitlines()]
+    assert [row["valid"]["click"]["auc"] for row in rows] == [None, None]
+    content = json.loads((tmp_path / "run/metrics.json").read_text())
+    assert content["valid"]["click"]["ne"] is None
+    assert RunMetrics.from_json(content) == result.metrics
+
+
+@pytest.mark.parametrize("name", ["click[device=3]", "a[]"])
+def test_a_task_that_has_the_name_of_a_slice(name: str) -> None:
+    class Named(Clicks):
+        def forward(self, batch: Mapping[str, Any]) -> TaskOutput:
+            loss, scores = super().forward(batch)
+            return TaskOutput(loss, {name: scores["click"]})
+
+    with pytest.raises(ValueError, match=r"^task: got the name ") as error:
+        Named().evaluate(loader(), "valid", progress=False)
+    assert str(error.value) == f"task: got the name {name!r}, expected another: so ends the name of a slice's figures"
 
 
 def test_nothing_to_evaluate() -> None:
