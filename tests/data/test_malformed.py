@@ -38,7 +38,7 @@ def refused(path: Path, **options: object) -> str:
 CSV = {
     "empty": (b"", "e.csv: found an empty file, expected a header and rows"),
     "header only": (HEADER, "e.csv: found no events"),
-    "only blank lines": (b"\n\n", r"e.csv:1: found the columns \[\]"),
+    "only blank lines": (b"\n\n", r"e.csv: found an empty file, expected a header and rows"),
     "missing column": (
         b"user_id,time\n1,2\n",
         r"e.csv:1: found the columns \['user_id', 'time'\], expected a column 'item_id'; .*item_column",
