@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from jagged.data.errors import refuse, shown
 from jagged.data.histories import spread
+from jagged.data.progress import steps
 from jagged.data.schema import SIDED, Column, Kind
 
 if TYPE_CHECKING:
@@ -149,11 +150,26 @@ class TrainingEvents:
     def __reduce__(self) -> tuple[Any, ...]:
         return TrainingEvents, (self.dataset, self.rows)
 
-    def prepare(self, drawing: Drawing) -> int:
-        """Make what draws need, so that processes that are forked share it; how many bytes that is."""
-        made: list[Any] = [self._pool(drawing.by), self.first_seen, self.had, (self._hints.bits,)]
+    def prepare(self, drawing: Drawing, *, progress: bool = True) -> int:
+        """Make what draws need, so that processes that are forked share it; how many bytes that is.
+
+        Args:
+            drawing: how they are drawn.
+            progress: show a bar on a terminal for what takes longer than two seconds.
+        """
+        needed = {
+            "events by time": lambda: self._pool(drawing.by),
+            "when items came": lambda: self.first_seen,
+            "what users have had": lambda: self.had,
+            "which pairs there are": lambda: (self._hints.bits,),
+        }
         if drawing.item_columns or drawing.by == POPULARITY:
-            made.append(self.by_item)
+            needed["events by item"] = lambda: self.by_item
+        made: list[Any] = []
+        with steps("Preparing negatives", len(needed), progress) as step:
+            for name, make in needed.items():
+                step(name)
+                made.append(make())
         return sum({id(array): array.nbytes for of in made for array in of}.values())
 
     @cached_property

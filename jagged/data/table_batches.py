@@ -337,6 +337,7 @@ class Part:
         rank: int = 0,
         world_size: int = 1,
         multiprocessing_context: str | None = None,
+        progress: bool = True,
     ) -> RequestLoader:
         """Batches of the part, by a number of requests or by a budget; workers gather them, each with the mapped files.
 
@@ -364,6 +365,7 @@ class Part:
             pin_memory: hand batches out in page-locked memory (where there is a CUDA device).
             rank, world_size: this process's share.
             multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
+            progress: show a bar on a terminal where making ready to draw negatives takes longer than two seconds.
 
         Raises:
             DataError: negatives of a table that has labels, or lacks user, candidate or time; of a part without a training part
@@ -375,7 +377,7 @@ class Part:
 
         drawing = Drawing.of(self.dataset, self.training, negatives, by, seed)
         if drawing is not None and self.training is not None:
-            self.training.prepare(drawing)
+            self.training.prepare(drawing, progress=progress)
         return RequestLoader(
             self, drawing, batch_size=batch_size, max_tokens=max_tokens, max_history=max_history, shuffle=shuffle, seed=seed,
             num_workers=num_workers, pin_memory=pin_memory, rank=rank, world_size=world_size,

@@ -92,6 +92,24 @@ def test_splitting_and_checking_show_every_step_and_end_with_the_last(
     assert terminal.getvalue().split("\r")[-2].strip() == ""
 
 
+@pytest.mark.parametrize("by", ["uniform", "popularity"])
+def test_making_ready_to_draw_negatives_shows_its_steps(monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    tall = pa.concat_tables([ROWS.select(["user_id", "item_id", "timestamp"])] * 4)
+    tall = tall.set_column(2, "timestamp", pa.array(np.arange(12)))
+    split = Dataset.from_table(tall, progress=False).split(valid=0.0, test=0.3, progress=False)
+    terminal = on_terminal(monkeypatch)
+    split.train.loader(batch_size=2, negatives=1, by=by, progress=False)
+    assert terminal.getvalue() == ""
+    split.test.loader(batch_size=2, negatives=1, by=by)
+    done, total = last(terminal, "Preparing negatives")
+    assert done == total
+    assert told(terminal, "Preparing negatives") == [
+        "events by time", "when items came", "what users have had", "which pairs there are",
+        *(["events by item"] if by == "popularity" else []),
+    ]  # fmt: skip
+    assert terminal.getvalue().split("\r")[-2].strip() == ""
+
+
 def test_a_split_that_cannot_be_leaves_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = Dataset.from_table(ROWS, progress=False)
     terminal = on_terminal(monkeypatch)
