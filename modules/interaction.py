@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
-from jagged.modules.jagged_tensor import check_samples, check_width, with_values
+from jagged.modules.jagged_tensor import check_samples, with_values
 from jagged.ops import jagged_dense_bmm, jagged_jagged_bmm, jagged_softmax
 
 
@@ -157,7 +157,10 @@ class DotInteraction(JaggedModule):
         if context is None:
             return with_values(x, pairs)
         offsets = x.offsets()
-        check_width("context", context, width, "[B, m, D]")
+        if context.dim() != 3 or context.shape[2] != width:
+            raise ValueError(
+                f"context: expected vectors [B, m, d] with d = {width}, as wide as those of x, got {list(context.shape)}"
+            )
         check_samples("context", context.shape[0], "x", offsets.shape[0] - 1, "each sample has its own vectors")
         # A row's vectors as rows of their own: each sample's block meets one matrix.
         products = jagged_dense_bmm(values.flatten(0, 1), offsets * n, context.transpose(1, 2))

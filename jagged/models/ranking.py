@@ -81,13 +81,14 @@ class Inputs:
         requests = [column for column in layout.features if not column.is_candidates]
         tables = ("weighted_features", "candidates", "weighted_candidates", "history_lists")
         numbers = ("request_numbers", "candidate_numbers", "request_number_lists", "candidate_number_lists")
+        others: dict[str, Any] = {name: {one.name: one.table_name for one in getattr(layout, name)} for name in tables}
+        others |= {name: [column.name for column in getattr(layout, name)] for name in numbers}
         return cls(
             features={column.name: column.table_name for column in requests},
             lists=[column.name for column in requests if column.kind is Kind.IDS],
             candidate_ids={one.name: one.table_name for one in layout.features if one.is_candidates},
             history={f"history.{column.name}": column.table_name for column in layout.history},
-            **{name: {one.name: one.table_name for one in getattr(layout, name)} for name in tables},
-            **{name: [column.name for column in getattr(layout, name)] for name in numbers},
+            **others,
             # Without an id of events nothing says how many each request has.
             history_numbers=[column.name for column in log.numbers] if log is not None and layout.history else [],
             history_labels=len(log.labels) if log is not None else 0,
@@ -279,7 +280,7 @@ class RankingModel(Task):
         Raises:
             ValueError: as of the class; or labels that are not from 0 to 1, or a conditional one larger than its condition.
         """
-        part: Part = getattr(split, "train", split)
+        part = cast("Part", getattr(split, "train", split))
         model = cls(Inputs.of(part), part.encoders.sizes, **options)
         model.scorer.normalise(part.encoders.statistics)
         if part.label_names:
@@ -359,7 +360,9 @@ def _module_names(tables: Iterable[str]) -> dict[str, str]:
 
 def _refuse_unconditional(found: Tensor, child: str, parent: str) -> None:
     """Refuse rows where a conditional label is larger than its condition."""
-    message = f"label {child!r}: got 1 where {parent!r} is 0, expected 0 there, as conditional says; implied=True counts both as 1"
+    message = (
+        f"label {child!r}: got 1 where {parent!r} is 0, expected 0 there, as conditional says; implied=True counts both as 1"
+    )
     if torch.compiler.is_compiling() or not found.is_cpu:
         torch._assert_async(~found.any(), message)
     elif found.any():
@@ -633,9 +636,7 @@ def _sum_of_losses(scores: TaskScores) -> Tensor:
 def _collections(inputs: Inputs, widths: Mapping[str, int]) -> dict[str, int]:
     """Of each key that is read row by row, the place of its collection: one for each width."""
     places: dict[int, int] = {}
-    return {
-        key: places.setdefault(widths[table], len(places)) for table, keys in inputs.sequences.items() for key in keys
-    }
+    return {key: places.setdefault(widths[table], len(places)) for table, keys in inputs.sequences.items() for key in keys}
 
 
 def _tower(widths: Sequence[int], dropout: float, device: torch.device | str | None) -> nn.Sequential:

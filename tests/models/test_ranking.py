@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import io
+import json
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -27,6 +31,7 @@ from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
 from tests.places import PLACE
 from tests.reference.ranking import Padded
+from tests.test_docs import ROOT
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
@@ -253,9 +258,9 @@ def test_options_that_do_not_fit_are_refused() -> None:
     assert refused(*names, conditional={"buy": "click", "click": "buy"}) == (
         "conditional: got {'buy': 'click', 'click': 'buy'}, expected no label that is a condition of itself"
     )
-    with pytest.raises(ValueError, match="^sizes: got none of the table 'item', expected those of user, item$"):
+    with pytest.raises(ValueError, match=r"^sizes: got none of the table 'item', expected those of user, item$"):
         RankingModel(Inputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 3})
-    with pytest.raises(ValueError, match="^inputs: got no column of ids or numbers, expected something to learn from$"):
+    with pytest.raises(ValueError, match=r"^inputs: got no column of ids or numbers, expected something to learn from$"):
         RankingModel(Inputs(), {})
 
 
@@ -360,7 +365,10 @@ def test_the_meta_device_costs_nothing(splits: dict[str, Split]) -> None:
 def fitted(split: Split, output: Any, epochs: int, drawn: dict[str, Any] | None = None, **options: Any) -> Any:
     torch.manual_seed(0)
     model = RankingModel.of(split, **options)
-    parts = [getattr(split, part).loader(batch_size=32, shuffle=part == "train", max_history=10, **(drawn or {})) for part in ("train", "valid", "test")]
+    parts = [
+        getattr(split, part).loader(batch_size=32, shuffle=part == "train", max_history=10, **(drawn or {}))
+        for part in ("train", "valid", "test")
+    ]
     config = TrainerConfig(
         output=str(output), max_epochs=epochs, learning_rate=0.01, monitor=f"{model.tasks[0]}/auc" if not drawn else "auc",
         device="cpu",
@@ -390,3 +398,29 @@ def test_learns_from_drawn_negatives(tmp_path: Any) -> None:
         "batch: found a table without labels, and no negatives, expected the label 0; "
         'name one when the table is read (label="click"), or give the loader negatives=n'
     )
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.models.ranking_processes", str(tmp_path_factory.mktemp("processes"))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("cross", ["dcn", "dot"])
+def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], cross: str) -> None:
+    """Tables in every way of sharding, requests and candidates of other numbers in each process."""
+    found = processes[cross]
+    assert found["pipelined"] == found["planned"]
+    together, alone = found["losses"]
+    assert together == pytest.approx(alone, rel=1e-5)
+    # Of logits, after steps that move them by more than 0.1.
+    assert max(found["apart"]) < 1e-5

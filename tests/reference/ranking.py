@@ -106,9 +106,9 @@ class Padded:
 
     def __call__(self, batch: Batch, statistics: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, counts = self.inputs, batch.candidate_offsets.diff()
-        user = [
-            bags(batch.features[key], self.table(table), "mean") for key, table in inputs.features.items()
-        ] + self.pooled(batch, "weighted_features", "sum")
+        user = [bags(batch.features[key], self.table(table), "mean") for key, table in inputs.features.items()] + self.pooled(
+            batch, "weighted_features", "sum"
+        )
         item = [self.table(table)[batch.features[key].values()] for key, table in inputs.candidate_ids.items()]
         item += [*self.pooled(batch, "candidates", "mean"), *self.pooled(batch, "weighted_candidates", "sum")]
         of_user, of_item = (self.normal(side, batch, statistics) for side in ("request", "candidate"))
@@ -119,7 +119,9 @@ class Padded:
             user.append(mean)
             if item or of_item:
                 queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
-                attention = PaddedCrossAttention(*(self.config[x] for x in ("embedding_dim", "num_heads", "embedding_dim", "num_heads")))
+                attention = PaddedCrossAttention(
+                    *(self.config[x] for x in ("embedding_dim", "num_heads", "embedding_dim", "num_heads"))
+                )
                 seen = filled[:, None] & there[:, :, None]
                 item.append(functional_call(attention, self.of("attention"), (queries, events, seen))[there])
         wide = [x[:, None].expand(-1, longest, -1) for x in (*user, *of_user)]
@@ -135,10 +137,7 @@ class Padded:
             x += pairs((a, b) for a in own for b in theirs)
             wide += pairs((a, b) for i, a in enumerate(theirs) for b in theirs[i + 1 :])
         met = self.meeting(x, wide)
-        if self.config["cross"] == "dcn":
-            met = self.crossed(met)
-        else:
-            met = met.relu()
+        met = self.crossed(met) if self.config["cross"] == "dcn" else met.relu()
         towers = [self.model.scorer.towers[number](met).squeeze(2)[there] for number in range(len(self.model.tasks))]
         return self.loss(batch, dict(zip(self.model.tasks, towers, strict=True)))
 
