@@ -17,7 +17,7 @@ warn_of_problems()
 
 from jagged.models.heads import build_head  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
-from jagged.models.ranking import RankingModel, product_logits  # noqa: E402
+from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 
@@ -25,6 +25,7 @@ _MODELS: dict[str, Callable[..., nn.Module]] = {"ranking": RankingModel, "sasrec
 
 __all__ = [
     "NextItemTask",
+    "RankingInputs",
     "RankingModel",
     "RankingTask",
     "SASRec",

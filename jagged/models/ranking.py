@@ -41,7 +41,7 @@ _POOLED = {"weighted_features": True, "candidates": False, "weighted_candidates"
 
 
 @dataclass(frozen=True)
-class Inputs:
+class RankingInputs:
     """What a model reads of a `jagged.data.table_batches.Batch`.
 
     Attributes:
@@ -75,7 +75,7 @@ class Inputs:
     labels: Sequence[str] = (NEXT,)
 
     @classmethod
-    def of(cls, part: Part) -> Inputs:
+    def of(cls, part: Part) -> RankingInputs:
         """Everything that a part's batches have."""
         layout, log = part.layout, part.dataset.events
         requests = [column for column in layout.features if not column.is_candidates]
@@ -188,16 +188,16 @@ class RankingModel(Task):
         2018, here by scaled products. Conditional labels: Ma et al., Entire Space Multi-Task Model, SIGIR 2018.
 
     Example:
-        >>> from jagged.models import RankingModel
-        >>> from jagged.models.ranking import Inputs
-        >>> model = RankingModel(Inputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 9, "item": 5})
+        >>> from jagged.models import RankingInputs, RankingModel
+        >>> inputs = RankingInputs(features={"user": "user"}, candidates={"item": "item"})
+        >>> model = RankingModel(inputs, {"user": 9, "item": 5})
         >>> model.tasks
         ['next']
     """
 
     def __init__(
         self,
-        inputs: Inputs | Mapping[str, Any],
+        inputs: RankingInputs | Mapping[str, Any],
         sizes: Mapping[str, int],
         *,
         embedding_dim: int = 16,
@@ -217,7 +217,7 @@ class RankingModel(Task):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        inputs = inputs if isinstance(inputs, Inputs) else Inputs(**inputs)
+        inputs = inputs if isinstance(inputs, RankingInputs) else RankingInputs(**inputs)
         _check_tables(inputs)
         used = _tables(inputs)
         if missing := [table for table in used if table not in sizes]:
@@ -252,7 +252,7 @@ class RankingModel(Task):
                 "embedding_dim": widths[table],
                 "num_embeddings": int(sizes[table]),
                 "feature_names": keys,
-                "init_fn": partial(nn.init.normal_, std=0.02),
+                "init_fn": partial(nn.init.normal_, std=widths[table] ** -0.5),
             }
 
         groups = {"features": inputs.pooled, **{name: _by_table(getattr(inputs, name)) for name in _POOLED}}
@@ -281,7 +281,7 @@ class RankingModel(Task):
             ValueError: as of the class; or labels that are not from 0 to 1, or a conditional one larger than its condition.
         """
         part = cast("Part", getattr(split, "train", split))
-        model = cls(Inputs.of(part), part.encoders.sizes, **options)
+        model = cls(RankingInputs.of(part), part.encoders.sizes, **options)
         model.scorer.normalise(part.encoders.statistics)
         if part.label_names:
             labels = {name: torch.from_numpy(part.dataset.column(name)[part.rows]) for name in model.tasks}
@@ -304,13 +304,13 @@ class RankingModel(Task):
         return cast(TaskOutput, self.scorer(batch, pooled, looked_up))
 
 
-def _tables(inputs: Inputs) -> list[str]:
+def _tables(inputs: RankingInputs) -> list[str]:
     """The tables that are read."""
     groups = [inputs.features, inputs.candidate_ids, inputs.history, *(getattr(inputs, name) for name in _POOLED)]
     return list(dict.fromkeys(table for group in groups for table in group.values()))
 
 
-def _check_tables(inputs: Inputs) -> None:
+def _check_tables(inputs: RankingInputs) -> None:
     """Refuse a table that keys of two collections share, and inputs without any."""
     groups = {"features": {**inputs.features, **inputs.candidate_ids, **inputs.history}}
     groups |= {name: getattr(inputs, name) for name in _POOLED}
@@ -455,7 +455,7 @@ class _Scorer(JaggedModule):
     """All that follows the lookups; a leaf where TorchRec's pipelines trace the model."""
 
     def __init__(
-        self, inputs: Inputs, widths: Mapping[str, int], config: Mapping[str, Any], device: torch.device | str | None
+        self, inputs: RankingInputs, widths: Mapping[str, int], config: Mapping[str, Any], device: torch.device | str | None
     ) -> None:
         super().__init__()
         self.inputs, self.tasks, self.conditional = inputs, config["tasks"], config["conditional"]
@@ -633,7 +633,7 @@ def _sum_of_losses(scores: TaskScores) -> Tensor:
     return (each * scores.weights.where(scores.mask, 0)).sum()
 
 
-def _collections(inputs: Inputs, widths: Mapping[str, int]) -> dict[str, int]:
+def _collections(inputs: RankingInputs, widths: Mapping[str, int]) -> dict[str, int]:
     """Of each key that is read row by row, the place of its collection: one for each width."""
     places: dict[int, int] = {}
     return {key: places.setdefault(widths[table], len(places)) for table, keys in inputs.sequences.items() for key in keys}

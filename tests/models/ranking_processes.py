@@ -96,7 +96,7 @@ def together(root: Path, name: str) -> None:
     plans = {}
     for number, (path, of) in enumerate([*model.model.bags.items(), *enumerate(model.model.sequences)]):
         is_bags = number < len(model.model.bags)
-        # Each way in turn. Rows of sequences come wrong from FBGEMM's dense kernel on the CPU, so theirs are updated in backward.
+        # Each way in turn. FBGEMM's dense kernel on the CPU pools what should stay rows, so these tables have fused ones.
         ways = [table_wise(rank=0), row_wise(), table_wise(rank=1), column_wise(ranks=[0, 1]), data_parallel()]
         if not is_bags:
             ways = [table_wise(rank=1, compute_kernel="fused"), row_wise(compute_kernel="fused")]

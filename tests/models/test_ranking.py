@@ -24,9 +24,8 @@ from jagged.config import TrainerConfig
 from jagged.data import DataError
 from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
-from jagged.models import RankingModel, build, product_logits
+from jagged.models import RankingInputs, RankingModel, build, product_logits
 from jagged.models.pretrained import load_task, save_task
-from jagged.models.ranking import Inputs
 from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
 from tests.places import PLACE
@@ -169,7 +168,7 @@ def test_what_a_conditional_label_counts(splits: dict[str, Split]) -> None:
 
 def test_conditions_of_conditions() -> None:
     """Whatever the order in which they are given."""
-    inputs = Inputs(candidates={"item": "item"}, labels=["view", "click", "buy"])
+    inputs = RankingInputs(candidates={"item": "item"}, labels=["view", "click", "buy"])
     options: dict[str, Any] = {"conditional": {"buy": "click", "click": "view"}, "implied": True, "layer_sizes": [4]}
     model = RankingModel(inputs, {"item": 5}, **options)
     towers = {name: torch.tensor([x, -x]) for name, x in (("view", 1.0), ("click", 0.5), ("buy", -0.25))}
@@ -247,7 +246,8 @@ def test_options_that_do_not_fit_are_refused() -> None:
     names = ("user", "item", "time", "click", "buy")
     assert refused(*names, cross="fm") == "cross: got 'fm', expected 'dcn', 'dot' or None"
     assert refused(*names, cross="dot", table_dims={"item": 8}) == (
-        "table_dims: got 8 for the table 'item', expected 16, the width of the others; cross='dot' multiplies vectors of one width"
+        "table_dims: got 8 for the table 'item', expected 16, the width of the others; cross='dot' multiplies vectors of one "
+        "width"
     )
     assert refused(*names, table_dims={"shop": 8}) == "table_dims: got the table 'shop', expected some of user, item"
     assert refused(*names, layer_sizes=[]) == "layer_sizes: expected the width of at least one layer, got none"
@@ -259,9 +259,9 @@ def test_options_that_do_not_fit_are_refused() -> None:
         "conditional: got {'buy': 'click', 'click': 'buy'}, expected no label that is a condition of itself"
     )
     with pytest.raises(ValueError, match=r"^sizes: got none of the table 'item', expected those of user, item$"):
-        RankingModel(Inputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 3})
+        RankingModel(RankingInputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 3})
     with pytest.raises(ValueError, match=r"^inputs: got no column of ids or numbers, expected something to learn from$"):
-        RankingModel(Inputs(), {})
+        RankingModel(RankingInputs(), {})
 
 
 def test_labels_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, splits: dict[str, Split]) -> None:

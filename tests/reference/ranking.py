@@ -164,6 +164,13 @@ class Padded:
             x = first * (x @ weight.T + bias) + x
         return x
 
+    def known(self, batch: Batch, row: int, name: str, places: dict[str, int]) -> bool | None:
+        """The label of a row, or None. Where a label that can be 1 only with this one is 1, this one is, if that is wanted."""
+        children = [child for child, parent in self.model.conditional.items() if parent == name]
+        if self.config["implied"] and any(batch.labels[row, places[child]] > 0 for child in children):
+            return True
+        return bool(batch.labels[row, places[name]] > 0) if batch.label_mask[row, places[name]] else None
+
     def loss(self, batch: Batch, towers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """By the definition: probabilities, and a row at a time."""
         places = {name: list(self.inputs.labels).index(name) for name in towers}
@@ -173,21 +180,16 @@ class Padded:
             probabilities[name] = towers[name].sigmoid() * (1 if parent is None else probabilities[parent])
         for row in range(len(batch.rows)):
             counted = False
-            for name, place in places.items():
+            for name in places:
                 parent = self.model.conditional.get(name)
-                has = all(batch.label_mask[row, places[one]] for one in (name, parent) if one is not None)
-                if has or (self.config["implied"] and implied(batch, row, name, self.model.conditional, places)):
-                    label = batch.labels[row, place] > 0 or implied(batch, row, name, self.model.conditional, places)
+                known = {one: self.known(batch, row, one, places) for one in (name, parent) if one is not None}
+                if all(label is not None for label in known.values()):
+                    label = known[name]
                     p = probabilities[name][row]
                     total = total - batch.weights[row].double() * (p if label else 1 - p).log()
                     counted = True
             rows += float(batch.weights[row]) * counted
         return total / (rows or 1.0), {name: p.logit() for name, p in probabilities.items()}
-
-
-def implied(batch: Batch, row: int, name: str, conditional: dict[str, str], places: dict[str, int]) -> bool:
-    """Whether a label that can be 1 only where this one is, is."""
-    return any(batch.labels[row, places[child]] > 0 for child, parent in conditional.items() if parent == name)
 
 
 def pairs(of: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:

@@ -54,7 +54,7 @@ def train(root: Path, name: str, processes: Processes) -> dict[str, Any]:
 
 
 def moving(weights: dict[str, Any]) -> dict[str, Any]:
-    """Without the biases of keys: the softmax does not see them, and AdamW makes whole steps of what rounding leaves as gradient."""
+    """Without biases of keys, which the softmax does not see: AdamW makes whole steps of what rounding leaves as gradient."""
     return {name: of for name, of in weights.items() if not name.endswith("kv_projection.bias")}
 
 
