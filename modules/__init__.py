@@ -11,12 +11,12 @@ from jagged.modules.embedding_bags_quantized import QuantizedEmbeddingBagCollect
 from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
-from jagged.modules.interaction import JaggedFeatureInteraction
+from jagged.modules.interaction import CrossNet, DotInteraction, JaggedFeatureInteraction
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
 from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
-from jagged.modules.positions import PositionalEncoding
+from jagged.modules.positions import PositionalEncoding, TimeEncoding
 from jagged.modules.sampling import (
     InBatchSampler,
     LogUniformSampler,
@@ -33,7 +33,9 @@ from jagged.modules.targets import ItemMasking, MaskedItems, next_item_targets
 from jagged.modules.transformer import JaggedTransformerBlock
 
 __all__ = [
+    "CrossNet",
     "CutCrossEntropyHead",
+    "DotInteraction",
     "HSTUBlock",
     "HeadOutput",
     "InBatchSampler",
@@ -60,6 +62,7 @@ __all__ = [
     "ScheduledEmbeddingBagCollectionSharder",
     "SplitEmbeddingCollection",
     "TargetAttention",
+    "TimeEncoding",
     "UniformSampler",
     "next_item_targets",
     "replace_embedding_bags",

@@ -26,12 +26,12 @@ def check_width(name: str, values: Tensor, width: int, shape: str = "[sum L, D]"
         )
 
 
-def check_samples(name: str, rows: int, like: str, samples: int, cure: str) -> None:
-    """Check that there is one for each sample; in a compiled model the graph checks it when it runs."""
+def check_samples(name: str, rows: int, like: str, samples: int, cure: str, what: str = "samples") -> None:
+    """Check that there is one for each sample, or row; in a compiled model the graph checks it when it runs."""
     if torch.compiler.is_compiling():
         torch._check(rows == samples)
     elif rows != samples:
-        raise ValueError(f"{name}: expected {samples} samples, as many as {like} has, got {rows}; {cure}")
+        raise ValueError(f"{name}: expected {samples} {what}, as many as {like} has, got {rows}; {cure}")
 
 
 def may_be_empty(rows: Tensor) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules.jagged_module import JaggedModule
-from jagged.modules.jagged_tensor import with_values
+from jagged.modules.jagged_tensor import check_samples, check_width, with_values
 from jagged.ops import row_positions, sample_of_row
 
 
@@ -107,3 +107,57 @@ class PositionalEncoding(JaggedModule):
         positions = positions_with_targets(x.offsets(), values.shape[0], num_targets, from_end=True)
         positions = positions.clamp(max=self.max_length - 1)
         return with_values(x, values + nn.functional.embedding(positions, self.weight))
+
+
+class TimeEncoding(JaggedModule):
+    """Add a learned vector for how long before its sample's own time each row was.
+
+    The time between is counted in buckets, two an octave: 0 for none, then [1, 1.5), [1.5, 2), [2, 3), [3, 4) and so on, as for
+    the biases of times in attention. Rows from the last bucket on share it, and rows after the sample's time have the first.
+
+    Args:
+        num_buckets: number of buckets. 64 reach 68 years in seconds, 84 in milliseconds.
+        embedding_dim: width D of rows.
+        device: where parameters live; `"meta"` allocates nothing.
+
+    Shape:
+        x: JaggedTensor with values `[sum L, D]`; times: int32 or int64 `[sum L]`, of the rows, in any unit; now: `[B]`, of the
+        samples, in the same; out: as x.
+
+    Raises:
+        ValueError: rows of another width, no bucket, or times for another number of rows or samples.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import TimeEncoding
+        >>> events = JaggedTensor(values=torch.zeros(3, 8), offsets=torch.tensor([0, 2, 3]))
+        >>> TimeEncoding(64, 8)(events, torch.tensor([100, 160, 5]), torch.tensor([3_600, 5])).values().shape
+        torch.Size([3, 8])
+    """
+
+    shown = ("num_buckets", "embedding_dim")
+
+    def __init__(self, num_buckets: int, embedding_dim: int, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        if num_buckets < 1:
+            raise ValueError(f"num_buckets: expected 1 or more, got {num_buckets}")
+        self.num_buckets = num_buckets
+        self.embedding_dim = embedding_dim
+        self.weight = nn.Parameter(torch.empty(num_buckets, embedding_dim, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw new vectors from a normal distribution of standard deviation 0.02."""
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x: JaggedTensor, times: Tensor, now: Tensor) -> JaggedTensor:
+        """Add the buckets' vectors."""
+        values, offsets = x.values(), x.offsets()
+        check_width("x", values, self.embedding_dim)
+        check_samples("times", times.shape[0], "x", values.shape[0], "each row has a time", "rows")
+        check_samples("now", now.shape[0], "x", offsets.shape[0] - 1, "each sample has a time")
+        between = (now[sample_of_row(offsets, values.shape[0])] - times).clamp(min=0).to(torch.float32)
+        # The exponent and the first bit of the fraction of a float32 count half octaves; 1.0 is 254, and 0 has no bit.
+        buckets = ((between.view(torch.int32) >> 22) - 253).clamp(0, self.num_buckets - 1)
+        return with_values(x, values + nn.functional.embedding(buckets, self.weight))

@@ -17,12 +17,26 @@ warn_of_problems()
 
 from jagged.models.heads import build_head  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
+from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 
-_MODELS: dict[str, Callable[..., nn.Module]] = {"sasrec": SASRec}
+_MODELS: dict[str, Callable[..., nn.Module]] = {"ranking": RankingModel, "sasrec": SASRec}
 
-__all__ = ["NextItemTask", "RankingTask", "SASRec", "Task", "TaskOutput", "TaskScores", "build", "build_head", "register"]
+__all__ = [
+    "NextItemTask",
+    "RankingInputs",
+    "RankingModel",
+    "RankingTask",
+    "SASRec",
+    "Task",
+    "TaskOutput",
+    "TaskScores",
+    "build",
+    "build_head",
+    "product_logits",
+    "register",
+]
 
 
 def register(name: str, model: Callable[..., nn.Module], options: type[ModelOptions] | None = None) -> None:

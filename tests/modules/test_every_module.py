@@ -25,7 +25,9 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 import jagged.modules
 from jagged.models import SASRec
 from jagged.modules import (
+    CrossNet,
     CutCrossEntropyHead,
+    DotInteraction,
     HSTUBlock,
     InBatchSampler,
     ItemMasking,
@@ -44,6 +46,7 @@ from jagged.modules import (
     Sampler,
     ScalableCrossEntropyHead,
     TargetAttention,
+    TimeEncoding,
     UniformSampler,
 )
 from jagged.ops import jagged_jagged_bmm, jagged_softmax
@@ -89,6 +92,10 @@ def counts() -> Tensor:
     return torch.arange(ITEMS) + 1
 
 
+def in_two(rows: JaggedTensor) -> JaggedTensor:
+    return JaggedTensor(rows.values().unflatten(1, (2, -1)), offsets=rows.offsets())
+
+
 def masked(module: ItemMasking, x: Inputs) -> Tensor:
     hidden: Tensor = module(x.items).targets >= 0
     return torch.where(hidden[:, None], x.rows.values(), 0)
@@ -118,6 +125,13 @@ CASES = {
         lambda: JaggedMLP(DIM, [6, 3], context_features=DIM, dropout=0.2),
         lambda module, x: module(x.rows, x.targets[:, 0]).values(),
     ),
+    "times": Case(
+        lambda: TimeEncoding(4, DIM), lambda module, x: module(x.rows, x.items.values(), x.items.offsets()[1:] % 7).values()
+    ),
+    "cross net": Case(lambda: CrossNet(DIM, 2), lambda module, x: module(x.rows.values())),
+    "cross net of low rank": Case(lambda: CrossNet(DIM, 2, rank=3), lambda module, x: module(x.rows.values())),
+    "dot interaction": Case(DotInteraction, lambda module, x: module(in_two(x.rows).values())),
+    "dot interaction with context": Case(DotInteraction, lambda module, x: module(in_two(x.rows), x.targets[..., :4]).values()),
     "interaction": Case(JaggedFeatureInteraction, lambda module, x: module(x.rows, x.targets)),
     "target attention": Case(lambda: TargetAttention(DIM, (6, 4)), lambda module, x: module(x.rows, x.targets)),
     **{

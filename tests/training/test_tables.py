@@ -386,16 +386,17 @@ def test_a_model_of_times_and_candidates_is_exported_for_all_sizes(events: Split
 # Two processes.
 
 
-@pytest.mark.parametrize("name", ["clicks", "next"])
+@pytest.mark.parametrize("name", ["clicks", "next", "ranking"])
 def test_two_processes_train_on_a_table_as_one_does(processes: dict[str, Any], name: str) -> None:
     found = processes[name]
-    # A step is 2e-2; the sums are in another order.
-    assert found["distance"] < 1e-4
+    # A step is 2e-2; the sums are in another order. Errors of deeper models grow more.
+    limit = 1e-3 if name == "ranking" else 1e-4
+    assert found["distance"] < limit
     one, *two = found["figures"]
     for figures in two:
         assert figures["test"].keys() == one["test"].keys()
         for group, of in one["test"].items():
-            assert figures["test"][group] == pytest.approx(of, rel=1e-4)
+            assert figures["test"][group] == pytest.approx(of, rel=limit)
 
 
 @pytest.fixture(scope="module")

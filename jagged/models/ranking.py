@@ -1,0 +1,652 @@
+"""A ranking model of a table's requests: pooled ids, a history that candidates attend to, crossed features, several tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from jagged.data import Kind
+from jagged.models.task import Task, TaskOutput, TaskScores
+from jagged.modules import (
+    CrossNet,
+    DotInteraction,
+    JaggedCrossAttention,
+    JaggedMLP,
+    JaggedModule,
+    JaggedPooling,
+    JaggedTransformerBlock,
+    PositionalEncoding,
+    ScheduledEmbeddingBagCollection,
+    TimeEncoding,
+    with_values,
+)
+
+if TYPE_CHECKING:
+    from jagged.data.encoding import Statistics
+    from jagged.data.table_batches import Batch, Part
+    from jagged.data.table_splits import Split
+
+#: The task of batches with drawn negatives.
+NEXT = "next"
+# Tensors of a batch whose ids a collection of their own pools, and whether the ids have weights.
+_POOLED = {"weighted_features": True, "candidates": False, "weighted_candidates": True, "history_lists": False}
+
+
+@dataclass(frozen=True)
+class RankingInputs:
+    """What a model reads of a `jagged.data.table_batches.Batch`.
+
+    Attributes:
+        features: keys of the request's ids and lists in `batch.features`, each with its table.
+        lists: which of these are lists.
+        candidate_ids: keys there with an id for each candidate.
+        history: keys there with an id for each event.
+        weighted_features, candidates, weighted_candidates, history_lists: keys of these tensors, each with its table.
+        request_numbers, candidate_numbers, history_numbers, request_number_lists, candidate_number_lists: the columns of these,
+            all of them and in their order.
+        history_labels: how many labels events show.
+        history_weights: whether events have weights.
+        labels: the columns of `batch.labels`, all of them; `["next"]` where negatives are drawn.
+    """
+
+    features: dict[str, str] = field(default_factory=dict)
+    lists: Sequence[str] = ()
+    candidate_ids: dict[str, str] = field(default_factory=dict)
+    history: dict[str, str] = field(default_factory=dict)
+    weighted_features: dict[str, str] = field(default_factory=dict)
+    candidates: dict[str, str] = field(default_factory=dict)
+    weighted_candidates: dict[str, str] = field(default_factory=dict)
+    history_lists: dict[str, str] = field(default_factory=dict)
+    request_numbers: Sequence[str] = ()
+    candidate_numbers: Sequence[str] = ()
+    history_numbers: Sequence[str] = ()
+    request_number_lists: Sequence[str] = ()
+    candidate_number_lists: Sequence[str] = ()
+    history_labels: int = 0
+    history_weights: bool = False
+    labels: Sequence[str] = (NEXT,)
+
+    @classmethod
+    def of(cls, part: Part) -> RankingInputs:
+        """Everything that a part's batches have."""
+        layout, log = part.layout, part.dataset.events
+        requests = [column for column in layout.features if not column.is_candidates]
+        tables = ("weighted_features", "candidates", "weighted_candidates", "history_lists")
+        numbers = ("request_numbers", "candidate_numbers", "request_number_lists", "candidate_number_lists")
+        others: dict[str, Any] = {name: {one.name: one.table_name for one in getattr(layout, name)} for name in tables}
+        others |= {name: [column.name for column in getattr(layout, name)] for name in numbers}
+        return cls(
+            features={column.name: column.table_name for column in requests},
+            lists=[column.name for column in requests if column.kind is Kind.IDS],
+            candidate_ids={one.name: one.table_name for one in layout.features if one.is_candidates},
+            history={f"history.{column.name}": column.table_name for column in layout.history},
+            **others,
+            # Without an id of events nothing says how many each request has.
+            history_numbers=[column.name for column in log.numbers] if log is not None and layout.history else [],
+            history_labels=len(log.labels) if log is not None else 0,
+            history_weights=log is not None and log.weights is not None,
+            labels=part.label_names or [NEXT],
+        )
+
+    @property
+    def sequences(self) -> dict[str, list[str]]:
+        """Of the tables that are read row by row, the keys: those of candidates and events, and whoever shares their tables."""
+        named = {**self.features, **self.candidate_ids, **self.history}
+        rows = {*self.candidate_ids.values(), *self.history.values()}
+        return _by_table({key: table for key, table in named.items() if table in rows})
+
+    @property
+    def pooled(self) -> dict[str, list[str]]:
+        """The other tables of `features`, with their keys."""
+        return _by_table({key: table for key, table in self.features.items() if table not in self.sequences})
+
+
+def _by_table(tables: Mapping[str, str]) -> dict[str, list[str]]:
+    return {table: [key for key, of in tables.items() if of == table] for table in dict.fromkeys(tables.values())}
+
+
+def product_logits(first: Tensor, second: Tensor) -> Tensor:
+    """Return the logits of the product of two probabilities, given as logits, exact however large these are.
+
+    `log pq` is a sum, and `1 - pq` is `(1 - p) + p (1 - q)`, so that nothing is subtracted from 1.
+
+    Args:
+        first, second: of one shape and dtype, float32 or float64.
+
+    Example:
+        >>> import torch
+        >>> from jagged.models import product_logits
+        >>> product_logits(torch.tensor([0.0, 80.0]), torch.tensor([0.0, 200.0]))
+        tensor([-1.0986, 80.0000])
+    """
+    log_p, log_q = nn.functional.logsigmoid(first), nn.functional.logsigmoid(second)
+    neither = torch.logaddexp(nn.functional.logsigmoid(-first), log_p + nn.functional.logsigmoid(-second))
+    return log_p + log_q - neither
+
+
+class RankingModel(Task):
+    """Scores of the candidates of requests, for one label or several, trained by binary cross entropy.
+
+    1. Ids are looked up: `features` that are the request's are pooled by means, those of candidates and events row by row, and
+       `candidates`, lists of events and lists with weights (sums) in tables of their own.
+    2. The history: ids, numbers and labels of each event make a vector, to which its place from the end and the time since are
+       added; transformer blocks; the mean of the events, by their weights where they have some; and, with the candidate's
+       features as the query, attention of each candidate to its request's events.
+    3. The request's features meet each candidate's in one linear layer, for which they are projected once a request.
+       `cross="dcn"` crosses what comes out (`CrossNet`); `cross="dot"` adds to what goes in the products of all pairs of vectors
+       (`DotInteraction`); None does neither.
+    4. A tower for each label.
+
+    Nothing is padded, and nothing of the request is copied for its candidates before that linear layer. Numbers are
+    normalised by training's mean and deviation, beside an indicator of missing ones; of a list they are the mean.
+
+    The loss is a sum over tasks and rows, each by its weight, divided by the weights of the rows with any of the labels: where
+    all rows have all labels, the sum of the tasks' means. A row without a label counts 0 for its task, so that batches
+    add up exactly over processes and accumulation.
+
+    Args:
+        inputs: what batches have; `RankingModel.of` finds it out.
+        sizes: rows of each embedding table, as `split.encoders.sizes` has them.
+        embedding_dim: width of tables and of the history.
+        table_dims: widths of single tables.
+        cross: as above.
+        cross_layers, cross_rank: of `CrossNet`.
+        num_layers: transformer blocks on the history; 0 for none.
+        num_heads: attention heads; divides `embedding_dim`.
+        max_history: places from the end that have a vector of their own.
+        num_time_buckets: of the time since an event (`TimeEncoding`); None for none.
+        layer_sizes: the first is the width of the linear layer where request and candidate meet, the others those of each
+            tower's hidden layers.
+        dropout: probability, in blocks and towers.
+        tasks: labels to learn; None for all.
+        conditional: a label that can be 1 only where another one is, with that one: of `{"buy": "click"}` the tower of buy gives
+            q, buying after a click, and buy is predicted by `p q`. Its loss, over the rows with both labels, is that of `p q`.
+        implied: a row with such a label 1 counts as one with the other 1, too; otherwise it is an error where that is 0.
+        device: where parameters live; `"meta"` allocates nothing.
+
+    Attributes:
+        config: the arguments, as plain values.
+
+    Shape:
+        A `Batch` in; a `TaskOutput` out with `[S]` logits by label. Where negatives are drawn the one task is "next".
+
+    Raises:
+        ValueError: nothing to read; a table that two collections need; `cross="dot"` of several widths; sizes, tasks or
+            conditions that do not fit; in forward, a conditional label of 1 where the other is 0 (on a GPU: an assertion there).
+        DataError: in forward, a batch without the labels.
+
+    Source:
+        Target attention in place of a fixed vector: Zhou et al., Deep Interest Network for Click-Through Rate Prediction, KDD
+        2018, here by scaled products. Conditional labels: Ma et al., Entire Space Multi-Task Model, SIGIR 2018.
+
+    Example:
+        >>> from jagged.models import RankingInputs, RankingModel
+        >>> inputs = RankingInputs(features={"user": "user"}, candidates={"item": "item"})
+        >>> model = RankingModel(inputs, {"user": 9, "item": 5})
+        >>> model.tasks
+        ['next']
+    """
+
+    def __init__(
+        self,
+        inputs: RankingInputs | Mapping[str, Any],
+        sizes: Mapping[str, int],
+        *,
+        embedding_dim: int = 16,
+        table_dims: Mapping[str, int] | None = None,
+        cross: Literal["dcn", "dot"] | None = "dcn",
+        cross_layers: int = 3,
+        cross_rank: int | None = None,
+        num_layers: int = 1,
+        num_heads: int = 2,
+        max_history: int = 50,
+        num_time_buckets: int | None = 64,
+        layer_sizes: Sequence[int] = (128, 64),
+        dropout: float = 0.0,
+        tasks: Sequence[str] | None = None,
+        conditional: Mapping[str, str] | None = None,
+        implied: bool = False,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        inputs = inputs if isinstance(inputs, RankingInputs) else RankingInputs(**inputs)
+        _check_tables(inputs)
+        used = _tables(inputs)
+        if missing := [table for table in used if table not in sizes]:
+            raise ValueError(f"sizes: got none of the table {missing[0]!r}, expected those of {', '.join(used)}")
+        if unknown := [table for table in table_dims or {} if table not in used]:
+            raise ValueError(f"table_dims: got the table {unknown[0]!r}, expected some of {', '.join(used)}")
+        widths = {table: (table_dims or {}).get(table, embedding_dim) for table in used}
+        if cross not in ("dcn", "dot", None):
+            raise ValueError(f"cross: got {cross!r}, expected 'dcn', 'dot' or None")
+        if cross == "dot" and (other := [table for table, width in widths.items() if width != embedding_dim]):
+            raise ValueError(
+                f"table_dims: got {widths[other[0]]} for the table {other[0]!r}, expected {embedding_dim}, the width of the "
+                "others; cross='dot' multiplies vectors of one width"
+            )
+        if not layer_sizes:
+            raise ValueError("layer_sizes: expected the width of at least one layer, got none")
+        self.tasks = _checked_tasks(inputs.labels, tasks)
+        self.conditional = _in_order(dict(conditional or {}), self.tasks)
+        self.config: dict[str, Any] = {
+            "inputs": asdict(inputs), "sizes": {table: int(sizes[table]) for table in used}, "embedding_dim": embedding_dim,
+            "table_dims": dict(table_dims or {}), "cross": cross, "cross_layers": cross_layers, "cross_rank": cross_rank,
+            "num_layers": num_layers, "num_heads": num_heads, "max_history": max_history, "num_time_buckets": num_time_buckets,
+            "layer_sizes": list(layer_sizes), "dropout": dropout, "tasks": self.tasks, "conditional": self.conditional,
+            "implied": implied,
+        }  # fmt: skip
+        own = _module_names(used)
+        where = None if device is None else torch.device(device)
+
+        def options(table: str, keys: list[str]) -> dict[str, Any]:
+            return {
+                "name": own[table],
+                "embedding_dim": widths[table],
+                "num_embeddings": int(sizes[table]),
+                "feature_names": keys,
+                "init_fn": partial(nn.init.normal_, std=widths[table] ** -0.5),
+            }
+
+        groups = {"features": inputs.pooled, **{name: _by_table(getattr(inputs, name)) for name in _POOLED}}
+        self.bags = nn.ModuleDict()
+        for name, tables in groups.items():
+            pooling = PoolingType.SUM if _POOLED.get(name) else PoolingType.MEAN
+            if tables:
+                bags = [EmbeddingBagConfig(**options(table, keys), pooling=pooling) for table, keys in tables.items()]
+                self.bags[name] = ScheduledEmbeddingBagCollection(bags, is_weighted=_POOLED.get(name, False), device=where)
+        # TorchRec's collection has one width.
+        by_width: dict[int, list[EmbeddingConfig]] = {}
+        for table, keys in inputs.sequences.items():
+            by_width.setdefault(widths[table], []).append(EmbeddingConfig(**options(table, keys)))
+        self.sequences = nn.ModuleList(EmbeddingCollection(tables=of, device=where) for of in by_width.values())
+        self.scorer = _Scorer(inputs, widths, self.config, device)
+
+    @classmethod
+    def of(cls, split: Split | Part, **options: Any) -> RankingModel:
+        """The model of a split's batches, with the training part's tables and statistics of numbers.
+
+        Args:
+            split: or a part of one.
+            **options: of the class.
+
+        Raises:
+            ValueError: as of the class; or labels that are not from 0 to 1, or a conditional one larger than its condition.
+        """
+        part = cast("Part", getattr(split, "train", split))
+        model = cls(RankingInputs.of(part), part.encoders.sizes, **options)
+        model.scorer.normalise(part.encoders.statistics)
+        if part.label_names:
+            labels = {name: torch.from_numpy(part.dataset.column(name)[part.rows]) for name in model.tasks}
+            for name, values in labels.items():
+                present = values[~values.isnan()]
+                if present.numel() and not 0 <= (least := present.min().item()) <= (most := present.max().item()) <= 1:
+                    raise ValueError(
+                        f"tasks: got the label {name!r} with values from {least:g} to {most:g}, expected 0 to 1; name the "
+                        "others, tasks=[...]"
+                    )
+            for child, parent in model.conditional.items() if not model.config["implied"] else ():
+                # Where one is missing nothing is larger.
+                _refuse_unconditional(labels[child] > labels[parent], child, parent)
+        return model
+
+    def forward(self, batch: Batch) -> TaskOutput:
+        """Return the loss, and logits by task."""
+        pooled = {name: collection(getattr(batch, name)) for name, collection in self.bags.items()}
+        looked_up = [collection(batch.features) for collection in self.sequences]
+        return cast(TaskOutput, self.scorer(batch, pooled, looked_up))
+
+
+def _tables(inputs: RankingInputs) -> list[str]:
+    """The tables that are read."""
+    groups = [inputs.features, inputs.candidate_ids, inputs.history, *(getattr(inputs, name) for name in _POOLED)]
+    return list(dict.fromkeys(table for group in groups for table in group.values()))
+
+
+def _check_tables(inputs: RankingInputs) -> None:
+    """Refuse a table that keys of two collections share, and inputs without any."""
+    groups = {"features": {**inputs.features, **inputs.candidate_ids, **inputs.history}}
+    groups |= {name: getattr(inputs, name) for name in _POOLED}
+    for table in _tables(inputs):
+        readers = {name: keys for name, of in groups.items() if (keys := _by_table(of).get(table))}
+        if len(readers) > 1:
+            found = " and ".join(f"{name} ({', '.join(keys)})" for name, keys in readers.items())
+            cure = "leave the column out of event_lists" if "history_lists" in readers else "give a column another in the schema"
+            raise ValueError(f"table {table!r}: read by {found}, expected one of them, as a table is in one collection; {cure}")
+    numbers = (inputs.request_numbers, inputs.candidate_numbers, inputs.request_number_lists, inputs.candidate_number_lists)
+    if not any(groups.values()) and not any(numbers):
+        raise ValueError("inputs: got no column of ids or numbers, expected something to learn from")
+
+
+def _checked_tasks(labels: Sequence[str], tasks: Sequence[str] | None) -> list[str]:
+    found = list(labels if tasks is None else tasks)
+    if not found or len(set(found)) < len(found) or (unknown := [name for name in found if name not in labels]):
+        wrong = repr(unknown[0]) if found and len(set(found)) == len(found) else repr(found)
+        raise ValueError(f"tasks: got {wrong}, expected some of {', '.join(labels)}")
+    return found
+
+
+def _in_order(conditional: dict[str, str], tasks: list[str]) -> dict[str, str]:
+    """The conditions, those that others depend on first."""
+    for pair in conditional.items():
+        if unknown := [name for name in pair if name not in tasks]:
+            raise ValueError(f"conditional: got {unknown[0]!r}, expected two of the tasks {', '.join(tasks)}")
+    ordered: dict[str, str] = {}
+    while len(ordered) < len(conditional):
+        ready = {c: p for c, p in conditional.items() if c not in ordered and (p not in conditional or p in ordered)}
+        if not ready:
+            raise ValueError(f"conditional: got {conditional}, expected no label that is a condition of itself")
+        ordered |= ready
+    return ordered
+
+
+def _module_names(tables: Iterable[str]) -> dict[str, str]:
+    """A name for each table that torch takes for a module: without dots, and none of `nn.ModuleDict`'s attributes."""
+    names: dict[str, str] = {}
+    for table in tables:
+        name = table.replace(".", "_")
+        while hasattr(nn.ModuleDict, name) or name in ("training", *names.values()):
+            name += "_"
+        names[table] = name
+    return names
+
+
+def _refuse_unconditional(found: Tensor, child: str, parent: str) -> None:
+    """Refuse rows where a conditional label is larger than its condition."""
+    message = (
+        f"label {child!r}: got 1 where {parent!r} is 0, expected 0 there, as conditional says; implied=True counts both as 1"
+    )
+    if torch.compiler.is_compiling() or not found.is_cpu:
+        torch._assert_async(~found.any(), message)
+    elif found.any():
+        raise ValueError(message)
+
+
+class _Output(TaskOutput):
+    """The loss is the mean over the rows that any task counts."""
+
+    __slots__ = ()
+
+    def rows(self) -> Tensor:
+        """The sum of their weights."""
+        return _rows(self.scores.values())
+
+
+def _rows(scores: Iterable[TaskScores]) -> Tensor:
+    masks, weights = zip(*((one.mask, one.weights) for one in scores), strict=True)
+    counted = torch.stack(masks).any(0)
+    # All tasks have the batch's weights; where no label is there they may be anything.
+    return cast(Tensor, weights[0]).where(counted, 0).sum()
+
+
+class _Numbers(nn.Module):
+    """Numbers by their training mean and deviation, and whether they are missing."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, names: Sequence[str], device: torch.device | str | None) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.register_buffer("mean", torch.zeros(len(names), device=device))
+        self.register_buffer("deviation", torch.ones(len(names), device=device))
+
+    def normalise(self, statistics: Mapping[str, Statistics]) -> None:
+        """Take over training's figures; a number that is always the same is divided by 1."""
+        for place, name in enumerate(self.names):
+            of = statistics[name]
+            self.mean[place] = of.mean
+            # Of what is always the same the deviation may be what rounding leaves.
+            self.deviation[place] = of.deviation if of.deviation > 1e-6 * abs(of.mean) else 1.0
+
+    def forward(self, values: Tensor, missing: Tensor) -> Tensor:
+        """`[N, C]` floats and bools -> `[N, 2 C]`; what is missing is the mean, 0."""
+        normal = (values - self.mean) / self.deviation
+        return torch.cat([normal.masked_fill(missing, 0.0), missing.to(normal.dtype)], 1)
+
+
+class _NumberLists(_Numbers):
+    """The same of lists of numbers: their mean, and whether there is no number."""
+
+    def __init__(self, names: Sequence[str], device: torch.device | str | None) -> None:
+        super().__init__(names, device)
+        self.pooling = JaggedPooling(2, "sum")
+
+    def forward(self, lists: KeyedJaggedTensor) -> Tensor:  # type: ignore[override]
+        """C keys of N samples -> `[N, 2 C]`."""
+        values, present = (of.to(self.mean.dtype) for of in (lists.values(), lists.weights()))
+        summed = self.pooling(JaggedTensor(torch.stack([values * present, present], 1), offsets=lists.offsets()))
+        total, count = summed.view(len(self.names), -1, 2).transpose(0, 1).unbind(2)
+        return super().forward(total / count.clamp(min=1), count == 0)
+
+
+class _History(JaggedModule):
+    """Vectors of events, encoded."""
+
+    def __init__(self, in_features: int, config: Mapping[str, Any], device: torch.device | str | None) -> None:
+        super().__init__()
+        width, buckets = config["embedding_dim"], config["num_time_buckets"]
+        self.projection = nn.Linear(in_features, width, device=device)
+        self.positions = PositionalEncoding(config["max_history"], width, device=device)
+        self.times = None if buckets is None else TimeEncoding(buckets, width, device=device)
+        self.blocks = nn.ModuleList(
+            JaggedTransformerBlock(width, config["num_heads"], dropout=config["dropout"], device=device)
+            for _ in range(config["num_layers"])
+        )
+        self.norm = nn.LayerNorm(width, device=device)
+
+    def forward(self, x: JaggedTensor, times: Tensor, now: Tensor) -> JaggedTensor:
+        """`[sum L, in_features]`, times of the events and of the requests -> `[sum L, embedding_dim]`."""
+        x = self.positions(with_values(x, self.projection(x.values())))
+        x = x if self.times is None else self.times(x, times, now)
+        for block in self.blocks:
+            x = block(x)
+        return with_values(x, self.norm(x.values()))
+
+
+class _Scorer(JaggedModule):
+    """All that follows the lookups; a leaf where TorchRec's pipelines trace the model."""
+
+    def __init__(
+        self, inputs: RankingInputs, widths: Mapping[str, int], config: Mapping[str, Any], device: torch.device | str | None
+    ) -> None:
+        super().__init__()
+        self.inputs, self.tasks, self.conditional = inputs, config["tasks"], config["conditional"]
+        self.implied, self.cross = config["implied"], config["cross"]
+        self._places = {name: list(inputs.labels).index(name) for name in self.tasks}
+        self._collection = _collections(inputs, widths)
+        dim, dropout, heads = config["embedding_dim"], config["dropout"], config["num_heads"]
+
+        def width(*groups: Mapping[str, str]) -> int:
+            return sum(widths[table] for group in groups for table in group.values())
+
+        self.numbers, self.number_lists = nn.ModuleDict(), nn.ModuleDict()
+        beside = {"request": 0, "candidate": 0, "history": 0}
+        for side in beside:
+            names, lists = getattr(inputs, f"{side}_numbers"), getattr(inputs, f"{side}_number_lists", ())
+            if names:
+                self.numbers[side] = _Numbers(names, device)
+            if lists:
+                self.number_lists[side] = _NumberLists(lists, device)
+            beside[side] = 2 * (len(names) + len(lists))
+        requests = width(inputs.features, inputs.weighted_features) + beside["request"]
+        candidates = width(inputs.candidate_ids, inputs.candidates, inputs.weighted_candidates) + beside["candidate"]
+        vectors = {
+            "request": len(inputs.features) + len(inputs.weighted_features),
+            "candidate": len(inputs.candidate_ids) + len(inputs.candidates) + len(inputs.weighted_candidates),
+        }
+        self.history = self.attention = self.query = None
+        self.mean = JaggedPooling(dim, "mean")
+        if inputs.history:
+            events = width(inputs.history, inputs.history_lists) + beside["history"] + 2 * inputs.history_labels
+            self.history = _History(events, config, device)
+            requests, vectors["request"] = requests + dim, vectors["request"] + 1
+            if candidates:
+                self.query = nn.Linear(candidates, dim, device=device)
+                self.attention = JaggedCrossAttention(dim, heads, device=device)
+                candidates, vectors["candidate"] = candidates + dim, vectors["candidate"] + 1
+        self.number_vectors = nn.ModuleDict()
+        if self.cross == "dot":
+            for side in vectors:
+                if beside[side]:
+                    self.number_vectors[side] = nn.Linear(beside[side], dim, device=device)
+                    vectors[side] += 1
+            of_request, of_candidate = vectors.values()
+            requests += of_request * (of_request - 1) // 2
+            candidates += of_candidate * (of_candidate - 1) // 2 + of_candidate * of_request
+        self.dots = DotInteraction()
+        first, *hidden = config["layer_sizes"]
+        # Where no column is the candidate's, all rows of a request are alike.
+        self.meeting: nn.Module = (
+            JaggedMLP(candidates, [first], context_features=requests or None, device=device)
+            if candidates
+            else nn.Linear(requests, first, device=device)
+        )
+        self.crossed: nn.Module = (
+            CrossNet(first, config["cross_layers"], rank=config["cross_rank"], device=device)
+            if self.cross == "dcn"
+            else nn.ReLU()
+        )
+        self.towers = nn.ModuleList(_tower([first, *hidden], dropout, device) for _ in self.tasks)
+
+    def normalise(self, statistics: Mapping[str, Statistics]) -> None:
+        """Take over training's means and deviations."""
+        for numbers in (*self.numbers.values(), *self.number_lists.values()):
+            cast(_Numbers, numbers).normalise(statistics)
+
+    def forward(self, batch: Batch, pooled: Mapping[str, KeyedTensor], looked_up: Sequence[Mapping[str, JaggedTensor]]) -> Any:
+        """Return a `TaskOutput`."""
+        inputs = self.inputs
+
+        def rows(key: str) -> JaggedTensor:
+            return looked_up[self._collection[key]][key]
+
+        def bags(name: str, keys: Iterable[str]) -> list[Tensor]:
+            # A sharded collection has them in an order of its own.
+            return [pooled[name][key] for key in keys]
+
+        requests = [
+            pooled["features"][key]
+            if key not in self._collection
+            else self._mean(rows(key))
+            if key in inputs.lists
+            else rows(key).values()
+            for key in inputs.features
+        ]
+        requests += bags("weighted_features", inputs.weighted_features)
+        candidates = [rows(key).values() for key in inputs.candidate_ids]
+        candidates += [*bags("candidates", inputs.candidates), *bags("weighted_candidates", inputs.weighted_candidates)]
+        of_request, of_candidate = self._numbers(batch, "request"), self._numbers(batch, "candidate")
+        if self.history is not None:
+            events, mean = self._events(batch, [rows(key) for key in inputs.history], bags)
+            requests.append(mean)
+            if self.query is not None and self.attention is not None:
+                queries = JaggedTensor(self.query(torch.cat([*candidates, *of_candidate], 1)), offsets=batch.candidate_offsets)
+                candidates.append(self.attention(queries, events).values())
+        request, candidate = [*requests, *of_request], [*candidates, *of_candidate]
+        if self.cross == "dot":
+            self._dots(batch.candidate_offsets, (requests, of_request, request), (candidates, of_candidate, candidate))
+        context = torch.cat(request, 1) if request else None
+        if candidate:
+            met = self.meeting(JaggedTensor(torch.cat(candidate, 1), offsets=batch.candidate_offsets), context).values()
+        else:
+            met = self.meeting(context)[batch.candidate_requests]
+        crossed = self.crossed(met)
+        return self._scored(batch, {name: tower(crossed) for name, tower in zip(self.tasks, self.towers, strict=True)})
+
+    def _mean(self, x: JaggedTensor) -> Tensor:
+        return cast(Tensor, self.mean(x))
+
+    def _numbers(self, batch: Batch, side: str) -> list[Tensor]:
+        found = []
+        if side in self.numbers:
+            found.append(self.numbers[side](getattr(batch, f"{side}_numbers"), getattr(batch, f"{side}_numbers_missing")))
+        if side in self.number_lists:
+            found.append(self.number_lists[side](getattr(batch, f"{side}_number_lists")))
+        return found
+
+    def _events(self, batch: Batch, ids: list[JaggedTensor], bags: Any) -> tuple[JaggedTensor, Tensor]:
+        """The encoded events, and each request's mean."""
+        assert self.history is not None
+        shown = [*(one.values() for one in ids), *bags("history_lists", self.inputs.history_lists)]
+        shown += self._numbers(batch, "history")
+        if self.inputs.history_labels:
+            assert batch.history_labels is not None
+            assert batch.history_label_mask is not None
+            shown += [of.to(shown[0].dtype) for of in (batch.history_labels, batch.history_label_mask)]
+        events = self.history(with_values(ids[0], torch.cat(shown, 1)), batch.history_times, batch.request_times)
+        if not self.inputs.history_weights:
+            return events, self._mean(events)
+        assert batch.history_weights is not None
+        weights = batch.history_weights[:, None].to(events.values().dtype)
+        mean = self._mean(with_values(events, torch.cat([events.values() * weights, weights], 1)))
+        # Events that all count nothing are as none.
+        return events, mean[:, :-1] / mean[:, -1:].where(mean[:, -1:] > 0, 1)
+
+    def _dots(self, offsets: Tensor, request: tuple[list[Tensor], ...], candidate: tuple[list[Tensor], ...]) -> None:
+        """Add the products of vectors to what goes into the meeting; those among the request's are made once."""
+        stacked = []
+        for side, (vectors, numbers, _) in (("request", request), ("candidate", candidate)):
+            own = [*vectors, self.number_vectors[side](torch.cat(numbers, 1))] if side in self.number_vectors else vectors
+            stacked.append(torch.stack(own, 1) if own else None)
+        of_request, of_candidate = stacked
+        if of_request is not None:
+            request[2].append(self.dots(of_request))
+        if of_candidate is not None:
+            candidate[2].append(self.dots(JaggedTensor(of_candidate, offsets=offsets), of_request).values())
+
+    def _scored(self, batch: Batch, towers: Mapping[str, Tensor]) -> TaskOutput:
+        # Under autocast they come in 16 bits.
+        logits = {name: of.squeeze(1).to(torch.promote_types(of.dtype, torch.float32)) for name, of in towers.items()}
+        labels, masks = {}, {}
+        for name, place in self._places.items():
+            labels[name], masks[name] = batch.label(place)
+        # What a label implies may imply another.
+        for child, parent in reversed(self.conditional.items()) if self.implied else ():
+            holds = masks[child] & (labels[child] > 0)
+            labels[parent] = torch.where(holds, torch.maximum(labels[parent], labels[child]), labels[parent])
+            masks[parent] = masks[parent] | holds
+        for child, parent in self.conditional.items():
+            masks[child] = masks[child] & masks[parent]
+            _refuse_unconditional(masks[child] & (labels[child] > labels[parent]), child, parent)
+            logits[child] = product_logits(logits[parent], logits[child])
+        weights = batch.weights.to(logits[self.tasks[0]].dtype)
+        # Of whom nobody knows who it is, each request is somebody else's.
+        users = batch.user_index.where(batch.user_index >= 0, -1 - batch.request_index)
+        groups: dict[str, Any] = {
+            "users": users[batch.candidate_requests],
+            "requests": batch.request_index[batch.candidate_requests],
+        }
+        scores = {name: TaskScores(logits[name], labels[name], masks[name], weights, **groups) for name in self.tasks}
+        total = torch.stack([_sum_of_losses(one) for one in scores.values()]).sum()
+        rows = _rows(scores.values())
+        return _Output(total / rows.where(rows > 0, 1), scores)
+
+
+def _sum_of_losses(scores: TaskScores) -> Tensor:
+    assert scores.mask is not None
+    assert scores.weights is not None
+    logits = scores.logits
+    each = nn.functional.binary_cross_entropy_with_logits(logits, scores.labels.to(logits.dtype), reduction="none")
+    # A weight where no label is may be anything.
+    return (each * scores.weights.where(scores.mask, 0)).sum()
+
+
+def _collections(inputs: RankingInputs, widths: Mapping[str, int]) -> dict[str, int]:
+    """Of each key that is read row by row, the place of its collection: one for each width."""
+    places: dict[int, int] = {}
+    return {key: places.setdefault(widths[table], len(places)) for table, keys in inputs.sequences.items() for key in keys}
+
+
+def _tower(widths: Sequence[int], dropout: float, device: torch.device | str | None) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for wide, narrow in zip(widths, [*widths[1:], 1], strict=True):
+        layers += [nn.Linear(wide, narrow, device=device), nn.ReLU(), nn.Dropout(dropout)]
+    return nn.Sequential(*layers[:-2])

@@ -1,0 +1,426 @@
+"""The ranking model against its padded twin, on tables of every make; its refusals, and what it learns."""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import io
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torchrec.fx import Tracer
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from jagged.config import TrainerConfig
+from jagged.data import DataError
+from jagged.data.table_batches import Batch
+from jagged.data.table_splits import Split
+from jagged.models import RankingInputs, RankingModel, build, product_logits
+from jagged.models.pretrained import load_task, save_task
+from jagged.training import Trainer
+from tests.models.shops import COLUMNS, PLAIN, shop
+from tests.places import PLACE
+from tests.reference.ranking import Padded
+from tests.test_docs import ROOT
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+BUY = {"conditional": {"buy": "click"}}
+#: Columns and how they are read, and options of the model.
+VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
+    "everything": ((), {"beside": True}, {"table_dims": {"item": 6, "tags": 4, "topics": 2}, "num_layers": 2, **BUY}),
+    "everything by dots": ((), {"beside": True}, {"cross": "dot", **BUY, "implied": True}),
+    "plain": (PLAIN, {"history": "events"}, {"cross_rank": 3, "cross_layers": 2, "num_layers": 0}),
+    "plain by dots": (PLAIN, {"history": "events"}, {"cross": "dot", "num_time_buckets": None, "max_history": 2}),
+    "no history": (("request", *PLAIN, "genres", "tags"), {}, {"cross": None, **BUY}),
+    "no history by dots": (("request", *PLAIN, "genres"), {}, {"cross": "dot", "tasks": ["buy"]}),
+    "lists": (("request", "user", "item", "time", "click", "liked", "tags", "genres"), {"history": "events"}, {"cross": "dot"}),
+    "weights": (("request", "item", "time", "weight", "interests", "strengths", "words", "counts", "click"), {}, {}),
+    "candidates alone": (("item", "time", "price", "click"), {}, {"layer_sizes": [8]}),
+    "candidates alone by dots": (("item", "time", "price", "genres", "click"), {}, {"cross": "dot"}),
+    "requests alone": (("user", "type", "age", "click"), {}, {"cross": "dot"}),
+    "numbers alone": (("time", "age", "sizes", "click"), {}, {}),
+    "one id": (("time", "type", "click"), {}, {"cross": None}),
+}
+every_variant = pytest.mark.parametrize("name", VARIANTS)
+
+
+@pytest.fixture(scope="module")
+def splits() -> dict[str, Split]:
+    return {}
+
+
+def of_variant(splits: dict[str, Split], name: str, **more: Any) -> tuple[Split, RankingModel]:
+    names, reading, options = VARIANTS[name]
+    if name not in splits:
+        splits[name] = shop(*names, **reading)
+    torch.manual_seed(0)
+    model = RankingModel.of(splits[name], **{"embedding_dim": 8, "layer_sizes": (12, 6), **options, **more})
+    with torch.no_grad():
+        # Tables and biases as small as new ones would hide what is done with them.
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.5 if parameter.dim() == 1 else parameter.shape[1] ** -0.5))
+    return splits[name], model
+
+
+class Exact(EmbeddingCollection):
+    """TorchRec's rounds to float32."""
+
+    def forward(self, features: Any) -> dict[str, JaggedTensor]:
+        return {
+            key: JaggedTensor(nn.functional.embedding(features[key].values(), table.weight), offsets=features[key].offsets())
+            for config, table in zip(self.embedding_configs(), self.embeddings.values(), strict=True)
+            for key in config.feature_names
+        }
+
+
+def doubled(model: RankingModel) -> RankingModel:
+    for collection in model.sequences:
+        collection.__class__ = Exact
+    for collection in model.bags.values():
+        collection._output_dtype = torch.float64  # type: ignore[assignment]
+    return model.double()
+
+
+def gradients(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+    return {name: torch.zeros_like(of) if grad is None else grad for (name, of), grad in zip(named.items(), found, strict=True)}
+
+
+@every_variant
+@settings(max_examples=6)
+@given(data=st.data())
+def test_is_the_padded_twin(splits: dict[str, Split], name: str, data: st.DataObject) -> None:
+    """Loss and all gradients, in float64, of requests with and without history, of one candidate or many."""
+    split, model = of_variant(splits, name)
+    model = doubled(model)
+    places = data.draw(st.lists(st.integers(0, len(split.train) - 1), min_size=1, max_size=12))
+    batch = split.train.gather(places, max_history=data.draw(st.sampled_from([None, 0, 3])))
+    out = model(batch)
+    loss, logits = Padded(model)(batch, split.encoders.statistics)
+    torch.testing.assert_close(out.loss, loss, rtol=1e-10, atol=1e-12)
+    for task, of in logits.items():
+        torch.testing.assert_close(out.scores[task].logits, of, rtol=1e-8, atol=1e-9)
+    if not out.rows():
+        assert out.loss.item() == 0
+        return
+    expected = gradients(loss, model)
+    for key, found in gradients(out.loss, model).items():
+        torch.testing.assert_close(found, expected[key], rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_products_of_probabilities_are_exact_for_all_logits() -> None:
+    """Against 400 digits: in float64, and as good as float32 can be."""
+    numbers = [-700.0, -90.0, -30.0, -1.0, 0.0, 1e-3, 2.0, 20.0, 90.0, 700.0]
+    grid = [(a, b) for a in numbers for b in numbers]
+    with decimal.localcontext(prec=1_000):
+        exact = []
+        for a, b in grid:
+            p, q = (1 / (1 + (-decimal.Decimal(x)).exp()) for x in (a, b))
+            exact.append(float((p * q / (1 - p * q)).ln()))
+    first, second = torch.tensor(grid, dtype=torch.float64).unbind(1)
+    torch.testing.assert_close(product_logits(first, second), torch.tensor(exact, dtype=torch.float64), rtol=1e-14, atol=1e-14)
+    first, second = (x.float().requires_grad_() for x in (first, second))
+    found = product_logits(first, second)
+    torch.testing.assert_close(found, torch.tensor(exact), rtol=1e-6, atol=1e-6)
+    for label in (0.0, 1.0):
+        losses = nn.functional.binary_cross_entropy_with_logits(found, torch.full_like(found, label), reduction="sum")
+        assert all(of.isfinite().all() for of in torch.autograd.grad(losses, (first, second), retain_graph=True))
+    small = first.detach().double().clamp(-5, 5).requires_grad_(), second.detach().double().clamp(-5, 5).requires_grad_()
+    assert torch.autograd.gradcheck(product_logits, small)
+
+
+def relabelled(batch: Batch, click: list[float], buy: list[float]) -> Batch:
+    """The batch with other labels in its first rows; -1 where one is missing."""
+    labels, mask = batch.labels.clone(), batch.label_mask.clone()
+    for place, values in enumerate((click, buy)):
+        given = torch.tensor(values)
+        labels[: len(given), place], mask[: len(given), place] = given.clamp(min=0), given >= 0
+    return dataclasses.replace(batch, labels=labels, label_mask=mask)
+
+
+def test_what_a_conditional_label_counts(splits: dict[str, Split]) -> None:
+    """Rows with both labels alone; and where one implies the other, such rows as rows with both."""
+    split, model = of_variant(splits, "no history")
+    batch = relabelled(split.train.gather(range(4)), [1, 0, -1, 1, -1], [1, 0, 1, -1, 0])
+    out = model(batch)
+    assert out.scores["click"].mask[:5].tolist() == [True, True, False, True, False]
+    assert out.scores["buy"].mask[:5].tolist() == [True, True, False, False, False]
+    probabilities = model.predict(batch)
+    assert (probabilities["buy"] < probabilities["click"]).all()
+    _, model = of_variant(splits, "no history", implied=True)
+    batch = relabelled(split.train.gather(range(4)), [1, 0, -1, 1, -1], [1, 1, 1, -1, 0])
+    out = model(batch)
+    assert out.scores["click"].mask[:5].tolist() == [True, True, True, True, False]
+    assert out.scores["click"].labels[:4].tolist() == [1, 1, 1, 1]
+    assert out.scores["buy"].mask[:5].tolist() == [True, True, True, False, False]
+
+
+def test_conditions_of_conditions() -> None:
+    """Whatever the order in which they are given."""
+    inputs = RankingInputs(candidates={"item": "item"}, labels=["view", "click", "buy"])
+    options: dict[str, Any] = {"conditional": {"buy": "click", "click": "view"}, "implied": True, "layer_sizes": [4]}
+    model = RankingModel(inputs, {"item": 5}, **options)
+    towers = {name: torch.tensor([x, -x]) for name, x in (("view", 1.0), ("click", 0.5), ("buy", -0.25))}
+    batch = shop("item", "time", "click").train.gather([0, 1])
+    labels = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    batch = dataclasses.replace(batch, labels=labels, label_mask=torch.tensor([[False, True, True], [True, True, True]]))
+    scores = model.scorer._scored(batch, {name: of[:, None] for name, of in towers.items()}).scores
+    p = [of.sigmoid() for of in towers.values()]
+    torch.testing.assert_close(scores["buy"].logits.sigmoid(), p[0] * p[1] * p[2])
+    torch.testing.assert_close(scores["click"].logits.sigmoid(), p[0] * p[1])
+    assert [scores[name].labels.tolist() for name in scores] == [[1, 0]] * 3
+    assert all(of.mask.all() for of in scores.values())
+
+
+def test_rows_without_labels_count_nothing(splits: dict[str, Split]) -> None:
+    """Their weight may be anything; and the loss of parts, by what they are the mean over, is that of all."""
+    split, model = of_variant(splits, "everything")
+    batches = [split.train.gather(places) for places in (range(4), range(4, 30), range(30))]
+    losses = [model(batch) for batch in batches]
+    rows = [of.rows() for of in losses]
+    torch.testing.assert_close(losses[0].loss * rows[0] + losses[1].loss * rows[1], losses[2].loss * rows[2])
+    no_label = ~batches[0].label_mask.any(1)
+    assert no_label.sum() > 0
+    changed = dataclasses.replace(batches[0], weights=batches[0].weights.where(~no_label, torch.nan))
+    assert torch.equal(model(changed).loss, losses[0].loss)
+    nothing = model(dataclasses.replace(batches[0], label_mask=torch.zeros_like(batches[0].label_mask)))
+    assert nothing.rows().item() == nothing.loss.item() == 0
+    assert all(of.isfinite().all() for of in gradients(nothing.loss, model).values())
+
+
+def test_numbers_are_normalised(splits: dict[str, Split]) -> None:
+    split, model = of_variant(splits, "everything")
+    numbers = model.scorer.numbers["request"]
+    every = split.train.gather(range(len(split.train)))
+    per_row = every.request_numbers[every.candidate_requests], every.request_numbers_missing[every.candidate_requests]
+    found = numbers(*per_row)
+    there = found[:, 0][found[:, 1] == 0]
+    assert 0 < len(there) < len(found)
+    assert abs(float(there.mean())) < 1e-5
+    assert abs(float(there.std(correction=0)) - 1) < 1e-5
+    assert not found[:, 0][found[:, 1] == 1].any()
+    same = dataclasses.replace(split.encoders.statistics["age"], mean=0.1, deviation=1e-17)
+    numbers.normalise({"age": same})
+    assert numbers(torch.tensor([[1.1]]), torch.tensor([[False]])).tolist() == [[pytest.approx(1.0), 0.0]]
+
+
+# What is refused.
+
+
+def refused(*names: str, reading: Any = None, **options: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole line is compared
+        RankingModel.of(shop(*names, **(reading or {})), **options)
+    return str(caught.value)
+
+
+def test_a_table_that_two_collections_need_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COLUMNS, "genres", dataclasses.replace(COLUMNS["genres"], table="item"))
+    assert refused("user", "item", "time", "genres", "click", reading={"history": "events"}) == (
+        "table 'item': read by features (item, history.item) and candidates (genres), expected one of them, as a table is in one "
+        "collection; give a column another in the schema"
+    )
+    monkeypatch.setitem(COLUMNS, "words", dataclasses.replace(COLUMNS["words"], table="interests"))
+    assert refused("user", "item", "time", "interests", "strengths", "words", "counts", "click") == (
+        "table 'interests': read by weighted_features (interests) and weighted_candidates (words), expected one of them, as a "
+        "table is in one collection; give a column another in the schema"
+    )
+    monkeypatch.undo()
+    assert refused("user", "item", "time", "tags", "click", reading={"history": "events", "event_lists": ["tags"]}) == (
+        "table 'tags': read by features (tags) and history_lists (tags), expected one of them, as a table is in one collection; "
+        "leave the column out of event_lists"
+    )
+
+
+def test_options_that_do_not_fit_are_refused() -> None:
+    names = ("user", "item", "time", "click", "buy")
+    assert refused(*names, cross="fm") == "cross: got 'fm', expected 'dcn', 'dot' or None"
+    assert refused(*names, cross="dot", table_dims={"item": 8}) == (
+        "table_dims: got 8 for the table 'item', expected 16, the width of the others; cross='dot' multiplies vectors of one "
+        "width"
+    )
+    assert refused(*names, table_dims={"shop": 8}) == "table_dims: got the table 'shop', expected some of user, item"
+    assert refused(*names, layer_sizes=[]) == "layer_sizes: expected the width of at least one layer, got none"
+    assert refused(*names, tasks=["like"]) == "tasks: got 'like', expected some of click, buy"
+    assert refused(*names, tasks=[]) == "tasks: got [], expected some of click, buy"
+    assert refused(*names, tasks=["buy", "buy"]) == "tasks: got ['buy', 'buy'], expected some of click, buy"
+    assert refused(*names, conditional={"buy": "like"}) == "conditional: got 'like', expected two of the tasks click, buy"
+    assert refused(*names, conditional={"buy": "click", "click": "buy"}) == (
+        "conditional: got {'buy': 'click', 'click': 'buy'}, expected no label that is a condition of itself"
+    )
+    with pytest.raises(ValueError, match=r"^sizes: got none of the table 'item', expected those of user, item$"):
+        RankingModel(RankingInputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 3})
+    with pytest.raises(ValueError, match=r"^inputs: got no column of ids or numbers, expected something to learn from$"):
+        RankingModel(RankingInputs(), {})
+
+
+def test_labels_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, splits: dict[str, Split]) -> None:
+    line = "label 'buy': got 1 where 'click' is 0, expected 0 there, as conditional says; implied=True counts both as 1"
+    split, model = of_variant(splits, "no history")
+    batch = split.train.gather(range(4))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole line is compared
+        model(relabelled(batch, [0], [1]))
+    assert str(caught.value) == line
+    # Where one is missing nothing is known.
+    model(relabelled(batch, [-1, 0], [1, -1]))
+    split = shop("item", "time", "click", "buy")
+    column = split.train.dataset.column
+    wrong = {"click": 0.0, "buy": 1.0}
+    monkeypatch.setattr(split.train.dataset, "column", lambda name: column(name) * 0 + wrong[name], raising=False)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        RankingModel.of(split, conditional={"buy": "click"})
+    assert str(caught.value) == line
+    RankingModel.of(split, conditional={"buy": "click"}, implied=True)
+    wrong["buy"] = 5.0
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        RankingModel.of(split)
+    assert str(caught.value) == (
+        "tasks: got the label 'buy' with values from 5 to 5, expected 0 to 1; name the others, tasks=[...]"
+    )
+    assert RankingModel.of(split, tasks=["click"]).tasks == ["click"]
+
+
+# How it is used.
+
+
+@every_variant
+def test_a_saved_model_is_built_again(splits: dict[str, Split], name: str, tmp_path: Any) -> None:
+    """By its name and arguments alone, statistics with its weights."""
+    split, model = of_variant(splits, name)
+    batch = split.test.gather(range(len(split.test)))
+    other = build("ranking", **model.config)
+    other.load_state_dict(model.state_dict())
+    expected = model.eval()(batch)
+    assert torch.equal(other.eval()(batch).loss, expected.loss)
+    save_task(model, tmp_path / "saved")
+    opened = load_task(tmp_path / "saved")
+    assert type(opened) is RankingModel
+    assert opened.tasks == model.tasks
+    for task, of in expected.scores.items():
+        assert torch.equal(opened(batch).scores[task].logits, of.logits)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(batch).loss, expected.loss)
+
+
+@every_variant
+def test_under_autocast(splits: dict[str, Split], name: str) -> None:
+    """Logits and gradients are float32, and those of float32 but for rounding."""
+    split, model = of_variant(splits, name)
+    batch = split.train.gather(range(20))
+    expected = model(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(batch)
+    assert {of.logits.dtype for of in out.scores.values()} == {out.loss.dtype} == {torch.float32}
+    torch.testing.assert_close(out.loss, expected.loss, rtol=0.1, atol=0.02)
+    found = gradients(out.loss, model)
+    assert {of.dtype for of in found.values()} == {torch.float32}
+    assert all(of.isfinite().all() for of in found.values())
+
+
+# TorchRec's collections break the graph, where Dynamo looks at the `grad` of what is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("name", ["everything", "everything by dots", "requests alone"])
+def test_is_compiled(splits: dict[str, Split], name: str) -> None:
+    split, model = of_variant(splits, name)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager")
+    for places in (range(20), range(20, 27), [0]):
+        batch = split.train.gather(places)
+        out, expected = compiled(batch), model(batch)
+        torch.testing.assert_close(out.loss, expected.loss)
+        torch.testing.assert_close(out.rows(), expected.rows())
+        ours, theirs = gradients(out.loss, model), gradients(expected.loss, model)
+        for key, of in ours.items():
+            torch.testing.assert_close(of, theirs[key], rtol=1e-4, atol=1e-5)
+
+
+@every_variant
+def test_a_trace_shows_the_lookups_and_one_call_of_the_rest(splits: dict[str, Split], name: str) -> None:
+    split, model = of_variant(splits, name)
+    leaves = [f"bags.{key}" for key in model.bags] + [f"sequences.{place}" for place in range(len(model.sequences))]
+    graph = Tracer(leaf_modules=["EmbeddingCollection"]).trace(model)
+    assert [node.target for node in graph.nodes if node.op == "call_module"] == [*leaves, "scorer"]
+    batch = split.train.gather(range(5))
+    assert torch.equal(torch.fx.GraphModule(model, graph)(batch).loss, model(batch).loss)
+
+
+def test_the_meta_device_costs_nothing(splits: dict[str, Split]) -> None:
+    _, model = of_variant(splits, "everything")
+    empty = RankingModel(**model.config, device="meta")
+    assert all(of.is_meta for of in empty.state_dict().values())
+
+
+def fitted(split: Split, output: Any, epochs: int, drawn: dict[str, Any] | None = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = RankingModel.of(split, **options)
+    parts = [
+        getattr(split, part).loader(batch_size=32, shuffle=part == "train", max_history=10, **(drawn or {}))
+        for part in ("train", "valid", "test")
+    ]
+    config = TrainerConfig(
+        output=str(output), max_epochs=epochs, learning_rate=0.01, monitor=f"{model.tasks[0]}/auc" if not drawn else "auc",
+        device="cpu",
+    )  # fmt: skip
+    return model, Trainer(model, config).fit(*parts, progress=False)
+
+
+@pytest.mark.parametrize("cross", ["dcn", "dot", None])
+def test_learns_what_users_click_and_buy(tmp_path: Any, cross: Any) -> None:
+    split = shop("request", *PLAIN, "genres", "tags", requests=700, history="events")
+    model, result = fitted(split, tmp_path / "run", 6, cross=cross, conditional={"buy": "click"})
+    assert result.metrics.test.click["auc"] > 0.9
+    assert result.metrics.test.buy["auc"] > 0.9
+    opened = load_task(tmp_path / "run")
+    batch = split.test.gather(range(10))
+    assert torch.equal(opened.predict(batch)["buy"], model.eval().predict(batch)["buy"])
+
+
+def test_learns_from_drawn_negatives(tmp_path: Any) -> None:
+    """And says of a batch without them what it lacks."""
+    split = shop("user", "item", "time", requests=25, history="events")
+    model, result = fitted(split, tmp_path / "run", 1, {"negatives": 3, "seed": 1})
+    assert list(result.metrics.test) == ["sampled", "sampled_next"]
+    with pytest.raises(DataError) as caught:
+        model(split.train.gather([0]))
+    assert str(caught.value) == (
+        "batch: found a table without labels, and no negatives, expected the label 0; "
+        'name one when the table is read (label="click"), or give the loader negatives=n'
+    )
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.models.ranking_processes", str(tmp_path_factory.mktemp("processes"))],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("cross", ["dcn", "dot"])
+def test_two_processes_of_torchrecs_pipeline_train_as_one_does(processes: dict[str, Any], cross: str) -> None:
+    """Tables in every way of sharding, requests and candidates of other numbers in each process."""
+    found = processes[cross]
+    assert found["pipelined"] == found["planned"]
+    together, alone = found["losses"]
+    assert together == pytest.approx(alone, rel=1e-5)
+    # Of logits, after steps that move them by more than 0.1.
+    assert max(found["apart"]) < 1e-5

@@ -1,0 +1,200 @@
+"""Padded twin of the ranking model: every candidate has all of its request beside it. It reads the weights of the jagged one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from jagged.data.table_batches import Batch
+from jagged.models import RankingModel
+from tests.reference.attention import padded, time_buckets
+from tests.reference.transformer import PaddedCrossAttention, PaddedTransformerBlock
+
+
+def bags(ids: Any, weight: Tensor, mode: str) -> Tensor:
+    """`[N, D]`, a bag at a time."""
+    weights = ids.weights_or_none()
+    found = []
+    for sample, part in enumerate(ids.values().split(ids.lengths().tolist())):
+        rows = weight[part]
+        if weights is not None:
+            rows = rows * weights.split(ids.lengths().tolist())[sample][:, None]
+        pooled = rows.sum(0)
+        found.append(pooled / max(len(part), 1) if mode == "mean" else pooled)
+    return torch.stack(found) if found else weight.new_zeros(0, weight.shape[1])
+
+
+class Padded:
+    """The loss of a batch, and logits `[S]` of every task."""
+
+    def __init__(self, model: RankingModel) -> None:
+        self.model, self.config, self.inputs = model, model.config, model.scorer.inputs
+        self.weights = dict(model.named_parameters())
+        self.tables: dict[str, Tensor] = {}
+        for prefix, module in model.named_modules():
+            for name, table in getattr(module, "embedding_bags", getattr(module, "embeddings", {})).items():
+                self.tables[name] = table.weight
+                assert f"{prefix}." in "".join(self.weights)
+
+    def table(self, name: str) -> Tensor:
+        safe = name.replace(".", "_")
+        return self.tables[safe] if safe in self.tables else self.tables[f"{safe}_"]
+
+    def of(self, prefix: str) -> dict[str, Tensor]:
+        start = f"scorer.{prefix}."
+        return {name.removeprefix(start): of for name, of in self.weights.items() if name.startswith(start)}
+
+    def linear(self, prefix: str, x: Tensor) -> Tensor:
+        of = self.of(prefix)
+        return nn.functional.linear(x, of["weight"], of.get("bias"))
+
+    def normal(self, side: str, batch: Batch, statistics: dict[str, Any]) -> list[Tensor]:
+        """`[N, 2 C]` of plain numbers, and of lists."""
+        found = []
+        if names := getattr(self.inputs, f"{side}_numbers"):
+            values, missing = getattr(batch, f"{side}_numbers").double(), getattr(batch, f"{side}_numbers_missing")
+            columns = [
+                torch.where(missing[:, i], 0.0, (values[:, i] - as_stored(of.mean)) / as_stored(of.deviation or 1.0))
+                for i, of in enumerate(statistics[name] for name in names)
+            ]
+            found.append(torch.stack([*columns, *missing.double().unbind(1)], 1))
+        if names := getattr(self.inputs, f"{side}_number_lists", ()):
+            lists = getattr(batch, f"{side}_number_lists")
+            means, none = [], []
+            for name in names:
+                lengths = lists[name].lengths().tolist()
+                for values, here in zip(lists[name].values().split(lengths), lists[name].weights().split(lengths), strict=True):
+                    there = values[here > 0].double()
+                    of = statistics[name]
+                    none.append(float(not len(there)))
+                    means.append((there.mean() - as_stored(of.mean)) / as_stored(of.deviation or 1.0) if len(there) else 0.0)
+            found.append(torch.tensor([*means, *none]).double().view(2 * len(names), -1).T)
+        return found
+
+    def history(self, batch: Batch, side: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Encoded events `[R, L, D]`, which are there, and their means."""
+        lengths = batch.features[next(iter(self.inputs.history))].lengths()
+        shown = [self.table(table)[batch.features[key].values()] for key, table in self.inputs.history.items()]
+        shown += [bags(batch.history_lists[key], self.table(of), "mean") for key, of in self.inputs.history_lists.items()]
+        shown += side
+        if self.inputs.history_labels:
+            shown += [batch.history_labels.double(), batch.history_label_mask.double()]
+        x = padded(torch.cat(shown, 1), lengths)
+        place = torch.arange(x.shape[1])
+        filled = place < lengths[:, None]
+        from_end = (lengths[:, None] - 1 - place).clamp(0, self.config["max_history"] - 1)
+        x = self.linear("history.projection", x) + self.of("history.positions")["weight"][from_end]
+        if (count := self.config["num_time_buckets"]) is not None:
+            since = (batch.request_times[:, None] - padded(batch.history_times, lengths)).clamp(min=0)
+            x = x + self.of("history.times")["weight"][time_buckets(since).clamp(max=count - 1)]
+        visible = filled[:, None] & (place <= place[:, None]) & filled[:, :, None]
+        width, heads = self.config["embedding_dim"], self.config["num_heads"]
+        for number in range(self.config["num_layers"]):
+            block = PaddedTransformerBlock(width, heads, heads, False, "pre")
+            x = functional_call(block, self.of(f"history.blocks.{number}"), (x, visible, place[None]))
+        norm = self.of("history.norm")
+        x = nn.functional.layer_norm(x, (width,), norm["weight"], norm["bias"])
+        counts = filled.double()
+        if self.inputs.history_weights:
+            counts = padded(batch.history_weights.double(), lengths)
+        totals = counts.sum(1, keepdim=True)
+        return x, filled, (counts[:, :, None] * x).sum(1) / totals.where(totals > 0, 1)
+
+    def __call__(self, batch: Batch, statistics: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        inputs, counts = self.inputs, batch.candidate_offsets.diff()
+        user = [bags(batch.features[key], self.table(table), "mean") for key, table in inputs.features.items()] + self.pooled(
+            batch, "weighted_features", "sum"
+        )
+        item = [self.table(table)[batch.features[key].values()] for key, table in inputs.candidate_ids.items()]
+        item += [*self.pooled(batch, "candidates", "mean"), *self.pooled(batch, "weighted_candidates", "sum")]
+        of_user, of_item = (self.normal(side, batch, statistics) for side in ("request", "candidate"))
+        longest = int(counts.max())
+        there = torch.arange(longest) < counts[:, None]
+        if inputs.history:
+            events, filled, mean = self.history(batch, self.normal("history", batch, statistics))
+            user.append(mean)
+            if item or of_item:
+                queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
+                attention = PaddedCrossAttention(
+                    *(self.config[x] for x in ("embedding_dim", "num_heads", "embedding_dim", "num_heads"))
+                )
+                seen = filled[:, None] & there[:, :, None]
+                item.append(functional_call(attention, self.of("attention"), (queries, events, seen))[there])
+        wide = [x[:, None].expand(-1, longest, -1) for x in (*user, *of_user)]
+        x = [padded(x, counts) for x in (*item, *of_item)]
+        if self.config["cross"] == "dot":
+            vectors = [[padded(x, counts) for x in item], [x[:, None].expand(-1, longest, -1) for x in user]]
+            for part, side, numbers in ((0, "candidate", of_item), (1, "request", of_user)):
+                if numbers:
+                    made = self.linear(f"number_vectors.{side}", torch.cat(numbers, 1))
+                    vectors[part].append(made[:, None].expand(-1, longest, -1) if part else padded(made, counts))
+            own, theirs = vectors
+            x += pairs((a, b) for i, a in enumerate(own) for b in own[i + 1 :])
+            x += pairs((a, b) for a in own for b in theirs)
+            wide += pairs((a, b) for i, a in enumerate(theirs) for b in theirs[i + 1 :])
+        met = self.meeting(x, wide)
+        met = self.crossed(met) if self.config["cross"] == "dcn" else met.relu()
+        towers = [self.model.scorer.towers[number](met).squeeze(2)[there] for number in range(len(self.model.tasks))]
+        return self.loss(batch, dict(zip(self.model.tasks, towers, strict=True)))
+
+    def pooled(self, batch: Batch, name: str, mode: str) -> list[Tensor]:
+        keyed = getattr(batch, name)
+        return [bags(keyed[key], self.table(table), mode) for key, table in getattr(self.inputs, name).items()]
+
+    def meeting(self, x: list[Tensor], wide: list[Tensor]) -> Tensor:
+        of = self.of("meeting")
+        if not x:
+            return nn.functional.linear(torch.cat(wide, 2), of["weight"], of["bias"])
+        weight = of["layers.0.weight"]
+        if wide:
+            weight = torch.cat([weight, of["context_projection.weight"]], 1)
+        return nn.functional.linear(torch.cat([*x, *wide], 2), weight, of["layers.0.bias"])
+
+    def crossed(self, first: Tensor) -> Tensor:
+        x, of = first, self.of("crossed")
+        for number in range(self.config["cross_layers"]):
+            layer = f"layers.{number}."
+            weight, bias = of.get(f"{layer}weight"), of.get(f"{layer}bias")
+            if weight is None:
+                weight, bias = of[f"{layer}1.weight"] @ of[f"{layer}0.weight"], of[f"{layer}1.bias"]
+            x = first * (x @ weight.T + bias) + x
+        return x
+
+    def known(self, batch: Batch, row: int, name: str, places: dict[str, int]) -> bool | None:
+        """The label of a row, or None. Where a label that can be 1 only with this one is 1, this one is, if that is wanted."""
+        children = [child for child, parent in self.model.conditional.items() if parent == name]
+        if self.config["implied"] and any(batch.labels[row, places[child]] > 0 for child in children):
+            return True
+        return bool(batch.labels[row, places[name]] > 0) if batch.label_mask[row, places[name]] else None
+
+    def loss(self, batch: Batch, towers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """By the definition: probabilities, and a row at a time."""
+        places = {name: list(self.inputs.labels).index(name) for name in towers}
+        probabilities, total, rows = {}, torch.zeros((), dtype=torch.float64), 0.0
+        for name in sorted(towers, key=lambda name: name in self.model.conditional):
+            parent = self.model.conditional.get(name)
+            probabilities[name] = towers[name].sigmoid() * (1 if parent is None else probabilities[parent])
+        for row in range(len(batch.rows)):
+            counted = False
+            for name in places:
+                parent = self.model.conditional.get(name)
+                known = {one: self.known(batch, row, one, places) for one in (name, parent) if one is not None}
+                if all(label is not None for label in known.values()):
+                    label = known[name]
+                    p = probabilities[name][row]
+                    total = total - batch.weights[row].double() * (p if label else 1 - p).log()
+                    counted = True
+            rows += float(batch.weights[row]) * counted
+        return total / (rows or 1.0), {name: p.logit() for name, p in probabilities.items()}
+
+
+def pairs(of: Iterable[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    return [(a * b).sum(2, keepdim=True) for a, b in of]
+
+
+def as_stored(figure: float) -> float:
+    return float(torch.tensor(figure))
