@@ -378,8 +378,8 @@ def fitted(split: Split, output: Any, epochs: int, drawn: dict[str, Any] | None 
 
 @pytest.mark.parametrize("cross", ["dcn", "dot", None])
 def test_learns_what_users_click_and_buy(tmp_path: Any, cross: Any) -> None:
-    split = shop("request", *PLAIN, "genres", "tags", requests=700, history="events")
-    model, result = fitted(split, tmp_path / "run", 6, cross=cross, conditional={"buy": "click"})
+    split = shop("request", *PLAIN, "genres", "tags", requests=500, history="events")
+    model, result = fitted(split, tmp_path / "run", 4, cross=cross, conditional={"buy": "click"})
     assert result.metrics.test.click["auc"] > 0.9
     assert result.metrics.test.buy["auc"] > 0.9
     opened = load_task(tmp_path / "run")
