@@ -259,6 +259,8 @@ def test_no_prediction_is_better_than_the_truth(default: tuple[pa.Table, Impress
             assert figures["auc"] <= best["auc"] + 1e-12
 
 
+# Of the sample, which changes seldom, not of the library.
+@pytest.mark.long
 def test_a_model_of_histories_comes_near_and_a_linear_one_does_not() -> None:
     threads = torch.get_num_threads()
     # Small tensors gain nothing from more of them.

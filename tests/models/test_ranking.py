@@ -331,7 +331,7 @@ def test_under_autocast(splits: dict[str, Split], name: str) -> None:
 
 # TorchRec's collections break the graph, where Dynamo looks at the `grad` of what is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("name", ["everything", "everything by dots", "requests alone"])
+@pytest.mark.parametrize("name", ["everything", pytest.param("everything by dots", marks=pytest.mark.long), "requests alone"])
 def test_is_compiled(splits: dict[str, Split], name: str) -> None:
     split, model = of_variant(splits, name)
     torch.compiler.reset()
@@ -376,7 +376,7 @@ def fitted(split: Split, output: Any, epochs: int, drawn: dict[str, Any] | None 
     return model, Trainer(model, config).fit(*parts, progress=False)
 
 
-@pytest.mark.parametrize("cross", ["dcn", "dot", None])
+@pytest.mark.parametrize("cross", ["dcn", *(pytest.param(other, marks=pytest.mark.long) for other in ("dot", None))])
 def test_learns_what_users_click_and_buy(tmp_path: Any, cross: Any) -> None:
     split = shop("request", *PLAIN, "genres", "tags", requests=500, history="events")
     model, result = fitted(split, tmp_path / "run", 4, cross=cross, conditional={"buy": "click"})
