@@ -1,12 +1,15 @@
-"""Forked processes for tests; only for programs of their own, which have started no threads and no GPU."""
+"""Programs of the tests' own, and forked processes in them, which only such may have: they have started no threads and no GPU."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -56,3 +59,17 @@ def in_child(work: Callable[[], object]) -> int:
             sys.stderr.flush()
             os._exit(code)
     return child
+
+
+def told_by(module: str, directory: Path) -> Any:
+    """What a program of the tests' own prints as JSON, run as `python -m module directory`; the directory is ROOT in it."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, str(directory)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    return json.loads(done.stdout.replace(str(directory), "ROOT"))

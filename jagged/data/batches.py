@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from jagged.data.gather import BatchSource, only_with_parent
-from jagged.data.plan import Plan
+from jagged.data.plan import Plan, PlannedLoader
 from jagged.data.splits import SequencePart
 from jagged.ops import trust_values
 
@@ -90,7 +90,7 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
         )
 
 
-class BatchLoader:
+class BatchLoader(PlannedLoader):
     """Batches of a part. Iterating yields the rest of the current epoch and moves no position: that is the training loop's.
 
     The order is a function of `(seed, epoch)` alone, the same for any `num_workers`; rank r's batches are a function of that
@@ -162,44 +162,10 @@ class BatchLoader:
             generator=torch.Generator().manual_seed(seed),
         )
 
-    @property
-    def position(self) -> tuple[int, int]:
-        """`(epoch, batch)` at which the next iteration starts."""
-        return self._plan.epoch, self._plan.batch
-
-    def set_position(self, epoch: int, batch: int) -> None:
-        """Let the next iteration start at a batch of an epoch; both count from 0. `batch` may be the epoch's end.
-
-        Raises:
-            ValueError: no such position.
-        """
-        if epoch < 0 or not 0 <= batch <= self.num_batches(epoch):
-            raise ValueError(
-                f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0))}"
-            )
-        self._plan.epoch, self._plan.batch = epoch, batch
-
-    def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return self._plan.num_batches(epoch)
-
-    def __len__(self) -> int:
-        """Batches of the current epoch."""
-        return self.num_batches(self._plan.epoch)
-
     def __iter__(self) -> Iterator[SequenceBatch]:
         return map(
             partial(_unpack, keys=self._keys, num_items=self._num_items, with_viewed=self._with_viewed), iter(self._loader)
         )
-
-    def close(self) -> None:
-        """End the workers now; the next iteration starts new ones.
-
-        Left to the garbage collector, their queues may go before they are told to end, and each then costs seconds of waiting.
-        """
-        iterator, self._loader._iterator = self._loader._iterator, None
-        if iterator is not None and self._loader.num_workers:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def _unpack(packed: Tensor, keys: tuple[str, ...], num_items: int, with_viewed: bool) -> SequenceBatch:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 IntArray = npt.NDArray[np.int64]
 
@@ -107,3 +108,44 @@ class Plan(Sampler[IntArray]):
             k = int(sizes.argmax())
             bounds.insert(k + 1, bounds[k] + int(sizes[k]) // 2)
         return np.array(bounds, dtype=np.int64)
+
+
+class PlannedLoader:
+    """What loaders over a plan have in common: places in epochs, and workers that end."""
+
+    _plan: Plan
+    _loader: DataLoader[Any]
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """`(epoch, batch)` at which the next iteration starts."""
+        return self._plan.epoch, self._plan.batch
+
+    def set_position(self, epoch: int, batch: int) -> None:
+        """Let the next iteration start at a batch of an epoch; both count from 0. `batch` may be the epoch's end.
+
+        Raises:
+            ValueError: no such position.
+        """
+        if epoch < 0 or not 0 <= batch <= self.num_batches(epoch):
+            raise ValueError(
+                f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0))}"
+            )
+        self._plan.epoch, self._plan.batch = epoch, batch
+
+    def num_batches(self, epoch: int) -> int:
+        """Batches of an epoch, the same on every rank."""
+        return self._plan.num_batches(epoch)
+
+    def __len__(self) -> int:
+        """Batches of the current epoch."""
+        return self.num_batches(self._plan.epoch)
+
+    def close(self) -> None:
+        """End the workers now; the next iteration starts new ones.
+
+        Left to the garbage collector, their queues may go before they are told to end, and each then costs seconds of waiting.
+        """
+        iterator, self._loader._iterator = self._loader._iterator, None
+        if iterator is not None and self._loader.num_workers:
+            iterator._shutdown_workers()  # type: ignore[attr-defined]

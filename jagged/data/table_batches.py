@@ -107,6 +107,11 @@ class Batch:
     def __len__(self) -> int:
         return self.request_index.numel()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # What came from another process is one for TorchRec's pipelines, too.
+        self.__dict__.update(state)
+        _make_known()
+
     @property
     def candidate_requests(self) -> Tensor:
         """The place in the batch of each candidate's request, int64 `[S]`: what is the request's is read by it."""
@@ -572,10 +577,8 @@ def _put(found: dict[str, AnyArray], name: str, keys: list[_Key]) -> None:
 
 def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, stride: int) -> KeyedJaggedTensor:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
-    from torchrec.streamable import Pipelineable
 
-    # TorchRec's pipelines ask for it; who gathers in a worker has no need of torchrec.
-    Pipelineable.register(Batch)
+    _make_known()
     return KeyedJaggedTensor(
         keys=keys,
         values=collected[f"{name}.values"],
@@ -583,3 +586,10 @@ def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, s
         lengths=collected[f"{name}.lengths"],
         stride=stride,
     )
+
+
+def _make_known() -> None:
+    """Tell TorchRec's pipelines that a batch is `Pipelineable`; who gathers in a worker has no need of torchrec."""
+    from torchrec.streamable import Pipelineable
+
+    Pipelineable.register(Batch)

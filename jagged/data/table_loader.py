@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from jagged.data.gather import only_with_parent
 from jagged.data.negatives import Drawing
-from jagged.data.plan import Plan
+from jagged.data.plan import Plan, PlannedLoader
 from jagged.data.table_batches import Batch, Part
 
 IntArray = npt.NDArray[np.int64]
 
 
-class RequestLoader:
+class RequestLoader(PlannedLoader):
     """Batches of a part, as `Part.loader` documents them. Iterating yields the rest of the current epoch and moves no position.
 
     The order and the draws are a function of seed and epoch, the same for any `num_workers`; rank r's batches are a function of
@@ -70,34 +70,8 @@ class RequestLoader:
             generator=torch.Generator().manual_seed(0),
         )
 
-    def set_position(self, epoch: int, batch: int) -> None:
-        """Let the next iteration start at a batch of an epoch; both count from 0. `batch` may be the epoch's end.
-
-        Raises:
-            ValueError: no such position.
-        """
-        if epoch < 0 or not 0 <= batch <= self.num_batches(epoch):
-            raise ValueError(
-                f"position: got epoch {epoch}, batch {batch}, expected a batch from 0 to {self.num_batches(max(epoch, 0))}"
-            )
-        self._plan.epoch, self._plan.batch = epoch, batch
-
-    def num_batches(self, epoch: int) -> int:
-        """Batches of an epoch, the same on every rank."""
-        return self._plan.num_batches(epoch)
-
-    def __len__(self) -> int:
-        """Batches of the current epoch."""
-        return self.num_batches(self._plan.epoch)
-
     def __iter__(self) -> Iterator[Batch]:
         return map(partial(self._part.batch, drawing=self._drawing), iter(self._loader))
-
-    def close(self) -> None:
-        """End the workers now; the next iteration starts new ones."""
-        iterator, self._loader._iterator = self._loader._iterator, None
-        if iterator is not None and self._loader.num_workers:
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 class _Requests(Dataset[Any]):

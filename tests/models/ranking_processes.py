@@ -20,9 +20,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.streamable import Pipelineable
 
-from jagged.data.table_batches import Batch
 from jagged.models import RankingModel, TaskOutput
 from jagged.modules import JaggedModule, ScheduledEmbeddingBagCollectionSharder
 from tests.models.shops import shop
@@ -109,8 +107,6 @@ def together(root: Path, name: str) -> None:
     dmp = DistributedModelParallel(model, device=torch.device("cpu"), plan=ShardingPlan(plans), sharders=sharders)
     optimizer = torch.optim.SGD(dict(in_backward_optimizer_filter(dmp.named_parameters())).values(), lr=RATE)
     pipeline = TrainPipelineSparseDist(dmp, optimizer, torch.device("cpu"))
-    # As `Part` does, which has not made these here.
-    Pipelineable.register(Batch)
     batches = iter([of[dist.get_rank()] for of in torch.load(root / "batches", weights_only=False)])
     found = [pipeline.progress(batches) for _ in range(STEPS)]
     pipelined = sorted(module.forward.name for module in pipeline._pipelined_modules)

@@ -5,10 +5,6 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import io
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -29,8 +25,8 @@ from jagged.models.pretrained import load_task, save_task
 from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
 from tests.places import PLACE
+from tests.processes import told_by
 from tests.reference.ranking import Padded
-from tests.test_docs import ROOT
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
@@ -402,16 +398,7 @@ def test_learns_from_drawn_negatives(tmp_path: Any) -> None:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.models.ranking_processes", str(tmp_path_factory.mktemp("processes"))],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = told_by("tests.models.ranking_processes", tmp_path_factory.mktemp("processes"))
     return found
 
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 
 from jagged.modules import SplitEmbeddingCollection
 from tests.places import PLACE
+from tests.processes import told_by
 
 ROOT = Path(__file__).parents[2]
 HEADS = [
@@ -32,16 +29,7 @@ pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="processes on the CP
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """By process."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.modules.split_processes", str(tmp_path_factory.mktemp("split"))],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    result: list[dict[str, Any]] = json.loads(done.stdout)
+    result: list[dict[str, Any]] = told_by("tests.modules.split_processes", tmp_path_factory.mktemp("split"))
     assert all(process.keys() == {*HEADS, *LOOKUPS, "target nowhere"} for process in result)
     return result
 

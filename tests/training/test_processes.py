@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,22 +12,14 @@ import torch
 
 from jagged.training import TrainingError
 from jagged.training.processes import process_group, resolve_device
+from tests.processes import told_by
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.training.two_processes", str(tmp_path_factory.mktemp("two"))],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = told_by("tests.training.two_processes", tmp_path_factory.mktemp("two"))
     return found
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +25,7 @@ from jagged.models import Task, TaskOutput, TaskScores
 from jagged.models.pretrained import load_task
 from jagged.modules import JaggedPooling, JaggedSelfAttention
 from jagged.training import Callback, Progress, Trainer, TrainingError
+from tests.processes import told_by
 from tests.test_docs import ROOT
 
 
@@ -383,6 +383,23 @@ def test_a_model_of_times_and_candidates_is_exported_for_all_sizes(events: Split
     torch.testing.assert_close(exported(fields_of(shifted)), model(shifted), rtol=0, atol=0)
 
 
+UNPICKLED = """
+import pickle, sys, torchrec
+from torchrec.streamable import Pipelineable
+batch = pickle.load(open(sys.argv[1], "rb"))
+assert isinstance(batch, Pipelineable)
+print(len(batch), batch.features.values().tolist())
+"""
+
+
+def test_a_batch_from_another_process_is_one_for_pipelines(events: Split, tmp_path: Path) -> None:
+    batch = events.valid.gather(range(3), negatives=2)
+    (tmp_path / "batch").write_bytes(pickle.dumps(batch))
+    command = [sys.executable, "-W", "ignore", "-c", UNPICKLED, str(tmp_path / "batch")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"3 {batch.features.values().tolist()}\n"), done.stderr[-2_000:]
+
+
 # Two processes.
 
 
@@ -401,14 +418,5 @@ def test_two_processes_train_on_a_table_as_one_does(processes: dict[str, Any], n
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.training.table_processes", str(tmp_path_factory.mktemp("processes"))],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = told_by("tests.training.table_processes", tmp_path_factory.mktemp("processes"))
     return found

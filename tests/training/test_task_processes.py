@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
 from jagged.metrics import WITHHELD
-from tests.test_docs import ROOT
+from tests.processes import told_by
 
 EPOCHS = [["epoch", 1, 6], ["epoch", 2, 12], ["epoch", 3, 18]]
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("two")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.training.task_processes", str(root)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found: dict[str, Any] = json.loads(done.stdout.replace(str(root), "ROOT"))
+    found: dict[str, Any] = told_by("tests.training.task_processes", tmp_path_factory.mktemp("two"))
     return found
 
 

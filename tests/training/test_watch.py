@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
 import re
-import subprocess
 import sys
 import threading
 import time
@@ -24,23 +21,13 @@ from triton.compiler import ASTSource
 
 from jagged.training.watch import compiles
 from tests.places import PLACE
-from tests.test_docs import ROOT
+from tests.processes import told_by
 from tests.training.standing_still import AT_FIRST
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    root = tmp_path_factory.mktemp("watch")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.training.standing_still", str(root)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-4_000:]
-    found: dict[str, Any] = json.loads(done.stdout.replace(str(root), "ROOT"))
+    found: dict[str, Any] = told_by("tests.training.standing_still", tmp_path_factory.mktemp("watch"))
     return found
 
 
