@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from jagged.modules import SplitEmbeddingCollection
 from tests.places import PLACE
 from tests.processes import told_by
 
-ROOT = Path(__file__).parents[2]
 HEADS = [
     f"head of {items} items, smoothing {smoothing}, ignoring {ignored}"
     for items in (17, 7, 4, 1)
