@@ -23,17 +23,22 @@ from cyclopts.validators import Number
 
 from jagged import __version__, versions
 from jagged.config import (
-    SECTIONS,
     ConfigError,
-    TrainConfig,
     choices,
     effect,
+    first_tags,
     kinds,
     leaves,
-    main_option,
+    load_config,
     merge,
     parse_assignments,
     parse_text,
+    section_names,
+    section_variants,
+    short_names,
+    spelt,
+    takes_several,
+    told_by,
 )
 
 app = App(
@@ -58,7 +63,8 @@ _KNOWN_ERRORS = (
 )
 _METAVARS = {int: "INTEGER", float: "NUMBER"}
 # The options of `train` that are shown first, and those that are spelt otherwise than by their names.
-_MOST_USED = ("data.path", "output", "training.max_epochs", "device", "seed")
+_MOST_USED = ("data.path", "data.label", "data.candidate", "output", "training.max_epochs", "device", "seed")
+_TAGS = ("split.type", "model.name", "head.type")
 _NEGATIVES = {"evaluation.filter_viewed": "--evaluation.keep-viewed"}
 
 _Format = Annotated[Literal["auto", "text", "csv", "parquet"], Parameter(help="format of the events; auto by file name")]
@@ -128,7 +134,7 @@ def _flags(command: str) -> dict[str, str]:
     """The flags of a command by the names that Python's messages have for them."""
     if command == "train":
         last = {name.rpartition(".")[2]: _flag(name) for name in leaves()}
-        return last | {name: _flag(name) for name in leaves()} | {name: _flag(name) for name in (*SECTIONS, "resume")}
+        return last | {name: _flag(name) for name in leaves()} | {name: _flag(name) for name in (*section_names(), "resume")}
     parameters = inspect.signature(_COMMANDS[command]).parameters.values()
     return {parameter.name: _flag(parameter.name) for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
 
@@ -157,10 +163,17 @@ def _with_config_options(command: Callable[..., None]) -> Callable[..., None]:
         for key, name in names.items()
     ]
 
+    def value(name: str, given: Any) -> Any:
+        if isinstance(given, tuple):
+            # A list in TOML's way stands for its values.
+            several = [parse_text(name, one) for one in given]
+            return [one for each in several for one in (each if isinstance(each, list) else [each])]
+        return parse_text(name, given) if isinstance(given, str) else given
+
     def wrapper(**arguments: Any) -> None:
         given = {name: arguments.pop(key) for key, name in names.items() if arguments.get(key) is not None}
         rest = {key: value for key, value in arguments.items() if key not in names}
-        command({name: parse_text(name, value) if isinstance(value, str) else value for name, value in given.items()}, **rest)
+        command({name: value(name, of) for name, of in given.items()}, **rest)
 
     parameters = [*generated, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
@@ -172,7 +185,7 @@ def _with_config_options(command: Callable[..., None]) -> Callable[..., None]:
 _GROUPS = {
     name: Group(title, sort_key=number)
     for number, (name, title) in enumerate(
-        [("most", "Most used"), ("", "Run"), *((name, name.capitalize()) for name in SECTIONS)]
+        [("most", "Most used"), ("", "Run"), *((name, name.capitalize()) for name in section_names())]
     )
 }
 
@@ -180,27 +193,48 @@ _GROUPS = {
 def _annotation(name: str) -> Any:
     """The flag of a dotted name."""
     variants, section = leaves()[name], name.rpartition(".")[0]
-    field = variants[0][1]
-    short = [_flag(short) for short in SECTIONS if main_option(short) == name]
-    tag = short and len(SECTIONS[section]) > 1
-    # What it belongs to, unless it is in every variant of its section.
-    tags = [str(next(iter(kind.model_fields.values())).default) for kind, _ in variants]
-    belongs = [] if len(variants) == len(SECTIONS.get(section, variants)) else tags
-    told = "; ".join([*belongs, *filter(None, [effect(field)])])
-    values = [value for _, each in variants for value in choices(each)]
-    on_off = kinds(field) == {bool}
-    default = f"[default: {'none' if field.default is None else field.default}]".replace("True", "on").replace("False", "off")
+    fields = [field for _, field in variants]
+    on_off, several = kinds(fields[0]) == {bool}, any(map(takes_several, fields))
+    values = list(dict.fromkeys(value for field in fields for value in choices(field)))
+    kind: Any = bool if on_off else tuple[str, ...] if several else str
     return Annotated[
-        (bool if on_off else str) | None,  # type: ignore[valid-type]
+        kind | None,
         Parameter(
-            name=[_flag(name), *short],
+            name=[_flag(name), *map(_flag, short_names(name))],
             negative=_NEGATIVES.get(name, f"--{section}.no-{_flag(name.rpartition('.')[2])[2:]}") if on_off else (),
-            help=f"{f'{told}: ' if told and not tag else ''}{field.description} {default}",
-            metavar="|".join(values) or next((said for kind, said in _METAVARS.items() if kind in kinds(field)), "TEXT"),
+            help="; ".join(_told(name)),
+            metavar="|".join(values) or next((said for of, said in _METAVARS.items() if of in kinds(fields[0])), "TEXT"),
             group=_GROUPS["most" if name in _MOST_USED else section],
             show_default=False,
         ),
     ]
+
+
+def _told(name: str) -> Iterator[str]:
+    """What help says of an option, with its default; another sentence where jobs differ in it."""
+    variants, section = leaves()[name], name.rpartition(".")[0]
+    # What it belongs to, unless it is in every variant of its section.
+    everywhere = not section or name in _TAGS or len(variants) == len(section_variants(section))
+    if name in _TAGS:
+        # Each job begins with a variant of its own.
+        shown = "; ".join(
+            dict.fromkeys(f"{told_by(job)}: {of}" if many else of for many, (job, of) in enumerate(first_tags(section)))
+        )
+        yield f"{variants[0][1].description} [default: {shown}]"
+        return
+    told: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for variant, field in variants:
+        default = spelt(field.default)
+        defaults = told.setdefault((effect(field), str(field.description)), {})
+        defaults.setdefault({"true": "on", "false": "off"}.get(default, default), []).append(
+            told_by(variant) if section or len(variants) > 1 else ""
+        )
+    for (has_effect, description), defaults in told.items():
+        belongs = dict.fromkeys(one for of in defaults.values() for one in of)
+        before = "; ".join(filter(None, ["" if everywhere and len(told) == 1 else " or ".join(belongs), has_effect]))
+        first, *others = defaults
+        shown = "; ".join([first, *(f"{' or '.join(defaults[other])}: {other}" for other in others)])
+        yield f"{f'{before}: ' if before else ''}{description} [default: {shown}]"
 
 
 @_command
@@ -235,20 +269,22 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train a sequence ranker on an events file.
+    """Train a sequence ranker on an events file, or a ranking model on a table.
 
     Examples:
         jagged train --data events.csv --output runs/shop --model.embedding-dim 128
+        jagged train --data impressions.parquet --label click --candidate item_id --output runs/clicks
         jagged train --config run.toml --set training.learning_rate=5e-4 --dry-run
         jagged train --resume runs/shop
 
     It leaves one directory that stands alone.
-    The data: text lines `user item item ...`, or a csv or parquet table with the columns user_id, item_id, timestamp.
+    Events: text lines `user item item ...`, or a csv or parquet table with the columns user_id, item_id, timestamp.
+    A table of which --label, --candidate or another option says what columns are, or --model ranking, trains a ranking model.
     Options win over one another in this order: defaults, --config, --set, flags. `none` unsets an option that may be unset.
     """
     if resume is not None:
         config, flags = _resumed(resume, config, flags)
-    resolved = TrainConfig.load(config, merge(parse_assignments(assignments), flags))
+    resolved = load_config(config, merge(parse_assignments(assignments), flags))
     _prepare()
     from jagged.runs import summary
     from jagged.runs.training import train as run

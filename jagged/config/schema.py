@@ -1,4 +1,4 @@
-"""`TrainConfig`: the sections together, and the names of all their options."""
+"""`TrainConfig` and `RankingConfig`: the sections of a job together, and the names of all their options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import SerializeAsAny
 from pydantic.fields import FieldInfo
@@ -29,10 +29,32 @@ from jagged.config.options import (
     TrainerConfig,
     TrainingOptions,
 )
-from jagged.config.section import ConfigError, Problem, Section, inert, kinds, option, or_list, short, spelt, unknown
+from jagged.config.ranking import (
+    ByColumn,
+    ByTime,
+    ByUser,
+    LastOfUser,
+    RankingEvaluationOptions,
+    RankingOptions,
+    RankingTrainingOptions,
+    TableOptions,
+)
+from jagged.config.section import (
+    ConfigError,
+    Problem,
+    Section,
+    inert,
+    kinds,
+    option,
+    or_list,
+    short,
+    spelt,
+    takes_several,
+    unknown,
+)
 
-# What each section may be. Of several variants the first is the default, and their first option, the tag, tells which one it is.
-# Models that are registered join their section.
+# What each section of a run on events may be. Of several variants the first is the default, and an option of theirs, the tag,
+# tells which one it is. Models that are registered join their section.
 SECTIONS: dict[str, list[type[Section]]] = {
     "data": [DataOptions],
     "split": [LeaveOneOut, GlobalTime],
@@ -41,44 +63,45 @@ SECTIONS: dict[str, list[type[Section]]] = {
     "training": [TrainingOptions],
     "evaluation": [EvaluationOptions],
 }
+# The same of a run on a table's requests.
+RANKING_SECTIONS: dict[str, list[type[Section]]] = {
+    "data": [TableOptions],
+    "split": [ByTime, ByUser, ByColumn, LastOfUser],
+    "model": [RankingOptions],
+    "training": [RankingTrainingOptions],
+    "evaluation": [RankingEvaluationOptions],
+}
 # Where a section is given by one word it is this option.
 _MAIN = {"data": "path", "split": "type", "model": "name", "head": "type"}
-# A configuration has some forty short lines; anything much longer is no configuration, and is refused unread.
+# What is so much used that its flag has a short name.
+_SHORT = {word: f"data.{word}" for word in ("label", "candidate", "user", "time", "request", "history", "events")}
+# A configuration has some sixty short lines; anything much longer is no configuration, and is refused unread.
 _MAX_FILE_BYTES = 16 * 1024
 
+Self = TypeVar("Self", bound="JobConfig")
 
-class TrainConfig(RunOptions):
-    """What `jagged train` trains, on what, and how.
 
-    A section is given by its class, by a dictionary, or, where one word says it, by a word: `data="events.csv"`,
-    `head={"type": "sampled", "num_negatives": 64}`.
+class JobConfig(RunOptions):
+    """A configuration in sections: what `TrainConfig` and `RankingConfig` have in common."""
 
-    Raises:
-        ConfigError: one line per wrong option: its name, what was found, what is expected.
-
-    Example:
-        >>> TrainConfig(model={"embedding_dim": 64}, head="sampled").head.num_negatives
-        256
-    """
-
-    output: str = option("runs/sasrec", "directory to write the run into")
-    data: DataOptions
-    split: LeaveOneOut | GlobalTime
-    model: SerializeAsAny[ModelOptions]
-    head: CrossEntropyHead | SampledHead | ScalableHead
-    training: TrainingOptions
-    evaluation: EvaluationOptions
+    sections: ClassVar[Mapping[str, list[type[Section]]]]
 
     def __init__(self, **values: Any) -> None:
-        values, problems = nested(values), []
-        for name in [name for name in values if name not in TrainConfig.model_fields]:
-            problems.append(Problem(name, _unknown("", name)))
+        job, problems = type(self), []
+        values = nested(values)
+        of = _job_of_model(values)
+        if of is not None and of is not job:
+            found = values["model"]["name"]
+            text = f"got {short(found)}, expected {or_list(_tags(job, 'model'))}; {of.__name__} has it, and load_config takes either"
+            raise ConfigError.of([Problem("model.name", text)])
+        for name in [name for name in values if name not in job.model_fields]:
+            problems.append(Problem(name, _unknown(job, "", name)))
             del values[name]
-        for section in SECTIONS:
-            values[section] = _build(section, values.get(section, {}), problems)
+        for section in job.sections:
+            values[section] = _build(job, section, values.get(section, {}), problems)
         # What is wrong with a section is told above; the rest is checked beside its default.
         sound: dict[str, Any] = {
-            name: values.get(name) or SECTIONS[name][0]() if name in SECTIONS else values[name] for name in values
+            name: values.get(name) or job.sections[name][0]() if name in job.sections else values[name] for name in values
         }
         try:
             super().__init__(**sound)
@@ -88,20 +111,15 @@ class TrainConfig(RunOptions):
         if problems:
             raise ConfigError.of(problems)
 
-    def contradictions(self) -> Iterable[Problem]:
-        """A batch holds at least one history."""
-        tokens, length = self.training.max_tokens, self.data.max_seq_len
-        if tokens is not None and tokens < length:
-            yield Problem("training.max_tokens", f"got {tokens}, expected at least data.max_seq_len ({length})")
-
     @property
     def trainer(self) -> TrainerConfig:
         """The part of it that `jagged.training.Trainer` takes."""
         run = {name: getattr(self, name) for name in RunOptions.model_fields}
-        return TrainerConfig(**run, **{name: getattr(self.training, name) for name in LoopOptions.model_fields})
+        training = getattr(self, "training")  # noqa: B009 - each job has one of its own type
+        return TrainerConfig(**run, **{name: getattr(training, name) for name in LoopOptions.model_fields})
 
     @classmethod
-    def load(cls, path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig:
+    def load(cls: type[Self], path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Self:
         """Resolve a configuration from a file and overrides, which win.
 
         Where an override takes another variant of a section, the file's options of the former one are left out.
@@ -129,6 +147,101 @@ class TrainConfig(RunOptions):
         write_file(Path(path), dump_json(self.model_dump()))
 
 
+class TrainConfig(JobConfig):
+    """What `jagged train` trains on users' events, and how.
+
+    A section is given by its class, by a dictionary, or, where one word says it, by a word: `data="events.csv"`,
+    `head={"type": "sampled", "num_negatives": 64}`.
+
+    Raises:
+        ConfigError: one line per wrong option: its name, what was found, what is expected.
+
+    Example:
+        >>> TrainConfig(model={"embedding_dim": 64}, head="sampled").head.num_negatives
+        256
+    """
+
+    sections = SECTIONS
+
+    output: str = option("runs/sasrec", "directory to write the run into")
+    data: DataOptions
+    split: LeaveOneOut | GlobalTime
+    model: SerializeAsAny[ModelOptions]
+    head: CrossEntropyHead | SampledHead | ScalableHead
+    training: TrainingOptions
+    evaluation: EvaluationOptions
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+
+    def contradictions(self) -> Iterable[Problem]:
+        """A batch holds at least one history."""
+        tokens, length = self.training.max_tokens, self.data.max_seq_len
+        if tokens is not None and tokens < length:
+            yield Problem("training.max_tokens", f"got {tokens}, expected at least data.max_seq_len ({length})")
+
+
+class RankingConfig(JobConfig):
+    """What `jagged train` trains on a table's requests with candidates, and how.
+
+    Sections are given as those of `TrainConfig`.
+
+    Raises:
+        ConfigError: one line per wrong option: its name, what was found, what is expected.
+
+    Example:
+        >>> RankingConfig(data={"path": "clicks.parquet", "label": "click"}, split="user").data.label
+        ('click',)
+    """
+
+    sections = RANKING_SECTIONS
+
+    output: str = option("runs/ranking", "directory to write the run into")
+    data: TableOptions
+    split: ByTime | ByUser | ByColumn | LastOfUser
+    model: RankingOptions
+    training: RankingTrainingOptions
+    evaluation: RankingEvaluationOptions
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+
+    def contradictions(self) -> Iterable[Problem]:
+        """A batch holds at least one history and its candidate."""
+        tokens, length = self.training.max_tokens, self.data.max_history
+        if tokens is not None and tokens <= length:
+            yield Problem("training.max_tokens", f"got {tokens}, expected more than data.max_history ({length})")
+
+
+#: The jobs; the first one is meant where nothing says which.
+JOBS: tuple[type[JobConfig], ...] = (TrainConfig, RankingConfig)
+
+
+def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig | RankingConfig:
+    """Resolve a configuration of either job, as its `load` does: the one that has the model, or an option that is given.
+
+    Raises:
+        ConfigError: one line per wrong option: its name, what was found, what is expected.
+    """
+    found = {} if path is None else _read_file(Path(path))
+    return job_of(merge(found, overrides or {})).load(path, overrides)  # type: ignore[return-value]
+
+
+def job_of(values: Mapping[str, Any]) -> type[JobConfig]:
+    """The job whose model the values name; else the one that knows options which the first does not; else the first."""
+    inside = flat(nested(values))
+    if "model.name" in inside:
+        return _job_of_model(values) or JOBS[0]
+    first = job_leaves(JOBS[0])
+    return next((job for job in JOBS[1:] if any(one in job_leaves(job) and one not in first for one in inside)), JOBS[0])
+
+
+def _job_of_model(values: Mapping[str, Any]) -> type[JobConfig] | None:
+    """The job that has the model that values name; None where none is named, or nobody has it."""
+    name = flat(nested(values)).get("model.name")
+    return next((job for job in JOBS if isinstance(name, str) and name in _tags(job, "model")), None)
+
+
 def _read_file(path: Path) -> dict[str, Any]:
     """The values of a TOML or JSON file; a ConfigError where it cannot be read, or holds something else."""
     kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
@@ -153,28 +266,72 @@ def register_model(name: str, options: type[ModelOptions]) -> None:
     """
     if not issubclass(options, ModelOptions) or options.model_fields["name"].default != name:
         raise ValueError(f"options: got {options.__name__}, expected a ModelOptions with name: Literal[{name!r}] = {name!r}")
-    if _tags("model").setdefault(name, options) is not options:
-        raise ValueError(f"name: got {name!r}, which has the options {_tags('model')[name].__name__} already; take another name")
+    taken = {tag: variant for job in JOBS for tag, variant in _tags(job, "model").items()}
+    if taken.setdefault(name, options) is not options:
+        raise ValueError(f"name: got {name!r}, which has the options {taken[name].__name__} already; take another name")
     if options not in SECTIONS["model"]:
         SECTIONS["model"].append(options)
 
 
 def leaves() -> dict[str, list[tuple[type[Section], FieldInfo]]]:
-    """All options by their dotted names, in order, each with the variants that have it."""
+    """All options of all jobs by their dotted names, in order, each with the variants that have it."""
     found: dict[str, list[tuple[type[Section], FieldInfo]]] = {}
-    for name, field in TrainConfig.model_fields.items():
-        if name not in SECTIONS:
-            found[name] = [(TrainConfig, field)]
-    for section, variants in SECTIONS.items():
+    for job in JOBS:
+        for name, variants in job_leaves(job).items():
+            found.setdefault(name, []).extend(variants)
+    return found
+
+
+def job_leaves(job: type[JobConfig]) -> dict[str, list[tuple[type[Section], FieldInfo]]]:
+    """Those of one job."""
+    found: dict[str, list[tuple[type[Section], FieldInfo]]] = {}
+    for name, field in job.model_fields.items():
+        if name not in job.sections:
+            found[name] = [(job, field)]
+    for section, variants in job.sections.items():
         for variant in variants:
             for name, field in variant.model_fields.items():
                 found.setdefault(f"{section}.{name}", []).append((variant, field))
     return found
 
 
+def section_variants(section: str) -> list[type[Section]]:
+    """What a section of either job may be."""
+    return [variant for job in JOBS for variant in job.sections.get(section, ())]
+
+
+def section_names() -> list[str]:
+    """The sections of all jobs, in order."""
+    return list(dict.fromkeys(name for job in JOBS for name in job.sections))
+
+
+def first_tags(section: str) -> list[tuple[type[JobConfig], str]]:
+    """What the tag of a section is where nothing else is said, by job; of models that of the first job alone."""
+    found = [(job, job.sections[section][0]) for job in JOBS if section in job.sections]
+    return [(job, str(of.model_fields[_MAIN[section]].default)) for job, of in found[: 1 if section == "model" else None]]
+
+
+def told_by(variant: type[Section]) -> str:
+    """The value of the tag that says that a section is this variant; the job's model where the section has no tag."""
+    for job in JOBS:
+        if variant is job:
+            return str(job.sections["model"][0].model_fields["name"].default)
+        for section, variants in job.sections.items():
+            if variant in variants:
+                tagged = section if section in _TAGGED else "model"
+                of = variant if section in _TAGGED else job.sections["model"][0]
+                return str(of.model_fields[_MAIN[tagged]].default)
+    raise KeyError(variant)
+
+
 def main_option(name: str) -> str:
-    """The option that a name stands for: `data.path` for `data`, itself for all others."""
-    return f"{name}.{_MAIN[name]}" if name in _MAIN else name
+    """The option that a name stands for: `data.path` for `data`, `data.label` for `label`, itself for all others."""
+    return f"{name}.{_MAIN[name]}" if name in _MAIN else _SHORT.get(name, name)
+
+
+def short_names(name: str) -> list[str]:
+    """The names that stand for an option beside its own."""
+    return [short for short in (*_MAIN, *_SHORT) if main_option(short) == name]
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -212,45 +369,60 @@ def merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any
     for name, value in later.items():
         former = earlier.get(name)
         if isinstance(former, Mapping) and isinstance(value, Mapping):
-            joint = {**former, **value}
-            kept = {key for key in joint if key in value or not _fits(name, key, former) or _fits(name, key, joint)}
-            value = {key: each for key, each in joint.items() if key in kept}
-        result[name] = value
+            result[name] = {**former, **value}
+        else:
+            result[name] = value
+    before, job = job_of(earlier), job_of(result)
+    for name, value in list(result.items()):
+        former, own = earlier.get(name), later.get(name, {})
+        if isinstance(former, Mapping) and isinstance(value, Mapping) and isinstance(own, Mapping):
+            kept = {key for key in value if key in own or not _fits(before, name, key, former) or _fits(job, name, key, value)}
+            result[name] = {key: each for key, each in value.items() if key in kept}
+            if not result[name] and name not in job.sections:
+                del result[name]
     return result
 
 
-def _fits(section: str, name: str, values: Mapping[str, Any]) -> bool:
-    variant = _variant(section, values)
+def _fits(job: type[JobConfig], section: str, name: str, values: Mapping[str, Any]) -> bool:
+    variant = _variant(job, section, values) if section in job.sections else None
     return variant is not None and name in variant.model_fields and not inert(variant, name, values)
 
 
-def _tags(section: str) -> dict[Any, type[Section]]:
+# Sections whose first option tells which variant they are.
+_TAGGED = ("split", "model", "head")
+
+
+def _tags(job: type[JobConfig], section: str) -> dict[Any, type[Section]]:
     """The variants of a section by the value of the tag; those of a section without a tag by None."""
-    tag = _MAIN.get(section) if section != "data" else None
-    return {variant.model_fields[tag].default if tag else None: variant for variant in SECTIONS[section]}
+    tag = _MAIN[section] if section in _TAGGED else None
+    return {variant.model_fields[tag].default if tag else None: variant for variant in job.sections[section]}
 
 
-def _variant(section: str, values: Mapping[str, Any]) -> type[Section] | None:
-    tags = _tags(section)
+def _variant(job: type[JobConfig], section: str, values: Mapping[str, Any]) -> type[Section] | None:
+    tags = _tags(job, section)
     if None in tags:
         return tags[None]
     tag = values.get(_MAIN[section], next(iter(tags)))
     return tags.get(tag) if isinstance(tag, str) else None
 
 
-def _build(section: str, values: Any, problems: list[Problem]) -> Section | None:
+def _build(job: type[JobConfig], section: str, values: Any, problems: list[Problem]) -> Section | None:
     if not isinstance(values, Mapping):
         problems.append(Problem(section, f"got {short(values)}, expected a table of options"))
         return None
-    variant = _variant(section, values)
+    variant = _variant(job, section, values)
     if variant is None:
-        tag, known = _MAIN[section], or_list(sorted(_tags(section)) if section == "model" else _tags(section))
+        tag, tags = _MAIN[section], _tags(job, section)
+        every = {name: of for one in JOBS for name, of in _tags(one, section).items()} if section == "model" else tags
+        # Who asked for the class of another job hears of this one's models alone.
+        tags = tags if values[tag] in list(every) else every
+        known = or_list(sorted(tags) if section == "model" else tags)
         problems.append(Problem(f"{section}.{tag}", f"got {short(values[tag])}, expected {known}"))
         return None
     sound = {}
     for name, value in values.items():
         if name not in variant.model_fields:
-            problems.append(Problem(f"{section}.{name}", _unknown(section, str(name), variant)))
+            problems.append(Problem(f"{section}.{name}", _unknown(job, section, str(name), variant)))
         elif without_effect := inert(variant, name, values, f"{section}."):
             problems.append(Problem(f"{section}.{name}", without_effect))
         else:
@@ -262,14 +434,19 @@ def _build(section: str, values: Any, problems: list[Problem]) -> Section | None
         return None
 
 
-def _unknown(section: str, name: str, variant: type[Section] | None = None) -> str:
-    """What to say of an option that a section has not: which variant has it, or what was probably meant."""
+def _unknown(job: type[JobConfig], section: str, name: str, variant: type[Section] | None = None) -> str:
+    """What to say of an option that a section has not: which variant or job has it, or what was probably meant."""
     if variant is not None:
         tag = _MAIN.get(section)
-        others = [value for value, other in _tags(section).items() if name in other.model_fields]
+        others = [value for value, other in _tags(job, section).items() if name in other.model_fields]
         if others:
             return f"belongs to {section}.{tag} {or_list(others)}, got {spelt(variant.model_fields[str(tag)].default)}"
-    known = list(leaves())
+    dotted = f"{section}.{name}" if section else name
+    for other in JOBS:
+        if other is not job and (dotted in job_leaves(other) or (not section and name in other.sections)):
+            models = _tags(other, "model")
+            return f"belongs to model.name {or_list(models)}, got {or_list(_tags(job, 'model'))}"
+    known = list(job_leaves(job))
     plain = name.replace("-", "_").lower()
     whole = f"{section}.{plain}" if section else plain
     # The option itself may lie in another section; else the name that looks most alike, with its section or without.
@@ -282,7 +459,7 @@ def _unknown(section: str, name: str, variant: type[Section] | None = None) -> s
     last = {dotted.rpartition(".")[2]: dotted for dotted in reversed(known)}
     if close := difflib.get_close_matches(plain.rpartition(".")[2], last, n=1):
         return f"unknown option; did you mean {last[close[0]]}?"
-    return unknown(name, own if section else TrainConfig.model_fields)
+    return unknown(name, own if section else job.model_fields)
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
@@ -300,7 +477,8 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
             raise ConfigError.of([Problem(f"--set {assignment}", text)])
         if name not in known:
             section, _, last = name.rpartition(".")
-            raise ConfigError.of([Problem(f"--set {assignment}", _unknown(section if section in SECTIONS else "", last))])
+            inside = section if section in section_names() else ""
+            raise ConfigError.of([Problem(f"--set {assignment}", _unknown(job_of(values), inside, last))])
         values[name] = parse_text(name, text.strip())
     return values
 
@@ -311,12 +489,15 @@ def parse_text(name: str, text: str) -> Any:
     A TOML literal (`0.2`, `true`, `"quoted"`) means what it says in TOML, any other text is a string. An option that takes
     strings gets the text as it stands, quotes aside, so that an events file may be called `2024`.
     """
-    takes = {kind for _, field in leaves()[name] for kind in kinds(field)}
+    fields = [field for _, field in leaves()[name]]
+    takes = {kind for field in fields for kind in kinds(field)}
     try:
         parsed = tomllib.loads(f"value = {text}")
         value = parsed["value"] if len(parsed) == 1 else text
     except (ValueError, RecursionError):
         value = text
+    if isinstance(value, list) and any(map(takes_several, fields)):
+        return value
     if str in takes:
         return value if isinstance(value, str) else text
     if isinstance(value, str):

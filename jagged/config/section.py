@@ -107,7 +107,18 @@ def _plain(kind: type[Section], name: str, value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     field = kind.model_fields.get(name)
+    if field is not None and takes_several(field):
+        return (value,) if isinstance(value, (str, int)) and not isinstance(value, bool) else _as_tuple(value)
     return None if value == "none" and field is not None and NoneType in kinds(field) else value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def takes_several(field: FieldInfo) -> bool:
+    """Whether a field takes several values of its type; one alone stands for itself."""
+    return get_origin(field.annotation) is tuple
 
 
 def inert(kind: type[Section], name: str, values: Mapping[str, Any], prefix: str = "") -> str:
@@ -125,7 +136,7 @@ def kinds(field: FieldInfo) -> set[type]:
     annotation = field.annotation
     if isinstance(annotation, type):
         return {annotation}
-    return {part if isinstance(part, type) else type(part) for part in get_args(annotation)}
+    return {part if isinstance(part, type) else type(part) for part in get_args(annotation) if part is not Ellipsis}
 
 
 def choices(field: FieldInfo) -> tuple[str, ...]:
@@ -145,6 +156,7 @@ def expected(field: FieldInfo) -> str:
     text = _extra(field).get("expected") or or_list(choices(field))
     if not text:
         text = next((said for kind, said in words.items() if kind in found), "a value of another type")
+        text += " or several" if takes_several(field) else ""
         limits = [
             f"{said} {_number(getattr(limit, name))}"
             for name, said in _BOUNDS.items()
@@ -174,6 +186,8 @@ def or_list(values: Iterable[Any]) -> str:
 
 def spelt(value: Any) -> str:
     """A value as files and flags write it."""
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(spelt, value)) or "none"
     return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

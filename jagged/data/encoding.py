@@ -241,17 +241,25 @@ class Encoders(Mapping[str, Encoder]):
         Raises:
             OSError: it cannot be written, or is there and not empty.
         """
-        names, tables = [], {}
         with new_directory(Path(directory)) as aside:
-            for i, (name, encoder) in enumerate(self.items()):
-                write_column(aside / f"counts-{i}.arrow", encoder.counts)
-                names.append(f"counts-{i}.arrow")
-                if encoder.ids is not None:
-                    encoder.ids.save(aside / f"ids-{i}.arrow")
-                    names.append(f"ids-{i}.arrow")
-                tables[name] = {key: getattr(encoder, key) for key in _PLAIN}
-            statistics = {name: dataclasses.asdict(one) for name, one in self.statistics.items()}
-            write_manifest(aside, names, {"layout": FORMAT_VERSION, "tables": tables, "statistics": statistics})
+            content = self.write(aside)
+            write_manifest(aside, os.listdir(aside), content)
+
+    def write(self, directory: Path, prefix: str = "") -> dict[str, Any]:
+        """Write their files among others; what `read` needs beside them is returned, in plain values.
+
+        Args:
+            directory: where.
+            prefix: before the files' names.
+        """
+        tables = {}
+        for i, (name, encoder) in enumerate(self.items()):
+            write_column(directory / f"{prefix}counts-{i}.arrow", encoder.counts)
+            if encoder.ids is not None:
+                encoder.ids.save(directory / f"{prefix}ids-{i}.arrow")
+            tables[name] = {key: getattr(encoder, key) for key in _PLAIN}
+        statistics = {name: dataclasses.asdict(one) for name, one in self.statistics.items()}
+        return {"layout": FORMAT_VERSION, "tables": tables, "statistics": statistics}
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Encoders:
@@ -263,14 +271,28 @@ class Encoders(Mapping[str, Encoder]):
         directory = Path(directory)
         with errors_as(DataError):
             manifest = verify(directory)
-        content = manifest.content
+        return cls.read(directory, manifest.content, directory / MANIFEST)
+
+    @classmethod
+    def read(cls, directory: Path, content: Mapping[str, Any], where: Path, prefix: str = "") -> Encoders:
+        """Read what `write` wrote; the files were verified.
+
+        Args:
+            directory, prefix: as `write` had them.
+            content: what it returned.
+            where: the file that `content` was in, for messages.
+
+        Raises:
+            DataError: the content fits no files, with `where`.
+        """
         tables = {}
         try:
             if content["layout"] != FORMAT_VERSION:
                 raise ValueError(f"layout {content['layout']}")
             for i, (name, entry) in enumerate(content["tables"].items()):
-                (counts,) = read_column(directory / f"counts-{i}.arrow", "int64")
-                ids = Vocabulary.load(directory / f"ids-{i}.arrow") if entry["encoding"] == "vocabulary" else None
+                (counts,) = read_column(directory / f"{prefix}counts-{i}.arrow", "int64")
+                is_vocabulary = entry["encoding"] == "vocabulary"
+                ids = Vocabulary.load(directory / f"{prefix}ids-{i}.arrow") if is_vocabulary else None
                 tables[name] = Encoder(counts=counts, ids=ids, **{key: entry[key] for key in _PLAIN})
                 if len(counts) != entry["size"] or (ids is not None and len(ids) + FIRST != entry["size"]):
                     raise ValueError(f"{len(counts)} counts in the table {name}")
@@ -281,9 +303,7 @@ class Encoders(Mapping[str, Encoder]):
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             # A manifest made by other hands.
-            raise refuse(
-                directory / MANIFEST, shown(str(error)), f"encoders of version {FORMAT_VERSION}", "save them again"
-            ) from None
+            raise refuse(where, shown(str(error)), f"encoders of version {FORMAT_VERSION}", "save them again") from None
         return cls(tables, statistics)
 
 

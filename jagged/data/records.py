@@ -8,6 +8,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -91,6 +92,7 @@ class Dataset(Columns):
         on_error: str = "stop",
         format: str = "auto",
         delimiter: str | None = None,
+        optional: Sequence[str] = (),
         progress: bool = True,
         **words: Any,
     ) -> Dataset:
@@ -112,7 +114,7 @@ class Dataset(Columns):
                 m, counted again until no row goes. A missing user or candidate has no rows. Events of `events` do not count, and
                 none goes.
             history: "events": a row knows its user's earlier rows. Or a list column, or several, of ids of candidates, whose
-                table they share. Or both.
+                table they share. Or both. "auto" is "events" where the schema has a user, a candidate and a time.
             history_delay: how long it takes until an event is known: a row knows events with time < its own - this. In the unit
                 of the rows' times, or a `timedelta` where they are calendar times.
             ties: "out", or "before": a row also knows the rows of its user at its own time that stand before it in the source.
@@ -129,6 +131,7 @@ class Dataset(Columns):
                 row, of at most 1 % of the rows. What cannot be cut into rows always stops, such as a stray quote in a field that
                 begins with a quote.
             format, delimiter: of files, as `open_table` takes them.
+            optional: columns of `schema` that the table may lack.
             progress: show a bar on a terminal for what takes longer than two seconds.
             **words: columns by kind, which win over the schema: as `Schema.with_words` takes them, for example `label="click"`.
 
@@ -142,8 +145,14 @@ class Dataset(Columns):
 
         histories = [history] if isinstance(history, str) else list(history or ())
         is_beside = events is not None
+        if is_auto := "auto" in histories:
+            histories = [name for name in histories if name != "auto"]
         if not is_beside and (event_schema is not None or event_words is not None):
             raise ValueError("event_schema, event_words: given without events=, which they are for")
+        # What is for histories tells that there are some.
+        for_them = (history_delay, ties != "out", event_labels, event_lists, event_types is not None, event_weights is not None)
+        if is_auto and any(for_them):
+            histories.append("events")
         gathered = "events" if is_beside or "events" in histories else None
         options = Options(
             duplicates, dict(min_events or {}), gathered, history_delay, ties, _several(event_labels), split, on_error,
@@ -159,7 +168,12 @@ class Dataset(Columns):
             histories = [name for name in histories if name != "events"]
             with steps("Inferring", 1, progress) as step:
                 step("what columns are for")
-                schema = fitting(table, schema_for(table, given, history=histories or None, **words), options)
+                if given is not None:
+                    given = Schema(tuple(one for one in given.columns if one.name in table.types or one.name not in optional))
+                schema = schema_for(table, given, history=histories or None, **words)
+                if is_auto and all(schema.one(kind) for kind in (Kind.USER, Kind.CANDIDATE, Kind.TIME)):
+                    options = replace(options, history="events")
+                schema = fitting(table, schema, options)
             log = None
             if is_beside:
                 beside_it = add_table(table, events, "events", skipped=unread[1], progress=progress)

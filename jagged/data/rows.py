@@ -13,16 +13,19 @@ from jagged.data.dataset import SequenceDataset
 from jagged.data.errors import refuse, shown
 from jagged.data.events import read_events
 from jagged.data.expressions import LISTS
-from jagged.data.schema import WITH_IDS, Column, Kind
+from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 
 if TYPE_CHECKING:
+    from jagged.data.logs import Columns
     from jagged.data.records import Dataset
 
 _ROWS = 1 << 16
 _TIMES = {"number": pa.int64(), "naive": pa.timestamp("us"), "zoned": pa.timestamp("us", "UTC")}
 
 
-def reader(dataset: Dataset, names: Sequence[str] | None = None, positive: str | None = None) -> pa.RecordBatchReader:
+def reader(
+    dataset: Dataset, names: Sequence[str] | None = None, positive: str | None = None, table: Columns | None = None
+) -> pa.RecordBatchReader:
     """Stream the rows in their order, by user and time; a missing value is a null.
 
     Ids are the user's own; of requests, whose ids are not kept, each has a number. Numbers, labels and weights are float32.
@@ -31,17 +34,19 @@ def reader(dataset: Dataset, names: Sequence[str] | None = None, positive: str |
         dataset: whose rows.
         names: columns; None for all.
         positive: a label; only rows in which it is above 0.
+        table: the event table beside the rows, in their place; its ids are the dataset's.
     """
-    columns = [dataset.schema[name] for name in names or dataset.schema.names]
+    of = table or dataset
+    columns = [of.schema[name] for name in names or of.schema.names]
     schema = pa.schema([(column.name, _type(dataset, column)) for column in columns])
 
     def batches() -> Iterator[pa.RecordBatch]:
-        for first in range(0, len(dataset), _ROWS):
-            last = min(first + _ROWS, len(dataset))
-            found = pa.record_batch([_values(dataset, column, first, last) for column in columns], schema=schema)
+        for first in range(0, len(of), _ROWS):
+            last = min(first + _ROWS, len(of))
+            found = pa.record_batch([_values(dataset, of, column, first, last) for column in columns], schema=schema)
             if positive is not None:
                 # A missing label is no number, and not above 0 either.
-                found = found.filter(pa.array(dataset.column(positive)[first:last] > 0))
+                found = found.filter(pa.array(of.column(positive)[first:last] > 0))
             yield found
 
     return pa.RecordBatchReader.from_batches(schema, batches())
@@ -78,10 +83,26 @@ def _type(dataset: Dataset, column: Column) -> pa.DataType:
     return pa.large_list(kind) if column.kind in LISTS else kind
 
 
-def _values(dataset: Dataset, column: Column, first: int, last: int) -> pa.Array:
+def events(dataset: Dataset) -> tuple[pa.RecordBatchReader, Schema] | None:
+    """The events that a dataset's histories are views of, as a table to stand beside other rows; None without histories.
+
+    Its columns are those that tell whose an event is and when it was, and those that it shows.
+    """
+    log = dataset.events
+    if log is None:
+        return None
+    told = (Kind.USER, Kind.CANDIDATE, Kind.TIME, Kind.EVENT)
+    named = {*log.labels, log.weights}
+    columns = [one for one in log.table.schema.columns if one.kind in told or log.shows(one) or one.name in named]
+    named |= {one.weights for one in columns}
+    columns = [one for one in log.table.schema.columns if one in columns or one.name in named]
+    return reader(dataset, [one.name for one in columns], table=log.table), Schema(tuple(columns))
+
+
+def _values(dataset: Dataset, of: Columns, column: Column, first: int, last: int) -> pa.Array:
     if column.kind not in LISTS:
-        return _plain(dataset, column, dataset.column(column.name)[first:last])
-    offsets, values = dataset.list_column(column.name)
+        return _plain(dataset, column, of.column(column.name)[first:last])
+    offsets, values = of.list_column(column.name)
     ends = offsets[first : last + 1]
     inner = _plain(dataset, column, values[ends[0] : ends[-1]])
     # A missing list is stored as a list of one missing value.

@@ -165,7 +165,7 @@ def split_rows(
     minimum = _minimum_counts(minimum_counts, _vocabularies(dataset))
     with steps("Splitting", 3 + len(dataset.tables) + len(dataset.with_statistics), progress) as step:
         step(f"by {by}")
-        rows, counts = _rows_of_parts(dataset, by, valid, test, seed)
+        rows, counts = rows_of_parts(dataset, by, valid, test, seed)
         step("what training sees")
         support = _Support(dataset, rows[0])
         tables, statistics = {}, {}
@@ -188,7 +188,7 @@ def _vocabularies(dataset: Dataset) -> list[str]:
     return [name for name, columns in dataset.tables.items() if columns[0].encoding == "vocabulary"]
 
 
-def _rows_of_parts(dataset: Dataset, by: str, valid: float, test: float, seed: int) -> tuple[list[IntArray], dict[str, int]]:
+def rows_of_parts(dataset: Dataset, by: str, valid: float, test: float, seed: int) -> tuple[list[IntArray], dict[str, int]]:
     """The rows of training, validation and test, and how many there are, with what the way of splitting notes."""
     parts, notes = _WAYS[by](dataset, valid, test, seed)
     # What was looked at is mapped anew where it is needed: a split is no larger than what it keeps and one column.

@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from jagged import artifacts
 from jagged.artifacts import FLOATS, CheckpointError, Described, Expected, errors_as, message, shown
-from jagged.config import ConfigError, TrainConfig, TrainerConfig
-from jagged.data import DataError, Vocabulary
+from jagged.config import ConfigError, RankingConfig, RunOptions, TrainConfig
+from jagged.data import DataError, Encoders, Schema, Vocabulary
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec, build, build_empty, name_of
 
@@ -28,6 +28,10 @@ CONFIG = "config.json"
 SPLIT = "split.json"
 METRICS = "metrics.json"
 HISTORY = "history.jsonl"
+SCHEMA = "schema.toml"
+EVENT_SCHEMA = "event_schema.toml"
+ENCODERS = "encoders.json"
+_ENCODER_FILES = "encoders-"
 FORMAT_VERSION = 1
 
 # Arguments that leave no trace in the weights, a number of heads or a window, may be larger than a tiny model's tensors.
@@ -53,6 +57,33 @@ class Pretrained:
     model: SASRec
     items: Vocabulary
     config: TrainConfig | None
+    split: dict[str, Any]
+    metrics: dict[str, Any]
+    history: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class PretrainedTask:
+    """A task on a table that was read from a directory, and what is needed to give it other rows.
+
+    Attributes:
+        directory: where it was read.
+        task: in eval mode.
+        encoders: from ids to its numbers, and the statistics of numbers.
+        schema: of the rows it was trained on.
+        event_schema: of an event table beside them; None without.
+        config: of the run that trained it.
+        split: rule, counts, cut times, fingerprint, versions and hardware.
+        metrics: validation and test figures by group.
+        history: a row for each validation of the run.
+    """
+
+    directory: Path
+    task: Any
+    encoders: Encoders
+    schema: Schema
+    event_schema: Schema | None
+    config: RankingConfig
     split: dict[str, Any]
     metrics: dict[str, Any]
     history: list[dict[str, Any]]
@@ -107,9 +138,13 @@ def save_task(
     task: nn.Module,
     directory: str | os.PathLike[str],
     *,
-    config: TrainerConfig | None = None,
+    config: RunOptions | None = None,
+    split: Mapping[str, Any] | None = None,
     metrics: Mapping[str, Any] | None = None,
     history: Sequence[Mapping[str, Any]] | None = None,
+    encoders: Encoders | None = None,
+    schema: Schema | None = None,
+    event_schema: Schema | None = None,
 ) -> None:
     """Write a task's kept weights into a directory that `load_task` opens, as `save_pretrained` does.
 
@@ -118,17 +153,57 @@ def save_task(
     Args:
         task: a `RankingTask`.
         directory: made where it does not exist.
-        config, metrics, history: what is kept beside it, where given.
+        config, split, metrics, history: what is kept beside it, where given.
+        encoders, schema, event_schema: of the table it was trained on, where given; `open_task` needs the first two, a name
+            and a config.
 
     Raises:
         CheckpointError: the directory could not be written.
     """
     kept = task.kept
-    documents = {CONFIG: config and config.model_dump(), METRICS: metrics}
+
+    def more(aside: Path) -> None:
+        for file, one in ((SCHEMA, schema), (EVENT_SCHEMA, event_schema)):
+            if one is not None:
+                (aside / file).write_text(one.to_toml(), encoding="utf-8")
+        if encoders is not None:
+            (aside / ENCODERS).write_bytes(artifacts.dump_json(encoders.write(aside, _ENCODER_FILES)))
+
+    documents = {CONFIG: config and config.model_dump(), SPLIT: split, METRICS: metrics}
     name = name_of(kept)  # type: ignore[arg-type]
     # What is built by no name needs no arguments; its `config` may be anything.
     arguments = getattr(kept, "config", {}) if name else {}
-    _save(kept, Path(directory), name, arguments, documents, history)  # type: ignore[arg-type]
+    _save(kept, Path(directory), name, arguments, documents, history, more)  # type: ignore[arg-type]
+
+
+def open_task(directory: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> PretrainedTask:
+    """Open what `train` left of a run on a table, after verifying every listed file. Needs no GPU.
+
+    Args:
+        directory: the directory.
+        device: where the task goes.
+
+    Raises:
+        CheckpointError: a file is missing, damaged or not what it should be; the message names it.
+    """
+    with errors_as(CheckpointError, ConfigError, DataError):
+        directory, listed = _verified(directory, (WEIGHTS, MODEL), "model")
+        if ENCODERS not in listed and ITEMS in listed:
+            raise CheckpointError(f"{directory}: holds a model of sequences; open it by Recommender.from_pretrained")
+        for file in (ENCODERS, SCHEMA, CONFIG, SPLIT):
+            if file not in listed:
+                raise CheckpointError(f"{directory / file}: missing: the directory holds no model that was trained on a table")
+        documents = {file: artifacts.read_json(directory / file) for file in (SPLIT, METRICS) if file in listed}
+        history = artifacts.read_json_lines(directory / HISTORY) if HISTORY in listed else []
+        config = RankingConfig.load(directory / CONFIG)
+        content = artifacts.read_json(directory / ENCODERS)
+        encoders = Encoders.read(directory, content, directory / ENCODERS, _ENCODER_FILES)
+        event_schema = Schema.load(directory / EVENT_SCHEMA) if EVENT_SCHEMA in listed else None
+        schema = Schema.load(directory / SCHEMA)
+        task = _read_model(directory).to(device).eval()
+    return PretrainedTask(
+        directory, task, encoders, schema, event_schema, config, documents[SPLIT], documents.get(METRICS, {}), history
+    )
 
 
 def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: torch.device | str = "cpu") -> Any:
@@ -199,7 +274,11 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
         CheckpointError: a file is missing, damaged or not what it should be; the message names it.
     """
     with errors_as(CheckpointError, ConfigError, DataError):
-        directory, listed = _verified(directory, (WEIGHTS, MODEL, ITEMS), "model")
+        directory, listed = _verified(directory, (WEIGHTS, MODEL), "model")
+        if ITEMS not in listed and ENCODERS in listed:
+            raise CheckpointError(f"{directory}: holds a model of a table's requests; open it by Ranker.from_pretrained")
+        if ITEMS not in listed:
+            raise CheckpointError(f"{directory / ITEMS}: missing: the directory holds no model")
         documents = {file: artifacts.read_json(directory / file) for file in (SPLIT, METRICS) if file in listed}
         history = artifacts.read_json_lines(directory / HISTORY) if HISTORY in listed else []
         config = TrainConfig.load(directory / CONFIG) if CONFIG in listed else None

@@ -6,10 +6,11 @@ import os
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from jagged.artifacts import CheckpointError, errors_as, read_json
-from jagged.config import TrainConfig
-from jagged.metrics import IN_WORDS, RunMetrics, shown_figure
+from jagged.config import RankingConfig, load_config
+from jagged.metrics import IN_WORDS, RunMetrics, in_words, is_slice_group, shown_figure
 from jagged.models.pretrained import CONFIG, METRICS, SPLIT
 
 # What of a dataset's notes says that something was left out, and how it is told.
@@ -20,6 +21,14 @@ _LEFT_OUT = {
     "skipped_rows": "malformed rows",
 }
 _NAMED = {"skipped_rows_first": "malformed:", "columns_not_used": "columns not used:", "files_left_out": "files not read:"}
+# The same of a table's rows.
+_ROWS_LEFT_OUT = {
+    "bad": "malformed rows",
+    "duplicates": "duplicates of rows",
+    "below min_events": "rows of users and candidates that have too few",
+}
+_PARTS = {"train": "training", "valid": "validation", "test": "the test"}
+_SHOWN_FIGURES = ("auc", "gauc", "logloss", "ne", "calibration")
 _SHOWN = 3
 
 
@@ -36,7 +45,10 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     path = Path(directory)
     with errors_as(CheckpointError):
         split, metrics = read_json(path / SPLIT), RunMetrics.from_json(read_json(path / METRICS))
-    source = TrainConfig.load(path / CONFIG).data.path or "the built-in sample"
+    config = load_config(path / CONFIG)
+    source = config.data.path or "the built-in sample"
+    if isinstance(config, RankingConfig):
+        return _of_requests(path, source, split, metrics)
     reached = ", ".join(f"{shown_figure(group[metrics.monitor])} with {IN_WORDS[name]}" for name, group in metrics.test.items())
     best, name = metrics.best, shlex.quote(str(path))
     assert best is not None
@@ -48,6 +60,28 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
         f"with {IN_WORDS[best.group]}",
         f"next     jagged evaluate {name}",
         f"         jagged recommend {name} histories.csv",
+    ]
+
+
+def _of_requests(path: Path, source: str, split: dict[str, Any], metrics: RunMetrics) -> list[str]:
+    best, name, reading = metrics.best, shlex.quote(str(path)), split["reading"]
+    assert best is not None
+    left_out = [f"{reading[key]:,} {words}" for key, words in _ROWS_LEFT_OUT.items() if reading.get(key)]
+    rows = ", ".join(f"{count:,} for {_PARTS[part]}" for part, count in split["rows"].items())
+    reached = [
+        f"{in_words(group)}: {', '.join(f'{figure} {shown_figure(figures[figure])}' for figure in _SHOWN_FIGURES if figure in figures)}"
+        for group, figures in metrics.test.items()
+        if "auc" in figures and not is_slice_group(group)
+    ]
+    return [
+        f"read     {reading['rows']:,} rows from {source}",
+        *([f"         left out {', '.join(left_out)}"] if left_out else []),
+        f"split    by {split['name']}: {rows}",
+        *(f"{'reached' if not number else '':<8} test, {line}" for number, line in enumerate(reached)),
+        f"kept     {path}: weights of epoch {best.epoch}, validation {metrics.monitor} {best.value:.4f}",
+        f"next     jagged evaluate {name}",
+        f"         jagged predict {name} rows.csv --output scores.parquet",
+        f"         jagged report {name}",
     ]
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import ConfigError, TrainConfig
+from jagged.config import ConfigError, RankingConfig, TrainConfig, load_config
 from jagged.data import BatchLoader, Dataset, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
@@ -34,7 +34,7 @@ DATASET = "dataset"
 
 
 def train(
-    config: TrainConfig | None = None,
+    config: TrainConfig | RankingConfig | None = None,
     dataset: Any = None,
     *,
     callbacks: Sequence[Callback] = (),
@@ -44,6 +44,8 @@ def train(
 ) -> TrainResult:
     """Train a model, keep its best weights, test them, and leave one directory that stands alone.
 
+    A `TrainConfig` trains on users' events, a `RankingConfig` on a table's requests with candidates.
+
     In one process or under torchrun, on the CPU or on GPUs. On the CPU the same seed gives the same weights bit for bit, also
     when the run was killed and resumed, in the middle of an epoch too, and with any number of loader workers.
 
@@ -51,8 +53,8 @@ def train(
 
     Args:
         config: what to train, on what, how, and where to; the defaults without one, or those of the run that goes on.
-        dataset: the events, as a `SequenceDataset`, a path, or a table in memory (a frame of pandas or polars, an Arrow table),
-            which is read as `config.data` says and not changed; by default `config.data.path` is read, or the built-in sample
+        dataset: the events, as a `SequenceDataset` (of a `RankingConfig` the rows, as a `Dataset`), a path, or a table in memory
+            (a frame of pandas or polars, an Arrow table), which is read as `config.data` says and not changed; by default `config.data.path` is read, or the built-in sample
             where that is None.
         callbacks: called while the run goes.
         resume: the directory of a run, which needs no other argument: its configuration and its events are there. Or true: go on
@@ -70,7 +72,12 @@ def train(
     if not isinstance(resume, bool):
         config, dataset = _going_on(Path(resume), config, dataset)
         resume = True
-    config = resolved(config or TrainConfig())
+    config = config or TrainConfig()
+    if isinstance(config, RankingConfig):
+        from jagged.runs.ranking.training import train_ranking
+
+        return train_ranking(config, dataset, callbacks=callbacks, resume=resume, dry_run=dry_run, progress=progress)
+    config = resolved(config)
     directory = Path(config.output)
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
         if not dry_run:
@@ -119,7 +126,9 @@ def train(
         return replace(result, forecast=expected)
 
 
-def _going_on(run: Path, config: TrainConfig | None, dataset: Any) -> tuple[TrainConfig, Any]:
+def _going_on(
+    run: Path, config: TrainConfig | RankingConfig | None, dataset: Any
+) -> tuple[TrainConfig | RankingConfig | None, Any]:
     """The configuration and the events of a run that goes on: its own, where no others are given."""
     if config is not None and Path(config.output) != run:
         raise ConfigError(f"resume: got {run}, expected config.output ({config.output})")
@@ -127,9 +136,10 @@ def _going_on(run: Path, config: TrainConfig | None, dataset: Any) -> tuple[Trai
         if config is None:
             raise ConfigError(f"resume: {run} holds no run; to start one there give its configuration, too")
         return config, dataset
-    kept = TrainConfig.load(run / CONFIG, {"output": run})
+    kept = load_config(run / CONFIG, {"output": run})
     config = config or kept
-    if dataset is None and config.data == kept.data and (run / DATASET).is_dir():
+    # A run on a table looks for its own.
+    if isinstance(kept, TrainConfig) and dataset is None and config.data == kept.data and (run / DATASET).is_dir():
         dataset = SequenceDataset.load(run / DATASET)
     return config, dataset
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from jagged.config import TrainConfig
+from jagged.config import RankingConfig, TrainConfig
 from jagged.data import BatchLoader, SequenceSplit
+from jagged.data.negatives import Drawing
 from jagged.evaluation import takes_times
 from jagged.models import NextItemTask
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
 from jagged.training.processes import Processes
+
+if TYPE_CHECKING:
+    from jagged.data import Part
+    from jagged.data.table_loader import RequestLoader
 
 # A probe of this many samples has every tensor of a step, and costs next to nothing.
 _PROBE_SAMPLES = 8
@@ -41,6 +47,7 @@ class Forecast:
         evaluation: the bound on scores while evaluating, and with several processes a whole item table.
         graphs: the steps are replayed as CUDA graphs, which keep the memory of gradients and activations between steps too.
         samples, tokens: of a usual step.
+        counted: what samples and tokens are, in words.
         steps_per_epoch, max_steps: of this process; early stopping may end before the latter.
     """
 
@@ -58,6 +65,7 @@ class Forecast:
     tokens: float
     steps_per_epoch: int
     max_steps: int
+    counted: tuple[str, str] = ("users", "events")
 
     @property
     def peak(self) -> int:
@@ -75,8 +83,8 @@ class Forecast:
                 f"best weights {_size(self.parameters)}, "
                 f"optimizer {_size(self.optimizer)}, gradients {_size(self.gradients)}, activations {_size(self.activations)}, "
                 f"a checkpoint being written {_size(self.checkpoint)}, evaluation up to {_size(self.evaluation)}",
-                f"          {self.steps_per_epoch:,} steps an epoch of about {self.samples:,.0f} users and {self.tokens:,.0f} "
-                f"events, at most {self.max_steps:,} steps",
+                f"          {self.steps_per_epoch:,} steps an epoch of about {self.samples:,.0f} {self.counted[0]} and "
+                f"{self.tokens:,.0f} {self.counted[1]}, at most {self.max_steps:,} steps",
             )
         )
 
@@ -130,6 +138,41 @@ def forecast(
     )
 
 
+def forecast_requests(
+    config: RankingConfig, part: Part, loader: RequestLoader, task: nn.Module, processes: Processes
+) -> Forecast:
+    """Forecast a run on a table's requests in the same way; its tokens are events of histories and candidates."""
+    device, world_size = processes.device, processes.world_size
+    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters() if parameter.requires_grad]
+    drawing = Drawing.of(part.dataset, part.training, config.data.negatives, config.data.negatives_by, config.seed)
+    rows = torch.from_numpy(part.sizes(config.data.max_history, drawing)).double()
+    steps = loader.num_batches(0)
+    samples, tokens = len(rows) / (steps * world_size), float(rows.sum()) / (steps * world_size)
+    # Four standard deviations above the mean, and never more than can be.
+    most = tokens + 4 * float(rows.std(correction=0)) * math.sqrt(samples)
+    most = min(most, float(config.training.max_tokens or config.training.batch_size * float(rows.max())))
+    probe = part.gather(range(min(_PROBE_SAMPLES, len(rows))), max_history=config.data.max_history, **config.data.drawing())
+    probed = max(1, int(rows[: len(probe)].sum()))
+    kept = _kept_bytes(task, probe.to(device), config.precision, device) / probed
+    return Forecast(
+        device=device.type,
+        present=memory_in_use(device),
+        parameters=sum(sizes),
+        elsewhere=0,
+        gradients=sum(sizes),
+        optimizer=2 * sum(sizes),
+        activations=int(1.6 * most * kept),
+        checkpoint=0,
+        evaluation=int(kept * tokens / samples * config.evaluation.eval_batch_size),
+        graphs=False,
+        samples=samples,
+        tokens=tokens,
+        steps_per_epoch=steps,
+        max_steps=-(-steps // config.training.accumulate) * config.training.max_epochs,
+        counted=("requests", "events and candidates"),
+    )
+
+
 def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module, precision: str, device: torch.device) -> float:
     probe = BatchLoader(
         split.train,
@@ -140,6 +183,11 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
         with_times=takes_times(task.model),
     )
     batch = next(iter(probe)).to(device)
+    return _kept_bytes(task, batch, precision, device) / max(1, batch.targets.numel())
+
+
+def _kept_bytes(task: nn.Module, batch: Any, precision: str, device: torch.device) -> int:
+    """What a forward pass of a batch keeps for its backward."""
     weights = {tensor.untyped_storage().data_ptr() for tensor in (*task.parameters(), *task.buffers())}
     kept: dict[int, int] = {}
 
@@ -159,10 +207,10 @@ def _bytes_per_token(config: TrainConfig, split: SequenceSplit, task: nn.Module,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16-mixed"),
     ):
-        loss, scores = task(batch)
+        output = task(batch)
     task.train(was_training)
-    del loss, scores
-    return sum(kept.values()) / max(1, batch.targets.numel())
+    del output
+    return sum(kept.values())
 
 
 def _is_weight_copy(tensor: Tensor, task: nn.Module) -> bool:

@@ -90,13 +90,19 @@ def test_every_option_is_a_flag_with_its_default_and_description(monkeypatch: py
     assert headings == ["Most used", "Run", "Data", "Split", "Model", "Head", "Training", "Evaluation"]
     first = text.split("╰")[0]
     assert [word for word in first.split() if word.startswith("--")] == [
-        "--data.path", "--data", "--output", "--training.max-epochs", "--device", "--seed", "--resume", "--config"
+        "--data.path", "--data", "--data.label", "--label", "--data.candidate", "--candidate", "--output",
+        "--training.max-epochs", "--device", "--seed", "--resume", "--config",
     ]  # fmt: skip
     for line in (
         "--training.learning-rate NUMBER peak learning rate of AdamW [default: 0.001]",
         "--device auto|cpu|cuda auto: the GPU where there is one [default: auto]",
         "--head.num-negatives INTEGER sampled; sampler uniform, popularity or mixed: negatives drawn [default: 256]",
-        "--split.valid-fraction NUMBER global-time: the fraction of events used for validation [default: 0.1]",
+        "--split.valid-fraction NUMBER global-time: the fraction of events used for validation [default: 0.1]; "
+        "time or user: the share used for validation [default: 0.1]",
+        "--split.type --split leave-one-out|global-time|time|user|column how validation and test are held out "
+        "[default: leave-one-out; ranking: time]",
+        "--training.max-epochs INTEGER most passes over the training data [default: 60; ranking: 20]",
+        "--data.label --label TEXT ranking: column that is a label, 0 to 1; may be repeated [default: none]",
     ):
         assert line in words
 

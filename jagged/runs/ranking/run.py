@@ -1,0 +1,199 @@
+"""Open what training on a table left in a directory: model, schema, encoders, configuration and data."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from jagged.config import ByColumn, ConfigError, RankingConfig
+from jagged.data import DataError, Dataset, Encoders, Kind, Part, Schema, Split
+from jagged.data.errors import refuse, shown
+from jagged.data.negatives import TrainingEvents
+from jagged.data.records import PARTS
+from jagged.data.rows import events
+from jagged.data.table_splits import rows_of_parts
+from jagged.evaluation import bar
+from jagged.models.pretrained import PretrainedTask, open_task
+from jagged.runs.run import find_device
+
+DATASET = "dataset"
+FloatArray = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class RankingRun:
+    """A trained ranking model with everything that is needed to use it.
+
+    Attributes:
+        opened: what lies in the directory; its task is on `device`.
+    """
+
+    opened: PretrainedTask
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> RankingRun:
+        """Open a directory that `train` wrote, after verifying its files.
+
+        Raises:
+            ConfigError: an unknown device, or one that is not there.
+            CheckpointError: the directory holds no such model, or a file of it is damaged.
+        """
+        return cls(open_task(directory, device=find_device(device)))
+
+    @property
+    def directory(self) -> Path:
+        """Where it was opened."""
+        return self.opened.directory
+
+    @property
+    def model(self) -> Any:
+        """In eval mode."""
+        return self.opened.task
+
+    @property
+    def schema(self) -> Schema:
+        """Of the rows it was trained on."""
+        return self.opened.schema
+
+    @property
+    def encoders(self) -> Encoders:
+        """From ids to the model's numbers."""
+        return self.opened.encoders
+
+    @property
+    def config(self) -> RankingConfig:
+        """The resolved configuration of its training."""
+        return self.opened.config
+
+    @property
+    def has_histories(self) -> bool:
+        """Whether its histories are gathered from events."""
+        return self.opened.split["history"] is not None
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        """The rows that it was trained, validated and tested on.
+
+        Raises:
+            ConfigError: the directory has none.
+            DataError: they are damaged.
+        """
+        kept = self.directory / DATASET
+        if not kept.is_dir():
+            raise ConfigError(f"{self.directory}: holds no table (dataset/); name the table to use")
+        return Dataset.load(kept)
+
+    def part(self, name: str) -> Part:
+        """Rows that were held out, or trained on, by the run's own split."""
+        rows = rows_of_parts(self.dataset, **_splitting(self.config))[0]
+        chosen = rows[PARTS.index(name)]
+        # What the model knows, whatever a new fit would give.
+        return Part(self.dataset, chosen, self.encoders, training=TrainingEvents(self.dataset, rows[0]))
+
+    def read(
+        self, table: Any, events_table: Any = None, *, labels: bool, format: str = "auto", progress: bool = True
+    ) -> Dataset:
+        """Read rows as the run's were, each of them, with the events that are known of their users.
+
+        Args:
+            table: as `Dataset.from_table` takes it; with the columns of `schema`, but without labels where none are asked for.
+            events_table: that histories are gathered from; None for the run's own.
+            labels: whether the rows' labels are needed.
+            format: of files.
+            progress: show bars after two seconds.
+
+        Raises:
+            DataError: the table cannot be used.
+            ConfigError: events are needed, and the directory has none.
+        """
+        left_out = () if labels else (Kind.LABEL, Kind.WEIGHT)
+        schema = Schema(tuple(one for one in self.schema.columns if one.kind not in left_out))
+        beside: dict[str, Any] = {}
+        if self.has_histories:
+            found = events(self.dataset) if events_table is None else (events_table, self._event_schema)
+            assert found is not None
+            told = self.opened.split
+            names = ("event_labels", "event_lists", "event_weights")
+            beside = {"events": found[0], "event_schema": found[1], **{name: told[name] for name in names}}
+            beside["history_delay"] = self.opened.split["history"]["delay"]
+        elif events_table is not None:
+            raise ConfigError(f"{self.directory}: the model reads no histories of events; leave events out")
+        optional = [one.name for one in schema.of_kind(Kind.REQUEST, Kind.WEIGHT)]
+        dataset = Dataset.from_table(
+            table, schema, optional=optional, duplicates="keep", format=format, progress=progress, **beside
+        )
+        if dataset.time_kind != (kind := self.opened.split["time_kind"]):
+            raise refuse(
+                "table", f"times of kind {shown(dataset.time_kind)}", f"{shown(kind)}, as the model was trained on", "convert them"
+            )
+        return dataset
+
+    @property
+    def _event_schema(self) -> Schema | None:
+        if self.opened.event_schema is not None:
+            return self.opened.event_schema
+        found = events(self.dataset) if (self.directory / DATASET).is_dir() else None
+        return None if found is None else found[1]
+
+    def scores(self, part: Part, *, batch_size: int | None = None, progress: bool = True) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Batches of a part in its order, each with the model's predictions by task, `[S]`."""
+        loader = part.loader(
+            batch_size=batch_size or self.config.evaluation.eval_batch_size, max_history=self.config.data.max_history
+        )
+        for batch in bar(loader, progress):
+            yield batch, self.model.predict(batch)
+
+    def predict(self, dataset: Dataset, *, batch_size: int | None = None, progress: bool = True) -> dict[str, FloatArray]:
+        """By task the predictions of a dataset's rows in the order of its source, float32 `[n]`."""
+        part = Part(dataset, encoders=self.encoders)
+        found = {name: np.full(len(dataset), np.nan, np.float32) for name in self.model.tasks}
+        for batch, predictions in self.scores(part, batch_size=batch_size, progress=progress):
+            places = dataset.source[batch.rows.cpu().numpy()]
+            for name, values in predictions.items():
+                found[name][places] = values.float().cpu().numpy()
+        return found
+
+
+def split_dataset(config: RankingConfig, dataset: Dataset, *, progress: bool = True) -> Split:
+    """Split a table's rows as a configuration says.
+
+    Raises:
+        DataError: the table lacks what the split goes by, or a part has no row.
+    """
+    options = _splitting(config)
+    found: Split = dataset.split(
+        options["by"],
+        valid=options["valid"],
+        test=options["test"],
+        seed=config.seed,
+        minimum_counts=config.data.min_count,
+        progress=progress,
+    )
+    for name, part in (("validation", found.valid), ("test", found.test)):
+        if not len(part.rows):
+            raise DataError(f"split by {options['by']}: no row for {name}; give more rows, or split otherwise")
+    return found
+
+
+def split_column(config: RankingConfig) -> str | None:
+    """The column that says the parts, where one does."""
+    return config.split.column if isinstance(config.split, ByColumn) else None
+
+
+def _splitting(config: RankingConfig) -> dict[str, Any]:
+    return {"by": config.split.type, "valid": 0.1, "test": 0.1, "seed": config.seed, **config.split.splitting()}
+
+
+def hardware(device: torch.device) -> dict[str, str]:
+    """What a run computes on, in words."""
+    found = {"machine": platform.machine(), "cores": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    return {**found, "gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else found
