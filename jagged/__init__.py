@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from jagged.config import RankingConfig as RankingConfig
     from jagged.config import TrainConfig as TrainConfig
     from jagged.diagnosis import doctor as doctor
     from jagged.runs.evaluating import evaluate as evaluate
+    from jagged.runs.ranking.predicting import Ranker as Ranker
+    from jagged.runs.ranking.predicting import predict as predict
     from jagged.runs.recommending import Recommender as Recommender
     from jagged.runs.recommending import recommend as recommend
     from jagged.runs.reporting import report as report
@@ -22,10 +25,13 @@ if TYPE_CHECKING:
     from jagged.tuning import tune as tune
 
 _WHERE = {
+    "Ranker": "jagged.runs.ranking.predicting",
+    "RankingConfig": "jagged.config",
     "TrainConfig": "jagged.config",
     "Recommender": "jagged.runs.recommending",
     "doctor": "jagged.diagnosis",
     "evaluate": "jagged.runs.evaluating",
+    "predict": "jagged.runs.ranking.predicting",
     "recommend": "jagged.runs.recommending",
     "report": "jagged.runs.reporting",
     "train": "jagged.runs.training",
@@ -33,7 +39,19 @@ _WHERE = {
 }
 _SUBPACKAGES = ("data", "models", "modules", "ops", "runs", "training")
 
-__all__ = ["Recommender", "TrainConfig", "doctor", "evaluate", "recommend", "report", "train", "tune"]
+__all__ = [
+    "Ranker",
+    "RankingConfig",
+    "Recommender",
+    "TrainConfig",
+    "doctor",
+    "evaluate",
+    "predict",
+    "recommend",
+    "report",
+    "train",
+    "tune",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,7 +43,7 @@ from jagged.config import (
 
 app = App(
     name="jagged",
-    help="Train, evaluate and use sequence rankers on jagged tensors.",
+    help="Train, evaluate and use ranking models on jagged tensors.",
     version=__version__,
     help_format="plaintext",
     # A list has no flag that empties it, and what may be left out is not shown to be None.
@@ -71,6 +71,7 @@ _Format = Annotated[Literal["auto", "text", "csv", "parquet"], Parameter(help="f
 _Device = Annotated[Literal["auto", "cpu", "cuda"], Parameter(help="auto: the GPU where there is one")]
 _Column = Annotated[str | None, Parameter(help="name of the column, by default the run's")]
 _Directory = Annotated[Path, Parameter(help="a run's directory, as `jagged train` leaves it")]
+_Output = Annotated[Path | None, Parameter(help="table to write: .csv, .parquet or .jsonl; by default csv on standard output")]
 _Columns = Annotated[tuple[str, ...], Parameter(metavar="COLUMN")]
 _Chosen = Annotated[str | None, Parameter(metavar="COLUMN")]
 _Programs = Annotated[int, Parameter(validator=Number(gte=1, lte=64))]
@@ -319,6 +320,13 @@ def evaluate(
     *,
     data: Annotated[Path | None, Parameter(help="events file to evaluate on, by default the run's own data")] = None,
     part: Annotated[Literal["valid", "test"], Parameter(help="the held-out part")] = "test",
+    slice: Annotated[
+        _Columns, Parameter(help="of a run on a table: column of ids whose values have figures of their own, may be repeated")
+    ] = (),
+    events: Annotated[
+        Path | None,
+        Parameter(help="of a run on a table: events that histories of --data are gathered from, by default the run's"),
+    ] = None,
     k: Annotated[tuple[_Count, ...], Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20")] = (),
     filter_viewed: Annotated[
         bool | None,
@@ -332,13 +340,15 @@ def evaluate(
     timestamp_column: _Column = None,
     device: _Device = "auto",
 ) -> None:
-    """Rank the whole catalogue for held-out events; print metrics.
+    """Evaluate a run on held-out events or rows; print metrics.
 
     Examples:
         jagged evaluate runs/shop
         jagged evaluate runs/shop --part valid --filter-viewed --k 1 --k 10
+        jagged evaluate runs/clicks --slice device
 
-    The protocol is printed beside the figures; without a choice, seen items are left in and then taken out.
+    Of a run on events the whole catalogue is ranked. The protocol is printed beside the figures; without a choice, seen items are
+    left in and then taken out. Of a run on a table each task has its figures; of other --data all rows are evaluated.
     """
     _prepare()
     from jagged.metrics import DEFAULT_KS
@@ -346,6 +356,7 @@ def evaluate(
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k or DEFAULT_KS))}
+    chosen |= {"slices": slice, "events": events}
     result = run(directory, data, **chosen, format=format, device=device, **columns)
     with _printing():
         print(result)
@@ -354,13 +365,19 @@ def evaluate(
 @_command
 def recommend(
     directory: _Directory,
-    histories: Annotated[Path, Parameter(help="events file of the users to recommend for; they may be new")],
+    histories: Annotated[
+        Path, Parameter(help="events file of the users to recommend for; they may be new. Of a run on a table: requests")
+    ],
     /,
     *,
-    output: Annotated[
-        Path | None, Parameter(help="table to write: .csv, .parquet or .jsonl; by default csv on standard output")
+    output: _Output = None,
+    k: Annotated[_Count, Parameter(help="items for each user or request")] = 10,
+    candidates: Annotated[
+        Path | None, Parameter(help="of a run on a table: csv or parquet file with a column of candidates, by default all")
     ] = None,
-    k: Annotated[_Count, Parameter(help="items for each user")] = 10,
+    events: Annotated[
+        Path | None, Parameter(help="of a run on a table: events that histories are gathered from, by default the run's")
+    ] = None,
     filter_viewed: Annotated[
         bool, Parameter(negative="--keep-viewed", help="take items of the history out of the ranking, or leave them in")
     ] = True,
@@ -370,20 +387,59 @@ def recommend(
     timestamp_column: _Column = None,
     device: _Device = "auto",
 ) -> None:
-    """Recommend items for users' histories.
+    """Recommend items for users' histories, or rank the candidates of requests.
 
-    Example:
+    Examples:
         jagged recommend runs/shop histories.csv --output recommendations.csv --k 10
+        jagged recommend runs/clicks requests.parquet --candidates items.csv --output ranked.parquet
 
-    The result is a table user_id, item_id, score, rank, in your own ids.
+    The result is a table user_id, item_id, score, rank, in your own ids; of a run on a table request, user, candidate,
+    predicted_<task>, rank.
     """
-    if output is None and sys.stdout is None:
-        raise ConfigError("output: got none, and standard output is closed; name a table to write")
+    _check_output(output)
     _prepare()
     from jagged.runs.recommending import recommend as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    columns |= {"candidates": candidates, "events": events}
     table = run(directory, histories, output, k=k, filter_viewed=filter_viewed, format=format, device=device, **columns)
+    _print_table(table, output)
+
+
+@_command
+def predict(
+    directory: _Directory,
+    table: Annotated[Path, Parameter(help="rows to score: csv or parquet, a file or a folder")],
+    /,
+    *,
+    output: _Output = None,
+    events: Annotated[
+        Path | None, Parameter(help="events that histories are gathered from: csv or parquet; by default the run's own")
+    ] = None,
+    format: Annotated[Literal["auto", "csv", "parquet"], Parameter(help="format of the rows; auto by file name")] = "auto",
+    device: _Device = "auto",
+) -> None:
+    """Score the rows of a table by a run on a table.
+
+    Example:
+        jagged predict runs/clicks rows.parquet --output scores.parquet
+
+    The result has a row for each row: user, candidate and time, and predicted_<task>, in your own ids. Labels are not needed.
+    """
+    _check_output(output)
+    _prepare()
+    from jagged.runs.ranking.predicting import predict as run
+
+    _print_table(run(directory, table, output, events=events, format=format, device=device), output)
+
+
+def _check_output(output: Path | None) -> None:
+    if output is None and sys.stdout is None:
+        raise ConfigError("output: got none, and standard output is closed; name a table to write")
+
+
+def _print_table(table: Any, output: Path | None) -> None:
+    """Print a table as csv where no file was named."""
     if output is None:
         from pyarrow import csv
 

@@ -92,7 +92,9 @@ class JobConfig(RunOptions):
         of = _job_of_model(values)
         if of is not None and of is not job:
             found = values["model"]["name"]
-            text = f"got {short(found)}, expected {or_list(_tags(job, 'model'))}; {of.__name__} has it, and load_config takes either"
+            text = (
+                f"got {short(found)}, expected {or_list(_tags(job, 'model'))}; {of.__name__} has it, and load_config takes either"
+            )
             raise ConfigError.of([Problem("model.name", text)])
         for name in [name for name in values if name not in job.model_fields]:
             problems.append(Problem(name, _unknown(job, "", name)))

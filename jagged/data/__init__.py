@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from jagged.data.batches import BatchLoader as BatchLoader
     from jagged.data.batches import SequenceBatch as SequenceBatch
     from jagged.data.dataset import SequenceDataset as SequenceDataset
-    from jagged.data.errors import DataError as DataError
     from jagged.data.encoding import Encoders as Encoders
+    from jagged.data.errors import DataError as DataError
     from jagged.data.events import read_events as read_events
     from jagged.data.impressions import ImpressionTruth as ImpressionTruth
     from jagged.data.impressions import synthetic_impressions as synthetic_impressions
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from jagged.data.splits import leaks as leaks
     from jagged.data.splits import split_global_time as split_global_time
     from jagged.data.splits import split_leave_one_out as split_leave_one_out
+    from jagged.data.synthetic import Attainable as Attainable
+    from jagged.data.synthetic import synthetic_sessions as synthetic_sessions
     from jagged.data.table_batches import Batch as Batch
     from jagged.data.table_batches import Part as Part
     from jagged.data.table_splits import Split as Split
-    from jagged.data.synthetic import Attainable as Attainable
-    from jagged.data.synthetic import synthetic_sessions as synthetic_sessions
     from jagged.data.vocabulary import Vocabulary as Vocabulary
 
 _WHERE = {

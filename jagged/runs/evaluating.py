@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from jagged.config import ConfigError
 from jagged.data.batches import KEY, SequenceBatch, features_of
 from jagged.evaluation import EvaluationError, evaluate_protocols
 from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures, shown_figure
+from jagged.runs.ranking.evaluating import RankingEvaluation, evaluate_run, is_ranking_run
+from jagged.runs.ranking.run import RankingRun
 from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES
 
@@ -72,9 +74,15 @@ def evaluate(
     device: str = "auto",
     batch_size: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
+    slices: Sequence[str] = (),
+    events: Any = None,
     progress: bool = True,
-) -> Evaluation:
+) -> Evaluation | RankingEvaluation:
     """Evaluate what training left in a directory; the function behind `jagged evaluate`.
+
+    Of a run on a table's requests, all rows of other data are evaluated, and `slices` and `events` are as of
+    `jagged.runs.ranking.evaluating.evaluate_run`, whose result this has; `filter_viewed`, `ks` and names of columns are for runs
+    on events.
 
     Items of other data that the model does not know are left out of histories; as targets they count as misses, since no
     ranking of the model's catalogue can hold them.
@@ -91,18 +99,28 @@ def evaluate(
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
         batch_size: users at a time; by default the run's `eval_batch_size`.
         max_bytes: bound on the memory that grows with users times items.
+        slices: of a run on a table: columns of one id a row, whose values have figures of their own.
+        events: of a run on a table: that histories of `data` are gathered from; None for the run's own.
         progress: show progress bars after two seconds.
 
     Raises:
-        ConfigError: an unknown part or device.
+        ConfigError: an unknown part or device, or an option of the other kind of run.
         EvaluationError: the directory has no data and none is given, nothing is held out, or the model's scores are not finite.
         CheckpointError: the directory is no run, or a file of it is damaged.
         DataError: the data cannot be used.
     """
+    columns = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    if is_ranking_run(directory):
+        given = {"filter_viewed": filter_viewed, **columns, "ks": None if tuple(ks) == DEFAULT_KS else ks}
+        refuse_options(directory, given, "events")
+        opened = RankingRun.open(directory, device=device)
+        return evaluate_run(
+            opened, data, part=part, slices=slices, events=events, format=format, batch_size=batch_size, progress=progress
+        )
+    refuse_options(directory, {"slices": slices or None, "events": events}, "a table")
     if part not in ("valid", "test"):
         raise ConfigError(f"part: got {part!r}, expected 'valid' or 'test'")
     run = Run.open(directory, device=device)
-    columns = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
     dataset = run.read(data, format=format, columns=columns, progress=progress)
     split = run.split(dataset)
     held_out = split.test if part == "test" else split.valid
@@ -130,6 +148,13 @@ def evaluate(
         notes |= mapped.notes
     same_data = None if run.fingerprint is None else run.fingerprint == dataset.fingerprint
     return Evaluation(metrics, part, split.name, len(held_out), len(run.items), same_data, notes)
+
+
+def refuse_options(directory: str | os.PathLike[str], given: Mapping[str, Any], kind: str) -> None:
+    """Refuse options that are for runs on something else than this one."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(f"{name}: got {value}, expected none: it is for runs on {kind}, and {directory} is none")
 
 
 class _Mapped:

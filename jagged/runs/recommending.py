@@ -23,8 +23,10 @@ from jagged.data.splits import ranges
 from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite, takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained, save_pretrained
-from jagged.runs.evaluating import Evaluation, evaluate
+from jagged.runs.evaluating import Evaluation, evaluate, refuse_options
 from jagged.runs.output import writer
+from jagged.runs.ranking.evaluating import is_ranking_run
+from jagged.runs.ranking.predicting import Ranker
 from jagged.runs.run import Run, known_items
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
 
@@ -153,9 +155,14 @@ def recommend(
     timestamp_column: str | None = None,
     device: str = "auto",
     max_bytes: int = DEFAULT_MAX_BYTES,
+    candidates: Any = None,
+    events: Any = None,
     progress: bool = True,
 ) -> pa.Table:
     """Recommend items for users' histories; the function behind `jagged recommend`.
+
+    Of a run on a table's requests, `histories` are requests, and the candidates of each are ranked, as by `Ranker.recommend`;
+    `filter_viewed` and names of columns are for runs on events.
 
     Args:
         directory: a run's directory.
@@ -168,10 +175,11 @@ def recommend(
             the configuration's time column counts as oldest first, with a note; `timestamp_column=""` says that it does.
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
         max_bytes: bound on the memory that grows with users times items.
+        candidates, events: of a run on a table: as of `Ranker.recommend`; candidates also as a file with a column of them.
         progress: show progress bars after two seconds.
 
     Returns:
-        The table, with columns `user_id, item_id, score, rank`; see `Recommender.recommend`.
+        The table, with columns `user_id, item_id, score, rank`; see `Recommender.recommend` and `Ranker.recommend`.
 
     Raises:
         ConfigError: an option that cannot be used, or an output that cannot be written.
@@ -180,9 +188,17 @@ def recommend(
         EvaluationError: the model's scores are NaN or infinite.
     """
     write = None if output is None else writer(Path(output))
+    chosen = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    if is_ranking_run(directory):
+        refuse_options(directory, {"filter_viewed": None if filter_viewed else False, **chosen}, "events")
+        ranker = Ranker.from_pretrained(directory, device=device)
+        table = ranker.recommend(histories, candidates, k, events=events, progress=progress)
+        if write is not None:
+            write(table)
+        return table
+    refuse_options(directory, {"candidates": candidates, "events": events}, "a table")
     run = Run.open(directory, device=device)
     if isinstance(histories, (str, os.PathLike)) or is_table(histories):
-        chosen = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
         histories = _read(run, histories, format, chosen, progress)
     table = _recommend(run, histories, k, filter_viewed, max_bytes=max_bytes, progress=progress)
     if write is not None:

@@ -68,11 +68,11 @@ def _of_requests(path: Path, source: str, split: dict[str, Any], metrics: RunMet
     assert best is not None
     left_out = [f"{reading[key]:,} {words}" for key, words in _ROWS_LEFT_OUT.items() if reading.get(key)]
     rows = ", ".join(f"{count:,} for {_PARTS[part]}" for part, count in split["rows"].items())
-    reached = [
-        f"{in_words(group)}: {', '.join(f'{figure} {shown_figure(figures[figure])}' for figure in _SHOWN_FIGURES if figure in figures)}"
-        for group, figures in metrics.test.items()
-        if "auc" in figures and not is_slice_group(group)
-    ]
+    reached = []
+    for group, figures in metrics.test.items():
+        if "auc" in figures and not is_slice_group(group):
+            told = [f"{figure} {shown_figure(figures[figure])}" for figure in _SHOWN_FIGURES if figure in figures]
+            reached.append(f"{in_words(group)}: {', '.join(told)}")
     return [
         f"read     {reading['rows']:,} rows from {source}",
         *([f"         left out {', '.join(left_out)}"] if left_out else []),

@@ -54,8 +54,8 @@ def train(
     Args:
         config: what to train, on what, how, and where to; the defaults without one, or those of the run that goes on.
         dataset: the events, as a `SequenceDataset` (of a `RankingConfig` the rows, as a `Dataset`), a path, or a table in memory
-            (a frame of pandas or polars, an Arrow table), which is read as `config.data` says and not changed; by default `config.data.path` is read, or the built-in sample
-            where that is None.
+            (a frame of pandas or polars, an Arrow table), which is read as `config.data` says and not changed; by default
+            `config.data.path` is read, or the built-in sample where that is None.
         callbacks: called while the run goes.
         resume: the directory of a run, which needs no other argument: its configuration and its events are there. Or true: go on
             from the newest checkpoint in `config.output`; without one, start.

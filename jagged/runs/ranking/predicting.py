@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 
+from jagged.artifacts import reason
 from jagged.config import ConfigError, RankingConfig, merge
-from jagged.data import Dataset, Kind, Schema
+from jagged.data import DataError, Dataset, Kind
 from jagged.data.errors import refuse, shown
 from jagged.data.rows import reader
 from jagged.data.sources import is_table
@@ -25,8 +26,6 @@ from jagged.runs.ranking.evaluating import RankingEvaluation, evaluate_run
 from jagged.runs.ranking.run import DATASET, RankingRun
 
 IntArray = npt.NDArray[np.int64]
-
-logger = logging.getLogger("jagged")
 
 #: Before the names of tasks in tables of predictions.
 PREDICTED = "predicted_"
@@ -46,7 +45,9 @@ class Ranker:
     """
 
     def __init__(self, config: RankingConfig | None = None, **overrides: Any) -> None:
-        self.config = RankingConfig(**merge({"model": "ranking", **(config.model_dump() if config is not None else {})}, overrides))
+        self.config = RankingConfig(
+            **merge({"model": "ranking", **(config.model_dump() if config is not None else {})}, overrides)
+        )
         self._run: RankingRun | None = None
 
     @classmethod
@@ -125,7 +126,8 @@ class Ranker:
         """Rank the candidates of requests by what a task predicts.
 
         Args:
-            requests: a row for each request, as a table in memory or a parquet file: user, time and what else is the request's.
+            requests: a row for each request, as a table in memory or a csv or parquet file: user, time, and what else is the
+                request's.
                 A list column with the candidates' name holds the candidates of each.
             candidates: ids for all requests, where they have none of their own; None for all that the model knows.
             k: candidates for each request at most.
@@ -152,7 +154,7 @@ class Ranker:
         item = run.schema.one(Kind.CANDIDATE)
         if item is None:
             raise ConfigError(f"{run.directory}: the model's table has no column of candidates; use predict")
-        table = _arrow(requests)
+        table = _arrow(requests, "requests")
         lists, numbers = _candidates(run, table, candidates, item.name)
         own = [one.name for one in run.schema.columns if one.is_candidates and one.kind not in (Kind.LABEL, Kind.WEIGHT)]
         rows = table.drop_columns([name for name in own if name in table.column_names]).take(pa.array(numbers))
@@ -219,16 +221,21 @@ def predict(
     return found
 
 
-def _arrow(source: Any) -> pa.Table:
-    """A table in memory, or of a parquet file."""
+def _arrow(source: Any, what: str) -> pa.Table:
+    """A table in memory, or of a csv or parquet file."""
     if isinstance(source, pa.Table):
         return source
     if isinstance(source, (str, os.PathLike)):
-        if Path(source).suffix != ".parquet":
-            raise ConfigError(f"requests: got {os.fspath(source)!r}, expected a .parquet file, or a table in memory")
-        return parquet.read_table(source)
+        readers = {".parquet": parquet.read_table, ".csv": arrow_csv.read_csv}
+        path = Path(source)
+        if path.suffix not in readers:
+            raise ConfigError(f"{what}: got {str(path)!r}, expected a .csv or .parquet file, or a table in memory")
+        try:
+            return readers[path.suffix](path)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{what}: {path}: {reason(error)}") from None
     if not is_table(source):
-        raise ConfigError(f"requests: got a {type(source).__name__}, expected a table in memory or a .parquet file")
+        raise ConfigError(f"{what}: got a {type(source).__name__}, expected a table in memory or a .csv or .parquet file")
     return pa.table(source)
 
 
@@ -248,6 +255,11 @@ def _candidates(run: RankingRun, table: pa.Table, candidates: Any, name: str) ->
         if known is None:
             raise ConfigError(f"candidates: expected ids, as the model's {name!r} are {run.schema[name].encoding} numbers")
         ids = known.ids
+    elif isinstance(candidates, (str, os.PathLike)) or is_table(candidates):
+        given = _arrow(candidates, "candidates")
+        if name not in given.column_names:
+            raise refuse("candidates", f"the columns {shown(given.column_names, 200)}", f"a column {shown(name)}")
+        ids = given[name].combine_chunks()
     else:
         ids = candidates if isinstance(candidates, pa.Array) else pa.array(list(candidates))
     if len(ids) * len(table) > _MOST_ROWS:
@@ -262,7 +274,7 @@ def _candidates(run: RankingRun, table: pa.Table, candidates: Any, name: str) ->
 def _items(run: RankingRun, items: Any, name: str, others: Sequence[str]) -> pa.Table:
     """A row for each known candidate with its other columns."""
     if items is not None:
-        found = _arrow(items)
+        found = _arrow(items, "items")
         if missing := [one for one in (name, *others) if one not in found.column_names]:
             raise refuse("items", f"the columns {shown(found.column_names, 200)}", f"{shown(missing[0])} too")
         return found

@@ -99,9 +99,7 @@ class RankingRun:
         # What the model knows, whatever a new fit would give.
         return Part(self.dataset, chosen, self.encoders, training=TrainingEvents(self.dataset, rows[0]))
 
-    def read(
-        self, table: Any, events_table: Any = None, *, labels: bool, format: str = "auto", progress: bool = True
-    ) -> Dataset:
+    def read(self, table: Any, events_table: Any = None, *, labels: bool, format: str = "auto", progress: bool = True) -> Dataset:
         """Read rows as the run's were, each of them, with the events that are known of their users.
 
         Args:
@@ -133,7 +131,10 @@ class RankingRun:
         )
         if dataset.time_kind != (kind := self.opened.split["time_kind"]):
             raise refuse(
-                "table", f"times of kind {shown(dataset.time_kind)}", f"{shown(kind)}, as the model was trained on", "convert them"
+                "table",
+                f"times of kind {shown(dataset.time_kind)}",
+                f"{shown(kind)}, as the model was trained on",
+                "convert them",
             )
         return dataset
 
