@@ -1,4 +1,4 @@
-"""A ranking model of a table's requests: pooled ids, a history that candidates attend to, crossed features, several tasks."""
+"""A ranking model of a table's requests: pooled ids, histories that candidates attend to, crossed features, several tasks."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class RankingInputs:
     Attributes:
         features: keys of the request's ids and lists in `batch.features`, each with its table.
         lists: which of these are lists.
+        list_histories: keys there of lists that are histories, the latest id last.
         candidate_ids: keys there with an id for each candidate.
-        history: keys there with an id for each event.
+        history: keys there with an id for each event of the history that is gathered.
         weighted_features, candidates, weighted_candidates, history_lists: keys of these tensors, each with its table.
         request_numbers, candidate_numbers, history_numbers, request_number_lists, candidate_number_lists: the columns of these,
             all of them and in their order.
@@ -59,6 +60,7 @@ class RankingInputs:
 
     features: dict[str, str] = field(default_factory=dict)
     lists: Sequence[str] = ()
+    list_histories: dict[str, str] = field(default_factory=dict)
     candidate_ids: dict[str, str] = field(default_factory=dict)
     history: dict[str, str] = field(default_factory=dict)
     weighted_features: dict[str, str] = field(default_factory=dict)
@@ -75,18 +77,38 @@ class RankingInputs:
     labels: Sequence[str] = (NEXT,)
 
     @classmethod
-    def of(cls, part: Part) -> RankingInputs:
-        """Everything that a part's batches have."""
+    def of(cls, part: Part, histories: Sequence[str] | None = None) -> RankingInputs:
+        """Everything that a part's batches have.
+
+        Args:
+            part: of a split.
+            histories: the lists of ids, of the request and without weights, that are histories, the latest id last; None for
+                those that share a table with the candidate's ids, as lists do that `history=` named when the table was read.
+
+        Raises:
+            ValueError: `histories` names another column.
+        """
         layout, log = part.layout, part.dataset.events
         requests = [column for column in layout.features if not column.is_candidates]
+        candidates = {one.name: one.table_name for one in layout.features if one.is_candidates}
+        lists = [column for column in requests if column.kind is Kind.IDS]
+        names = [column.name for column in lists]
+        if unknown := [name for name in histories or () if name not in names]:
+            raise ValueError(
+                f"histories: got {unknown[0]!r}, expected some of the request's lists of ids without weights: "
+                f"{', '.join(names) or 'there are none'}"
+            )
+        if histories is None:
+            histories = [column.name for column in lists if column.table_name in candidates.values()]
         tables = ("weighted_features", "candidates", "weighted_candidates", "history_lists")
         numbers = ("request_numbers", "candidate_numbers", "request_number_lists", "candidate_number_lists")
         others: dict[str, Any] = {name: {one.name: one.table_name for one in getattr(layout, name)} for name in tables}
         others |= {name: [column.name for column in getattr(layout, name)] for name in numbers}
         return cls(
-            features={column.name: column.table_name for column in requests},
-            lists=[column.name for column in requests if column.kind is Kind.IDS],
-            candidate_ids={one.name: one.table_name for one in layout.features if one.is_candidates},
+            features={column.name: column.table_name for column in requests if column.name not in histories},
+            lists=[name for name in names if name not in histories],
+            list_histories={column.name: column.table_name for column in lists if column.name in histories},
+            candidate_ids=candidates,
             history={f"history.{column.name}": column.table_name for column in layout.history},
             **others,
             # Without an id of events nothing says how many each request has.
@@ -97,10 +119,16 @@ class RankingInputs:
         )
 
     @property
+    def histories(self) -> list[dict[str, str]]:
+        """Of each history the keys, with their tables: of the one that is gathered, if there is one, then of each list."""
+        gathered = [self.history] if self.history else []
+        return gathered + [{key: table} for key, table in self.list_histories.items()]
+
+    @property
     def sequences(self) -> dict[str, list[str]]:
         """Of the tables that are read row by row, the keys: those of candidates and events, and whoever shares their tables."""
-        named = {**self.features, **self.candidate_ids, **self.history}
-        rows = {*self.candidate_ids.values(), *self.history.values()}
+        read = {key: table for of in (self.candidate_ids, *self.histories) for key, table in of.items()}
+        named, rows = {**self.features, **read}, set(read.values())
         return _by_table({key: table for key, table in named.items() if table in rows})
 
     @property
@@ -135,11 +163,12 @@ def product_logits(first: Tensor, second: Tensor) -> Tensor:
 class RankingModel(Task):
     """Scores of the candidates of requests, for one label or several, trained by binary cross entropy.
 
-    1. Ids are looked up: `features` that are the request's are pooled by means, those of candidates and events row by row, and
+    1. Ids are looked up: `features` that are the request's are pooled by means, those of candidates and histories row by row, and
        `candidates`, lists of events and lists with weights (sums) in tables of their own.
-    2. The history: ids, numbers and labels of each event make a vector, to which its place from the end and the time since are
-       added; transformer blocks; the mean of the events, by their weights where they have some; and, with the candidate's
-       features as the query, attention of each candidate to its request's events.
+    2. Each history, the one that is gathered and each list of `list_histories`, with weights of its own: what is known of an
+       event makes a vector (ids, numbers and labels; of a list the id), to which its place from the end and the time since, if
+       events have times, are added; transformer blocks; the mean of the events, by their weights where they have some; and, with
+       the candidate's features as the query, attention of each candidate to its request's events.
     3. The request's features meet each candidate's in one linear layer, for which they are projected once a request.
        `cross="dcn"` crosses what comes out (`CrossNet`); `cross="dot"` adds to what goes in the products of all pairs of vectors
        (`DotInteraction`); None does neither.
@@ -155,11 +184,11 @@ class RankingModel(Task):
     Args:
         inputs: what batches have; `RankingModel.of` finds it out.
         sizes: rows of each embedding table, as `split.encoders.sizes` has them.
-        embedding_dim: width of tables and of the history.
+        embedding_dim: width of tables and of histories.
         table_dims: widths of single tables.
         cross: as above.
         cross_layers, cross_rank: of `CrossNet`.
-        num_layers: transformer blocks on the history; 0 for none.
+        num_layers: transformer blocks on each history; 0 for none.
         num_heads: attention heads; divides `embedding_dim`.
         max_history: places from the end that have a vector of their own.
         num_time_buckets: of the time since an event (`TimeEncoding`); None for none.
@@ -270,18 +299,20 @@ class RankingModel(Task):
         self.scorer = _Scorer(inputs, widths, self.config, device)
 
     @classmethod
-    def of(cls, split: Split | Part, **options: Any) -> RankingModel:
+    def of(cls, split: Split | Part, *, histories: Sequence[str] | None = None, **options: Any) -> RankingModel:
         """The model of a split's batches, with the training part's tables and statistics of numbers.
 
         Args:
             split: or a part of one.
+            histories: lists of ids that are histories, as of `RankingInputs.of`; None for those that share a table with the
+                candidate's ids.
             **options: of the class.
 
         Raises:
             ValueError: as of the class; or labels that are not from 0 to 1, or a conditional one larger than its condition.
         """
         part = cast("Part", getattr(split, "train", split))
-        model = cls(RankingInputs.of(part), part.encoders.sizes, **options)
+        model = cls(RankingInputs.of(part, histories), part.encoders.sizes, **options)
         model.scorer.normalise(part.encoders.statistics)
         if part.label_names:
             labels = {name: torch.from_numpy(part.dataset.column(name)[part.rows]) for name in model.tasks}
@@ -304,15 +335,20 @@ class RankingModel(Task):
         return cast(TaskOutput, self.scorer(batch, pooled, looked_up))
 
 
+def _by_rows(inputs: RankingInputs) -> list[dict[str, str]]:
+    """Keys of `features` that are never pooled before they are encoded, with their tables."""
+    return [inputs.candidate_ids, *inputs.histories]
+
+
 def _tables(inputs: RankingInputs) -> list[str]:
     """The tables that are read."""
-    groups = [inputs.features, inputs.candidate_ids, inputs.history, *(getattr(inputs, name) for name in _POOLED)]
+    groups = [inputs.features, *_by_rows(inputs), *(getattr(inputs, name) for name in _POOLED)]
     return list(dict.fromkeys(table for group in groups for table in group.values()))
 
 
 def _check_tables(inputs: RankingInputs) -> None:
     """Refuse a table that keys of two collections share, and inputs without any."""
-    groups = {"features": {**inputs.features, **inputs.candidate_ids, **inputs.history}}
+    groups = {"features": {key: table for of in (inputs.features, *_by_rows(inputs)) for key, table in of.items()}}
     groups |= {name: getattr(inputs, name) for name in _POOLED}
     for table in _tables(inputs):
         readers = {name: keys for name, of in groups.items() if (keys := _by_table(of).get(table))}
@@ -428,27 +464,60 @@ class _NumberLists(_Numbers):
 
 
 class _History(JaggedModule):
-    """Vectors of events, encoded."""
+    """Events of a request, encoded: their mean, and what candidates read of them; `keys` have the ids that events show."""
 
-    def __init__(self, in_features: int, config: Mapping[str, Any], device: torch.device | str | None) -> None:
+    def __init__(
+        self,
+        keys: Iterable[str],
+        in_features: int,
+        config: Mapping[str, Any],
+        has_candidates: bool,
+        is_gathered: bool,
+        device: torch.device | str | None,
+    ) -> None:
         super().__init__()
-        width, buckets = config["embedding_dim"], config["num_time_buckets"]
+        self.keys, self.is_gathered = list(keys), is_gathered
+        width, heads, buckets = config["embedding_dim"], config["num_heads"], config["num_time_buckets"]
         self.projection = nn.Linear(in_features, width, device=device)
         self.positions = PositionalEncoding(config["max_history"], width, device=device)
-        self.times = None if buckets is None else TimeEncoding(buckets, width, device=device)
+        self.times = TimeEncoding(buckets, width, device=device) if is_gathered and buckets is not None else None
         self.blocks = nn.ModuleList(
-            JaggedTransformerBlock(width, config["num_heads"], dropout=config["dropout"], device=device)
-            for _ in range(config["num_layers"])
+            JaggedTransformerBlock(width, heads, dropout=config["dropout"], device=device) for _ in range(config["num_layers"])
         )
         self.norm = nn.LayerNorm(width, device=device)
+        self.mean = JaggedPooling(width, "mean")
+        self.attention = JaggedCrossAttention(width, heads, device=device) if has_candidates else None
 
-    def forward(self, x: JaggedTensor, times: Tensor, now: Tensor) -> JaggedTensor:
-        """`[sum L, in_features]`, times of the events and of the requests -> `[sum L, embedding_dim]`."""
+    def forward(
+        self,
+        x: JaggedTensor,
+        queries: JaggedTensor | None,
+        times: tuple[Tensor, Tensor] | None = None,
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Encode the events.
+
+        Args:
+            x: values `[sum L, in_features]`.
+            queries: of the candidates, values `[S, embedding_dim]`; None where there are none.
+            times: of the events `[sum L]` and of the requests `[R]`, int64; None where events have none.
+            weights: `[sum L]`, how much events count in the mean; None for 1.
+
+        Returns:
+            The mean `[R, embedding_dim]`, and what each candidate reads, `[S, embedding_dim]` or None.
+        """
         x = self.positions(with_values(x, self.projection(x.values())))
-        x = x if self.times is None else self.times(x, times, now)
+        x = x if self.times is None or times is None else self.times(x, *times)
         for block in self.blocks:
             x = block(x)
-        return with_values(x, self.norm(x.values()))
+        x = with_values(x, self.norm(x.values()))
+        read = None if self.attention is None or queries is None else self.attention(queries, x).values()
+        if weights is None:
+            return self.mean(x), read
+        counts = weights[:, None].to(x.values().dtype)
+        mean = self.mean(with_values(x, torch.cat([x.values() * counts, counts], 1)))
+        # Events that all count nothing are as none.
+        return mean[:, :-1] / mean[:, -1:].where(mean[:, -1:] > 0, 1), read
 
 
 class _Scorer(JaggedModule):
@@ -462,7 +531,7 @@ class _Scorer(JaggedModule):
         self.implied, self.cross = config["implied"], config["cross"]
         self._places = {name: list(inputs.labels).index(name) for name in self.tasks}
         self._collection = _collections(inputs, widths)
-        dim, dropout, heads = config["embedding_dim"], config["dropout"], config["num_heads"]
+        dim, dropout = config["embedding_dim"], config["dropout"]
 
         def width(*groups: Mapping[str, str]) -> int:
             return sum(widths[table] for group in groups for table in group.values())
@@ -482,16 +551,19 @@ class _Scorer(JaggedModule):
             "request": len(inputs.features) + len(inputs.weighted_features),
             "candidate": len(inputs.candidate_ids) + len(inputs.candidates) + len(inputs.weighted_candidates),
         }
-        self.history = self.attention = self.query = None
         self.mean = JaggedPooling(dim, "mean")
-        if inputs.history:
-            events = width(inputs.history, inputs.history_lists) + beside["history"] + 2 * inputs.history_labels
-            self.history = _History(events, config, device)
-            requests, vectors["request"] = requests + dim, vectors["request"] + 1
-            if candidates:
-                self.query = nn.Linear(candidates, dim, device=device)
-                self.attention = JaggedCrossAttention(dim, heads, device=device)
-                candidates, vectors["candidate"] = candidates + dim, vectors["candidate"] + 1
+        self.histories = nn.ModuleList()
+        for keys in inputs.histories:
+            is_gathered = keys is inputs.history
+            events = width(keys)
+            if is_gathered:
+                events += width(inputs.history_lists) + beside["history"] + 2 * inputs.history_labels
+            self.histories.append(_History(keys, events, config, candidates > 0, is_gathered, device))
+        # One of the candidates' features for all histories, whose attention projects it anew.
+        self.query = nn.Linear(candidates, dim, device=device) if inputs.histories and candidates else None
+        requests, vectors["request"] = requests + dim * len(self.histories), vectors["request"] + len(self.histories)
+        if self.query is not None:
+            candidates, vectors["candidate"] = candidates + dim * len(self.histories), vectors["candidate"] + len(self.histories)
         self.number_vectors = nn.ModuleDict()
         if self.cross == "dot":
             for side in vectors:
@@ -544,12 +616,14 @@ class _Scorer(JaggedModule):
         candidates = [rows(key).values() for key in inputs.candidate_ids]
         candidates += [*bags("candidates", inputs.candidates), *bags("weighted_candidates", inputs.weighted_candidates)]
         of_request, of_candidate = self._numbers(batch, "request"), self._numbers(batch, "candidate")
-        if self.history is not None:
-            events, mean = self._events(batch, [rows(key) for key in inputs.history], bags)
+        queries = None
+        if self.query is not None:
+            queries = JaggedTensor(self.query(torch.cat([*candidates, *of_candidate], 1)), offsets=batch.candidate_offsets)
+        for history in cast("list[_History]", self.histories):
+            ids = [rows(key) for key in history.keys]
+            mean, read = self._gathered(batch, history, ids, queries, bags) if history.is_gathered else history(*ids, queries)
             requests.append(mean)
-            if self.query is not None and self.attention is not None:
-                queries = JaggedTensor(self.query(torch.cat([*candidates, *of_candidate], 1)), offsets=batch.candidate_offsets)
-                candidates.append(self.attention(queries, events).values())
+            candidates += [] if read is None else [read]
         request, candidate = [*requests, *of_request], [*candidates, *of_candidate]
         if self.cross == "dot":
             self._dots(batch.candidate_offsets, (requests, of_request, request), (candidates, of_candidate, candidate))
@@ -572,23 +646,21 @@ class _Scorer(JaggedModule):
             found.append(self.number_lists[side](getattr(batch, f"{side}_number_lists")))
         return found
 
-    def _events(self, batch: Batch, ids: list[JaggedTensor], bags: Any) -> tuple[JaggedTensor, Tensor]:
-        """The encoded events, and each request's mean."""
-        assert self.history is not None
+    def _gathered(
+        self, batch: Batch, history: _History, ids: list[JaggedTensor], queries: JaggedTensor | None, bags: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """What the history makes of events that show more than an id."""
         shown = [*(one.values() for one in ids), *bags("history_lists", self.inputs.history_lists)]
         shown += self._numbers(batch, "history")
         if self.inputs.history_labels:
             assert batch.history_labels is not None
             assert batch.history_label_mask is not None
             shown += [of.to(shown[0].dtype) for of in (batch.history_labels, batch.history_label_mask)]
-        events = self.history(with_values(ids[0], torch.cat(shown, 1)), batch.history_times, batch.request_times)
-        if not self.inputs.history_weights:
-            return events, self._mean(events)
-        assert batch.history_weights is not None
-        weights = batch.history_weights[:, None].to(events.values().dtype)
-        mean = self._mean(with_values(events, torch.cat([events.values() * weights, weights], 1)))
-        # Events that all count nothing are as none.
-        return events, mean[:, :-1] / mean[:, -1:].where(mean[:, -1:] > 0, 1)
+        assert batch.history_times is not None
+        assert batch.request_times is not None
+        times = batch.history_times, batch.request_times
+        weights = batch.history_weights if self.inputs.history_weights else None
+        return cast("tuple[Tensor, Tensor | None]", history(with_values(ids[0], torch.cat(shown, 1)), queries, times, weights))
 
     def _dots(self, offsets: Tensor, request: tuple[list[Tensor], ...], candidate: tuple[list[Tensor], ...]) -> None:
         """Add the products of vectors to what goes into the meeting; those among the request's are made once."""

@@ -69,8 +69,9 @@ def rows(seed: int = 0, requests: int = 60, most: int = 6) -> dict[str, list[Any
         interests, moods = some("n"), [odd(float(x)) for x in rng.normal(size=rng.integers(3))]
         of_request = {
             "request": f"r{request}", "user": f"u{user}", "time": 1_700_000_000 + 900 * (request // 2) ** 2,
-            "type": odd(f"t{user % 3}"), "age": odd(20.0 + user), "liked": odd([f"i{i}" for i in rng.integers(12, size=2)]),
-            "tags": some("t"), "interests": interests, "strengths": rng.random(len(interests)).tolist(), "moods": odd(moods),
+            "type": odd(f"t{user % 3}"), "age": odd(20.0 + user),
+            "liked": odd(([f"i{i}" for i in rng.integers(12, size=2)] * 2)[: request % 5]), "tags": some("t"),
+            "interests": interests, "strengths": rng.random(len(interests)).tolist(), "moods": odd(moods),
         }  # fmt: skip
         for _ in range(1 if request % 3 == 0 else int(rng.integers(2, most + 1))):
             item = int(rng.integers(12))

@@ -7,6 +7,7 @@ import decimal
 import io
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.config import TrainerConfig
-from jagged.data import DataError
+from jagged.data import DataError, Dataset
 from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
 from jagged.models import RankingInputs, RankingModel, build, product_logits
@@ -30,6 +31,7 @@ from tests.reference.ranking import Padded
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
+LISTS = ("request", "user", "item", "time", "click", "liked", "tags")
 BUY = {"conditional": {"buy": "click"}}
 #: Columns and how they are read, and options of the model.
 VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
@@ -39,7 +41,10 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "plain by dots": (PLAIN, {"history": "events"}, {"cross": "dot", "num_time_buckets": None, "max_history": 2}),
     "no history": (("request", *PLAIN, "genres", "tags"), {}, {"cross": None, **BUY}),
     "no history by dots": (("request", *PLAIN, "genres"), {}, {"cross": "dot", "tasks": ["buy"]}),
-    "lists": (("request", "user", "item", "time", "click", "liked", "tags", "genres"), {"history": "events"}, {"cross": "dot"}),
+    "lists": ((*LISTS, "genres"), {"history": "events"}, {"cross": "dot", "histories": []}),
+    "lists as histories": (LISTS, {}, {"histories": ["tags", "liked"], "table_dims": {"tags": 4}, "cross": None}),
+    "lists and events by dots": (LISTS, {"history": "events"}, {"histories": ["tags", "liked"], "cross": "dot", "num_layers": 2}),
+    "a list alone": (("time", "liked", "click"), {}, {"histories": ["liked"], "max_history": 2}),
     "weights": (("request", "item", "time", "weight", "interests", "strengths", "words", "counts", "click"), {}, {}),
     "candidates alone": (("item", "time", "price", "click"), {}, {"layer_sizes": [8]}),
     "candidates alone by dots": (("item", "time", "price", "genres", "click"), {}, {"cross": "dot"}),
@@ -113,6 +118,35 @@ def test_is_the_padded_twin(splits: dict[str, Split], name: str, data: st.DataOb
     expected = gradients(loss, model)
     for key, found in gradients(out.loss, model).items():
         torch.testing.assert_close(found, expected[key], rtol=1e-8, atol=1e-10, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_lists_of_candidates_ids_are_histories() -> None:
+    """By the word of the table, or where the model is made; others are pooled."""
+    table = pa.table({
+        "user": ["a", "b", "c", "d"], "film": ["x", "y", "x", "z"], "time": [1, 2, 3, 4], "click": [0, 1, 1, 0],
+        "clicked": [["x", "y"], ["y", "x"], [], None], "tags": [["t"], [], ["t", "s"], ["s"]],
+    })  # fmt: skip
+    words = {"label": "click", "candidate": "film", "user": "user", "time": "time", "progress": False}
+    split = Dataset.from_table(table, history="clicked", **words).split(by="user", valid=0.0, test=0.0)
+    inputs = RankingInputs.of(split.train)
+    assert (inputs.histories, inputs.lists) == ([{"clicked": "film"}], ["tags"])
+    assert inputs.features == {"user": "user", "tags": "tags"}
+    assert RankingInputs.of(split.train, ["tags"]).histories == [{"tags": "tags"}]
+    assert RankingInputs.of(split.train, []).lists == ["clicked", "tags"]
+    both = Dataset.from_table(table, history=["events", "clicked"], **words).split(by="user", valid=0.0, test=0.0)
+    assert [list(keys) for keys in RankingInputs.of(both.train).histories] == [["history.film"], ["clicked"]]
+    # The same items in another order, none, and nobody knows which, are three things.
+    torch.manual_seed(0)
+    model = RankingModel.of(split).eval()
+    batch = split.train.gather(range(4))
+    values = batch.features["clicked"].lengths().tolist()
+    assert values == [2, 2, 0, 1]
+    ids = batch.features
+    looked_up = [collection(ids) for collection in model.sequences]
+    means = model.scorer.histories[0](looked_up[0]["clicked"], None)[0]
+    assert (means[0] - means[1]).abs().max() > 1e-3
+    assert not means[2].any()
+    assert means[3].any()
 
 
 def test_products_of_probabilities_are_exact_for_all_logits() -> None:
@@ -258,6 +292,15 @@ def test_options_that_do_not_fit_are_refused() -> None:
         RankingModel(RankingInputs(features={"user": "user"}, candidates={"item": "item"}), {"user": 3})
     with pytest.raises(ValueError, match=r"^inputs: got no column of ids or numbers, expected something to learn from$"):
         RankingModel(RankingInputs(), {})
+
+
+def test_histories_that_are_no_lists_of_the_request_are_refused() -> None:
+    assert refused(*LISTS, "genres", histories=["liked", "genres"]) == (
+        "histories: got 'genres', expected some of the request's lists of ids without weights: liked, tags"
+    )
+    assert refused("user", "item", "click", histories=["item"]) == (
+        "histories: got 'item', expected some of the request's lists of ids without weights: there are none"
+    )
 
 
 def test_labels_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, splits: dict[str, Split]) -> None:

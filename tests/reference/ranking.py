@@ -75,31 +75,35 @@ class Padded:
             found.append(torch.tensor([*means, *none]).double().view(2 * len(names), -1).T)
         return found
 
-    def history(self, batch: Batch, side: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Encoded events `[R, L, D]`, which are there, and their means."""
-        lengths = batch.features[next(iter(self.inputs.history))].lengths()
+    def gathered(self, batch: Batch, side: list[Tensor]) -> Tensor:
+        """What the events of the gathered history show, `[sum L, C]`."""
         shown = [self.table(table)[batch.features[key].values()] for key, table in self.inputs.history.items()]
         shown += [bags(batch.history_lists[key], self.table(of), "mean") for key, of in self.inputs.history_lists.items()]
         shown += side
         if self.inputs.history_labels:
             shown += [batch.history_labels.double(), batch.history_label_mask.double()]
-        x = padded(torch.cat(shown, 1), lengths)
+        return torch.cat(shown, 1)
+
+    def history(self, of: str, batch: Batch, shown: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Encoded events `[R, L, D]`, which are there, and their means."""
+        lengths, is_gathered = batch.features[key].lengths(), key in self.inputs.history
+        x = padded(shown, lengths)
         place = torch.arange(x.shape[1])
         filled = place < lengths[:, None]
         from_end = (lengths[:, None] - 1 - place).clamp(0, self.config["max_history"] - 1)
-        x = self.linear("history.projection", x) + self.of("history.positions")["weight"][from_end]
-        if (count := self.config["num_time_buckets"]) is not None:
+        x = self.linear(f"{of}.projection", x) + self.of(f"{of}.positions")["weight"][from_end]
+        if is_gathered and (count := self.config["num_time_buckets"]) is not None:
             since = (batch.request_times[:, None] - padded(batch.history_times, lengths)).clamp(min=0)
-            x = x + self.of("history.times")["weight"][time_buckets(since).clamp(max=count - 1)]
+            x = x + self.of(f"{of}.times")["weight"][time_buckets(since).clamp(max=count - 1)]
         visible = filled[:, None] & (place <= place[:, None]) & filled[:, :, None]
         width, heads = self.config["embedding_dim"], self.config["num_heads"]
         for number in range(self.config["num_layers"]):
             block = PaddedTransformerBlock(width, heads, heads, False, "pre")
-            x = functional_call(block, self.of(f"history.blocks.{number}"), (x, visible, place[None]))
-        norm = self.of("history.norm")
+            x = functional_call(block, self.of(f"{of}.blocks.{number}"), (x, visible, place[None]))
+        norm = self.of(f"{of}.norm")
         x = nn.functional.layer_norm(x, (width,), norm["weight"], norm["bias"])
         counts = filled.double()
-        if self.inputs.history_weights:
+        if is_gathered and self.inputs.history_weights:
             counts = padded(batch.history_weights.double(), lengths)
         totals = counts.sum(1, keepdim=True)
         return x, filled, (counts[:, :, None] * x).sum(1) / totals.where(totals > 0, 1)
@@ -114,16 +118,23 @@ class Padded:
         of_user, of_item = (self.normal(side, batch, statistics) for side in ("request", "candidate"))
         longest = int(counts.max())
         there = torch.arange(longest) < counts[:, None]
+        shown = {}
         if inputs.history:
-            events, filled, mean = self.history(batch, self.normal("history", batch, statistics))
+            shown[next(iter(inputs.history))] = self.gathered(batch, self.normal("history", batch, statistics))
+        shown |= {key: self.table(table)[batch.features[key].values()] for key, table in inputs.list_histories.items()}
+        queries = None
+        if shown and (item or of_item):
+            queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
+        for number, (key, values) in enumerate(shown.items()):
+            events, filled, mean = self.history(f"histories.{number}", batch, values, key)
             user.append(mean)
-            if item or of_item:
-                queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
+            if queries is not None:
                 attention = PaddedCrossAttention(
                     *(self.config[x] for x in ("embedding_dim", "num_heads", "embedding_dim", "num_heads"))
                 )
                 seen = filled[:, None] & there[:, :, None]
-                item.append(functional_call(attention, self.of("attention"), (queries, events, seen))[there])
+                read = functional_call(attention, self.of(f"histories.{number}.attention"), (queries, events, seen))
+                item.append(read[there])
         wide = [x[:, None].expand(-1, longest, -1) for x in (*user, *of_user)]
         x = [padded(x, counts) for x in (*item, *of_item)]
         if self.config["cross"] == "dot":
