@@ -82,6 +82,27 @@ def rank_histogram(ranks: Mapping[str, Counts], num_items: int, palette: Palette
     return figure
 
 
+def calibration(bins: Sequence[tuple[float, float]], palette: Palette) -> Any:
+    """Mean prediction and mean label of bins of the same weight; on the line both are alike."""
+    figure, axes = _figure(palette, "mean prediction", "mean label")
+    predicted, observed = zip(*bins, strict=True)
+    largest = 1.05 * max(*predicted, *observed, 1e-6)
+    axes.plot([0, largest], [0, largest], color=palette.ink, linewidth=1, linestyle=":")
+    axes.plot(predicted, observed, color=palette.first, linewidth=1.8, marker="o", markersize=4)
+    axes.set(xlim=(0, largest), ylim=(0, largest))
+    return figure
+
+
+def score_histogram(edges: Sequence[float], positives: Sequence[float], others: Sequence[float], palette: Palette) -> Any:
+    """The share of rows by their score before any sigmoid, of those with the label 1 and of the others."""
+    figure, axes = _figure(palette, "score (logit)", "share of rows")
+    for name, values, color, fill in (("label 0", others, palette.first, True), ("label 1", positives, palette.second, False)):
+        shares = np.asarray(values) / max(float(np.sum(values)), 1e-30)
+        axes.stairs(shares, edges, fill=fill, color=color, alpha=0.75 if fill else 1, linewidth=1.8, label=name)
+    axes.legend(frameon=False, labelcolor=palette.ink)
+    return figure
+
+
 def to_png(figure: Any, path: str | Path) -> Path:
     """Write a figure as PNG; the same figure gives the same bytes."""
     path = Path(path)

@@ -42,8 +42,8 @@ class TableOptions(Section):
     )
     history: tuple[str, ...] = option(
         (AUTO,),
-        "what a user did before: `events` for the earlier rows, or a list column of candidates, may be repeated; auto: the earlier "
-        "rows where there are user, candidate and time; none for none",
+        "what a user did before: `events` for the earlier rows, or a list column of candidates, may be repeated; auto: the "
+        "earlier rows where there are user, candidate and time; none for none",
     )
     events: str | None = option(None, "another table that histories are gathered from: csv or parquet, a file or a folder")
     event_schema_file: str | None = option(None, "TOML file that says what the columns of events are; none to infer it")
@@ -188,13 +188,13 @@ class RankingOptions(ModelOptions):
     def arguments(self) -> dict[str, Any]:
         """The options of `jagged.models.RankingModel.of`."""
         values = self.model_dump(exclude={"name", "tasks", "conditional", "layer_sizes"})
-        pairs = [tuple(name.strip() for name in pair.split("=")) for pair in self.conditional]
+        pairs = [[name.strip() for name in pair.split("=")] for pair in self.conditional]
         return {
             **values,
             "cross": None if self.cross == "none" else self.cross,
             "layer_sizes": list(self.layer_sizes),
             "tasks": list(self.tasks) or None,
-            "conditional": dict(pairs),
+            "conditional": {child: parent for child, parent in pairs},
         }
 
 

@@ -470,7 +470,8 @@ def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:
     Raises:
         ConfigError: an entry without `=`, or an unknown key.
     """
-    values, known = {}, leaves()
+    values: dict[str, Any] = {}
+    known = leaves()
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         name = main_option(name.strip())

@@ -28,6 +28,7 @@ from jagged.modules import (
     TimeEncoding,
     with_values,
 )
+from jagged.pointwise import PointwiseMetrics
 
 if TYPE_CHECKING:
     from jagged.data.encoding import Statistics
@@ -199,6 +200,7 @@ class RankingModel(Task):
         conditional: a label that can be 1 only where another one is, with that one: of `{"buy": "click"}` the tower of buy gives
             q, buying after a click, and buy is predicted by `p q`. Its loss, over the rows with both labels, is that of `p q`.
         implied: a row with such a label 1 counts as one with the other 1, too; otherwise it is an error where that is 0.
+        label_means: mean labels in training, by task, for `ne_of_training`; None where they are not known.
         device: where parameters live; `"meta"` allocates nothing.
 
     Attributes:
@@ -243,6 +245,7 @@ class RankingModel(Task):
         tasks: Sequence[str] | None = None,
         conditional: Mapping[str, str] | None = None,
         implied: bool = False,
+        label_means: Mapping[str, float] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
@@ -270,7 +273,7 @@ class RankingModel(Task):
             "table_dims": dict(table_dims or {}), "cross": cross, "cross_layers": cross_layers, "cross_rank": cross_rank,
             "num_layers": num_layers, "num_heads": num_heads, "max_history": max_history, "num_time_buckets": num_time_buckets,
             "layer_sizes": list(layer_sizes), "dropout": dropout, "tasks": self.tasks, "conditional": self.conditional,
-            "implied": implied,
+            "implied": implied, "label_means": dict(label_means or {}),
         }  # fmt: skip
         own = _module_names(used)
         where = None if device is None else torch.device(device)
@@ -326,13 +329,40 @@ class RankingModel(Task):
             for child, parent in model.conditional.items() if not model.config["implied"] else ():
                 # Where one is missing nothing is larger.
                 _refuse_unconditional(labels[child] > labels[parent], child, parent)
+            model.config["label_means"] = _means(labels, part)
         return model
+
+    @property
+    def slices(self) -> tuple[str, ...]:
+        """Columns of one id a row by whose values `evaluate` has figures, too; none at first."""
+        return self.scorer.slices
+
+    @slices.setter
+    def slices(self, names: Sequence[str]) -> None:
+        self.scorer.slices = tuple(names)
+
+    def metrics_of(self, name: str) -> PointwiseMetrics:
+        """With the mean label in training, where it is known and both labels are there."""
+        mean = self.config["label_means"].get(name)
+        return PointwiseMetrics(name, training_mean=mean if mean is not None and 0 < mean < 1 else None)
 
     def forward(self, batch: Batch) -> TaskOutput:
         """Return the loss, and logits by task."""
         pooled = {name: collection(getattr(batch, name)) for name, collection in self.bags.items()}
         looked_up = [collection(batch.features) for collection in self.sequences]
         return cast(TaskOutput, self.scorer(batch, pooled, looked_up))
+
+
+def _means(labels: Mapping[str, Tensor], part: Part) -> dict[str, float]:
+    """The mean of each label over the rows that have it, by their weights."""
+    found = part.dataset.one(Kind.WEIGHT)
+    weights = None if found is None else torch.from_numpy(found[part.rows]).double()
+    means = {}
+    for name, values in labels.items():
+        counted = (~values.isnan()).double() if weights is None else weights.where(~values.isnan(), 0)
+        if total := float(counted.sum()):
+            means[name] = float((values.double().nan_to_num() * counted).sum() / total)
+    return means
 
 
 def _by_rows(inputs: RankingInputs) -> list[dict[str, str]]:
@@ -530,6 +560,7 @@ class _Scorer(JaggedModule):
         self.inputs, self.tasks, self.conditional = inputs, config["tasks"], config["conditional"]
         self.implied, self.cross = config["implied"], config["cross"]
         self._places = {name: list(inputs.labels).index(name) for name in self.tasks}
+        self.slices: tuple[str, ...] = ()
         self._collection = _collections(inputs, widths)
         dim, dropout = config["embedding_dim"], config["dropout"]
 
@@ -674,6 +705,12 @@ class _Scorer(JaggedModule):
         if of_candidate is not None:
             candidate[2].append(self.dots(JaggedTensor(of_candidate, offsets=offsets), of_request).values())
 
+    def _ids(self, batch: Batch, name: str) -> Tensor:
+        """A column's id of each candidate, int64 `[S]`."""
+        if name in self.inputs.features:
+            return batch.features[name].values()[batch.candidate_requests]
+        return batch.candidate_ids(name)
+
     def _scored(self, batch: Batch, towers: Mapping[str, Tensor]) -> TaskOutput:
         # Under autocast they come in 16 bits.
         logits = {name: of.squeeze(1).to(torch.promote_types(of.dtype, torch.float32)) for name, of in towers.items()}
@@ -696,6 +733,8 @@ class _Scorer(JaggedModule):
             "users": users[batch.candidate_requests],
             "requests": batch.request_index[batch.candidate_requests],
         }
+        if self.slices:
+            groups["slices"] = {name: self._ids(batch, name) for name in self.slices}
         scores = {name: TaskScores(logits[name], labels[name], masks[name], weights, **groups) for name in self.tasks}
         total = torch.stack([_sum_of_losses(one) for one in scores.values()]).sum()
         rows = _rows(scores.values())

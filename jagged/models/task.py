@@ -147,20 +147,7 @@ class Task(nn.Module):
                 name that has another meaning here.
             DataError: the temporary directory has no room for rows that do not fit into memory.
         """
-        metrics: dict[str, PointwiseMetrics] = {}
-        sums, sampled = torch.zeros(2, dtype=torch.float64), False
-        with evaluating(self), torch.no_grad():
-            for batch in bar(batches, progress):
-                sampled = sampled or is_sampled(batch)
-                loss, scores = output = explained(self, moved(batch, self.device))
-                counted = torch.stack([torch.as_tensor(x).double().cpu() for x in (loss, output.rows())])
-                # The mean over no rows is no number.
-                sums += torch.stack([counted.prod(), counted[1]]) if counted[1] else 0.0
-                for name, of in scores.items():
-                    if name not in metrics:
-                        metrics[name] = self.metrics_of(name)
-                    ids: dict[str, Any] = {"users": of.users, "requests": of.requests, "slices": of.slices}
-                    metrics[name].update(of.logits, of.labels, of.mask, of.weights, **ids)
+        metrics, sums, sampled = self.measure(batches, progress=progress)
         if all_processes and several():
             total = sums.to(self.device)
             torch.distributed.all_reduce(total)
@@ -186,6 +173,33 @@ class Task(nn.Module):
         for name, metric in metrics.items():
             groups |= {slice_group(name, value): of for value, of in metric.compute_slices().items()}
         return sampled_figures(groups) if sampled else Figures(groups)
+
+    def measure(self, batches: Iterable[Any], *, progress: bool = True) -> tuple[dict[str, PointwiseMetrics], Tensor, bool]:
+        """Add up the rows of batches, in eval mode: what `evaluate` takes its figures from.
+
+        Args:
+            batches: a held-out part.
+            progress: show a bar after two seconds.
+
+        Returns:
+            By task what its rows were added to; float64 `[2]`, the sum of the loss over all rows and their number; and whether
+            there was a batch with drawn negatives.
+        """
+        metrics: dict[str, PointwiseMetrics] = {}
+        sums, sampled = torch.zeros(2, dtype=torch.float64), False
+        with evaluating(self), torch.no_grad():
+            for batch in bar(batches, progress):
+                sampled = sampled or is_sampled(batch)
+                loss, scores = output = explained(self, moved(batch, self.device))
+                counted = torch.stack([torch.as_tensor(x).double().cpu() for x in (loss, output.rows())])
+                # The mean over no rows is no number.
+                sums += torch.stack([counted.prod(), counted[1]]) if counted[1] else 0.0
+                for name, of in scores.items():
+                    if name not in metrics:
+                        metrics[name] = self.metrics_of(name)
+                    ids: dict[str, Any] = {"users": of.users, "requests": of.requests, "slices": of.slices}
+                    metrics[name].update(of.logits, of.labels, of.mask, of.weights, **ids)
+        return metrics, sums, sampled
 
 
 def explained(task: Callable[[Any], Any], batch: Any) -> Any:

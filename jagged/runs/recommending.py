@@ -110,7 +110,10 @@ class Recommender:
     def evaluate(self, data: Any = None, *, part: Any = "test", filter_viewed: bool | None = None, **options: Any) -> Evaluation:
         """As `jagged.evaluate` on the directory that was fitted or opened."""
         run = self._opened()
-        return evaluate(run.directory, data, part=part, filter_viewed=filter_viewed, **{"device": run.device.type, **options})
+        options = {"device": run.device.type, **options}
+        found = evaluate(run.directory, data, part=part, filter_viewed=filter_viewed, **options)
+        assert isinstance(found, Evaluation)
+        return found
 
     def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
         """Write what recommending needs into a directory that stands alone: model, vocabulary, configuration, counts and figures.

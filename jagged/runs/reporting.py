@@ -7,29 +7,27 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from jagged import charts
-from jagged.artifacts import read_json_lines, write_file, writing
+from jagged.artifacts import write_file, writing
 from jagged.charts import Counts
-from jagged.config import ConfigError, TrainConfig, spelt
+from jagged.config import ConfigError, TrainConfig
 from jagged.data import BatchLoader, leaks
 from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches
-from jagged.metrics import IN_WORDS, cut_offs, in_words, shown_figure
+from jagged.metrics import IN_WORDS, cut_offs, shown_figure
 from jagged.runs.evaluating import evaluate
+from jagged.runs.page import TEMPLATES, configuration_tables, read_history, unit
+from jagged.runs.ranking.evaluating import is_ranking_run
 from jagged.runs.run import Run
 from jagged.runs.summary import shortened
 from jagged.versions import installed
 
-# All text that comes to a page is escaped, and a name that a template misspells is an error.
-_TEMPLATES = Environment(
-    loader=PackageLoader("jagged.runs"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-)
-_TEMPLATES.filters.update(thousands="{:,}".format, in_words=in_words, shown_figure=shown_figure)
+if TYPE_CHECKING:
+    from jagged.runs.ranking.reporting import RankingFacts
 
 # What each count of `jagged.data.leaks` would mean.
 LEAKS = {
@@ -82,7 +80,8 @@ class RunFacts:
 def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | None = None, *, progress: bool = True) -> Path:
     """Write one self-contained HTML page about a run; the function behind `jagged report`.
 
-    The model and the popularity baseline are evaluated anew on the test part of the run's own data, seen items left in and taken
+    Of a run on a table: metrics by task and slice, calibration, scores, coverage of features and leak checks, on its test part.
+    Of a run on events the model and the popularity baseline are evaluated anew on the test part of the run's own data, seen items left in and taken
     out; the split is made anew, too, and checked for leaks.
 
     Args:
@@ -102,12 +101,21 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     path = Path(directory) / "report.html" if output is None else Path(output)
     if path.is_dir():
         raise ConfigError(f"{path}: is a directory, expected the name of a page to write, for example {path / 'report.html'}")
+    if is_ranking_run(directory):
+        from jagged.runs.ranking.reporting import gather_ranking
+
+        return write_page(gather_ranking(directory, progress=progress), path)
     return write_page(gather(directory, progress=progress), path)
 
 
-def write_page(facts: RunFacts, path: Path) -> Path:
+def write_page(facts: RunFacts | RankingFacts, path: Path) -> Path:
     """Write the page of a run; it appears whole or not at all. Returns where it is."""
-    page = render(facts).encode()
+    if isinstance(facts, RunFacts):
+        page = render(facts).encode()
+    else:
+        from jagged.runs.ranking.reporting import render_ranking
+
+        page = render_ranking(facts).encode()
     with writing(path, "choose another --output", ConfigError):
         write_file(path, page)
     return path
@@ -143,7 +151,7 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
         lengths=dataset.lengths.numpy(),
         ranks={name: _target_ranks(model, loader, choice) for name, model in models.items()},
         metrics={name: {"model": figures, "popularity": baseline[name]} for name, figures in model_metrics.items()},
-        history=_read_history(Path(directory) / "history.jsonl", (_unit(config), "loss", "monitored")),
+        history=read_history(Path(directory) / "history.jsonl", (unit(config), "loss", "monitored")),
         leaks=leaks(split),
         versions=installed(),
     )
@@ -156,21 +164,6 @@ def _target_ranks(model: Any, loader: BatchLoader, filter_viewed: bool) -> Count
     return torch.cat(ranks).cpu().numpy()
 
 
-def _read_history(path: Path, keys: tuple[str, ...]) -> list[dict[str, float]]:
-    """The numbers under `keys` of each validation; none where the directory was saved without its history."""
-    try:
-        rows = read_json_lines(path) if path.exists() else []
-        return [{key: float(row[key]) for key in keys} for row in rows]
-    except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
-        cure = "delete it for a page without curves"
-        raise ConfigError(f"{path}: cannot be read as training history: {type(error).__name__}: {error}; {cure}") from None
-
-
-def _unit(config: TrainConfig) -> str:
-    """What validations are counted in: of several in one epoch each has a place of its own."""
-    return "epoch" if config.trainer.validation_steps is None else "step"
-
-
 def _readable(notes: Mapping[str, int], time_kind: str) -> dict[str, int | str]:
     """Counts as they are, times as times."""
     calendar = {name for name in notes if name.endswith("_time")} if time_kind in ("naive", "zoned") else set()
@@ -181,7 +174,7 @@ def render(facts: RunFacts) -> str:
     """The page as HTML."""
     pictures = _pictures(facts, charts.PAGE).items()
     columns = [(protocol, name, figures) for protocol, by_model in facts.metrics.items() for name, figures in by_model.items()]
-    return _TEMPLATES.get_template("report.html").render(
+    return TEMPLATES.get_template("report.html").render(
         facts=facts,
         protocol=PROTOCOLS[facts.config.evaluation.filter_viewed],
         columns=["", *(f"{name}, {IN_WORDS[protocol]}" for protocol, name, _ in columns)],
@@ -192,17 +185,9 @@ def render(facts: RunFacts) -> str:
             for name, count in facts.leaks.items()
         ],
         data=_data_rows(facts),
-        configuration=_configuration(facts.config),
+        configuration=configuration_tables(facts.config),
         versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
     )
-
-
-def _configuration(config: TrainConfig) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Titles, each with the names and values of its options; those that have no effect are left out."""
-    values = config.model_dump()
-    run = {name: value for name, value in values.items() if not isinstance(value, dict)}
-    sections = {"Run": run, **{name.capitalize(): value for name, value in values.items() if name not in run}}
-    return [(title, [(name, spelt(value)) for name, value in of.items()]) for title, of in sections.items()]
 
 
 def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
@@ -211,7 +196,7 @@ def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, 
     protocol = IN_WORDS[PROTOCOLS[facts.config.evaluation.filter_viewed]]
     result = {}
     if facts.history:
-        unit = _unit(facts.config)
+        unit = unit(facts.config)
         losses, metrics = ([(row[unit], row[key]) for row in facts.history] for key in ("loss", "monitored"))
         choose = min if facts.config.trainer.less_is_better else max
         best = choose(metrics, key=lambda point: point[1])[0]

@@ -22,7 +22,8 @@ from jagged.data import leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
 from jagged.metrics import IN_WORDS
 from jagged.runs import reporting
-from jagged.runs.reporting import _TEMPLATES, LEAKS, RunFacts, gather, render, report, write_pictures
+from jagged.runs.page import TEMPLATES as ENVIRONMENT
+from jagged.runs.reporting import LEAKS, RunFacts, gather, render, report, write_pictures
 
 TEMPLATES = Path(reporting.__file__).parent / "templates"
 VOID = {"meta", "br", "hr", "img", "input", "link"}
@@ -308,7 +309,7 @@ def test_histograms_count_every_user(longest: int) -> None:
 
 
 def test_tables_are_escaped_and_aligned() -> None:
-    table: Any = _TEMPLATES.get_template("table.html").module
+    table: Any = ENVIRONMENT.get_template("table.html").module
     text = table.table([["x & y", "1"]], ["<a>", "b"])
     assert '<tr><th>&lt;a&gt;</th><th class="number">b</th></tr>' in text
     assert '<tr><td>x &amp; y</td><td class="number">1</td></tr>' in text
@@ -330,7 +331,7 @@ def test_templates_escape_every_text_and_refuse_a_misspelt_name(facts: RunFacts)
     safe = [path.name for path in TEMPLATES.iterdir() for _ in range(path.read_text().count("| safe"))]
     assert safe == ["report.html"]
     with pytest.raises(jinja2.UndefinedError, match="'fcats' is undefined"):
-        _TEMPLATES.from_string("{{ fcats }}").render(facts=facts)
+        ENVIRONMENT.from_string("{{ fcats }}").render(facts=facts)
 
 
 def test_configuration_is_shown_by_sections(facts: RunFacts) -> None:

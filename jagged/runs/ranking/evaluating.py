@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jagged.config import ConfigError
 from jagged.data import Kind, Part
 from jagged.data.errors import shown
 from jagged.metrics import Figures, in_words, is_slice_group, shown_figure
+from jagged.models.pretrained import ENCODERS
 from jagged.runs.ranking.run import RankingRun
 
 _PARTS = ("train", "valid", "test")
@@ -99,20 +102,25 @@ def figures_of(
     run: RankingRun, part: Part, slices: Sequence[str] = (), *, batch_size: int | None = None, progress: bool = True
 ) -> Figures:
     """Figures of a part; the values of slices are named by the user's ids."""
-    drawing = run.config.data.drawing()
     loader = part.loader(
         batch_size=batch_size or run.config.evaluation.eval_batch_size,
         max_history=run.config.data.max_history,
-        **drawing,
-        **({"seed": run.config.seed} if drawing else {}),
+        seed=run.config.seed,
+        **run.config.data.drawing(),
     )
-    model = run.model
-    before, model.slices = model.slices, tuple(slices)
-    try:
-        figures = model.evaluate(loader, "test", progress=progress, all_processes=False)
-    finally:
-        model.slices = before
+    with slicing(run, slices):
+        figures = run.model.evaluate(loader, "test", progress=progress, all_processes=False)
     return Figures({named(run, name): dict(of) for name, of in figures.items()})
+
+
+@contextmanager
+def slicing(run: RankingRun, slices: Sequence[str]) -> Iterator[None]:
+    """Have the model tell the values of some columns with its scores."""
+    before, run.model.slices = run.model.slices, tuple(slices)
+    try:
+        yield
+    finally:
+        run.model.slices = before
 
 
 def named(run: RankingRun, group: str) -> str:
@@ -148,8 +156,4 @@ def check_slices(run: RankingRun, slices: Sequence[str]) -> None:
 
 def is_ranking_run(directory: str | os.PathLike[str]) -> bool:
     """Whether a directory holds a run on a table."""
-    from pathlib import Path
-
-    from jagged.models.pretrained import ENCODERS
-
     return (Path(directory) / ENCODERS).exists()
