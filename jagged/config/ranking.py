@@ -188,13 +188,13 @@ class RankingOptions(ModelOptions):
     def arguments(self) -> dict[str, Any]:
         """The options of `jagged.models.RankingModel.of`."""
         values = self.model_dump(exclude={"name", "tasks", "conditional", "layer_sizes"})
-        pairs = [[name.strip() for name in pair.split("=")] for pair in self.conditional]
+        pairs = (pair.split("=") for pair in self.conditional)
         return {
             **values,
             "cross": None if self.cross == "none" else self.cross,
             "layer_sizes": list(self.layer_sizes),
             "tasks": list(self.tasks) or None,
-            "conditional": {child: parent for child, parent in pairs},
+            "conditional": {child.strip(): parent.strip() for child, parent in pairs},
         }
 
 

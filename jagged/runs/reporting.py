@@ -81,8 +81,8 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     """Write one self-contained HTML page about a run; the function behind `jagged report`.
 
     Of a run on a table: metrics by task and slice, calibration, scores, coverage of features and leak checks, on its test part.
-    Of a run on events the model and the popularity baseline are evaluated anew on the test part of the run's own data, seen items left in and taken
-    out; the split is made anew, too, and checked for leaks.
+    Of a run on events the model and the popularity baseline are evaluated anew on the test part of the run's own data, seen items
+    left in and taken out; the split is made anew, too, and checked for leaks.
 
     Args:
         directory: a run's directory.
@@ -196,14 +196,14 @@ def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, 
     protocol = IN_WORDS[PROTOCOLS[facts.config.evaluation.filter_viewed]]
     result = {}
     if facts.history:
-        unit = unit(facts.config)
-        losses, metrics = ([(row[unit], row[key]) for row in facts.history] for key in ("loss", "monitored"))
+        of = unit(facts.config)
+        losses, metrics = ([(row[of], row[key]) for row in facts.history] for key in ("loss", "monitored"))
         choose = min if facts.config.trainer.less_is_better else max
         best = choose(metrics, key=lambda point: point[1])[0]
-        loss = charts.curve(losses, unit, "training loss", palette)
-        metric = charts.curve(metrics, unit, f"validation {monitor}", palette, mark=best)
+        loss = charts.curve(losses, of, "training loss", palette)
+        metric = charts.curve(metrics, of, f"validation {monitor}", palette, mark=best)
         result["loss"] = (loss, "Training loss, mean since the validation before.")
-        result["metric"] = (metric, f"Validation {monitor}, {protocol}; the weights of the best {unit} were kept.")
+        result["metric"] = (metric, f"Validation {monitor}, {protocol}; the weights of the best {of} were kept.")
     medians = ", ".join(f"{name} {np.median(values):,.0f}" for name, values in facts.ranks.items())
     longer = int((facts.lengths > limit).sum())
     result["ranks"] = (
