@@ -373,7 +373,7 @@ def recommend(
     output: _Output = None,
     k: Annotated[_Count, Parameter(help="items for each user or request")] = 10,
     candidates: Annotated[
-        Path | None, Parameter(help="of a run on a table: csv or parquet file with a column of candidates, by default all")
+        Path | None, Parameter(help="csv or parquet file with a column of the items that may be recommended, by default all")
     ] = None,
     events: Annotated[
         Path | None, Parameter(help="of a run on a table: events that histories are gathered from, by default the run's")

@@ -110,6 +110,63 @@ def test_scores_are_the_models_on_the_last_events(texts, recommender):
     assert table.column("score").to_pylist() == pytest.approx(scores[order].tolist(), abs=1e-5)
 
 
+@given(st.lists(st.integers(0, NUM_ITEMS + 5), max_size=12), st.integers(1, 6), st.booleans())
+def test_candidates_are_ranked_as_in_the_whole_catalogue(recommender, numbers, k, filter_viewed):
+    users = {"a": ["i3", "i4"], "b": [], "c": ["i3", "x", "i9", "i1"]}
+    # Those from 40 on the model does not know.
+    candidates = [f"i{n}" for n in numbers]
+    whole = by_user(recommender.recommend(users, k=NUM_ITEMS, filter_viewed=filter_viewed))
+    expected = {user: [row[:2] for row in rows if row[0] in candidates][:k] for user, rows in whole.items()}
+    table = recommender.recommend(users, k=k, filter_viewed=filter_viewed, candidates=candidates)
+    of_each = recommender.recommend(users, k, filter_viewed, candidates=dict.fromkeys(users, candidates))
+    assert table == of_each
+    got = by_user(table)
+    for user, rows in expected.items():
+        found = got.get(user, [])
+        assert [row[0] for row in found] == [row[0] for row in rows]
+        assert [row[1] for row in found] == pytest.approx([row[1] for row in rows], abs=1e-5)
+        assert [row[2] for row in found] == list(range(1, len(rows) + 1))
+
+
+def test_users_may_have_candidates_of_their_own(recommender, caplog):
+    with caplog.at_level(logging.WARNING, logger="jagged"):
+        table = recommender.recommend({"a": ["i3"], "b": ["i3"]}, candidates={"a": ["i7"], "b": ["new", "i8", "i9"]})
+    rows = by_user(table)
+    assert {user: {row[0] for row in of} for user, of in rows.items()} == {"a": {"i7"}, "b": {"i8", "i9"}}
+    assert "1 candidates that the model does not know were left out" in caplog.text
+    with pytest.raises(ConfigError) as error:
+        recommender.recommend({"a": ["i3"], "b": []}, candidates={"a": ["i7"]})
+    assert str(error.value) == "candidates: got none for the user 'b', expected a list for each of the users"
+
+
+def test_candidates_come_from_a_file(texts, tmp_path):
+    pa.csv.write_csv(pa.table({"item_id": ["i5", "i9"], "price": [1, 2]}), tmp_path / "items.csv")
+    table = recommend(texts, {"a": ["i3"]}, candidates=tmp_path / "items.csv", progress=False)
+    assert table == recommend(texts, {"a": ["i3"]}, candidates=["i5", "i9"], progress=False)
+    pa.csv.write_csv(pa.table({"id": ["i5"]}), tmp_path / "other.csv")
+    with pytest.raises(DataError) as error:
+        recommend(texts, {"a": ["i3"]}, candidates=tmp_path / "other.csv", progress=False)
+    assert str(error.value) == "candidates: found the columns id, expected 'item_id' among them"
+
+
+def test_similar_items_are_those_of_the_largest_cosine(recommender, caplog):
+    with caplog.at_level(logging.WARNING, logger="jagged"):
+        table = recommender.similar(["i7", "nothing", "i2"], k=3)
+    assert "1 items that the model does not know were left out" in caplog.text
+    weight = recommender._run.model.item_weight.detach().double().cpu()
+    cosines = torch.nn.functional.cosine_similarity(weight[:, None], weight[None], dim=2)
+    for place, item in enumerate((7, 2)):
+        others = cosines[item].clone()
+        others[item] = -2
+        best = others.argsort(descending=True)[:3]
+        rows = table.slice(3 * place, 3).to_pylist()
+        assert [row["similar_item_id"] for row in rows] == [f"i{n}" for n in best.tolist()]
+        assert [row["score"] for row in rows] == pytest.approx(others[best].tolist(), abs=1e-5)
+        assert [(row["item_id"], row["rank"]) for row in rows] == [(f"i{item}", rank) for rank in (1, 2, 3)]
+    with pytest.raises(ConfigError, match=r"^k: got 40, expected 1 to 39, the other items of the catalogue$"):
+        recommender.similar(["i7"], k=NUM_ITEMS)
+
+
 def test_ids_come_back_in_their_own_type(numbers):
     opened = Recommender.from_pretrained(numbers)
     table = opened.recommend({7: [100, 103], -1: [106]}, k=2)
@@ -315,8 +372,10 @@ def test_fit_save_open_recommend(tmp_path):
     assert list(by_user(known)) == ["u9", "u2"]
     for user, rows in by_user(known).items():
         assert [row[0] for row in rows] == [row[0] for row in of_all[user]]
-    with pytest.raises(ConfigError, match=r"users: 'nobody' is no user of the data.*pass the history instead"):
-        fitted.recommend(["u9", "nobody"])
+    # Somebody of whom the data knows nothing is told what is popular, and the others what they were told.
+    with_stranger = by_user(fitted.recommend(["u9", "nobody"], k=4))
+    assert with_stranger["u9"] == by_user(known)["u9"]
+    assert with_stranger["nobody"] == by_user(fitted.recommend({"nobody": []}, k=4))["nobody"]
     counts = TrainCounts.load(tmp_path / "copy")
     assert torch.equal(counts.users_per_item, TrainCounts.from_part(split_leave_one_out(dataset).train).users_per_item)
 

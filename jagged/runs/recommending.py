@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import torch
 from torch import Tensor
@@ -24,10 +25,10 @@ from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.runs.evaluating import Evaluation, evaluate, refuse_options
-from jagged.runs.output import writer
 from jagged.runs.ranking.evaluating import is_ranking_run
 from jagged.runs.ranking.predicting import Ranker
 from jagged.runs.run import Run, known_items
+from jagged.runs.tables import table_of, writer
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
 
 logger = logging.getLogger("jagged")
@@ -82,7 +83,7 @@ class Recommender:
         self._run = Run.open(result.directory, device=self.config.device)
         return self
 
-    def recommend(self, users: Any, k: int = 10, filter_viewed: bool = True) -> pa.Table:
+    def recommend(self, users: Any, k: int = 10, filter_viewed: bool = True, *, candidates: Any = None) -> pa.Table:
         """The best `k` items for each user, in the users' and items' own ids.
 
         The table has the columns `user_id`, `item_id`, `score` (float32, higher is better, comparable within a user) and `rank`
@@ -90,8 +91,8 @@ class Recommender:
         catalogue. With `filter_viewed` a user who has had nearly everything gets fewer than `k` rows.
 
         Items of histories that the model does not know are left out and their number is logged. Users of whom then nothing is
-        left get the items that most training users had, with that number as score; where the model was saved without training
-        counts, the first items of the catalogue with score 0.
+        left, and ids of users that the data does not have, get the items that most training users had, with that number as score;
+        where the model was saved without training counts, the first items of the catalogue with score 0.
 
         Args:
             users: a mapping of user ids to items, oldest first, also for users the model has never seen; events as a path, a
@@ -99,13 +100,54 @@ class Recommender:
                 history is then used.
             k: items for each user, at most the size of the catalogue.
             filter_viewed: leave out items of the user's history.
+            candidates: items that may be recommended, for all users alike, or for each of them by a mapping of the same ids as
+                `users`; None for the whole catalogue. Those that the model does not know are left out and their number is
+                logged; who has fewer than `k` gets fewer rows.
 
         Raises:
-            ConfigError: no model yet, `k` out of range, an unknown user id, or ids without the data they belong to.
+            ConfigError: no model yet, `k` out of range, a user without candidates in the mapping, or ids without the data they
+                belong to.
             DataError: events that cannot be read, ids that are neither integers nor strings.
             EvaluationError: the model's scores are NaN or infinite.
         """
-        return _recommend(self._opened(), users, k, filter_viewed)
+        return _recommend(self._opened(), users, k, filter_viewed, candidates)
+
+    def similar(self, items: Iterable[Any], k: int = 10) -> pa.Table:
+        """The `k` items whose vectors point most in the direction of each item's, without itself.
+
+        Args:
+            items: ids; those that the model does not know are left out and their number is logged.
+            k: at most the size of the catalogue less one.
+
+        Returns:
+            The columns `item_id`, `similar_item_id`, `score` (float32, the cosine) and `rank` (int64, from 1).
+
+        Raises:
+            ConfigError: no model yet, or `k` out of range.
+            DataError: ids that are neither integers nor strings.
+            EvaluationError: the model's item table is NaN or infinite.
+        """
+        run = self._opened()
+        if not 1 <= k < len(run.items):
+            raise ConfigError(f"k: got {k}, expected 1 to {len(run.items) - 1:,}, the other items of the catalogue")
+        if not is_finite(run.model.item_weight.detach()):
+            raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
+        given = torch.from_numpy(run.items.encode(_ids(items, "items")))
+        known = given[given >= 0]
+        if len(known) < len(given):
+            logger.warning("%d items that the model does not know were left out", len(given) - len(known))
+        weight = torch.nn.functional.normalize(run.model.item_weight.detach().float(), dim=1)
+        own = known.to(weight.device), torch.arange(len(known) + 1, device=weight.device)
+        ranked = rank_catalogue(weight[known.to(weight.device)], weight, k, viewed=own, filter_viewed=(True,))[0]
+        found, scores = ranked.items.cpu(), ranked.scores.cpu()
+        return pa.table(
+            {
+                "item_id": run.items.decode(known.repeat_interleave(k).numpy()),
+                "similar_item_id": run.items.decode(found.flatten().numpy()),
+                "score": scores.flatten().numpy(),
+                "rank": torch.arange(1, k + 1).repeat(len(known)).numpy(),
+            }
+        )
 
     def evaluate(self, data: Any = None, *, part: Any = "test", filter_viewed: bool | None = None, **options: Any) -> Evaluation:
         """As `jagged.evaluate` on the directory that was fitted or opened."""
@@ -178,7 +220,8 @@ def recommend(
             the configuration's time column counts as oldest first, with a note; `timestamp_column=""` says that it does.
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
         max_bytes: bound on the memory that grows with users times items.
-        candidates, events: of a run on a table: as of `Ranker.recommend`; candidates also as a file with a column of them.
+        candidates: as of `Recommender.recommend` or `Ranker.recommend`; also as a csv or parquet file with a column of them.
+        events: of a run on a table: as of `Ranker.recommend`.
         progress: show progress bars after two seconds.
 
     Returns:
@@ -199,11 +242,16 @@ def recommend(
         if write is not None:
             write(table)
         return table
-    refuse_options(directory, {"candidates": candidates, "events": events}, "a table")
+    refuse_options(directory, {"events": events}, "a table")
     run = Run.open(directory, device=device)
+    if isinstance(candidates, (str, os.PathLike)) or is_table(candidates):
+        given, name = table_of(candidates, "candidates"), run.columns(chosen)["item_column"]
+        if name not in given.column_names:
+            raise DataError(f"candidates: found the columns {', '.join(given.column_names)}, expected {name!r} among them")
+        candidates = given[name].combine_chunks()
     if isinstance(histories, (str, os.PathLike)) or is_table(histories):
         histories = _read(run, histories, format, chosen, progress)
-    table = _recommend(run, histories, k, filter_viewed, max_bytes=max_bytes, progress=progress)
+    table = _recommend(run, histories, k, filter_viewed, candidates, max_bytes=max_bytes, progress=progress)
     if write is not None:
         write(table)
     return table
@@ -225,14 +273,22 @@ class _Histories:
 
 
 def _recommend(
-    run: Run, users: Any, k: int, filter_viewed: bool, *, max_bytes: int = DEFAULT_MAX_BYTES, progress: bool = True
+    run: Run,
+    users: Any,
+    k: int,
+    filter_viewed: bool,
+    candidates: Any = None,
+    *,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+    progress: bool = True,
 ) -> pa.Table:
     from tqdm import tqdm
 
     if not 1 <= k <= len(run.items):
         raise ConfigError(f"k: got {k}, expected 1 to {len(run.items):,}, the size of the catalogue")
     histories = _histories(run, users)
-    popular = _most_popular(run, k)
+    allowed = None if candidates is None else _allowed(run, histories.users, candidates)
+    popular = _popularity(run)
     schema = pa.schema(
         [("user_id", histories.users.type), ("item_id", run.items.ids.type), ("score", pa.float32()), ("rank", pa.int64())]
     )
@@ -244,11 +300,14 @@ def _recommend(
         events = ranges(start, end - start)
         times = None if histories.dataset is None else seconds(histories.dataset, events)
         values, lengths, times = known_items(histories.item_ids[events], end - start, histories.dense, times)
-        ranked = _rank(run, values, lengths, times, k, filter_viewed, max_bytes)
+        of = None if allowed is None else allowed.slice(first, last)
+        ranked = _rank(run, values, lengths, times, k, filter_viewed, max_bytes, of)
         items, scores = ranked.items.cpu(), ranked.scores.cpu()
         nothing = lengths == 0
-        if popular is not None:
-            items[nothing], scores[nothing] = popular.items, popular.scores
+        if popular is not None and nothing.any():
+            without = None if of is None else of.only(nothing)
+            best = _best(torch.ones(int(nothing.sum()), 1), popular, k, None, without, max_bytes)
+            items[nothing], scores[nothing] = best.items, best.scores
         unknown += len(events) - len(values)
         cold += int(nothing.sum())
         row, position = (items >= 0).nonzero(as_tuple=True)
@@ -267,31 +326,104 @@ def _recommend(
     return pa.Table.from_batches(batches, schema)
 
 
-def _rank(run: Run, values: Tensor, lengths: Tensor, times: Tensor | None, k: int, filter_viewed: bool, max_bytes: int) -> Ranked:
+@dataclass(frozen=True)
+class _Allowed:
+    """Candidates of users, as numbers of the model's items: user i's are `items[offsets[i]:offsets[i + 1]]`, ascending."""
+
+    items: Tensor
+    offsets: Tensor
+
+    def slice(self, first: int, last: int) -> _Allowed:
+        """Those of some users in a row."""
+        offsets = self.offsets[first : last + 1]
+        return _Allowed(self.items[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+
+    def only(self, chosen: Tensor) -> _Allowed:
+        """Those of the users for which a mask is set."""
+        counts = self.offsets.diff()[chosen]
+        starts = self.offsets[:-1][chosen]
+        return _Allowed(self.items[ranges(starts, counts)], torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+
+def _allowed(run: Run, users: pa.Array, candidates: Any) -> _Allowed:
+    if isinstance(candidates, Mapping):
+        names = users.to_pylist()
+        if lacking := [name for name in names if name not in candidates]:
+            raise ConfigError(f"candidates: got none for the user {lacking[0]!r}, expected a list for each of the users")
+        lists = [_ids(candidates[name], f"the candidates of {name!r}") for name in names]
+    else:
+        lists = [_ids(candidates, "candidates")]
+    given = [torch.from_numpy(run.items.encode(of)) for of in lists]
+    known = [of[of >= 0].unique() for of in given]
+    if unknown := sum(int((of < 0).sum()) for of in given):
+        logger.warning("%d candidates that the model does not know were left out", unknown)
+    if not isinstance(candidates, Mapping):
+        known = known * len(users)
+    counts = torch.tensor([0, *map(len, known)], dtype=torch.int64)
+    return _Allowed(torch.cat([*known, counts[:0]]), counts.cumsum(0))
+
+
+def _rank(
+    run: Run,
+    values: Tensor,
+    lengths: Tensor,
+    times: Tensor | None,
+    k: int,
+    filter_viewed: bool,
+    max_bytes: int,
+    allowed: _Allowed | None,
+) -> Ranked:
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     recent = lengths.clamp(max=run.model.config["max_seq_len"])
     window = ranges(offsets[1:] - recent, recent)
     features = features_of(values[window], recent, None if times is None else times[window]).to(run.device)
     if not is_finite(run.model.item_weight.detach()):
         raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
+    viewed = (values, offsets) if filter_viewed else None
     with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
-        ranked = rank_catalogue(
-            run.model.final_hidden(features),
-            run.model.item_weight,
-            k,
-            viewed=(values.to(run.device), offsets.to(run.device)) if filter_viewed else None,
-            filter_viewed=(filter_viewed,),
-            max_bytes=max_bytes,
-        )[0]
+        hidden = run.model.final_hidden(features)
+        ranked = _best(hidden, run.model.item_weight, k, viewed, allowed, max_bytes)
     if ranked.strange:
         raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     return ranked
 
 
-def _most_popular(run: Run, k: int) -> Ranked | None:
-    """The items that most training users had; None where the run has no counts."""
+def _best(
+    hidden: Tensor, weight: Tensor, k: int, viewed: tuple[Tensor, Tensor] | None, allowed: _Allowed | None, max_bytes: int
+) -> Ranked:
+    """The `k` best items of each user; of those that may be recommended, where some are told. What is lacking is -1."""
+    device = weight.device
+    if allowed is None:
+        seen = None if viewed is None else (viewed[0].to(device), viewed[1].to(device))
+        return rank_catalogue(hidden, weight, k, viewed=seen, filter_viewed=(seen is not None,), max_bytes=max_bytes)[0]
+    users = len(hidden)
+    rows = torch.repeat_interleave(torch.arange(users), allowed.offsets.diff())
+    items = allowed.items
+    if viewed is not None:
+        of_user = torch.repeat_interleave(torch.arange(users), viewed[1].diff())
+        fresh = ~torch.isin(rows * len(weight) + items, of_user * len(weight) + viewed[0])
+        rows, items = rows[fresh], items[fresh]
+    scores = torch.zeros(len(items))
+    # Some products at a time: those of all candidates with their users may not fit.
+    step = max(1, max_bytes // (8 * max(hidden.shape[1], 1)))
+    for first in range(0, len(items), step):
+        here = slice(first, first + step)
+        scores[here] = (hidden[rows[here].to(device)].float() * weight[items[here].to(device)].float()).sum(1).cpu()
+    # By user, then the higher score, then the order of the catalogue.
+    order = np.lexsort((items.numpy(), -scores.numpy(), rows.numpy()))
+    rows, items, scores = rows[order], items[order], scores[order]
+    counts = torch.bincount(rows, minlength=users)
+    places = torch.arange(len(rows)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    kept = places < k
+    best, of_best = torch.full((users, k), -1), torch.full((users, k), -torch.inf)
+    best[rows[kept], places[kept]], of_best[rows[kept], places[kept]] = items[kept], scores[kept]
+    return Ranked(best, of_best, None)
+
+
+def _popularity(run: Run) -> Tensor | None:
+    """How many training users had each item, float32 `[V, 1]`; None where the run has no counts."""
     counts = TrainCounts.load(run.directory)
-    return None if counts is None else rank_catalogue(torch.ones(1, 1), Popularity(counts).item_weight, k)[0]
+    return None if counts is None else Popularity(counts).item_weight
 
 
 def _histories(run: Run, users: Any) -> _Histories:
@@ -316,13 +448,8 @@ def _histories(run: Run, users: Any) -> _Histories:
     if dataset is not users:
         ids = _ids(users, "users")
         chosen = torch.from_numpy(dataset.users.encode(ids))
-        if (chosen < 0).any():
-            unknown = ids[int((chosen < 0).int().argmax())].as_py()
-            raise ConfigError(
-                f"users: {unknown!r} is no user of the data that the model was trained on; "
-                "pass the history instead, as {user: [item, ...]}"
-            )
-        start, end = start[chosen], end[chosen]
+        # Of whom the data has nothing the history is empty.
+        start, end = start[chosen], torch.where(chosen < 0, start[chosen], end[chosen])
     same = run.dense_items(dataset)
     dense = torch.arange(dataset.num_items) if same is None else same
     return _Histories(ids, dataset.item_ids, start, end, dense, dataset if takes_times(run.model) else None)

@@ -11,19 +11,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.csv as arrow_csv
-import pyarrow.parquet as parquet
 
-from jagged.artifacts import reason
 from jagged.config import ConfigError, RankingConfig, merge
-from jagged.data import DataError, Dataset, Kind
+from jagged.data import Dataset, Kind
 from jagged.data.errors import refuse, shown
 from jagged.data.rows import reader
 from jagged.data.sources import is_table
 from jagged.data.tabular import is_list
-from jagged.runs.output import writer
 from jagged.runs.ranking.evaluating import RankingEvaluation, evaluate_run
 from jagged.runs.ranking.run import DATASET, RankingRun
+from jagged.runs.tables import table_of, writer
 
 IntArray = npt.NDArray[np.int64]
 
@@ -154,7 +151,7 @@ class Ranker:
         item = run.schema.one(Kind.CANDIDATE)
         if item is None:
             raise ConfigError(f"{run.directory}: the model's table has no column of candidates; use predict")
-        table = _arrow(requests, "requests")
+        table = table_of(requests, "requests")
         lists, numbers = _candidates(run, table, candidates, item.name)
         own = [one.name for one in run.schema.columns if one.is_candidates and one.kind not in (Kind.LABEL, Kind.WEIGHT)]
         rows = table.drop_columns([name for name in own if name in table.column_names]).take(pa.array(numbers))
@@ -221,24 +218,6 @@ def predict(
     return found
 
 
-def _arrow(source: Any, what: str) -> pa.Table:
-    """A table in memory, or of a csv or parquet file."""
-    if isinstance(source, pa.Table):
-        return source
-    if isinstance(source, (str, os.PathLike)):
-        readers = {".parquet": parquet.read_table, ".csv": arrow_csv.read_csv}
-        path = Path(source)
-        if path.suffix not in readers:
-            raise ConfigError(f"{what}: got {str(path)!r}, expected a .csv or .parquet file, or a table in memory")
-        try:
-            return readers[path.suffix](path)
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(f"{what}: {path}: {reason(error)}") from None
-    if not is_table(source):
-        raise ConfigError(f"{what}: got a {type(source).__name__}, expected a table in memory or a .csv or .parquet file")
-    return pa.table(source)
-
-
 def _candidates(run: RankingRun, table: pa.Table, candidates: Any, name: str) -> tuple[pa.Array, IntArray]:
     """The candidates of all requests in a row, and the request of each, int64."""
     if name in table.column_names:
@@ -256,7 +235,7 @@ def _candidates(run: RankingRun, table: pa.Table, candidates: Any, name: str) ->
             raise ConfigError(f"candidates: expected ids, as the model's {name!r} are {run.schema[name].encoding} numbers")
         ids = known.ids
     elif isinstance(candidates, (str, os.PathLike)) or is_table(candidates):
-        given = _arrow(candidates, "candidates")
+        given = table_of(candidates, "candidates")
         if name not in given.column_names:
             raise refuse("candidates", f"the columns {shown(given.column_names, 200)}", f"a column {shown(name)}")
         ids = given[name].combine_chunks()
@@ -274,7 +253,7 @@ def _candidates(run: RankingRun, table: pa.Table, candidates: Any, name: str) ->
 def _items(run: RankingRun, items: Any, name: str, others: Sequence[str]) -> pa.Table:
     """A row for each known candidate with its other columns."""
     if items is not None:
-        found = _arrow(items, "items")
+        found = table_of(items, "items")
         if missing := [one for one in (name, *others) if one not in found.column_names]:
             raise refuse("items", f"the columns {shown(found.column_names, 200)}", f"{shown(missing[0])} too")
         return found

@@ -1,9 +1,10 @@
-"""Tables that commands write: csv, parquet or JSON lines by the file's name."""
+"""Tables that commands take and write: csv, parquet or JSON lines by the file's name."""
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,30 @@ import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 import pyarrow.parquet as parquet
 
-from jagged.artifacts import replacing, writing
+from jagged.artifacts import reason, replacing, writing
 from jagged.config import ConfigError
+from jagged.data import DataError
+from jagged.data.sources import is_table
 
 logger = logging.getLogger("jagged")
+
+
+def table_of(source: Any, what: str) -> pa.Table:
+    """A table in memory, or of a csv or parquet file."""
+    if isinstance(source, pa.Table):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        readers = {".parquet": parquet.read_table, ".csv": arrow_csv.read_csv}
+        path = Path(source)
+        if path.suffix not in readers:
+            raise ConfigError(f"{what}: got {str(path)!r}, expected a .csv or .parquet file, or a table in memory")
+        try:
+            return readers[path.suffix](path)
+        except (OSError, pa.ArrowException) as error:
+            raise DataError(f"{what}: {path}: {reason(error)}") from None
+    if not is_table(source):
+        raise ConfigError(f"{what}: got a {type(source).__name__}, expected a table in memory or a .csv or .parquet file")
+    return pa.table(source)
 
 
 def writer(path: Path) -> Callable[[pa.Table], None]:
