@@ -115,7 +115,7 @@ class Batch:
     @property
     def candidate_requests(self) -> Tensor:
         """The place in the batch of each candidate's request, int64 `[S]`: what is the request's is read by it."""
-        places = torch.arange(self.request_index.numel(), device=self.request_index.device)
+        places = torch.arange(self.candidate_offsets.numel() - 1, device=self.candidate_offsets.device)
         return torch.repeat_interleave(places, self.candidate_offsets.diff(), output_size=self.rows.numel())
 
     def candidate_ids(self, name: str) -> Tensor:

@@ -19,6 +19,7 @@ from jagged.models.heads import build_head  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
+from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 
 _MODELS: dict[str, Callable[..., nn.Module]] = {"ranking": RankingModel, "sasrec": SASRec}
@@ -34,8 +35,10 @@ __all__ = [
     "TaskScores",
     "build",
     "build_head",
+    "export_scores",
     "product_logits",
     "register",
+    "scoring_tensors",
 ]
 
 

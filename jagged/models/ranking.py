@@ -14,6 +14,8 @@ from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from jagged.data import Kind
+from jagged.data.moving import moved
+from jagged.evaluation import evaluating
 from jagged.models.task import Task, TaskOutput, TaskScores
 from jagged.modules import (
     CrossNet,
@@ -137,6 +139,32 @@ class RankingInputs:
         """The other tables of `features`, with their keys."""
         return _by_table({key: table for key, table in self.features.items() if table not in self.sequences})
 
+    @property
+    def fields(self) -> list[str]:
+        """The batch's fields that scores are made of: all that are read but labels and what only training asks."""
+        candidates = ["candidates", "weighted_candidates", "candidate_numbers", "candidate_number_lists"]
+        read = ["weighted_features", "request_numbers", "request_number_lists", *candidates]
+        if self.history:
+            read += ["history_lists", "history_numbers"]
+        found = ["candidate_offsets", *(name for name in read if getattr(self, name))]
+        found += [f"{name}_missing" for name in found if name.endswith("_numbers")]
+        if self.features or self.sequences:
+            found.append("features")
+        if self.history:
+            found += ["request_times", "history_times"]
+            found += ["history_labels", "history_label_mask"] if self.history_labels else []
+            found += ["history_weights"] if self.history_weights else []
+        if not self.candidate_ids and not any(getattr(self, name) for name in candidates):
+            # Nothing else says how many candidates there are.
+            found.append("rows")
+        return found
+
+    def keys(self, name: str) -> list[str]:
+        """The keys that are read of a KeyedJaggedTensor of the batch, in this order."""
+        if name != "features":
+            return list(getattr(self, name))
+        return [*self.features, *self.candidate_ids, *(key for keys in self.histories for key in keys)]
+
 
 def _by_table(tables: Mapping[str, str]) -> dict[str, list[str]]:
     return {table: [key for key, of in tables.items() if of == table] for table in dict.fromkeys(tables.values())}
@@ -205,6 +233,7 @@ class RankingModel(Task):
 
     Attributes:
         config: the arguments, as plain values.
+        inputs: as above.
 
     Shape:
         A `Batch` in; a `TaskOutput` out with `[S]` logits by label. Where negatives are drawn the one task is "next".
@@ -266,7 +295,7 @@ class RankingModel(Task):
             )
         if not layer_sizes:
             raise ValueError("layer_sizes: expected the width of at least one layer, got none")
-        self.tasks = _checked_tasks(inputs.labels, tasks)
+        self.inputs, self.tasks = inputs, _checked_tasks(inputs.labels, tasks)
         self.conditional = _in_order(dict(conditional or {}), self.tasks)
         self.config: dict[str, Any] = {
             "inputs": asdict(inputs), "sizes": {table: int(sizes[table]) for table in used}, "embedding_dim": embedding_dim,
@@ -348,9 +377,25 @@ class RankingModel(Task):
 
     def forward(self, batch: Batch) -> TaskOutput:
         """Return the loss, and logits by task."""
+        return cast(TaskOutput, self.scorer(batch, *self._looked_up(batch)))
+
+    def logits(self, batch: Batch) -> dict[str, Tensor]:
+        """By task the logits of the candidates, float `[S]`, without a loss: the batch needs no labels."""
+        return self.scorer.logits(batch, *self._looked_up(batch))
+
+    def predict(self, batch: Batch) -> dict[str, Tensor]:
+        """By task the probabilities of the candidates, float32 `[S]`, in eval mode and without gradients; labels are not read."""
+        if not len(batch):
+            # TorchRec's collections take no batch without samples.
+            return {name: torch.zeros(0, device=self.device) for name in self.tasks}
+        with evaluating(self), torch.no_grad():
+            found = self.logits(moved(batch, self.device))
+        return {name: of.float().sigmoid() for name, of in found.items()}
+
+    def _looked_up(self, batch: Batch) -> tuple[dict[str, KeyedTensor], list[dict[str, JaggedTensor]]]:
+        """What each collection gives, called once."""
         pooled = {name: collection(getattr(batch, name)) for name, collection in self.bags.items()}
-        looked_up = [collection(batch.features) for collection in self.sequences]
-        return cast(TaskOutput, self.scorer(batch, pooled, looked_up))
+        return pooled, [collection(batch.features) for collection in self.sequences]
 
 
 def _means(labels: Mapping[str, Tensor], part: Part) -> dict[str, float]:
@@ -626,6 +671,12 @@ class _Scorer(JaggedModule):
 
     def forward(self, batch: Batch, pooled: Mapping[str, KeyedTensor], looked_up: Sequence[Mapping[str, JaggedTensor]]) -> Any:
         """Return a `TaskOutput`."""
+        return self._scored(batch, self.logits(batch, pooled, looked_up))
+
+    def logits(
+        self, batch: Batch, pooled: Mapping[str, KeyedTensor], looked_up: Sequence[Mapping[str, JaggedTensor]]
+    ) -> dict[str, Tensor]:
+        """Return `[S]` logits of each task, of what the collections gave. Nothing is read of labels and weights of rows."""
         inputs = self.inputs
 
         def rows(key: str) -> JaggedTensor:
@@ -664,7 +715,7 @@ class _Scorer(JaggedModule):
         else:
             met = self.meeting(context)[batch.candidate_requests]
         crossed = self.crossed(met)
-        return self._scored(batch, {name: tower(crossed) for name, tower in zip(self.tasks, self.towers, strict=True)})
+        return self._of_conditions({name: tower(crossed) for name, tower in zip(self.tasks, self.towers, strict=True)})
 
     def _mean(self, x: JaggedTensor) -> Tensor:
         return cast(Tensor, self.mean(x))
@@ -711,9 +762,15 @@ class _Scorer(JaggedModule):
             return batch.features[name].values()[batch.candidate_requests]
         return batch.candidate_ids(name)
 
-    def _scored(self, batch: Batch, towers: Mapping[str, Tensor]) -> TaskOutput:
+    def _of_conditions(self, towers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The logits of what is predicted: of a conditional label those of the product."""
         # Under autocast they come in 16 bits.
         logits = {name: of.squeeze(1).to(torch.promote_types(of.dtype, torch.float32)) for name, of in towers.items()}
+        for child, parent in self.conditional.items():
+            logits[child] = product_logits(logits[parent], logits[child])
+        return logits
+
+    def _scored(self, batch: Batch, logits: Mapping[str, Tensor]) -> TaskOutput:
         labels, masks = {}, {}
         for name, place in self._places.items():
             labels[name], masks[name] = batch.label(place)
@@ -725,7 +782,6 @@ class _Scorer(JaggedModule):
         for child, parent in self.conditional.items():
             masks[child] = masks[child] & masks[parent]
             _refuse_unconditional(masks[child] & (labels[child] > labels[parent]), child, parent)
-            logits[child] = product_logits(logits[parent], logits[child])
         weights = batch.weights.to(logits[self.tasks[0]].dtype)
         # Of whom nobody knows who it is, each request is somebody else's.
         users = batch.user_index.where(batch.user_index >= 0, -1 - batch.request_index)

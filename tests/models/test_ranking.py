@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import io
+import re
+import shutil
 from typing import Any
 
 import pyarrow as pa
@@ -21,7 +23,7 @@ from jagged.config import TrainerConfig
 from jagged.data import DataError, Dataset
 from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
-from jagged.models import RankingInputs, RankingModel, build, product_logits
+from jagged.models import RankingInputs, RankingModel, build, export_scores, product_logits, scoring_tensors
 from jagged.models.pretrained import load_task, save_task
 from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
@@ -52,7 +54,11 @@ VARIANTS: dict[str, tuple[tuple[str, ...], dict[str, Any], dict[str, Any]]] = {
     "numbers alone": (("time", "age", "sizes", "click"), {}, {}),
     "one id": (("time", "type", "click"), {}, {"cross": None}),
 }
-every_variant = pytest.mark.parametrize("name", VARIANTS)
+#: Those that other variants cover in part.
+LONG = ("lists and events by dots",)
+every_variant = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in VARIANTS]
+)
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +211,8 @@ def test_conditions_of_conditions() -> None:
     batch = shop("item", "time", "click").train.gather([0, 1])
     labels = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
     batch = dataclasses.replace(batch, labels=labels, label_mask=torch.tensor([[False, True, True], [True, True, True]]))
-    scores = model.scorer._scored(batch, {name: of[:, None] for name, of in towers.items()}).scores
+    logits = model.scorer._of_conditions({name: of[:, None] for name, of in towers.items()})
+    scores = model.scorer._scored(batch, logits).scores
     p = [of.sigmoid() for of in towers.values()]
     torch.testing.assert_close(scores["buy"].logits.sigmoid(), p[0] * p[1] * p[2])
     torch.testing.assert_close(scores["click"].logits.sigmoid(), p[0] * p[1])
@@ -383,6 +390,115 @@ def test_is_compiled(splits: dict[str, Split], name: str) -> None:
         ours, theirs = gradients(out.loss, model), gradients(expected.loss, model)
         for key, of in ours.items():
             torch.testing.assert_close(of, theirs[key], rtol=1e-4, atol=1e-5)
+
+
+def given_to(split: Split) -> list[Batch]:
+    """Of other sizes; of one request; and none with an event."""
+    gather = split.train.gather
+    return [gather(range(20)), gather(range(20, 27), max_history=2), gather([0]), gather([3, 0], max_history=0)]
+
+
+SERVED = ("everything", "lists as histories", "requests alone")
+
+
+@pytest.mark.parametrize("name", [name if name in SERVED else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS])
+def test_scores_are_exported_for_all_sizes(splits: dict[str, Split], name: str) -> None:
+    """From an example of one request, too; labels, weights and who it is are no inputs."""
+    split, model = of_variant(splits, name, dropout=0.5)
+    given = given_to(split)
+    for example in given[2:3] if name in SERVED else given[::2]:
+        program = export_scores(model, example).module()
+        assert model.training
+        for batch in given:
+            found = program(scoring_tensors(model, batch))
+            expected = model.eval().logits(batch)
+            assert list(found) == model.tasks
+            for task, of in expected.items():
+                assert of.shape == batch.rows.shape
+                assert torch.equal(found[task], of)
+                assert torch.equal(model(batch).scores[task].logits, of)
+                assert torch.equal(model.predict(batch)[task], of.sigmoid())
+            model.train()
+    known = {"rows", "labels", "label_mask", "weights", "request_index", "user_index", "sampled"}
+    without_candidates = name in ("requests alone", "one id", "a list alone")
+    assert set(scoring_tensors(model, given[0])) & known == ({"rows"} if without_candidates else set())
+
+
+def test_a_saved_program_scores_requests_without_candidates(tmp_path: Any) -> None:
+    split = shop("user", "item", "time", "age", history="events", requests=90)
+    torch.manual_seed(0)
+    model = RankingModel.of(split, embedding_dim=4, layer_sizes=(4,))
+    torch.export.save(export_scores(model, split.train.gather(range(9), negatives=2)), tmp_path / "scores.pt2")
+    program = torch.export.load(tmp_path / "scores.pt2").module()
+    batch = split.train.gather([40, 41, 42], negatives=2)
+    expected = model.eval().logits(batch)["next"]
+    tensors = scoring_tensors(model, batch)
+    assert torch.equal(program(tensors)["next"], expected)
+    # Of the first request alone, or of none, the candidates are asked for.
+    for counts in ([int(batch.candidate_offsets[1]), 0, 0], [0, 0, 0]):
+        parts = dict(zip(batch.features.keys(), batch.features.values().split(batch.features.length_per_key()), strict=True))
+        lengths = batch.features.lengths().clone().view(len(parts), 3)
+        lengths[batch.features.keys().index("item")] = torch.tensor(counts)
+        parts["item"] = parts["item"][: sum(counts)]
+        tensors["features.values"] = torch.cat([parts[key] for key in model.inputs.keys("features")])
+        tensors["features.lengths"] = lengths[[batch.features.keys().index(key) for key in model.inputs.keys("features")]].view(
+            -1
+        )
+        tensors["candidate_offsets"] = torch.tensor([0, *counts]).cumsum(0)
+        torch.testing.assert_close(program(tensors)["next"], expected[: sum(counts)])
+
+
+def test_nothing_is_exported_or_predicted_of_no_requests(splits: dict[str, Split]) -> None:
+    split, model = of_variant(splits, "everything")
+    nothing = split.train.gather([])
+    with pytest.raises(ValueError, match=r"^batch: got no requests, expected an example of at least one$"):
+        export_scores(model, nothing)
+    assert {name: of.tolist() for name, of in model.predict(nothing).items()} == {"click": [], "buy": []}
+
+
+def test_batches_of_other_columns_are_not_scored(splits: dict[str, Split]) -> None:
+    split, model = of_variant(splits, "everything")
+    batch = split.train.gather([0])
+    cure = "expected what the model was made for; take one of a table with the same columns"
+    with pytest.raises(ValueError, match=f"^batch: got no history_times, {cure}$"):
+        scoring_tensors(model, dataclasses.replace(batch, history_times=None))
+    other = split.train.gather([0]).weighted_features
+    with pytest.raises(ValueError, match=re.escape(f"batch: got no features['user'], {cure}")):
+        scoring_tensors(model, dataclasses.replace(batch, features=other))
+    # Of another order.
+    keys = batch.features.keys()
+    turned = dataclasses.replace(batch, features=batch.features.permute(list(range(len(keys)))[::-1]))
+    assert turned.features.keys() == keys[::-1]
+    for one, two in zip(scoring_tensors(model, batch).values(), scoring_tensors(model, turned).values(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_predicts_of_a_table_without_labels(splits: dict[str, Split]) -> None:
+    split, model = of_variant(splits, "plain")
+    batch = split.test.gather(range(3))
+    bare = dataclasses.replace(batch, labels=batch.labels[:, :0], label_mask=batch.label_mask[:, :0])
+    for name, of in model.predict(batch).items():
+        assert torch.equal(model.predict(bare)[name], of)
+    with pytest.raises(DataError):
+        model(bare)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(PLACE.name != "cpu" or shutil.which("g++") is None, reason="Inductor compiles C++ for the CPU")
+@pytest.mark.parametrize("name", ["everything", "everything by dots"])
+def test_scores_are_served_from_a_compiled_package(splits: dict[str, Split], name: str, tmp_path: Any) -> None:
+    split, model = of_variant(splits, name)
+    given = given_to(split)
+    program = export_scores(model, given[0])
+    # Without it a package refuses fewer than two events.
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "scores.pt2"))
+    served = torch._inductor.aoti_load_package(path)
+    for batch in given:
+        found, expected = served(scoring_tensors(model, batch)), model.eval().logits(batch)
+        for task, of in expected.items():
+            torch.testing.assert_close(found[task], of, rtol=1e-4, atol=1e-5)
 
 
 @every_variant
