@@ -124,7 +124,7 @@ def test_candidates_are_ranked_as_in_the_whole_catalogue(recommender, numbers, k
     for user, rows in expected.items():
         found = got.get(user, [])
         assert [row[0] for row in found] == [row[0] for row in rows]
-        assert [row[1] for row in found] == pytest.approx([row[1] for row in rows], abs=1e-5)
+        assert [row[1] for row in found] == pytest.approx([row[1] for row in rows], rel=1e-5, abs=1e-5)
         assert [row[2] for row in found] == list(range(1, len(rows) + 1))
 
 
