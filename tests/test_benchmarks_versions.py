@@ -155,12 +155,15 @@ def test_rows_of_both_versions_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> 
 class Asked:
     """A version that gives these times, one after the other, and fails where it has none."""
 
-    def __init__(self, *times: tuple[float, float] | str) -> None:
+    def __init__(self, *times: tuple[float, float] | str, turns: list[object] | None = None) -> None:
         self.times = list(times)
         self.asked: list[str] = []
+        self.turns = turns
 
     def ask(self, request: list[str]) -> Any:
         self.asked.append(request[0])
+        if self.turns is not None:
+            self.turns.append(self)
         if request[0] != "time":
             return None
         given = self.times.pop(0)
@@ -174,12 +177,23 @@ def test_rows_are_timed_in_turns() -> None:
         "backward": {"before": 8.0, "after": 8.1, "ratio": 8.1 / 8.0},
     }
     assert before.asked == after.asked == ["make", "time", "time", "drop"]
-    # What took longer is measured again, four times.
+    # What took longer is measured four times more, and then twelve times; the first rounds count too.
     before, after = Asked(*[(10.0, 8.0)] * 6), Asked(*[(10.4, 8.0)] * 5, (10.2, 8.0))
     assert compared([before, after], "ops", "a")["forward"] == {"before": 10.0, "after": 10.2, "ratio": 1.02}  # type: ignore[list-item]
+    before, after = Asked((10.0, 8.0), *[(11.0, 9.0)] * 17), Asked(*[(10.4, 8.0)] * 18)
+    assert compared([before, after], "ops", "a")["forward"] == {"before": 10.0, "after": 10.4, "ratio": 1.04}  # type: ignore[list-item]
+    assert not before.times
+    assert not after.times
     before, after = Asked((10.0, 8.0)), Asked("out of memory")
     assert compared([before, after], "ops", "a") == {"failed": {"after": "out of memory"}}  # type: ignore[list-item]
     assert before.asked == after.asked == ["make", "time", "drop"]
+
+
+def test_versions_begin_rounds_in_turns() -> None:
+    turns: list[object] = []
+    before, after = (Asked((1.0, 1.0), (1.0, 1.0), turns=turns) for _ in range(2))
+    compared([before, after], "ops", "a")  # type: ignore[list-item]
+    assert turns == [before, after, before, after, after, before, before, after]
 
 
 def test_what_takes_longer_is_told() -> None:
