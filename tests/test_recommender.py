@@ -22,6 +22,7 @@ from jagged.metrics import TrainCounts
 from jagged.models import SASRec
 from jagged.models.pretrained import save_pretrained
 from jagged.runs.recommending import Recommender, recommend
+from jagged.runs.tables import writer
 from jagged.training import CheckpointError
 
 NUM_ITEMS = 40
@@ -243,12 +244,10 @@ def test_output_files_hold_the_table(texts, tmp_path, suffix):
 
 
 def test_ids_that_a_spreadsheet_would_run_are_told(tmp_path, caplog):
-    from jagged.runs.recommending import _writer
-
     table = pa.table({"user_id": ["=cmd", "a", "-1"], "item_id": [1, 2, 3], "score": [0.5, 0.25, 0.5], "rank": [1, 1, 1]})
     for name, told in (("out.csv", 1), ("out.parquet", 0)):
         caplog.clear()
-        _writer(tmp_path / name)(table)
+        writer(tmp_path / name)(table)
         assert [record.getMessage() for record in caplog.records] == told * [
             f"{tmp_path / name}: 2 ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl"
         ]

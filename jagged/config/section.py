@@ -100,6 +100,8 @@ class Section(BaseModel):
     @model_serializer(mode="wrap")
     def _with_effect(self, serialize: Any) -> dict[str, Any]:
         values: dict[str, Any] = serialize(self)
+        # As JSON and TOML have them.
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {name: value for name, value in values.items() if not inert(type(self), name, values)}
 
 

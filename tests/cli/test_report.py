@@ -23,6 +23,8 @@ from jagged.evaluation import popularity_metrics
 from jagged.metrics import IN_WORDS
 from jagged.runs import reporting
 from jagged.runs.page import TEMPLATES as ENVIRONMENT
+from jagged.runs.page import read_history
+from jagged.runs.page import unit as page_unit
 from jagged.runs.reporting import LEAKS, RunFacts, gather, render, report, write_pictures
 
 TEMPLATES = Path(reporting.__file__).parent / "templates"
@@ -264,7 +266,7 @@ def test_curves_run_over_what_validations_are_counted_in(
     history = tmp_path / "history.jsonl"
     history.write_bytes(dump_json_lines({"epoch": e, "step": s, "loss": m, "monitored": m} for e, s, m in rows))
     of = dataclasses.replace(facts, config=TrainConfig(**values))
-    of = dataclasses.replace(of, history=reporting._read_history(history, (reporting._unit(of.config), "loss", "monitored")))
+    of = dataclasses.replace(of, history=read_history(history, (page_unit(of.config), "loss", "monitored")))
     loss, metric = (reporting._pictures(of, charts.LIGHT)[name] for name in ("loss", "metric"))
     for figure, _ in (loss, metric):
         (axes,) = figure.axes
@@ -329,7 +331,7 @@ def test_templates_escape_every_text_and_refuse_a_misspelt_name(facts: RunFacts)
     assert name not in text
     # The one place that is not escaped holds pictures.
     safe = [path.name for path in TEMPLATES.iterdir() for _ in range(path.read_text().count("| safe"))]
-    assert safe == ["report.html"]
+    assert sorted(safe) == ["ranking.html", "report.html"]
     with pytest.raises(jinja2.UndefinedError, match="'fcats' is undefined"):
         ENVIRONMENT.from_string("{{ fcats }}").render(facts=facts)
 
