@@ -66,6 +66,10 @@ def parse(column: Column, kind: pa.DataType, is_text: bool, time_kind: str = "")
     value, bad = _number(column, kind, raw)
     if column.kind is Kind.WEIGHT:
         return Parsed(value, f"({value}) IS NULL OR ({value}) < 0 OR isinf({value})", "a finite number from 0 on")
+    if column.positive_from is not None:
+        # Both as they are stored: 4.1 is not below 4.1.
+        least = f"CAST({float(column.positive_from)!r} AS FLOAT)"
+        value = f"CASE WHEN ({value}) >= {least} THEN 1 WHEN ({value}) IS NOT NULL THEN 0 END"
     return Parsed(value, bad, "a finite number")
 
 

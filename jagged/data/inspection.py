@@ -249,7 +249,7 @@ def _tests(column: Column, kind: pa.DataType, hint: str) -> list[_Test]:
         tests.append(_Test("are no ids", "v IS NULL AND NOT m", "a whole number or a text"))
     if column.kind in _ROLES:
         tests.append(_Test("are missing", "m", f"a {column.kind.value} in every row"))
-    if column.kind is Kind.LABEL:
+    if column.kind is Kind.LABEL and column.positive_from is None:
         tests.append(_Test("are outside of 0 to 1", "v < 0 OR v > 1", "0, 1 or a number between"))
     if column.kind is Kind.WEIGHT:
         tests.append(_Test("are negative", "v < 0", "a weight of 0 or more"))

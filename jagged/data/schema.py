@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -55,6 +56,7 @@ class Column:
         size: rows of a hash or a range.
         weights: of "ids": the list column with a number for each id.
         separator: of "ids" and "numbers" in text: what stands between values; None for lists as JSON writes them.
+        positive_from: of a label: it is 1 from this value on, and 0 below; None: it is as it stands.
         of: of features: "candidate" where each candidate of a request has a value of its own, "request" where all have the same;
             None where nobody has said it, which counts as the request's.
     """
@@ -67,6 +69,7 @@ class Column:
     weights: str | None = None
     separator: str | None = None
     of: str | None = None
+    positive_from: float | None = None
 
     def __post_init__(self) -> None:
         where = f"schema, column {shown(self.name)}"
@@ -93,6 +96,10 @@ class Column:
             raise refuse(where, f"weights for a column of kind {self.kind.value}", "kind ids")
         if self.separator is not None and self.kind not in (Kind.IDS, Kind.NUMBERS):
             raise refuse(where, f"a separator for a column of kind {self.kind.value}", "kind ids or numbers")
+        if self.positive_from is not None and self.kind is not Kind.LABEL:
+            raise refuse(where, f"positive_from for a column of kind {self.kind.value}", "kind label")
+        if self.positive_from is not None and not _is_number(self.positive_from):
+            raise refuse(where, f"positive_from {shown(self.positive_from)}", "a finite number")
         if self.of not in (None, "candidate", "request"):
             raise refuse(where, f"of {shown(self.of)}", "candidate or request")
         if self.of is not None and self.kind not in SIDED:
@@ -184,9 +191,10 @@ class Schema:
     ) -> Schema:
         """The schema with the kinds that a user names; who had a kind of which there is one loses it and is unused.
 
-        `label` replaces what was taken for labels. `history` are list columns of candidates' ids, whose table they share. `ids`
-        and `numbers` are lists where the columns are. `candidate_columns` are features of which each candidate of a request has a
-        value of its own, `request_columns` those of which all have the same.
+        `label` replaces what was taken for labels; `"rating>=4"` names the column `rating`, which is 1 from 4 on and 0 below.
+        `history` are list columns of candidates' ids, whose table they share. `ids` and `numbers` are lists where the columns
+        are. `candidate_columns` are features of which each candidate of a request has a value of its own, `request_columns` those
+        of which all have the same.
 
         Raises:
             DataError: a column that is not there, or is named for two kinds.
@@ -206,7 +214,8 @@ class Schema:
         for kind, name in single.items():
             if name is not None:
                 choose(name, kind, kind.value)
-        for name in _names(label):
+        labels = dict(_threshold(word, self.names) for word in _names(label))
+        for name in labels:
             choose(name, Kind.LABEL, "label")
         for name in _names(history):
             choose(name, Kind.IDS, "history")
@@ -224,6 +233,8 @@ class Schema:
             kind = chosen.get(column.name, Kind.UNUSED if column.kind in taken else column.kind)
             if kind is not column.kind:
                 column = _of_kind(column, kind)
+            if labels.get(column.name) is not None:
+                column = dataclasses.replace(column, positive_from=labels[column.name])
             if column.name in _names(history) and candidates is not None:
                 shared = self[candidates] if self[candidates].kind in WITH_IDS else Column(candidates, Kind.CANDIDATE)
                 column = dataclasses.replace(column, table=shared.table_name, encoding=shared.encoding, size=shared.size)
@@ -388,8 +399,27 @@ def _of_kind(column: Column, kind: Kind) -> Column:
         size=column.size if has_ids else None,
         weights=None,
         separator=column.separator if is_list else None,
+        positive_from=column.positive_from if kind is Kind.LABEL else None,
         of=column.of if kind in SIDED else None,
     )
+
+
+def _threshold(word: str, names: Sequence[str]) -> tuple[str, float | None]:
+    """A label's name, and from what value on it is 1, where the word is no column's name and says it."""
+    name, sign, number = word.partition(">=")
+    if not sign or word in names:
+        return word, None
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not _is_number(value):
+        raise refuse(f"label={word!r}", shown(number.strip()), "a finite number behind >=, as in 'rating>=4'")
+    return name.strip(), value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _quoted(value: Any) -> str:

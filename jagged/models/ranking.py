@@ -352,8 +352,8 @@ class RankingModel(Task):
                 present = values[~values.isnan()]
                 if present.numel() and not 0 <= (least := present.min().item()) <= (most := present.max().item()) <= 1:
                     raise ValueError(
-                        f"tasks: got the label {name!r} with values from {least:g} to {most:g}, expected 0 to 1; name the "
-                        "others, tasks=[...]"
+                        f"tasks: got the label {name!r} with values from {least:g} to {most:g}, expected 0 to 1; say from where "
+                        f'on it is 1 when the table is read, label="{name}>={most:g}", or name other tasks'
                     )
             for child, parent in model.conditional.items() if not model.config["implied"] else ():
                 # Where one is missing nothing is larger.

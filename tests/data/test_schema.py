@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jagged.data import Column, DataError, Kind, Schema
+from jagged.data import Column, DataError, Dataset, Kind, Schema
 from jagged.data.schema import SINGLE, WITH_IDS
 
 SHOP = Schema(
@@ -193,6 +196,8 @@ def schemas(draw: st.DrawFn) -> Schema:
             more["size"] = draw(st.integers(1, 2**31 - 1))
         if kind in (Kind.IDS, Kind.NUMBERS):
             more["separator"] = draw(st.none() | names)
+        if kind is Kind.LABEL:
+            more["positive_from"] = draw(st.none() | st.floats(allow_nan=False, allow_infinity=False) | st.integers(-9, 9))
         columns.append(Column(name, kind, **more))
     numbers = [column.name for column in columns if column.kind is Kind.NUMBERS]
     if numbers and draw(st.booleans()):
@@ -248,7 +253,7 @@ def test_a_text_that_is_no_schema_is_refused(text: str, expected: str) -> None:
 def test_an_entry_that_is_no_column_is_refused(text: str, expected: str) -> None:
     with pytest.raises(DataError) as error:
         Schema.from_toml(f"[columns]\n{text}", "s.toml")
-    rest = "a kind and of encoding, of, separator, size, table, weights what is needed"
+    rest = "a kind and of encoding, of, positive_from, separator, size, table, weights what is needed"
     assert str(error.value) == f"s.toml: schema, column 'a': found {expected}, expected {rest}"
 
 
@@ -276,3 +281,29 @@ def test_what_is_no_schema_is_neither_loaded_nor_replaced(tmp_path: Path) -> Non
     expected = f"{missing}: could not be written: No such file or directory; name another file"
     with pytest.raises(DataError, match=f"^{re.escape(expected)}$"):
         SHOP.save(missing)
+
+
+def test_a_label_is_1_from_a_value_on(tmp_path: Path) -> None:
+    """Ratings as a table has them; the threshold itself counts, and what is missing stays missing."""
+    ratings = [1, 3.9, 4.1, None, 5, 4.0]
+    table = pa.table({"user": list("aabbcc"), "item": list("xyzxyz"), "rating": pa.array(ratings, pa.float64())})
+    dataset = Dataset.from_table(table, label="rating>=4.1", user="user", candidate="item", progress=False)
+    by_row = dict(zip(dataset.source.tolist(), dataset.column("rating").tolist(), strict=True))
+    assert [None if math.isnan(by_row[row]) else by_row[row] for row in range(6)] == [0, 0, 1, None, 1, 0]
+    assert dataset.schema["rating"] == Column("rating", Kind.LABEL, positive_from=4.1)
+    dataset.schema.save(tmp_path / "schema.toml")
+    assert '"rating" = { kind = "label", positive_from = 4.1 }' in (tmp_path / "schema.toml").read_text()
+    assert Schema.load(tmp_path / "schema.toml") == dataset.schema
+    # A column of such a name is meant as it stands.
+    plain = Schema((Column("a>=2", Kind.NUMBER),)).with_words(label="a>=2")
+    assert plain["a>=2"] == Column("a>=2", Kind.LABEL)
+    text = pa.table({"rating": ["3", "true", " 4.1 ", "n/a"], "user": list("abcd")})
+    column = Dataset.from_table(text, label="rating>=1", user="user", progress=False).column("rating")
+    assert np.array_equal(column, [1, 1, 1, np.nan], equal_nan=True)
+    for word, told in (("rating>=high", "'high'"), ("rating>=nan", "'nan'"), ("rating>=", "''")):
+        with pytest.raises(DataError) as error:
+            dataset.schema.with_words(label=word)
+        assert str(error.value) == (f"label={word!r}: found {told}, expected a finite number behind >=, as in 'rating>=4'")
+    with pytest.raises(DataError) as error:
+        Column("price", Kind.NUMBER, positive_from=3)
+    assert str(error.value) == "schema, column 'price': found positive_from for a column of kind number, expected kind label"

@@ -331,7 +331,8 @@ def test_labels_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch, spl
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         RankingModel.of(split)
     assert str(caught.value) == (
-        "tasks: got the label 'buy' with values from 5 to 5, expected 0 to 1; name the others, tasks=[...]"
+        "tasks: got the label 'buy' with values from 5 to 5, expected 0 to 1; say from where on it is 1 when the table is read, "
+        'label="buy>=5", or name other tasks'
     )
     assert RankingModel.of(split, tasks=["click"]).tasks == ["click"]
 
