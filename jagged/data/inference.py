@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 from jagged.data.errors import refuse, shown
 from jagged.data.schema import Column, Kind, Schema, beside
 from jagged.data.sources import Table, identifier
+from jagged.data.tabular import is_list
 from jagged.data.values import CALENDAR, DECIMAL, OTHER_DATES, WHOLE, element, form, missing_sql, texts_sql, value_sql
 
 # Names, as `plain_name` gives them; of a kind of which there is one the first name wins.
@@ -183,7 +185,7 @@ def infer(table: Table, lists: Iterable[str] = ()) -> Schema:
 def schema_for(table: Table, schema: Schema | None = None, **words: Any) -> Schema:
     """The schema of a table: the one given, else what is inferred, with the user's words.
 
-    Columns that a given schema does not name are unused.
+    Columns that a given schema does not name are unused. Its separators are for text.
 
     Raises:
         DataError: the schema or a word names a column that is not there, or a kind that its type cannot hold.
@@ -195,7 +197,11 @@ def schema_for(table: Table, schema: Schema | None = None, **words: Any) -> Sche
         for name in schema.names:
             if name not in table.types:
                 raise refuse("schema", f"the column {shown(name)}", f"those of {table.name}: {shown(list(table.types), 200)}")
-        told = {column.name: column for column in schema.columns}
+        # What a schema says of text does not matter where lists are lists.
+        told = {
+            one.name: dataclasses.replace(one, separator=None) if is_list(table.types[one.name]) else one
+            for one in schema.columns
+        }
         schema = Schema(tuple(told.get(name, Column(name, Kind.UNUSED)) for name in table.types))
     schema = schema.with_words(**words)
     for column in schema.columns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,7 +97,9 @@ def events(dataset: Dataset) -> tuple[pa.RecordBatchReader, Schema] | None:
     columns = [one for one in log.table.schema.columns if one.kind in told or log.shows(one) or one.name in named]
     named |= {one.weights for one in columns}
     columns = [one for one in log.table.schema.columns if one in columns or one.name in named]
-    return reader(dataset, [one.name for one in columns], table=log.table), Schema(tuple(columns))
+    # Lists are no text any more, and labels are 0 or 1 already.
+    schema = Schema(tuple(replace(one, separator=None, positive_from=None) for one in columns))
+    return reader(dataset, schema.names, table=log.table), schema
 
 
 def _values(dataset: Dataset, of: Columns, column: Column, first: int, last: int) -> pa.Array:

@@ -394,3 +394,34 @@ def test_a_dataset_trains_as_its_table_does(run: RankingRun, tmp_path: Path) -> 
     jagged.train(chosen, dataset, progress=False)
     again = RankingRun.open(tmp_path / "run")
     assert all(torch.equal(value, again.model.state_dict()[name]) for name, value in run.model.state_dict().items())
+
+
+def test_what_the_table_was_read_from_does_not_matter(tmp_path: Path) -> None:
+    """Trained on text with lists and ratings: the same rows in memory are the same, and events show labels as they are."""
+    rng = np.random.default_rng(0)
+    items = rng.integers(9, size=200)
+    rows = pa.table(
+        {
+            "user": [f"u{i}" for i in rng.integers(10, size=200)],
+            "item": [f"i{i}" for i in items],
+            "rating": [int(1 + 4 * (i % 2)) for i in items],
+            "time": np.arange(200),
+            "tags": [[f"t{i % 3}", f"t{i % 4}"] for i in items],
+        }
+    )
+    text = rows.set_column(4, "tags", pa.array(["|".join(one) for one in rows["tags"].to_pylist()]))
+    pa.csv.write_csv(text, tmp_path / "rows.csv")
+    data = {"path": str(tmp_path / "rows.csv"), "label": "rating>=4", "candidate": "item", "event_labels": "rating"}
+    chosen = RankingConfig(**{**SMALL, "output": str(tmp_path / "run"), "data": {**data, "candidate_columns": "tags"}})
+    jagged.train(chosen, progress=False)
+    run = RankingRun.open(tmp_path / "run")
+    assert run.schema["tags"].separator == "|"
+    part, expected, shown = run.part("test"), {}, []
+    for batch, predictions in run.scores(part, progress=False):
+        expected.update(zip(part.dataset.source[batch.rows.numpy()].tolist(), predictions["rating"].tolist(), strict=True))
+        shown.append(batch.history_labels)
+    assert 0 < torch.cat(shown).mean() < 1
+    ranker = jagged.Ranker.from_pretrained(tmp_path / "run")
+    for of in (rows, text):
+        found = ranker.predict(of.take(pa.array(sorted(expected))), progress=False)["predicted_rating"].to_pylist()
+        assert found == pytest.approx([expected[place] for place in sorted(expected)], abs=1e-6)
