@@ -574,12 +574,12 @@ def demo(
     output: Annotated[Path, Parameter(help="directory to write the run into")] = Path("runs/demo"),
     seed: Annotated[int, Parameter(help="seed of the sample and of the training", validator=Number(gte=0))] = 0,
 ) -> int:
-    """Train on a built-in sample with a known optimum.
+    """Train on two built-in samples with a known optimum.
 
     Example:
         jagged demo --output runs/demo
 
-    A few minutes on two CPU cores. Exit code 1 where the model does not clearly beat popularity or stays far from the optimum.
+    A few minutes on two CPU cores. Exit code 1 where a model stays far from the optimum, or does not clearly beat popularity.
     """
     _prepare()
     from jagged.demo import demo as run

@@ -1,16 +1,13 @@
-"""`jagged demo`: train on a built-in sample whose best attainable NDCG@10 is known, and show what was reached beside it."""
+"""Readers of volumes: SASRec on a sample whose best attainable NDCG@10 is known."""
 
 from __future__ import annotations
 
-import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import torch
 from pyarrow import csv
 
 from jagged.artifacts import writing
@@ -37,8 +34,8 @@ _OPTIONS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What the demo reached and wrote.
+class SequenceResult:
+    """What was reached and written.
 
     Attributes:
         attainable, reached, popularity: NDCG@10 on the test part, seen items left in: the best there is in expectation, the
@@ -75,29 +72,12 @@ class DemoResult:
         )
 
 
-def demo(output: str | os.PathLike[str] = "runs/demo", *, seed: int = 0) -> DemoResult:
+def show(directory: Path, seed: int) -> SequenceResult:
     """Generate the sample, write it as a csv file, train on that, evaluate, recommend, and print how it went.
-
-    The run is a function of `seed`: on the CPU it uses one thread, so that the number of cores changes nothing.
-
-    Args:
-        output: directory to write into; where it holds something, the next free name is taken (`demo-2`, ...).
-        seed: of the sample and of the training.
 
     Raises:
         ConfigError: the directory cannot be made or written.
-        DataError: nor can a temporary one.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _demo(_free(Path(output)), seed)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _demo(directory: Path, seed: int) -> DemoResult:
-    began = time.perf_counter()
     sample, attainable = synthetic_sessions(seed, num_users=_NUM_USERS, num_items=_NUM_ITEMS)
     with writing(directory, "choose another output", ConfigError):
         directory.mkdir(parents=True, exist_ok=True)
@@ -111,7 +91,7 @@ def _demo(directory: Path, seed: int) -> DemoResult:
     run = train(TrainConfig.load(None, {**_OPTIONS, "data": str(events), "output": str(directory / "run"), "seed": seed}))
     facts = gather(run.directory)
     figures = facts.metrics[ALL_ITEMS]
-    result = DemoResult(
+    result = SequenceResult(
         attainable=attainable.ndcg10,
         reached=figures["model"][METRIC],
         popularity=figures["popularity"][METRIC],
@@ -122,22 +102,8 @@ def _demo(directory: Path, seed: int) -> DemoResult:
         pictures=(write_page(facts, run.directory / "report.html"), *write_pictures(facts, run.directory)),
     )
     histories = _histories(sample)
-    print(f"\n{result}\n\n{_describe(histories, recommend(run.directory, histories, k=5, progress=False))}\n")
-    print("Written")
-    files = [("checkpoint", result.checkpoint), ("weights", run.directory / "model.safetensors"), ("metrics", result.metrics)]
-    for name, path in [*files, *(("picture", path) for path in result.pictures)]:
-        print(f"  {name:<10}  {path}")
-    print(f"All of it took {time.perf_counter() - began:.0f} s.")
+    print(f"\n{result}\n\n{_describe(histories, recommend(run.directory, histories, k=5, progress=False))}\n", flush=True)
     return result
-
-
-def _free(path: Path) -> Path:
-    """The path, or the next free one of `path-2`, `path-3`, ... where it holds something."""
-    candidate, number = path, 1
-    while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
-        number += 1
-        candidate = path.with_name(f"{path.name}-{number}")
-    return candidate
 
 
 def _write_events(sample: SequenceDataset, path: Path) -> Path:
