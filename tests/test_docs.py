@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from jagged import cli, models
-from jagged.config import SECTIONS, TrainConfig
+from jagged.config import SECTIONS, load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Here the shell lines are run, not only parsed.
-RUN_SHELL = ("README.md", "docs/quickstart.md")
+RUN_SHELL = ("README.md", "docs/quickstart.md", "docs/guides/table-runs.md")
 PACKAGES = {"jagged": "jagged", "ops": "jagged.ops", "modules": "jagged.modules"}
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
@@ -63,7 +63,7 @@ def pages_with(*languages: str) -> list[Any]:
 
 
 def write_events(folder: Path) -> None:
-    """The events that pages speak of: forty users who walk along a ring of twelve items."""
+    """The files that pages speak of: events of forty users who walk along a ring of twelve items, and impressions of these."""
     items = ["tea", "milk", "shirt", "tie", *(f"item{i}" for i in range(8))]
     users = ["ann", "bob", *(f"u{i}" for i in range(38))]
     rows = ["user_id,item_id,timestamp"]
@@ -72,6 +72,12 @@ def write_events(folder: Path) -> None:
             rows.append(f"{user},{items[(number + step) % len(items)]},{1_700_000_000 + 1000 * number + step}")
     for name in ("events.csv", "histories.csv"):
         (folder / name).write_text("\n".join(rows) + "\n")
+    rows = ["request_id,user_id,item_id,timestamp,price,click"]
+    for request in range(240):
+        for item in range(request % 3 + 1):
+            number = (7 * request + item) % 12
+            rows.append(f"{request},{users[request % 40]},{items[number]},{1_700_000_000 + 60 * request},{number},{number % 2}")
+    (folder / "impressions.csv").write_text("\n".join(rows) + "\n")
 
 
 def modules_with_examples() -> list[str]:
@@ -106,7 +112,7 @@ def test_every_public_op_has_an_example() -> None:
 # What internals show as Python are signatures.
 @pytest.mark.parametrize("page", [page for page in pages_with("python", "pycon") if "internals" not in page.id])
 def test_examples_in_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's blocks share their names and a folder with `events.csv`, as a reader's would."""
+    """A page's blocks share their names and a folder with files, as a reader's would."""
     monkeypatch.chdir(tmp_path)
     write_events(tmp_path)
     # A page may register a model of its own.
@@ -147,7 +153,7 @@ def test_configurations_are_valid(page: Path, tmp_path: Path) -> None:
     for number, block in enumerate(blocks(page, "toml")):
         path = tmp_path / f"{number}.toml"
         path.write_text(block.text)
-        TrainConfig.load(path)
+        load_config(path)
 
 
 @pytest.mark.parametrize(
