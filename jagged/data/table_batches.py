@@ -202,6 +202,12 @@ class Layout(NamedTuple):
             history_lists=[] if log is None else log.lists,
         )
 
+    @property
+    def list_histories(self) -> list[Column]:
+        """Lists of the request that share a table with an id of its candidates: histories, the latest id last."""
+        tables = {one.table_name for one in self.features if one.is_candidates}
+        return [one for one in self.features if one.kind is Kind.IDS and one.table_name in tables]
+
 
 class _Chosen(NamedTuple):
     """The rows of a batch.
@@ -316,7 +322,8 @@ class Part:
 
         Args:
             places: `[R]` integers, places of requests in this part from 0 on, in any order; with negatives of rows.
-            max_history: most events of a request's history: the latest ones. None: all.
+            max_history: most events of each history of a request, the latest ones: of the one that is gathered, and of each list
+                that shares a table with an id of the candidates. None: all.
             negatives, by, seed: as of `loader`.
             epoch: from 0, whose negatives training rows have.
         """
@@ -359,7 +366,8 @@ class Part:
         Args:
             batch_size: requests of a batch and rank; the last batches of an epoch may be smaller. Give this or `max_tokens`.
             max_tokens: most events of histories and candidates together for a batch and rank; requests are packed in order up
-                to it. As many as the largest request has, or more. A request with negatives counts as if it had all n.
+                to it. As many as the largest request has, or more. A request with negatives counts as if it had all n. Histories
+                are those of which `max_history` speaks.
             shuffle: a new order each epoch; otherwise that of the part.
             seed: of the order and of draws, 0 to 2**64 - 1.
             max_history: as of `gather`.
@@ -397,7 +405,12 @@ class Part:
         else:
             first, candidates = self.rows, np.full(len(self.rows), 1 + drawing.count)
         start, stop = self._views(first, max_history)
-        return candidates + stop - start
+        total = candidates + stop - start
+        for column in self.layout.list_histories:
+            offsets, _ = self.dataset.list_column(column.name)
+            lengths = offsets[first + 1] - offsets[first]
+            total += lengths if max_history is None else np.minimum(lengths, max_history)
+        return total
 
     def collect(
         self, places: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0
@@ -430,7 +443,7 @@ class Part:
         for name in ("weighted_features", "candidates", "weighted_candidates"):
             self._keyed(found, name, rows)
         start, stop = self._views(rows.first, max_history)
-        self._keyed(found, "features", rows, start, stop)
+        self._keyed(found, "features", rows, start, stop, max_history)
         if (log := dataset.events) is not None:
             self._history(found, log, log.rows(spread(start, stop - start)))
         return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
@@ -507,11 +520,14 @@ class Part:
         rows: _Chosen,
         start: IntArray | None = None,
         stop: IntArray | None = None,
+        max_history: int | None = None,
     ) -> None:
         """Values, lengths and weights of a tensor of the layout, key by key; nothing where it has no columns."""
         keys: list[_Key] = []
+        histories = self.layout.list_histories
         for column in getattr(self.layout, name):
-            key = self._values(column, self.dataset, rows.values if column.is_candidates else rows.first, rows.items)
+            most = max_history if column in histories else None
+            key = self._values(column, self.dataset, rows.values if column.is_candidates else rows.first, rows.items, most)
             # One each, beside what is the request's.
             keys.append(key._replace(lengths=rows.counts) if name == "features" and column.is_candidates else key)
         if start is not None and stop is not None and (log := self.dataset.events) is not None:
@@ -520,14 +536,25 @@ class Part:
         if keys or name == "features":
             _put(found, name, keys)
 
-    def _values(self, column: Column, table: Columns, rows: IntArray, items: npt.NDArray[np.int32] | None = None) -> _Key:
-        """A column of some rows: ids as numbers, or lists of numbers; `items` are codes of candidates in place of the rows'."""
+    def _values(
+        self,
+        column: Column,
+        table: Columns,
+        rows: IntArray,
+        items: npt.NDArray[np.int32] | None = None,
+        most: int | None = None,
+    ) -> _Key:
+        """A column of some rows: ids as numbers, or lists of numbers.
+
+        `items` are codes of candidates in place of the rows', and `most` is how many of a list's last values there are at most.
+        """
         if column.kind not in LISTS:
             codes = items if items is not None and column.kind is Kind.CANDIDATE else table.column(column.name)[rows]
             return _Key(self.maps[column.table_name][codes + 1], np.ones(len(rows), np.int64), None)
         offsets, stored = table.list_column(column.name)
-        start = offsets[rows]
-        lengths = offsets[rows + 1] - start
+        start, stop = offsets[rows], offsets[rows + 1]
+        start = start if most is None else np.maximum(start, stop - most)
+        lengths = stop - start
         places = spread(start, lengths)
         if column.kind is Kind.NUMBERS:
             missing = np.isnan(stored[places])

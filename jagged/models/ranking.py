@@ -102,7 +102,7 @@ class RankingInputs:
                 f"{', '.join(names) or 'there are none'}"
             )
         if histories is None:
-            histories = [column.name for column in lists if column.table_name in candidates.values()]
+            histories = [column.name for column in layout.list_histories]
         tables = ("weighted_features", "candidates", "weighted_candidates", "history_lists")
         numbers = ("request_numbers", "candidate_numbers", "request_number_lists", "candidate_number_lists")
         others: dict[str, Any] = {name: {one.name: one.table_name for one in getattr(layout, name)} for name in tables}

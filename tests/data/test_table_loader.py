@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from jagged.data import Dataset
 from jagged.data.table_batches import Part
@@ -73,6 +74,30 @@ def test_a_budget_is_of_events_and_candidates(part: Part) -> None:
     assert all(a + b > 150 for a, b in itertools.pairwise(sizes[:-1]))
     assert part.sizes(30).sum() == sum(sizes)
     assert int(part.sizes(0).max()) == 6
+
+
+def test_lists_of_candidates_ids_are_histories_of_which_the_latest_count() -> None:
+    table = pa.table({
+        "user": ["a", "b", "c", "d"], "film": ["x", "y", "x", "z"], "time": [1, 2, 3, 4], "click": [0, 1, 1, 0],
+        "clicked": [["x", "y", "z"], ["y", "x"], [], None], "tags": [["s", "t", "s"], [], ["t"], ["s", "t"]],
+    })  # fmt: skip
+    words = {"label": "click", "candidate": "film", "user": "user", "time": "time", "history": "clicked"}
+    part = Dataset.from_table(table, progress=False, **words).split(by="user", valid=0.0, test=0.0).train
+    whole = part.gather(range(4)).features
+    assert whole["clicked"].lengths().tolist() == [3, 2, 0, 1]
+    everything = [of.tolist() for of in whole["clicked"].values().split([3, 2, 0, 1])]
+    for most, sizes in ((None, [4, 3, 1, 2]), (2, [3, 3, 1, 2]), (1, [2, 2, 1, 2]), (0, [1, 1, 1, 1])):
+        batch = part.gather(range(4), max_history=most)
+        lengths = batch.features["clicked"].lengths().tolist()
+        found = [of.tolist() for of in batch.features["clicked"].values().split(lengths)]
+        assert found == [of if most is None else of[len(of) - min(most, len(of)) :] for of in everything]
+        assert torch.equal(batch.features["tags"].values(), whole["tags"].values())
+        assert part.sizes(most).tolist() == sizes
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole line is compared
+        part.loader(max_tokens=3)
+    assert str(caught.value) == (
+        "max_tokens: got 3, expected at least 4, the events and candidates of the largest request; max_history makes it smaller"
+    )
 
 
 @pytest.mark.parametrize("options", OPTIONS)
