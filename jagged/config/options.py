@@ -144,6 +144,12 @@ class LoopOptions(Section):
         "adamw", "optimizer of embedding tables; all else has AdamW"
     )
     table_learning_rate: float | None = option(None, "peak rate of embedding tables; none for learning_rate", gt=0)
+    table_weight_decay: float | None = option(
+        None,
+        "weight decay of embedding tables of more than 100 rows; none for weight_decay",
+        when={"table_optimizer": ("adamw",)},
+        ge=0,
+    )
     gradient_clip_norm: float | None = option(1.0, "largest global gradient norm; none for no clipping", gt=0)
     accumulate: int = option(1, "batches whose gradients make one step", ge=1)
     max_epochs: int = option(60, "most passes over the training data", ge=1)

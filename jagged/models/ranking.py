@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -203,6 +202,9 @@ class RankingModel(Task):
        (`DotInteraction`); None does neither.
     4. A tower for each label.
 
+    Tables begin as TorchRec's do, evenly from -1 to 1 over the root of their rows: of many ids, each of which is seen seldom, the
+    rows begin small.
+
     Nothing is padded, and nothing of the request is copied for its candidates before that linear layer. Numbers are
     normalised by training's mean and deviation, beside an indicator of missing ones; of a list they are the mean.
 
@@ -313,7 +315,6 @@ class RankingModel(Task):
                 "embedding_dim": widths[table],
                 "num_embeddings": int(sizes[table]),
                 "feature_names": keys,
-                "init_fn": partial(nn.init.normal_, std=widths[table] ** -0.5),
             }
 
         groups = {"features": inputs.pooled, **{name: _by_table(getattr(inputs, name)) for name in _POOLED}}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,11 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jagged.config import TrainerConfig
-from jagged.modules import ScheduledEmbeddingBagCollection
+from jagged.modules import RowSplit, ScheduledEmbeddingBagCollection
 from jagged.training.errors import TrainingError
 
+#: Tables of up to so many rows are learnt from many samples a row, like any other matrix.
+SMALL_TABLE = 100
 # What each optimizer keeps for a parameter.
 _STATES: dict[str, tuple[str, ...]] = {
     "adamw": ("step", "exp_avg", "exp_avg_sq"),
@@ -58,7 +61,9 @@ def check_updates(module: nn.Module) -> None:
 class Optimizer:
     """Fused AdamW, another optimizer for tables where that is asked for, and what belongs to a step.
 
-    Weight decay is AdamW's, decoupled, and leaves out norms and biases (parameters of one dimension). A rate is a function of the
+    Weight decay is AdamW's, decoupled, and leaves out norms and biases (parameters of one dimension). Tables of more than
+    100 rows have `table_weight_decay`, where that is given: few samples tell of each of their rows, and without more decay they
+    learn these by heart. Under another optimizer than AdamW tables have none. A rate is a function of the
     number of steps n alone: the peak times `min(1, (n + 1) / warmup_steps)`, and after the warm-up, with t from 0 to 1 over the
     steps that are left, times `1 - t` (linear) or `(1 + cos(pi t)) / 2` (cosine). The global gradient norm is clipped before each
     step.
@@ -71,8 +76,8 @@ class Optimizer:
         config: rates, schedule, clipping, optimizers.
         total_steps: at whose end linear and cosine schedules are at 0.
         tables: names of the embedding tables.
-        split: names of parameters of which each process holds rows of its own, and whose gradients are sums over the processes'
-            losses. They count once each in the norm.
+        split: by name, the parameters of which each process holds rows of its own, and whose gradients are sums over the
+            processes' losses. They count once each in the norm.
         world_size: processes.
 
     Attributes:
@@ -87,9 +92,10 @@ class Optimizer:
         *,
         total_steps: int = 0,
         tables: Collection[str] = (),
-        split: Collection[str] = (),
+        split: Mapping[str, RowSplit] | None = None,
         world_size: int = 1,
     ) -> None:
+        split = split or {}
         self.steps = 0
         self.norms: list[Tensor] = []
         self._config, self._total_steps, self._world_size = config, total_steps, world_size
@@ -99,7 +105,8 @@ class Optimizer:
         self._replicated = [parameter for name, parameter in self._named.items() if name not in split]
         self._held, self._fresh = False, True
         self._rows: list[int | Tensor] = []
-        apart = config.table_optimizer != "adamw" or config.table_learning_rate is not None
+        own_options = (config.table_learning_rate, config.table_weight_decay)
+        apart = config.table_optimizer != "adamw" or any(option is not None for option in own_options)
         own = [parameter for name, parameter in self._named.items() if apart and name in tables]
         rest = [parameter for name, parameter in self._named.items() if not (apart and name in tables)]
         self._kinds = {name: config.table_optimizer if apart and name in tables else "adamw" for name in self._named}
@@ -109,8 +116,9 @@ class Optimizer:
             self._optimizers.append((_adamw(rest, config.learning_rate, config.weight_decay), config.learning_rate))
         if own:
             rate = config.table_learning_rate or config.learning_rate
+            large = [p for name, p in self._named.items() if _rows_of(name, p, split) > SMALL_TABLE]
             made = {
-                "adamw": lambda: _adamw(own, rate, config.weight_decay),
+                "adamw": lambda: _adamw(own, rate, config.weight_decay, config.table_weight_decay, large),
                 "adagrad": lambda: torch.optim.Adagrad(own, lr=rate),
                 "rowwise-adagrad": lambda: RowWiseAdagrad(own, lr=rate),
                 "sgd": lambda: torch.optim.SGD(own, lr=rate),
@@ -228,9 +236,23 @@ def number_on(device: torch.device, number: int | Tensor, dtype: torch.dtype) ->
     return torch.full((), number, dtype=dtype, device=device)
 
 
-def _adamw(parameters: list[nn.Parameter], rate: float, weight_decay: float) -> torch.optim.AdamW:
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": weight_decay},
+def _rows_of(name: str, table: nn.Parameter, split: Mapping[str, RowSplit]) -> int:
+    """Rows of a table, those that other processes hold included."""
+    return split[name].num_rows if name in split else len(table)
+
+
+def _adamw(
+    parameters: list[nn.Parameter],
+    rate: float,
+    weight_decay: float,
+    large_decay: float | None = None,
+    large: Sequence[nn.Parameter] = (),
+) -> torch.optim.AdamW:
+    """AdamW with a decay of matrices, and another one of those in `large` unless it is None."""
+    apart = {id(p) for p in large} if large_decay is not None else set()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() > 1 and id(p) not in apart], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() > 1 and id(p) in apart], "weight_decay": large_decay},
         {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=rate, fused=True)

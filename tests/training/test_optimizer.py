@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from jagged.config import TrainerConfig
+from jagged.config import ConfigError, TrainerConfig
 from jagged.training.engine import Engine
 from jagged.training.optimizer import Optimizer, table_names
 from jagged.training.processes import Processes, process_group
@@ -103,6 +104,39 @@ def test_tables_have_an_optimizer_of_their_own(kind: str, own: float | None) -> 
         for name in named:
             torch.testing.assert_close(named[name].detach(), other[name].detach(), msg=f"{name} at step {step}")
     assert torch.equal(named["idle"], parameters()["idle"])
+
+
+@pytest.mark.parametrize("own_rate", [None, 0.5])
+@pytest.mark.parametrize("decay", [None, 0.0, 0.9])
+def test_only_tables_of_many_rows_have_their_own_decay(decay: float | None, own_rate: float | None) -> None:
+    def made() -> dict[str, nn.Parameter]:
+        shapes = {"small": (100, 2), "large": (101, 2), "split": (60, 2), "weight": (200, 3), "bias": (200,)}
+        generator = torch.Generator().manual_seed(0)
+        return {
+            name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64)) for name, shape in shapes.items()
+        }
+
+    named, other = made(), made()
+    options = {"weight_decay": 0.2, "table_weight_decay": decay, "table_learning_rate": own_rate}
+    # Of the split table this process has 60 of 119 rows.
+    split: Any = {"split": SimpleNamespace(num_rows=119)}
+    optimizer = Optimizer(named, config(**options), tables={"small", "large", "split"}, split=split)
+    of_table, own = own_rate or 0.1, 0.2 if decay is None else decay
+    decays = {"small": 0.2, "large": own, "split": own, "weight": 0.2, "bias": 0.0}
+    rates = dict.fromkeys(("small", "large", "split"), of_table) | dict.fromkeys(("weight", "bias"), 0.1)
+    plain = torch.optim.AdamW([{"params": [other[name]], "weight_decay": decays[name], "lr": rates[name]} for name in other])
+    for step in range(3):
+        give_gradients(named, step)
+        give_gradients(other, step)
+        optimizer.step()
+        plain.step()
+    for name in named:
+        torch.testing.assert_close(named[name], other[name], msg=name)
+
+
+def test_decay_of_tables_belongs_to_adamw() -> None:
+    with pytest.raises(ConfigError, match="table_weight_decay: belongs to table_optimizer adamw, got adagrad"):
+        config(table_optimizer="adagrad", table_weight_decay=1.0)
 
 
 def test_rowwise_adagrad_against_its_formula() -> None:
