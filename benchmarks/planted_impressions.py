@@ -5,9 +5,9 @@
 
 Each seed is a sample of `jagged.data.synthetic_impressions` of its default sizes, split by time into 80, 10 and 10 %. `ours` is
 `RankingModel` trained by `Trainer` with histories of the users' clicks; `twin` is the padded model of `tests/reference` in a
-plain loop; `linear` is scikit-learn's logistic regression on one-hot columns, a model a label. All have the same training rows and are
-measured on the same rows, beside the true probabilities: AUC, GAUC over users and over requests, logloss. Options were chosen on
-the validation part of seed 3.
+plain loop; `linear` is scikit-learn's logistic regression on one-hot columns, a model a label. All have the same training rows
+and are measured on the same rows, beside the true probabilities: AUC, GAUC over users and over requests, logloss. Options were
+chosen on the validation part of seed 3.
 
 The time of ours is that of `Trainer.fit`, with its validations and the files that it writes.
 """

@@ -1,0 +1,101 @@
+"""Runs on tables on a GPU: precision, the way back to the CPU, and contradictions that only the device sees."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import jagged
+from jagged.config import RankingConfig
+from jagged.models import RankingModel
+from jagged.runs.ranking import RankingRun
+from tests.models.shops import shop
+from tests.runs.test_ranking_runs import TASKS, config, table
+
+pytestmark = pytest.mark.gpu
+
+
+def on(device: str, precision: str, directory: Path) -> RankingConfig:
+    directory.mkdir()
+    return RankingConfig(**{**config(directory).model_dump(), "device": device, "precision": precision})
+
+
+def test_a_run_on_the_gpu_is_one_on_the_cpu(tmp_path: Path) -> None:
+    losses, scores = {}, {}
+    for name, device, precision in (("cpu", "cpu", "32-true"), ("gpu", "cuda", "32-true"), ("mixed", "cuda", "bf16-mixed")):
+        result = jagged.train(on(device, precision, tmp_path / name), table(), progress=False)
+        losses[name] = [row["loss"] for row in result.history]
+        # Opened on either device, a run says the same.
+        found = [
+            jagged.Ranker.from_pretrained(tmp_path / name / "run", device=where).predict(table(), progress=False)
+            for where in ("cpu", "cuda")
+        ]
+        for task in TASKS:
+            values = [of[f"predicted_{task}"].to_numpy() for of in found]
+            np.testing.assert_allclose(values[0], values[1], atol=1e-4)
+        scores[name] = found[0]["predicted_click"].to_numpy()
+    assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-3)
+    assert losses["mixed"] == pytest.approx(losses["cpu"], rel=2e-2)
+    np.testing.assert_allclose(scores["gpu"], scores["cpu"], atol=1e-2)
+
+
+def test_a_run_on_the_gpu_repeats(tmp_path: Path) -> None:
+    weights = []
+    for name in ("a", "b"):
+        jagged.train(on("cuda", "32-true", tmp_path / name), table(), progress=False)
+        weights.append(RankingRun.open(tmp_path / name / "run", device="cpu").model.state_dict())
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], atol=1e-3, rtol=1e-3)
+
+
+def test_gradients_are_those_of_the_cpu() -> None:
+    split = shop(history="events", event_labels=["click"])
+    torch.manual_seed(0)
+    model = RankingModel.of(split, embedding_dim=8, conditional={"buy": "click"}, implied=True)
+    batch = split.train.gather(range(20))
+    model(batch).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    model.cuda()
+    model(batch.to(torch.device("cuda"))).loss.backward()
+    for name, parameter in model.named_parameters():
+        if name in expected:
+            torch.testing.assert_close(parameter.grad.cpu(), expected[name], atol=1e-5, rtol=1e-3)
+
+
+CONTRADICTION = """
+import torch
+from jagged.models import RankingModel
+from tests.models.shops import shop
+split = shop(history="events")
+model = RankingModel.of(split, embedding_dim=4, conditional={"buy": "click"}).cuda()
+batch = split.train.gather(range(4)).to(torch.device("cuda"))
+batch.labels[:, 0], batch.labels[:, 1], batch.label_mask[:] = 0, 1, True
+model(batch)
+torch.cuda.synchronize()
+print("nobody noticed")
+"""
+
+
+def test_a_contradiction_between_labels_stops_the_device() -> None:
+    ended = subprocess.run([sys.executable, "-c", CONTRADICTION], capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode != 0
+    assert "nobody noticed" not in ended.stdout
+    assert "assert" in ended.stderr.lower()
+
+
+def test_frames_are_scored_in_mixed_lengths(tmp_path: Path) -> None:
+    jagged.train(on("cuda", "auto", tmp_path / "run"), table(), progress=False)
+    ranker = jagged.Ranker.from_pretrained(tmp_path / "run" / "run")
+    assert ranker._run is not None
+    assert ranker._run.model.device.type == "cuda"
+    whole = ranker.predict(table(), progress=False)["predicted_click"].to_numpy()
+    for rows in ([0], [3, 1, 2], list(range(40))):
+        found = ranker.predict(table().take(pa.array(rows)), progress=False)["predicted_click"].to_numpy()
+        np.testing.assert_allclose(found, whole[rows], atol=1e-3)
