@@ -3,10 +3,10 @@
     python -m benchmarks.ranking_loader                # 100 features; about two minutes
     python -m benchmarks.ranking_loader --workers 0 4 8 --batch 2048
 
-A made-up table: requests of one candidate to 16, 60 columns of ids and 30 numbers, of the request or of the candidate, 8 lists of
-tags, and a history of up to 50 events. `RankingModel` trains on it with AdamW in mixed precision, once on batches that stand on the
-GPU already, and once on what the loader gives, pinned and copied while the step before runs. The loader's share is what the second
-takes longer, in percent of the first: the median of several rounds, which come in turns.
+A made-up table: requests of one candidate to 16, 60 columns of ids and 30 numbers, of the request or of the candidate, 8
+lists of tags, and a history of up to 50 events. `RankingModel` trains on it with AdamW in mixed precision, once on batches
+that stand on the GPU already, and once on what the loader gives, pinned and copied while the step before runs. The loader's
+share is what the second takes longer, in percent of the first: the median of several rounds, which come in turns.
 """
 
 from __future__ import annotations
