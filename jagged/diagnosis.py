@@ -231,6 +231,58 @@ def _elementwise(device: torch.device, backend: str) -> None:
     _same(ours, torch.cat([values[:2] * dense[0], values[2:] * dense[1]]), (values, dense))
 
 
+def _hstu_attention(device: torch.device, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(5, 2, 16, generator=generator).to(device).requires_grad_() for _ in range(3))
+    offsets = torch.tensor([0, 2, 5], device=device)
+    ours = jagged.ops.jagged_hstu_attention(q, k, v, offsets, normalizer=3.0, causal=True, backend=backend)
+    parts = []
+    for start, end in ((0, 2), (2, 5)):
+        query, key, value = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        weights = torch.nn.functional.silu(query @ key.transpose(1, 2) / 4).tril() / 3
+        parts.append((weights @ value).transpose(0, 1))
+    _same(ours, torch.cat(parts), (q, k, v))
+
+
+def _sampled_cross_entropy(device: torch.device, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 16, generator=generator).to(device).requires_grad_() for n in (4, 9))
+    target, negatives = torch.tensor([0, 6, 3, 3], device=device), torch.tensor([[1, 2], [4, 5], [7, 8], [1, 8]], device=device)
+    ours = jagged.ops.sampled_linear_cross_entropy(hidden, weight, target, negatives, backend=backend)
+    rows = weight[torch.cat([target[:, None], negatives], 1)]
+    logits = (rows @ hidden[:, :, None]).squeeze(2)
+    _same(ours, torch.nn.functional.cross_entropy(logits, torch.zeros_like(target)), (hidden, weight))
+
+
+def _embedding_bags(device: torch.device, backend: str) -> None:
+    from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+
+    from jagged.modules import ScheduledEmbeddingBagCollection
+
+    features = KeyedJaggedTensor(keys=["id"], values=torch.tensor([1, 2, 0]), lengths=torch.tensor([1, 0, 2])).to(device)
+    table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=3, feature_names=["id"])
+    collection = ScheduledEmbeddingBagCollection([table], device=device)
+    weight = collection.embedding_bags["t"].weight
+    expected = torch.stack([weight[1], torch.zeros_like(weight[0]), weight[2] + weight[0]])
+    _same(collection(features).values(), expected, (weight,))
+
+
+def _ranking(device: torch.device, backend: str) -> None:
+    import pyarrow
+
+    from jagged.data import Dataset
+    from jagged.models import RankingModel
+
+    columns = {"user": [1, 2] * 10, "item": [1, 2, 3, 4] * 5, "time": list(range(20)), "click": [0, 1, 1, 0] * 5}
+    words = {"label": "click", "candidate": "item", "user": "user", "time": "time"}
+    split = Dataset.from_table(pyarrow.table(columns), history="events", progress=False, **words).split(progress=False)
+    model = RankingModel.of(split, embedding_dim=4).to(device)
+    loss, _ = model(split.train.gather(range(len(split.train))).to(device))
+    loss.backward()
+    if not torch.isfinite(loss):
+        raise ValueError(f"the loss of a ranking model is {loss.item()}")
+
+
 def _rows(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Five rows of two samples, which want gradients, and their offsets."""
     values = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
@@ -275,8 +327,11 @@ _FAMILIES = {
     "bmm": _bmm,
     "softmax": _softmax,
     "attention": _attention,
+    "hstu_attention": _hstu_attention,
     "cross_entropy": _cross_entropy,
+    "sampled_cross_entropy": _sampled_cross_entropy,
     "catalogue_topk": _catalogue_topk,
+    "embedding_bags": _embedding_bags,
 }
 
 _CHECKS: dict[str, Callable[[], str]] = {
@@ -288,4 +343,6 @@ _CHECKS: dict[str, Callable[[], str]] = {
     "fbgemm_gpu on GPU": _on("cuda", _fbgemm),
     "torchrec on CPU": _on("cpu", _embedding),
     "torchrec on GPU": _on("cuda", _embedding),
+    "a table and its ranking model on CPU": _on("cpu", _ranking),
+    "a table and its ranking model on GPU": _on("cuda", _ranking),
 }

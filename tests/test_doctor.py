@@ -204,3 +204,12 @@ def test_a_check_that_hangs_is_given_up() -> None:
 def test_results_travel_as_json() -> None:
     line = json.dumps(vars(Check("a", "ok", "b")))
     assert Check(**json.loads(line)) == Check("a", "ok", "b")
+
+
+def test_every_family_of_operators_is_run() -> None:
+    folders = [path.name for path in (Path(diagnosis.__file__).parent / "ops").iterdir() if (path / "__init__.py").exists()]
+    families = [name for name in folders if not name.startswith("_")]
+    assert "attention" in families
+    for name in families:
+        for place in ("torch on CPU", "Triton on GPU"):
+            assert any(check.startswith(name) and check.endswith(place) for check in diagnosis._CHECKS), (name, place)
