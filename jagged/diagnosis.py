@@ -262,7 +262,7 @@ def _embedding_bags(device: torch.device, backend: str) -> None:
     features = KeyedJaggedTensor(keys=["id"], values=torch.tensor([1, 2, 0]), lengths=torch.tensor([1, 0, 2])).to(device)
     table = EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=3, feature_names=["id"])
     collection = ScheduledEmbeddingBagCollection([table], device=device)
-    weight = collection.embedding_bags["t"].weight
+    weight = next(collection.parameters())
     expected = torch.stack([weight[1], torch.zeros_like(weight[0]), weight[2] + weight[0]])
     _same(collection(features).values(), expected, (weight,))
 
@@ -274,8 +274,11 @@ def _ranking(device: torch.device, backend: str) -> None:
     from jagged.models import RankingModel
 
     columns = {"user": [1, 2] * 10, "item": [1, 2, 3, 4] * 5, "time": list(range(20)), "click": [0, 1, 1, 0] * 5}
-    words = {"label": "click", "candidate": "item", "user": "user", "time": "time"}
-    split = Dataset.from_table(pyarrow.table(columns), history="events", progress=False, **words).split(progress=False)
+    table = pyarrow.table(columns)
+    dataset = Dataset.from_table(
+        table, label="click", candidate="item", user="user", time="time", history="events", progress=False
+    )
+    split = dataset.split(progress=False)
     model = RankingModel.of(split, embedding_dim=4).to(device)
     loss, _ = model(split.train.gather(range(len(split.train))).to(device))
     loss.backward()

@@ -14,6 +14,7 @@ from jagged.data.dataset import SequenceDataset
 from jagged.data.errors import refuse, shown
 from jagged.data.events import read_events
 from jagged.data.expressions import LISTS
+from jagged.data.logs import SHOWN
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 
 if TYPE_CHECKING:
@@ -87,19 +88,28 @@ def _type(dataset: Dataset, column: Column) -> pa.DataType:
 def events(dataset: Dataset) -> tuple[pa.RecordBatchReader, Schema] | None:
     """The events that a dataset's histories are views of, as a table to stand beside other rows; None without histories.
 
-    Its columns are those that tell whose an event is and when it was, and those that it shows.
+    Its columns are those of `event_columns`.
     """
     log = dataset.events
     if log is None:
         return None
-    told = (Kind.USER, Kind.CANDIDATE, Kind.TIME, Kind.EVENT)
-    named = {*log.labels, log.weights}
-    columns = [one for one in log.table.schema.columns if one.kind in told or log.shows(one) or one.name in named]
-    named |= {one.weights for one in columns}
-    columns = [one for one in log.table.schema.columns if one in columns or one.name in named]
+    columns = event_columns(log.table.schema, log.labels, [one.name for one in log.lists], log.weights)
     # Lists are no text any more, and labels are 0 or 1 already.
     schema = Schema(tuple(replace(one, separator=None, positive_from=None) for one in columns))
     return reader(dataset, schema.names, table=log.table), schema
+
+
+def event_columns(schema: Schema, labels: Sequence[str], lists: Sequence[str], weights: str | None) -> list[Column]:
+    """The columns that tell whose an event is and when it was, and those that it shows to later rows.
+
+    Args:
+        schema: of the table that has the events.
+        labels, lists, weights: what events show beside their ids and numbers.
+    """
+    named = {*labels, *lists, weights}
+    columns = [one for one in schema.columns if one.kind in (Kind.USER, Kind.TIME, *SHOWN, Kind.NUMBER) or one.name in named]
+    named |= {one.weights for one in columns}
+    return [one for one in schema.columns if one in columns or one.name in named]
 
 
 def _values(dataset: Dataset, of: Columns, column: Column, first: int, last: int) -> pa.Array:

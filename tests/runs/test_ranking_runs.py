@@ -372,7 +372,21 @@ def test_the_ranker_fits_a_frame_and_leaves_it_alone(tmp_path: Path) -> None:
     assert rows.to_pydict() == before
     again = jagged.Ranker.from_pretrained(tmp_path / "fitted")
     assert again.config.model == ranker.config.model
-    assert again.predict(rows, progress=False) == ranker.predict(rows, progress=False)
+    expected = ranker.predict(rows, progress=False)
+    assert again.predict(rows, progress=False) == expected
+    # What is saved without rows needs the events, as a table of them has them.
+    ranker.save_pretrained(tmp_path / "copy")
+    alone = jagged.Ranker.from_pretrained(tmp_path / "copy")
+    shown = rows.drop_columns(["request", "weight", "liked", "tags", "moods", "buy"])
+    assert alone.predict(rows, events=shown, progress=False) == expected
+    with pytest.raises(ConfigError) as error:
+        alone.predict(rows, progress=False)
+    assert str(error.value) == (
+        f"events: the model reads histories, and {tmp_path / 'copy'} holds no rows to gather them from; give a table of them"
+    )
+    with pytest.raises(ConfigError) as error:
+        alone.evaluate(progress=False)
+    assert str(error.value) == f"{tmp_path / 'copy'}: holds no table (dataset/); name the table to use"
 
 
 def test_a_configuration_of_the_other_job_is_refused() -> None:

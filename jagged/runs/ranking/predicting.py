@@ -18,6 +18,7 @@ from jagged.data.errors import refuse, shown
 from jagged.data.rows import reader
 from jagged.data.sources import is_table
 from jagged.data.tabular import is_list
+from jagged.models.pretrained import save_task
 from jagged.runs.ranking.evaluating import RankingEvaluation, evaluate_run
 from jagged.runs.ranking.run import DATASET, RankingRun
 from jagged.runs.tables import table_of, writer
@@ -178,6 +179,28 @@ class Ranker:
     def evaluate(self, data: Any = None, *, part: Any = "test", **options: Any) -> RankingEvaluation:
         """As `jagged.evaluate` on the directory that was fitted or opened."""
         return evaluate_run(self._opened(), data, part=part, **options)
+
+    def save_pretrained(self, directory: str | os.PathLike[str]) -> None:
+        """Write what predicting needs into a directory that stands alone: model, schema, encoders, split, figures; no rows.
+
+        A model that reads histories of events then needs `events`, and `recommend` needs `items`.
+
+        Raises:
+            ConfigError: no model yet.
+            CheckpointError: the directory cannot be written.
+        """
+        opened = self._opened().opened
+        save_task(
+            opened.task,
+            directory,
+            config=opened.config,
+            split=opened.split,
+            metrics=opened.metrics or None,
+            history=opened.history,
+            encoders=opened.encoders,
+            schema=opened.schema,
+            event_schema=opened.event_schema,
+        )
 
     def _opened(self) -> RankingRun:
         if self._run is None:

@@ -19,7 +19,7 @@ from jagged.data import DataError, Dataset, Encoders, Kind, Part, Schema, Split
 from jagged.data.errors import refuse, shown
 from jagged.data.negatives import TrainingEvents
 from jagged.data.records import PARTS
-from jagged.data.rows import events
+from jagged.data.rows import event_columns, events
 from jagged.data.table_splits import rows_of_parts
 from jagged.evaluation import bar
 from jagged.models.pretrained import PretrainedTask, open_task
@@ -117,6 +117,11 @@ class RankingRun:
         schema = Schema(tuple(one for one in self.schema.columns if one.kind not in left_out))
         beside: dict[str, Any] = {}
         if self.has_histories:
+            if events_table is None and not (self.directory / DATASET).is_dir():
+                raise ConfigError(
+                    f"events: the model reads histories, and {self.directory} holds no rows to gather them from; give a table "
+                    "of them"
+                )
             found = events(self.dataset) if events_table is None else (events_table, self._event_schema)
             assert found is not None
             told = self.opened.split
@@ -139,11 +144,13 @@ class RankingRun:
         return dataset
 
     @property
-    def _event_schema(self) -> Schema | None:
-        if self.opened.event_schema is not None:
-            return self.opened.event_schema
-        found = events(self.dataset) if (self.directory / DATASET).is_dir() else None
-        return None if found is None else found[1]
+    def _event_schema(self) -> Schema:
+        """Of a table of events as a user has it: of another kind than the rows, or of earlier rows what they show."""
+        told = self.opened.split
+        columns = event_columns(
+            self.opened.event_schema or self.schema, told["event_labels"], told["event_lists"], told["event_weights"]
+        )
+        return Schema(tuple(columns))
 
     def scores(self, part: Part, *, batch_size: int | None = None, progress: bool = True) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Batches of a part in its order, each with the model's predictions by task, `[S]`."""
