@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from jagged.data.expressions import LISTS
 from jagged.data.histories import spread
 from jagged.data.logs import Columns, EventLog
 from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
+from jagged.data.packed import Packed
 from jagged.data.records import Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
 
@@ -31,6 +32,11 @@ BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float32]
 AnyArray = npt.NDArray[Any]
 
+# The KeyedJaggedTensors of a batch.
+_KEYED = (
+    "features", "weighted_features", "candidates", "weighted_candidates", "request_number_lists", "candidate_number_lists",
+    "history_lists",
+)  # fmt: skip
 #: Before the names of an event's columns in `Batch.features`.
 HISTORY = "history."
 
@@ -104,13 +110,45 @@ class Batch:
     history_lists: KeyedJaggedTensor | None = None
     sampled: bool = False
 
+    # The memory of which all tensors are views, and the keys of the KeyedJaggedTensors; None where a field was set.
+    _together: ClassVar[tuple[Packed, Mapping[str, list[str]]] | None]
+
     def __len__(self) -> int:
         return self.request_index.numel()
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What stands together in memory is not the whole batch any more.
+        self.__dict__["_together"] = None
+        self.__dict__[name] = value
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_together"}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         # What came from another process is one for TorchRec's pipelines, too.
-        self.__dict__.update(state)
+        self.__dict__.update({**state, "_together": None})
         _make_known()
+
+    @classmethod
+    def of(cls, packed: Packed, keys: Mapping[str, list[str]], *, sampled: bool) -> Batch:
+        """The batch of what `Part.collect` gave, in one piece of memory, of which all tensors are views.
+
+        Args:
+            packed: the tensors.
+            keys: of each KeyedJaggedTensor.
+            sampled: whether there are drawn negatives.
+        """
+        collected = packed.tensors()
+        requests, candidates = collected["request_index"].numel(), collected["rows"].numel()
+        strides = {"features": requests, "weighted_features": requests, "request_number_lists": requests}
+        strides |= {"candidates": candidates, "weighted_candidates": candidates, "candidate_number_lists": candidates}
+        if "history_times" in collected:
+            strides["history_lists"] = collected["history_times"].numel()
+        keyed = {name: _keyed_tensor(of, collected, name, strides[name]) for name, of in keys.items()}
+        plain = {one.name: collected.get(one.name) for one in fields(cls) if one.name not in (*keyed, "sampled")}
+        batch = cls(**{**plain, **keyed}, sampled=sampled)  # type: ignore[arg-type]
+        batch.__dict__["_together"] = packed, keys
+        return batch
 
     @property
     def candidate_requests(self) -> Tensor:
@@ -142,10 +180,17 @@ class Batch:
         return self.labels[:, place], self.label_mask[:, place]
 
     def _mapped(self, change: Callable[[Any], Any]) -> Batch:
+        if self._together is not None:
+            packed, keys = self._together
+            return Batch.of(packed.mapped(change), keys, sampled=self.sampled)
         found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         changed: dict[str, Any] = {
             name: value if value is None or isinstance(value, bool) else change(value) for name, value in found.items()
         }
+        for value in changed.values():
+            # TorchRec keeps what was asked for by key, on the device where that was.
+            if getattr(value, "_jt_dict", None) is not None:
+                value._jt_dict = None
         return Batch(**changed)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
@@ -158,6 +203,9 @@ class Batch:
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until work queued on `stream` is done."""
+        if self._together is not None:
+            self._together[0].memory.record_stream(stream)
+            return
         self._mapped(lambda value: value.record_stream(stream))
 
 
@@ -412,9 +460,7 @@ class Part:
             total += lengths if max_history is None else np.minimum(lengths, max_history)
         return total
 
-    def collect(
-        self, places: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0
-    ) -> dict[str, Tensor]:
+    def collect(self, places: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0) -> Packed:
         """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
         dataset, layout = self.dataset, self.layout
         places = np.asarray(places, dtype=np.int64)
@@ -446,22 +492,12 @@ class Part:
         self._keyed(found, "features", rows, start, stop, max_history)
         if (log := dataset.events) is not None:
             self._history(found, log, log.rows(spread(start, stop - start)))
-        return {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}
+        return Packed.of({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()})
 
-    def batch(self, collected: Mapping[str, Tensor], drawing: Drawing | None = None) -> Batch:
+    def batch(self, packed: Packed, drawing: Drawing | None = None) -> Batch:
         """The batch of what `collect` gave."""
-        requests, candidates = collected["request_index"].numel(), collected["rows"].numel()
-        strides = {"features": requests, "weighted_features": requests, "request_number_lists": requests}
-        strides |= {"candidates": candidates, "weighted_candidates": candidates, "candidate_number_lists": candidates}
-        if "history_times" in collected:
-            strides["history_lists"] = collected["history_times"].numel()
-        keyed = {
-            name: _keyed_tensor(self._keys(name), collected, name, stride)
-            for name, stride in strides.items()
-            if f"{name}.values" in collected
-        }
-        plain = {one.name: collected.get(one.name) for one in fields(Batch) if one.name not in (*keyed, "sampled")}
-        return Batch(**{**plain, **keyed}, sampled=drawing is not None)  # type: ignore[arg-type]
+        keys = {name: self._keys(name) for name in _KEYED if f"{name}.values" in packed.places}
+        return Batch.of(packed, keys, sampled=drawing is not None)
 
     def _keys(self, name: str) -> list[str]:
         keys = [column.name for column in getattr(self.layout, name)]

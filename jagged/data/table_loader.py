@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from jagged.data.gather import only_with_parent
 from jagged.data.negatives import Drawing
+from jagged.data.packed import Packed
 from jagged.data.plan import Plan, PlannedLoader
 from jagged.data.table_batches import Batch, Part
 
@@ -57,7 +57,7 @@ class RequestLoader(PlannedLoader):
                 "max_history makes it smaller"
             )
         self._part, self._drawing = part, drawing
-        self._loader: DataLoader[dict[str, Tensor]] = DataLoader(
+        self._loader: DataLoader[Packed] = DataLoader(
             _Requests(part, drawing, max_history),
             batch_size=None,
             sampler=_WithEpoch(self._plan),  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ class _Requests(Dataset[Any]):
     def __init__(self, part: Part, drawing: Drawing | None, max_history: int | None) -> None:
         self.part, self.drawing, self.max_history = part, drawing, max_history
 
-    def __getitem__(self, chosen: tuple[int, IntArray]) -> dict[str, Tensor]:
+    def __getitem__(self, chosen: tuple[int, IntArray]) -> Packed:
         epoch, places = chosen
         return self.part.collect(places, max_history=self.max_history, drawing=self.drawing, epoch=epoch)
 

@@ -513,10 +513,10 @@ def test_a_dataset_with_events_is_kept_opened_saved_and_sent(tmp_path: Path) -> 
     opened = Dataset.load(tmp_path / "d")
     dataset.save(tmp_path / "copy")
     split = dataset.split(valid=0.1, test=0.1)
-    want = split.train.collect(np.arange(8))
+    want = split.train.collect(np.arange(8)).tensors()
     for other in (opened, Dataset.load(tmp_path / "copy"), pickle.loads(pickle.dumps(dataset))):
         assert other.fingerprint == dataset.fingerprint
-        found = other.split(valid=0.1, test=0.1).train.collect(np.arange(8))
+        found = other.split(valid=0.1, test=0.1).train.collect(np.arange(8)).tensors()
         assert all(found[name].tolist() == value.tolist() for name, value in want.items())
     for path in sorted((tmp_path / "d").glob("event-*.arrow")):
         raw = path.read_bytes()
@@ -573,6 +573,6 @@ def test_a_table_is_its_own_event_table() -> None:
     beside = Dataset.from_table(arrow(rows), SCHEMA, events=arrow(rows), event_schema=SCHEMA, progress=False)
     own = Dataset.from_table(arrow(rows), SCHEMA, history="events", progress=False)
     assert beside.stop.tolist() == own.stop.tolist()
-    want, found = (one.split(valid=0.0, test=0.3).train.collect(np.arange(5)) for one in (own, beside))
+    want, found = (one.split(valid=0.0, test=0.3).train.collect(np.arange(5)).tensors() for one in (own, beside))
     assert want.keys() == found.keys()
     assert {name for name in want if want[name].tolist() != found[name].tolist()} == set()

@@ -130,7 +130,7 @@ def test_another_table_is_read_with_the_encoders_of_training(tmp_path: Path) -> 
 def test_a_part_is_sent_and_workers_need_no_torchrec(tmp_path: Path) -> None:
     part = made(EXAMPLE, history="events", directory=tmp_path / "d").split(valid=0.0, test=0.25).train
     sent = pickle.loads(pickle.dumps(part))
-    assert all(torch.equal(one, part.collect([2, 0])[name]) for name, one in sent.collect([2, 0]).items())
+    assert all(torch.equal(one, part.collect([2, 0]).tensors()[name]) for name, one in sent.collect([2, 0]).tensors().items())
     (tmp_path / "part").write_bytes(pickle.dumps(part))
     code = (
         "import pickle, sys\n"
