@@ -23,6 +23,7 @@ from jagged.config.options import (
 from jagged.config.ranking import (
     AUTO,
     ByColumn,
+    ByOrder,
     ByTime,
     ByUser,
     LastOfUser,
@@ -61,6 +62,7 @@ __all__ = [
     "JOBS",
     "SECTIONS",
     "ByColumn",
+    "ByOrder",
     "ByTime",
     "ByUser",
     "ConfigError",

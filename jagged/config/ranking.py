@@ -125,6 +125,12 @@ class ByTime(_Shares):
     type: Literal["time"] = option("time", "how validation and test are held out")
 
 
+class ByOrder(_Shares):
+    """The last rows of the source are the test, those before them the validation; for a table without times."""
+
+    type: Literal["order"] = option("order", "how validation and test are held out")
+
+
 class ByUser(_Shares):
     """Some users are the test, others the validation."""
 

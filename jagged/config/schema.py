@@ -31,6 +31,7 @@ from jagged.config.options import (
 )
 from jagged.config.ranking import (
     ByColumn,
+    ByOrder,
     ByTime,
     ByUser,
     LastOfUser,
@@ -66,7 +67,7 @@ SECTIONS: dict[str, list[type[Section]]] = {
 # The same of a run on a table's requests.
 RANKING_SECTIONS: dict[str, list[type[Section]]] = {
     "data": [TableOptions],
-    "split": [ByTime, ByUser, ByColumn, LastOfUser],
+    "split": [ByTime, ByOrder, ByUser, ByColumn, LastOfUser],
     "model": [RankingOptions],
     "training": [RankingTrainingOptions],
     "evaluation": [RankingEvaluationOptions],
@@ -200,7 +201,7 @@ class RankingConfig(JobConfig):
 
     output: str = option("runs/ranking", "directory to write the run into")
     data: TableOptions
-    split: ByTime | ByUser | ByColumn | LastOfUser
+    split: ByTime | ByOrder | ByUser | ByColumn | LastOfUser
     model: RankingOptions
     training: RankingTrainingOptions
     evaluation: RankingEvaluationOptions

@@ -133,6 +133,7 @@ def split_rows(
 
     * "time": at most `1 - valid - test` of the rows lie before the validation time and are training, at most `1 - test` before
       the test time. Equal times stay in one part, and so do the rows of a request: all have the time of its last row.
+    * "order": the same by the rows' places in the source, for a table without times whose rows are in their order.
     * "user": users drawn by the seed; `round(share * users)` of them in each part. Rows without a user are training.
     * "column": by the column that `from_table(split=...)` named.
     * "leave-one-out": each user's last row is test, the one before it validation, with the whole requests of the two. A user of
@@ -144,7 +145,7 @@ def split_rows(
     Args:
         dataset: whose rows they are.
         by: how.
-        valid, test: shares of "time" and "user", 0 or more, below 1 together.
+        valid, test: shares of "time", "order" and "user", 0 or more, below 1 together.
         seed: of "user", and of hashes of ids; 0 to 2**64 - 1.
         minimum_counts: ids that training sees less often are unseen: for all vocabularies, or by table.
         buckets: that borders of numbers make.
@@ -194,7 +195,7 @@ def rows_of_parts(dataset: Dataset, by: str, valid: float, test: float, seed: in
     # What was looked at is mapped anew where it is needed: a split is no larger than what it keeps and one column.
     dataset.release()
     counts = {name: int((parts == number).sum()) for number, name in enumerate(PARTS)}
-    shares = {"train": 1.0, "valid": valid, "test": test} if by in ("time", "user") else {"train": 1.0}
+    shares = {"train": 1.0, "valid": valid, "test": test} if by in ("time", "order", "user") else {"train": 1.0}
     for name, share in shares.items():
         if share and not counts[name]:
             raise refuse(
@@ -218,25 +219,37 @@ def _minimum_counts(given: int | Mapping[str, int], vocabularies: list[str]) -> 
 def _needed(dataset: Dataset, kind: Kind, by: str) -> AnyArray:
     values = dataset.one(kind)
     if values is None:
-        raise refuse(f"split by {by}", f"no column of kind {kind.value}", "one", "name it in the schema, or split otherwise")
+        others = " or ".join(way for way in _WAYS if way != by and (way == "order" or way == "column"))
+        raise refuse(f"split by {by}", f"no column of kind {kind.value}", "one", f"name it in the schema, or split by {others}")
     return values
 
 
 def _by_time(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
-    times = _needed(dataset, Kind.TIME, "time")
+    parts, cuts = _last(dataset, _needed(dataset, Kind.TIME, "time"), valid, test)
+    return parts, {f"{name}_time": cut for name, cut in cuts.items()}
+
+
+def _by_order(dataset: Dataset, valid: float, test: float, seed: int) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
+    parts, cuts = _last(dataset, dataset.source, valid, test)
+    return parts, {f"{name}_row": cut for name, cut in cuts.items()}
+
+
+def _last(dataset: Dataset, times: IntArray, valid: float, test: float) -> tuple[npt.NDArray[np.int8], dict[str, int]]:
+    """The last rows by some times, with the requests that they are of, and where each part begins."""
     requests = dataset.one(Kind.REQUEST)
     if requests is not None and len(times):
         last = np.full(int(requests.max()) + 2, np.iinfo(np.int64).min)
         np.maximum.at(last, requests + 1, times)
         times = np.where(requests < 0, times, last[requests + 1])
-    parts, notes = np.zeros(len(times), dtype=np.int8), {}
+    parts: npt.NDArray[np.int8] = np.zeros(len(times), dtype=np.int8)
+    notes: dict[str, int] = {}
     # Of decimal shares: 0.1 + 0.2 of 10 rows are 3.
     for number, share in ((1, valid + test), (2, test)):
         rank = int(len(times) * (1 - share) + 1e-9)
         if rank < len(times):
             cut = int(np.partition(times, rank)[rank])
             parts[times >= cut] = number
-            notes[f"{PARTS[number]}_time"] = cut
+            notes[PARTS[number]] = cut
     return parts, notes
 
 
@@ -281,7 +294,7 @@ def _leave_one_out(dataset: Dataset, valid: float, test: float, seed: int) -> tu
     return parts, {"users_without_evaluation": int((~held & (users[begins] >= 0)).sum()) if len(begins) else 0}
 
 
-_WAYS = {"time": _by_time, "user": _by_user, "column": _by_column, "leave-one-out": _leave_one_out}
+_WAYS = {"time": _by_time, "order": _by_order, "user": _by_user, "column": _by_column, "leave-one-out": _leave_one_out}
 
 
 class _Support:
