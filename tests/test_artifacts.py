@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -280,15 +280,6 @@ def test_a_described_model_is_bounded_by_its_weights(run: Path, name: str, value
     assert time.monotonic() - begin < SECONDS
 
 
-def everything(directory: Path) -> Iterator[tuple[Callable[[], object], type[Exception]]]:
-    """Every reader of a run directory, and the error that it may raise."""
-    yield lambda: from_pretrained(directory), CheckpointError
-    yield lambda: look(SequenceDataset.load(directory / "dataset")), DataError
-    yield lambda: TrainCounts.load(directory), CheckpointError
-    yield lambda: load_checkpoint(directory / "checkpoints" / "step-00000003"), CheckpointError
-    yield lambda: read_batches(directory / "recorded" / "batches.safetensors"), DataError
-
-
 def look(dataset: SequenceDataset) -> None:
     """Touch all that a dataset hands out."""
     assert dataset.notes.keys() >= set()
@@ -333,29 +324,45 @@ def damage(path: Path, rng: random.Random) -> str:
     return kind
 
 
-def test_no_damage_is_more_than_a_named_error(finished: Path, tmp_path: Path) -> None:
+#: Every reader of a run directory, and the error that it may raise.
+Readers = dict[Callable[[Path], object], type[Exception] | tuple[type[Exception], ...]]
+
+
+def check_damages(finished: Path, tmp_path: Path, readers: Readers, count: int) -> None:
+    """Damage a copy of a run, as often as that, at random: readers raise their errors, in one line that names the place."""
     files = sorted(path.relative_to(finished) for path in finished.rglob("*") if path.is_file() and path.name != ".lock")
-    for number, rng in enumerate(generators(2_000 if LONG else 80)):
+    for number, rng in enumerate(generators(count)):
         run = Path(shutil.copytree(finished, tmp_path / "run"))
         path = run / rng.choice(files)
         kind = damage(path, rng)
         resealed = rng.random() < 0.7 and path.name != artifacts.MANIFEST
         if resealed:
             reseal(path.parent)
-        for read, error in everything(run):
+        for read, error in readers.items():
             begin = time.monotonic()
             trial = f"trial {number}: {kind} of {path.name}, resealed {resealed}"
             said = str(run)
             try:
-                read()
+                read(run)
             except error as problem:
                 said = str(problem)
             except BaseException as problem:
                 raise AssertionError(trial) from problem
             assert len(said.splitlines()) == 1, trial
-            assert str(run) in said, trial
+            assert str(run) in said, f"{trial}: {said}"
             assert time.monotonic() - begin < SECONDS, trial
         shutil.rmtree(run)
+
+
+def test_no_damage_is_more_than_a_named_error(finished: Path, tmp_path: Path) -> None:
+    readers: Readers = {
+        from_pretrained: CheckpointError,
+        lambda run: look(SequenceDataset.load(run / "dataset")): DataError,
+        TrainCounts.load: CheckpointError,
+        lambda run: load_checkpoint(run / "checkpoints" / "step-00000003"): CheckpointError,
+        lambda run: read_batches(run / "recorded" / "batches.safetensors"): DataError,
+    }
+    check_damages(finished, tmp_path, readers, 2_000 if LONG else 80)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from jagged.config import (
     CrossEntropyHead,
     DataOptions,
     ModelOptions,
+    RankingConfig,
     SampledHead,
     SASRecOptions,
     TrainConfig,
@@ -300,7 +301,8 @@ def test_the_trainer_gets_its_part() -> None:
         ("run.toml", b"data = '" + b"x" * 10_000_000 + b"'"),
         ("run.toml", b"data = '\xff\xfe'"),
         ("run.toml", b"\x00" * 100),
-        ("run.json", b"[" * 16_000),
+        ("run.json", b"[" * 130_000),
+        ("run.json", b'{"a\\nb": 1}'),
         ("run.json", b"[1, 2]"),
         ("run.json", b'{"seed": NaN}'),
         ("run.json", b'{"seed": 1'),
@@ -322,18 +324,33 @@ def test_a_file_that_is_no_configuration_is_refused_unread(tmp_path: Path) -> No
     # Who reads it all the same gets something and does not wait.
     held = os.open(pipe, os.O_RDWR)
     os.write(held, b"#" * 20_000)
-    (tmp_path / "long.json").write_bytes(b" " * 16_385)
+    (tmp_path / "long.toml").write_bytes(b" " * 16_385)
+    (tmp_path / "long.json").write_bytes(b" " * 131_073)
     for path, problem in {
         "missing.toml": "cannot be read: No such file or directory",
         ".": "found a directory, expected a regular file",
         "/dev/zero": "found a pipe or a device, expected a regular file",
         f"{pipe}": "found a pipe or a device, expected a regular file",
-        f"{tmp_path}/long.json": "found 16385 bytes, expected at most 16384",
+        f"{tmp_path}/long.toml": "found 16385 bytes, expected at most 16384",
+        f"{tmp_path}/long.json": "found 131073 bytes, expected at most 131072",
     }.items():
         with pytest.raises(ConfigError) as error:
             TrainConfig.load(path)
         assert str(error.value) == f"{path}: {problem}"
     os.close(held)
+
+
+def test_a_configuration_of_thousands_of_columns_is_read_again(tmp_path: Path) -> None:
+    config = RankingConfig(data={"path": "wide.parquet", "label": "y", "numbers": [f"number_{i}" for i in range(3_000)]})
+    config.save(tmp_path / "config.json")
+    assert RankingConfig.load(tmp_path / "config.json") == config
+
+
+def test_a_wrong_option_has_one_line_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"training.a\nb": 1, "seed": -1}))
+    with pytest.raises(ConfigError) as error:
+        TrainConfig.load(tmp_path / "run.json")
+    assert [line.partition(": ")[0] for line in str(error.value).splitlines()] == [f"{tmp_path}/run.json"] * 2
 
 
 def test_values_stay_data(tmp_path: Path) -> None:

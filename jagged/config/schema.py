@@ -14,6 +14,7 @@ from pydantic import SerializeAsAny
 from pydantic.fields import FieldInfo
 
 from jagged.artifacts import dump_json, errors_as, read_bytes, write_file
+from jagged.artifacts.errors import one_line
 from jagged.config.options import (
     CrossEntropyHead,
     DataOptions,
@@ -76,8 +77,9 @@ RANKING_SECTIONS: dict[str, list[type[Section]]] = {
 _MAIN = {"data": "path", "split": "type", "model": "name", "head": "type"}
 # What is so much used that its flag has a short name.
 _SHORT = {word: f"data.{word}" for word in ("label", "candidate", "user", "time", "request", "history", "events")}
-# A configuration has some sixty short lines; anything much longer is no configuration, and is refused unread.
-_MAX_FILE_BYTES = 16 * 1024
+# A configuration has some sixty short lines; what a run writes down, as JSON, may have thousands of columns. Anything much longer
+# is none, and is refused unread: reading TOML takes as long as the square of a name's parts.
+_MAX_FILE_BYTES = {"JSON": 128 * 1024, "TOML": 16 * 1024}
 
 Self = TypeVar("Self", bound="JobConfig")
 
@@ -142,7 +144,7 @@ class JobConfig(RunOptions):
                 raise
             own = flat(above)
             raise ConfigError.of(
-                problem if problem.name in own else Problem(str(path), str(problem)) for problem in error.problems
+                problem if problem.name in own else Problem(str(path), one_line(str(problem))) for problem in error.problems
             ) from None
 
     def save(self, path: str | Path) -> None:
@@ -249,7 +251,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     """The values of a TOML or JSON file; a ConfigError where it cannot be read, or holds something else."""
     kind, parse = ("JSON", json.loads) if path.suffix == ".json" else ("TOML", tomllib.loads)
     with errors_as(ConfigError):
-        content = read_bytes(path, _MAX_FILE_BYTES)
+        content = read_bytes(path, _MAX_FILE_BYTES[kind])
     try:
         values = parse(content.decode("utf-8"))
     except RecursionError:

@@ -33,6 +33,7 @@ CodeArray = npt.NDArray[np.int32]
 MISSING, UNSEEN, FIRST = 0, 1, 2
 FORMAT_VERSION = 1
 _NUMBERS = 1 << 20
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def hashes(ids: pa.Array, seed: int, table: str) -> npt.NDArray[np.uint64]:
@@ -291,14 +292,16 @@ class Encoders(Mapping[str, Encoder]):
                 raise ValueError(f"layout {content['layout']}")
             for i, (name, entry) in enumerate(content["tables"].items()):
                 (counts,) = read_column(directory / f"{prefix}counts-{i}.arrow", "int64")
+                _check_plain(name, entry)
                 is_vocabulary = entry["encoding"] == "vocabulary"
                 ids = Vocabulary.load(directory / f"{prefix}ids-{i}.arrow") if is_vocabulary else None
                 tables[name] = Encoder(counts=counts, ids=ids, **{key: entry[key] for key in _PLAIN})
                 if len(counts) != entry["size"] or (ids is not None and len(ids) + FIRST != entry["size"]):
                     raise ValueError(f"{len(counts)} counts in the table {name}")
-            statistics = {
-                name: Statistics(**{**entry, "borders": tuple(entry["borders"])}) for name, entry in content["statistics"].items()
-            }
+            statistics = {}
+            for name, entry in content["statistics"].items():
+                _check_numbers(name, entry)
+                statistics[name] = Statistics(**{**entry, "borders": tuple(entry["borders"])})
         except DataError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -308,6 +311,23 @@ class Encoders(Mapping[str, Encoder]):
 
 
 _PLAIN = ("table", "encoding", "size", "distinct", "seed")
+
+
+def _check_plain(name: str, entry: Mapping[str, Any]) -> None:
+    """Refuse an encoder's description with a value of another type or out of range."""
+    bounds = {"size": FIRST + (entry["encoding"] == "hash"), "distinct": 0, "seed": 0}
+    numbers = all(type(entry[key]) is int and least <= entry[key] < 2**64 for key, least in bounds.items())
+    if not isinstance(entry["table"], str) or entry["encoding"] not in ("vocabulary", "hash", "range") or not numbers:
+        raise ValueError(f"the table {name} as {dict(entry)}")
+
+
+def _check_numbers(name: str, entry: Mapping[str, Any]) -> None:
+    """Refuse statistics with a value that is no number."""
+    whole, real = [entry["count"], entry["missing"]], [entry["mean"], entry["deviation"], *entry["borders"]]
+    if any(type(one) is not int or one < 0 for one in whole) or any(
+        type(one) not in (int, float) or not abs(one) <= _LARGEST for one in real
+    ):
+        raise ValueError(f"the numbers of {name} as {dict(entry)}")
 
 
 def _whole(ids: pa.Array) -> IntArray:

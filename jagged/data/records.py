@@ -452,14 +452,30 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
         found = f"layout {shown(content.get('layout'))}"
     elif not isinstance(files := content.get("values"), dict) or not set(map(str, files.values())) <= kinds:
         found = f"the files {shown(content.get('files'))}"
-    elif any(type(content.get(name)) is not int or content[name] < 0 for name in ("num_rows", "num_tables")):
+    # Names are made of the number of tables: it is no larger than the number of files.
+    elif any(type(content.get(name)) is not int or content[name] < 0 for name in ("num_rows", "num_tables")) or (
+        content["num_tables"] > len(manifest.files)
+    ):
         found = f"num_rows {shown(content.get('num_rows'))} and num_tables {shown(content.get('num_tables'))}"
     elif set(manifest.files) != set(file_names(content)):
         found = f"the files {shown(sorted(manifest.files))}"
     elif not isinstance(content.get("schema"), dict):
         found = f"the schema {shown(content.get('schema'))}"
+    elif missing := [name for name in ("events", "history", "event_weights") if name not in content]:
+        found = f"no {missing[0]}"
+    elif (events := content["events"]) is not None and not (
+        isinstance(events, dict) and isinstance(events.get("schema"), dict) and type(events.get("num_rows")) is int
+    ):
+        found = f"the events {shown(events)}"
+    elif (history := content["history"]) is not None and not (
+        isinstance(history, dict) and type(history.get("delay")) is int and history.get("ties") in ("out", "before")
+    ):
+        found = f"the history {shown(history)}"
     else:
-        schemas = _schemas(content)
+        try:
+            schemas = _schemas(content)
+        except DataError as error:
+            raise DataError(f"{path}: {error}") from None
         expected = {f"{prefix}column-{i}": _stored(one) for prefix, schema in zip(("", EVENT_PREFIX), schemas, strict=False)
                     for i, one in enumerate(schema.columns)} | {"source": "int64"}  # fmt: skip
         if len(schemas) > 1:
@@ -473,8 +489,8 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
             found = f"the values {shown(files)}"
         elif not all(isinstance(content.get(name), kind) for name, kind in _OTHERS.items()):
             found = f"counts {shown(content.get('counts'))} and time_kind {shown(content.get('time_kind'))}"
-        elif len(schemas) > 1 and (content.get("history") is None or type(content["events"].get("num_rows")) is not int):
-            found = f"the events {shown(content['events'])}"
+        elif len(schemas) > 1 and history is None:
+            found = f"the events {shown(content['events'])} without a history"
         elif any(not set(map(str, names or ())) <= set(log.names) for names in shown_by_events) or (
             content.get("event_weights") is not None and content["event_weights"] not in log.names
         ):

@@ -40,6 +40,7 @@ SINGLE = (Kind.WEIGHT, Kind.TIME, Kind.USER, Kind.REQUEST, Kind.CANDIDATE, Kind.
 WITH_IDS = (Kind.ID, Kind.IDS, Kind.USER, Kind.CANDIDATE, Kind.EVENT)
 #: Features of which the table does not say by their kind whose they are: the candidate's or the request's.
 SIDED = (Kind.ID, Kind.IDS, Kind.EVENT, Kind.NUMBER, Kind.NUMBERS)
+_MOST_DOTS = 1_000
 _CANDIDATES = (Kind.CANDIDATE, Kind.LABEL, Kind.WEIGHT)
 
 
@@ -298,9 +299,13 @@ class Schema:
         Raises:
             DataError: no TOML, or no schema.
         """
+        # Reading takes as long as the square of a name's parts.
+        if (dots := max((line.count(".") for line in text.splitlines()), default=0)) > _MOST_DOTS:
+            raise refuse(where, f"a line with {dots} dots", f"a table [columns], at most {_MOST_DOTS} dots a line")
         try:
             found = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:
+            # Of a number with thousands of digits and of deep nesting Python itself complains.
             raise refuse(where, f"no TOML ({error})", "a table [columns]") from None
         if set(found) != {"columns"} or not isinstance(found["columns"], dict):
             raise refuse(where, f"the keys {shown(sorted(found))}", "one table, [columns]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -847,6 +848,9 @@ def _disk_array(directory: Path, dtype: type, size: int) -> AnyArray:
     if not size:
         return np.zeros(0, dtype)
     with TemporaryFile(dir=directory) as file:
+        # A page for which a full disk has no place would end the process when it is written.
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, size * np.dtype(dtype).itemsize)
         return np.memmap(file, dtype=dtype, shape=(size,))
 
 

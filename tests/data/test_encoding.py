@@ -153,7 +153,13 @@ def test_damaged_encoders_are_named(tmp_path: Path) -> None:
     from jagged.artifacts import verify, write_manifest
 
     manifest = verify(tmp_path / "e")
-    for change in ({"layout": 2}, {"tables": 3}, {"statistics": {"n": {}}}):
+    tables, statistics = manifest.content["tables"], manifest.content["statistics"]
+    name, number = next(iter(tables)), next(iter(statistics))
+    wrong = [{"encoding": "words"}, {"seed": -1}, {"size": "3"}, {"size": True}, {"distinct": 0.5}, {"table": None}]
+    changes = [{"tables": {**tables, name: {**tables[name], **one}}} for one in wrong]
+    wrong = [{"mean": "0"}, {"mean": []}, {"deviation": 1e300}, {"borders": ["a"]}, {"count": -1}, {"missing": None}]
+    changes += [{"statistics": {**statistics, number: {**statistics[number], **one}}} for one in wrong]
+    for change in ({"layout": 2}, {"tables": 3}, {"statistics": {"n": {}}}, *changes):
         write_manifest(tmp_path / "e", manifest.files, {**manifest.content, **change})
         with pytest.raises(DataError, match="expected encoders of version 1; save them again"):
             Encoders.load(tmp_path / "e")

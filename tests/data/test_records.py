@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import warnings
 from datetime import datetime, timedelta
@@ -352,6 +354,40 @@ def sealed_again(directory: Path, name: str, array: np.ndarray[Any, Any] | None 
     write_manifest(directory, manifest.files, {**manifest.content, **content})
 
 
+def test_a_manifest_without_a_part_or_with_no_schema_is_refused(tmp_path: Path) -> None:
+    from jagged.artifacts import verify, write_manifest
+
+    directory = tmp_path / "d"
+    made(arrow(EXAMPLE), directory=directory, history="events")
+    manifest = verify(directory)
+    for name in ("events", "history", "event_weights"):
+        write_manifest(directory, manifest.files, {key: value for key, value in manifest.content.items() if key != name})
+        with pytest.raises(DataError) as caught:
+            Dataset.load(directory)
+        assert str(caught.value) == (
+            f"{directory / 'manifest.json'}: found no {name}, expected a dataset of version 2; make the dataset again"
+        )
+    write_manifest(directory, manifest.files, {**manifest.content, "schema": {"user": {"kind": "king"}}})
+    with pytest.raises(DataError) as caught:
+        Dataset.load(directory)
+    assert str(caught.value).startswith(f"{directory / 'manifest.json'}: schema, column 'user': found kind 'king', expected id, ")
+
+
+def test_a_disk_without_room_for_mapped_pages_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such pages are written without a call that could fail: a process that has none would be ended."""
+
+    def full(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(DataError) as caught:
+        made(arrow(EXAMPLE), directory=tmp_path / "d", history="events")
+    assert str(caught.value) == (
+        f"{tmp_path / 'd'}: could not be written: No space left on device; name another directory, on a disk with room"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "values", "message"),
     [
@@ -384,6 +420,11 @@ def test_a_manifest_of_other_hands_is_refused(tmp_path: Path) -> None:
         ("values", {"a": "b"}),
         ("counts", 3),
         ("num_tables", 1),
+        ("num_tables", 10**12),
+        ("events", 7),
+        ("events", {"num_rows": 3}),
+        ("history", ["out"]),
+        ("history", {"delay": "0", "ties": "out"}),
     ):
         sealed_again(tmp_path / "d", "", None, **{key: value})
         with pytest.raises(DataError, match="expected a dataset of version 2; make the dataset again"):

@@ -233,8 +233,16 @@ def test_toml_is_one_line_a_column() -> None:
         ("a = ", "no TOML (Invalid value (at end of document)), expected a table [columns]"),
         ("", "the keys [], expected one table, [columns]"),
         ("columns = 3", "the keys ['columns'], expected one table, [columns]"),
+        (
+            f"a = {'9' * 5_000}",
+            "no TOML (Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits; use "
+            "sys.set_int_max_str_digits() to increase the limit), expected a table [columns]",
+        ),
+        (f"a = {'[' * 100_000}", "no TOML (maximum recursion depth exceeded), expected a table [columns]"),
+        (f"{'.'.join('a' * 100_000)} = 1", "a line with 99999 dots, expected a table [columns], at most 1000 dots a line"),
         ("[columns]\n[more]", "the keys ['columns', 'more'], expected one table, [columns]"),
     ],
+    ids=range(7),
 )
 def test_a_text_that_is_no_schema_is_refused(text: str, expected: str) -> None:
     with pytest.raises(DataError) as error:

@@ -26,6 +26,7 @@ from jagged.training import CheckpointError, TrainingError, TrainingInterrupted,
 from jagged.training import checkpoint as checkpoints
 from jagged.training.loop import Loop
 from tests.training.support import STEPS_PER_EPOCH, at_step, kill_self, outcome, run, tiny_config, tiny_dataset
+from tests.training.table_runs import shop_file, train_table
 
 
 @pytest.fixture(scope="module")
@@ -212,28 +213,40 @@ def test_refuses_what_would_not_be_the_same_run(dataset: SequenceDataset, tmp_pa
         run(tmp_path / "file", dataset)
 
 
-def test_one_run_at_a_time(dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_of_table", [False, True])
+def test_one_run_at_a_time(dataset: SequenceDataset, tmp_path: Path, is_of_table: bool) -> None:
     import fcntl
     import os
 
-    (tmp_path / ".lock").touch()
+    def start() -> None:
+        if is_of_table:
+            train_table(tmp_path / "run", shop_file(tmp_path / "shop.csv"), training={"max_epochs": 1})
+        else:
+            run(tmp_path / "run", dataset, max_epochs=1)
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").touch()
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
-        with open(tmp_path / ".lock", "r+") as file:
+        with open(tmp_path / "run" / ".lock", "r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             os.write(write, b"x")
             signal.pause()
     try:
         os.read(read, 1)
-        with pytest.raises(TrainingError, match="another process is training in"):
-            run(tmp_path, dataset)
+        with pytest.raises(TrainingError) as error:
+            start()
+        assert str(error.value) == (
+            f"output: another process is training in {tmp_path}/run; wait for it or choose another output"
+        )
+        assert os.listdir(tmp_path / "run") == [".lock"]
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(read)
         os.close(write)
-    run(tmp_path, dataset, max_epochs=1)
+    start()
 
 
 def test_a_loss_that_is_nan_ends_the_run_and_spoils_no_checkpoint(

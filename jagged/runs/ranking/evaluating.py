@@ -88,10 +88,8 @@ def evaluate_run(
     check_slices(run, slices)
     if data is None and events is not None:
         raise ConfigError("events: given without data, whose histories they are for")
-    if data is None:
-        chosen = run.part(part)
-    else:
-        chosen = Part(run.read(data, events, labels=True, format=format, progress=progress), encoders=run.encoders)
+    rows = None if data is None else run.read(data, events, labels=True, format=format, progress=progress)
+    chosen = run.part(part) if rows is None else run.whole(rows)
     figures = figures_of(run, chosen, slices, batch_size=batch_size, progress=progress)
     split = "" if data is not None else str(run.opened.split["name"])
     name = part if data is None else "all"

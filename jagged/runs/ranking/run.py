@@ -23,6 +23,7 @@ from jagged.data.rows import event_columns, events
 from jagged.data.table_splits import rows_of_parts
 from jagged.evaluation import bar
 from jagged.models.pretrained import PretrainedTask, open_task
+from jagged.runs.ranking.checks import check_data, check_opened, fitting
 from jagged.runs.run import find_device
 
 DATASET = "dataset"
@@ -47,7 +48,9 @@ class RankingRun:
             ConfigError: an unknown device, or one that is not there.
             CheckpointError: the directory holds no such model, or a file of it is damaged.
         """
-        return cls(open_task(directory, device=find_device(device)))
+        opened = open_task(directory, device=find_device(device))
+        check_opened(opened)
+        return cls(opened)
 
     @property
     def directory(self) -> Path:
@@ -90,14 +93,20 @@ class RankingRun:
         kept = self.directory / DATASET
         if not kept.is_dir():
             raise ConfigError(f"{self.directory}: holds no table (dataset/); name the table to use")
-        return Dataset.load(kept)
+        found = Dataset.load(kept)
+        check_data(self.opened, found)
+        return found
 
     def part(self, name: str) -> Part:
         """Rows that were held out, or trained on, by the run's own split."""
         rows = rows_of_parts(self.dataset, **_splitting(self.config))[0]
         chosen = rows[PARTS.index(name)]
         # What the model knows, whatever a new fit would give.
-        return Part(self.dataset, chosen, self.encoders, training=TrainingEvents(self.dataset, rows[0]))
+        return fitting(self.opened, self.dataset, rows=chosen, training=TrainingEvents(self.dataset, rows[0]))
+
+    def whole(self, dataset: Dataset) -> Part:
+        """All rows of a dataset that was `read`."""
+        return fitting(self.opened, dataset)
 
     def read(self, table: Any, events_table: Any = None, *, labels: bool, format: str = "auto", progress: bool = True) -> Dataset:
         """Read rows as the run's were, each of them, with the events that are known of their users.
@@ -162,7 +171,7 @@ class RankingRun:
 
     def predict(self, dataset: Dataset, *, batch_size: int | None = None, progress: bool = True) -> dict[str, FloatArray]:
         """By task the predictions of a dataset's rows in the order of its source, float32 `[n]`."""
-        part = Part(dataset, encoders=self.encoders)
+        part = self.whole(dataset)
         found = {name: np.full(len(dataset), np.nan, np.float32) for name in self.model.tasks}
         for batch, predictions in self.scores(part, batch_size=batch_size, progress=progress):
             places = dataset.source[batch.rows.cpu().numpy()]

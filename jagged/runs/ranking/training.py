@@ -16,7 +16,7 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import RankingConfig
+from jagged.config import ConfigError, RankingConfig
 from jagged.data import DataError, Dataset, Kind, Split, synthetic_impressions
 from jagged.data.table_loader import RequestLoader
 from jagged.metrics import RunMetrics
@@ -114,7 +114,7 @@ def _kept(
     if processes.is_first:
         try:
             _read(config, table, place, progress)
-        except (DataError, TrainingError, CheckpointError) as error:
+        except (ConfigError, DataError, TrainingError, CheckpointError) as error:
             refusal = error
     # The others would wait for the first one, and then tell that it is gone.
     told = processes.all(None if refusal is None else str(refusal))[0]
@@ -125,7 +125,7 @@ def _kept(
 
 def _read(config: RankingConfig, table: Any, place: Path, progress: bool) -> None:
     is_there, kept = place.is_dir(), place.parent / CONFIG
-    if table is None and is_there and kept.exists() and RankingConfig.load(kept).data == config.data:
+    if table is None and is_there and kept.exists() and _data_of(RankingConfig.load(kept)) == _data_of(config):
         return
     if isinstance(table, Dataset):
         with artifacts.writing(place, "make room, or choose another output", CheckpointError):
@@ -141,6 +141,11 @@ def _read(config: RankingConfig, table: Any, place: Path, progress: bool) -> Non
     again = Dataset.from_table(table, **options)
     if again.fingerprint != Dataset.load(place).fingerprint:
         raise TrainingError(f"data: {place} holds another table than the one that is given; choose another output, or delete it")
+
+
+def _data_of(config: RankingConfig) -> tuple[Any, ...]:
+    """What a run's table depends on: with the column of parts, and of the built-in sample the seed."""
+    return config.data, split_column(config), config.seed if config.data.path is None else None
 
 
 def _loaders(config: RankingConfig, split: Split, processes: Processes) -> tuple[RequestLoader, RequestLoader, RequestLoader]:
