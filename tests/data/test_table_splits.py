@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -62,14 +63,40 @@ def test_a_split_by_user_keeps_users_whole() -> None:
     assert not split.leaks()
 
 
+def test_a_split_by_order_takes_the_last_rows_of_the_source_with_their_requests() -> None:
+    """The dataset's own order is that of users and times; a request that reaches into the test is there as a whole."""
+    rng = np.random.default_rng(0)
+    request = np.sort(rng.integers(25, size=100))
+    users = np.array([f"u{i}" for i in rng.integers(5, size=25)])[request]
+    table = pa.table({"request": request, "user": users, "x": rng.random(100)})
+    schema = Schema((Column("request", Kind.REQUEST), Column("user", Kind.USER), Column("x", Kind.NUMBER)))
+    split = Dataset.from_table(table, schema, progress=False).split("order", valid=0.1, test=0.2)
+    last = np.array([np.flatnonzero(request == one).max() for one in request])
+    cuts = [int(np.sort(last)[70]), int(np.sort(last)[80])]
+    for part, expected in (
+        (split.train, last < cuts[0]),
+        (split.valid, (last >= cuts[0]) & (last < cuts[1])),
+        (split.test, last >= cuts[1]),
+    ):
+        assert sorted(split.train.dataset.source[part.rows].tolist()) == np.flatnonzero(expected).tolist()
+    assert (split.counts["valid_row"], split.counts["test_row"]) == tuple(cuts)
+    assert not split.leaks()
+
+
 ONLY = Schema((Column("place", Kind.ID),))
 
 
 @pytest.mark.parametrize(
     ("by", "schema", "message"),
     [
-        ("time", ONLY, "split by time: found no column of kind time, expected one; name it in the schema, or split otherwise"),
-        ("user", ONLY, "split by user: found no column of kind user, expected one; name it in the schema, or split otherwise"),
+        (
+            "time", ONLY,
+            "split by time: found no column of kind time, expected one; name it in the schema, or split by order or column",
+        ),
+        (
+            "user", ONLY,
+            "split by user: found no column of kind user, expected one; name it in the schema, or split by order or column",
+        ),
         (
             "column", ONLY,
             "split by column: found a dataset without parts, expected from_table(split=...) with the column that says them",
@@ -91,7 +118,7 @@ def test_a_split_that_cannot_be_is_named(by: str, schema: Schema, message: str) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"by": "item"}, "by: got 'item', expected one of 'time', 'user', 'column', 'leave-one-out'"),
+        ({"by": "item"}, "by: got 'item', expected one of 'time', 'order', 'user', 'column', 'leave-one-out'"),
         ({"valid": 0.5, "test": 0.5}, "valid, test: got 0.5, 0.5, expected 0 or more with a sum below 1"),
         ({"valid": -0.5}, "valid, test: got -0.5, 0.1, expected 0 or more with a sum below 1"),
         ({"seed": -1}, "seed: got -1, expected 0 to 2**64 - 1"),

@@ -389,6 +389,30 @@ def test_the_ranker_fits_a_frame_and_leaves_it_alone(tmp_path: Path) -> None:
     assert str(error.value) == f"{tmp_path / 'copy'}: holds no table (dataset/); name the table to use"
 
 
+def test_a_false_start_leaves_room_for_the_next(tmp_path: Path) -> None:
+    """A table of context alone, without user, item and time: what is wrong is told, mended, and trains."""
+    rng = np.random.default_rng(0)
+    values = {f"number{i}": pa.array([None if one < 0.2 else one for one in rng.random(400)]) for i in range(3)}
+    ids = {f"id{i}": [f"{one:06x}" for one in rng.integers(9**i + 2, size=400)] for i in range(4)}
+    rows = pa.table({"label": rng.integers(2, size=400), **values, **ids})
+    options = {**SMALL, "output": str(tmp_path / "run"), "data": {"label": "label"}}
+    with pytest.raises(DataError) as error:
+        jagged.train(RankingConfig(**options), rows, progress=False)
+    assert str(error.value) == (
+        "split by time: found no column of kind time, expected one; name it in the schema, or split by order or column"
+    )
+    with pytest.raises(TrainingError, match=r"^model: tasks: got 'click', expected some of label$"):
+        jagged.train(RankingConfig(**{**options, "split": "order", "model.tasks": ["click"]}), rows, progress=False)
+    jagged.train(RankingConfig(**{**options, "split": "order"}), rows, progress=False)
+    run = RankingRun.open(tmp_path / "run")
+    assert run.dataset.source[run.part("test").rows].tolist() == list(range(360, 400))
+    assert run.dataset.source[run.part("train").rows].tolist() == list(range(320))
+    assert run.opened.split["counts"] | {"valid_row": 320, "test_row": 360} == run.opened.split["counts"]
+    found = jagged.predict(tmp_path / "run", rows.drop_columns(["label"]), progress=False)
+    assert found.column_names == ["predicted_label"]
+    assert len(found) == 400
+
+
 def test_a_configuration_of_the_other_job_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         TrainConfig(model="ranking")

@@ -105,10 +105,9 @@ class Ranker:
         told = [one.name for one in dataset.schema.of_kind(Kind.USER, Kind.CANDIDATE, Kind.TIME)]
         order = np.empty(len(dataset), np.int64)
         order[dataset.source] = np.arange(len(dataset))
-        rows = reader(dataset, told).read_all().take(pa.array(order)) if told else pa.table({})
-        for name, values in predictions.items():
-            rows = rows.append_column(f"{PREDICTED}{name}", pa.array(values))
-        return rows
+        rows = reader(dataset, told).read_all().take(pa.array(order)) if told else None
+        columns = {name: rows[name] for name in told} if rows is not None else {}
+        return pa.table({**columns, **{f"{PREDICTED}{name}": pa.array(values) for name, values in predictions.items()}})
 
     def recommend(
         self,
