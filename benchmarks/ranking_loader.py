@@ -12,6 +12,7 @@ share is what the second takes longer, in percent of the first: the median of se
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Iterable, Iterator
@@ -123,32 +124,46 @@ def measure(split: Split, batch: int, workers: int, steps: int, rounds: int, emb
     loader = split.train.loader(
         batch_size=batch, shuffle=True, max_history=MAX_HISTORY, num_workers=workers, pin_memory=True, progress=False
     )
-    kept = []
-    for number, one in enumerate(loader):
-        if number == steps:
-            break
-        kept.append(one.to(device))
-    # Kernels are compiled for each pattern of sizes.
-    trainee.seconds(kept)
-    found: dict[str, list[float]] = {"there": [], "loaded": [], "share": []}
-    for epoch in range(1, rounds + 1):
-        taken, count = trainee.seconds(kept)
-        found["there"].append(1e3 * taken / count)
+    found: dict[str, list[float]] = {"there": [], "loaded": [], "share": [], "waited": []}
+    candidates = 0
+    for epoch in range(rounds + 1):
         loader.set_position(epoch, 0)
-        # The first batches come when the workers are awake.
+        # An epoch's batches, and with them all sizes, are the same both times; the first ones come when the workers are awake.
+        kept = [one.to(device) for one in itertools.islice(loader, 3 + steps)][3:]
+        candidates = sum(one.rows.numel() for one in kept)
+        # Kernels are compiled, and memory is found, for sizes that come for the first time.
+        trainee.seconds(kept)
+        there, count = trainee.seconds(kept)
+        del kept
+        loader.set_position(epoch, 0)
         source = iter(ahead(loader, device))
         for _ in range(3):
             next(source)
-        taken, count = trainee.seconds(of for of, _ in zip(source, range(steps), strict=False))
-        found["loaded"].append(1e3 * taken / count)
-        found["share"].append(100 * (found["loaded"][-1] / found["there"][-1] - 1))
+        waited = 0.0
+
+        def awaited(source: Iterator[Any] = source, count: int = count) -> Iterator[Any]:
+            nonlocal waited
+            for _ in range(count):
+                began = time.perf_counter()
+                one = next(source)
+                waited += time.perf_counter() - began
+                yield one
+
+        loaded, count = trainee.seconds(awaited())
+        # The first round fills the caches of memory.
+        if epoch:
+            found["there"].append(1e3 * there / count)
+            found["loaded"].append(1e3 * loaded / count)
+            found["share"].append(100 * (loaded / there - 1))
+            found["waited"].append(1e3 * waited / count)
     loader.close()
     return {
         "batch": batch,
         "workers": workers,
-        "candidates": int(np.mean([len(one.rows) for one in kept])),
+        "candidates": candidates // steps,
         "step_ms": spread(found["there"]),
         "loaded_step_ms": spread(found["loaded"]),
+        "waited_ms": spread(found["waited"]),
         "share_percent": spread(found["share"]),
     }
 
@@ -157,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=120_000, help="of the table")
     parser.add_argument("--batch", type=int, nargs="+", default=[1024, 4096], help="requests of a step")
-    parser.add_argument("--workers", type=int, nargs="+", default=[0, 4, 8], help="processes that build batches")
+    parser.add_argument("--workers", type=int, nargs="+", default=[4, 8], help="processes that build batches")
     parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--embedding-dim", type=int, default=32)

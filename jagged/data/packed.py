@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 # Where each tensor begins: kernels load 16 bytes at once, and rows of memory have 64.
 _ALIGNMENT = 64
@@ -19,36 +21,92 @@ class Packed:
 
     Attributes:
         memory: uint8 `[bytes]`.
-        places: of each tensor its type, its shape and its first byte.
+        places: of each tensor its type, its shape and its first byte; one of whole numbers that are all 1, as lengths of keys
+            with one id each are, has no bytes, which -1 says.
+        slot: of `Slots`, in which the memory is; None where it is the tensors' own.
     """
 
     memory: Tensor
     places: Mapping[str, tuple[torch.dtype, tuple[int, ...], int]]
+    slot: tuple[int, int, int] | None = None
 
     @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Packed:
-        """A copy of tensors on the host."""
+    def of(cls, tensors: Mapping[str, Tensor], allocate: Callable[[int], tuple[Tensor, Any]] | None = None) -> Packed:
+        """A copy of tensors on the host.
+
+        Args:
+            tensors: which.
+            allocate: gives memory of so many bytes, and its slot; None for new memory.
+        """
         places, end = {}, 0
         for name, tensor in tensors.items():
-            places[name] = tensor.dtype, tuple(tensor.shape), end
-            end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        packed = cls(torch.empty(end, dtype=torch.uint8), places)
-        for name, view in packed.tensors().items():
-            view.copy_(tensors[name])
+            is_ones = tensor.dtype == torch.int64 and tensor.numel() > 1 and bool((tensor == 1).all())
+            places[name] = tensor.dtype, tuple(tensor.shape), -1 if is_ones else end
+            end += 0 if is_ones else -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        memory, slot = (torch.empty(end, dtype=torch.uint8), None) if allocate is None else allocate(end)
+        packed = cls(memory, places, slot)
+        for name, (_, _, begin) in places.items():
+            if begin >= 0:
+                packed._view(name).copy_(tensors[name])
         return packed
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors as views of the memory."""
-        found = {}
-        for name, (dtype, shape, begin) in self.places.items():
-            end = begin + prod(shape) * dtype.itemsize
-            found[name] = self.memory[begin:end].view(dtype).view(shape)
-        return found
+        """The tensors, as views of the memory."""
+        return {name: self._view(name) for name in self.places}
+
+    def _view(self, name: str) -> Tensor:
+        dtype, shape, begin = self.places[name]
+        if begin < 0:
+            return torch.ones(shape, dtype=dtype, device=self.memory.device)
+        return self.memory[begin : begin + prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Packed:
         """The same with another memory."""
-        return replace(self, memory=change(self.memory))
+        return replace(self, memory=change(self.memory), slot=None)
 
     def pin_memory(self) -> Packed:
-        """The same in page-locked memory; `DataLoader` asks for it."""
+        """The same in page-locked memory; `DataLoader` asks for it in a thread of its own, before it hands a batch out."""
+        if self.slot is not None:
+            # Where the memory stays mapped, the next batch in this slot finds it so.
+            _MAPPED[self.slot] = self.memory
         return self.mapped(lambda memory: memory.pin_memory())
+
+
+#: The memory of workers' slots in the process that reads them, by loader, worker and number.
+_MAPPED: dict[tuple[int, int, int], Tensor] = {}
+
+
+def forget(loader: int) -> None:
+    """Give back the memory of a loader's slots."""
+    for slot in [slot for slot in _MAPPED if slot[0] == loader]:
+        del _MAPPED[slot]
+
+
+class Slots:
+    """Shared memory of a worker that is used again and again, in turns.
+
+    New shared memory costs more than what is written into it: each page is given to the worker, and then to the reader,
+    when it is touched first. A slot is free when the batch in it was copied, which `DataLoader` does before it hands a
+    batch out; and it lets a worker be `prefetch` batches ahead of those that it has handed out.
+
+    Args:
+        loader: a number of the loader.
+        prefetch: as `DataLoader` was told.
+    """
+
+    def __init__(self, loader: int, prefetch: int) -> None:
+        self.loader = loader
+        self._slots: list[Tensor | None] = [None] * (prefetch + 1)
+        self._next = 0
+
+    def allocate(self, count: int) -> tuple[Tensor, tuple[int, int, int] | None]:
+        """So many bytes and their slot; in no worker new memory without one."""
+        worker = get_worker_info()
+        if worker is None:
+            return torch.empty(count, dtype=torch.uint8), None
+        number, self._next = self._next, (self._next + 1) % len(self._slots)
+        slot = self._slots[number]
+        if slot is None or len(slot) < count:
+            # With room for batches that are a little larger.
+            slot = self._slots[number] = torch.empty(count + count // 4, dtype=torch.uint8).share_memory_()
+        return slot[:count], (self.loader, worker.id, number)

@@ -460,8 +460,19 @@ class Part:
             total += lengths if max_history is None else np.minimum(lengths, max_history)
         return total
 
-    def collect(self, places: Any, *, max_history: int | None = None, drawing: Drawing | None = None, epoch: int = 0) -> Packed:
-        """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec."""
+    def collect(
+        self,
+        places: Any,
+        *,
+        max_history: int | None = None,
+        drawing: Drawing | None = None,
+        epoch: int = 0,
+        allocate: Any = None,
+    ) -> Packed:
+        """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec.
+
+        `allocate` is as of `Packed.of`.
+        """
         dataset, layout = self.dataset, self.layout
         places = np.asarray(places, dtype=np.int64)
         rows = self._chosen(places) if drawing is None else self._drawn(self.rows[places], drawing, epoch)
@@ -492,7 +503,7 @@ class Part:
         self._keyed(found, "features", rows, start, stop, max_history)
         if (log := dataset.events) is not None:
             self._history(found, log, log.rows(spread(start, stop - start)))
-        return Packed.of({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()})
+        return Packed.of({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}, allocate)
 
     def batch(self, packed: Packed, drawing: Drawing | None = None) -> Batch:
         """The batch of what `collect` gave."""

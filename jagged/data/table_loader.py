@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,11 +15,15 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from jagged.data.gather import only_with_parent
 from jagged.data.negatives import Drawing
-from jagged.data.packed import Packed
+from jagged.data.packed import Packed, Slots, forget
 from jagged.data.plan import Plan, PlannedLoader
 from jagged.data.table_batches import Batch, Part
 
 IntArray = npt.NDArray[np.int64]
+
+# Batches that each worker makes ahead, as DataLoader's default has it.
+_PREFETCH = 2
+_numbers = itertools.count()
 
 
 class RequestLoader(PlannedLoader):
@@ -57,12 +63,18 @@ class RequestLoader(PlannedLoader):
                 "max_history makes it smaller"
             )
         self._part, self._drawing = part, drawing
+        pinned = pin_memory and torch.cuda.is_available()
+        # What is not copied into page-locked memory at once belongs to whoever gets the batch.
+        slots = Slots(next(_numbers), _PREFETCH) if pinned and num_workers else None
+        if slots is not None:
+            weakref.finalize(self, forget, slots.loader)
         self._loader: DataLoader[Packed] = DataLoader(
-            _Requests(part, drawing, max_history),
+            _Requests(part, drawing, max_history, slots),
             batch_size=None,
             sampler=_WithEpoch(self._plan),  # type: ignore[arg-type]
             num_workers=num_workers,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=pinned,
+            prefetch_factor=_PREFETCH if num_workers else None,
             persistent_workers=num_workers > 0,
             multiprocessing_context=multiprocessing_context if num_workers else None,
             worker_init_fn=only_with_parent if num_workers else None,
@@ -77,12 +89,13 @@ class RequestLoader(PlannedLoader):
 class _Requests(Dataset[Any]):
     """Gathers a batch. It comes with its epoch, on which draws depend: workers that live on do not hear of the next one."""
 
-    def __init__(self, part: Part, drawing: Drawing | None, max_history: int | None) -> None:
-        self.part, self.drawing, self.max_history = part, drawing, max_history
+    def __init__(self, part: Part, drawing: Drawing | None, max_history: int | None, slots: Slots | None) -> None:
+        self.part, self.drawing, self.max_history, self.slots = part, drawing, max_history, slots
 
     def __getitem__(self, chosen: tuple[int, IntArray]) -> Packed:
         epoch, places = chosen
-        return self.part.collect(places, max_history=self.max_history, drawing=self.drawing, epoch=epoch)
+        allocate = None if self.slots is None else self.slots.allocate
+        return self.part.collect(places, max_history=self.max_history, drawing=self.drawing, epoch=epoch, allocate=allocate)
 
 
 class _WithEpoch(Sampler[tuple[int, IntArray]]):

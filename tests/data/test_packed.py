@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jagged.data.packed import Packed
+from jagged.data import packed as packed_module
+from jagged.data.packed import Packed, Slots, forget
 from tests.models.shops import shop
 
 DTYPES = (torch.int64, torch.float32, torch.bool)
@@ -31,10 +33,42 @@ def test_views_are_the_tensors(given: dict[str, torch.Tensor]) -> None:
     for name, tensor in given.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-        assert found[name].storage_offset() * found[name].element_size() % 64 == 0
-        assert found[name].untyped_storage().data_ptr() == packed.memory.untyped_storage().data_ptr()
+        is_ones = tensor.dtype == torch.int64 and tensor.numel() > 1 and bool((tensor == 1).all())
+        assert (packed.places[name][2] == -1) == is_ones
+        if not is_ones:
+            assert found[name].storage_offset() * found[name].element_size() % 64 == 0
+            assert found[name].untyped_storage().data_ptr() == packed.memory.untyped_storage().data_ptr()
     moved = packed.mapped(torch.clone).tensors()
     assert all(torch.equal(moved[name], tensor) for name, tensor in given.items())
+
+
+def test_slots_are_used_in_turns_and_only_when_they_are_free() -> None:
+    """As DataLoader hands batches out: each copied before the next index goes to its worker; here the copies are the test's."""
+    part = shop(history="events", requests=200).train
+    loader = part.loader(batch_size=8, num_workers=2)
+    loader._loader.dataset.slots = Slots(7, 2)
+    pinned, seen = [], []
+    for packed in loader._loader:
+        assert packed.slot is not None
+        seen.append((packed.slot, packed.memory.untyped_storage().data_ptr()))
+        packed_module._MAPPED[packed.slot] = packed.memory
+        pinned.append(packed.mapped(torch.clone))
+    assert {slot for slot, _ in seen} == {(7, worker, number) for worker in range(2) for number in range(3)}
+    # A slot is the same memory here, too, until a larger batch needs a larger one.
+    for worker, number in itertools.product(range(2), range(3)):
+        found = [place for slot, place in seen if slot == (7, worker, number)]
+        assert len(found) > len(set(found))
+    expected = list(part.loader(batch_size=8))
+    assert len(pinned) == len(expected) > 12
+    for packed, want in zip(pinned, expected, strict=True):
+        found = part.batch(packed)
+        for one, other in zip((found.features, found.candidates), (want.features, want.candidates), strict=True):
+            assert torch.equal(one.values(), other.values())
+            assert torch.equal(one.lengths(), other.lengths())
+        assert torch.equal(found.labels, want.labels)
+    forget(7)
+    assert not packed_module._MAPPED
+    loader.close()
 
 
 def test_a_batch_is_moved_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

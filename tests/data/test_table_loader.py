@@ -15,6 +15,7 @@ from jagged.data import Dataset
 from jagged.data.table_batches import Part
 from jagged.data.table_loader import RequestLoader
 from jagged.training.batches import Positioned, positioned
+from tests.models.shops import shop
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +147,23 @@ def test_a_place_that_is_not_there_is_refused(part: Part) -> None:
     loader = part.loader(batch_size=len(part))
     with pytest.raises(ValueError, match=r"^position: got epoch 0, batch 2, expected a batch from 0 to 1$"):
         loader.set_position(0, 2)
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_those_of_the_part() -> None:
+    part = shop(history="events", requests=200).train
+    expected = list(part.loader(batch_size=8, max_history=5))
+    for workers in (0, 2):
+        loader = part.loader(batch_size=8, max_history=5, num_workers=workers, pin_memory=True)
+        for epoch in range(3):
+            loader.set_position(epoch, 0)
+            found = list(loader)
+            assert len(found) == len(expected)
+            for one, want in zip(found, expected, strict=True):
+                assert one.features.values().is_pinned()
+                moved = one.to(torch.device("cuda"), non_blocking=True)
+                assert torch.equal(moved.features.values().cpu(), want.features.values())
+                assert torch.equal(moved.features.lengths().cpu(), want.features.lengths())
+                assert torch.equal(moved.labels.cpu(), want.labels)
+                assert torch.equal(one.candidate_numbers, want.candidate_numbers)
+        loader.close()
