@@ -5,6 +5,8 @@ own longest sample, and its queries are taken block by block, with the keys that
 follows the work, not the number of samples, and no more than `_CHUNK_SCORES` scores exist at a time (or one query row of each
 head, if that is more).
 
+On a CPU, softmax attention without extras is computed by PyTorch's fused kernel, chunk by chunk: it holds no scores.
+
 The query heads that share a key head lie side by side: queries are `[Sq * Hkv, G * D]`, with `G = H / Hkv`, and pad as keys do.
 """
 
@@ -23,6 +25,8 @@ from jagged.ops.attention.spec import Inputs, Options, Outputs
 
 # 1 MiB in float32: the scores of a chunk stay in the L2 cache between the passes over them.
 _CHUNK_SCORES = 2**18
+# What the fused kernel takes at a time: its scores do not exist, but the chunk's padded rows do.
+_FUSED_SCORES = 2**21
 # Below this length padding costs less than the PyTorch calls of another chunk.
 _SHORTEST_CLASS = 8
 # SiLU and its derivative are exactly 0 here, as softmax's weight is at minus infinity, where SiLU is not a number.
@@ -37,6 +41,7 @@ class _Side:
     row: Tensor  # [n, longest] index of the row; past a sample's end its last row
     rows: Tensor  # [n * Hkv * longest] index of (row, key head) in the flattened [S * Hkv]
     valid: Tensor  # [rows of the chunk * Hkv] the places of `rows` that hold a row
+    exists: Tensor  # [n, longest] whether a row stands there
     longest: int
 
     def pad(self, x: Tensor, width: int) -> Tensor:
@@ -245,8 +250,9 @@ def _hash(x: Tensor) -> Tensor:
     return x
 
 
-def _chunks(x: Inputs) -> Iterator[_Chunk]:
-    """Yield chunks that hold every sample with queries and keys."""
+def _chunks(x: Inputs, most: int | None = None) -> Iterator[_Chunk]:
+    """Yield chunks that hold every sample with queries and keys, of at most so many scores; None for `_CHUNK_SCORES`."""
+    most = _CHUNK_SCORES if most is None else most
     heads, group = x.k.shape[1], x.q.shape[1] // x.k.shape[1]
     sides = [x.q_offsets.to(torch.int64).clamp(0, x.q.shape[0])]
     if x.k_offsets is not None:
@@ -266,7 +272,7 @@ def _chunks(x: Inputs) -> Iterator[_Chunk]:
     sizes = classes.unique_consecutive(return_counts=True)[1].tolist()
     for low, high in itertools.pairwise([0, *itertools.accumulate(sizes)]):
         bounds = lengths[:, low:high].amax(1).tolist()
-        step = max(1, _CHUNK_SCORES // (heads * group * bounds[0] * bounds[-1]))
+        step = max(1, most // (heads * group * bounds[0] * bounds[-1]))
         for first in range(low, high, step):
             part = slice(first, min(first + step, high))
             padded = [_side(start, length, heads) for start, length in zip(starts[:, part], lengths[:, part], strict=True)]
@@ -287,11 +293,12 @@ def _side(start: Tensor, length: Tensor, heads: int) -> _Side:
     longest = int(length.max())
     position = torch.arange(longest, device=start.device)
     rows = start[:, None] + torch.minimum(position, length[:, None] - 1)
-    exists = (position < length[:, None])[:, None].expand(-1, heads, -1)
+    exists = position < length[:, None]
     return _Side(
         row=rows,
         rows=(rows[:, None] * heads + torch.arange(heads, device=start.device)[:, None]).flatten(),
-        valid=exists.flatten().nonzero().flatten(),
+        valid=exists[:, None].expand(-1, heads, -1).flatten().nonzero().flatten(),
+        exists=exists,
         longest=longest,
     )
 
@@ -301,8 +308,81 @@ def _flat(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
     return x.reshape(x.shape[0] * heads, x.shape[1] // heads * x.shape[2]).to(dtype)
 
 
+def _is_plain(x: Inputs, o: Options) -> bool:
+    """Whether the fused kernel knows all that is asked: softmax, also causal, on a CPU."""
+    extras = (x.num_targets, x.relative_bias, x.time_bias, x.bias, x.dropout_seed)
+    return (
+        x.q.device.type == "cpu"
+        and not (o.pointwise or o.softcap or o.window or o.num_contextual)
+        and all(extra is None for extra in extras)
+        and x.q.shape[1] == x.k.shape[1]
+        # Its causal queries begin with their keys.
+        and (not o.causal or x.k_offsets is None)
+    )
+
+
+def _padded(x: Tensor, side: _Side, dtype: torch.dtype) -> Tensor:
+    """`[S, H, D] -> [n, H, longest, D]`."""
+    # Whole rows of a matrix are copied faster than those of more dimensions.
+    rows = x.reshape(x.shape[0], -1).index_select(0, side.row.flatten()).to(dtype)
+    return rows.view(*side.row.shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _unpadded_into(target: Tensor, side: _Side, x: Tensor) -> None:
+    """`[n, H, longest, ...]` into its rows of `[S, H, ...]`."""
+    places = side.exists.flatten().nonzero().flatten()
+    rows = x.transpose(1, 2).reshape(side.exists.numel(), -1).index_select(0, places)
+    target.view(target.shape[0], -1).index_copy_(0, side.row.flatten().index_select(0, places), rows)
+
+
+def _hidden(chunk: _Chunk, o: Options, dtype: torch.dtype) -> Tensor | None:
+    """What is added to scores, minus infinity past a sample's last key: `[n, 1, longest, longest]`; None where nothing is."""
+    exists = chunk.keys.exists
+    if o.causal or bool(exists.all()):
+        # What stands past the end is later than each query that counts.
+        return None
+    mask = torch.zeros(exists.shape, dtype=dtype).masked_fill_(~exists, -torch.inf)
+    return mask[:, None, None].expand(-1, 1, chunk.queries.longest, -1)
+
+
+def _plain_forward(x: Inputs, o: Options) -> Outputs:
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    output = x.q.new_zeros(x.q.shape)
+    lse = x.q.new_full(x.q.shape[:2], -torch.inf, dtype=dtype)
+    for chunk in _chunks(x, _FUSED_SCORES):
+        q, k, v = (_padded(rows, side, dtype) for rows, side in zip(x[:3], chunk.sides, strict=True))
+        result, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, o.causal, attn_mask=_hidden(chunk, o, dtype), scale=o.scale
+        )
+        _unpadded_into(output, chunk.queries, result.to(output.dtype))
+        _unpadded_into(lse, chunk.queries, sums.to(dtype))
+    return Outputs(output, lse.t().contiguous())
+
+
+def _plain_backward(grad: Tensor, x: Inputs, out: Outputs, o: Options) -> dict[str, Tensor]:
+    dtype = torch.promote_types(x.q.dtype, torch.float32)
+    found = {name: rows.new_zeros(rows.shape) for name, rows in zip(Inputs._fields, x[:3], strict=False)}
+    lse = out.lse.t()
+    for chunk in _chunks(x, _FUSED_SCORES):
+        q, k, v = (_padded(rows, side, dtype) for rows, side in zip(x[:3], chunk.sides, strict=True))
+        result, upstream = (_padded(rows, chunk.queries, dtype) for rows in (out.output, grad))
+        upstream = upstream.masked_fill(~chunk.queries.exists[:, None, :, None], 0)
+        sums = lse[chunk.queries.row].transpose(1, 2).contiguous()
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            upstream, q, k, v, result, sums, 0.0, o.causal, attn_mask=_hidden(chunk, o, dtype), scale=o.scale
+        )
+        # One key has the whole weight, whatever its score is; the kernel leaves what rounding does.
+        alone = (chunk.length == 1)[:, None, None, None]
+        for number, (target, side) in enumerate(zip(found.values(), chunk.sides, strict=True)):
+            part = grads[number].to(target.dtype)
+            _unpadded_into(target, side, part.masked_fill(alone, 0) if number < 2 else part)
+    return found
+
+
 def forward(x: Inputs, o: Options) -> Outputs:
     """Return output and log-sum-exp."""
+    if _is_plain(x, o):
+        return _plain_forward(x, o)
     dtype, (heads, width) = torch.promote_types(x.q.dtype, torch.float32), x.k.shape[1:]
     biases = _Biases(x, {})
     dropout = None if x.dropout_seed is None else _Dropout(x.dropout_seed, o.dropout_p)
@@ -348,6 +428,8 @@ def _normalize(x: Tensor, chunk: _Chunk, normalizer: float) -> None:
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the gradients of q, k and v, and of the biases that are wanted."""
+    if grads.output is not None and grads.lse is None and _is_plain(x, o):
+        return _plain_backward(grads.output, x, out, o)
     heads, width = x.k.shape[1:]
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     biases = _Biases(x, wanted)

@@ -416,6 +416,7 @@ def test_float64_in_chunks_of_any_size(place: Place, case: Case, chunk: int) -> 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_impl, "_CHUNK_SCORES", chunk)
+        patch.setattr(torch_impl, "_FUSED_SCORES", chunk)
         ours = output_lse_and_gradients(jagged_attention, return_lse=True)  # type: ignore[arg-type]
     for got, want in zip(ours, output_lse_and_gradients(padded_attention), strict=True):
         torch.testing.assert_close(got, want)
@@ -757,3 +758,37 @@ def test_memory_follows_the_rows(place: Place) -> None:
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del output, leaves
     assert peaks[1] < 2.1 * peaks[0]
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="PyTorch's fused kernel is the CPU's")
+@pytest.mark.parametrize("scores", [1, 5_000, 2**21])
+@pytest.mark.parametrize(("causal", "other_keys"), [(True, False), (False, False), (False, True)])
+def test_the_fused_kernel_and_chunks_with_scores_agree(
+    place: Place, causal: bool, other_keys: bool, scores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries = jagged_of((0, 1, 75, 3, 9, 12, 130, 0, 8))
+    keys = jagged_of((4, 7, 20, 0, 90, 1, 130, 3, 16)) if other_keys else queries
+    monkeypatch.setattr(torch_impl, "_FUSED_SCORES", scores)
+    used, fused = [], torch_impl._plain_backward
+
+    def told(*args: Any) -> Any:
+        used.append(args)
+        return fused(*args)
+
+    monkeypatch.setattr(torch_impl, "_plain_backward", told)
+
+    def results() -> list[Tensor]:
+        leaves = [
+            random_tensor((of.total, 2, 8), torch.float64, seed).requires_grad_() for seed, of in enumerate((queries, keys, keys))
+        ]
+        offsets = (queries.offsets, keys.offsets if other_keys else None)
+        output, lse = jagged_attention(*leaves, *offsets, causal=causal, return_lse=True, backend=place.backend)
+        upstream = random_tensor(tuple(output.shape), output.dtype, 9)
+        return [output, lse, *torch.autograd.grad(output, leaves, upstream)]
+
+    with_fused = results()
+    assert used
+    monkeypatch.setattr(torch_impl, "_is_plain", lambda *_: False)
+    for got, want in zip(with_fused, results(), strict=True):
+        torch.testing.assert_close(got, want)
+    assert len(used) == 1

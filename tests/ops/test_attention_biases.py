@@ -657,7 +657,8 @@ def test_log_sum_exp_is_without_dropout(place: Place) -> None:
     results = [
         jagged_attention(*inputs, batch.offsets, dropout_p=p, return_lse=True, backend=place.backend)[1] for p in (0.0, 0.5)
     ]
-    assert torch.equal(*results)
+    # Without dropout PyTorch's fused kernel may serve.
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
