@@ -138,7 +138,9 @@ class RankingModel(Task):
        `candidates`, lists of events and lists with weights (sums) in tables of their own.
     2. The history: ids, numbers and labels of each event make a vector, to which its place from the end and the time since are
        added; transformer blocks; the mean of the events, by their weights where they have some; and, with the candidate's
-       features as the query, attention of each candidate to its request's events.
+       features as the query, attention of each candidate to its request's events. Beside them the means of the events' ids as
+       they were looked up: they lie in the space of the candidate's ids of the same tables, whose products with them tell from
+       the first step on how much of the history is alike.
     3. The request's features meet each candidate's in one linear layer, for which they are projected once a request.
        `cross="dcn"` crosses what comes out (`CrossNet`); `cross="dot"` adds to what goes in the products of all pairs of vectors
        (`DotInteraction`); None does neither.
@@ -488,7 +490,8 @@ class _Scorer(JaggedModule):
         if inputs.history:
             events = width(inputs.history, inputs.history_lists) + beside["history"] + 2 * inputs.history_labels
             self.history = _History(events, config, device)
-            requests, vectors["request"] = requests + dim, vectors["request"] + 1
+            requests += dim + width(inputs.history)
+            vectors["request"] += 1 + len(inputs.history)
             if candidates:
                 self.query = nn.Linear(candidates, dim, device=device)
                 self.attention = JaggedCrossAttention(dim, heads, device=device)
@@ -546,8 +549,9 @@ class _Scorer(JaggedModule):
         candidates += [*bags("candidates", inputs.candidates), *bags("weighted_candidates", inputs.weighted_candidates)]
         of_request, of_candidate = self._numbers(batch, "request"), self._numbers(batch, "candidate")
         if self.history is not None:
-            events, mean = self._events(batch, [rows(key) for key in inputs.history], bags)
-            requests.append(mean)
+            looked_up_events = [rows(key) for key in inputs.history]
+            events = self._events(batch, looked_up_events, bags)
+            requests += self._means(batch, [*looked_up_events, events])
             if self.query is not None and self.attention is not None:
                 queries = JaggedTensor(self.query(torch.cat([*candidates, *of_candidate], 1)), offsets=batch.candidate_offsets)
                 candidates.append(self.attention(queries, events).values())
@@ -573,8 +577,8 @@ class _Scorer(JaggedModule):
             found.append(self.number_lists[side](getattr(batch, f"{side}_number_lists")))
         return found
 
-    def _events(self, batch: Batch, ids: list[JaggedTensor], bags: Any) -> tuple[JaggedTensor, Tensor]:
-        """The encoded events, and each request's mean."""
+    def _events(self, batch: Batch, ids: list[JaggedTensor], bags: Any) -> JaggedTensor:
+        """The encoded events."""
         assert self.history is not None
         shown = [*(one.values() for one in ids), *bags("history_lists", self.inputs.history_lists)]
         shown += self._numbers(batch, "history")
@@ -582,14 +586,19 @@ class _Scorer(JaggedModule):
             assert batch.history_labels is not None
             assert batch.history_label_mask is not None
             shown += [of.to(shown[0].dtype) for of in (batch.history_labels, batch.history_label_mask)]
-        events = self.history(with_values(ids[0], torch.cat(shown, 1)), batch.history_times, batch.request_times)
+        encoded = self.history(with_values(ids[0], torch.cat(shown, 1)), batch.history_times, batch.request_times)
+        return cast(JaggedTensor, encoded)
+
+    def _means(self, batch: Batch, events: list[JaggedTensor]) -> list[Tensor]:
+        """Each request's means of what there is of its events, by their weights where they have some."""
         if not self.inputs.history_weights:
-            return events, self._mean(events)
+            return [self._mean(one) for one in events]
         assert batch.history_weights is not None
-        weights = batch.history_weights[:, None].to(events.values().dtype)
-        mean = self._mean(with_values(events, torch.cat([events.values() * weights, weights], 1)))
+        weights = batch.history_weights[:, None].to(events[0].values().dtype)
+        total = self._mean(with_values(events[0], weights))
         # Events that all count nothing are as none.
-        return events, mean[:, :-1] / mean[:, -1:].where(mean[:, -1:] > 0, 1)
+        total = total.where(total > 0, 1)
+        return [self._mean(with_values(one, one.values() * weights)) / total for one in events]
 
     def _dots(self, offsets: Tensor, request: tuple[list[Tensor], ...], candidate: tuple[list[Tensor], ...]) -> None:
         """Add the products of vectors to what goes into the meeting; those among the request's are made once."""

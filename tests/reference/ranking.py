@@ -75,8 +75,8 @@ class Padded:
             found.append(torch.tensor([*means, *none]).double().view(2 * len(names), -1).T)
         return found
 
-    def history(self, batch: Batch, side: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Encoded events `[R, L, D]`, which are there, and their means."""
+    def history(self, batch: Batch, side: list[Tensor]) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Encoded events `[R, L, D]`, which are there, and the means of their ids and of them."""
         lengths = batch.features[next(iter(self.inputs.history))].lengths()
         shown = [self.table(table)[batch.features[key].values()] for key, table in self.inputs.history.items()]
         shown += [bags(batch.history_lists[key], self.table(of), "mean") for key, of in self.inputs.history_lists.items()]
@@ -102,7 +102,8 @@ class Padded:
         if self.inputs.history_weights:
             counts = padded(batch.history_weights.double(), lengths)
         totals = counts.sum(1, keepdim=True)
-        return x, filled, (counts[:, :, None] * x).sum(1) / totals.where(totals > 0, 1)
+        ids = [padded(rows, lengths) for rows in shown[: len(self.inputs.history)]]
+        return x, filled, [(counts[:, :, None] * one).sum(1) / totals.where(totals > 0, 1) for one in (*ids, x)]
 
     def __call__(self, batch: Batch, statistics: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, counts = self.inputs, batch.candidate_offsets.diff()
@@ -115,8 +116,8 @@ class Padded:
         longest = int(counts.max())
         there = torch.arange(longest) < counts[:, None]
         if inputs.history:
-            events, filled, mean = self.history(batch, self.normal("history", batch, statistics))
-            user.append(mean)
+            events, filled, means = self.history(batch, self.normal("history", batch, statistics))
+            user += means
             if item or of_item:
                 queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
                 attention = PaddedCrossAttention(
