@@ -27,6 +27,9 @@ from jagged.ops.attention.spec import Inputs, Options, Outputs
 _CHUNK_SCORES = 2**18
 # What the fused kernel takes at a time: its scores do not exist, but the chunk's padded rows do.
 _FUSED_SCORES = 2**21
+# From so many keys a sample on: the kernel's backward subtracts the product of output and upstream, which of few keys is less
+# exact than the mean by weights that is taken here.
+_FUSED_KEYS = 16
 # Below this length padding costs less than the PyTorch calls of another chunk.
 _SHORTEST_CLASS = 8
 # SiLU and its derivative are exactly 0 here, as softmax's weight is at minus infinity, where SiLU is not a number.
@@ -318,6 +321,7 @@ def _is_plain(x: Inputs, o: Options) -> bool:
         and x.q.shape[1] == x.k.shape[1]
         # Its causal queries begin with their keys.
         and (not o.causal or x.k_offsets is None)
+        and x.k.shape[0] >= _FUSED_KEYS * max(1, x.q_offsets.shape[0] - 1)
     )
 
 
