@@ -7,7 +7,7 @@ Each seed is a sample of `jagged.data.synthetic_impressions` of its default size
 `RankingModel` trained by `Trainer` with histories of the users' clicks; `twin` is the padded model of `tests/reference` in a
 plain loop; `linear` is scikit-learn's logistic regression on one-hot columns, a model a label. All have the same training rows
 and are measured on the same rows, beside the true probabilities: AUC, GAUC over users and over requests, logloss. Options were
-chosen on the validation part of seed 3.
+chosen on the validation parts of seeds 3 and 4.
 
 The time of ours is that of `Trainer.fit`, with its validations and the files that it writes.
 """
@@ -30,16 +30,16 @@ from jagged.config import TrainerConfig
 from jagged.data import Dataset, ImpressionTruth, synthetic_impressions
 from jagged.models import RankingModel
 from jagged.training import Trainer
-from tests.reference.impressions import IDS, NUMBERS, PaddedRanker, encoded, fit, predicted
+from tests.reference.impressions import IDS, PaddedRanker, encoded, fit, predicted
 
 TASKS = ("click", "buy")
-MODEL: dict[str, Any] = {"cross": "dot", "num_layers": 0, "layer_sizes": (64, 32), "dropout": 0.1}
+MODEL: dict[str, Any] = {"embedding_dim": 48, "cross": "dot", "num_layers": 0, "layer_sizes": (32, 16)}
 TRAINING: dict[str, Any] = {
     "max_epochs": 3,
     "learning_rate": 3e-3,
     "schedule": "linear",
-    "weight_decay": 0.1,
-    "table_weight_decay": 10.0,
+    "weight_decay": 0.3,
+    "table_weight_decay": 20.0,
 }
 BATCH_SIZE, MAX_HISTORY = 64, 20
 # What is asked of ours: at most so far below the attainable, so much more logloss, so far above the linear model.
@@ -125,28 +125,31 @@ def twin(sample: Sample, rows: npt.NDArray[np.int64], part: str) -> tuple[Predic
 
 def linear(sample: Sample, rows: npt.NDArray[np.int64], part: str) -> tuple[Predictions, dict[str, Any]]:
     """Those of logistic regression on one-hot columns and normalised numbers."""
-    from sklearn.compose import make_column_transformer
+    from scipy.sparse import hstack
     from sklearn.linear_model import LogisticRegression
-    from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import OneHotEncoder, StandardScaler
 
-    frame = sample.table.set_column(
-        sample.table.schema.get_field_index("price"), "price", pc.ln(sample.table["price"])
-    ).to_pandas()
-    train, found, seconds = frame.iloc[: sample.training_rows], {}, 0.0
+    ids = np.stack([np.asarray(sample.table[name].to_pylist(), dtype=object).astype(str) for name in IDS], 1)
+    numbers = np.stack([np.log(sample.table["price"].to_numpy()), sample.table["discount"].to_numpy()], 1)
+    train, found, seconds = slice(sample.training_rows), {}, 0.0
+    encoder, scaler = OneHotEncoder(handle_unknown="ignore").fit(ids[train]), StandardScaler().fit(numbers[train])
+
+    def features(of: Any) -> Any:
+        return hstack([encoder.transform(ids[of]), scaler.transform(numbers[of])]).tocsr()
+
+    x = features(train)
     for task in TASKS:
-        columns = make_column_transformer((OneHotEncoder(handle_unknown="ignore"), list(IDS)), (StandardScaler(), list(NUMBERS)))
-        model = make_pipeline(columns, LogisticRegression(max_iter=1_000))
-        taken, _ = seconds_of(lambda: model.fit(train, train[task]))  # noqa: B023 - it is called at once
+        labels, model = sample.table[task].to_numpy()[train], LogisticRegression(max_iter=300)
+        taken, _ = seconds_of(lambda: model.fit(x, labels))  # noqa: B023 - it is called at once
         seconds += taken
-        found[task] = model.predict_proba(frame.iloc[rows])[:, 1]
+        found[task] = model.predict_proba(features(rows))[:, 1]
     return found, {"seconds": seconds}
 
 
 MODELS: dict[str, Callable[[Sample, npt.NDArray[np.int64], str], tuple[Predictions, dict[str, Any]]]] = {
+    "linear": linear,
     "ours": ours,
     "twin": twin,
-    "linear": linear,
 }
 
 
@@ -157,6 +160,7 @@ def measured(sample: Sample, part: str) -> dict[str, Any]:
     for name, model in MODELS.items():
         given, cost = model(sample, rows, part)
         result[name] = {**sample.figures(rows, given), **cost}
+        print(f"seed {sample.seed}: {name} trained in {cost['seconds']:.0f} s", flush=True)
     result["missed"] = missed(result)
     return result
 

@@ -122,7 +122,13 @@ class Batch:
         self.__dict__[name] = value
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_together"}
+        whole = self
+        if self._together is not None:
+            # torch saves no memory that has several types.
+            packed, keys = self._together
+            own = {name: value.clone() for name, value in packed.tensors().items()}
+            whole = Batch._made(own, keys, sampled=self.sampled)
+        return {name: value for name, value in whole.__dict__.items() if name != "_together"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # What came from another process is one for TorchRec's pipelines, too.
@@ -138,7 +144,12 @@ class Batch:
             keys: of each KeyedJaggedTensor.
             sampled: whether there are drawn negatives.
         """
-        collected = packed.tensors()
+        batch = cls._made(packed.tensors(), keys, sampled=sampled)
+        batch.__dict__["_together"] = packed, keys
+        return batch
+
+    @classmethod
+    def _made(cls, collected: Mapping[str, Tensor], keys: Mapping[str, list[str]], *, sampled: bool) -> Batch:
         requests, candidates = collected["request_index"].numel(), collected["rows"].numel()
         strides = {"features": requests, "weighted_features": requests, "request_number_lists": requests}
         strides |= {"candidates": candidates, "weighted_candidates": candidates, "candidate_number_lists": candidates}
@@ -146,9 +157,7 @@ class Batch:
             strides["history_lists"] = collected["history_times"].numel()
         keyed = {name: _keyed_tensor(of, collected, name, strides[name]) for name, of in keys.items()}
         plain = {one.name: collected.get(one.name) for one in fields(cls) if one.name not in (*keyed, "sampled")}
-        batch = cls(**{**plain, **keyed}, sampled=sampled)  # type: ignore[arg-type]
-        batch.__dict__["_together"] = packed, keys
-        return batch
+        return cls(**{**plain, **keyed}, sampled=sampled)  # type: ignore[arg-type]
 
     @property
     def candidate_requests(self) -> Tensor:

@@ -196,7 +196,9 @@ class RankingModel(Task):
     2. Each history, the one that is gathered and each list of `list_histories`, with weights of its own: what is known of an
        event makes a vector (ids, numbers and labels; of a list the id), to which its place from the end and the time since, if
        events have times, are added; transformer blocks; the mean of the events, by their weights where they have some; and, with
-       the candidate's features as the query, attention of each candidate to its request's events.
+       the candidate's features as the query, attention of each candidate to its request's events. Beside them the means of the
+       events' ids as they were looked up: they lie in the space of the candidate's ids of the same tables, whose products with
+       them tell from the first step on how much of the history is alike.
     3. The request's features meet each candidate's in one linear layer, for which they are projected once a request.
        `cross="dcn"` crosses what comes out (`CrossNet`); `cross="dot"` adds to what goes in the products of all pairs of vectors
        (`DotInteraction`); None does neither.
@@ -588,12 +590,17 @@ class _History(JaggedModule):
             x = block(x)
         x = with_values(x, self.norm(x.values()))
         read = None if self.attention is None or queries is None else self.attention(queries, x).values()
-        if weights is None:
-            return self.mean(x), read
-        counts = weights[:, None].to(x.values().dtype)
-        mean = self.mean(with_values(x, torch.cat([x.values() * counts, counts], 1)))
-        # Events that all count nothing are as none.
-        return mean[:, :-1] / mean[:, -1:].where(mean[:, -1:] > 0, 1), read
+        return _weighted_mean(self.mean, x, weights), read
+
+
+def _weighted_mean(mean: JaggedPooling, x: JaggedTensor, weights: Tensor | None) -> Tensor:
+    """The mean of each sample's rows, `[R, width]`, by their weights `[sum L]` where there are some."""
+    if weights is None:
+        return cast(Tensor, mean(x))
+    counts = weights[:, None].to(x.values().dtype)
+    summed: Tensor = mean(with_values(x, torch.cat([x.values() * counts, counts], 1)))
+    # Rows that all count nothing are as none.
+    return summed[:, :-1] / summed[:, -1:].where(summed[:, -1:] > 0, 1)
 
 
 class _Scorer(JaggedModule):
@@ -638,7 +645,8 @@ class _Scorer(JaggedModule):
             self.histories.append(_History(keys, events, config, candidates > 0, is_gathered, device))
         # One of the candidates' features for all histories, whose attention projects it anew.
         self.query = nn.Linear(candidates, dim, device=device) if inputs.histories and candidates else None
-        requests, vectors["request"] = requests + dim * len(self.histories), vectors["request"] + len(self.histories)
+        for keys in inputs.histories:
+            requests, vectors["request"] = requests + dim + width(keys), vectors["request"] + 1 + len(keys)
         if self.query is not None:
             candidates, vectors["candidate"] = candidates + dim * len(self.histories), vectors["candidate"] + len(self.histories)
         self.number_vectors = nn.ModuleDict()
@@ -705,7 +713,8 @@ class _Scorer(JaggedModule):
         for history in cast("list[_History]", self.histories):
             ids = [rows(key) for key in history.keys]
             mean, read = self._gathered(batch, history, ids, queries, bags) if history.is_gathered else history(*ids, queries)
-            requests.append(mean)
+            weights = batch.history_weights if history.is_gathered and inputs.history_weights else None
+            requests += [*(_weighted_mean(self.mean, one, weights) for one in ids), mean]
             candidates += [] if read is None else [read]
         request, candidate = [*requests, *of_request], [*candidates, *of_candidate]
         if self.cross == "dot":

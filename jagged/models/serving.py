@@ -53,7 +53,8 @@ def scoring_tensors(model: RankingModel, batch: Batch) -> dict[str, Tensor]:
         found |= {name + _VALUES: value.values(), name + _LENGTHS: value.lengths()}
         if (weights := value.weights_or_none()) is not None:
             found[name + _WEIGHTS] = weights
-    return found
+    # A batch's own are views of one memory, of which torch saves no more than one type.
+    return {name: of.clone() for name, of in found.items()}
 
 
 def export_scores(model: RankingModel, batch: Batch) -> ExportedProgram:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,7 +84,7 @@ def test_a_batch_is_moved_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert moved.candidate_numbers.shape == batch.candidate_numbers.shape
 
 
-def test_a_batch_that_was_changed_is_moved_as_it_is() -> None:
+def test_a_batch_that_was_changed_is_moved_saved_and_sent_as_it_is(tmp_path: Path) -> None:
     batch = shop(history="events").train.gather(range(6))
     # What was asked for on one device must not be found on the other.
     batch.features["item"]
@@ -94,6 +95,12 @@ def test_a_batch_that_was_changed_is_moved_as_it_is() -> None:
     assert torch.equal(batch.to(torch.device("cpu")).labels, torch.full_like(batch.labels, 3))
     meta = batch.to(torch.device("meta"))
     assert meta.features["item"].values().device.type == "meta"
+    whole = shop(history="events").train.gather(range(6))
+    torch.save(whole, tmp_path / "batch.pt")
+    opened = torch.load(tmp_path / "batch.pt", weights_only=False)
+    assert torch.equal(opened.features.values(), whole.features.values())
+    assert torch.equal(opened.label_mask, whole.label_mask)
+    assert torch.equal(copy.deepcopy(whole).candidate_numbers, whole.candidate_numbers)
     sent = pickle.loads(pickle.dumps(batch))
     assert torch.equal(sent.labels, batch.labels)
     assert torch.equal(sent.features.values(), batch.features.values())

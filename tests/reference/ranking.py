@@ -84,8 +84,8 @@ class Padded:
             shown += [batch.history_labels.double(), batch.history_label_mask.double()]
         return torch.cat(shown, 1)
 
-    def history(self, of: str, batch: Batch, shown: Tensor, key: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Encoded events `[R, L, D]`, which are there, and their means."""
+    def history(self, of: str, batch: Batch, shown: Tensor, key: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Encoded events `[R, L, D]`, which are there, and the means of their ids and of them."""
         lengths, is_gathered = batch.features[key].lengths(), key in self.inputs.history
         x = padded(shown, lengths)
         place = torch.arange(x.shape[1])
@@ -106,7 +106,9 @@ class Padded:
         if is_gathered and self.inputs.history_weights:
             counts = padded(batch.history_weights.double(), lengths)
         totals = counts.sum(1, keepdim=True)
-        return x, filled, (counts[:, :, None] * x).sum(1) / totals.where(totals > 0, 1)
+        tables = self.inputs.history if is_gathered else {key: self.inputs.list_histories[key]}
+        ids = [padded(self.table(table)[batch.features[name].values()], lengths) for name, table in tables.items()]
+        return x, filled, [(counts[:, :, None] * one).sum(1) / totals.where(totals > 0, 1) for one in (*ids, x)]
 
     def __call__(self, batch: Batch, statistics: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         inputs, counts = self.inputs, batch.candidate_offsets.diff()
@@ -126,8 +128,8 @@ class Padded:
         if shown and (item or of_item):
             queries = padded(self.linear("query", torch.cat([*item, *of_item], 1)), counts)
         for number, (key, values) in enumerate(shown.items()):
-            events, filled, mean = self.history(f"histories.{number}", batch, values, key)
-            user.append(mean)
+            events, filled, means = self.history(f"histories.{number}", batch, values, key)
+            user += means
             if queries is not None:
                 attention = PaddedCrossAttention(
                     *(self.config[x] for x in ("embedding_dim", "num_heads", "embedding_dim", "num_heads"))
