@@ -453,7 +453,7 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
     elif not isinstance(files := content.get("values"), dict) or not set(map(str, files.values())) <= kinds:
         found = f"the files {shown(content.get('files'))}"
     # Names are made of the number of tables: it is no larger than the number of files.
-    elif any(type(content.get(name)) is not int or content[name] < 0 for name in ("num_rows", "num_tables")) or (
+    elif not all(_is_count(content.get(name)) for name in ("num_rows", "num_tables")) or (
         content["num_tables"] > len(manifest.files)
     ):
         found = f"num_rows {shown(content.get('num_rows'))} and num_tables {shown(content.get('num_tables'))}"
@@ -464,11 +464,11 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
     elif missing := [name for name in ("events", "history", "event_weights") if name not in content]:
         found = f"no {missing[0]}"
     elif (events := content["events"]) is not None and not (
-        isinstance(events, dict) and isinstance(events.get("schema"), dict) and type(events.get("num_rows")) is int
+        isinstance(events, dict) and isinstance(events.get("schema"), dict) and _is_count(events.get("num_rows"))
     ):
         found = f"the events {shown(events)}"
     elif (history := content["history"]) is not None and not (
-        isinstance(history, dict) and type(history.get("delay")) is int and history.get("ties") in ("out", "before")
+        isinstance(history, dict) and _is_count(history.get("delay")) and history.get("ties") in ("out", "before")
     ):
         found = f"the history {shown(history)}"
     else:
@@ -497,6 +497,10 @@ def _check_manifest(manifest: Manifest, path: Path) -> None:
             found = f"the columns of events {shown(shown_by_events)} and {shown(content.get('event_weights'))}"
     if found is not None:
         raise refuse(path, found, f"a dataset of version {FORMAT_VERSION}", "make the dataset again")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 _OTHERS = {"counts": dict, "time_kind": str, "event_labels": list, "event_lists": list, "bad_places": list}

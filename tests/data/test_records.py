@@ -416,6 +416,7 @@ def test_a_manifest_of_other_hands_is_refused(tmp_path: Path) -> None:
     for key, value in (
         ("layout", 9),
         ("num_rows", -1),
+        ("num_rows", 2**63),
         ("schema", None),
         ("values", {"a": "b"}),
         ("counts", 3),
@@ -423,6 +424,7 @@ def test_a_manifest_of_other_hands_is_refused(tmp_path: Path) -> None:
         ("num_tables", 10**12),
         ("events", 7),
         ("events", {"num_rows": 3}),
+        ("events", {"num_rows": -1, "schema": {}}),
         ("history", ["out"]),
         ("history", {"delay": "0", "ties": "out"}),
     ):

@@ -218,3 +218,45 @@ def test_documents_of_other_hands_are_used_or_refused(run: Path) -> None:
         lists.write_bytes(before[1])
     # In KiB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 2**20
+
+
+def test_files_that_do_not_fit_one_another_are_named(run: Path, tmp_path: Path) -> None:
+    def refused(name: str, change: dict[str, Any]) -> str:
+        before = (run / name).read_bytes()
+        (run / name).write_text(json.dumps({**json.loads(before), **change}))
+        reseal(run)
+        said, _ = refusal(run)
+        (run / name).write_bytes(before)
+        reseal(run)
+        return said.replace(str(run), "RUN")
+
+    split = json.loads((run / "split.json").read_text())
+    assert refused("split.json", {"history": {"ties": "out"}}) == (
+        "RUN/split.json: found 'history.delay': Field required, expected what training writes; copy the directory again"
+    )
+    assert refused("split.json", {"event_labels": ["click", "price"]}) == (
+        "RUN/split.json: found event_labels ['click', 'price'], expected some of ['click', 'buy'], as schema.toml has them; "
+        "copy the directory again"
+    )
+    assert refused("split.json", {"fingerprint": split["fingerprint"][::-1]}) == (
+        "RUN/dataset: found another table, expected the one that split.json and schema.toml tell of; copy the directory again"
+    )
+    model = json.loads((run / "model.json").read_text())["arguments"]
+    inputs = {**model["inputs"], "history": {"history.item": "type", "history.type": "item"}}
+    assert refused("model.json", {"arguments": {**model, "inputs": inputs}}) == (
+        "RUN/model.json: found a model that reads history {'history.item': 'type', 'history.type': 'item'}, expected "
+        "{'history.item': 'item', 'history.type': 'type'}, as rows and events have them; give tables with the columns of "
+        "training, or copy the directory again"
+    )
+    # Encoders of another run, whole in themselves.
+    options = {"training": {"max_epochs": 1}, "data": {"min_count": 15}}
+    other = train_table(tmp_path / "other", tmp_path / "shop.csv", **options).directory
+    for path in other.glob("encoders*"):
+        shutil.copy(path, run)
+    reseal(run)
+    found = json.loads((run / "encoders.json").read_text())["tables"]
+    table = next(name for name, size in model["sizes"].items() if found[name]["size"] != size)
+    assert refusal(run)[0] == (
+        f"{run}/encoders.json: found {found[table]['size']} numbers in the table '{table}', expected {model['sizes'][table]}, as "
+        "model.json has them; copy the directory again"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ValidationError
 
@@ -28,7 +28,7 @@ class _Split(BaseModel, strict=True):
     counts: dict[str, int]
     reading: dict[str, int]
     rows: dict[str, int]
-    time_kind: str
+    time_kind: Literal["number", "naive", "zoned", "none"]
     fingerprint: str
     history: _History | None
     event_labels: list[str]
@@ -79,7 +79,9 @@ def check_data(opened: PretrainedTask, dataset: Dataset) -> None:
     Raises:
         DataError: with the directory.
     """
-    if dataset.fingerprint != opened.split["fingerprint"] or dataset.schema != opened.schema:
+    split = opened.split
+    told = split["fingerprint"], split["time_kind"], opened.schema
+    if (dataset.fingerprint, dataset.time_kind, dataset.schema) != told:
         raise refuse(dataset.directory, "another table", f"the one that {SPLIT} and {SCHEMA} tell of", _COPY)
 
 
