@@ -89,8 +89,8 @@ def show(directory: Path, seed: int) -> ImpressionResult:
     print(
         f"Sample: {len(table):,} impressions of {len(pc.unique(table['item_id']))} items to "
         f"{len(pc.unique(table['user_id']))} users, in {directory / 'impressions.csv'}, and what they clicked, in clicks.csv.\n"
-        "Who has clicked a category clicks it again, and price, page and age group matter. So each probability is known, and with "
-        "these the best figures.\n",
+        "Who has clicked a category clicks it again, and price, page and age group matter. So each probability is known, and "
+        "with these the best figures.\n",
         flush=True,
     )
     data = {**_OPTIONS["data"], "path": str(directory / "impressions.csv"), "events": str(directory / "clicks.csv")}

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 #: The task of batches with drawn negatives.
 NEXT = "next"
+# Between borders of buckets of numbers: ten buckets have so many.
+_INTERVALS = 8
 # Tensors of a batch whose ids a collection of their own pools, and whether the ids have weights.
 _POOLED = {"weighted_features": True, "candidates": False, "weighted_candidates": True, "history_lists": False}
 
@@ -207,8 +209,9 @@ class RankingModel(Task):
     Tables begin as TorchRec's do, evenly from -1 to 1 over the root of their rows: of many ids, each of which is seen seldom, the
     rows begin small.
 
-    Nothing is padded, and nothing of the request is copied for its candidates before that linear layer. Numbers are
-    normalised by training's mean and deviation, beside an indicator of missing ones; of a list they are the mean.
+    Nothing is padded, and nothing of the request is copied for its candidates before that linear layer. Numbers are normalised
+    by training's mean and deviation, and by their rank in training, beside an indicator of missing ones; of a list they are the
+    mean.
 
     The loss is a sum over tasks and rows, each by its weight, divided by the weights of the rows with any of the labels: where
     all rows have all labels, the sum of the tasks' means. A row without a label counts 0 for its task, so that batches
@@ -501,16 +504,27 @@ def _rows(scores: Iterable[TaskScores]) -> Tensor:
 
 
 class _Numbers(nn.Module):
-    """Numbers by their training mean and deviation, and whether they are missing."""
+    """Numbers by their training mean and deviation, by their training rank, and whether they are missing.
+
+    The rank is linear between training's borders of buckets and runs from -0.5 to 0.5, times the root of 12: so it has the
+    deviation 1, however skewed the numbers are.
+    """
 
     mean: Tensor
     deviation: Tensor
+    low: Tensor
+    high: Tensor
+    intervals: Tensor
 
     def __init__(self, names: Sequence[str], device: torch.device | str | None) -> None:
         super().__init__()
         self.names = list(names)
         self.register_buffer("mean", torch.zeros(len(names), device=device))
         self.register_buffer("deviation", torch.ones(len(names), device=device))
+        # The intervals between two borders, and how many there are; one that there is not holds nothing.
+        self.register_buffer("low", torch.full((len(names), _INTERVALS), torch.finfo().max, device=device))
+        self.register_buffer("high", torch.full((len(names), _INTERVALS), torch.inf, device=device))
+        self.register_buffer("intervals", torch.zeros(len(names), device=device))
 
     def normalise(self, statistics: Mapping[str, Statistics]) -> None:
         """Take over training's figures; a number that is always the same is divided by 1."""
@@ -519,11 +533,26 @@ class _Numbers(nn.Module):
             self.mean[place] = of.mean
             # Of what is always the same the deviation may be what rounding leaves.
             self.deviation[place] = of.deviation if of.deviation > 1e-6 * abs(of.mean) else 1.0
+            borders = interval_borders(of.borders)
+            count = len(borders) - 1
+            if count > 0:
+                self.low[place, :count], self.high[place, :count], self.intervals[place] = borders[:-1], borders[1:], count
 
     def forward(self, values: Tensor, missing: Tensor) -> Tensor:
-        """`[N, C]` floats and bools -> `[N, 2 C]`; what is missing is the mean, 0."""
+        """`[N, C]` floats and bools -> `[N, 3 C]`; what is missing is the mean, and in the middle: 0."""
         normal = (values - self.mean) / self.deviation
-        return torch.cat([normal.masked_fill(missing, 0.0), missing.to(normal.dtype)], 1)
+        passed = ((values[:, :, None] - self.low) / (self.high - self.low)).clamp(0, 1).sum(2)
+        rank = 12**0.5 * (passed / self.intervals.clamp(min=1) - 0.5 * (self.intervals > 0))
+        hidden = [of.masked_fill(missing, 0.0) for of in (normal, rank)]
+        return torch.cat([*hidden, missing.to(normal.dtype)], 1)
+
+
+def interval_borders(borders: Sequence[float]) -> Tensor:
+    """The borders between which ranks are linear, float32: training's, or some of these, evenly chosen, where there are more."""
+    given = torch.tensor(borders, dtype=torch.float32)
+    if len(given) <= _INTERVALS + 1:
+        return given
+    return given[torch.linspace(0, len(given) - 1, _INTERVALS + 1).round().long()]
 
 
 class _NumberLists(_Numbers):
@@ -534,7 +563,7 @@ class _NumberLists(_Numbers):
         self.pooling = JaggedPooling(2, "sum")
 
     def forward(self, lists: KeyedJaggedTensor) -> Tensor:  # type: ignore[override]
-        """C keys of N samples -> `[N, 2 C]`."""
+        """C keys of N samples -> `[N, 3 C]`."""
         values, present = (of.to(self.mean.dtype) for of in (lists.values(), lists.weights()))
         summed = self.pooling(JaggedTensor(torch.stack([values * present, present], 1), offsets=lists.offsets()))
         total, count = summed.view(len(self.names), -1, 2).transpose(0, 1).unbind(2)
@@ -628,7 +657,7 @@ class _Scorer(JaggedModule):
                 self.numbers[side] = _Numbers(names, device)
             if lists:
                 self.number_lists[side] = _NumberLists(lists, device)
-            beside[side] = 2 * (len(names) + len(lists))
+            beside[side] = 3 * (len(names) + len(lists))
         requests = width(inputs.features, inputs.weighted_features) + beside["request"]
         candidates = width(inputs.candidate_ids, inputs.candidates, inputs.weighted_candidates) + beside["candidate"]
         vectors = {

@@ -9,6 +9,7 @@ import re
 import shutil
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -25,6 +26,7 @@ from jagged.data.table_batches import Batch
 from jagged.data.table_splits import Split
 from jagged.models import RankingInputs, RankingModel, build, export_scores, product_logits, scoring_tensors
 from jagged.models.pretrained import load_task, save_task
+from jagged.models.ranking import interval_borders
 from jagged.training import Trainer
 from tests.models.shops import COLUMNS, PLAIN, shop
 from tests.places import PLACE
@@ -75,7 +77,8 @@ def of_variant(splits: dict[str, Split], name: str, **more: Any) -> tuple[Split,
     with torch.no_grad():
         # Tables and biases as small as new ones would hide what is done with them.
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * (0.5 if parameter.dim() == 1 else parameter.shape[1] ** -0.5))
+            # Nor so large that a probability is 1 to the last digit, of which the twin's logarithm is none.
+            parameter.copy_(torch.randn_like(parameter) * (0.4 if parameter.dim() == 1 else 0.7 * parameter.shape[1] ** -0.5))
     return splits[name], model
 
 
@@ -242,14 +245,36 @@ def test_numbers_are_normalised(splits: dict[str, Split]) -> None:
     every = split.train.gather(range(len(split.train)))
     per_row = every.request_numbers[every.candidate_requests], every.request_numbers_missing[every.candidate_requests]
     found = numbers(*per_row)
-    there = found[:, 0][found[:, 1] == 0]
+    there = found[:, 0][found[:, 2] == 0]
     assert 0 < len(there) < len(found)
     assert abs(float(there.mean())) < 1e-5
     assert abs(float(there.std(correction=0)) - 1) < 1e-5
-    assert not found[:, 0][found[:, 1] == 1].any()
+    assert not found[:, :2][found[:, 2] == 1].any()
     same = dataclasses.replace(split.encoders.statistics["age"], mean=0.1, deviation=1e-17)
     numbers.normalise({"age": same})
-    assert numbers(torch.tensor([[1.1]]), torch.tensor([[False]])).tolist() == [[pytest.approx(1.0), 0.0]]
+    assert numbers(torch.tensor([[1.1]]), torch.tensor([[False]]))[0, 0] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5, 9, 30])
+def test_ranks_run_evenly_between_the_borders(count: int) -> None:
+    """From 10 on each border is twice the one before: skewed numbers have ranks of equal steps; what lies beyond has the last."""
+    split = shop("user", "age", "click")
+    model = RankingModel.of(split)
+    borders = tuple(10.0 * 2**i for i in range(count))
+    statistics = dataclasses.replace(split.encoders.statistics["age"], borders=borders)
+    numbers = model.scorer.numbers["request"]
+    numbers.low.fill_(torch.finfo().max), numbers.high.fill_(torch.inf), numbers.intervals.zero_()
+    numbers.normalise({"age": statistics})
+    values = torch.tensor([*borders, 0.0, 1e9, 15.0])[:, None]
+    ranks = numbers(values, torch.zeros_like(values, dtype=torch.bool))[:, 1] / 12**0.5
+    if count < 2:
+        assert not ranks.any()
+        return
+    kept = interval_borders(borders).tolist()
+    assert len(kept) == min(count, 9)
+    assert (kept[0], kept[-1]) == (borders[0], borders[-1])
+    expected = np.interp(values[:, 0].numpy(), kept, np.linspace(-0.5, 0.5, len(kept)))
+    np.testing.assert_allclose(ranks.numpy(), expected, atol=1e-6)
 
 
 # What is refused.

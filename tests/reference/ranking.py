@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -26,6 +27,13 @@ def bags(ids: Any, weight: Tensor, mode: str) -> Tensor:
         pooled = rows.sum(0)
         found.append(pooled / max(len(part), 1) if mode == "mean" else pooled)
     return torch.stack(found) if found else weight.new_zeros(0, weight.shape[1])
+
+
+def rank(x: float, borders: Sequence[float]) -> float:
+    """Where a number stands among training's borders, from -0.5 to 0.5, in units of the deviation of such."""
+    if len(borders) < 2:
+        return 0.0
+    return 12**0.5 * (float(np.interp(x, borders, np.linspace(0, 1, len(borders)))) - 0.5)
 
 
 class Padded:
@@ -53,7 +61,7 @@ class Padded:
         return nn.functional.linear(x, of["weight"], of.get("bias"))
 
     def normal(self, side: str, batch: Batch, statistics: dict[str, Any]) -> list[Tensor]:
-        """`[N, 2 C]` of plain numbers, and of lists."""
+        """`[N, 3 C]` of plain numbers, and of lists."""
         found = []
         if names := getattr(self.inputs, f"{side}_numbers"):
             values, missing = getattr(batch, f"{side}_numbers").double(), getattr(batch, f"{side}_numbers_missing")
@@ -61,10 +69,16 @@ class Padded:
                 torch.where(missing[:, i], 0.0, (values[:, i] - as_stored(of.mean)) / as_stored(of.deviation or 1.0))
                 for i, of in enumerate(statistics[name] for name in names)
             ]
-            found.append(torch.stack([*columns, *missing.double().unbind(1)], 1))
+            ranks = [
+                torch.where(
+                    missing[:, i], 0.0, torch.tensor([rank(x, of.borders) for x in values[:, i].tolist()], dtype=torch.float64)
+                )
+                for i, of in enumerate(statistics[name] for name in names)
+            ]
+            found.append(torch.stack([*columns, *ranks, *missing.double().unbind(1)], 1))
         if names := getattr(self.inputs, f"{side}_number_lists", ()):
             lists = getattr(batch, f"{side}_number_lists")
-            means, none = [], []
+            means, ranks, none = [], [], []
             for name in names:
                 lengths = lists[name].lengths().tolist()
                 for values, here in zip(lists[name].values().split(lengths), lists[name].weights().split(lengths), strict=True):
@@ -72,7 +86,8 @@ class Padded:
                     of = statistics[name]
                     none.append(float(not len(there)))
                     means.append((there.mean() - as_stored(of.mean)) / as_stored(of.deviation or 1.0) if len(there) else 0.0)
-            found.append(torch.tensor([*means, *none]).double().view(2 * len(names), -1).T)
+                    ranks.append(rank(float(there.mean()), of.borders) if len(there) else 0.0)
+            found.append(torch.tensor([*means, *ranks, *none], dtype=torch.float64).view(3 * len(names), -1).T)
         return found
 
     def gathered(self, batch: Batch, side: list[Tensor]) -> Tensor:
