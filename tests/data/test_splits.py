@@ -192,10 +192,10 @@ def test_items_that_training_does_not_have_are_told() -> None:
     # Items 5 and 7 are held out of all users, 6 is in the training events of a user with too few.
     split = split_leave_one_out(oracle.dataset([[1, 2, 3, 5], [2, 1, 7, 2], [3, 1, 7, 5], [6]]))
     assert split.items.ids.to_pylist() == [1, 2, 3]
+    assert split.test.sample(1, 0).numbers is split.test.numbers is not None
     assert not any(leaks(split).values())
     found = leaks(split.numbered(None))
     assert {name: count for name, count in found.items() if count} == {"unsupported_items": 3}
-    assert split.test.numbers is not None
     tampered = split.test.numbers.clone()
     tampered[(tampered < 0).nonzero()[0]] = 3
     found = leaks(replace(split, test=replace(split.test, numbers=tampered)))
