@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 from benchmarks.common import environment, other_parts, save, seconds_of, spread
 from jagged.config import CrossEntropyHead, TrainConfig, merge, parse_assignments
-from jagged.data import SequenceDataset, read_events, split_leave_one_out
-from jagged.data.splits import SequencePart
+from jagged.data import BatchLoader, SequenceBatch, SequenceDataset, SequencePart, read_events, split_leave_one_out
 from jagged.runs.training import train
 from tests.reference.sasrec import PaddedSASRec
 
@@ -111,18 +110,17 @@ class _Padded:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.mixed = self.device.type == "cuda"
         split = split_leave_one_out(dataset)
-        self.train_inputs = _left_padded(dataset, split.train, length, self.device, shift=1)
-        self.train_targets = _left_padded(dataset, split.train, length, self.device, shift=0)[0]
-        self.parts = {
-            name: (
-                *_left_padded(dataset, part, length, self.device, shift=0),
-                dataset.item_ids[part.target].to(self.device),
-            )
-            for name, part in (("valid", split.valid), ("test", split.test))
-        }
-        self.viewed = {name: _pairs(dataset, part, self.device) for name, part in (("valid", split.valid), ("test", split.test))}
+        train, valid, test = (_batch(part, length, self.device) for part in (split.train, split.valid, split.test))
+        self.train_inputs = _left_padded(train.features["item_id"].values(), train, length)
+        self.train_targets = _left_padded(train.targets, train, length)[0]
+        self.parts, self.viewed = {}, {}
+        for name, batch in (("valid", valid), ("test", test)):
+            assert batch.viewed is not None
+            self.parts[name] = *_left_padded(batch.features["item_id"].values(), batch, length), batch.targets
+            users = torch.arange(len(batch), device=self.device).repeat_interleave(batch.viewed.lengths())
+            self.viewed[name] = users, batch.viewed.values()
         model = PaddedSASRec(
-            dataset.num_items, sizes["embedding_dim"], sizes["num_heads"], sizes["num_layers"], length, sizes["dropout"]
+            split.train.num_items, sizes["embedding_dim"], sizes["num_heads"], sizes["num_layers"], length, sizes["dropout"]
         )
         nn.init.normal_(model.item_weight, std=sizes["embedding_dim"] ** -0.5)
         self.model = model.to(self.device)
@@ -179,33 +177,30 @@ class _Padded:
         for start in range(0, targets.shape[0], 1024):
             rows = slice(start, start + 1024)
             scores = self.model(items[rows], filled[rows])[:, -1] @ self.model.item_weight.T
-            score = scores.gather(1, targets[rows, None])
+            # An item that training has not seen is -1, and a miss.
+            score = scores.gather(1, targets[rows, None].clamp(min=0))
             if taken_out:
                 here = (users >= start) & (users < start + 1024)
                 scores[users[here] - start, viewed[here]] = -math.inf
             rank = (scores > score).sum(1)
-            gains.append(torch.where(rank < 10, 1 / torch.log2(rank + 2.0), 0.0))
+            gains.append(torch.where((rank < 10) & (targets[rows] >= 0), 1 / torch.log2(rank + 2.0), 0.0))
         self.model.train()
         return float(torch.cat(gains).mean())
 
 
-def _left_padded(
-    dataset: SequenceDataset, part: SequencePart, length: int, device: torch.device, *, shift: int
-) -> tuple[Tensor, Tensor]:
-    """The last `length` events before `end - shift`; for training, inputs are shifted by one and targets are not."""
-    events = torch.arange(-length, 0) + (part.end - shift)[:, None]
-    first = part.start if part.target is not None or shift else part.start + 1
-    filled = events >= first[:, None]
-    items = dataset.item_ids[events.clamp(min=0)].masked_fill(~filled, 0)
-    return items.to(device), filled.to(device)
+def _batch(part: SequencePart, length: int, device: torch.device) -> SequenceBatch:
+    """All of a part, as the product's own loader hands it out."""
+    held_out = part.target is not None
+    loader = BatchLoader(part, batch_size=len(part), max_seq_len=length, shuffle=False, seed=0, with_viewed=held_out)
+    return next(iter(loader)).to(device)
 
 
-def _pairs(dataset: SequenceDataset, part: SequencePart, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and item of every event before the target."""
-    lengths = part.end - part.start
-    rows = torch.repeat_interleave(torch.arange(len(part)), lengths)
-    events = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths)[rows] + part.start[rows]
-    return rows.to(device), dataset.item_ids[events].to(device)
+def _left_padded(values: Tensor, batch: SequenceBatch, length: int) -> tuple[Tensor, Tensor]:
+    """A value for each row of a batch as `[B, length]`, zeros first, and which of them are filled."""
+    offsets = batch.features.offsets()
+    rows = torch.arange(-length, 0, device=values.device) + offsets[1:, None]
+    filled = rows >= offsets[:-1, None]
+    return values[rows.clamp(min=0)].masked_fill(~filled, 0), filled
 
 
 def main() -> None:

@@ -272,14 +272,17 @@ class TrainCounts:
     @classmethod
     def from_part(cls, part: Any, *, chunk_users: int = 1 << 16) -> TrainCounts:
         """Count a `SequencePart` with one row a user, `chunk_users` rows at a time; a user who had an item twice counts once."""
-        item_ids, num_items = part.dataset.item_ids, part.dataset.num_items
+        num_items = part.num_items
         counts = torch.zeros(num_items, dtype=torch.int64)
         for first in range(0, len(part.user), chunk_users):
             start, end = part.start[first : first + chunk_users], part.end[first : first + chunk_users]
             length = end - start
             before = torch.cumsum(length, 0) - length
             event = torch.arange(int(length.sum())) + torch.repeat_interleave(start - before, length)
-            pairs = torch.repeat_interleave(torch.arange(len(length)), length) * num_items + item_ids[event]
+            items = part.items(event)
+            pairs = torch.repeat_interleave(torch.arange(len(length)), length) * num_items + items
+            if part.numbers is not None:
+                pairs = pairs[items >= 0]
             counts += torch.bincount(torch.unique(pairs) % max(num_items, 1), minlength=num_items)
         return cls(counts, int((part.end > part.start).sum()))
 

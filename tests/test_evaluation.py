@@ -191,11 +191,11 @@ def write_run(directory, data, *, keep_events=True):
     dataset = read_events(data)
     split = split_leave_one_out(dataset)
     torch.manual_seed(1)
-    model = SASRec(dataset.num_items, embedding_dim=8, num_heads=1, num_layers=1, max_seq_len=4)
+    model = SASRec(split.train.num_items, embedding_dim=8, num_heads=1, num_layers=1, max_seq_len=4)
     save_pretrained(
         model,
         directory,
-        items=dataset.items,
+        items=split.items,
         config=TrainConfig.load(None, {"data.max_seq_len": 4, "evaluation.eval_batch_size": 7}),
         split={"name": split.name, "fingerprint": dataset.fingerprint},
         train_counts=TrainCounts.from_part(split.train),
@@ -207,60 +207,74 @@ def write_run(directory, data, *, keep_events=True):
 
 def test_a_runs_directory_is_evaluated(tmp_path):
     data = write_events(tmp_path / "events.txt", random_histories())
-    model, dataset, split = write_run(tmp_path / "run", data)
+    model, _, split = write_run(tmp_path / "run", data)
     for part in ("valid", "test"):
         loader = BatchLoader(getattr(split, part), batch_size=100, max_seq_len=4, shuffle=False, seed=0, with_viewed=True)
         expected = evaluate_protocols(model, loader, train_counts=TrainCounts.from_part(split.train))
         got = evaluate(tmp_path / "run", part=part)
         assert got.metrics == {protocol: pytest.approx(figures, rel=1e-9) for protocol, figures in expected.items()}
-        assert (got.part, got.split, got.num_users, got.num_items) == (part, "leave-one-out", len(split.test), dataset.num_items)
+        assert (got.part, got.split, got.num_users, got.num_items) == (part, "leave-one-out", len(split.test), 28)
         assert got.same_data is True
     assert list(evaluate(tmp_path / "run", filter_viewed=True).metrics) == ["unseen_items"]
     assert evaluate(tmp_path / "run", data) == got
     lines = str(got).splitlines()
-    assert lines[0] == "test part (leave-one-out): 30 users, all 29 items ranked for each"
-    assert lines[1] == "metric             seen items left in    seen items taken out"
-    assert lines[2] == f"ndcg@5       {got.metrics.all_items['ndcg@5']:>24.4f}{got.metrics.unseen_items['ndcg@5']:>24.4f}"
-    assert len(lines) == 2 + 15
+    assert lines[0] == "test part (leave-one-out): 30 users, all 28 items ranked for each"
+    note = "note: 1 items are unknown to the model: 2 targets count as misses, 2 events are left out of histories"
+    assert lines[1] == note
+    assert lines[2] == "metric             seen items left in    seen items taken out"
+    assert lines[3] == f"ndcg@5       {got.metrics.all_items['ndcg@5']:>24.4f}{got.metrics.unseen_items['ndcg@5']:>24.4f}"
+    assert len(lines) == 3 + 15
 
 
-def test_items_that_the_model_does_not_know_leave_histories_and_are_missed_as_targets(tmp_path):
-    model, dataset, _ = write_run(tmp_path / "run", write_events(tmp_path / "events.txt", random_histories()))
+@pytest.mark.parametrize("own", [True, False])
+def test_items_that_the_model_does_not_know_leave_histories_and_are_missed_as_targets(tmp_path, own):
+    histories = random_histories()
+    for user in range(0, 40, 3):
+        if len(histories[user]) > 2:
+            # For validation and for the test alone: training has neither.
+            histories[user][-2:] = ["late", "later"]
+    model, _, _ = write_run(tmp_path / "run", write_events(tmp_path / "events.txt", histories))
     other = random_histories(seed=5)
     for user in range(0, 40, 3):
         other[user][-1] = "new"
         other[user][0] = "newer"
-    got = evaluate(tmp_path / "run", write_events(tmp_path / "other.txt", other), filter_viewed=True, ks=(5,))
+    evaluated = histories if own else other
+    got = evaluate(tmp_path / "run", None if own else write_events(tmp_path / "o.txt", other), filter_viewed=True, ks=(5,))
 
-    catalogue = set(dataset.items.ids.to_pylist())
-    unknown = len({item for history in other for item in history} - catalogue)
+    trained = {item for row in histories if len(row) > 1 for item in (row if len(row) < 3 else row[:-2])}
+    items = [item for item in dict.fromkeys(item for row in histories for item in row) if item in trained]
+    assert (len(items), len(model.item_weight)) == (got.num_items, got.num_items)
+    assert {"late", "later"}.isdisjoint(trained)
+    catalogue = set(items)
+    unknown = len({item for history in evaluated for item in history} - catalogue)
     hits, users, unknown_targets, unknown_events = 0.0, 0, 0, 0
-    for history in other:
+    for history in evaluated:
         if len(history) < 3:
             continue
         seen = history[:-1]
         users += 1
-        unknown_events += sum(item not in catalogue for item in seen[-4:])
+        unknown_events += sum(item not in catalogue for item in seen)
         unknown_targets += history[-1] not in catalogue
-        known = [int(n) for n in dataset.items.encode(seen[-4:]) if n >= 0]
+        known = [items.index(item) for item in seen if item in catalogue]
         with torch.no_grad():
-            scores = (model.final_hidden(keyed([known])) @ model.item_weight.T)[0].tolist()
-        target = int(dataset.items.encode(history[-1:])[0])
-        if target < 0:
+            # What the model knows of a history is cut to its last four.
+            scores = (model.final_hidden(keyed([known[-4:]])) @ model.item_weight.T)[0].tolist()
+        if history[-1] not in catalogue:
             continue
-        viewed = {int(n) for n in dataset.items.encode(seen)} - {target}
-        order = sorted((n for n in range(dataset.num_items) if n not in viewed), key=lambda n: (-scores[n], n))
+        target = items.index(history[-1])
+        order = sorted((n for n in range(len(items)) if n not in {*known} - {target}), key=lambda n: (-scores[n], n))
         hits += order.index(target) < 5
     assert got.metrics.unseen_items["recall@5"] == pytest.approx(hits / users)
     assert hits
     assert unknown_targets
-    assert got.same_data is False
+    assert unknown_events
+    assert got.same_data is own
     assert got.notes["unknown_items"] == unknown
     assert (got.notes["unknown_targets"], got.notes["unknown_history_events"]) == (unknown_targets, unknown_events)
-    assert "note: these events are not those the model was trained on" in str(got)
-    assert f"{unknown} items are unknown to the model: {unknown_targets} targets count as misses, {unknown_events} events" in str(
-        got
-    )
+    foreign = [] if own else ["note: these events are not those the model was trained on"]
+    counted = f"{unknown_targets} targets count as misses, {unknown_events} events are left out of histories"
+    notes = [line for line in str(got).splitlines() if line.startswith("note:")]
+    assert notes == [*foreign, f"note: {unknown} items are unknown to the model: {counted}"]
 
 
 def test_what_cannot_be_evaluated_is_named(tmp_path):
@@ -303,7 +317,7 @@ def _one_of_two(rank, directory):
     split = split_leave_one_out(dataset)
     train_counts = TrainCounts.from_part(split.train)
     torch.manual_seed(0)
-    model = SASRec(dataset.num_items, embedding_dim=8, num_heads=1, num_layers=1, max_seq_len=4)
+    model = SASRec(split.train.num_items, embedding_dim=8, num_heads=1, num_layers=1, max_seq_len=4)
     options = {"batch_size": 4, "max_seq_len": 4, "shuffle": False, "seed": 0, "with_viewed": True}
     whole = evaluate_protocols(model, BatchLoader(split.test, **options), train_counts=train_counts, all_processes=False)
     shared = evaluate_protocols(model, BatchLoader(split.test, rank=rank, world_size=2, **options), train_counts=train_counts)
@@ -320,13 +334,13 @@ def test_two_processes_return_the_figures_of_one(tmp_path):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.gpu
 def test_on_a_gpu_no_batch_waits_and_the_figures_are_the_cpus(tmp_path):
-    model, dataset, split = write_run(tmp_path / "run", write_events(tmp_path / "events.txt", random_histories(count=300)))
+    model, _, split = write_run(tmp_path / "run", write_events(tmp_path / "events.txt", random_histories(count=300)))
     train_counts = TrainCounts.from_part(split.train)
     options = {"batch_size": 32, "max_seq_len": 4, "shuffle": False, "seed": 0, "with_viewed": True}
     expected = evaluate_protocols(model, BatchLoader(split.test, **options), train_counts=train_counts)
     model = model.cuda()
     loader = BatchLoader(split.test, pin_memory=True, **options)
-    metrics = [RankingMetrics(dataset.num_items, train_counts, device="cuda") for _ in range(2)]
+    metrics = [RankingMetrics(split.train.num_items, train_counts, device="cuda") for _ in range(2)]
     batches = rank_batches(model, loader, 20)
     try:
         for results in batches:

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jagged.config import TrainConfig
+from jagged.data import SequencePart
 from jagged.metrics import (
     MISS,
     WITHHELD,
@@ -144,17 +145,19 @@ def test_bad_shapes_are_refused():
 @given(
     st.lists(st.lists(st.integers(0, 5), max_size=6), max_size=8),
     st.integers(1, 9),
+    st.none() | st.sets(st.integers(0, 5)),
 )
-def test_training_counts_are_of_distinct_users(histories, chunk_users):
+def test_training_counts_are_of_distinct_users(histories, chunk_users, known):
     """Rows cover some of each user's events; a chunk's border must not matter."""
     item_ids = torch.tensor([5, *(item for history in histories for item in history), 5])
     lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
     end = 1 + torch.cumsum(lengths, 0)
-    part = SimpleNamespace(
-        dataset=SimpleNamespace(item_ids=item_ids, num_items=6), user=torch.arange(len(histories)), start=end - lengths, end=end
-    )
+    dataset = SimpleNamespace(item_ids=item_ids, num_items=6, num_events=len(item_ids), num_users=len(histories))
+    order = list(range(6)) if known is None else sorted(known, reverse=True)
+    numbers = None if known is None else torch.tensor([order.index(item) if item in known else -1 for item in range(6)])
+    part = SequencePart(dataset, torch.arange(len(histories)), end - lengths, end, numbers=numbers)
     counts = TrainCounts.from_part(part, chunk_users=chunk_users)
-    assert counts.users_per_item.tolist() == [sum(item in history for history in histories) for item in range(6)]
+    assert counts.users_per_item.tolist() == [sum(item in history for history in histories) for item in order]
     assert counts.num_users == sum(bool(history) for history in histories)
 
 

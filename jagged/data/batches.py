@@ -35,7 +35,8 @@ class SequenceBatch(Pipelineable):  # type: ignore[misc]
     Attributes:
         features: key "item_id": int64 dense item ids, oldest first, `B` samples with `sum L` rows. Of a loader `with_times` also
             key "timestamp": int64, the time of each row, seconds of calendar times, numbers as they are.
-        targets: int64; training: `[sum L]`, the next item of every row; evaluation: `[B]`, the item held out.
+        targets: int64; training: `[sum L]`, the next item of every row; evaluation: `[B]`, the item held out, -1 where the model
+            has no row for it.
         users: int64 `[B]`, dense user ids.
         viewed: evaluation with `with_viewed`: key "item_id", all items of the users' histories however long; else None.
         num_items: the catalogue that all ids were compared with on the host, as a loader does; None where they were not. A model
@@ -148,9 +149,10 @@ class BatchLoader(PlannedLoader):
             )
         self._keys = (KEY, TIME_KEY) if with_times else (KEY,)
         self._with_viewed = with_viewed
-        self._num_items = part.dataset.num_items
+        source = BatchSource(part, max_seq_len, with_viewed, with_times)
+        self._num_items = source.num_items
         self._loader: DataLoader[Tensor] = DataLoader(
-            BatchSource(part, max_seq_len, with_viewed, with_times),
+            source,
             batch_size=None,
             sampler=self._plan,
             num_workers=num_workers,

@@ -23,24 +23,36 @@ class BatchSource(Dataset[Tensor]):
         self.part = part
         self.with_times = with_times
         self.max_seq_len = max_seq_len
+        self.num_items = part.num_items
         self.with_viewed = with_viewed
 
     def __getitem__(self, samples: Any) -> Tensor:
-        part = self.part
+        part, training = self.part, self.part.target is None
         chosen = torch.from_numpy(samples)
         start, end = part.start[chosen], part.end[chosen]
-        items = part.dataset.item_ids
-        stop = end if part.target is not None else torch.maximum(end - 1, start)
-        first = torch.maximum(start, stop - self.max_seq_len)
-        rows = ranges(first, stop - first)
-        targets = items[part.target[chosen]] if part.target is not None else items[rows + 1]
-        values = [items[rows], seconds(part.dataset, rows)] if self.with_times else [items[rows]]
-        histories = [_jagged(torch.cat(values), (stop - first).repeat(len(values)))]
-        if self.with_viewed:
-            histories.append(_jagged(items[ranges(start, end - start)], end - start))
+        stop = torch.maximum(end - 1, start) if training else end
+        # A history loses what the model has no row for before it is cut; of training's events it has all.
+        lacking = not training and part.numbers is not None
+        whole = self.with_viewed or lacking
+        first = start if whole else torch.maximum(start, stop - self.max_seq_len)
+        lengths = stop - first
+        rows = ranges(first, lengths)
+        items = part.items(rows)
+        targets = part.items(rows + 1 if part.target is None else part.target[chosen])
+        if lacking:
+            known, lengths = known_items(items, lengths)
+            rows, items = rows[known], items[known]
         # Here on the host a look at the ids costs nothing; on a GPU models would have to wait for it.
-        for ids in (targets, values[0], *(viewed for viewed, _, _ in histories[1:])):
-            validate_ids(ids, part.dataset.num_items, name=f"{part.dataset.directory}: item_id")
+        name = f"{part.dataset.directory}: item_id"
+        validate_ids(targets, self.num_items, name=name, ignore_index=-1 if lacking else None)
+        validate_ids(items, self.num_items, name=name)
+        viewed = [_jagged(items, lengths)] if self.with_viewed else []
+        if whole:
+            recent = lengths.clamp(max=self.max_seq_len)
+            last = ranges(lengths.cumsum(0) - recent, recent)
+            rows, items, lengths = rows[last], items[last], recent
+        values = [items, seconds(part.dataset, rows)] if self.with_times else [items]
+        histories = [_jagged(torch.cat(values), lengths.repeat(len(values))), *viewed]
         pieces = [part.user[chosen], targets, *chain.from_iterable(histories)]
         return torch.cat([torch.tensor([len(piece) for piece in pieces]), *pieces])
 
@@ -50,6 +62,13 @@ def seconds(dataset: SequenceDataset, rows: Tensor) -> Tensor:
     assert dataset.timestamps is not None
     times = dataset.timestamps[rows]
     return times if dataset.time_kind == "number" else times.div(1_000_000, rounding_mode="floor")
+
+
+def known_items(items: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Which items of samples are not negative, bool `[S]`, and how many of them each sample has, int64 `[B]`."""
+    known = items >= 0
+    samples = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return known, torch.bincount(samples[known], minlength=len(lengths))
 
 
 def only_with_parent(_: int) -> None:

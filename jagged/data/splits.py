@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from jagged.data.dataset import SequenceDataset
 from jagged.data.errors import refuse
+from jagged.data.vocabulary import Vocabulary
 
 _CHUNK = 1 << 22
 
@@ -23,6 +24,8 @@ class SequencePart:
         start: int64 `[n]`, the first event of each sample's history.
         end: int64 `[n]`, the event after its last.
         target: int64 `[n]`, the event held out, or None for training, where every event but the first of a range is a target.
+        numbers: int64 `[dataset.num_items]`, the row that a model has for each item of the dataset, -1 where it has none; None
+            where it has all of them, in the dataset's order.
     """
 
     dataset: SequenceDataset
@@ -30,6 +33,7 @@ class SequencePart:
     start: Tensor
     end: Tensor
     target: Tensor | None = None
+    numbers: Tensor | None = None
 
     def __post_init__(self) -> None:
         for name in ("user", "start", "end", "target"):
@@ -46,6 +50,9 @@ class SequencePart:
                 )
             if self.target is not None and (int(self.target.min()) < 0 or int(self.target.max()) >= events):
                 raise ValueError(f"target: got {int(self.target.min())} to {int(self.target.max())}, expected 0 to {events - 1}")
+        numbers, items = self.numbers, self.dataset.num_items
+        if numbers is not None and (numbers.dtype != torch.int64 or numbers.shape != (items,) or bool((numbers < -1).any())):
+            raise ValueError(f"numbers: got {numbers.dtype} {tuple(numbers.shape)}, expected int64 [{items}] of -1 or more")
 
     def __len__(self) -> int:
         return self.user.numel()
@@ -55,16 +62,43 @@ class SequencePart:
         """Events of each sample's range, int64 `[n]`."""
         return self.end - self.start
 
+    @property
+    def num_items(self) -> int:
+        """Rows of the model that the part's items need."""
+        if self.numbers is None:
+            return self.dataset.num_items
+        return int(self.numbers.max()) + 1 if len(self.numbers) else 0
+
+    def items(self, events: Tensor) -> Tensor:
+        """The model's row of the item of each event, int64 `[n]`; -1 where it has none."""
+        ids = self.dataset.item_ids[events]
+        # Unlike an index, this refuses negative ids.
+        return ids if self.numbers is None else self.numbers.index_select(0, ids)
+
+    def unknown(self) -> dict[str, int]:
+        """Count what the model has no row for; nothing where it has all items.
+
+        `unknown_items` of the dataset, `unknown_targets`, and `unknown_history_events` in the histories of all samples.
+        """
+        if self.numbers is None:
+            return {}
+        unknown = self.numbers < 0
+        return {
+            "unknown_items": int(unknown.sum()),
+            "unknown_targets": 0 if self.target is None else int((self.items(self.target) < 0).sum()),
+            "unknown_history_events": int(self.item_counts()[unknown].sum()),
+        }
+
     def sample(self, count: int, seed: int) -> SequencePart:
         """At most `count` of the samples, drawn by a seed, in their order; all of them where there are no more."""
         if count >= len(self):
             return self
         drawn = torch.randperm(len(self), generator=torch.Generator().manual_seed(seed))[:count].sort().values
         target = None if self.target is None else self.target[drawn]
-        return SequencePart(self.dataset, self.user[drawn], self.start[drawn], self.end[drawn], target)
+        return replace(self, user=self.user[drawn], start=self.start[drawn], end=self.end[drawn], target=target)
 
     def item_counts(self) -> Tensor:
-        """How often each item occurs in the ranges, int64 `[num_items]`; of the training part, the items' popularity."""
+        """How often each item of the dataset occurs in the ranges, int64 `[dataset.num_items]`; in training, its popularity."""
         counts = torch.zeros(self.dataset.num_items, dtype=torch.int64)
         covered = self.lengths.cumsum(0)
         position = 0
@@ -81,8 +115,11 @@ class SequencePart:
 class SequenceSplit:
     """A dataset's training, validation and test parts.
 
-    `notes` counts what a reader of the metrics should know: `items_unseen_in_training` (they stay in the catalogue and are ranked
-    against), users without a target, and for a global-time split the two times `valid_time` and `test_time`.
+    The items are those of the training part's events: `numbers` of the parts has no row for any other. An event of another one is
+    left out of histories, and as a target it is a miss.
+
+    `notes` counts what a reader of the metrics should know: `items_unseen_in_training`, users without a target, and for a
+    global-time split the two times `valid_time` and `test_time`.
     """
 
     train: SequencePart
@@ -90,6 +127,17 @@ class SequenceSplit:
     test: SequencePart
     name: str
     notes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def items(self) -> Vocabulary:
+        """The ids of the items, by row of a model."""
+        items, numbers = self.train.dataset.items, self.train.numbers
+        return items if numbers is None else Vocabulary(items.decode(numbers.argsort()[int((numbers < 0).sum()) :]))
+
+    def numbered(self, numbers: Tensor | None) -> SequenceSplit:
+        """The same parts with other `numbers`."""
+        parts = {name: replace(getattr(self, name), numbers=numbers) for name in ("train", "valid", "test")}
+        return replace(self, **parts)
 
 
 def split_leave_one_out(dataset: SequenceDataset) -> SequenceSplit:
@@ -170,7 +218,8 @@ def leaks(split: SequenceSplit) -> dict[str, int]:
     * `history_after_target`: samples whose history ends later in time than their target (zero without times);
     * `training_after_cut`: training events at or after the validation time of a global-time split;
     * `duplicated_users`: samples beyond a user's first in one part;
-    * `foreign_events`: samples with a range or a target outside their user's own events.
+    * `foreign_events`: samples with a range or a target outside their user's own events;
+    * `unsupported_items`: items that a part has a number for and no training event has.
     """
     dataset, times = split.train.dataset, split.train.dataset.timestamps
     result = dict.fromkeys(
@@ -182,12 +231,15 @@ def leaks(split: SequenceSplit) -> dict[str, int]:
             "training_after_cut",
             "duplicated_users",
             "foreign_events",
+            "unsupported_items",
         ),
         0,
     )
+    unseen, numbered = split.train.item_counts() == 0, torch.zeros(dataset.num_items, dtype=torch.bool)
     starts, ends = split.train.start.sort().values, split.train.end.sort().values
     for part in (split.train, split.valid, split.test):
         result["duplicated_users"] += len(part) - part.user.unique().numel()
+        numbered |= torch.ones_like(unseen) if part.numbers is None else part.numbers >= 0
         first, last = dataset.offsets[part.user], dataset.offsets[part.user + 1]
         foreign = (part.start < first) | (part.end > last)
         if part.target is not None:
@@ -201,6 +253,7 @@ def leaks(split: SequenceSplit) -> dict[str, int]:
                 some = part.end > part.start
                 result["history_after_target"] += int((times[part.end[some] - 1] > times[part.target[some]]).sum())
         result["foreign_events"] += int(foreign.sum())
+    result["unsupported_items"] = int((unseen & numbered).sum())
     if split.valid.target is not None and split.test.target is not None:
         result["targets_in_both"] = int(torch.isin(split.test.target, split.valid.target).sum())
     if times is not None and "valid_time" in split.notes:
@@ -232,8 +285,10 @@ def _finish(
     useful = (train_end - start >= 2).nonzero().squeeze(1)
     train = SequencePart(dataset, user[useful], start[useful], train_end[useful])
     notes["users_without_training"] = dataset.num_users - len(train)
-    notes["items_unseen_in_training"] = int((train.item_counts() == 0).sum())
-    return SequenceSplit(train, valid, test, name, notes)
+    seen = train.item_counts() > 0
+    notes["items_unseen_in_training"] = int((~seen).sum())
+    split = SequenceSplit(train, valid, test, name, notes)
+    return split if seen.all() else split.numbered(torch.where(seen, seen.cumsum(0) - 1, -1))
 
 
 def _quantile(times: Tensor, rank: int) -> int:

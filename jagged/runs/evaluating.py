@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
 from jagged.config import ConfigError
-from jagged.data.batches import KEY, SequenceBatch, features_of
 from jagged.evaluation import EvaluationError, evaluate_protocols
 from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures, shown_figure
 from jagged.runs.ranking.evaluating import RankingEvaluation, evaluate_run, is_ranking_run
 from jagged.runs.ranking.run import RankingRun
-from jagged.runs.run import Run, known_items
+from jagged.runs.run import Run
 from jagged.scoring import DEFAULT_MAX_BYTES
 
 
@@ -131,11 +128,9 @@ def evaluate(
     protocols = (False, True) if filter_viewed is None else (filter_viewed,)
     run.check_times(dataset)
     loader = run.loader(held_out, with_viewed=True in protocols, batch_size=batch_size)
-    dense = run.dense_items(dataset)
-    mapped = loader if dense is None else _Mapped(loader, dense)
     metrics = evaluate_protocols(
         run.model,
-        mapped,
+        loader,
         train_counts=run.train_counts(),
         filter_viewed=protocols,
         ks=ks,
@@ -143,9 +138,7 @@ def evaluate(
         progress=progress,
         all_processes=False,
     )
-    notes = dict(split.notes)
-    if isinstance(mapped, _Mapped):
-        notes |= mapped.notes
+    notes = split.notes | held_out.unknown()
     same_data = None if run.fingerprint is None else run.fingerprint == dataset.fingerprint
     return Evaluation(metrics, part, split.name, len(held_out), len(run.items), same_data, notes)
 
@@ -155,29 +148,3 @@ def refuse_options(directory: str | os.PathLike[str], given: Mapping[str, Any], 
     for name, value in given.items():
         if value is not None:
             raise ConfigError(f"{name}: got {value}, expected none: it is for runs on {kind}, and {directory} is none")
-
-
-class _Mapped:
-    """A loader's batches in the dense ids of a model, without the items that it does not know."""
-
-    def __init__(self, loader: Any, dense: Tensor) -> None:
-        self.loader, self.dense = loader, dense
-        self.num_items = int(dense.max()) + 1 if len(dense) else 0
-        self.notes = {"unknown_items": int((dense < 0).sum()), "unknown_targets": 0, "unknown_history_events": 0}
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __iter__(self) -> Iterator[SequenceBatch]:
-        for batch in self.loader:
-            features = self._map(batch.features)
-            targets = self.dense[batch.targets]
-            self.notes["unknown_history_events"] += len(batch.features[KEY].values()) - len(features[KEY].values())
-            self.notes["unknown_targets"] += int((targets < 0).sum())
-            viewed = None if batch.viewed is None else self._map(batch.viewed)
-            yield SequenceBatch(features, targets, batch.users, viewed, self.num_items)
-
-    def _map(self, features: Any) -> Any:
-        keys = features.keys()
-        times = features[keys[1]].values() if len(keys) > 1 else None
-        return features_of(*known_items(features[keys[0]].values(), features[keys[0]].lengths(), self.dense, times))

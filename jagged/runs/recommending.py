@@ -18,7 +18,7 @@ from jagged.config import ConfigError, TrainConfig, merge
 from jagged.data import DataError, SequenceDataset
 from jagged.data.batches import features_of
 from jagged.data.files import EVENT_FORMATS
-from jagged.data.gather import seconds
+from jagged.data.gather import known_items, seconds
 from jagged.data.sources import find_source, is_table
 from jagged.data.splits import ranges
 from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite, takes_times
@@ -27,7 +27,7 @@ from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.runs.evaluating import Evaluation, evaluate, refuse_options
 from jagged.runs.ranking.evaluating import is_ranking_run
 from jagged.runs.ranking.predicting import Ranker
-from jagged.runs.run import Run, known_items
+from jagged.runs.run import Run
 from jagged.runs.tables import table_of, writer
 from jagged.scoring import DEFAULT_MAX_BYTES, Ranked, rank_catalogue
 
@@ -299,7 +299,9 @@ def _recommend(
         start, end = histories.start[first:last], histories.end[first:last]
         events = ranges(start, end - start)
         times = None if histories.dataset is None else seconds(histories.dataset, events)
-        values, lengths, times = known_items(histories.item_ids[events], end - start, histories.dense, times)
+        values = histories.dense[histories.item_ids[events]]
+        known, lengths = known_items(values, end - start)
+        values, times = values[known], None if times is None else times[known]
         of = None if allowed is None else allowed.slice(first, last)
         ranked = _rank(run, values, lengths, times, k, filter_viewed, max_bytes, of)
         items, scores = ranked.items.cpu(), ranked.scores.cpu()

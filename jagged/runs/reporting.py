@@ -38,6 +38,7 @@ LEAKS = {
     "training_after_cut": "training events from the validation time on: the future in the past",
     "duplicated_users": "users that occur more than once in a part",
     "foreign_events": "samples with events of another user",
+    "unsupported_items": "items of the model that no training event has",
 }
 
 
@@ -51,8 +52,10 @@ class RunFacts:
         part: the held-out part that was ranked, "valid" or "test".
         split: the split's name; split_notes: what it counted.
         num_users, num_items, num_events: sizes of the data; data_notes: what reading it met.
+        num_ranked: items of the model, all of which are ranked.
         lengths: `[U]` events of each user.
-        ranks: by model name `[n]` 1-based rank of each held-out item, under the run's own choice about seen items.
+        ranks: by model name `[n]` 1-based rank of each held-out item, under the run's own choice about seen items; of one that
+            the model does not have `num_ranked` + 1.
         metrics: by protocol, by model name, by metric.
         history: a row for each validation: "epoch" or, where validations come after steps, "step"; "loss" and "monitored", the
             validation metric.
@@ -68,6 +71,7 @@ class RunFacts:
     num_users: int
     num_items: int
     num_events: int
+    num_ranked: int
     data_notes: Mapping[str, int | list[str]]
     lengths: Counts
     ranks: Mapping[str, Counts]
@@ -143,10 +147,11 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
         config=config,
         part=part,
         split=split.name,
-        split_notes=_readable(split.notes, dataset.time_kind),
+        split_notes=_readable(split.notes | held_out.unknown(), dataset.time_kind),
         num_users=dataset.num_users,
         num_items=dataset.num_items,
         num_events=dataset.num_events,
+        num_ranked=len(run.items),
         data_notes=dataset.notes,
         lengths=dataset.lengths.numpy(),
         ranks={name: _target_ranks(model, loader, choice) for name, model in models.items()},
@@ -158,9 +163,9 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
 
 
 def _target_ranks(model: Any, loader: BatchLoader, filter_viewed: bool) -> Counts:
-    """`[n]` 1-based rank of each held-out item among all items."""
+    """`[n]` 1-based rank of each held-out item among all items; behind all of them where it is none."""
     batches = rank_batches(model, loader, 1, filter_viewed=(filter_viewed,), progress=False)
-    ranks = [ranked.ranks + 1 for (ranked,) in batches if ranked.ranks is not None]
+    ranks = [ranked.ranks.clamp(max=len(model.item_weight)) + 1 for (ranked,) in batches if ranked.ranks is not None]
     return torch.cat(ranks).cpu().numpy()
 
 
@@ -205,10 +210,12 @@ def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, 
         result["loss"] = (loss, "Training loss, mean since the validation before.")
         result["metric"] = (metric, f"Validation {monitor}, {protocol}; the weights of the best {of} were kept.")
     medians = ", ".join(f"{name} {np.median(values):,.0f}" for name, values in facts.ranks.items())
+    missed = max(int((values > facts.num_ranked).sum()) for values in facts.ranks.values())
     longer = int((facts.lengths > limit).sum())
     result["ranks"] = (
-        charts.rank_histogram(facts.ranks, facts.num_items, palette),
-        f"Where the held-out item stood, {protocol}. Median rank: {medians}.",
+        charts.rank_histogram(facts.ranks, facts.num_ranked, palette),
+        f"Where the held-out item stood, {protocol}. Median rank: {medians}."
+        + (f" {missed:,} held-out items, which the model does not have, stand behind all." if missed else ""),
     )
     result["lengths"] = (
         charts.length_histogram(facts.lengths, limit, palette),

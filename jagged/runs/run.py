@@ -139,8 +139,8 @@ class Run:
         )
 
     def split(self, dataset: SequenceDataset) -> SequenceSplit:
-        """Split events as the run's were."""
-        return split_events(self.config, dataset)
+        """Split events as the run's were, with the model's rows as the numbers of their items."""
+        return split_events(self.config, dataset).numbered(self.dense_items(dataset))
 
     def train_counts(self) -> TrainCounts:
         """Training users of each item: as stored, or counted again from the kept events.
@@ -177,23 +177,3 @@ def find_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: got 'cuda', but torch sees no GPU; run `jagged doctor`, or use device=cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def known_items(
-    values: Tensor, lengths: Tensor, dense: Tensor, times: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Renumber samples' items: id `i` becomes `dense[i]` and is left out where that is negative.
-
-    Args:
-        values: `[S]` int64 ids of all samples in a row.
-        lengths: `[B]` int64, summing to S.
-        dense: int64 new numbers.
-        times: `[S]` of the rows, or None.
-
-    Returns:
-        The new values, lengths and times.
-    """
-    numbers = dense[values]
-    known = numbers >= 0
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-    return numbers[known], torch.bincount(rows[known], minlength=len(lengths)), None if times is None else times[known]

@@ -55,12 +55,20 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     return [
         f"read     {split['users']:,} users, {split['items']:,} items, {split['events']:,} events from {source}",
         *(f"         {line}" for line in notes_lines(split.get("notes", {}))),
+        *_unknown_lines(split.get("unknown", {}).get("test", {})),
         f"reached  test {metrics.monitor} {reached}; {split['name']}, {split['test']:,} users, all items ranked for each",
         f"kept     {path}: weights of epoch {best.epoch}, validation {metrics.monitor} {best.value:.4f} "
         f"with {IN_WORDS[best.group]}",
         f"next     jagged evaluate {name}",
         f"         jagged recommend {name} histories.csv",
     ]
+
+
+def _unknown_lines(counts: Mapping[str, int]) -> list[str]:
+    if not counts.get("unknown_items"):
+        return []
+    told = f"{counts['unknown_items']:,} items have no training event and no place in the model"
+    return [f"         {told}; {counts['unknown_targets']:,} test targets are misses for that"]
 
 
 def _of_requests(path: Path, source: str, split: dict[str, Any], metrics: RunMetrics) -> list[str]:

@@ -88,7 +88,7 @@ def train(
         if config.head.type != "cross-entropy" and processes.world_size > 1:
             raise TrainingError(f"head: {config.head.type} trains in one process; start one, or take head=cross-entropy")
         torch.manual_seed(config.seed)
-        model = _model(config, dataset.num_items, processes.device)
+        model = _model(config, split.train.num_items, processes.device)
         train_counts = TrainCounts.from_part(split.train)
         task = NextItemTask(
             model,
@@ -227,11 +227,12 @@ def _write(
         "fingerprint": dataset.fingerprint,
         "time_unit": dataset.time_unit,
         "notes": {**dataset.notes, **split.notes},
+        "unknown": {"valid": split.valid.unknown(), "test": split.test.unknown()},
     }
     save_pretrained(
         task.model,  # type: ignore[arg-type]
         directory,
-        items=dataset.items,
+        items=split.items,
         name=config.model.name,
         config=config,
         split=description,

@@ -182,9 +182,7 @@ class Engine:
         for name, value in tensors.items():
             split = self._split_of(name, value)
             if split is not None and len(value) != split.num_rows:
-                raise CheckpointError(
-                    f"the checkpoint does not fit the model: {name}: {len(value)} rows, expected {split.num_rows}"
-                )
+                raise _misfit(name, len(value), split.num_rows)
             own[name] = value if split is None else value[split.block()]
         return own
 
@@ -199,6 +197,9 @@ class Engine:
             CheckpointError: names or shapes do not fit the task.
         """
         weights = {name.removeprefix(_TASK): value for name, value in self.own_rows(tensors).items() if name.startswith(_TASK)}
+        for name, value in self.task.state_dict().items():
+            if name in weights and value.shape[1:] == weights[name].shape[1:] and value.shape != weights[name].shape:
+                raise _misfit(name, len(weights[name]), len(value))
         try:
             self.task.load_state_dict(weights)
         except RuntimeError as error:
@@ -231,6 +232,12 @@ class Engine:
                 torch.cuda.set_rng_state(found["cuda"], self.processes.device)
         except (KeyError, RuntimeError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's random state does not fit: {type(error).__name__}: {error}") from None
+
+
+def _misfit(name: str, found: int, expected: int) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint does not fit the model: {name}: {found} rows, expected {expected}; train anew into another output"
+    )
 
 
 class _Step(nn.Module):

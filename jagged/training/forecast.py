@@ -119,7 +119,7 @@ def forecast(
     if graphs:
         # A step's gradients are added to what stays, and a step's last rows are filled up.
         most = most * 17 / 16 + 64
-    catalogue = 4.0 * split.train.dataset.num_items * config.evaluation.eval_batch_size
+    catalogue = 4.0 * split.train.num_items * config.evaluation.eval_batch_size
     return Forecast(
         device=device.type,
         present=memory_in_use(device),

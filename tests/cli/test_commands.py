@@ -185,6 +185,11 @@ def test_a_summary_says_what_was_monitored_and_quotes_what_a_shell_would_split(t
         "         columns not used: a, b, c and 2 more",
         "         files not read: _SUCCESS: hidden",
     ]
+    counts = {"unknown_items": 1_033, "unknown_targets": 2, "unknown_history_events": 7}
+    (directory / "split.json").write_text(json.dumps({**split, "unknown": {"valid": {}, "test": counts}}))
+    assert summary_lines(directory)[1:-4] == [
+        "         1,033 items have no training event and no place in the model; 2 test targets are misses for that",
+    ]
     (directory / "metrics.json").unlink()
     with pytest.raises(CheckpointError) as error:
         summary_lines(directory)

@@ -18,7 +18,7 @@ import pytest
 from jagged import charts, evaluate
 from jagged.artifacts import CheckpointError, dump_json_lines, unlist
 from jagged.config import ConfigError, DataOptions, EvaluationOptions, TrainConfig, flat
-from jagged.data import leaks, split_leave_one_out, synthetic_sessions
+from jagged.data import Vocabulary, leaks, split_leave_one_out, synthetic_sessions
 from jagged.evaluation import popularity_metrics
 from jagged.metrics import IN_WORDS
 from jagged.runs import reporting
@@ -195,6 +195,32 @@ def test_a_leak_in_the_split_reaches_the_page(run_directory: Path, monkeypatch: 
     facts = gather(run_directory, progress=False)
     assert facts.leaks["targets_in_training"] == 400
     assert "not to be trusted: 400 validation and test targets among the training events" in Document(render(facts)).words
+
+
+def test_items_without_training_are_counted_and_their_ranks_are_behind_all(
+    run_directory: Path, tmp_path: Path, facts: RunFacts
+) -> None:
+    from jagged.models import SASRec
+    from jagged.models.pretrained import from_pretrained, save_pretrained
+
+    # The same events with a model of half of the items, which is none that training gave: the other half are unknown to it.
+    opened = from_pretrained(run_directory)
+    half = Vocabulary(opened.items.ids[::2])
+    model = SASRec(**{**opened.model.config, "num_items": len(half)})
+    save_pretrained(model, tmp_path / "run", items=half, config=opened.config, split=opened.split)
+    shutil.copytree(run_directory / "dataset", tmp_path / "run" / "dataset")
+    got = gather(tmp_path / "run", progress=False)
+    assert (got.num_items, got.num_ranked) == (facts.num_items, len(half))
+    assert not any(got.leaks.values())
+    missed = int(got.split_notes["unknown_targets"])
+    assert 0 < missed < 200
+    for name, ranks in got.ranks.items():
+        assert (ranks == len(half) + 1).sum() == missed == (ranks > len(half)).sum()
+        assert np.mean(ranks <= 10) == pytest.approx(got.metrics["all_items"][name]["recall@10"])
+    words = Document(render(got)).words
+    assert f"every one of the {len(half)} items ranked" in words
+    assert f" {missed} held-out items, which the model does not have, stand behind all." in words
+    assert "which the model does not have" not in Document(render(facts)).words
 
 
 def test_the_same_run_gives_the_same_page(run_directory: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import hypothesis
@@ -337,6 +338,44 @@ def test_times_stand_beside_their_rows(lengths: list[int], training: bool, max_s
         ):
             end = len(users[user]) - 1
             assert times.values()[first:last].tolist() == users[user][max(0, end - max_seq_len) : end]
+
+
+@hypothesis.settings(max_examples=25)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=8), st.sets(st.integers(0, 6)), st.booleans(), st.integers(1, 4))
+def test_what_the_model_does_not_know_goes_before_a_history_is_cut(
+    lengths: list[int], known: set[int], with_viewed: bool, max_seq_len: int
+) -> None:
+    times = itertools.count(-5)
+    users = [[next(times) for _ in range(length)] for length in lengths]
+    dataset = oracle.dataset([[time % 7 for time in user] for user in users], users)
+    names = dataset.items.ids.to_pylist()
+    order = [name for name in reversed(names) if name in known]
+    numbers = torch.tensor([order.index(name) if name in known else -1 for name in names])
+    part = replace(whole_part(dataset, False), numbers=numbers)
+    options = {"batch_size": 3, "max_seq_len": max_seq_len, "shuffle": False, "seed": 0, "with_viewed": with_viewed}
+    found = []
+    for batch in BatchLoader(part, with_times=True, **options):
+        assert batch.num_items == len(order)
+        items, of_rows = (batch.features[key].to_dense() for key in ("item_id", "timestamp"))
+        viewed = [None] * len(batch) if batch.viewed is None else rows_of(batch.viewed)
+        found += zip([i.tolist() for i in items], [t.tolist() for t in of_rows], batch.targets.tolist(), viewed, strict=True)
+    wanted = []
+    for user in users:
+        left = [time for time in user[:-1] if time % 7 in known]
+        rows = [order.index(time % 7) for time in left]
+        target = order.index(user[-1] % 7) if user[-1] % 7 in known else -1
+        wanted.append((rows[-max_seq_len:], left[-max_seq_len:], target, rows if with_viewed else None))
+    assert found == wanted
+
+
+def test_training_knows_all_of_its_items() -> None:
+    part = whole_part(oracle.dataset([[5, 6, 7, 5]]), True)
+    options = {"batch_size": 1, "max_seq_len": 9, "shuffle": False, "seed": 0}
+    (batch,) = BatchLoader(replace(part, numbers=torch.tensor([2, 0, 1])), **options)
+    assert (batch.features.values().tolist(), batch.targets.tolist()) == ([2, 0, 1], [0, 1, 2])
+    for lacking in (torch.tensor([1, -1, 0]), torch.tensor([-1, 1, 0])):
+        with pytest.raises(ValueError, match=r"item_id\[\d+\]: expected an id from 0 to 1, got -1"):
+            next(iter(BatchLoader(replace(part, numbers=lacking), **options)))
 
 
 @pytest.mark.parametrize("zone", [None, "UTC"])

@@ -61,6 +61,21 @@ def check_notes(split: SequenceSplit) -> None:
     assert split.notes["items_unseen_in_training"] == dataset.num_items - len(trained)
     assert split.notes["users_without_training"] == dataset.num_users - len(split.train)
     counts = split.train.item_counts().tolist()
+    kept = sorted(trained)
+    assert split.items.ids.equals(dataset.items.decode(kept))
+    everything = torch.arange(dataset.num_events)
+    known = [kept.index(item) if item in trained else -1 for item in dataset.item_ids.tolist()]
+    for part in (split.train, split.valid, split.test):
+        assert part.num_items == len(kept)
+        assert part.items(everything).tolist() == known
+        missing = {
+            "unknown_items": dataset.num_items - len(kept),
+            "unknown_targets": sum(target is not None and known[target] < 0 for _, target in rows(part).values()),
+            "unknown_history_events": sum(known[event] < 0 for events, _ in rows(part).values() for event in events),
+        }
+        # Where all are known nothing is mapped, and nothing to be counted.
+        assert (part.numbers is None) == (len(kept) == dataset.num_items)
+        assert part.unknown() == ({} if part.numbers is None else missing)
     for item in range(dataset.num_items):
         assert counts[item] == sum(int(dataset.item_ids[e]) == item for events, _ in rows(split.train).values() for e in events)
 
@@ -173,6 +188,20 @@ def test_each_leak_is_found(split: SequenceSplit) -> None:
     assert found["history_after_target"] > 0
 
 
+def test_items_that_training_does_not_have_are_told() -> None:
+    # Items 5 and 7 are held out of all users, 6 is in the training events of a user with too few.
+    split = split_leave_one_out(oracle.dataset([[1, 2, 3, 5], [2, 1, 7, 2], [3, 1, 7, 5], [6]]))
+    assert split.items.ids.to_pylist() == [1, 2, 3]
+    assert split.test.sample(1, 0).numbers is split.test.numbers is not None
+    assert not any(leaks(split).values())
+    found = leaks(split.numbered(None))
+    assert {name: count for name, count in found.items() if count} == {"unsupported_items": 3}
+    tampered = split.test.numbers.clone()
+    tampered[(tampered < 0).nonzero()[0]] = 3
+    found = leaks(replace(split, test=replace(split.test, numbers=tampered)))
+    assert {name: count for name, count in found.items() if count} == {"unsupported_items": 1}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -183,6 +212,8 @@ def test_each_leak_is_found(split: SequenceSplit) -> None:
         ({"start": torch.tensor([3])}, "0 <= start <= end <= 3"),
         ({"end": torch.tensor([2], dtype=torch.int32)}, "end: got torch.int32"),
         ({"target": torch.tensor([3])}, "target: got 3 to 3"),
+        ({"numbers": torch.tensor([0, 1])}, r"numbers: got torch.int64 \(2,\), expected int64 \[3\] of -1 or more"),
+        ({"numbers": torch.tensor([0, 1, -2])}, r"numbers: got torch.int64 \(3,\), expected int64 \[3\] of -1 or more"),
     ],
 )
 def test_a_part_out_of_range_is_refused(change: dict[str, torch.Tensor], message: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jagged.config import SECTIONS, ConfigError, ModelOptions, TrainConfig, option
-from jagged.data import SequenceDataset
+from jagged.data import SequenceDataset, split_leave_one_out
 from jagged.models import SASRec, register
 from jagged.models.pretrained import from_pretrained
 from jagged.runs.recommending import Recommender
@@ -105,7 +105,7 @@ def test_a_registered_model_is_trained_with_its_own_options(
     assert json.loads((tmp_path / "config.json").read_text())["model"] == {"name": "small", "width": 4}
     opened = from_pretrained(tmp_path)
     assert type(opened.model) is _Small
-    assert opened.model.item_weight.shape == (dataset.num_items, 4)
+    assert opened.model.item_weight.shape == (split_leave_one_out(dataset).train.num_items, 4)
     # What recommends from it is written down by that name, too.
     Recommender.from_pretrained(tmp_path).save_pretrained(tmp_path / "copy")
     copied = from_pretrained(tmp_path / "copy").model

@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import resource
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from jagged.data import SequenceDataset
+from jagged.data import SequenceDataset, split_leave_one_out
 from jagged.metrics import RunMetrics
 from jagged.models.pretrained import from_pretrained
 from jagged.runs.evaluating import evaluate
 from jagged.runs.recommending import Recommender
+from jagged.runs.reporting import gather
 from jagged.runs.summary import summary_lines
 from jagged.runs.training import train
 from jagged.training import CheckpointError, TrainingError, TrainingInterrupted, loop
@@ -68,6 +70,58 @@ def test_leaves_a_directory_that_stands_alone(dataset: SequenceDataset, tmp_path
     assert (config["precision"], config["device"], config["model"]["embedding_dim"]) == ("32-true", "cpu", 8)
     assert SequenceDataset.load(result.directory / "dataset").fingerprint == dataset.fingerprint
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".pt", ".metadata", ".tmp")]
+
+
+def test_a_model_has_the_items_of_training_alone(
+    dataset: SequenceDataset, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names, offsets = dataset.items.ids.to_pylist(), dataset.offsets.tolist()
+    users = [[names[item] for item in dataset.item_ids[first:last].tolist()] for first, last in pairwise(offsets)]
+    trained = {item for user in users for item in user[:-2]}
+    catalogue = [name for name in names if name in trained]
+    opened = from_pretrained(undisturbed)
+    assert opened.items.ids.to_pylist() == catalogue
+    assert len(opened.model.item_weight) == len(catalogue) < len(names)
+
+    def unknown(position: int) -> dict[str, int]:
+        return {
+            "unknown_items": len(names) - len(catalogue),
+            "unknown_targets": sum(user[position] not in trained for user in users),
+            "unknown_history_events": sum(item not in trained for user in users for item in user[:position]),
+        }
+
+    assert opened.split["unknown"] == {"valid": unknown(-2), "test": unknown(-1)}
+    assert (opened.split["items"], opened.split["notes"]["items_unseen_in_training"]) == (90, len(names) - len(catalogue))
+    # What was trained is what is evaluated, and recommended from, afterwards.
+    evaluation = evaluate(undisturbed)
+    assert evaluation.notes.items() >= unknown(-1).items()
+    assert evaluation.metrics == RunMetrics.from_json(opened.metrics).test
+    table = Recommender.from_pretrained(undisturbed).recommend(dataset, k=3)
+    assert set(table["item_id"].to_pylist()) <= trained
+    left_out = sum(item not in trained for user in users for item in user)
+    assert f"{left_out} events of items that the model does not know were left out of the histories" in caplog.messages
+    assert f"{len(names) - len(catalogue)} items have no training event" in summary_lines(undisturbed)[1]
+
+
+def test_a_checkpoint_of_a_model_with_more_items_is_refused(
+    dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jagged.runs import training
+
+    honest = training.split_events
+    with monkeypatch.context() as patch:
+        # As versions before this one did.
+        patch.setattr(training, "split_events", lambda *arguments: honest(*arguments).numbered(None))
+        run(tmp_path, dataset, max_epochs=1)
+    # Such a run can be used, and says of its vocabulary what is wrong with it.
+    assert "unknown_items" not in evaluate(tmp_path).notes
+    assert gather(tmp_path, progress=False).leaks["unsupported_items"] == 5
+    with pytest.raises(CheckpointError) as error:
+        run(tmp_path, dataset, max_epochs=1, resume=True)
+    assert str(error.value) == (
+        "the checkpoint does not fit the model: model.item_embeddings.embeddings.item_id.weight: 90 rows, expected 85; "
+        "train anew into another output"
+    )
 
 
 def test_the_best_weights_are_kept(dataset: SequenceDataset, tmp_path: Path) -> None:
@@ -367,11 +421,11 @@ def test_too_little_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_that_no_memory_holds_is_named(dataset: SequenceDataset, tmp_path: Path) -> None:
-    size = 2**40
+    size, num_items = 2**40, split_leave_one_out(dataset).train.num_items
     with pytest.raises(TrainingError) as caught:
         run(tmp_path, dataset, embedding_dim=size)
     assert str(caught.value) == (
-        f"model: does not fit into memory with num_items={dataset.num_items}, embedding_dim={size}, num_heads=2, num_layers=1, "
+        f"model: does not fit into memory with num_items={num_items}, embedding_dim={size}, num_heads=2, num_layers=1, "
         "dropout=0.2, max_seq_len=12; make it smaller"
     )
 
