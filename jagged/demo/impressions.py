@@ -30,11 +30,12 @@ _OPTIONS: dict[str, Any] = {
     "precision": "32-true",
     "data": {"label": ["click", "buy"], "request": "request_id", "candidate": "item_id", "user": "user_id", "max_history": 20},
     "model": {
-        "cross": "dot", "num_layers": 0, "layer_sizes": [64, 32], "dropout": 0.1, "conditional": ["buy=click"]
+        "embedding_dim": 48, "cross": "dot", "num_layers": 0, "num_time_buckets": None, "layer_sizes": [32, 16],
+        "conditional": ["buy=click"],
     },
     "training": {
-        "batch_size": 64, "max_epochs": 3, "learning_rate": 3e-3, "schedule": "linear", "weight_decay": 0.1,
-        "table_weight_decay": 10.0,
+        "batch_size": 64, "max_epochs": 3, "learning_rate": 4e-3, "table_learning_rate": 2e-3, "warmup_steps": 100,
+        "schedule": "linear", "weight_decay": 0.3, "table_weight_decay": 30.0,
     },
 }  # fmt: skip
 # Of a click, what an event shows.
