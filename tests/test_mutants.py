@@ -99,7 +99,7 @@ def test_the_nearest_tests() -> None:
         # By the imports of tests, and by what imports the file.
         ("jagged/data/files.py", ["data/test_csv_rows", "data/test_sources"]),
         ("jagged/data/staging.py", ["data/test_records"]),
-        ("jagged/data/logs.py", ["data/test_table_batches", "data/test_table_splits", "data/test_records"]),
+        ("jagged/data/logs.py", ["data/test_rows", "data/test_table_batches", "data/test_table_splits", "data/test_records"]),
         ("jagged/data/values.py", ["data/test_inference", "data/test_inspection"]),
     ],
 )
