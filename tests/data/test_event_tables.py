@@ -114,7 +114,7 @@ def listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-@settings(max_examples=max(EXAMPLES, 300))
+@settings(max_examples=EXAMPLES)
 @given(
     rows=tables(least=8),
     events=events_of(),

@@ -89,7 +89,7 @@ def check(rows: Sequence[slow.Row], split: Split, part: Part, kept: list[int], *
     return len(found)
 
 
-@settings(max_examples=max(300, EXAMPLES))
+@settings(max_examples=EXAMPLES)
 @given(
     rows=st.lists(EVENT, min_size=1, max_size=25),
     parts=st.lists(st.sampled_from(["train", "train", "valid", "test"]), min_size=25, max_size=25),

@@ -403,7 +403,9 @@ def test_under_autocast(splits: dict[str, Split], name: str) -> None:
 
 # TorchRec's collections break the graph, where Dynamo looks at the `grad` of what is no leaf.
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-@pytest.mark.parametrize("name", ["everything", pytest.param("everything by dots", marks=pytest.mark.long), "requests alone"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.long) for name in ("everything", "everything by dots")), "requests alone"]
+)
 def test_is_compiled(splits: dict[str, Split], name: str) -> None:
     split, model = of_variant(splits, name)
     torch.compiler.reset()
