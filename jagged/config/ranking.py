@@ -59,6 +59,9 @@ class TableOptions(Section):
     min_user_events: int = option(1, "fewest rows of a user; with min_item_events until none is left that has fewer", ge=1)
     min_item_events: int = option(1, "fewest rows of a candidate", ge=1)
     min_count: int = option(1, "ids that training has less often count as never seen", ge=1)
+    unseen_share: float = option(
+        0.1, "share of the places with an id that training has once, which get the unseen id, so that it is learnt", ge=0, le=1
+    )
     on_error: Literal["stop", "skip"] = option(
         "stop", "at a malformed row stop, or skip it; more than 1 % of the rows always stop"
     )

@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
-from torch import Tensor
 
 from jagged.artifacts import MANIFEST, errors_as, new_directory, verify, write_manifest
 from jagged.data.errors import DataError, refuse, shown
@@ -135,24 +133,6 @@ class Encoder:
             by_place = np.append(np.where(inside, values + FIRST, UNSEEN), MISSING)
             numbers = by_place[plain.encode(ids)]
         return np.where(missing, MISSING, numbers).astype(np.int64)
-
-    def replace_rare(self, numbers: Tensor, generator: torch.Generator, share: float, *, rare: int = 1) -> Tensor:
-        """Put the unseen id in the place of some rare ones, so that its row is trained.
-
-        Args:
-            numbers: int64, of any shape, on the host.
-            generator: what is drawn from.
-            share: of the places where a rare id stands, 0 to 1.
-            rare: ids that training has at most as often as this.
-
-        Returns:
-            int64 of the same shape.
-        """
-        if not 0 <= share <= 1:
-            raise ValueError(f"share: got {share}, expected 0 to 1")
-        is_rare = torch.from_numpy(self.counts <= rare)[numbers] & (numbers >= FIRST)
-        drawn = torch.rand(numbers.shape, generator=generator) < share
-        return torch.where(is_rare & drawn, UNSEEN, numbers)
 
     @property
     def expected_collisions(self) -> float:

@@ -32,7 +32,7 @@ AnyArray = npt.NDArray[Any]
 
 UNIFORM, POPULARITY = "uniform", "popularity"
 
-_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
 # Attempts at a time, in multiples of the negatives wanted; after the first ones catalogues below so many are gone through.
 _ROUNDS, _SMALL = (4, 16), 32
 # Pairs of a row and an item that are gone through together: some 60 bytes each.
@@ -260,7 +260,7 @@ class TrainingEvents:
     ) -> None:
         """Draw `width` times for some rows, and write down what is allowed and new."""
         have, number = found[rows], np.arange(attempts, attempts + width, dtype=np.uint64)
-        places = (_uniform(asked.key[:, None], number[None, :]) * size[:, None]).astype(np.int64)
+        places = (uniform(asked.key[:, None], number[None, :]) * size[:, None]).astype(np.int64)
         drawn = pool.items[places]
         taken = self._taken(np.repeat(np.arange(len(rows)), width), drawn.ravel(), asked)
         tried = np.concatenate((have, np.where(taken.reshape(drawn.shape), np.int32(-1), drawn)), axis=1)
@@ -285,7 +285,7 @@ class TrainingEvents:
         for column in range(found.shape[1]):
             allowed &= items != found[rows[which], column]
         which, items = which[allowed], items[allowed]
-        finish = -np.log1p(-_uniform(asked.key[which], _RACE + items.astype(np.uint64)))
+        finish = -np.log1p(-uniform(asked.key[which], _RACE + items.astype(np.uint64)))
         if by == POPULARITY:
             begin, end = self._before(items, asked.time[which])
             finish /= end - begin
@@ -317,11 +317,11 @@ class TrainingEvents:
 
     def _keys(self, rows: IntArray, seed: int, epoch: int) -> HashArray:
         """A number for each row; the epoch is in that of training rows alone."""
-        start = _mixed(np.array([seed], dtype=np.uint64) + _GAMMA)
-        by_epoch = _mixed(start + np.array([epoch + 1], dtype=np.uint64) * _GAMMA)
+        start = mixed(np.array([seed], dtype=np.uint64) + GAMMA)
+        by_epoch = mixed(start + np.array([epoch + 1], dtype=np.uint64) * GAMMA)
         place = np.minimum(_first_at(self.rows, rows), max(len(self.rows) - 1, 0))
         trained = self.rows[place] == rows if len(self.rows) else np.zeros(len(rows), np.bool_)
-        return _mixed(np.where(trained, by_epoch, start) ^ _mixed(rows.astype(np.uint64) + _GAMMA))
+        return mixed(np.where(trained, by_epoch, start) ^ mixed(rows.astype(np.uint64) + GAMMA))
 
     def _chunks(self, rows: IntArray, times: IntArray) -> Iterator[IntArray]:
         """Rows whose items together are few enough to be gone through at once; one row at least."""
@@ -406,7 +406,7 @@ class _Hints:
     def _places(self, users: CodeArray, items: CodeArray) -> HashArray:
         pairs = (users.astype(np.uint64) << np.uint64(32)) ^ items.astype(np.uint64)
         pairs = (pairs ^ (pairs >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-        return (pairs ^ (pairs >> np.uint64(32))) * _GAMMA >> self._shift
+        return (pairs ^ (pairs >> np.uint64(32))) * GAMMA >> self._shift
 
 
 def _first_at(values: IntArray, asked: IntArray) -> IntArray:
@@ -433,13 +433,13 @@ def _bisect(low: IntArray, high: IntArray, before: Any) -> IntArray:
     return low
 
 
-def _mixed(x: HashArray) -> HashArray:
+def mixed(x: HashArray) -> HashArray:
     """A bijection of 64-bit numbers whose bits depend on all bits: that of SplitMix64 (Steele, Lea & Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def _uniform(key: HashArray, number: HashArray) -> npt.NDArray[np.float64]:
+def uniform(key: HashArray, number: HashArray) -> npt.NDArray[np.float64]:
     """The numbers of a key's stream at some places, from 0 to below 1."""
-    return (_mixed(key + (number + np.uint64(1)) * _GAMMA) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (mixed(key + (number + np.uint64(1)) * GAMMA) >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -21,6 +21,7 @@ from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
 from jagged.data.packed import Packed
 from jagged.data.records import Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
+from jagged.data.unseen import Unseen
 
 if TYPE_CHECKING:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -275,6 +276,7 @@ class _Chosen(NamedTuple):
         own: int64 `[S]`, the row that a candidate is of.
         values: int64 `[S]`, the row that has the candidate's values.
         items: int32 `[S]`, the candidates' codes; None: as in these rows.
+        unseen: which rare ids are given as unseen ones; None: none is.
     """
 
     first: IntArray
@@ -282,6 +284,7 @@ class _Chosen(NamedTuple):
     own: IntArray
     values: IntArray
     items: npt.NDArray[np.int32] | None = None
+    unseen: Unseen | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -401,6 +404,7 @@ class Part:
         max_history: int | None = None,
         negatives: int | None = None,
         by: str = UNIFORM,
+        unseen: float = 0.0,
         num_workers: int = 0,
         pin_memory: bool = False,
         rank: int = 0,
@@ -431,6 +435,9 @@ class Part:
             negatives: how many are drawn for each row. None: none, rows have the table's labels.
             by: "uniform": each item that is left is as likely as another; "popularity": as likely as training had it often, by
                 the exact count before the row's time. One after the other, without replacement.
+            unseen: the share of the places with a rare id, one that training has once, that get the unseen id in its place, so
+                that the row of ids that nobody has seen is trained; drawn anew each epoch, by seed, column and place alone. 0:
+                none do, as in a held-out part.
             num_workers: processes that build batches; 0 builds them in this one.
             pin_memory: hand batches out in page-locked memory (where there is a CUDA device).
             rank, world_size: this process's share.
@@ -450,7 +457,7 @@ class Part:
             self.training.prepare(drawing, progress=progress)
         return RequestLoader(
             self, drawing, batch_size=batch_size, max_tokens=max_tokens, max_history=max_history, shuffle=shuffle, seed=seed,
-            num_workers=num_workers, pin_memory=pin_memory, rank=rank, world_size=world_size,
+            unseen=unseen, num_workers=num_workers, pin_memory=pin_memory, rank=rank, world_size=world_size,
             multiprocessing_context=multiprocessing_context,
         )  # fmt: skip
 
@@ -476,15 +483,17 @@ class Part:
         max_history: int | None = None,
         drawing: Drawing | None = None,
         epoch: int = 0,
+        unseen: Unseen | None = None,
         allocate: Any = None,
     ) -> Packed:
         """The tensors of which `batch` makes a batch: what a loader's worker does, without torchrec.
 
-        `allocate` is as of `Packed.of`.
+        `unseen` says which rare ids are given as unseen ones, None: none is; `allocate` is as of `Packed.of`.
         """
         dataset, layout = self.dataset, self.layout
         places = np.asarray(places, dtype=np.int64)
         rows = self._chosen(places) if drawing is None else self._drawn(self.rows[places], drawing, epoch)
+        rows = rows._replace(unseen=unseen)
         found: dict[str, AnyArray] = {
             "candidate_offsets": np.append(0, np.cumsum(rows.counts)),
             "rows": rows.own,
@@ -511,7 +520,7 @@ class Part:
         start, stop = self._views(rows.first, max_history)
         self._keyed(found, "features", rows, start, stop, max_history)
         if (log := dataset.events) is not None:
-            self._history(found, log, log.rows(spread(start, stop - start)))
+            self._history(found, log, log.rows(spread(start, stop - start)), unseen)
         return Packed.of({name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in found.items()}, allocate)
 
     def batch(self, packed: Packed, drawing: Drawing | None = None) -> Batch:
@@ -558,7 +567,7 @@ class Part:
         start, stop = self.dataset.start[rows], self.dataset.stop[rows]
         return start if max_history is None else np.maximum(start, stop - max_history), stop
 
-    def _history(self, found: dict[str, AnyArray], log: EventLog, rows: IntArray) -> None:
+    def _history(self, found: dict[str, AnyArray], log: EventLog, rows: IntArray, unseen: Unseen | None) -> None:
         """What events show beside their ids."""
         table = log.table
         found["history_times"] = table.column(log.time)[rows]
@@ -567,7 +576,7 @@ class Part:
         found["history_numbers"], found["history_numbers_missing"] = self._numbers(table, log.numbers, rows)
         found["history_labels"], found["history_label_mask"] = self._labels(table, list(log.labels), rows)
         if log.lists:
-            _put(found, "history_lists", [self._values(column, table, rows) for column in log.lists])
+            _put(found, "history_lists", [self._values(column, table, rows, unseen=unseen) for column in log.lists])
 
     def _keyed(
         self,
@@ -583,12 +592,14 @@ class Part:
         histories = self.layout.list_histories
         for column in getattr(self.layout, name):
             most = max_history if column in histories else None
-            key = self._values(column, self.dataset, rows.values if column.is_candidates else rows.first, rows.items, most)
+            of = rows.values if column.is_candidates else rows.first
+            key = self._values(column, self.dataset, of, rows.items, most, rows.unseen)
             # One each, beside what is the request's.
             keys.append(key._replace(lengths=rows.counts) if name == "features" and column.is_candidates else key)
         if start is not None and stop is not None and (log := self.dataset.events) is not None:
             events = log.rows(spread(start, stop - start))
-            keys += [self._values(column, log.table, events)._replace(lengths=stop - start) for column in log.ids]
+            of_events = (self._values(column, log.table, events, unseen=rows.unseen) for column in log.ids)
+            keys += [key._replace(lengths=stop - start) for key in of_events]
         if keys or name == "features":
             _put(found, name, keys)
 
@@ -599,14 +610,23 @@ class Part:
         rows: IntArray,
         items: npt.NDArray[np.int32] | None = None,
         most: int | None = None,
+        unseen: Unseen | None = None,
     ) -> _Key:
         """A column of some rows: ids as numbers, or lists of numbers.
 
-        `items` are codes of candidates in place of the rows', and `most` is how many of a list's last values there are at most.
+        `items` are codes of candidates in place of the rows', `most` is how many of a list's last values there are at most, and
+        `unseen` says which rare ids are given as unseen ones.
         """
+
+        def encoded(codes: AnyArray, places: IntArray) -> AnyArray:
+            numbers = self.maps[column.table_name][codes + 1]
+            return numbers if unseen is None else unseen.replaced(numbers, self.encoders[column.table_name], column.name, places)
+
         if column.kind not in LISTS:
-            codes = items if items is not None and column.kind is Kind.CANDIDATE else table.column(column.name)[rows]
-            return _Key(self.maps[column.table_name][codes + 1], np.ones(len(rows), np.int64), None)
+            drawn = items is not None and column.kind is Kind.CANDIDATE
+            codes = items if items is not None and drawn else table.column(column.name)[rows]
+            places = rows + (codes.astype(np.int64) << 36) if drawn else rows
+            return _Key(encoded(codes, places), np.ones(len(rows), np.int64), None)
         offsets, stored = table.list_column(column.name)
         start, stop = offsets[rows], offsets[rows + 1]
         start = start if most is None else np.maximum(start, stop - most)
@@ -621,7 +641,7 @@ class Part:
             weights = table.list_column(column.weights)[1][places]
             # Only a missing list's one id has no weight.
             weights = np.where(np.isnan(weights), np.float32(1), weights)
-        return _Key(self.maps[column.table_name][stored[places] + 1], lengths, weights)
+        return _Key(encoded(stored[places], places), lengths, weights)
 
     def _numbers(self, table: Columns, columns: list[Column], chosen: AnyArray) -> tuple[FloatArray, BoolArray]:
         shape = (len(chosen), len(columns))

@@ -18,6 +18,7 @@ from jagged.data.negatives import Drawing
 from jagged.data.packed import Packed, Slots, forget
 from jagged.data.plan import Plan, PlannedLoader
 from jagged.data.table_batches import Batch, Part
+from jagged.data.unseen import Unseen
 
 IntArray = npt.NDArray[np.int64]
 
@@ -45,6 +46,7 @@ class RequestLoader(PlannedLoader):
         max_history: int | None,
         shuffle: bool,
         seed: int,
+        unseen: float,
         num_workers: int,
         pin_memory: bool,
         rank: int,
@@ -55,6 +57,8 @@ class RequestLoader(PlannedLoader):
             raise ValueError(f"num_workers: got {num_workers}, expected 0 or more")
         if type(seed) is not int or not 0 <= seed < 2**64:
             raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
+        if not 0 <= unseen <= 1:
+            raise ValueError(f"unseen: got {unseen!r}, expected a share from 0 to 1")
         sizes = part.sizes(max_history, drawing)
         self._plan = Plan(sizes, batch_size, max_tokens, seed if shuffle else None, rank, world_size)
         if max_tokens is not None and max_tokens < (largest := int(sizes.max())):
@@ -69,7 +73,7 @@ class RequestLoader(PlannedLoader):
         if slots is not None:
             weakref.finalize(self, forget, slots.loader)
         self._loader: DataLoader[Packed] = DataLoader(
-            _Requests(part, drawing, max_history, slots),
+            _Requests(part, drawing, max_history, Unseen(unseen, seed, 0) if unseen else None, slots),
             batch_size=None,
             sampler=_WithEpoch(self._plan),  # type: ignore[arg-type]
             num_workers=num_workers,
@@ -89,13 +93,18 @@ class RequestLoader(PlannedLoader):
 class _Requests(Dataset[Any]):
     """Gathers a batch. It comes with its epoch, on which draws depend: workers that live on do not hear of the next one."""
 
-    def __init__(self, part: Part, drawing: Drawing | None, max_history: int | None, slots: Slots | None) -> None:
-        self.part, self.drawing, self.max_history, self.slots = part, drawing, max_history, slots
+    def __init__(
+        self, part: Part, drawing: Drawing | None, max_history: int | None, unseen: Unseen | None, slots: Slots | None
+    ) -> None:
+        self.part, self.drawing, self.max_history, self.unseen, self.slots = part, drawing, max_history, unseen, slots
 
     def __getitem__(self, chosen: tuple[int, IntArray]) -> Packed:
         epoch, places = chosen
         allocate = None if self.slots is None else self.slots.allocate
-        return self.part.collect(places, max_history=self.max_history, drawing=self.drawing, epoch=epoch, allocate=allocate)
+        unseen = None if self.unseen is None else self.unseen._replace(epoch=epoch)
+        return self.part.collect(
+            places, max_history=self.max_history, drawing=self.drawing, epoch=epoch, unseen=unseen, allocate=allocate
+        )
 
 
 class _WithEpoch(Sampler[tuple[int, IntArray]]):

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -83,21 +82,6 @@ def test_a_range_keeps_its_ids() -> None:
     with pytest.raises(DataError) as caught:
         encoder.encode([0, None, 5], strict=True)
     assert str(caught.value) == "table 't': found the id 5, expected 0 to 4"
-
-
-def test_rare_ids_are_replaced_by_a_share_of_theirs() -> None:
-    encoder = fitted(Column("c", Kind.ID), ["a", "b", "c"], [9, 1, 2])
-    numbers = torch.tensor([0, 1, 2, 3, 4]).repeat(2_000, 1)
-    drawn = encoder.replace_rare(numbers, torch.Generator().manual_seed(0), 0.25)
-    assert torch.equal(drawn[:, [0, 1, 2, 4]], numbers[:, [0, 1, 2, 4]])
-    assert set(drawn[:, 3].tolist()) == {1, 3}
-    assert abs((drawn[:, 3] == 1).double().mean() - 0.25) < 5 * (0.25 * 0.75 / 2_000) ** 0.5
-    assert torch.equal(drawn, encoder.replace_rare(numbers, torch.Generator().manual_seed(0), 0.25))
-    assert torch.equal(numbers, encoder.replace_rare(numbers, torch.Generator(), 0.0))
-    every = encoder.replace_rare(numbers, torch.Generator(), 1.0, rare=2)
-    assert every[0].tolist() == [0, 1, 2, 1, 1]
-    with pytest.raises(ValueError, match=r"^share: got 1.5, expected 0 to 1$"):
-        encoder.replace_rare(numbers, torch.Generator(), 1.5)
 
 
 @settings(max_examples=EXAMPLES // 2)

@@ -178,7 +178,7 @@ def _loaders(config: RankingConfig, split: Split, processes: Processes) -> tuple
     tokens = config.training.max_tokens
     size: dict[str, Any] = {"max_tokens": tokens} if tokens else {"batch_size": config.training.batch_size}
     try:
-        train_loader = split.train.loader(shuffle=True, **size, **common)
+        train_loader = split.train.loader(shuffle=True, unseen=config.data.unseen_share, **size, **common)
         held_out = {"batch_size": config.evaluation.eval_batch_size, **common}
         return train_loader, split.valid.loader(**held_out), split.test.loader(**held_out)
     except ValueError as error:
