@@ -46,12 +46,14 @@ class GlobalTime(Section):
 
     def contradictions(self) -> Iterator[Problem]:
         """Both fractions leave something to train on."""
-        if self.valid_fraction + self.test_fraction >= 1:
-            yield Problem(
-                "valid_fraction",
-                f"got {self.valid_fraction}, expected with test_fraction ({self.test_fraction}) less than 1, or nothing is left "
-                "to train on",
-            )
+        return leave_something(self.valid_fraction, self.test_fraction)
+
+
+def leave_something(valid: float, test: float) -> Iterator[Problem]:
+    """What is wrong with shares of validation and test that leave nothing to train on."""
+    if valid + test >= 1:
+        text = f"got {valid}, expected with test_fraction ({test}) less than 1, or nothing is left to train on"
+        yield Problem("valid_fraction", text)
 
 
 class ModelOptions(Section):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jagged.config.options import LoopOptions, ModelOptions
+from jagged.config.options import LoopOptions, ModelOptions, leave_something
 from jagged.config.section import Problem, Section, option
 
 #: Of `TableOptions`, what says what columns are: the words of `jagged.data.Schema.with_words`.
@@ -110,12 +110,7 @@ class _Shares(Section):
 
     def contradictions(self) -> Iterator[Problem]:
         """Both leave something to train on."""
-        if self.valid_fraction + self.test_fraction >= 1:
-            yield Problem(
-                "valid_fraction",
-                f"got {self.valid_fraction}, expected with test_fraction ({self.test_fraction}) less than 1, or nothing is left "
-                "to train on",
-            )
+        return leave_something(self.valid_fraction, self.test_fraction)
 
     def splitting(self) -> dict[str, Any]:
         """The options of `jagged.data.Dataset.split`."""

@@ -13,6 +13,8 @@ from torch.utils.data import get_worker_info
 
 # Where each tensor begins: kernels load 16 bytes at once, and rows of memory have 64.
 _ALIGNMENT = 64
+#: How names of lengths end.
+LENGTHS = ".lengths"
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,8 +23,8 @@ class Packed:
 
     Attributes:
         memory: uint8 `[bytes]`.
-        places: of each tensor its type, its shape and its first byte; one of whole numbers that are all 1, as lengths of keys
-            with one id each are, has no bytes, which -1 says.
+        places: of each tensor its type, its shape and its first byte. Lengths that are all 1, as of keys with one id each, have
+            no bytes, which -1 says: nobody changes lengths in their place, of which a KeyedJaggedTensor has kept the offsets.
         slot: of `Slots`, in which the memory is; None where it is the tensors' own.
     """
 
@@ -40,7 +42,7 @@ class Packed:
         """
         places, end = {}, 0
         for name, tensor in tensors.items():
-            is_ones = tensor.dtype == torch.int64 and tensor.numel() > 1 and bool((tensor == 1).all())
+            is_ones = name.endswith(LENGTHS) and bool((tensor == 1).all())
             places[name] = tensor.dtype, tuple(tensor.shape), -1 if is_ones else end
             end += 0 if is_ones else -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         memory, slot = (torch.empty(end, dtype=torch.uint8), None) if allocate is None else allocate(end)

@@ -195,6 +195,8 @@ class Staged:
         if (time := schema.one(Kind.TIME)) is not None:
             self.time_kind = self._time_kind(time)
         self.parsed = {one.name: self._with_name(one) for one in schema.columns}
+        for column in schema.of_kind(Kind.LABEL):
+            self._check_threshold(column)
         #: What events are ordered by: times before they were converted.
         self.moment = "" if time is None else self.parsed[time.name].value
         self.table.sql(f"CREATE TABLE {self.dropped} (row BIGINT)")
@@ -212,6 +214,22 @@ class Staged:
             return parse(column, self.table.types[column.name], self.table.is_text, self.time_kind)
         except DataError as error:
             raise DataError(f"{self.table.name}: {error}") from None
+
+    def _check_threshold(self, column: Column) -> None:
+        """Refuse what is 0 or 1 already where a label is to be 1 from a larger value on: as a dataset gives its rows back."""
+        least = column.positive_from
+        if least is None or least <= 1:
+            return
+        value = self._with_name(replace(column, positive_from=None)).value
+        rows = f"(SELECT {value} AS v FROM {self.table.rows})"
+        count, other = self.table.sql(f"SELECT count(v), count(v) FILTER (v NOT IN (0, 1)) FROM {rows}")[0]
+        if count and not other:
+            raise refuse(
+                f"{self.table.name}: label {shown(column.name)}",
+                "0 and 1 alone",
+                f"other values, as it is 1 from {least:g} on",
+                "give the values that it was made from, or leave the threshold out",
+            )
 
     def _time_kind(self, column: Column) -> str:
         kind = plain_type(self.table.types[column.name])

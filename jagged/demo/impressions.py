@@ -13,14 +13,14 @@ from pyarrow import csv
 
 from jagged.artifacts import writing
 from jagged.config import ConfigError, RankingConfig
-from jagged.data import ImpressionTruth, synthetic_impressions
+from jagged.data import synthetic_impressions
 from jagged.data.impressions import TASKS
+from jagged.demo.written import Written
 from jagged.runs.ranking.predicting import PREDICTED, Ranker
 from jagged.runs.ranking.reporting import gather_ranking, write_ranking_pictures
 from jagged.runs.ranking.run import RankingRun
 from jagged.runs.reporting import write_page
 from jagged.runs.training import train
-from jagged.training.checkpoint import latest_checkpoint
 
 #: How far below the attainable AUC a good model may be. Over seeds it is at most half of that (benchmarks.planted_impressions).
 SHORTFALL = 0.01
@@ -43,23 +43,15 @@ _SHOWN = ["user_id", "item_id", "timestamp", "category"]
 
 
 @dataclass(frozen=True)
-class ImpressionResult:
-    """What was reached and written.
+class ImpressionResult(Written):
+    """What was reached on the test part, by task: "auc", "gauc" (of users) and "logloss".
 
     Attributes:
-        attainable, reached: by task "auc", "gauc" (of users) and "logloss" on the test part: the best there is in expectation,
-            and the model's.
-        training_seconds: of training and validation.
-        directory: the run; checkpoint, metrics, pictures: files in it.
+        attainable, reached: the best there is in expectation, and the model's.
     """
 
     attainable: dict[str, dict[str, float]]
     reached: dict[str, dict[str, float]]
-    training_seconds: float
-    directory: Path
-    checkpoint: Path
-    metrics: Path
-    pictures: tuple[Path, ...]
 
     @property
     def ok(self) -> bool:
@@ -101,11 +93,9 @@ def show(directory: Path, seed: int) -> ImpressionResult:
     rows, probabilities = _predicted(opened)
     result = ImpressionResult(
         attainable={task: truth.figures(task, rows) for task in TASKS},
-        reached={task: _reached(truth, task, rows, probabilities[task]) for task in TASKS},
+        reached={task: truth.figures(task, rows, probabilities=probabilities[task]) for task in TASKS},
         training_seconds=run.seconds,
         directory=run.directory,
-        checkpoint=latest_checkpoint(run.directory / "checkpoints") or run.directory,
-        metrics=run.directory / "metrics.json",
         pictures=(write_page(facts, run.directory / "report.html"), *write_ranking_pictures(facts, run.directory)),
     )
     print(f"\n{result}\n\n{_describe(table, opened)}\n", flush=True)
@@ -122,10 +112,6 @@ def _predicted(run: RankingRun) -> tuple[Any, dict[str, Any]]:
         for task in TASKS:
             found[task].append(predictions[task].double().cpu().numpy())
     return np.concatenate(rows), {task: np.concatenate(of) for task, of in found.items()}
-
-
-def _reached(truth: ImpressionTruth, task: str, rows: Any, probabilities: Any) -> dict[str, float]:
-    return truth.figures(task, rows, probabilities=probabilities)
 
 
 def _describe(table: pa.Table, run: RankingRun) -> str:

@@ -13,11 +13,11 @@ from pyarrow import csv
 from jagged.artifacts import writing
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import SequenceDataset, synthetic_sessions
+from jagged.demo.written import Written
 from jagged.metrics import ALL_ITEMS
 from jagged.runs.recommending import recommend
 from jagged.runs.reporting import gather, write_page, write_pictures
 from jagged.runs.training import train
-from jagged.training.checkpoint import latest_checkpoint
 
 METRIC = "ndcg@10"
 # What counts as clearly better than popularity, and as near the attainable.
@@ -34,24 +34,16 @@ _OPTIONS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class SequenceResult:
-    """What was reached and written.
+class SequenceResult(Written):
+    """What was reached: NDCG@10 on the test part, seen items left in.
 
     Attributes:
-        attainable, reached, popularity: NDCG@10 on the test part, seen items left in: the best there is in expectation, the
-            model's, and that of ranking by popularity.
-        training_seconds: of training and validation.
-        directory: the run; checkpoint, metrics, pictures: files in it.
+        attainable, reached, popularity: the best there is in expectation, the model's, and that of ranking by popularity.
     """
 
     attainable: float
     reached: float
     popularity: float
-    training_seconds: float
-    directory: Path
-    checkpoint: Path
-    metrics: Path
-    pictures: tuple[Path, ...]
 
     @property
     def ok(self) -> bool:
@@ -97,8 +89,6 @@ def show(directory: Path, seed: int) -> SequenceResult:
         popularity=figures["popularity"][METRIC],
         training_seconds=run.seconds,
         directory=run.directory,
-        checkpoint=latest_checkpoint(run.directory / "checkpoints") or run.directory,
-        metrics=run.directory / "metrics.json",
         pictures=(write_page(facts, run.directory / "report.html"), *write_pictures(facts, run.directory)),
     )
     histories = _histories(sample)

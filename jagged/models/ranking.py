@@ -521,9 +521,9 @@ class _Numbers(nn.Module):
         self.names = list(names)
         self.register_buffer("mean", torch.zeros(len(names), device=device))
         self.register_buffer("deviation", torch.ones(len(names), device=device))
-        # The intervals between two borders, and how many there are; one that there is not holds nothing.
-        self.register_buffer("low", torch.full((len(names), _INTERVALS), torch.finfo().max, device=device))
-        self.register_buffer("high", torch.full((len(names), _INTERVALS), torch.inf, device=device))
+        # The intervals between two borders, and how many there are.
+        self.register_buffer("low", torch.zeros(len(names), _INTERVALS, device=device))
+        self.register_buffer("high", torch.zeros(len(names), _INTERVALS, device=device))
         self.register_buffer("intervals", torch.zeros(len(names), device=device))
 
     def normalise(self, statistics: Mapping[str, Statistics]) -> None:
@@ -541,7 +541,10 @@ class _Numbers(nn.Module):
     def forward(self, values: Tensor, missing: Tensor) -> Tensor:
         """`[N, C]` floats and bools -> `[N, 3 C]`; what is missing is the mean, and in the middle: 0."""
         normal = (values - self.mean) / self.deviation
-        passed = ((values[:, :, None] - self.low) / (self.high - self.low)).clamp(0, 1).sum(2)
+        exists = torch.arange(_INTERVALS, device=self.low.device) < self.intervals[:, None]
+        # In few bits two borders may be one.
+        wide = (self.high - self.low).clamp(min=torch.finfo(self.low.dtype).tiny)
+        passed = ((values[:, :, None] - self.low) / wide).clamp(0, 1).where(exists, 0).sum(2)
         rank = 12**0.5 * (passed / self.intervals.clamp(min=1) - 0.5 * (self.intervals > 0))
         hidden = [of.masked_fill(missing, 0.0) for of in (normal, rank)]
         return torch.cat([*hidden, missing.to(normal.dtype)], 1)

@@ -18,8 +18,6 @@ RESULT = SequenceResult(
     popularity=0.05,
     training_seconds=1.0,
     directory=Path("run"),
-    checkpoint=Path("run/checkpoints/step-00000001"),
-    metrics=Path("run/metrics.json"),
     pictures=(),
 )
 
@@ -57,7 +55,7 @@ def test_good_impressions_are_near_the_attainable(task: str, auc: float, ok: boo
     best = {"auc": 0.88, "gauc": 0.87, "logloss": 0.4}
     figures = {"attainable": {"click": best, "buy": best}, "reached": {"click": best, "buy": best}}
     figures["reached"] = {**figures["reached"], task: {**best, "auc": auc}}
-    plain = {key: getattr(RESULT, key) for key in ("training_seconds", "directory", "checkpoint", "metrics", "pictures")}
+    plain = {key: getattr(RESULT, key) for key in ("training_seconds", "directory", "pictures")}
     result = ImpressionResult(**figures, **plain)
     assert result.ok is ok
     assert ("NOT GOOD ENOUGH" in str(result)) is not ok

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from jagged.data import packed as packed_module
 from jagged.data.packed import Packed, Slots, forget
+from jagged.data.table_batches import Batch
 from tests.models.shops import shop
 
 DTYPES = (torch.int64, torch.float32, torch.bool)
 tensors = st.dictionaries(
-    st.text(max_size=3),
+    st.text(max_size=3) | st.sampled_from(["a.lengths", "b.lengths", "b.values"]),
     st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), min_size=1, max_size=2)).map(
         lambda of: torch.randint(0, 2, of[1]).to(of[0])
     ),
@@ -34,7 +35,7 @@ def test_views_are_the_tensors(given: dict[str, torch.Tensor]) -> None:
     for name, tensor in given.items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)
-        is_ones = tensor.dtype == torch.int64 and tensor.numel() > 1 and bool((tensor == 1).all())
+        is_ones = name.endswith(".lengths") and bool((tensor == 1).all())
         assert (packed.places[name][2] == -1) == is_ones
         if not is_ones:
             assert found[name].storage_offset() * found[name].element_size() % 64 == 0
@@ -91,6 +92,12 @@ def test_a_batch_that_was_changed_is_moved_saved_and_sent_as_it_is(tmp_path: Pat
     batch.labels[0, 0] = 7
     again = batch.to(torch.device("cpu")), copy.copy(batch).to(torch.device("cpu"))
     assert all(float(of.labels[0, 0]) == 7 for of in again)
+    # Numbers that are all alike are the user's, too.
+    alone = shop(history="events").train.gather([0])
+    alone.request_index[:], alone.user_index[:] = 1, 1
+    again_alone = Batch.of(Packed.of(alone._together[0].tensors()), alone._together[1], sampled=False)
+    again_alone.user_index[:] = 5
+    assert again_alone.to(torch.device("cpu")).user_index.tolist() == [5]
     batch.labels = torch.full_like(batch.labels, 3)
     assert torch.equal(batch.to(torch.device("cpu")).labels, torch.full_like(batch.labels, 3))
     meta = batch.to(torch.device("meta"))

@@ -315,3 +315,21 @@ def test_a_label_is_1_from_a_value_on(tmp_path: Path) -> None:
     with pytest.raises(DataError) as error:
         Column("price", Kind.NUMBER, positive_from=3)
     assert str(error.value) == "schema, column 'price': found positive_from for a column of kind number, expected kind label"
+
+
+def test_labels_that_are_0_and_1_already_have_no_threshold() -> None:
+    """A dataset gives its rows back with the labels as they are stored; read by its own schema all of them would be 0."""
+    table = pa.table({"user": list("aabb"), "item": list("xyxy"), "time": range(4), "rating": [1, 5, 4, None]})
+    words = {"user": "user", "candidate": "item", "time": "time"}
+    dataset = Dataset.from_table(table, label="rating>=4", progress=False, **words)
+    told = "other values, as it is 1 from 4 on; give the values that it was made from, or leave the threshold out"
+    for options in ({}, {"events": pa.table(dataset), "event_schema": dataset.schema, "event_labels": "rating"}):
+        source = table if options else pa.table(dataset)
+        with pytest.raises(DataError) as error:
+            Dataset.from_table(source, dataset.schema, progress=False, **options)
+        assert str(error.value).endswith(f": label 'rating': found 0 and 1 alone, expected {told}")
+    # From 1 on it is what it was; and one that is missing in all rows says nothing.
+    again = Dataset.from_table(pa.table(dataset), label="rating>=1", progress=False, **words)
+    assert np.array_equal(again.column("rating"), dataset.column("rating"), equal_nan=True)
+    empty = table.set_column(3, "rating", pa.array([None] * 4, pa.float64()))
+    assert np.isnan(Dataset.from_table(empty, label="rating>=4", progress=False, **words).column("rating")).all()

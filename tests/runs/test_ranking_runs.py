@@ -327,10 +327,12 @@ def test_events_without_labels_are_ranked_against_drawn_items(tmp_path: Path) ->
     assert ranker.evaluate(progress=False).metrics.to_json() == result.metrics.test.to_json()
     found = ranker.recommend(pa.table({"user": ["u1", "new"], "time": [1000, 1000]}), k=3, progress=False)
     assert found["request"].to_pylist() == [0, 0, 0, 1, 1, 1]
-    assert (
-        "calibration"
-        not in render_ranking(gather_ranking(tmp_path / "run", progress=False)).split("</style>")[1].lower().split("</p>")[0]
-    )
+    facts = gather_ranking(tmp_path / "run", progress=False)
+    assert not facts.calibration
+    assert facts.metrics.to_json() == result.metrics.test.to_json()
+    page = render_ranking(facts)
+    assert "Calibration of" not in page
+    assert "next, against drawn negatives" in page
     without = RankingConfig(**{**chosen.model_dump(), "output": str(tmp_path / "other"), "data": {"user": "user"}})
     with pytest.raises(TrainingError) as error:
         jagged.train(without, rows, progress=False)
