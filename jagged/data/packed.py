@@ -30,7 +30,7 @@ class Packed:
 
     memory: Tensor
     places: Mapping[str, tuple[torch.dtype, tuple[int, ...], int]]
-    slot: tuple[int, int, int] | None = None
+    slot: Slot | None = None
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], allocate: Callable[[int], tuple[Tensor, Any]] | None = None) -> Packed:
@@ -68,28 +68,63 @@ class Packed:
 
     def pin_memory(self) -> Packed:
         """The same in page-locked memory; `DataLoader` asks for it in a thread of its own, before it hands a batch out."""
-        if self.slot is not None:
-            # Where the memory stays mapped, the next batch in this slot finds it so.
-            _MAPPED[self.slot] = self.memory
         return self.mapped(lambda memory: memory.pin_memory())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a message has: of memory in a slot its size alone, once the reader has the slot."""
+        if self.slot is None:
+            return Packed, (self.memory, self.places)
+        return _received, (self.slot.key, self.slot.to_send(), len(self.memory), self.places)
+
+
+@dataclass(eq=False)
+class Slot:
+    """A piece of shared memory, in the worker that writes into it.
+
+    Attributes:
+        key: numbers of loader, worker and slot.
+        memory: uint8 `[bytes]`, all of it.
+        is_sent: whether the reader has it.
+    """
+
+    key: tuple[int, int, int]
+    memory: Tensor
+    is_sent: bool = False
+
+    def to_send(self) -> Tensor | None:
+        """The memory the first time, then None."""
+        if self.is_sent:
+            return None
+        self.is_sent = True
+        return self.memory
 
 
 #: The memory of workers' slots in the process that reads them, by loader, worker and number.
 _MAPPED: dict[tuple[int, int, int], Tensor] = {}
 
 
+def _received(key: tuple[int, int, int], memory: Tensor | None, count: int, places: Mapping[str, Any]) -> Packed:
+    if memory is not None:
+        # Where the memory stays mapped, the next batch in this slot finds it so.
+        _MAPPED[key] = memory
+    memory = _MAPPED[key]
+    return Packed(memory[:count], places, Slot(key, memory, is_sent=True))
+
+
 def forget(loader: int) -> None:
     """Give back the memory of a loader's slots."""
-    for slot in [slot for slot in _MAPPED if slot[0] == loader]:
-        del _MAPPED[slot]
+    for key in [key for key in _MAPPED if key[0] == loader]:
+        del _MAPPED[key]
 
 
 class Slots:
     """Shared memory of a worker that is used again and again, in turns.
 
     New shared memory costs more than what is written into it: each page is given to the worker, and then to the reader,
-    when it is touched first. A slot is free when the batch in it was copied, which `DataLoader` does before it hands a
-    batch out; and it lets a worker be `prefetch` batches ahead of those that it has handed out.
+    when it is touched first. To send memory costs the reader several messages, in a thread that shares Python's lock with the
+    one that launches kernels; so a slot is sent once, and from then on its number. A slot is free when the batch in it was
+    copied, which `DataLoader` does before it hands a batch out; and it lets a worker be `prefetch` batches ahead of those that
+    it has handed out.
 
     Args:
         loader: a number of the loader.
@@ -98,17 +133,18 @@ class Slots:
 
     def __init__(self, loader: int, prefetch: int) -> None:
         self.loader = loader
-        self._slots: list[Tensor | None] = [None] * (prefetch + 1)
+        self._slots: list[Slot | None] = [None] * (prefetch + 1)
         self._next = 0
 
-    def allocate(self, count: int) -> tuple[Tensor, tuple[int, int, int] | None]:
+    def allocate(self, count: int) -> tuple[Tensor, Slot | None]:
         """So many bytes and their slot; in no worker new memory without one."""
         worker = get_worker_info()
         if worker is None:
             return torch.empty(count, dtype=torch.uint8), None
         number, self._next = self._next, (self._next + 1) % len(self._slots)
         slot = self._slots[number]
-        if slot is None or len(slot) < count:
+        if slot is None or len(slot.memory) < count:
             # With room for batches that are a little larger.
-            slot = self._slots[number] = torch.empty(count + count // 4, dtype=torch.uint8).share_memory_()
-        return slot[:count], (self.loader, worker.id, number)
+            memory = torch.empty(count + count // 4, dtype=torch.uint8).share_memory_()
+            slot = self._slots[number] = Slot((self.loader, worker.id, number), memory)
+        return slot.memory[:count], slot

@@ -52,8 +52,7 @@ def test_slots_are_used_in_turns_and_only_when_they_are_free() -> None:
     pinned, seen = [], []
     for packed in loader._loader:
         assert packed.slot is not None
-        seen.append((packed.slot, packed.memory.untyped_storage().data_ptr()))
-        packed_module._MAPPED[packed.slot] = packed.memory
+        seen.append((packed.slot.key, packed.memory.untyped_storage().data_ptr()))
         pinned.append(packed.mapped(torch.clone))
     assert {slot for slot, _ in seen} == {(7, worker, number) for worker in range(2) for number in range(3)}
     # A slot is the same memory here, too, until a larger batch needs a larger one.
