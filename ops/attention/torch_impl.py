@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jagged.ops.attention import torch_fused
 from jagged.ops.attention.spec import Inputs, Options, Outputs
 
 # 1 MiB in float32: the scores of a chunk stay in the L2 cache between the passes over them.
@@ -303,6 +304,11 @@ def _flat(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 def forward(x: Inputs, o: Options) -> Outputs:
     """Return output and log-sum-exp."""
+    plan = torch_fused.Plan.of(x, o)
+    return _forward(x, o) if plan is None else torch_fused.forward(x, o, plan, _forward)
+
+
+def _forward(x: Inputs, o: Options) -> Outputs:
     dtype, (heads, width) = torch.promote_types(x.q.dtype, torch.float32), x.k.shape[1:]
     biases = _Biases(x, {})
     dropout = None if x.dropout_seed is None else _Dropout(x.dropout_seed, o.dropout_p)
@@ -348,6 +354,15 @@ def _normalize(x: Tensor, chunk: _Chunk, normalizer: float) -> None:
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the gradients of q, k and v, and of the biases that are wanted."""
+    # The kernel's backward has no gradient of log-sum-exp.
+    plan = None if grads.output is None or grads.lse is not None else torch_fused.Plan.of(x, o)
+    if plan is None:
+        return _backward(grads, x, out, o, wanted)
+    found = torch_fused.backward(grads, x, out, o, plan, _backward)
+    return {name: rows.to(x.q.dtype) for name, rows in found.items()}
+
+
+def _backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     heads, width = x.k.shape[1:]
     dtype = torch.promote_types(x.q.dtype, torch.float32)
     biases = _Biases(x, wanted)

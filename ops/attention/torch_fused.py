@@ -1,0 +1,163 @@
+"""Softmax attention on a CPU by PyTorch's fused kernel, samples of equal lengths side by side: nothing is padded, no score kept.
+
+Samples are taken in order of their lengths. Rows that stand in that order already, as those of a batch whose samples come so, are
+read where they are; others are copied once. Samples of few keys come first and are left to the caller: the kernel's backward
+subtracts the product of output and upstream gradient, of which rounding leaves more than of a mean by weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from jagged.ops.attention.spec import Inputs, Options, Outputs
+
+# Samples of at most so many keys are left to the caller.
+FEW_KEYS = 16
+# The kernel is called once for samples of equal lengths: that pays where so many share a call, or it has so many scores.
+_SAMPLES, _SCORES = 4, 2**13
+# Which offsets rows have: those of queries (0) or of keys (1).
+_SIDES = {"q": 0, "k": 1, "v": 1}
+_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+@dataclass
+class Plan:
+    """The order of a batch's samples by their lengths, and where the kernel's part begins.
+
+    Attributes:
+        orders: rows of queries, and of keys, in the order of their samples; None where they stand so.
+        offsets: of queries, and of keys, in that order, int64 `[B + 1]`.
+        few: how many samples, the first ones, are the caller's.
+        sizes: of each call of the kernel the number of samples and how many queries and keys each has.
+    """
+
+    orders: tuple[Tensor | None, Tensor | None]
+    offsets: tuple[Tensor, Tensor]
+    few: int
+    sizes: list[tuple[int, int, int]]
+
+    @classmethod
+    def of(cls, x: Inputs, o: Options) -> Plan | None:
+        """None where the kernel does not know what is asked, or where it would not pay."""
+        if not _is_plain(x, o):
+            return None
+        offsets = [x.q_offsets.to(torch.int64)]
+        if x.k_offsets is not None:
+            offsets.append(x.k_offsets.to(torch.int64))
+        if not all(_are_right(of, rows.shape[0]) for of, rows in zip(offsets, (x.q, x.k), strict=False)):
+            return None
+        queries, keys = offsets[0].diff(), offsets[-1].diff()
+        # Samples of few keys, and those without queries, are all alike.
+        kinds = ((keys << 32) + queries).masked_fill_((keys <= FEW_KEYS) | (queries == 0), 0)
+        order = None
+        if bool((kinds.diff() < 0).any()):
+            kinds, order = kinds.sort(stable=True)
+        found, counts = (of.tolist() for of in kinds.unique_consecutive(return_counts=True))
+        few = counts.pop(0) if found[0] == 0 else 0
+        sizes = [(count, kind & (2**32 - 1), kind >> 32) for kind, count in zip(found[-len(counts) :], counts, strict=True)]
+        samples, scores = sum(counts), x.q.shape[1] * sum(n * lq * lk for n, lq, lk in sizes)
+        if not sizes or (samples < _SAMPLES * len(sizes) and scores < _SCORES * len(sizes)):
+            return None
+        if order is None:
+            return cls((None, None), (offsets[0], offsets[-1]), few, sizes)
+        sorted_ = [_sorted(of, order) for of in offsets]
+        return cls((sorted_[0][1], sorted_[-1][1]), (sorted_[0][0], sorted_[-1][0]), few, sizes)
+
+    def ordered(self, x: Inputs) -> Inputs:
+        """Queries, keys and values in the order of the samples, in the dtype that is computed in."""
+        dtype = torch.promote_types(x.q.dtype, torch.float32)
+        return x._replace(**{name: self.in_order(getattr(x, name), side).to(dtype) for name, side in _SIDES.items()})
+
+    def in_order(self, rows: Tensor, side: int) -> Tensor:
+        """Rows `[S, H, D]` of queries (0) or keys (1) in the order of the samples."""
+        order = self.orders[side]
+        return rows if order is None else rows.flatten(1).index_select(0, order).view(rows.shape)
+
+    def as_given(self, rows: Tensor, side: int) -> Tensor:
+        """The rows again as the batch has them."""
+        order = self.orders[side]
+        if order is None:
+            return rows
+        place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+        return rows.flatten(1).index_select(0, place).view(rows.shape)
+
+    def first(self, x: Inputs) -> Inputs:
+        """The caller's samples, of rows in order."""
+        q_offsets, k_offsets = (of[: self.few + 1] for of in self.offsets)
+        queries, keys = int(q_offsets[-1]), int(k_offsets[-1])
+        return Inputs(x.q[:queries], x.k[:keys], x.v[:keys], q_offsets, None if x.k_offsets is None else k_offsets)
+
+    def parts(self, *rows: tuple[Tensor, int]) -> Iterator[tuple[Tensor, ...]]:
+        """Yield for each call of the kernel views `[n, H, L, ...]` of rows in order, each `(rows, side)`."""
+        begin = [int(of[self.few]) for of in self.offsets]
+        for count, *lengths in self.sizes:
+            end = [at + count * length for at, length in zip(begin, lengths, strict=True)]
+            yield tuple(of[begin[side] : end[side]].unflatten(0, (count, lengths[side])).transpose(1, 2) for of, side in rows)
+            begin = end
+
+
+def _is_plain(x: Inputs, o: Options) -> bool:
+    """Whether the kernel knows all that is asked: softmax of as many key heads as query heads, also causal."""
+    extras = (x.num_targets, x.relative_bias, x.time_bias, x.bias, x.dropout_seed)
+    return (
+        x.q.is_cpu
+        and not (o.pointwise or o.softcap or o.window or o.num_contextual)
+        and all(extra is None for extra in extras)
+        and x.q.shape[1] == x.k.shape[1]
+        # Its causal queries begin with their keys.
+        and (not o.causal or x.k_offsets is None)
+        and x.q_offsets.shape[0] > 1
+    )
+
+
+def _are_right(offsets: Tensor, total: int) -> bool:
+    return int(offsets[0]) == 0 and int(offsets[-1]) == total and bool((offsets.diff() >= 0).all())
+
+
+def _sorted(offsets: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets of the samples in their order, and the rows in it."""
+    lengths = offsets.diff().index_select(0, order)
+    found = torch.cat([offsets.new_zeros(1), lengths.cumsum(0)])
+    moved = offsets[:-1].index_select(0, order) - found[:-1]
+    return found, torch.arange(int(found[-1])) + torch.repeat_interleave(moved, lengths)
+
+
+def forward(x: Inputs, o: Options, plan: Plan, of_few: Callable[[Inputs, Options], Outputs]) -> Outputs:
+    """Return output and log-sum-exp; `of_few` returns those of samples of few keys."""
+    dtype = x.q.dtype
+    x = plan.ordered(x)
+    output, lse = torch.empty_like(x.q, memory_format=torch.contiguous_format), x.q.new_empty(x.q.shape[:2])
+    if plan.few:
+        found = of_few(plan.first(x), o)
+        output[: len(found.output)], lse[: len(found.output)] = found.output, found.lse.t()
+    for q, k, v, *targets in plan.parts((x.q, 0), (x.k, 1), (x.v, 1), (output, 0), (lse, 0)):
+        results = _KERNEL(q, k, v, 0.0, o.causal, scale=o.scale)
+        for target, result in zip(targets, results, strict=True):
+            target.copy_(result)
+    return Outputs(plan.as_given(output, 0).to(dtype), plan.as_given(lse, 0).t().contiguous())
+
+
+def backward(
+    grads: Outputs, x: Inputs, out: Outputs, o: Options, plan: Plan, of_few: Callable[..., Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Return the gradients of q, k and v; `of_few` returns those of samples of few keys, as the operator's backward does."""
+    x = plan.ordered(x)
+    upstream, output, lse = (plan.in_order(rows, 0).to(x.q.dtype) for rows in (grads.output, out.output, out.lse.t()))
+    found = {name: torch.empty_like(getattr(x, name), memory_format=torch.contiguous_format) for name in _SIDES}
+    if plan.few:
+        first = plan.first(x)
+        part = slice(len(first.q))
+        of_first = of_few(grads._replace(output=upstream[part]), first, Outputs(output[part], lse[part].t()), o, {})
+        for name, rows in of_first.items():
+            found[name][: len(rows)] = rows
+    given = (upstream, 0), (x.q, 0), (x.k, 1), (x.v, 1), (output, 0), (lse, 0)
+    for views in plan.parts(*given, *((found[name], side) for name, side in _SIDES.items())):
+        results = _BACKWARD(*views[:-3], 0.0, o.causal, scale=o.scale)
+        for target, result in zip(views[-3:], results, strict=True):
+            target.copy_(result)
+    return {name: plan.as_given(rows, _SIDES[name]) for name, rows in found.items()}
