@@ -188,7 +188,7 @@ class PaddedModel(nn.Module):
         self.query, self.q, self.kv, self.out = (
             nn.Linear(candidate, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM), nn.Linear(DIM, DIM),
         )  # fmt: skip
-        self.meeting = nn.Linear((1 + len(REQUEST) + 1) * DIM + 1 + candidate + DIM, 128)
+        self.meeting = nn.Linear((3 + len(REQUEST) + 1) * DIM + 1 + candidate + DIM, 128)
         self.cross = nn.ModuleList(nn.Linear(128, 128) for _ in range(3))
         self.tower = nn.Sequential(nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 1))
 
@@ -205,7 +205,9 @@ class PaddedModel(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        mean = (x * filled[:, :, None]).sum(1) / lengths.clamp(min=1)[:, None]
+        counts = lengths.clamp(min=1)[:, None]
+        # The padding of what was looked up is 0.
+        means = [items.sum(1) / counts, categories.sum(1) / counts, (x * filled[:, :, None]).sum(1) / counts]
         candidate = torch.cat(
             [looked_up["item_id"].values(), looked_up["category"].values(), *(pooled[key] for key in CANDIDATE), numbers[:, 1:]],
             1,
@@ -216,7 +218,7 @@ class PaddedModel(nn.Module):
         visible = (filled | (lengths == 0)[:, None])[:, None, None]
         attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
         attended = self.out(attended.flatten(1) * (lengths > 0)[:, None])
-        requests = [pooled["user_id"], *(pooled[key] for key in REQUEST), numbers[:, :1], mean]
+        requests = [pooled["user_id"], *(pooled[key] for key in REQUEST), numbers[:, :1], *means]
         first = self.meeting(torch.cat([*requests, candidate, attended], 1))
         crossed = first
         for layer in self.cross:

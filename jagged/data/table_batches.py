@@ -461,20 +461,20 @@ class Part:
             multiprocessing_context=multiprocessing_context,
         )  # fmt: skip
 
-    def sizes(self, max_history: int | None, drawing: Drawing | None = None) -> IntArray:
-        """Events and candidates of each request, int64 `[R]`, with `drawing` of each row."""
+    def sizes(self, max_history: int | None, drawing: Drawing | None = None) -> tuple[IntArray, IntArray]:
+        """How many events and candidates each request has, int64 `[R]` each, with `drawing` each row."""
         if drawing is None:
             offsets, rows = self.requests
             first, candidates = rows[offsets[:-1]], np.diff(offsets)
         else:
             first, candidates = self.rows, np.full(len(self.rows), 1 + drawing.count)
         start, stop = self._views(first, max_history)
-        total = candidates + stop - start
+        events = stop - start
         for column in self.layout.list_histories:
             offsets, _ = self.dataset.list_column(column.name)
             lengths = offsets[first + 1] - offsets[first]
-            total += lengths if max_history is None else np.minimum(lengths, max_history)
-        return total
+            events += lengths if max_history is None else np.minimum(lengths, max_history)
+        return events, candidates
 
     def collect(
         self,

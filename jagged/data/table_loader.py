@@ -59,7 +59,8 @@ class RequestLoader(PlannedLoader):
             raise ValueError(f"seed: got {seed!r}, expected 0 to 2**64 - 1")
         if not 0 <= unseen <= 1:
             raise ValueError(f"unseen: got {unseen!r}, expected a share from 0 to 1")
-        sizes = part.sizes(max_history, drawing)
+        events, candidates = part.sizes(max_history, drawing)
+        sizes = events + candidates
         self._plan = Plan(sizes, batch_size, max_tokens, seed if shuffle else None, rank, world_size)
         if max_tokens is not None and max_tokens < (largest := int(sizes.max())):
             raise ValueError(
@@ -75,7 +76,7 @@ class RequestLoader(PlannedLoader):
         self._loader: DataLoader[Packed] = DataLoader(
             _Requests(part, drawing, max_history, Unseen(unseen, seed, 0) if unseen else None, slots),
             batch_size=None,
-            sampler=_WithEpoch(self._plan),  # type: ignore[arg-type]
+            sampler=_WithEpoch(self._plan, (-candidates, -events) if shuffle else None),  # type: ignore[arg-type]
             num_workers=num_workers,
             pin_memory=pinned,
             prefetch_factor=_PREFETCH if num_workers else None,
@@ -108,12 +109,20 @@ class _Requests(Dataset[Any]):
 
 
 class _WithEpoch(Sampler[tuple[int, IntArray]]):
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    """Batches' places, each with its epoch; with `keys`, each request's, those of a batch in their order, the last key first.
+
+    Longest first, attention on a CPU copies no rows, and a GPU's last samples are short.
+    """
+
+    def __init__(self, plan: Plan, keys: tuple[IntArray, ...] | None) -> None:
+        self.plan, self.keys = plan, keys
 
     def __len__(self) -> int:
         return len(self.plan)
 
     def __iter__(self) -> Iterator[tuple[int, IntArray]]:
         epoch = self.plan.epoch
-        return ((epoch, places) for places in self.plan)
+        return ((epoch, self._ordered(places)) for places in self.plan)
+
+    def _ordered(self, places: IntArray) -> IntArray:
+        return places if self.keys is None else places[np.lexsort([key[places] for key in self.keys])]

@@ -145,7 +145,7 @@ def forecast_requests(
     device, world_size = processes.device, processes.world_size
     sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters() if parameter.requires_grad]
     drawing = Drawing.of(part.dataset, part.training, config.data.negatives, config.data.negatives_by, config.seed)
-    rows = torch.from_numpy(part.sizes(config.data.max_history, drawing)).double()
+    rows = torch.from_numpy(sum(part.sizes(config.data.max_history, drawing))).double()
     steps = loader.num_batches(0)
     samples, tokens = len(rows) / (steps * world_size), float(rows.sum()) / (steps * world_size)
     # Four standard deviations above the mean, and never more than can be.

@@ -1,8 +1,9 @@
 """Softmax attention on a CPU by PyTorch's fused kernel, samples of equal lengths side by side: nothing is padded, no score kept.
 
-Samples are taken in order of their lengths. Rows that stand in that order already, as those of a batch whose samples come so, are
-read where they are; others are copied once. Samples of few keys come first and are left to the caller: the kernel's backward
-subtracts the product of output and upstream gradient, of which rounding leaves more than of a mean by weights.
+Samples are taken in order of their lengths, the longest first. Rows that stand in that order already, as those of batches do
+whose samples come so, are read where they are; others are copied once. Samples of few keys come last and are left to the caller.
+The kernel's backward subtracts products of outputs and upstream gradients, of which rounding leaves more than of the means by
+weights that `torch_impl` takes: of few keys too much.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 @dataclass
 class Plan:
-    """The order of a batch's samples by their lengths, and where the kernel's part begins.
+    """The order of a batch's samples by their lengths, and which of them the kernel takes.
 
     Attributes:
         orders: rows of queries, and of keys, in the order of their samples; None where they stand so.
         offsets: of queries, and of keys, in that order, int64 `[B + 1]`.
-        few: how many samples, the first ones, are the caller's.
+        few: how many samples, the last ones, are the caller's.
         sizes: of each call of the kernel the number of samples and how many queries and keys each has.
     """
 
@@ -55,11 +56,11 @@ class Plan:
         # Samples of few keys, and those without queries, are all alike.
         kinds = ((keys << 32) + queries).masked_fill_((keys <= FEW_KEYS) | (queries == 0), 0)
         order = None
-        if bool((kinds.diff() < 0).any()):
-            kinds, order = kinds.sort(stable=True)
+        if bool((kinds.diff() > 0).any()):
+            kinds, order = kinds.sort(stable=True, descending=True)
         found, counts = (of.tolist() for of in kinds.unique_consecutive(return_counts=True))
-        few = counts.pop(0) if found[0] == 0 else 0
-        sizes = [(count, kind & (2**32 - 1), kind >> 32) for kind, count in zip(found[-len(counts) :], counts, strict=True)]
+        few = counts.pop() if found[-1] == 0 else 0
+        sizes = [(count, kind & (2**32 - 1), kind >> 32) for kind, count in zip(found, counts, strict=False)]
         samples, scores = sum(counts), x.q.shape[1] * sum(n * lq * lk for n, lq, lk in sizes)
         if not sizes or (samples < _SAMPLES * len(sizes) and scores < _SCORES * len(sizes)):
             return None
@@ -86,19 +87,27 @@ class Plan:
         place = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
         return rows.flatten(1).index_select(0, place).view(rows.shape)
 
-    def first(self, x: Inputs) -> Inputs:
-        """The caller's samples, of rows in order."""
-        q_offsets, k_offsets = (of[: self.few + 1] for of in self.offsets)
-        queries, keys = int(q_offsets[-1]), int(k_offsets[-1])
-        return Inputs(x.q[:queries], x.k[:keys], x.v[:keys], q_offsets, None if x.k_offsets is None else k_offsets)
+    def last(self, x: Inputs) -> tuple[slice, slice, Inputs]:
+        """The caller's samples, of rows in order: which queries and keys they are, and the inputs."""
+        offsets = [of[len(of) - 1 - self.few :] for of in self.offsets]
+        queries, keys = (slice(int(of[0]), None) for of in offsets)
+        q_offsets, k_offsets = (of - of[0] for of in offsets)
+        of_keys = None if x.k_offsets is None else k_offsets
+        return queries, keys, Inputs(x.q[queries], x.k[keys], x.v[keys], q_offsets, of_keys)
 
     def parts(self, *rows: tuple[Tensor, int]) -> Iterator[tuple[Tensor, ...]]:
         """Yield for each call of the kernel views `[n, H, L, ...]` of rows in order, each `(rows, side)`."""
-        begin = [int(of[self.few]) for of in self.offsets]
+        begin = [0, 0]
         for count, *lengths in self.sizes:
-            end = [at + count * length for at, length in zip(begin, lengths, strict=True)]
-            yield tuple(of[begin[side] : end[side]].unflatten(0, (count, lengths[side])).transpose(1, 2) for of, side in rows)
-            begin = end
+            yield tuple(_side_by_side(of, begin[side], count, lengths[side]) for of, side in rows)
+            begin = [at + count * length for at, length in zip(begin, lengths, strict=True)]
+
+
+def _side_by_side(rows: Tensor, begin: int, count: int, length: int) -> Tensor:
+    """So many samples of a length, `[n, H, L, ...]`, as a view of rows `[S, H, ...]`."""
+    row, head, *width = rows.stride()
+    strides = (length * row, head, row, *width)
+    return rows.as_strided((count, rows.shape[1], length, *rows.shape[2:]), strides, rows.storage_offset() + begin * row)
 
 
 def _is_plain(x: Inputs, o: Options) -> bool:
@@ -133,8 +142,9 @@ def forward(x: Inputs, o: Options, plan: Plan, of_few: Callable[[Inputs, Options
     x = plan.ordered(x)
     output, lse = torch.empty_like(x.q, memory_format=torch.contiguous_format), x.q.new_empty(x.q.shape[:2])
     if plan.few:
-        found = of_few(plan.first(x), o)
-        output[: len(found.output)], lse[: len(found.output)] = found.output, found.lse.t()
+        queries, _, last = plan.last(x)
+        of_last = of_few(last, o)
+        output[queries], lse[queries] = of_last.output, of_last.lse.t()
     for q, k, v, *targets in plan.parts((x.q, 0), (x.k, 1), (x.v, 1), (output, 0), (lse, 0)):
         results = _KERNEL(q, k, v, 0.0, o.causal, scale=o.scale)
         for target, result in zip(targets, results, strict=True):
@@ -150,11 +160,10 @@ def backward(
     upstream, output, lse = (plan.in_order(rows, 0).to(x.q.dtype) for rows in (grads.output, out.output, out.lse.t()))
     found = {name: torch.empty_like(getattr(x, name), memory_format=torch.contiguous_format) for name in _SIDES}
     if plan.few:
-        first = plan.first(x)
-        part = slice(len(first.q))
-        of_first = of_few(grads._replace(output=upstream[part]), first, Outputs(output[part], lse[part].t()), o, {})
-        for name, rows in of_first.items():
-            found[name][: len(rows)] = rows
+        queries, keys, last = plan.last(x)
+        of_last = of_few(grads._replace(output=upstream[queries]), last, Outputs(output[queries], lse[queries].t()), o, {})
+        for name, side in _SIDES.items():
+            found[name][(queries, keys)[side]] = of_last[name]
     given = (upstream, 0), (x.q, 0), (x.k, 1), (x.v, 1), (output, 0), (lse, 0)
     for views in plan.parts(*given, *((found[name], side) for name, side in _SIDES.items())):
         results = _BACKWARD(*views[:-3], 0.0, o.causal, scale=o.scale)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from jagged.ops._shared.blocks import chunks, extended
@@ -47,6 +48,11 @@ def jagged_dense_bmm(x: DenseInputs, o: Options) -> Rows:
     total, (batch_size, _, columns) = values.shape[0], dense.shape
     if total == 0 or batch_size == 0:
         return Rows(values.new_zeros(total, columns))
+    if values.shape[1] == 1:
+        # Multiples of one row a sample, as the gradient of a sum of rows has them.
+        sample = sample_of_row(offsets, total)
+        rows = values * dense.squeeze(1).index_select(0, sample)
+        return Rows(rows if bias is None else rows.add_(bias.index_select(0, sample)))
     tiling = _tile(offsets, total)
     if tiling.first is not None:
         samples = sample_of_row(tiling.first, tiling.num_tiles)
@@ -62,6 +68,15 @@ def jagged_jagged_bmm(x: JaggedInputs, o: Options) -> Sums:
     total, batch_size = a.shape[0], offsets.shape[0] - 1
     if total == 0 or batch_size == 0:
         return Sums(a.new_zeros(batch_size, a.shape[1], b.shape[1]))
+    if a.is_cpu and a.dtype == torch.float32 and 1 in (a.shape[1], b.shape[1]):
+        # A weighted sum of rows is what a lookup of all rows does.
+        weights, rows = (a, b) if a.shape[1] == 1 else (b, a)
+        ends = covering(offsets, total)
+        every = torch.arange(total)
+        sums = F.embedding_bag(
+            every, rows.contiguous(), ends, mode="sum", per_sample_weights=weights.squeeze(1), include_last_offset=True
+        )
+        return Sums(sums.view(batch_size, a.shape[1], b.shape[1]))
     tiling = _tile(offsets, total)
     if tiling.first is None:
         return Sums(torch.bmm(_laid_out(a, tiling).transpose(1, 2), _laid_out(b, tiling)))
