@@ -17,7 +17,7 @@ from torch import Tensor
 from jagged.ops.attention.spec import Inputs, Options, Outputs
 
 # Samples of at most so many keys are left to the caller.
-FEW_KEYS = 16
+FEW_KEYS = 8
 # The kernel is called once for samples of equal lengths: that pays where so many share a call, or it has so many scores.
 _SAMPLES, _SCORES = 4, 2**13
 # Which offsets rows have: those of queries (0) or of keys (1).
