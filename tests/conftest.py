@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests import proven
 from tests.interpreter import make_fast
 from tests.places import PLACE, Place
 from tests.seeds import SEED, run_in_halves
@@ -42,6 +43,14 @@ hypothesis.settings.load_profile("jagged")
 
 if PLACE.name == "interpret":
     make_fast()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    proven.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    proven.register(config, PLACE.name)
 
 
 def pytest_report_header() -> str:
