@@ -89,6 +89,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (files.index(item.path), hypothesis.is_hypothesis_test(getattr(item, "obj", None))))
 
 
+def pytest_collection_finish() -> None:
+    """Let no garbage collection walk what is imported by now, which stays: with all tests it takes most of a second a time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def place() -> Place:
     """The device and the backend the op tests run on in this process."""
