@@ -13,6 +13,7 @@ import hypothesis
 import pytest
 import torch
 
+from tests import proven
 from tests.interpreter import make_fast
 from tests.places import PLACE, Place
 from tests.seeds import SEED, run_in_halves
@@ -42,6 +43,14 @@ hypothesis.settings.load_profile("jagged")
 
 if PLACE.name == "interpret":
     make_fast()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    proven.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    proven.register(config, PLACE.name)
 
 
 def pytest_report_header() -> str:
@@ -78,6 +87,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("JAGGED_TEST_DRAWN_LAST") == "1":
         files = list(dict.fromkeys(item.path for item in items))
         items.sort(key=lambda item: (files.index(item.path), hypothesis.is_hypothesis_test(getattr(item, "obj", None))))
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection walk what is imported by now, which stays: with all tests it takes most of a second a time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -67,12 +67,6 @@ class Flat:
         # What other tests have left is not walked at every reading, which took most of the time.
         gc.collect()
         gc.freeze()
-        try:
-            self._check(run, steps)
-        finally:
-            gc.unfreeze()
-
-    def _check(self, run: Callable[[int], object], steps: int) -> None:
         before: list[int] = []
         for number in range(1, steps + 1):
             run(number)

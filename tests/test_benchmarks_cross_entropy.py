@@ -367,6 +367,7 @@ def result() -> dict[str, Any]:
     bounds = {"forward": 0.001, "both": 0.004, "memory": 64.0}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "compile", lambda function, **options: function)
+        patch.setattr(trained_sasrec, "STEPS", 2)
         patch.setitem(METHODS, "cut_filtered", METHODS["eager"]._replace(approximates=True))
         patch.setitem(METHODS, "cut", METHODS["eager"])
         for title, part in parts().items():

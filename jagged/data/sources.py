@@ -283,6 +283,8 @@ def new_table(name: str, schema: pa.Schema, *, directory: Path | None = None, cu
             threads = min(_THREADS, os.cpu_count() or 1)
             connection.execute(f"SET memory_limit = '{_MEMORY}'; SET threads = {threads}; SET preserve_insertion_order = true")
             connection.execute(f"SET temp_directory = '{_quoted(os.path.join(inside, 'spill'))}'")
+            # Nobody reads the database after a crash, so nothing waits until the disk has it.
+            connection.execute("SET fsync_mode = 'NONE'")
             # Nothing is fetched or loaded because a table or a name asks for it.
             connection.execute("SET enable_external_access = false; SET TimeZone = 'UTC'; SET enable_progress_bar = false")
             connection.execute("SET lock_configuration = true")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -348,33 +347,51 @@ def test_an_interrupt_while_torch_is_imported_is_not_lost(tmp_path: Path) -> Non
     assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
-@pytest.mark.parametrize("command", ["evaluate", "recommend", "report"])
-def test_output_that_nobody_takes(command: str, tmp_path: Path) -> None:
+def test_output_that_nobody_takes(tmp_path: Path) -> None:
     """A reader that has gone, as `| head` goes, ends the command as the signal would; a full disk is one line."""
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "import pyarrow as pa, jagged.runs.evaluating, jagged.runs.recommending, jagged.runs.reporting\n"
-        "jagged.runs.evaluating.evaluate = jagged.runs.reporting.report = lambda *_, **__: 'a result'\n"
-        "jagged.runs.recommending.recommend = lambda *_, **__: pa.table({'item_id': ['a']})\n"
-        "from jagged.cli import main; main()"
-    )
-    call = [sys.executable, "-c", code, command, "run", *(["histories.csv"] if command == "recommend" else [])]
-    end, gone = os.pipe()
-    os.close(end)
-    with open(gone, "wb") as pipe, open("/dev/full", "wb") as full:
-        for output, expected in (
-            (pipe, (141, "")),
-            (full, (2, "jagged: standard output: could not be written: No space left on device; write it elsewhere\n")),
-        ):
-            result = subprocess.run(
-                call, stdout=output, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120, check=False
-            )
-            assert (result.returncode, result.stderr) == expected
-    # Without standard output nothing is printed, as everywhere in Python.
-    call = ["sh", "-c", 'exec "$@" >&-', "sh", *call]
-    result = subprocess.run(call, stderr=subprocess.PIPE, text=True, cwd=tmp_path, timeout=120, check=False)
-    refused = (2, "jagged: --output: got none, and standard output is closed; name a table to write\n")
-    assert (result.returncode, result.stderr) == (refused if command == "recommend" else (0, ""))
+    # Each is a process of its own, which ends as Python ends; what takes seconds to import is imported before they part.
+    code = f"""
+import gc, json, os, sys
+sys.path.insert(0, {str(ROOT)!r})
+import pyarrow as pa, jagged.cli, jagged.runs.evaluating, jagged.runs.recommending, jagged.runs.reporting
+jagged.runs.evaluating.evaluate = jagged.runs.reporting.report = lambda *_, **__: "a result"
+jagged.runs.recommending.recommend = lambda *_, **__: pa.table({{"item_id": ["a"]}})
+jagged.cli._prepare()
+gc.freeze()
+found = {{}}
+for command in ("evaluate", "recommend", "report"):
+    for output in ("pipe", "full", "closed"):
+        child = os.fork()
+        if child == 0:
+            os.dup2(os.open("stderr", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+            if output == "pipe":
+                end, gone = os.pipe()
+                os.close(end)
+                os.dup2(gone, 1)
+            elif output == "full":
+                os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+            else:
+                os.close(1)
+                sys.stdout = sys.__stdout__ = None
+            sys.argv = ["jagged", command, "run", *(["histories.csv"] if command == "recommend" else [])]
+            jagged.cli.main()
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        found[f"{{command}} {{output}}"] = [status, open("stderr").read()]
+print(json.dumps(found))
+"""
+    call = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(call, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=True)
+    said = "jagged: standard output: could not be written: No space left on device; write it elsewhere\n"
+    refused = "jagged: --output: got none, and standard output is closed; name a table to write\n"
+    expected: dict[str, list[object]] = {}
+    for command in ("evaluate", "recommend", "report"):
+        expected[f"{command} pipe"] = [141, ""]
+        expected[f"{command} full"] = [2, said]
+        # Without standard output nothing is printed, as everywhere in Python.
+        expected[f"{command} closed"] = [2, refused] if command == "recommend" else [0, ""]
+    assert json.loads(result.stdout) == expected
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-c", "import sys; sys.exit(sys.stdout is not None)"]
+    assert subprocess.run(closed, timeout=120, check=False).returncode == 0
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,121 @@
+"""Which files of this repository the tests of a file can load.
+
+Read from the sources: imports, also inside of functions, and names of modules in strings, by which operators find their
+implementations. `import jagged.ops` loads the declarations of every operator, and kernels of none, so what is only loaded with
+a package on the way is told from what is used: of a module that is used also its functions may run, and load more.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+NAMED = re.compile(r"\b((?:jagged|tests|benchmarks)(?:\.\w+)+)(\.(?!\w))?")
+
+
+@dataclass
+class Source:
+    """What a file names: modules and names of theirs, and strings, by which modules are imported too."""
+
+    loads: list[str] = field(default_factory=list)  # by importing it
+    uses: list[str] = field(default_factory=list)  # also inside of functions, and of some modules only these names
+    origins: dict[str, str] = field(default_factory=dict)
+    strings: list[str] = field(default_factory=list)
+
+
+@cache
+def read(path: Path, package: str) -> Source:
+    """Return what a file in `package` names; docstrings and imports for types alone name nothing."""
+    source, tree = Source(), ast.parse(path.read_bytes())
+
+    def visit(node: ast.AST, is_loaded: bool) -> None:
+        names: dict[str, str] = {}
+        if isinstance(node, ast.Import):
+            names = {f"import {name.name}": name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            around = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            module = ".".join([*around, *filter(None, [node.module])])
+            names = {name.asname or name.name: f"{module}.{name.name}" for name in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            source.strings.append(node.value)
+        source.origins.update(names)
+        source.uses += names.values()
+        source.loads += names.values() if is_loaded else ()
+        is_loaded = is_loaded and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        is_for_types = isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for child in node.orelse if is_for_types else ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)):
+                visit(child, is_loaded)
+
+    visit(tree, True)
+    # Of a module that is asked for names alone, as in `ops.jagged_softmax`, these are used, not all that it has.
+    asked: dict[str, set[str]] = {}
+    owners: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            asked.setdefault(node.value.id, set()).add(node.attr)
+            owners.add(node.value)
+    whole = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in owners}
+    for name in source.origins.keys() & asked.keys() - whole:
+        origin = source.origins[name]
+        source.uses = [use for use in source.uses if use != origin] + [f"{origin}.{of}" for of in sorted(asked[name])]
+    return source
+
+
+def module_of(root: Path, path: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+
+
+def file_of(root: Path, module: str) -> Path | None:
+    base = root.joinpath(*module.split("."))
+    return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
+
+
+@cache
+def follow(root: Path, name: str, is_used: bool) -> tuple[tuple[str, bool], ...]:
+    """Return what a module, or a name in one, leads to: each whether it is used or only loaded."""
+    parts = name.split(".")
+    around = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    known = [module for module in around if root.joinpath(*module.split(".")).is_dir() or file_of(root, module)]
+    # Packages on the way are loaded, and with them what they import, of which nothing is called on this way.
+    found = [(package, False) for package in known[:-1]]
+    path = file_of(root, known[-1]) if known else None
+    if path is None:
+        return tuple(found)
+    is_package = path.name == "__init__.py"
+    source = read(path, known[-1] if is_package else known[-1].rpartition(".")[0])
+    if known[-1] != name:
+        origin = source.origins.get(parts[len(known)]) if is_package else None
+        return (*found, (known[-1], False), (origin, is_used)) if origin else (*found, (known[-1], is_used))
+    found += [(load, False) for load in source.loads]
+    if is_used:
+        found += [(use, True) for use in source.uses]
+        for module, dot in (match for text in source.strings for match in NAMED.findall(text)):
+            folder = root.joinpath(*module.split("."))
+            # A package that is named may be searched, or begin the name of a module; not so those that a file is in itself.
+            if not folder.is_dir():
+                found.append((module, True))
+            elif dot or module not in around:
+                found += [(module_of(root, below), True) for below in sorted(folder.rglob("*.py"))]
+    return tuple(found)
+
+
+def reached(root: Path, test: Path) -> set[Path]:
+    """Return the files that a test file can load, by whatever way, and the files of data that modules of tests name."""
+    conftests = [path for folder in test.parents if (path := folder / "conftest.py").is_file() and folder.is_relative_to(root)]
+    todo = [(module_of(root, path), True) for path in (test, *conftests)]
+    done: set[tuple[str, bool]] = set()
+    while todo:
+        step = todo.pop()
+        if step not in done:
+            done.add(step)
+            todo += follow(root, *step)
+    files = {path for name, _ in done if (path := file_of(root, name))}
+    # The module that keeps account names no data, but what it writes.
+    tests = [path for path in files if path.is_relative_to(root / "tests") and path.name != "proven.py"]
+    texts = [(path.parent, text) for path in tests for text in read(path, "").strings]
+    data = {folder / text for parent, text in texts if re.fullmatch(r"[\w./-]+\.\w+", text) for folder in (root, parent)}
+    return files | {path for path in data if path.is_file()}

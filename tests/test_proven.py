@@ -1,0 +1,284 @@
+"""Which tests are left out as proven: those alone of which nothing changed, and only where that is asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests import proven, reach
+
+ROOT = Path(__file__).parents[1]
+
+TREE = {
+    "pyproject.toml": """
+        [tool.pytest.ini_options]
+        addopts = "--import-mode=importlib"
+        pythonpath = ["."]
+        markers = ["interpret"]
+    """,
+    "jagged/__init__.py": """
+        from typing import TYPE_CHECKING
+        if TYPE_CHECKING:
+            from jagged import runs
+    """,
+    "jagged/runs.py": "",
+    "jagged/ops/__init__.py": """
+        from jagged.ops import shared
+        from jagged.ops.a import a
+        from jagged.ops.b import b
+    """,
+    "jagged/ops/shared.py": "",
+    "jagged/ops/a/__init__.py": "from jagged.ops.a.spec import a",
+    "jagged/ops/a/spec.py": """
+        import importlib
+        a = lambda: importlib.import_module("jagged.ops.a.kernels")
+    """,
+    "jagged/ops/a/kernels.py": "from .tiles import TILES",
+    "jagged/ops/a/tiles.py": "TILES = 4",
+    "jagged/ops/b/__init__.py": "from jagged.ops.b.spec import b",
+    "jagged/ops/b/spec.py": """
+        def b():
+            import jagged.ops.b.kernels
+    """,
+    "jagged/ops/b/kernels.py": "",
+    "tests/conftest.py": """
+        import os, pytest
+        from tests import helper, proven
+
+        PLACE = os.environ.get("TREE_PLACE", "interpret")
+
+        def pytest_addoption(parser):
+            proven.add_option(parser)
+
+        def pytest_configure(config):
+            proven.register(config, PLACE)
+
+        def pytest_collection_modifyitems(items):
+            for item in items:
+                if PLACE == "interpret" and "marked" in item.name:
+                    item.add_marker("interpret")
+    """,
+    "tests/helper.py": "",
+    "tests/answers.txt": "1",
+    "tests/ops/test_a.py": """
+        from jagged import ops
+        def test_marked():
+            ops.a()
+        def test_marked_too():
+            assert not __import__("os").environ.get("FAILS")
+        def test_other():
+            raise AssertionError
+    """,
+    "tests/ops/test_b.py": """
+        from jagged.ops import b
+        def test_marked():
+            b(), open("tests/answers.txt").close()
+    """,
+    "tests/ops/test_all.py": """
+        import pkgutil, jagged.ops
+        def test_marked():
+            list(pkgutil.walk_packages(jagged.ops.__path__, "jagged.ops."))
+    """,
+    "tests/ops/test_a_aot.py": """
+        def test_compiles():
+            from jagged.ops.a import kernels
+    """,
+}
+INTERPRETED = ["tests/ops/test_a.py", "tests/ops/test_all.py", "tests/ops/test_b.py"]
+EVERY = sorted([*INTERPRETED, "tests/ops/test_a_aot.py"])
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in TREE.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        lines = text.strip("\n").splitlines()
+        indent = len(lines[0]) - len(lines[0].lstrip()) if lines else 0
+        (tmp_path / name).write_text("".join(f"{line[indent:]}\n" for line in lines))
+    for module in (proven, reach):
+        shutil.copy(str(module.__file__), tmp_path / "tests")
+    return tmp_path
+
+
+def fingerprints(tree: Path) -> dict[str, str]:
+    reach.read.cache_clear()
+    reach.follow.cache_clear()
+    return proven.fingerprints(tree, "interpret")
+
+
+@pytest.mark.parametrize(
+    ("changed", "reaching"),
+    [
+        ("jagged/ops/a/kernels.py", ["test_a", "test_a_aot", "test_all"]),
+        ("jagged/ops/a/tiles.py", ["test_a", "test_a_aot", "test_all"]),
+        ("jagged/ops/b/kernels.py", ["test_all", "test_b"]),
+        # What every import of the package loads.
+        ("jagged/ops/b/spec.py", ["test_a", "test_a_aot", "test_all", "test_b"]),
+        ("jagged/ops/shared.py", ["test_a", "test_a_aot", "test_all", "test_b"]),
+        ("tests/helper.py", ["test_a", "test_a_aot", "test_all", "test_b"]),
+        ("tests/answers.txt", ["test_b"]),
+        ("tests/ops/test_b.py", ["test_b"]),
+        ("jagged/runs.py", []),
+        ("tests/proven.json", []),
+    ],
+)
+def test_one_byte_changes_the_files_that_reach_it(tree: Path, changed: str, reaching: list[str]) -> None:
+    before = fingerprints(tree)
+    assert list(before) == EVERY
+    with open(tree / changed, "a") as file:
+        file.write("\n")
+    after = fingerprints(tree)
+    assert [Path(name).stem for name in before if after[name] != before[name]] == reaching
+
+
+@pytest.mark.parametrize("package", proven.RUN_ON)
+def test_another_version_changes_all(tree: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    before, version = fingerprints(tree), metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "9.9" if name == package else version(name))
+    assert not before.items() & fingerprints(tree).items()
+
+
+def test_other_settings_of_pytest_change_all_and_another_line_none(tree: Path) -> None:
+    before, text = fingerprints(tree), (tree / "pyproject.toml").read_text()
+    (tree / "pyproject.toml").write_text(f"[project]\nname = 'tree'\n{text}")
+    assert fingerprints(tree) == before
+    (tree / "pyproject.toml").write_text(f"{text}timeout = 3\n")
+    assert not before.items() & fingerprints(tree).items()
+
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def run(tree: Path) -> Run:
+    def run(*options: str, place: str = "interpret", fails: bool = False) -> str:
+        environment = {**os.environ, "TREE_PLACE": place, "FAILS": "1" if fails else "", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", "-rA", *options]
+        marks = ["-m", "interpret"] if place == "interpret" else []
+        done = subprocess.run([*command, *marks], cwd=tree, env=environment, capture_output=True, text=True)
+        assert done.returncode == (1 if fails else 0), done.stdout + done.stderr
+        return done.stdout
+
+    return run
+
+
+def record(tree: Path, place: str = "interpret") -> list[str]:
+    path = tree / "tests" / "proven.json"
+    return list(json.loads(path.read_text()).get(place, {})) if path.exists() else []
+
+
+def ran(output: str) -> list[str]:
+    return sorted({line.split()[1].split("::")[0] for line in output.splitlines() if line.startswith(("PASSED ", "FAILED "))})
+
+
+@pytest.mark.parametrize("processes", [[], ["-n", "2"]])
+def test_what_passed_is_left_out_until_it_changes_or_fails(tree: Path, run: Run, processes: list[str]) -> None:
+    assert ran(run("tests/ops", "--proven=skip", *processes, fails=True)) == INTERPRETED
+    assert record(tree) == INTERPRETED[1:]
+    assert ran(run("tests/ops", "--proven=skip", *processes)) == INTERPRETED[:1]
+    assert record(tree) == INTERPRETED
+    output = run("tests/ops", "--proven=skip", *processes)
+    assert ran(output) == []
+    assert "left out: the tests of 3 files, unchanged since they passed" in output
+    with open(tree / "jagged/ops/b/kernels.py", "a") as file:
+        file.write("\n")
+    output = run("tests/ops", "--proven=skip", *processes)
+    assert ran(output) == INTERPRETED[1:]
+    assert "left out: the tests of 1 files" in output
+    # It fails though nothing changed.
+    run("tests/ops", "--proven=run", *processes, fails=True)
+    assert record(tree) == INTERPRETED[1:]
+
+
+def test_only_where_asked_for(tree: Path, run: Run) -> None:
+    run("tests/ops")
+    assert not record(tree)
+    run("tests/ops", "--proven=run")
+    assert record(tree) == INTERPRETED
+    for options in (["tests/ops"], ["tests/ops", "--proven=run"]):
+        output = run(*options)
+        assert ran(output) == INTERPRETED
+        assert "left out" not in output
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["tests/ops", "-k", "marked"],
+        ["tests/ops/test_b.py::test_marked"],
+        ["tests/ops", "--deselect", "tests/ops/test_a.py::test_marked"],
+        ["tests/ops", "-m", "interpret or not interpret", "--collect-only"],
+    ],
+)
+def test_a_choice_of_tests_proves_nothing(tree: Path, run: Run, chosen: list[str]) -> None:
+    run(*chosen, "--proven=run")
+    assert not record(tree)
+
+
+def test_a_run_that_stops_proves_what_it_ran_in_full(tree: Path, run: Run) -> None:
+    run("tests/ops/test_b.py", "tests/ops/test_a.py", "tests/ops/test_all.py", "-x", "--proven=run", fails=True)
+    assert record(tree) == ["tests/ops/test_b.py"]
+
+
+def test_places_have_proofs_of_their_own(tree: Path, run: Run) -> None:
+    run("tests/ops", "--proven=run")
+    (tree / "tests/ops/test_a.py").unlink()
+    assert ran(run("tests/ops", "--proven=skip", place="cpu")) == EVERY[1:]
+    assert (record(tree), record(tree, "cpu")) == (INTERPRETED, EVERY[1:2])
+    assert ran(run("tests/ops", "--proven=skip", place="cpu")) == EVERY[2:]
+    assert ran(run("tests/ops", "--proven=skip", place="gpu")) == EVERY[1:]
+    # What is named is run.
+    assert ran(run(EVERY[1], "--proven=skip", place="cpu")) == EVERY[1:2]
+
+
+def test_what_changes_while_it_runs_is_not_proven(tree: Path, run: Run) -> None:
+    with open(tree / "tests/ops/test_b.py", "a") as file:
+        file.write("    open('jagged/ops/b/kernels.py', 'a').write('#')\n")
+    run("tests/ops", "--proven=run", "-p", "no:unraisableexception")
+    assert record(tree) == ["tests/ops/test_a.py"]
+
+
+def test_the_files_that_a_test_reaches_hold_all_that_it_loads() -> None:
+    """Each file is imported in a process of its own, forked from one that has loaded what all of them load."""
+    program = """
+import importlib, json, os, sys
+from pathlib import Path
+import hypothesis, numpy, pytest, torch, torchrec, triton
+import jagged.ops, tests.conftest
+root = Path.cwd()
+for test in sys.argv[1:]:
+    if os.fork() == 0:
+        importlib.import_module(test.removesuffix(".py").replace("/", "."))
+        files = [Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
+        print(json.dumps([test, [str(file.resolve()) for file in files if file.is_relative_to(root)]]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    tests = sorted({str(path.relative_to(ROOT)) for _, files in proven.PLACES.values() for path in ROOT.glob(files)})
+    done = subprocess.run([sys.executable, "-c", program, *tests], cwd=ROOT, capture_output=True, text=True, check=True)
+    loaded = dict(json.loads(line) for line in done.stdout.splitlines())
+    assert list(loaded) == tests, done.stderr
+    for test, files in loaded.items():
+        reached = {str(path.resolve()) for path in reach.reached(ROOT, ROOT / test)}
+        ours = {file for file in files if "site-packages" not in file}
+        assert str(ROOT.resolve() / test) in ours
+        assert not ours - reached, test
+
+
+def test_kernels_of_one_family_leave_the_tests_of_another_alone() -> None:
+    def names(test: str) -> set[str]:
+        return {str(path.relative_to(ROOT)) for path in reach.reached(ROOT, ROOT / "tests" / "ops" / test)}
+
+    softmax, attention = "jagged/ops/softmax/kernels.py", "jagged/ops/attention/triton/forward.py"
+    assert softmax in names("test_softmax.py") & names("test_softmax_aot.py") & names("test_depth.py")
+    assert attention in names("test_attention.py") & names("test_hstu_attention.py") & names("test_interpreter.py")
+    assert softmax not in names("test_attention.py") | names("test_attention_aot.py")
+    assert attention not in names("test_softmax.py") | names("test_softmax_aot.py")
