@@ -1,17 +1,19 @@
 """Training a ranking model on a table of impressions with histories, beside a loop of pyarrow, TorchRec and padded attention.
 
-    python -m benchmarks.ranking_loop                      # a million rows; some ten minutes, 2 GB in a temporary directory
-    python -m benchmarks.ranking_loop --rows 50000 --steps 20
+    python -m benchmarks.ranking_loop                      # a million rows; some ten minutes, 1 GB in a temporary directory
+    python -m benchmarks.ranking_loop --rows 50000 --steps 20 --lengths even
 
-A row has 12 features (10 ids, 2 numbers), a label, and two histories of about 50 entries, cut at 100: the items and the
-categories of its user's last events. `ours` gathers them from the table of events (`Dataset`, `RequestLoader`, `RankingModel`).
-`rival` is what one writes without: `pyarrow` reads record batches of a file that has them as list columns, a KeyedJaggedTensor is
-made of each, `EmbeddingBagCollection` and `EmbeddingCollection` look ids up, histories are padded to the batch's longest and
-attended to by torch's fused attention. Layers, widths, optimizer (fused AdamW), batch size and threads are the same. Rows come in
-a random order in ours, in the file's order in the rival, which is cheaper.
+A row has 12 features (10 ids, 2 numbers), a label, and two histories, the items and the categories of its user's last events.
+Their lengths are skewed, as users' are (log-normal, cut at 200, 50 on the mean), or even (cut at 100, 58 on the mean), of which
+padding makes little. `ours` gathers them from the table of events (`Dataset`, `RequestLoader`, `RankingModel`). `rival` is what
+one writes without: `pyarrow` reads record batches of a file that has them as list columns, a KeyedJaggedTensor is made of each,
+`EmbeddingBagCollection` and `EmbeddingCollection` look ids up, histories are padded to the batch's longest and attended to by
+torch's fused attention. Layers, widths, optimizer (fused AdamW), batch size and threads are the same. Rows come in a random order
+in ours, in the file's order in the rival, which is cheaper.
 
 Each of them runs in processes of its own, in turns. Memory is the peak of the process's resident memory above what it holds after
-its imports, pages of mapped files included. The loader's share is the time until the next batch is there, of the whole.
+its imports. Pages of mapped files are in it, which the system takes back where memory is short; they are told by themselves, too.
+The loader's share is the time until the next batch is there, of the whole.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from torch import Tensor, nn
 from benchmarks.common import environment, save
 from tests.memory import peak_resident_bytes
 
-BATCH, MAX_HISTORY, DIM, HEADS, LAYERS, ITEMS, CATEGORIES = 1_024, 100, 32, 2, 1, 50_000, 500
+BATCH, DIM, HEADS, LAYERS, ITEMS, CATEGORIES = 1_024, 32, 2, 1, 50_000, 500
+# Where histories are cut, by how their lengths are spread.
+MOST = {"skewed": 200, "even": 100}
 # Of the request and of the candidate, with their numbers of values. Users are as many as a 25th of the rows.
 REQUEST = {"age_group": 8, "city": 1_000, "device": 6, "page": 12, "hour": 24}
 CANDIDATE = {"brand": 2_000, "position": 50}
@@ -47,7 +51,7 @@ WARM_UP = 5
 IntArray = npt.NDArray[np.int64]
 
 
-def write(folder: Path, rows: int) -> dict[str, Any]:
+def write(folder: Path, rows: int, spread: str) -> dict[str, Any]:
     """Make both sides' files: a dataset of ours, a parquet file of the rival's, and what both models need to know of them."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -56,8 +60,9 @@ def write(folder: Path, rows: int) -> dict[str, Any]:
 
     rng = np.random.default_rng(0)
     users = max(20, rows // 25)
-    # From a third of the mean on, some many times as many; on average a row knows about half of them.
-    counts = np.floor(60 / (0.25 + rng.random(users))).astype(np.int64) + 10
+    # On average a row knows 60 % of its user's events.
+    counts = np.exp(rng.normal(3.75, 1.2, users)) if spread == "skewed" else 60 / (0.25 + rng.random(users))
+    counts = np.floor(counts).astype(np.int64) + 10
     event_user = np.repeat(np.arange(users), counts)
     event_time = rng.integers(0, 10_000_000, len(event_user))
     event_time = event_time[np.lexsort((event_time, event_user))]
@@ -80,7 +85,7 @@ def write(folder: Path, rows: int) -> dict[str, Any]:
     )  # fmt: skip
     key = (event_user << 32) + event_time
     stop = np.searchsorted(key, (user << 32) + now, side="left")
-    lengths = np.minimum(stop - np.searchsorted(event_user, user, side="left"), MAX_HISTORY)
+    lengths = np.minimum(stop - np.searchsorted(event_user, user, side="left"), MOST[spread])
     with pq.ParquetWriter(folder / "rows.parquet", table.schema.append(pa.field("items", pa.list_(pa.int64()))).append(
         pa.field("categories", pa.list_(pa.int64()))
     )) as writer:  # fmt: skip
@@ -93,7 +98,8 @@ def write(folder: Path, rows: int) -> dict[str, Any]:
                 lists = pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values[places]))
                 block = block.append_column(name, lists)
             writer.write_table(block)
-    facts = {"rows": len(dataset), "users": users, "events": len(event_user), "mean_history": float(lengths.mean())}
+    facts = {"rows": len(dataset), "users": users, "events": len(event_user), "lengths": spread}
+    facts |= {"mean_history": float(lengths.mean()), "max_history": MOST[spread]}
     (folder / "facts.json").write_text(json.dumps(facts))
     return facts
 
@@ -106,9 +112,14 @@ class Ours:
         from jagged.models import RankingModel
 
         split = Dataset.load(folder / "dataset").split(by="time", valid=0.01, test=0.01)
-        self.loader = split.train.loader(batch_size=BATCH, shuffle=True, max_history=MAX_HISTORY)
+        self.loader = split.train.loader(batch_size=BATCH, shuffle=True, max_history=facts["max_history"])
         self.model = RankingModel.of(
-            split, embedding_dim=DIM, num_heads=HEADS, num_layers=LAYERS, max_history=MAX_HISTORY, num_time_buckets=None
+            split,
+            embedding_dim=DIM,
+            num_heads=HEADS,
+            num_layers=LAYERS,
+            max_history=facts["max_history"],
+            num_time_buckets=None,
         )
 
     def batches(self) -> Iterator[Any]:
@@ -126,7 +137,7 @@ class Rival:
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         self.file = folder / "rows.parquet"
-        self.model = PaddedModel(facts["users"])
+        self.model = PaddedModel(facts["users"], facts["max_history"])
 
     def batches(self) -> Iterator[Any]:
         """Of the file."""
@@ -162,7 +173,7 @@ class Rival:
 class PaddedModel(nn.Module):
     """The layers of `RankingModel`, on histories that are padded to the batch's longest."""
 
-    def __init__(self, users: int) -> None:
+    def __init__(self, users: int, max_history: int) -> None:
         from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
         from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -181,7 +192,7 @@ class PaddedModel(nn.Module):
                 for key, (n, of) in keys.items()
             ]
         )
-        self.events, self.positions = nn.Linear(2 * DIM, DIM), nn.Embedding(MAX_HISTORY, DIM)
+        self.events, self.positions = nn.Linear(2 * DIM, DIM), nn.Embedding(max_history, DIM)
         self.blocks = nn.ModuleList(PaddedBlock() for _ in range(LAYERS))
         self.norm = nn.LayerNorm(DIM)
         candidate = (2 + len(CANDIDATE)) * DIM + 1
@@ -257,7 +268,7 @@ def run(side: str, folder: Path, steps: int, threads: int) -> dict[str, Any]:
     gc.collect()
     # From here on the peak counts anew.
     Path("/proc/self/clear_refs").write_text("5")
-    before = peak_resident_bytes()
+    before, of_files = peak_resident_bytes(), _resident_files()
     one: Ours | Rival = {"ours": Ours, "rival": Rival}[side](folder, json.loads((folder / "facts.json").read_text()))
     ready = peak_resident_bytes()
     optimizer = torch.optim.AdamW(one.model.parameters(), lr=1e-3, fused=True)
@@ -279,15 +290,47 @@ def run(side: str, folder: Path, steps: int, threads: int) -> dict[str, Any]:
         "samples_per_second": steps * BATCH / seconds,
         "gigabytes": (peak_resident_bytes() - before) / 1e9,
         "gigabytes_before_training": (ready - before) / 1e9,
+        "gigabytes_of_files": (_resident_files() - of_files) / 1e9,
         "loader_share": waited / seconds,
         "parameters": sum(p.numel() for p in one.model.parameters()),
         "loss": statistics.mean(losses[-steps:]),
     }
 
 
+def _resident_files() -> int:
+    """Bytes of mapped files that are in memory now; they stay there until the system wants them back."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile:"))
+    return int(line.split()[1]) * 1024
+
+
+def compared(folder: Path, steps: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Both sides in turns: medians, every run, and the ratios."""
+    found: dict[str, list[dict[str, Any]]] = {"ours": [], "rival": []}
+    for _ in range(rounds):
+        for side, runs in found.items():
+            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.ranking_loop", "--side", side]
+            command += ["--folder", str(folder), "--steps", str(steps), "--threads", str(threads)]
+            runs.append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]))
+            print(side, {name: round(value, 4) for name, value in runs[-1].items()}, flush=True)
+    median = {side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in found.items()}
+    result = {
+        "median": median, "runs": found,
+        "speed": median["ours"]["samples_per_second"] / median["rival"]["samples_per_second"],
+        "memory": median["ours"]["gigabytes"] / median["rival"]["gigabytes"],
+        "loader": median["ours"]["loader_share"],
+    }  # fmt: skip
+    print(
+        f"speed {result['speed']:.2f} (at least {BARS['speed']}), memory {result['memory']:.2f} (at most {BARS['memory']}), "
+        f"loader {result['loader']:.1%} (at most {BARS['loader']:.0%})",
+        flush=True,
+    )
+    return result
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--lengths", nargs="+", choices=MOST, default=list(MOST), help="of histories, how they are spread")
     parser.add_argument("--steps", type=int, default=100, help="that are measured")
     parser.add_argument("--rounds", type=int, default=3, help="processes a side")
     parser.add_argument("--threads", type=int, default=2)
@@ -297,32 +340,18 @@ def main() -> None:
     if options.side:
         print(json.dumps(run(options.side, options.folder, options.steps, options.threads)))
         return
+    result: dict[str, Any] = {"environment": environment("cpu"), "bars": BARS}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.folder or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        facts = json.loads(path.read_text()) if (path := folder / "facts.json").exists() else write(folder, options.rows)
-        print(facts, flush=True)
-        found: dict[str, list[dict[str, Any]]] = {"ours": [], "rival": []}
-        for _ in range(options.rounds):
-            for side, runs in found.items():
-                command = [sys.executable, "-W", "ignore", "-m", "benchmarks.ranking_loop", "--side", side]
-                command += ["--folder", str(folder), "--steps", str(options.steps), "--threads", str(options.threads)]
-                runs.append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout.splitlines()[-1]))
-                print(side, {name: round(value, 4) for name, value in runs[-1].items()}, flush=True)
-    median = {side: {name: statistics.median(run[name] for run in runs) for name in runs[0]} for side, runs in found.items()}
-    result = {
-        "environment": environment("cpu"),
-        "workload": {**facts, "batch": BATCH, "features": list(FEATURES), "steps": options.steps},
-        "median": median, "runs": found, "bars": BARS,
-        "speed": median["ours"]["samples_per_second"] / median["rival"]["samples_per_second"],
-        "memory": median["ours"]["gigabytes"] / median["rival"]["gigabytes"],
-        "loader": median["ours"]["loader_share"],
-    }  # fmt: skip
-    print(
-        f"speed {result['speed']:.2f} (at least {BARS['speed']}), memory {result['memory']:.2f} (at most {BARS['memory']}), "
-        f"loader {result['loader']:.1%} (at most {BARS['loader']:.0%})"
-    )
-    if options.rows == parser.get_default("rows"):
+        for spread in options.lengths:
+            folder = (options.folder or Path(temporary)) / f"{spread}-{options.rows}"
+            folder.mkdir(parents=True, exist_ok=True)
+            facts = (
+                json.loads(path.read_text()) if (path := folder / "facts.json").exists() else write(folder, options.rows, spread)
+            )
+            print(facts, flush=True)
+            workload = {**facts, "batch": BATCH, "features": list(FEATURES), "steps": options.steps}
+            result[spread] = {"workload": workload, **compared(folder, options.steps, options.rounds, options.threads)}
+    if options.rows == parser.get_default("rows") and options.lengths == list(MOST):
         print(save("ranking_loop", result))
 
 

@@ -76,7 +76,7 @@ class RequestLoader(PlannedLoader):
         self._loader: DataLoader[Packed] = DataLoader(
             _Requests(part, drawing, max_history, Unseen(unseen, seed, 0) if unseen else None, slots),
             batch_size=None,
-            sampler=_WithEpoch(self._plan, tuple(-of.astype(np.int32) for of in (candidates, events)) if shuffle else None),  # type: ignore[arg-type]
+            sampler=_WithEpoch(self._plan, (-candidates, -events) if shuffle else None),  # type: ignore[arg-type]
             num_workers=num_workers,
             pin_memory=pinned,
             prefetch_factor=_PREFETCH if num_workers else None,

@@ -744,9 +744,11 @@ class _Scorer(JaggedModule):
             queries = JaggedTensor(self.query(torch.cat([*candidates, *of_candidate], 1)), offsets=batch.candidate_offsets)
         for history in cast("list[_History]", self.histories):
             ids = [rows(key) for key in history.keys]
-            mean, read = self._gathered(batch, history, ids, queries, bags) if history.is_gathered else history(*ids, queries)
-            weights = batch.history_weights if history.is_gathered and inputs.history_weights else None
-            requests += [*(_weighted_mean(self.mean, one, weights) for one in ids), mean]
+            shown, times, weights = self._shown(batch, ids, bags) if history.is_gathered else (ids[0], None, None)
+            mean, read = history(shown, queries, times, weights)
+            # The ids stand first in what is shown, so that nothing is kept for their means that is not kept anyway.
+            widths = [one.values().shape[1] for one in ids]
+            requests += [*_weighted_mean(self.mean, shown, weights)[:, : sum(widths)].split(widths, 1), mean]
             candidates += [] if read is None else [read]
         request, candidate = [*requests, *of_request], [*candidates, *of_candidate]
         if self.cross == "dot":
@@ -770,10 +772,10 @@ class _Scorer(JaggedModule):
             found.append(self.number_lists[side](getattr(batch, f"{side}_number_lists")))
         return found
 
-    def _gathered(
-        self, batch: Batch, history: _History, ids: list[JaggedTensor], queries: JaggedTensor | None, bags: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """What the history makes of events that show more than an id."""
+    def _shown(
+        self, batch: Batch, ids: list[JaggedTensor], bags: Any
+    ) -> tuple[JaggedTensor, tuple[Tensor, Tensor], Tensor | None]:
+        """What is known of each event beside its place, ids first; the times of events and of requests, and events' weights."""
         shown = [*(one.values() for one in ids), *bags("history_lists", self.inputs.history_lists)]
         shown += self._numbers(batch, "history")
         if self.inputs.history_labels:
@@ -784,7 +786,7 @@ class _Scorer(JaggedModule):
         assert batch.request_times is not None
         times = batch.history_times, batch.request_times
         weights = batch.history_weights if self.inputs.history_weights else None
-        return cast("tuple[Tensor, Tensor | None]", history(with_values(ids[0], torch.cat(shown, 1)), queries, times, weights))
+        return with_values(ids[0], torch.cat(shown, 1)) if len(shown) > 1 else ids[0], times, weights
 
     def _dots(self, offsets: Tensor, request: tuple[list[Tensor], ...], candidate: tuple[list[Tensor], ...]) -> None:
         """Add the products of vectors to what goes into the meeting; those among the request's are made once."""

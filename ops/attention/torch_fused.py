@@ -97,17 +97,21 @@ class Plan:
 
     def parts(self, *rows: tuple[Tensor, int]) -> Iterator[tuple[Tensor, ...]]:
         """Yield for each call of the kernel views `[n, H, L, ...]` of rows in order, each `(rows, side)`."""
+        # Plain numbers, since there may be as many calls as lengths.
+        each = [(of, of.storage_offset(), of.shape[1], of.shape[2:], of.stride(), side) for of, side in rows]
         begin = [0, 0]
         for count, *lengths in self.sizes:
-            yield tuple(_side_by_side(of, begin[side], count, lengths[side]) for of, side in rows)
-            begin = [at + count * length for at, length in zip(begin, lengths, strict=True)]
-
-
-def _side_by_side(rows: Tensor, begin: int, count: int, length: int) -> Tensor:
-    """So many samples of a length, `[n, H, L, ...]`, as a view of rows `[S, H, ...]`."""
-    row, head, *width = rows.stride()
-    strides = (length * row, head, row, *width)
-    return rows.as_strided((count, rows.shape[1], length, *rows.shape[2:]), strides, rows.storage_offset() + begin * row)
+            yield tuple(
+                [
+                    of.as_strided(
+                        (count, heads, lengths[side], *width),
+                        (lengths[side] * strides[0], strides[1], strides[0], *strides[2:]),
+                        first + begin[side] * strides[0],
+                    )
+                    for of, first, heads, width, strides, side in each
+                ]
+            )
+            begin = [begin[0] + count * lengths[0], begin[1] + count * lengths[1]]
 
 
 def _is_plain(x: Inputs, o: Options) -> bool:
