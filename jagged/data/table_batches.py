@@ -429,7 +429,8 @@ class Part:
             max_tokens: most events of histories and candidates together for a batch and rank; requests are packed in order up
                 to it. As many as the largest request has, or more. A request with negatives counts as if it had all n. Histories
                 are those of which `max_history` speaks.
-            shuffle: a new order each epoch; otherwise that of the part.
+            shuffle: a new order each epoch, and in each batch the requests with the most events first, then those with the most
+                candidates; otherwise the order of the part.
             seed: of the order and of draws, 0 to 2**64 - 1.
             max_history: as of `gather`.
             negatives: how many are drawn for each row. None: none, rows have the table's labels.

@@ -66,6 +66,19 @@ def test_every_request_comes_once_an_epoch_on_one_rank(part: Part, options: dict
     assert in_order is None or in_order == told([part.gather(range(len(part)))])[0]
 
 
+def test_a_shuffled_batch_has_the_longest_histories_first(part: Part) -> None:
+    """So that attention on a CPU reads rows where they stand; which requests a batch has is as random as before."""
+    batches = list(part.loader(batch_size=16, shuffle=True, seed=1, max_history=30))
+    sizes = [
+        list(zip(batch.features["history.item_id"].lengths().tolist(), batch.candidate_offsets.diff().tolist(), strict=True))
+        for batch in batches
+    ]
+    assert all(of == sorted(of, reverse=True) for of in sizes)
+    # Batches among one another are in no order.
+    firsts = [of[0] for of in sizes]
+    assert firsts != sorted(firsts, reverse=True)
+
+
 def test_a_budget_is_of_events_and_candidates(part: Part) -> None:
     batches = list(part.loader(max_tokens=150, shuffle=True, seed=2, max_history=30))
     sizes = [len(batch.history_times) + len(batch.rows) for batch in batches if batch.history_times is not None]
