@@ -33,7 +33,7 @@ from jagged.training import checkpoint as checkpoints
 from tests.processes import in_child
 from tests.training import clicks
 from tests.training.support import outcome, run, tiny_dataset
-from tests.training.table_runs import shop_file, table_outcome, train_table
+from tests.training.table_runs import DRAWN, shop_file, table_outcome, train_table
 
 
 class Job(NamedTuple):
@@ -79,15 +79,29 @@ def task(root: Path) -> Job:
 
 def table(root: Path) -> Job:
     """A ranking model on a table, which is read, too."""
-    rows = shop_file(root / "shop.csv")
+    return _on_rows(shop_file(root / "shop.csv"))
 
+
+def negatives(root: Path) -> Job:
+    """The same on a table without labels, with drawn candidates."""
+    return _on_rows(shop_file(root / "drawn.csv", names=("user", "item", "time", "type", "price")), DRAWN)
+
+
+def beside(root: Path) -> Job:
+    """The same with histories of a table of events beside the rows."""
+    events = shop_file(root / "events.csv", 1, ("user", "item", "time"))
+    return _on_rows(shop_file(root / "rows.csv"), {"events": str(events), "event_labels": ()})
+
+
+def _on_rows(rows: Path, data: dict[str, Any] | None = None) -> Job:
     def train(directory: Path, workers: int) -> None:
-        train_table(directory, rows, resume=True, training={"num_workers": workers, "checkpoint_every": 3})
+        options = {"training": {"num_workers": workers, "checkpoint_every": 3}, "data": data or {}}
+        train_table(directory, rows, resume=True, **options)
 
     return Job(train, table_outcome, open_task)
 
 
-JOBS = {"sequences": sequences, "task": task, "table": table}
+JOBS = {"sequences": sequences, "task": task, "table": table, "negatives": negatives, "beside": beside}
 
 
 def digest(path: Path) -> tuple[int, str]:

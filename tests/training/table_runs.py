@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,20 @@ WORDS = {
 }  # fmt: skip
 
 
-def shop_file(path: Path, seed: int = 0) -> Path:
+# Of a table without labels, beside whose rows items are drawn.
+DRAWN = {
+    "label": (), "negatives": 3, "request": None, "weight": None, "ids": ("type",), "numbers": ("price",), "event_labels": (),
+    "request_columns": ("type",),
+}  # fmt: skip
+
+
+def shop_file(path: Path, seed: int = 0, names: Sequence[str] = NAMES) -> Path:
     """A csv file of 60 requests, written by no library that starts threads."""
     found = rows(seed)
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(NAMES)
-        for values in zip(*(found[name] for name in NAMES), strict=True):
+        writer.writerow(names)
+        for values in zip(*(found[name] for name in names), strict=True):
             writer.writerow("|".join(value) if isinstance(value, list) else value for value in values)
     return path
 

@@ -14,7 +14,8 @@ from tests.conftest import LONG
 
 ROOT = Path(__file__).parents[2]
 # What is imported takes longer than a few kills, so then all jobs have one program.
-KILLS = [(200, ("sequences",)), (50, ("task",)), (200, ("table",))] if LONG else [(3, ("sequences", "task", "table"))]
+JOBS = {"sequences": 200, "task": 50, "table": 200, "negatives": 50, "beside": 50}
+KILLS = [(kills, (job,)) for job, kills in JOBS.items()] if LONG else [(3, tuple(JOBS))]
 
 
 @pytest.mark.timeout(3_600 if LONG else 300)
