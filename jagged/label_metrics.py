@@ -242,13 +242,13 @@ class LabelMetrics:
                 of positives, labels out of range, and a label that a sample's ranking or positives name twice. On a GPU values
                 are not looked at, so that nothing waits for it: they must be right.
         """
+        _check_jagged("positives", positives, "positive_offsets", positive_offsets)
         _check_ranking("top_labels", top_labels, len(positive_offsets) - 1, f"[B, {self.depth}] (the largest cut-off) or wider")
         if top_labels.shape[1] < self.depth:
             raise ValueError(
                 f"top_labels: got shape {tuple(top_labels.shape)}, expected [B, {self.depth}] (the largest cut-off) or wider; "
                 "put -1 where there are fewer labels"
             )
-        _check_jagged("positives", positives, "positive_offsets", positive_offsets)
         for name, tensor in (("top_labels", top_labels), ("positives", positives)):
             _check_device(name, tensor, "the metrics", self._sums.device)
         top, offsets, depth = top_labels[:, : self.depth], positive_offsets.long(), self.depth

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from jagged.data import DataError
 from jagged.label_metrics import LabelFilter, LabelMetrics, propensities
+from jagged.metrics import Figures
 from tests.processes import told_by
 
 KS = (1, 3, 4)
@@ -172,6 +173,7 @@ def test_figures_that_no_sample_defines_are_nan() -> None:
     got = metrics.compute()
     assert all(math.isnan(got[f"{name}@{k}"]) for name in WITH_WEIGHTS for k in (1, 3, 5, 10))
     assert (got["samples"], got["samples_without_positives"]) == (0, 2)
+    assert set(Figures({"tags": got}).to_json()["tags"].values()) == {None, 0.0, 2.0}
 
 
 def test_processes_add_up_to_the_last_bit(tmp_path: Path) -> None:
@@ -303,6 +305,14 @@ OFFSETS_EXPECTED = "expected numbers from 0 up to 3, the length of positives, no
         (
             (TOP, POSITIVES, OFFSETS.float()),
             "positive_offsets: got shape (3,) of torch.float32, expected [B + 1] of torch.int64 or torch.int32",
+        ),
+        (
+            (TOP, POSITIVES, torch.tensor(3)),
+            "positive_offsets: got shape () of torch.int64, expected [B + 1] of torch.int64 or torch.int32",
+        ),
+        (
+            (TOP, POSITIVES, OFFSETS[:0]),
+            "positive_offsets: got shape (0,) of torch.int64, expected [B + 1] of torch.int64 or torch.int32",
         ),
         ((TOP, POSITIVES, torch.tensor([0, 2, 2])), f"positive_offsets: got [0, 2, 2], {OFFSETS_EXPECTED}"),
         ((TOP, POSITIVES, torch.tensor([1, 2, 3])), f"positive_offsets: got [1, 2, 3], {OFFSETS_EXPECTED}"),
