@@ -243,6 +243,21 @@ def test_propensities_are_those_of_the_formula() -> None:
             {"num_rows": 9, "a": math.nan},
             "a, b: got nan and 1.5, expected numbers above 0, for example 0.55 and 1.5",
         ),
+        (
+            torch.tensor([1]),
+            {"num_rows": 9, "b": math.inf},
+            "a, b: got 0.55 and inf, expected numbers above 0, for example 0.55 and 1.5",
+        ),
+        (
+            torch.tensor([1]),
+            {"num_rows": 9, "a": math.inf},
+            "a, b: got inf and 1.5, expected numbers above 0, for example 0.55 and 1.5",
+        ),
+        (
+            torch.tensor([1]),
+            {"num_rows": 9, "a": 0.0},
+            "a, b: got 0.0 and 1.5, expected numbers above 0, for example 0.55 and 1.5",
+        ),
         (torch.tensor([1, 10]), {"num_rows": 9}, "label_counts: got 1 to 10, expected 0 to num_rows, 9"),
         (torch.tensor([-1, 9]), {"num_rows": 9}, "label_counts: got -1 to 9, expected 0 to num_rows, 9"),
     ],
@@ -324,6 +339,10 @@ OFFSETS_EXPECTED = "expected numbers from 0 up to 3, the length of positives, no
         (
             (torch.tensor([[-1, -1], [3, 3]]), POSITIVES, OFFSETS),
             "top_labels: got label 3 twice in sample 1, expected each label once",
+        ),
+        (
+            (torch.tensor([[0, 0], [2, 1]]), POSITIVES, OFFSETS),
+            "top_labels: got label 0 twice in sample 0, expected each label once",
         ),
         (
             (TOP, torch.tensor([1, 1, 2]), OFFSETS),
