@@ -19,7 +19,7 @@ LAYERS = (
     ("artifacts", "versions"),
     ("config", "charts"),
     ("data",),
-    ("metrics", "pointwise"),
+    ("metrics", "label_metrics", "pointwise"),
     ("scoring",),
     ("evaluation",),
     ("models",),
