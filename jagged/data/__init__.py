@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from jagged.data.table_batches import Part as Part
     from jagged.data.table_splits import Split as Split
     from jagged.data.vocabulary import Vocabulary as Vocabulary
+    from jagged.data.xmc import MultiLabelRows as MultiLabelRows
+    from jagged.data.xmc import read_xmc as read_xmc
+    from jagged.data.xmc import write_xmc as write_xmc
 
 _WHERE = {
     "Attainable": "synthetic",
@@ -50,6 +53,7 @@ _WHERE = {
     "Inspection": "inspection",
     "Kind": "schema",
     "RecordedBatches": "recorded",
+    "MultiLabelRows": "xmc",
     "Part": "table_batches",
     "Schema": "schema",
     "SequenceBatch": "batches",
@@ -62,11 +66,13 @@ _WHERE = {
     "leaks": "splits",
     "read_batches": "recorded",
     "read_events": "events",
+    "read_xmc": "xmc",
     "record_batches": "recorded",
     "split_global_time": "splits",
     "split_leave_one_out": "splits",
     "synthetic_impressions": "impressions",
     "synthetic_sessions": "synthetic",
+    "write_xmc": "xmc",
 }
 
 __all__ = [
@@ -78,6 +84,7 @@ __all__ = [
     "ImpressionTruth",
     "Inspection",
     "Kind",
+    "MultiLabelRows",
     "RecordedBatches",
     "Schema",
     "SequenceBatch",
@@ -89,11 +96,13 @@ __all__ = [
     "leaks",
     "read_batches",
     "read_events",
+    "read_xmc",
     "record_batches",
     "split_global_time",
     "split_leave_one_out",
     "synthetic_impressions",
     "synthetic_sessions",
+    "write_xmc",
 ]
 
 
