@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jagged.data.impressions import synthetic_impressions as synthetic_impressions
     from jagged.data.inspection import Inspection as Inspection
     from jagged.data.inspection import inspect_table as inspect_table
+    from jagged.data.multilabel import LabelTruth as LabelTruth
+    from jagged.data.multilabel import synthetic_labels as synthetic_labels
     from jagged.data.recorded import RecordedBatches as RecordedBatches
     from jagged.data.recorded import read_batches as read_batches
     from jagged.data.recorded import record_batches as record_batches
@@ -53,6 +55,7 @@ _WHERE = {
     "Inspection": "inspection",
     "Kind": "schema",
     "RecordedBatches": "recorded",
+    "LabelTruth": "multilabel",
     "MultiLabelRows": "xmc",
     "Part": "table_batches",
     "Schema": "schema",
@@ -71,6 +74,7 @@ _WHERE = {
     "split_global_time": "splits",
     "split_leave_one_out": "splits",
     "synthetic_impressions": "impressions",
+    "synthetic_labels": "multilabel",
     "synthetic_sessions": "synthetic",
     "write_xmc": "xmc",
 }
@@ -84,6 +88,7 @@ __all__ = [
     "ImpressionTruth",
     "Inspection",
     "Kind",
+    "LabelTruth",
     "MultiLabelRows",
     "RecordedBatches",
     "Schema",
@@ -101,6 +106,7 @@ __all__ = [
     "split_global_time",
     "split_leave_one_out",
     "synthetic_impressions",
+    "synthetic_labels",
     "synthetic_sessions",
     "write_xmc",
 ]
