@@ -110,7 +110,13 @@ class MultiLabelRows:
         )
 
     def take(self, rows: IntArray) -> MultiLabelRows:
-        """The rows of these numbers, int64 `[n]`, in their order; without notes."""
+        """The rows of these numbers, int64 `[n]`, in their order; without notes.
+
+        Raises:
+            ValueError: a number that no row has.
+        """
+        if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < len(self)):
+            raise ValueError(f"rows: got {int(rows.min())} to {int(rows.max())}, expected numbers from 0 on, under {len(self)}")
         features, feature_offsets = _taken(self.feature_offsets, rows)
         labels, label_offsets = _taken(self.label_offsets, rows)
         return MultiLabelRows(
@@ -141,7 +147,7 @@ def read_xmc(
     does, `\\r\\n` ends a line as `\\n` does, a byte order mark is dropped, and the last line may have no end. Blank lines behind
     the last row are none. The file may be compressed (`.gz`, `.bz2`, `.zst`, `.lz4`).
 
-    The file is read in blocks: beside the result, which grows in place, memory is that of a block, and at most an eighth of the
+    The file is read in blocks. Beside the result, which grows in place, that takes some 80 MiB and at most an eighth of the
     result.
 
     Args:
@@ -191,45 +197,27 @@ def _read(path: Path, skipped: Skipped | None, advance: Callable[[int], object])
         raise refuse(path, "an empty file", _Header.EXPECTED, "fetch it again")
     cut = first.index(b"\n") + 1
     header = _Header.of(path, first[: cut - 1])
-    ids, values, labels = _Growing(np.int32), _Growing(np.float32), _Growing(np.int32)
-    feature_offsets, label_offsets = _Growing(np.int64, 1), _Growing(np.int64, 1)
-    rows, line = 0, 1
+    result, rows, line = _Result(), 0, 1
     for block in itertools.chain([first[cut:]], parts):
         count = block.count(b"\n")
         kept, beyond = _first_lines(block, min(header.rows - rows, count))
-        parsed = _Parsed.of(kept, header)
-        if len(parsed.bad):
-            begins = np.append(0, np.flatnonzero(np.frombuffer(kept, dtype=np.uint8) == 10) + 1)
-            for row in parsed.bad.tolist():
-                error = _fault(path, line + 1 + row, kept[begins[row] : begins[row + 1] - 1], header)
+        if kept:
+            parsed = _Parsed.of(kept, header)
+            for error in _faults(path, line + 1, kept, parsed.bad, header):
                 if skipped is None:
                     raise error
                 skipped.add(str(error))
-        ids.append(parsed.ids)
-        values.append(parsed.values)
-        labels.append(parsed.labels)
-        feature_offsets.append(feature_offsets.last + np.cumsum(parsed.id_counts))
-        label_offsets.append(label_offsets.last + np.cumsum(parsed.label_counts))
-        rows += min(header.rows - rows, count)
+            result.append(parsed)
         if beyond.strip(b" \t\n"):
-            begins_at = len(kept) + len(beyond) - len(beyond.lstrip(b" \t\n"))
+            blank = len(beyond) - len(beyond.lstrip(b" \t\n"))
             found = f"a row behind the {header.rows:,} that the first line promises"
-            raise refuse(at(path, line + 1 + block.count(b"\n", 0, begins_at)), found, "the end of the file", _CURE_OF_COUNT)
-        line += count
+            here = line + 1 + block.count(b"\n", 0, len(kept) + blank)
+            raise refuse(at(path, here), found, "the end of the file", _CURE_OF_COUNT)
+        rows, line = min(header.rows, rows + count), line + count
     if rows < header.rows:
         expected = f"{header.rows:,} as the first line says"
         raise refuse(at(path, line), f"the end of the file behind {_many(rows, 'row')}", expected, _CURE_OF_COUNT)
-    notes = {"skipped_rows": skipped.count, "skipped_rows_first": skipped.first} if skipped and skipped.count else {}
-    return MultiLabelRows(
-        ids.whole(),
-        values.whole(),
-        feature_offsets.whole(),
-        labels.whole(),
-        label_offsets.whole(),
-        header.features,
-        header.labels,
-        notes,
-    )
+    return result.whole(header, skipped)
 
 
 _CURE_OF_COUNT = "fetch the file again, or mend its first line"
@@ -282,6 +270,27 @@ class _Growing:
         """The array, which is appended to no more."""
         self._array.resize(self._size, refcheck=False)
         return self._array
+
+
+class _Result:
+    """The rows so far."""
+
+    def __init__(self) -> None:
+        self._ids, self._values, self._labels = _Growing(np.int32), _Growing(np.float32), _Growing(np.int32)
+        self._id_offsets, self._label_offsets = _Growing(np.int64, 1), _Growing(np.int64, 1)
+
+    def append(self, parsed: _Parsed) -> None:
+        self._ids.append(parsed.ids)
+        self._values.append(parsed.values)
+        self._labels.append(parsed.labels)
+        self._id_offsets.append(self._id_offsets.last + np.cumsum(parsed.id_counts))
+        self._label_offsets.append(self._label_offsets.last + np.cumsum(parsed.label_counts))
+
+    def whole(self, header: _Header, skipped: Skipped | None) -> MultiLabelRows:
+        arrays = self._ids, self._values, self._id_offsets, self._labels, self._label_offsets
+        ids, values, id_offsets, labels, label_offsets = (array.whole() for array in arrays)
+        notes = {"skipped_rows": skipped.count, "skipped_rows_first": skipped.first} if skipped and skipped.count else {}
+        return MultiLabelRows(ids, values, id_offsets, labels, label_offsets, header.features, header.labels, notes)
 
 
 def _parts(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
@@ -431,6 +440,15 @@ def _text(path: Path, line: int, row: bytes) -> str | DataError:
         return row.decode("utf-8")
     except UnicodeDecodeError as error:
         return not_utf8(path, line, row[error.start])
+
+
+def _faults(path: Path, line: int, part: bytes, bad: IntArray, header: _Header) -> Iterator[DataError]:
+    """What is wrong with the lines `bad` of some, of which the first has the number `line`."""
+    if not len(bad):
+        return
+    begins = np.append(0, np.flatnonzero(np.frombuffer(part, dtype=np.uint8) == 10) + 1)
+    for row in bad.tolist():
+        yield _fault(path, line + row, part[begins[row] : begins[row + 1] - 1], header)
 
 
 def _fault(path: Path, line: int, row: bytes, header: _Header) -> DataError:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import io
+import itertools
 import math
 import re
+import sys
 import tempfile
 import tracemalloc
 from pathlib import Path
@@ -271,9 +274,11 @@ FILES = {
 }
 
 
+@pytest.mark.parametrize("block", [4, 1 << 20])
 @pytest.mark.parametrize("case", FILES)
-def test_a_damaged_file(tmp_path: Path, case: str) -> None:
+def test_a_damaged_file(tmp_path: Path, case: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     data, expected = FILES[case]
+    monkeypatch.setattr("jagged.data.files.BLOCK_BYTES", block)
     (tmp_path / "e.txt").write_bytes(data)
     assert refused(tmp_path / "e.txt") == expected
 
@@ -359,6 +364,23 @@ def test_any_line_is_read_as_field_by_field(text: list[str], limit: int) -> None
         same(read_xmc(path), made([row for row in expected if row is not None], limit, limit))
 
 
+def test_every_short_spelling_of_a_number_is_a_value_or_refused(tmp_path: Path) -> None:
+    """Every string of up to five of these: what the vectorised reader takes is what the grammar says, and no more."""
+    spelled = ["".join(of) for size in range(6) for of in itertools.product("1.+-e", repeat=size)]
+    grammar = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?")
+    good = [text for text in spelled if grammar.fullmatch(text) and abs(float(text)) < 3.4e38]
+    (tmp_path / "e.txt").write_text("\n".join([f"{len(good)} 1 1", *(f"0 0:{text}" for text in good)]))
+    np.testing.assert_array_equal(
+        read_xmc(tmp_path / "e.txt").feature_values, np.array([float(text) for text in good], np.float32)
+    )
+    header = module._Header(len(spelled), 1, 1)
+    bad = sorted(set(spelled) - set(good))
+    together = "".join(f"0 0:{text}\n" for text in spelled).encode()
+    assert sorted(spelled[row] for row in module._Parsed.of(together, header).bad) == bad
+    # Alone, where nothing else makes the reader look again.
+    assert [text for text in bad if not len(module._Parsed.of(f"0 0:{text}\n".encode(), header).bad)] == []
+
+
 def test_memory_above_the_result_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     count, each = 20_000, 50
     rows = MultiLabelRows(
@@ -389,6 +411,9 @@ def test_rows_are_taken(tmp_path: Path) -> None:
     rows: list[Row] = [([1], [(0, 1.0)]), ([], []), ([0, 2], [(2, -1.0), (1, 0.5)])]
     whole = made(rows, 3, 3)
     same(whole.take(np.array([2, 0, 1, 2])), made([rows[2], rows[0], rows[1], rows[2]], 3, 3))
+    for number in (-1, 3):
+        with pytest.raises(ValueError, match=f"rows: got {number} to {number}, expected numbers from 0 on, under 3"):
+            whole.take(np.array([number]))
     assert repr(whole) == "MultiLabelRows(3 rows, 3 of 3 features, 3 of 3 labels)"
     with pytest.raises(ValueError, match="on_error: got 'no', expected 'stop' or 'skip'"):
         read_xmc(tmp_path, on_error="no")  # type: ignore[arg-type]
@@ -435,3 +460,17 @@ def test_arrays_that_do_not_fit(change: dict[str, Any], expected: str) -> None:
     }
     with pytest.raises(ValueError, match=re.escape(expected)):
         MultiLabelRows(**{**good, **change})
+
+
+def test_a_bar_shows_on_a_terminal_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(module, "DELAY", 1e-9)
+    (tmp_path / "e.txt").write_text("1 2 3\n0 0:1\n")
+    for terminal, progress, shows in ((Terminal(), True, True), (Terminal(), False, False), (io.StringIO(), True, False)):
+        monkeypatch.setattr(sys, "stderr", terminal)
+        read_xmc(tmp_path / "e.txt", progress=progress)
+        # It is wiped in the end.
+        assert bool(terminal.getvalue()) == shows
