@@ -148,7 +148,7 @@ def read_xmc(
     the last row are none. The file may be compressed (`.gz`, `.bz2`, `.zst`, `.lz4`).
 
     The file is read in blocks. Beside the result, which grows in place, that takes some 80 MiB and at most an eighth of the
-    result.
+    result; more where single lines are longer than 1 MiB.
 
     Args:
         path: the file.
