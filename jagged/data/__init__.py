@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jagged.data.impressions import synthetic_impressions as synthetic_impressions
     from jagged.data.inspection import Inspection as Inspection
     from jagged.data.inspection import inspect_table as inspect_table
+    from jagged.data.multilabel import LabelTruth as LabelTruth
+    from jagged.data.multilabel import synthetic_labels as synthetic_labels
     from jagged.data.recorded import RecordedBatches as RecordedBatches
     from jagged.data.recorded import read_batches as read_batches
     from jagged.data.recorded import record_batches as record_batches
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
     from jagged.data.table_batches import Part as Part
     from jagged.data.table_splits import Split as Split
     from jagged.data.vocabulary import Vocabulary as Vocabulary
+    from jagged.data.xmc import MultiLabelRows as MultiLabelRows
+    from jagged.data.xmc import read_xmc as read_xmc
+    from jagged.data.xmc import write_xmc as write_xmc
 
 _WHERE = {
     "Attainable": "synthetic",
@@ -50,6 +55,8 @@ _WHERE = {
     "Inspection": "inspection",
     "Kind": "schema",
     "RecordedBatches": "recorded",
+    "LabelTruth": "multilabel",
+    "MultiLabelRows": "xmc",
     "Part": "table_batches",
     "Schema": "schema",
     "SequenceBatch": "batches",
@@ -62,11 +69,14 @@ _WHERE = {
     "leaks": "splits",
     "read_batches": "recorded",
     "read_events": "events",
+    "read_xmc": "xmc",
     "record_batches": "recorded",
     "split_global_time": "splits",
     "split_leave_one_out": "splits",
     "synthetic_impressions": "impressions",
+    "synthetic_labels": "multilabel",
     "synthetic_sessions": "synthetic",
+    "write_xmc": "xmc",
 }
 
 __all__ = [
@@ -78,6 +88,8 @@ __all__ = [
     "ImpressionTruth",
     "Inspection",
     "Kind",
+    "LabelTruth",
+    "MultiLabelRows",
     "RecordedBatches",
     "Schema",
     "SequenceBatch",
@@ -89,11 +101,14 @@ __all__ = [
     "leaks",
     "read_batches",
     "read_events",
+    "read_xmc",
     "record_batches",
     "split_global_time",
     "split_leave_one_out",
     "synthetic_impressions",
+    "synthetic_labels",
     "synthetic_sessions",
+    "write_xmc",
 ]
 
 

@@ -31,7 +31,8 @@ _SUFFIXES = {
     ".parquet": "parquet",
     ".pq": "parquet",
 }
-_COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
+#: What unpacks files, by suffix.
+COMPRESSION = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".lz4": "lz4"}
 _PACKED = "(each also .gz, .bz2, .zst, .lz4) or .parquet"
 # What is looked for, what a folder holds and how it is named: where text lines are no format, and where they are.
 _WORDS = (
@@ -169,7 +170,7 @@ def reading(path: Path) -> Iterator[None]:
 
 def _format_of(path: Path, formats: Sequence[str]) -> str | None:
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
-    packed = bool(suffixes) and suffixes[-1] in _COMPRESSION
+    packed = bool(suffixes) and suffixes[-1] in COMPRESSION
     kind = _SUFFIXES.get((suffixes[-2] if len(suffixes) > 1 else "") if packed else suffixes[-1]) if suffixes else None
     # Parquet packs its own pages.
     return None if kind not in formats or (packed and kind == "parquet") else kind
@@ -223,7 +224,7 @@ def stream(path: Path, advance: Callable[[int], object]) -> Iterator[bytes]:
     """The bytes of a file, unpacked."""
     try:
         with pa.OSFile(str(path), "rb") as raw:
-            compression = _COMPRESSION.get(path.suffix.lower())
+            compression = COMPRESSION.get(path.suffix.lower())
             stream = raw if compression is None else pa.CompressedInputStream(raw, compression)
             before = 0
             while data := stream.read(BLOCK_BYTES):
