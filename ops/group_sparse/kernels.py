@@ -44,7 +44,7 @@ def group_sparse_forward_kernel(
     weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """logits[b, l] = sum_f weight[l, f] * features[supports[g, f], b] + bias[l], of the labels l of a group g and BLOCK_B samples.
+    """logits[b, l] = sum_f weight[l, f] * features[supports[g, f], b] + bias[l], labels l of one group g and BLOCK_B samples.
 
     `features` is `[H, filled_size]`, zeros past the batch: to load them costs less than to ask for each whether it is there.
     """

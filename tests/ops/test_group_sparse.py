@@ -415,7 +415,8 @@ def test_autocast_casts_as_linear_does(place: Place, is_backward_inside: bool) -
         grads = torch.autograd.grad(found, leaves, torch.ones_like(found))
     for ours, theirs in zip(grads, torch.autograd.grad(expected, low, torch.ones_like(found)), strict=True):
         assert ours.dtype == torch.float32
-        assert torch.equal(ours.bfloat16(), theirs)
+        # The interpreter cuts what it stores in bfloat16.
+        torch.testing.assert_close(ours, theirs.float(), rtol=2.0**-7, atol=0)
 
 
 @NOT_INTERPRETED
@@ -434,7 +435,8 @@ def test_one_graph_for_all_sizes(place: Place) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
-    for batch_size, sizes in ((4, (2, 4, 3)), (7, (5, 0, 1, 9)), (3, (0, 7)), (130, (30, 2, 2, 2, 2)), (5, (90, 70, 3))):
+    # No two sizes of the first call are equal: the compiler would take them for one.
+    for batch_size, sizes in ((6, (2, 4, 3)), (7, (5, 0, 1, 9)), (3, (0, 7)), (130, (30, 2, 2, 2, 2)), (5, (90, 70, 3))):
         layer = layer_of(jagged_of(sizes), batch_size, 5, 13)
         leaves = [x.requires_grad_() for x in (layer.features, layer.weight, layer.bias)]
         given = (*leaves[:2], layer.supports, layer.offsets, leaves[2])
