@@ -27,7 +27,7 @@ def forward_configuration(num_labels: int, num_groups: int, width: int, itemsize
     """Choose for `[L, F] x [F, B]`, group by group."""
     if itemsize == 2:
         return Configuration(_labels(num_labels, num_groups, 64), _power(width, 64), 64, 4, 3)
-    return Configuration(_labels(num_labels, num_groups, 32), _power(width, 32), 64, 8, 2)
+    return Configuration(_labels(num_labels, num_groups, 32), _power(width, 32), 32, 8, 2)
 
 
 def weight_configuration(num_labels: int, num_groups: int, width: int, itemsize: int) -> Configuration:

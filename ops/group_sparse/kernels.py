@@ -117,7 +117,7 @@ def group_sparse_feature_gradient_kernel(
     sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
     exists = sample < batch_size
     sums += part * num_features * sums_stride
-    for group in range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts):
+    for group in tl.range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts, num_stages=1):
         start, end = load_segment(group_offsets, group, num_labels)
         for slots in range(0, WIDTH, BLOCK_F):
             slot = slots + tl.arange(0, BLOCK_F)

@@ -38,8 +38,8 @@ def test_kernels(arch: int | str, dtype: str, itemsize: int, labels: int, width:
     kernel = getattr(kernels, f"group_sparse_{name}_kernel")
     chosen = getattr(configurations, f"{name.removesuffix('_gradient')}_configuration")(labels * 1000, 1000, width, itemsize)
     floats = ("features", "weight", "bias", "logits", "grad", "grad_weight")
-    types = {**dict.fromkeys(floats, f"*{dtype}"), "supports": "*i32", "group_offsets": "*i64", "sums": "*fp32"}
-    types |= {**dict.fromkeys(SIZES, "i32"), "grad_bias": f"*{dtype}"}
+    types = {**dict.fromkeys((*floats, "grad_bias"), f"*{dtype}"), **dict.fromkeys(SIZES, "i32"), "sums": "*fp32"}
+    types |= {"supports": "*i32", "group_offsets": "*i64"}
     constants = {
         "WIDTH": width, "BLOCK_L": chosen.block_l, "BLOCK_F": chosen.block_f, "BLOCK_B": chosen.block_b, "PRECISION": "ieee",
         "NUM_STAGES": chosen.num_stages, "weight_column_stride": 1, "grad_column_stride": 1,
@@ -48,6 +48,8 @@ def test_kernels(arch: int | str, dtype: str, itemsize: int, labels: int, width:
         fixed = {key: value for key, value in constants.items() if key in kernel.arg_names}
         if without is not None:
             fixed[without] = None
+            # As under autocast, too, and with narrow integers.
+            types |= {"grad_weight": "*fp32", "supports": "*i16", "group_offsets": "*i32"}
         signature = {key: types[key] for key in kernel.arg_names if key not in fixed}
         aligned = (*ALWAYS, "grad_stride", "num_features", *(() if width % 16 else ("weight_stride",)))
         divisible = [key for key in aligned if key in signature]
