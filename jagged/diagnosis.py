@@ -231,6 +231,17 @@ def _elementwise(device: torch.device, backend: str) -> None:
     _same(ours, torch.cat([values[:2] * dense[0], values[2:] * dense[1]]), (values, dense))
 
 
+def _group_sparse(device: torch.device, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, weight = (torch.randn(n, m, generator=generator).to(device).requires_grad_() for n, m in ((4, 9), (5, 3)))
+    supports = torch.tensor([[0, 4, 8], [1, 2, 8]], dtype=torch.int32, device=device)
+    offsets = torch.tensor([0, 2, 5], device=device)
+    ours = jagged.ops.group_sparse_linear(features, weight, supports, offsets, backend=backend)
+    first, second = supports.long()
+    parts = [features[:, first] @ weight[:2].T, features[:, second] @ weight[2:].T]
+    _same(ours, torch.cat(parts, 1), (features, weight))
+
+
 def _hstu_attention(device: torch.device, backend: str) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(5, 2, 16, generator=generator).to(device).requires_grad_() for _ in range(3))
@@ -329,6 +340,7 @@ _FAMILIES = {
     "elementwise": _elementwise,
     "bmm": _bmm,
     "softmax": _softmax,
+    "group_sparse": _group_sparse,
     "attention": _attention,
     "hstu_attention": _hstu_attention,
     "cross_entropy": _cross_entropy,

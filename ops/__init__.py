@@ -50,6 +50,7 @@ from jagged.ops.embedding_bag import (
     embedding_bags,
     quantize_rows,
 )
+from jagged.ops.group_sparse import group_sparse_linear
 from jagged.ops.sampled_cross_entropy import (
     Correction,
     Draw,
@@ -85,6 +86,7 @@ __all__ = [
     "drawn_negatives",
     "embedding_bags",
     "from_nested",
+    "group_sparse_linear",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
@@ -123,6 +125,7 @@ for _name in (
     "catalogue_topk",
     "dense_to_jagged",
     "embedding_bags",
+    "group_sparse_linear",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",

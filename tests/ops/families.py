@@ -23,6 +23,7 @@ from jagged.ops import (
     catalogue_topk,
     dense_to_jagged,
     embedding_bags,
+    group_sparse_linear,
     jagged2_softmax,
     jagged_attention,
     jagged_concat,
@@ -258,6 +259,19 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     return Step(forward, _leaves(dtype, *shapes))
 
 
+def group_sparse(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    # Samples are groups here, whose rows are labels. Steps of two lead to no column twice: their number is odd.
+    columns = 2 * width + 1
+    supports = torch.arange(batch.batch_size, device=PLACE.device)[:, None] + 2 * torch.arange(width, device=PLACE.device)
+    supports = (supports % columns).int()
+
+    def forward(features: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        with_bias = group_sparse_linear(features, weight, supports, batch.offsets, bias, backend=PLACE.backend)
+        return [with_bias, group_sparse_linear(features, weight, supports.short(), batch.offsets, backend=PLACE.backend)]
+
+    return Step(forward, _leaves(dtype, (70, columns), (batch.total, width), (batch.total,)))
+
+
 def pair_bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     # Enough for any lengths of 200 rows. What lies past the last pair is left unwritten, and read by nobody.
     total = max(sum(length**2 for length in batch.lengths), 200**2)
@@ -294,6 +308,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "cross_entropy": cross_entropy,
     "elementwise": elementwise,
     "embedding_bag": embedding_bag,
+    "group_sparse": group_sparse,
     "pair_bmm": pair_bmm,
     "quantised_bags": quantised_bags,
     "sampled_cross_entropy": sampled_cross_entropy,

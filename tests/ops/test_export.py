@@ -13,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from jagged import ops
 
 BAGS = ops.BagLayout((50,), (8,))
+SUPPORTS = torch.arange(8, dtype=torch.int32)
 SEED = torch.tensor([5])
 
 
@@ -29,6 +30,7 @@ def ids(rows: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "catalogue_topk": lambda a, ao, b, bo: ops.catalogue_topk(b, torch.ones(50, 8).cumsum(0), 3, exclude=(ids(a), ao))[0],
     "embedding_bags": lambda a, ao, b, bo: ops.embedding_bags(torch.ones(400), BAGS, ids(a), ao, per_sample_weights=a[:, 1]),
+    "group_sparse_linear": lambda a, ao, b, bo: ops.group_sparse_linear(b, a, SUPPORTS.expand(b.shape[0], 8), ao, a[:, 0]),
     "jagged2_softmax": lambda a, ao, b, bo: ops.jagged2_softmax(a[:, 0], ao, bo),
     "jagged_attention": lambda a, ao, b, bo: ops.jagged_attention(
         heads(b), heads(a), heads(a), bo, ao, window=(3, None), num_targets=1, relative_bias=torch.ones(2, 5), softcap=3.0

@@ -15,6 +15,7 @@ from jagged import ops
 WRONG = torch.tensor([3, 0, 2])
 ROWS, OTHER = torch.ones(5, 4), torch.ones(2, 4, 3)
 Q = torch.ones(5, 2, 8)
+SUPPORTS = torch.arange(4, dtype=torch.int32).expand(2, 4)
 LAYOUT = ops.BagLayout((9,), (4,))
 
 CALLS: dict[str, Callable[[Tensor], object]] = {
@@ -22,6 +23,7 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
     "catalogue_topk": lambda o: ops.catalogue_topk(ROWS[:2], ROWS, 1, exclude=(torch.arange(5), o)),
     "dense_to_jagged": lambda o: ops.dense_to_jagged(torch.ones(2, 3, 4), o, 5),
     "embedding_bags": lambda o: ops.embedding_bags(torch.ones(36), LAYOUT, torch.arange(5), o),
+    "group_sparse_linear": lambda o: ops.group_sparse_linear(torch.ones(3, 4), ROWS, SUPPORTS, o),
     "jagged2_softmax": lambda o: ops.jagged2_softmax(torch.ones(13), o),
     "jagged_attention": lambda o: ops.jagged_attention(Q, Q, Q, o),
     "jagged_attention to others": lambda o: ops.jagged_attention(Q, Q, Q, torch.tensor([0, 2, 5]), o),
