@@ -75,9 +75,12 @@ class Plan:
         return x._replace(**{name: self.in_order(getattr(x, name), side).to(dtype) for name, side in _SIDES.items()})
 
     def in_order(self, rows: Tensor, side: int) -> Tensor:
-        """Rows `[S, H, D]` of queries (0) or keys (1) in the order of the samples."""
+        """Rows `[S, H, D]` of queries (0) or keys (1) in the order of the samples, numbers of a row side by side."""
         order = self.orders[side]
-        return rows if order is None else rows.flatten(1).index_select(0, order).view(rows.shape)
+        if order is not None:
+            return rows.flatten(1).index_select(0, order).view(rows.shape)
+        # The kernel takes it for granted, and would read others' numbers.
+        return rows if rows.stride(-1) == 1 else rows.contiguous()
 
     def as_given(self, rows: Tensor, side: int) -> Tensor:
         """The rows again as the batch has them."""

@@ -354,8 +354,9 @@ def _normalize(x: Tensor, chunk: _Chunk, normalizer: float) -> None:
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return the gradients of q, k and v, and of the biases that are wanted."""
-    # The kernel's backward has no gradient of log-sum-exp.
-    plan = None if grads.output is None or grads.lse is not None else torch_fused.Plan.of(x, o)
+    # The kernel's backward has no gradient of log-sum-exp; compiled code gives zeros where nothing reads it.
+    is_of_lse = grads.lse is not None and bool(grads.lse.any())
+    plan = None if grads.output is None or is_of_lse else torch_fused.Plan.of(x, o)
     if plan is None:
         return _backward(grads, x, out, o, wanted)
     found = torch_fused.backward(grads, x, out, o, plan, _backward)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import jagged_attention, trust_values
 from jagged.ops.attention import torch_fused, torch_impl
@@ -149,6 +150,60 @@ def test_wrong_offsets_are_computed_with_scores(wrong: list[int]) -> None:
     with trust_values():
         output = torch_impl.forward(x, Options()).output
     assert torch.isfinite(output).all()
+
+
+@pytest.mark.parametrize("lengths_", [[30] * 4, [5] + [30] * 4], ids=["in order", "gathered"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_inputs_of_any_strides(lengths_: list[int], causal: bool) -> None:
+    """The kernel itself reads a row's numbers as if they lay side by side."""
+    total, offsets = sum(lengths_), offsets_of(lengths_)
+    width_first = random_tensor((16, total, 2), torch.float32, 1).permute(1, 2, 0)
+    gaps = random_tensor((total, 2, 32), torch.float32, 2)[..., ::2]
+    heads_first = random_tensor((2, total, 16), torch.float32, 3).transpose(0, 1)
+    for inputs in ([width_first, gaps, heads_first], [heads_first, width_first, gaps], [gaps, heads_first, width_first]):
+        check_three_way(
+            lambda q, k, v: jagged_attention(q, k, v, offsets, causal=causal),
+            lambda q, k, v: padded_attention(q, k, v, offsets, causal=causal)[0],
+            inputs,
+        )
+    leaves = [x.clone().requires_grad_() for x in (width_first, gaps, heads_first)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    # Gradients that are one number, expanded, and of other strides.
+    other = random_tensor((16, total, 2), torch.float32, 4).permute(1, 2, 0)
+    for upstream in (torch.ones(()).expand(total, 2, 16), other):
+        got = torch.autograd.grad(jagged_attention(*leaves, offsets, causal=causal), leaves, upstream)
+        want = torch.autograd.grad(padded_attention(*exact, offsets, causal=causal)[0], exact, upstream.double())
+        for one, two in zip(got, want, strict=True):
+            torch.testing.assert_close(one.double(), two, rtol=1e-5, atol=1e-5)
+
+
+def test_autocast_compile_and_checkpoint() -> None:
+    lengths_ = [30] * 4 + [5, 0]
+    offsets = offsets_of(lengths_)
+    leaves = [x.requires_grad_() for x in inputs_of(lengths_, lengths_, 2, 16, torch.float32, 0)]
+    upstream = random_tensor(tuple(leaves[0].shape), torch.float32, 9)
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return jagged_attention(q, k, v, offsets, causal=True)
+
+    def results(function: Any) -> list[Tensor]:
+        output = function(*leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, upstream.to(output.dtype))]
+
+    plain = results(attended)
+    compiled = results(torch.compile(attended, fullgraph=True, backend="aot_eager"))
+    checkpointed = results(lambda *given: checkpoint(attended, *given, use_reentrant=False))
+    for one, two, three in zip(plain, compiled, checkpointed, strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = results(attended)
+    assert cast[0].dtype == torch.bfloat16
+    assert [of.dtype for of in cast[1:]] == [torch.float32] * 3
+    low = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    output = attended(*low)
+    for got, want in zip(cast, [output.detach(), *torch.autograd.grad(output, low, upstream.bfloat16())], strict=True):
+        assert torch.equal(got.bfloat16(), want)
 
 
 def test_order_changes_nothing_but_the_order() -> None:
