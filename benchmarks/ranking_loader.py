@@ -1,6 +1,6 @@
 """What the loader of a table's requests costs beside a training step on a GPU.
 
-    python -m benchmarks.ranking_loader                # 100 features; about two minutes
+    python -m benchmarks.ranking_loader                # 100 features; about three minutes
     python -m benchmarks.ranking_loader --workers 0 4 8 --batch 2048
 
 A made-up table: requests of one candidate to 16, 60 columns of ids and 30 numbers, of the request or of the candidate, 8
@@ -171,7 +171,7 @@ def measure(split: Split, batch: int, workers: int, steps: int, rounds: int, emb
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=120_000, help="of the table")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1024, 4096], help="requests of a step")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1024, 4096, 8192], help="requests of a step")
     parser.add_argument("--workers", type=int, nargs="+", default=[4, 8], help="processes that build batches")
     parser.add_argument("--steps", type=int, default=20, help="of a round")
     parser.add_argument("--rounds", type=int, default=5)

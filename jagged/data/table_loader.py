@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from jagged.data.gather import only_with_parent
 from jagged.data.negatives import Drawing
-from jagged.data.packed import Packed, Slots, forget
+from jagged.data.packed import Packed
 from jagged.data.plan import Plan, PlannedLoader
+from jagged.data.slots import Slots, forget
 from jagged.data.table_batches import Batch, Part
 from jagged.data.unseen import Unseen
 
@@ -68,9 +68,8 @@ class RequestLoader(PlannedLoader):
                 "max_history makes it smaller"
             )
         self._part, self._drawing = part, drawing
-        pinned = pin_memory and torch.cuda.is_available()
-        # What is not copied into page-locked memory at once belongs to whoever gets the batch.
-        slots = Slots(next(_numbers), _PREFETCH) if pinned and num_workers else None
+        self._is_locked = pin_memory and torch.cuda.is_available()
+        slots = Slots(next(_numbers), num_workers, _PREFETCH, is_locked=self._is_locked) if num_workers else None
         if slots is not None:
             weakref.finalize(self, forget, slots.loader)
         self._loader: DataLoader[Packed] = DataLoader(
@@ -78,7 +77,6 @@ class RequestLoader(PlannedLoader):
             batch_size=None,
             sampler=_WithEpoch(self._plan, (-candidates, -events) if shuffle else None),  # type: ignore[arg-type]
             num_workers=num_workers,
-            pin_memory=pinned,
             prefetch_factor=_PREFETCH if num_workers else None,
             persistent_workers=num_workers > 0,
             multiprocessing_context=multiprocessing_context if num_workers else None,
@@ -88,7 +86,12 @@ class RequestLoader(PlannedLoader):
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        return map(partial(self._part.batch, drawing=self._drawing), iter(self._loader))
+        return map(self._batch, self._loader)
+
+    def _batch(self, packed: Packed) -> Batch:
+        # What came in no slot is not page-locked yet.
+        packed = packed.pin_memory() if self._is_locked and packed.slot is None else packed
+        return self._part.batch(packed, self._drawing)
 
 
 class _Requests(Dataset[Any]):

@@ -212,18 +212,17 @@ def parquet_schema(path: Path) -> pa.Schema:
     return pa.schema([one.with_metadata(None) for one in schema])
 
 
-def parquet_blocks(path: Path, advance: Callable[[int], object], columns: Sequence[str] | None = None) -> Iterator[Block]:
-    """The columns of a parquet file, all of them or those named; page checksums are verified.
+def parquet_blocks(path: Path, advance: Callable[[int], object], columns: list[str]) -> Iterator[Block]:
+    """The named columns of a parquet file; page checksums are verified.
 
     Raises:
         DataError: the file is damaged, or unpacks to far more than its values can be.
     """
     size, row = path.stat().st_size, 0
-    names = None if columns is None else list(columns)
     with _whole(path):
         with pq.ParquetFile(os.fspath(path), buffer_size=1 << 20) as file:
-            texts = _text_leaves(path, file, names)
-            at_once = [_rows_at_once(file, group, names, texts) for group in range(file.metadata.num_row_groups)]
+            texts = _text_leaves(path, file, columns)
+            at_once = [_rows_at_once(file, group, columns, texts) for group in range(file.metadata.num_row_groups)]
         # Texts as dictionaries: a long one that is repeated is then in memory once. A group at a time, because pyarrow cannot
         # join the dictionaries of lists of two groups.
         options = {"page_checksum_verification": True, "read_dictionary": texts, "buffer_size": 1 << 20}
@@ -231,7 +230,7 @@ def parquet_blocks(path: Path, advance: Callable[[int], object], columns: Sequen
             total = max(file.metadata.num_rows, 1)
             unpacked = 0
             for group in range(file.metadata.num_row_groups):
-                for batch in file.iter_batches(batch_size=at_once[group], row_groups=[group], columns=names, use_threads=False):
+                for batch in file.iter_batches(batch_size=at_once[group], row_groups=[group], columns=columns, use_threads=False):
                     batch.validate(full=True)
                     advance(size * (row + len(batch)) // total - size * row // total)
                     for part, length in _parts(path, batch, row):
@@ -244,12 +243,12 @@ def parquet_blocks(path: Path, advance: Callable[[int], object], columns: Sequen
                 raise refuse(path, f"{row} rows", f"the {file.metadata.num_rows} that its footer names", "write the file again")
 
 
-def _rows_at_once(file: pq.ParquetFile, group: int, names: list[str] | None, texts: list[str]) -> int:
+def _rows_at_once(file: pq.ParquetFile, group: int, names: list[str], texts: list[str]) -> int:
     """Rows of a group that are read together: fewer where a row holds long lists, or may hold long texts."""
     described = file.metadata.row_group(group)
     # Of the columns that are read alone: to ask for the description of one that was not looked into may end the process.
     paths = [file.schema.column(index).path for index in range(described.num_columns)]
-    wanted = [index for index, path in enumerate(paths) if names is None or path.split(".")[0] in names]
+    wanted = [index for index, path in enumerate(paths) if path.split(".")[0] in names]
     chunks = [described.column(index) for index in wanted]
     values = sum(chunk.num_values for chunk in chunks)
     rows = min(_PARQUET_ROWS, _VALUES * max(described.num_rows, 1) // max(values, 1))
@@ -265,13 +264,12 @@ def _is_shared(chunk: pq.ColumnChunkMetaData) -> bool:
     return any("DICTIONARY" in encoding or encoding == "DELTA_BYTE_ARRAY" for encoding in chunk.encodings)
 
 
-def _text_leaves(path: Path, file: pq.ParquetFile, names: list[str] | None) -> list[str]:
+def _text_leaves(path: Path, file: pq.ParquetFile, names: list[str]) -> list[str]:
     """Paths of the columns, and of those of lists, that hold texts, after a check of how much their pages unpack to."""
     leaves = {
         index: file.schema.column(index).path
         for index in range(len(file.schema))
-        if file.schema.column(index).physical_type == "BYTE_ARRAY"
-        and (names is None or file.schema.column(index).path.split(".")[0] in names)
+        if file.schema.column(index).physical_type == "BYTE_ARRAY" and file.schema.column(index).path.split(".")[0] in names
     }
     for group in range(file.metadata.num_row_groups):
         # A chunk whose statistics of sizes do not fit its column: pyarrow raises where it reads a row of it, and ends the process

@@ -719,16 +719,18 @@ class _Scorer(JaggedModule):
     ) -> dict[str, Tensor]:
         """Return `[S]` logits of each task, of what the collections gave. Nothing is read of labels and weights of rows."""
         inputs = self.inputs
+        # All keys are cut at once: the gradient of one that is cut out alone is as wide as all of them, and mostly zeros.
+        bags_of = {name: of.to_dict() for name, of in pooled.items()}
 
         def rows(key: str) -> JaggedTensor:
             return looked_up[self._collection[key]][key]
 
         def bags(name: str, keys: Iterable[str]) -> list[Tensor]:
             # A sharded collection has them in an order of its own.
-            return [pooled[name][key] for key in keys]
+            return [bags_of[name][key] for key in keys]
 
         requests = [
-            pooled["features"][key]
+            bags_of["features"][key]
             if key not in self._collection
             else self._mean(rows(key))
             if key in inputs.lists
@@ -741,7 +743,12 @@ class _Scorer(JaggedModule):
         of_request, of_candidate = self._numbers(batch, "request"), self._numbers(batch, "candidate")
         queries = None
         if self.query is not None:
-            queries = JaggedTensor(self.query(torch.cat([*candidates, *of_candidate], 1)), offsets=batch.candidate_offsets)
+            parts = [*candidates, *of_candidate]
+            own = torch.cat(parts, 1)
+            queries = JaggedTensor(self.query(own), offsets=batch.candidate_offsets)
+            # Cut again, so that the two gradients are added once and not part by part.
+            parts = list(own.split([part.shape[1] for part in parts], 1))
+            candidates, of_candidate = parts[: len(candidates)], parts[len(candidates) :]
         for history in cast("list[_History]", self.histories):
             ids = [rows(key) for key in history.keys]
             shown, times, weights = self._shown(batch, ids, bags) if history.is_gathered else (ids[0], None, None)

@@ -84,6 +84,18 @@ def test_an_event_at_the_rows_time_and_one_from_the_future_are_not_found() -> No
         assert items[dataset.start[place] : dataset.stop[place]] == ["i1", "i2", "i3"]
 
 
+def test_events_of_another_table_are_those_of_the_rows_user() -> None:
+    rows = pa.table({"user": [5, 4, 9, 4], "item": list("abcd"), "time": [30, 25, 40, 10]})
+    # Users and times are other numbers in another order.
+    events = pa.table({"user": [4, 5, 4, 5, 7], "item": list("wxyzv"), "time": [20, 12, 9, 31, 1]})
+    dataset = Dataset.from_table(rows, EVENTS, events=events, progress=False)
+    ids = dataset.ids("item").ids.to_pylist()
+    shown = [ids[code] for code in dataset.events.table.column("item")]
+    rows_in_order = [ids[code] for code in dataset.column("item")]
+    views = {row: shown[start:stop] for row, start, stop in zip(rows_in_order, dataset.start, dataset.stop, strict=True)}
+    assert views == {"a": ["x"], "b": ["y", "w"], "c": [], "d": ["y"]}
+
+
 def test_a_delay_of_calendar_times() -> None:
     times = pa.array([0, 59, 60, 61, 120], pa.timestamp("s"))
     table = pa.table({"user": [1] * 5, "item": list("abcde"), "time": times})

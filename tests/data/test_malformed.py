@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from jagged.data import DataError, read_events, synthetic_sessions
 from jagged.data.sources import Source, find_source
-from jagged.data.tabular import Block
+from jagged.data.tabular import Block, parquet_blocks
 from tests.data import oracle
 
 HEADER = b"user_id,item_id,timestamp\n"
@@ -168,6 +169,23 @@ def test_parquet(tmp_path: Path, case: str) -> None:
     columns, expected = PARQUET[case]
     pq.write_table(pa.table(columns), tmp_path / "e.parquet", version="2.6")
     assert expected in refused(tmp_path / "e.parquet")
+
+
+def test_parquet_text_that_is_no_text(tmp_path: Path) -> None:
+    offsets = pa.py_buffer(np.array([0, 1, 2], dtype=np.int32))
+    broken = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"a\xff")])
+    events = {"user_id": [1, 2], "timestamp": [1, 2]}
+    path = tmp_path / "e.parquet"
+    pq.write_table(pa.table(events | {"item_id": broken}), path)
+    assert refused(path) == (
+        f"{path}: found ArrowInvalid: 'In column 1: Invalid: Dictionary array invalid: Invalid: Invalid UTF8 sequence at string "
+        "index 1', expected a whole parquet file; write or copy it again"
+    )
+    # A column that nobody asks for is not read.
+    pq.write_table(pa.table(events | {"item_id": [3, 4], "note": broken}), path)
+    assert read_events(path).num_events == 2
+    (block,) = parquet_blocks(path, lambda _: None, ["item_id"])
+    assert block.rows.to_pydict() == {"item_id": [3, 4]}
 
 
 def test_parquet_row_numbers_count_through_row_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import pickle
 from pathlib import Path
 
@@ -12,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jagged.data import packed as packed_module
-from jagged.data.packed import Packed, Slots, forget
+from jagged.data.packed import Packed
 from jagged.data.table_batches import Batch
 from tests.models.shops import shop
 
@@ -40,36 +38,11 @@ def test_views_are_the_tensors(given: dict[str, torch.Tensor]) -> None:
         if not is_ones:
             assert found[name].storage_offset() * found[name].element_size() % 64 == 0
             assert found[name].untyped_storage().data_ptr() == packed.memory.untyped_storage().data_ptr()
+    # As a slot's memory, which may begin anywhere.
+    beside = packed.mapped(lambda memory: torch.cat([memory.new_zeros(64), memory])[64:]).tensors()
+    assert all(torch.equal(beside[name], tensor) for name, tensor in given.items())
     moved = packed.mapped(torch.clone).tensors()
     assert all(torch.equal(moved[name], tensor) for name, tensor in given.items())
-
-
-def test_slots_are_used_in_turns_and_only_when_they_are_free() -> None:
-    """As DataLoader hands batches out: each copied before the next index goes to its worker; here the copies are the test's."""
-    part = shop(history="events", requests=200).train
-    loader = part.loader(batch_size=8, num_workers=2)
-    loader._loader.dataset.slots = Slots(7, 2)
-    pinned, seen = [], []
-    for packed in loader._loader:
-        assert packed.slot is not None
-        seen.append((packed.slot.key, packed.memory.untyped_storage().data_ptr()))
-        pinned.append(packed.mapped(torch.clone))
-    assert {slot for slot, _ in seen} == {(7, worker, number) for worker in range(2) for number in range(3)}
-    # A slot is the same memory here, too, until a larger batch needs a larger one.
-    for worker, number in itertools.product(range(2), range(3)):
-        found = [place for slot, place in seen if slot == (7, worker, number)]
-        assert len(found) > len(set(found))
-    expected = list(part.loader(batch_size=8))
-    assert len(pinned) == len(expected) > 12
-    for packed, want in zip(pinned, expected, strict=True):
-        found = part.batch(packed)
-        for one, other in zip((found.features, found.candidates), (want.features, want.candidates), strict=True):
-            assert torch.equal(one.values(), other.values())
-            assert torch.equal(one.lengths(), other.lengths())
-        assert torch.equal(found.labels, want.labels)
-    forget(7)
-    assert not packed_module._MAPPED
-    loader.close()
 
 
 def test_a_batch_is_moved_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -492,3 +492,14 @@ def test_a_column_named_as_the_gathered_history_is_refused() -> None:
     assert str(caught.value) == (
         "Table: found a column 'events' and history='events', expected another name of the column; rename it"
     )
+
+
+@pytest.mark.parametrize("history", ["auto", ["auto"], ["auto", "hist_items"], ["hist_items", "auto"]])
+def test_auto_gathers_histories_where_rows_have_users_items_and_times(history: str | list[str]) -> None:
+    columns = {"user_id": [1, 1, 1], "item_id": [1, 2, 3], "click": [1, 0, 1], "hist_items": [[1], [2], [3]]}
+    words = {"label": "click", "candidate": "item_id", "progress": False}
+    gathered = Dataset.from_table(pa.table(columns | {"timestamp": [1, 2, 3]}), history=history, **words)
+    assert gathered.stop.tolist() == [0, 1, 2]
+    without_times = Dataset.from_table(pa.table(columns), history=history, **words)
+    assert without_times.events is None
+    assert [one.name for one in without_times.schema.columns if one.kind is Kind.IDS] == ["hist_items"]
