@@ -115,7 +115,7 @@ class _Mapped:
 
 
 def _unlock(process: int, pointer: int, memory: Tensor) -> None:
-    """Unlock what this process, and none that was forked from it, has locked; `memory` is given so that it is there until then."""
+    """Unlock what this process, and none that it was copied to, has locked; `memory` is given so that it is there until then."""
     if os.getpid() == process:
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(pointer)

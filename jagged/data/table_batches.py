@@ -131,7 +131,7 @@ class Batch:
             # torch saves no memory that has several types.
             packed, keys = self._together
             own = {name: value.clone() for name, value in packed.tensors().items()}
-            whole = Batch._made(own, keys, sampled=self.sampled)
+            whole = Batch._made(own, packed.counts, keys, sampled=self.sampled)
         return {name: value for name, value in whole.__dict__.items() if name not in ("_together", "_lease")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -148,20 +148,22 @@ class Batch:
             keys: of each KeyedJaggedTensor.
             sampled: whether there are drawn negatives.
         """
-        batch = cls._made(packed.tensors(), keys, sampled=sampled)
+        batch = cls._made(packed.tensors(), packed.counts, keys, sampled=sampled)
         batch.__dict__["_together"] = packed, keys
         if isinstance(packed.slot, Lease):
             batch.__dict__["_lease"] = packed.slot
         return batch
 
     @classmethod
-    def _made(cls, collected: Mapping[str, Tensor], keys: Mapping[str, list[str]], *, sampled: bool) -> Batch:
+    def _made(
+        cls, collected: Mapping[str, Tensor], counts: Mapping[str, list[int]], keys: Mapping[str, list[str]], *, sampled: bool
+    ) -> Batch:
         requests, candidates = collected["request_index"].numel(), collected["rows"].numel()
         strides = {"features": requests, "weighted_features": requests, "request_number_lists": requests}
         strides |= {"candidates": candidates, "weighted_candidates": candidates, "candidate_number_lists": candidates}
         if "history_times" in collected:
             strides["history_lists"] = collected["history_times"].numel()
-        keyed = {name: _keyed_tensor(of, collected, name, strides[name]) for name, of in keys.items()}
+        keyed = {name: _keyed_tensor(of, collected, name, strides[name], counts[name]) for name, of in keys.items()}
         plain = {one.name: collected.get(one.name) for one in fields(cls) if one.name not in (*keyed, "sampled")}
         return cls(**{**plain, **keyed}, sampled=sampled)  # type: ignore[arg-type]
 
@@ -682,12 +684,15 @@ def _put(found: dict[str, AnyArray], name: str, keys: list[_Key]) -> None:
     dtype = np.float32 if name.endswith("number_lists") else np.int64
     found[f"{name}.values"] = np.concatenate([np.zeros(0, dtype), *(key.values for key in keys)], dtype=dtype)
     found[f"{name}.lengths"] = np.concatenate([np.zeros(0, np.int64), *(key.lengths for key in keys)])
+    found[f"{name}.counts"] = np.array([len(key.values) for key in keys], np.int64)
     if any(key.weights is not None for key in keys):
         weights = [np.ones(len(key.values), np.float32) if key.weights is None else key.weights for key in keys]
         found[f"{name}.weights"] = np.concatenate(weights)
 
 
-def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, stride: int) -> KeyedJaggedTensor:
+def _keyed_tensor(
+    keys: list[str], collected: Mapping[str, Tensor], name: str, stride: int, counts: list[int]
+) -> KeyedJaggedTensor:
     from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
     _make_known()
@@ -697,6 +702,8 @@ def _keyed_tensor(keys: list[str], collected: Mapping[str, Tensor], name: str, s
         weights=collected.get(f"{name}.weights"),
         lengths=collected[f"{name}.lengths"],
         stride=stride,
+        # Without these, who asks for a key waits until the device has come to the lengths.
+        length_per_key=counts,
     )
 
 

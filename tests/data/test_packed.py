@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def test_a_batch_that_was_changed_is_moved_saved_and_sent_as_it_is(tmp_path: Pat
     # Numbers that are all alike are the user's, too.
     alone = shop(history="events").train.gather([0])
     alone.request_index[:], alone.user_index[:] = 1, 1
-    again_alone = Batch.of(Packed.of(alone._together[0].tensors()), alone._together[1], sampled=False)
+    one, keys = alone._together
+    again_alone = Batch.of(dataclasses.replace(Packed.of(one.tensors()), counts=one.counts), keys, sampled=False)
     again_alone.user_index[:] = 5
     assert again_alone.to(torch.device("cpu")).user_index.tolist() == [5]
     batch.labels = torch.full_like(batch.labels, 3)

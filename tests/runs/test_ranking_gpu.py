@@ -69,6 +69,21 @@ def test_gradients_are_those_of_the_cpu() -> None:
             torch.testing.assert_close(parameter.grad.cpu(), expected[name], atol=1e-5, rtol=1e-3)
 
 
+def test_a_step_on_a_new_batch_does_not_wait_for_the_device() -> None:
+    split = shop(history="events", event_labels=["click"], requests=200)
+    model = RankingModel.of(split, embedding_dim=8, conditional={"buy": "click"}, implied=True).cuda()
+    loader = split.train.loader(batch_size=16, num_workers=1, pin_memory=True)
+    batches = [batch.to(torch.device("cuda"), non_blocking=True) for batch in loader]
+    # Kernels are compiled, and tables of their sizes made.
+    model(batches[0]).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(batches[1]).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    loader.close()
+
+
 CONTRADICTION = """
 import torch
 from jagged.models import RankingModel
