@@ -45,7 +45,7 @@ TRAINING: dict[str, Any] = {
     "learning_rate": 4e-3,
     "table_learning_rate": 2e-3,
     "warmup_steps": 100,
-    "schedule": "linear",
+    "schedule": "cosine",
     "weight_decay": 0.3,
     "table_weight_decay": 30.0,
 }

@@ -26,6 +26,8 @@ EXAMPLES = {"cpu": (100, 2_000), "interpret": (10, 200), "gpu": (100, 10_000)}[P
 
 # Coverage doubles the time of the interpreter, so of interpreted tests it watches the one that launches every kernel.
 COVERED_INTERPRETED = "test_small_steps_launch_every_kernel"
+# What compiles for minutes on a GPU.
+LONGEST = ("test_tiles_of_longer_samples", "test_three_way")
 
 hypothesis.settings.register_profile(
     "jagged",
@@ -81,8 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.no_cover)
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="runs in make test-long"))
-    # The longest test begins first, so that no process is left alone with it.
-    items.sort(key=lambda item: item.name != COVERED_INTERPRETED)
+    # The longest tests begin first, so that no process is left alone with one.
+    longest = (COVERED_INTERPRETED, *(LONGEST if PLACE.name == "gpu" else ()))
+    items.sort(key=lambda item: getattr(item, "originalname", item.name) not in longest)
     # Mutants, which have a limit, meet what is quick first; files stay in the order in which they were named.
     if os.environ.get("JAGGED_TEST_DRAWN_LAST") == "1":
         files = list(dict.fromkeys(item.path for item in items))
