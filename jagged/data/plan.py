@@ -73,7 +73,12 @@ class Plan(Sampler[IntArray]):
         """The order of the samples, and where each batch begins in it, batch b of rank r at place `b * world_size + r`."""
         if self._planned is None or self._planned[0] != epoch:
             order = self._order(epoch)
-            bounds = self._by_size(self.batch_size) if self.batch_size else self._by_tokens(order, self.max_tokens or 0)
+            # Limits may be larger than any number of samples, and than what an array holds.
+            bounds = (
+                self._by_size(min(self.batch_size, len(self.rows)))
+                if self.batch_size
+                else self._by_tokens(order, min(self.max_tokens or 0, int(self.rows.sum())))
+            )
             self._planned = epoch, order, bounds
         return self._planned[1], self._planned[2]
 

@@ -450,7 +450,9 @@ class Part:
                 that the row of ids that nobody has seen is trained; drawn anew each epoch, by seed, column and place alone. 0:
                 none do, as in a held-out part.
             num_workers: processes that build batches; 0 builds them in this one.
-            pin_memory: hand batches out in page-locked memory (where there is a CUDA device).
+            pin_memory: hand batches out in page-locked memory (where there is a CUDA device). With workers it is used again when
+                the last tensor of a batch is gone, and `Batch.to` and copies on the current stream are done. Who copies single
+                tensors with `non_blocking` on another stream keeps the batch until that is done.
             rank, world_size: this process's share.
             multiprocessing_context: how workers start ("fork", "spawn", "forkserver"); None for Python's default.
             progress: show a bar on a terminal where making ready to draw negatives takes longer than two seconds.

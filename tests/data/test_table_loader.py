@@ -79,6 +79,15 @@ def test_a_shuffled_batch_has_the_longest_histories_first(part: Part) -> None:
     assert firsts != sorted(firsts, reverse=True)
 
 
+@pytest.mark.parametrize("limit", [2**31, 2**63 - 1, 2**63, 2**200])
+def test_limits_may_be_larger_than_the_part(part: Part, limit: int) -> None:
+    for options in ({"batch_size": limit}, {"max_tokens": limit}):
+        (whole,) = part.loader(**options)
+        assert len(whole) == len(part)
+        halves = [next(iter(part.loader(**options, rank=rank, world_size=2))) for rank in range(2)]
+        assert sum(map(len, halves)) == len(part)
+
+
 def test_a_budget_is_of_events_and_candidates(part: Part) -> None:
     batches = list(part.loader(max_tokens=150, shuffle=True, seed=2, max_history=30))
     sizes = [len(batch.history_times) + len(batch.rows) for batch in batches if batch.history_times is not None]
