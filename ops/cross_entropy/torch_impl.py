@@ -70,8 +70,11 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
         part, part_bias = _items(x, items, rows.dtype)
         grad_part = torch.zeros_like(part) if "weight" in wanted else None
         for tile in row_tiles:
-            logits = _logits(rows[tile], part, part_bias, o.softcap, buffer)
-            slope = None if o.softcap is None else 1 - (logits / o.softcap).square_()
+            logits, slope = _logits(rows[tile], part, part_bias, None, buffer), None
+            if o.softcap is not None:
+                # Of the tanh itself: near 1 one more rounding is much of what is left.
+                slope = 1 - logits.div_(o.softcap).tanh_().square()
+                logits.mul_(o.softcap)
             scores = logits.div_(o.temperature).sub_(shift[tile, None]).exp_().mul_(of_softmax[tile, None])
             column, inside = _column_of_target(target[tile], items)
             scores.scatter_add_(1, column, (of_target[tile] * inside)[:, None])
