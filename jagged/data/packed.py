@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,15 +93,8 @@ def _received(
     return Packed(memory, places, counts, lease)
 
 
-#: On the host, by type.
-_ONES: dict[torch.dtype, Tensor] = {}
-
-
 def _ones(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.ones(shape, dtype=dtype, device=device)
-    # The same memory for all: PyTorch's threads, which would fill it, wait long for cores on which workers gather.
-    count = prod(shape)
-    if dtype not in _ONES or len(_ONES[dtype]) < count:
-        _ONES[dtype] = torch.ones(2 * count, dtype=dtype)
-    return _ONES[dtype][:count].view(shape)
+    # NumPy fills them in one thread: PyTorch's wait long for cores on which workers gather.
+    return torch.from_numpy(np.ones(shape, dtype=torch.empty(0, dtype=dtype).numpy().dtype))

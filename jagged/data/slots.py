@@ -87,17 +87,12 @@ class Lease:
     Attributes:
         place: numbers of worker and slot.
         mapped: the slot's memory.
-        copies: events of the copies to a GPU that were queued.
+        copies: what is to pass before the slot is free: of each stream that copies, its place when the last view was gone.
     """
 
     place: tuple[int, int]
     mapped: _Mapped
     copies: list[torch.cuda.Event] = field(default_factory=list)
-
-    def copied(self, device: torch.device) -> None:
-        """Say that a copy to a device was queued on its current stream."""
-        if device.type == "cuda":
-            self.copies.append(torch.cuda.current_stream(device).record_event())
 
 
 class _Mapped:
@@ -152,14 +147,24 @@ class Reader:
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         if returned and torch.cuda.is_initialized():
             # Who copied tensors of a batch one by one did so on this stream.
-            event = torch.cuda.current_stream().record_event()
+            events = [stream.record_event() for stream in {torch.cuda.current_stream(), *_STREAMS}]
             for lease in returned:
-                lease.copies.append(event)
+                lease.copies += events
         self._waiting += returned
         done = [lease for lease in self._waiting if all(event.query() for event in lease.copies)]
         self._waiting = [lease for lease in self._waiting if lease not in done]
         for lease in done:
             self.taken[lease.place] = False
+
+
+#: Those on which batches were copied. A batch that was made of another one's tensors does not know whose memory it has.
+_STREAMS: set[torch.cuda.Stream] = set()
+
+
+def copied_to(device: torch.device) -> None:
+    """Say that a batch was copied to a device on its current stream."""
+    if device.type == "cuda":
+        _STREAMS.add(torch.cuda.current_stream(device))
 
 
 #: By the loader's number.

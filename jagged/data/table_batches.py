@@ -21,7 +21,7 @@ from jagged.data.negatives import UNIFORM, Drawing, TrainingEvents
 from jagged.data.packed import Packed
 from jagged.data.records import Dataset
 from jagged.data.schema import WITH_IDS, Column, Kind, Schema
-from jagged.data.slots import Lease
+from jagged.data.slots import copied_to
 from jagged.data.unseen import Unseen
 
 if TYPE_CHECKING:
@@ -114,8 +114,6 @@ class Batch:
 
     # The memory of which all tensors are views, and the keys of the KeyedJaggedTensors; None where a field was set.
     _together: ClassVar[tuple[Packed, Mapping[str, list[str]]] | None]
-    # Of the shared memory that the tensors are in: it is used again when a GPU has copied them.
-    _lease: ClassVar[Lease | None] = None
 
     def __len__(self) -> int:
         return self.request_index.numel()
@@ -132,7 +130,7 @@ class Batch:
             packed, keys = self._together
             own = {name: value.clone() for name, value in packed.tensors().items()}
             whole = Batch._made(own, packed.counts, keys, sampled=self.sampled)
-        return {name: value for name, value in whole.__dict__.items() if name not in ("_together", "_lease")}
+        return {name: value for name, value in whole.__dict__.items() if name != "_together"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # What came from another process is one for TorchRec's pipelines, too.
@@ -150,8 +148,6 @@ class Batch:
         """
         batch = cls._made(packed.tensors(), packed.counts, keys, sampled=sampled)
         batch.__dict__["_together"] = packed, keys
-        if isinstance(packed.slot, Lease):
-            batch.__dict__["_lease"] = packed.slot
         return batch
 
     @classmethod
@@ -213,8 +209,7 @@ class Batch:
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The batch on another device."""
         batch = self._mapped(lambda value: value.to(device, non_blocking=non_blocking))
-        if self._lease is not None:
-            self._lease.copied(torch.device(device))
+        copied_to(torch.device(device))
         return batch
 
     def pin_memory(self) -> Batch:

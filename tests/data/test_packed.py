@@ -46,6 +46,14 @@ def test_views_are_the_tensors(given: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(moved[name], tensor) for name, tensor in given.items())
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ones_that_are_not_sent_belong_to_their_batch(dtype: torch.dtype) -> None:
+    first, second = (Packed.of({"a.lengths": torch.ones(3, 2, dtype=dtype)}).tensors()["a.lengths"] for _ in range(2))
+    assert first.dtype == dtype
+    first.zero_()
+    assert torch.equal(second, torch.ones(3, 2, dtype=dtype))
+
+
 def test_a_batch_is_moved_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = shop(history="events", event_labels=["click"]).train.gather(range(6))
     copies = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -39,7 +40,8 @@ def assert_same(found: Batch, expected: Batch) -> None:
 
 
 def lease_of(batch: Batch) -> Lease:
-    lease = batch._lease
+    assert batch._together is not None
+    lease = batch._together[0].slot
     assert isinstance(lease, Lease)
     return lease
 
@@ -68,7 +70,7 @@ def test_slots_are_used_again_and_batches_are_those_of_the_part(part: Part, load
 def test_who_keeps_batches_keeps_what_is_in_them(part: Part, loader: RequestLoader) -> None:
     kept = list(loader)
     # More than there are slots: the others have memory of their own.
-    assert sum(isinstance(one._lease, Lease) for one in kept) == taken(loader).size < len(kept)
+    assert sum(isinstance(one._together[0].slot, Lease) for one in kept) == taken(loader).size < len(kept)
     assert taken(loader).all()
     for found, expected in zip(kept, part.loader(batch_size=SIZE), strict=True):
         assert_same(found, expected)
@@ -90,22 +92,39 @@ def test_a_slot_is_taken_as_long_as_one_tensor_of_its_batch_is_there(loader: Req
     assert not taken(loader)[place]
 
 
-def test_a_slot_is_taken_until_a_gpu_has_copied_it(loader: RequestLoader) -> None:
-    class Copy:
-        is_done = False
+class Stream:
+    """A stream that comes to nothing before it is told to."""
 
-        def query(self) -> bool:
-            return self.is_done
+    is_done = False
 
-    batches, copy = iter(loader), Copy()
+    def record_event(self) -> Stream:
+        return self
+
+    def query(self) -> bool:
+        return self.is_done
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_slot_is_taken_until_a_gpu_has_copied_it(loader: RequestLoader, monkeypatch: pytest.MonkeyPatch, changed: bool) -> None:
+    copying, own = Stream(), Stream()
+    own.is_done = True
+    monkeypatch.setattr(slots, "_STREAMS", set())
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: copying if device else own)
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *words, **more: self)
+    batches = iter(loader)
     batch = next(batches)
     place = lease_of(batch).place
-    lease_of(batch).copies.append(copy)  # type: ignore[arg-type]
-    del batch
+    # Also of a batch that was made of its tensors.
+    batch = dataclasses.replace(batch, weights=batch.weights * 2) if changed else batch
+    batch.features._jt_dict = None
+    copied = batch.to(torch.device("cuda"), non_blocking=True)
+    assert {copying} == slots._STREAMS
+    del batch, copied
     for _ in range(10):
         assert lease_of(next(batches)).place != place
     assert taken(loader)[place]
-    copy.is_done = True
+    copying.is_done = True
     list(map(len, batches))
     reader_of(loader).free()
     assert not taken(loader).any()
