@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
+import io
+import itertools
+import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +143,29 @@ def test_nothing_is_left_of_a_loader_that_is_gone(part: Part) -> None:
     gc.collect()
     assert number not in slots._READERS
     assert_same(batch, expected)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_batches_of_workers_are_saved_and_sent_and_iterations_given_up(part: Part, context: str) -> None:
+    expected = list(part.loader(batch_size=SIZE))
+    loader = part.loader(batch_size=SIZE, num_workers=2, multiprocessing_context=context)
+    for count in (1, 3, 2):
+        loader.set_position(0, 0)
+        for found, want in zip(itertools.islice(loader, count), expected, strict=False):
+            assert_same(found, want)
+    loader.set_position(0, 0)
+    for found, want in zip(loader, expected, strict=True):
+        lease_of(found)
+        file = io.BytesIO()
+        torch.save(found, file)
+        file.seek(0)
+        for again in (pickle.loads(pickle.dumps(found)), copy.deepcopy(found), torch.load(file, weights_only=False)):
+            assert_same(again, want)
+    del found
+    gc.collect()
+    reader_of(loader).free()
+    assert not taken(loader).any()
+    loader.close()
 
 
 @pytest.mark.gpu
