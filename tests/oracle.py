@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 FORWARD, GRADIENT = 2.0, 3.0
-DRAWS = 16
+DRAWS = 64
 LOWER = {torch.float64: torch.float32}
 
 
