@@ -238,8 +238,28 @@ def _group_sparse(device: torch.device, backend: str) -> None:
     offsets = torch.tensor([0, 2, 5], device=device)
     ours = jagged.ops.group_sparse_linear(features, weight, supports, offsets, backend=backend)
     first, second = supports.long()
-    parts = [features[:, first] @ weight[:2].T, features[:, second] @ weight[2:].T]
-    _same(ours, torch.cat(parts, 1), (features, weight))
+
+    def logits() -> torch.Tensor:
+        return torch.cat([features[:, first] @ weight[:2].T, features[:, second] @ weight[2:].T], 1)
+
+    _same(ours, logits(), (features, weight))
+    positives, of_rows = torch.tensor([4, 0, 1], device=device), torch.tensor([0, 1, 1, 3, 3], device=device)
+    ours = jagged.ops.group_sparse_bce(features, weight, supports, offsets, positives, of_rows, backend=backend)
+    _same(ours, _loss_of_labels(logits(), positives, of_rows), (features, weight))
+
+
+def _linear_bce(device: torch.device, backend: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, weight = (torch.randn(n, 6, generator=generator).to(device).requires_grad_() for n in (4, 5))
+    positives, offsets = torch.tensor([4, 0, 1], device=device), torch.tensor([0, 1, 1, 3, 3], device=device)
+    ours = jagged.ops.linear_bce(features, weight, positives, offsets, backend=backend)
+    _same(ours, _loss_of_labels(features @ weight.T, positives, offsets), (features, weight))
+
+
+def _loss_of_labels(logits: torch.Tensor, positives: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    targets = torch.zeros_like(logits).index_put_((torch.repeat_interleave(offsets.diff()), positives), logits.new_ones(()))
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    return losses.sum(1).mean()
 
 
 def _hstu_attention(device: torch.device, backend: str) -> None:
@@ -341,6 +361,7 @@ _FAMILIES = {
     "bmm": _bmm,
     "softmax": _softmax,
     "group_sparse": _group_sparse,
+    "linear_bce": _linear_bce,
     "attention": _attention,
     "hstu_attention": _hstu_attention,
     "cross_entropy": _cross_entropy,

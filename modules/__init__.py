@@ -9,11 +9,13 @@ from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
 from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, replace_embedding_bags
 from jagged.modules.embedding_bags_quantized import QuantizedEmbeddingBagCollection
 from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
+from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
 from jagged.modules.interaction import CrossNet, DotInteraction, JaggedFeatureInteraction
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.jagged_tensor import with_values
+from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
 from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
 from jagged.modules.positions import PositionalEncoding, TimeEncoding
@@ -36,6 +38,7 @@ __all__ = [
     "CrossNet",
     "CutCrossEntropyHead",
     "DotInteraction",
+    "GroupSparseHead",
     "HSTUBlock",
     "HeadOutput",
     "InBatchSampler",
@@ -47,6 +50,7 @@ __all__ = [
     "JaggedPooling",
     "JaggedSelfAttention",
     "JaggedTransformerBlock",
+    "LabelGroups",
     "LogUniformSampler",
     "MaskedItems",
     "MixedSampler",
@@ -64,6 +68,9 @@ __all__ = [
     "TargetAttention",
     "TimeEncoding",
     "UniformSampler",
+    "group_at_random",
+    "group_by_embedding",
+    "group_by_frequency",
     "next_item_targets",
     "replace_embedding_bags",
     "with_values",

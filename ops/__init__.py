@@ -50,7 +50,8 @@ from jagged.ops.embedding_bag import (
     embedding_bags,
     quantize_rows,
 )
-from jagged.ops.group_sparse import group_sparse_linear
+from jagged.ops.group_sparse import group_sparse_bce, group_sparse_linear, group_sparse_topk
+from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
     Correction,
     Draw,
@@ -86,7 +87,9 @@ __all__ = [
     "drawn_negatives",
     "embedding_bags",
     "from_nested",
+    "group_sparse_bce",
     "group_sparse_linear",
+    "group_sparse_topk",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
@@ -106,6 +109,7 @@ __all__ = [
     "jagged_to_dense",
     "jagged_truncate",
     "jagged_unique",
+    "linear_bce",
     "linear_cross_entropy",
     "linear_cross_entropy_strategy",
     "pair_offsets",
@@ -125,7 +129,9 @@ for _name in (
     "catalogue_topk",
     "dense_to_jagged",
     "embedding_bags",
+    "group_sparse_bce",
     "group_sparse_linear",
+    "group_sparse_topk",
     "jagged2_softmax",
     "jagged_attention",
     "jagged_concat",
@@ -145,6 +151,7 @@ for _name in (
     "jagged_to_dense",
     "jagged_truncate",
     "jagged_unique",
+    "linear_bce",
     "linear_cross_entropy",
     "pair_offsets",
     "quantize_rows",

@@ -1,5 +1,5 @@
-"""Linear layers over groups of labels, each of which reads a few columns of its own."""
+"""Linear layers over groups of labels, each of which reads a few columns of its own, and their losses."""
 
-from jagged.ops.group_sparse.api import group_sparse_linear
+from jagged.ops.group_sparse.api import group_sparse_bce, group_sparse_linear, group_sparse_topk
 
-__all__ = ["group_sparse_linear"]
+__all__ = ["group_sparse_bce", "group_sparse_linear", "group_sparse_topk"]

@@ -1,20 +1,23 @@
-"""Public linear layers over groups of labels that read a few columns of their own."""
+"""Public linear layers over groups of labels that read a few columns of their own, and their losses."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from jagged.ops._shared.label_loss import LossOptions, check_label_loss, label_sets, loss_dtype
+from jagged.ops._shared.offsets import covering
 from jagged.ops._shared.validation import (
     FLOATS,
     check_device,
     check_factors,
+    check_number,
     check_offsets,
     check_tensor,
     holds,
     validation_is_on,
 )
-from jagged.ops.group_sparse.spec import GROUP_SPARSE, Inputs, Options
+from jagged.ops.group_sparse.spec import GROUP_SPARSE, GROUP_SPARSE_BCE, Inputs, LossInputs, Options
 
 
 def group_sparse_linear(
@@ -43,7 +46,8 @@ def group_sparse_linear(
         backend: `"torch"`, `"triton"`, or None to choose by device. The PyTorch implementation reads the offsets on the host.
 
     Returns:
-        `[B, L]` in the dtype of `features`; sums are accumulated in float32 (float64 for float64).
+        `[B, L]` in the dtype of `features`, a label's numbers side by side in memory (strides 1 and B), so that groups of any
+        size are written in whole lines; sums are accumulated in float32 (float64 for float64).
 
     Raises:
         ValueError: shapes that do not fit, tensors on different devices, an unknown backend; on a CPU, unless values are trusted,
@@ -61,6 +65,156 @@ def group_sparse_linear(
         >>> group_sparse_linear(features, weight, supports, torch.tensor([0, 2, 3]))
         tensor([[ 5., -3., 20.]])
     """
+    _check_layer(features, weight, supports, group_offsets, bias)
+    return GROUP_SPARSE(Inputs(features, weight, supports, group_offsets, bias), Options(), backend).logits
+
+
+def group_sparse_bce(
+    features: Tensor,
+    weight: Tensor,
+    supports: Tensor,
+    group_offsets: Tensor,
+    positives: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    label_weight: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute the binary cross-entropy of all labels, summed over labels and averaged over rows, without storing a logit.
+
+    With `z = group_sparse_linear(features, weight, supports, group_offsets, bias)`, and y = 1 for a row's positives and 0 for its
+    other labels, the loss is the mean over rows b of `sum_l label_weight[l] (log(1 + exp(z[b, l])) - y[b, l] z[b, l])`. Backward
+    computes the logits again and makes all gradients at once. Under `torch.autocast` features, weight and bias are cast to its
+    dtype; their gradients come back in their own dtypes. Gradients of first order.
+
+    Args:
+        features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`; the Triton
+            kernels take F up to 512.
+        weight: `[L, F]`.
+        supports: `[K, F]`.
+        group_offsets: `[K + 1]`.
+        positives: `[P]`, int32 or int64: the labels of row 0, then those of row 1, in any order, from 0 to L - 1. A label that a
+            row has twice counts once.
+        offsets: `[B + 1]`, int32 or int64, from 0 to P: row b has `positives[offsets[b] : offsets[b + 1]]`, also none.
+        bias: `[L]`.
+        label_weight: `[L]`, floating point, without a gradient: what a label's part of the loss is multiplied with. None is 1.
+        row_mask: `[B]`, bool: rows that count; the mean is over these, and 0 where there is none. None counts all.
+        label_smoothing: share s of the targets in [0, 1], which become `(1 - s) y + s / 2`.
+        ignore_index: a negative number that among positives is no label.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        A number, float32 (float64 for float64).
+
+    Raises:
+        ValueError: shapes that do not fit, tensors on different devices, `label_smoothing` outside of [0, 1], an unknown backend,
+            more than 512 columns a group for the kernels; on a CPU, unless values are trusted, and with `JAGGED_VALIDATE=1`
+            everywhere, also wrong values of offsets, supports or positives.
+        TypeError: dtypes other than those above, or different ones outside of autocast.
+
+    Source:
+        HASTE: output layers of many labels whose groups share a sparse input of fixed size (group-shared fixed fan-in).
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import group_sparse_bce
+        >>> features, weight = torch.tensor([[1., 2., 3., 4.]]), torch.tensor([[1., 1.], [1., -1.], [10., 0.]])
+        >>> supports = torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+        >>> positives, offsets = torch.tensor([2, 0]), torch.tensor([0, 2])
+        >>> group_sparse_bce(features, weight, supports, torch.tensor([0, 2, 3]), positives, offsets)
+        tensor(0.0553)
+    """
+    _check_layer(features, weight, supports, group_offsets, bias)
+    check_label_loss(features, weight, positives, offsets, label_weight, row_mask, label_smoothing, ignore_index)
+    sets = label_sets(features, positives, offsets, row_mask)
+    positive_offsets = torch.searchsorted(sets.positives, group_offsets.to(torch.int64))
+    inputs = LossInputs(features, weight, supports, group_offsets, *sets, positive_offsets, bias, label_weight)
+    return GROUP_SPARSE_BCE(inputs, LossOptions(label_smoothing), backend).loss
+
+
+def group_sparse_topk(
+    features: Tensor,
+    weight: Tensor,
+    supports: Tensor,
+    group_offsets: Tensor,
+    k: int,
+    bias: Tensor | None = None,
+    *,
+    max_bytes: int = 2**28,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k best labels of each row by `group_sparse_linear`, without the matrix of logits in memory.
+
+    Higher scores come first; the order of equal ones is not said. Scores are products in float32, whatever the dtype of the
+    layer. No gradient flows. Where groups begin is read on the host, once a call.
+
+    Args:
+        features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`.
+        weight: `[L, F]`.
+        supports: `[K, F]`.
+        group_offsets: `[K + 1]`.
+        k: how many labels, at least 1; may exceed L.
+        bias: `[L]`.
+        max_bytes: bound on the memory that grows with rows times labels, at least 64 KiB; one group's share is always taken.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        Scores `[B, k]`, float32 (float64 for float64), and labels `[B, k]`, int64. Where there are fewer than k labels a row ends
+        in scores -inf and labels -1.
+
+    Raises:
+        ValueError: as `group_sparse_linear`; also k or max_bytes out of range.
+        TypeError: dtypes other than those above.
+
+    Source:
+        HASTE, as for `group_sparse_linear`.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import group_sparse_topk
+        >>> features, weight = torch.tensor([[1., 2., 3., 4.]]), torch.tensor([[1., 1.], [1., -1.], [10., 0.]])
+        >>> supports = torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+        >>> group_sparse_topk(features, weight, supports, torch.tensor([0, 2, 3]), k=2)
+        (tensor([[20.,  5.]]), tensor([[2, 0]]))
+    """
+    _check_layer(features, weight, supports, group_offsets, bias)
+    check_number("k", k, k >= 1, "at least 1")
+    check_number("max_bytes", max_bytes, max_bytes >= 2**16, f"at least {2**16}")
+    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+        dtype = loss_dtype(features.dtype)
+        batch_size, num_labels, num_groups = features.shape[0], weight.shape[0], supports.shape[0]
+        columns = features.to(dtype)
+        scores = columns.new_full((batch_size, k), -torch.inf)
+        labels = torch.full((batch_size, k), -1, dtype=torch.int64, device=features.device)
+        # A logit, its copy for the search, and what a search keeps.
+        most = max_bytes // max(1, 4 * batch_size * scores.element_size())
+        groups = max(1, most * num_groups // max(1, num_labels))
+        firsts = list(range(0, num_groups, groups))
+        limits = covering(group_offsets, num_labels)
+        bounds = limits[torch.tensor([*firsts, num_groups], device=limits.device)].tolist() if firsts else []
+        for first, begin, end in zip(firsts, bounds, bounds[1:], strict=False):
+            if end == begin:
+                continue
+            some = slice(first, first + groups)
+            inputs = Inputs(
+                columns,
+                weight[begin:end].to(dtype),
+                supports[some],
+                limits[first : first + groups + 1] - begin,
+                None if bias is None else bias[begin:end].to(dtype),
+            )
+            found = GROUP_SPARSE(inputs, Options(), backend).logits
+            best, places = found.topk(min(k, end - begin), 1)
+            scores, order = torch.cat([scores, best], 1).topk(k, 1)
+            labels = torch.cat([labels, places + begin], 1).gather(1, order)
+        return scores, labels
+
+
+def _check_layer(features: Tensor, weight: Tensor, supports: Tensor, group_offsets: Tensor, bias: Tensor | None) -> None:
     check_tensor("features", features, "[B, H]", FLOATS)
     check_tensor("weight", weight, "[L, F]", FLOATS)
     check_tensor("supports", supports, "[K, F]", (torch.int32, torch.int16))
@@ -91,7 +245,6 @@ def group_sparse_linear(
             )
     if validation_is_on(supports):
         _validate_supports(supports, features.shape[1])
-    return GROUP_SPARSE(Inputs(features, weight, supports, group_offsets, bias), Options(), backend).logits
 
 
 def _validate_supports(supports: Tensor, num_features: int) -> None:

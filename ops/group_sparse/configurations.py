@@ -1,6 +1,6 @@
 """Tile sizes of group-sparse linear layers. Nothing else decides how they are launched.
 
-Every row compiles without a spill for compute capabilities 8.0, 9.0 and 10.0.
+Every row compiles for compute capabilities 8.0, 9.0 and 10.0 without a spill in 16 bits, but for a few numbers that a loop keeps.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from typing import NamedTuple
 
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
+# Slots of a group for which the gradients of a loss are made at once.
+MOST_SLOTS = 512
 # Programs that add up the gradient of features, for each multiprocessor.
-PROGRAMS = 2
+PROGRAMS = 4
 
 
 class Configuration(NamedTuple):
-    """Labels, slots and samples of a tile, and how Triton runs it."""
+    """Groups of a program; labels, slots and samples of a tile; and how Triton runs it."""
 
+    groups: int
     block_l: int
     block_f: int
     block_b: int
@@ -23,25 +26,49 @@ class Configuration(NamedTuple):
     num_stages: int
 
 
-def forward_configuration(num_labels: int, num_groups: int, width: int, itemsize: int) -> Configuration:
+def forward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
     """Choose for `[L, F] x [F, B]`, group by group."""
     if itemsize == 2:
-        return Configuration(_labels(num_labels, num_groups, 64), _power(width, 64), 64, 4, 3)
-    return Configuration(_labels(num_labels, num_groups, 32), _power(width, 32), 32, 8, 2)
+        block_l, block_f, block_b = _labels(num_labels, num_groups, 64), _power(width, 64), 128 if batch_size > 64 else 64
+        return Configuration(_groups(num_groups), block_l, block_f, block_b, _warps(block_l, block_f, block_b, width), 3)
+    return Configuration(_groups(num_groups), _labels(num_labels, num_groups, 32), _power(width, 32), 32, 4, 1)
 
 
-def weight_configuration(num_labels: int, num_groups: int, width: int, itemsize: int) -> Configuration:
+def weight_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
     """Choose for `[L, B] x [B, F]`, group by group."""
     if itemsize == 2:
-        return Configuration(_labels(num_labels, num_groups, 64), _power(width, 64), 64, 4, 2)
-    return Configuration(_labels(num_labels, num_groups, 32), _power(width, 32), 32, 8, 2)
+        block_l, block_f, block_b = _labels(num_labels, num_groups, 64), _power(width, 64), 128 if batch_size > 64 else 64
+        return Configuration(_groups(num_groups), block_l, block_f, block_b, _warps(block_l, block_f, block_b, width), 3)
+    return Configuration(_groups(num_groups), _labels(num_labels, num_groups, 32), _power(width, 32), 32, 4, 1)
 
 
-def feature_configuration(num_labels: int, num_groups: int, width: int, itemsize: int) -> Configuration:
-    """Choose for `[F, L] x [L, B]`, group by group."""
+def feature_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
+    """Choose for `[F, L] x [L, B]`, group by group; the groups of a program follow from the count of parts."""
     if itemsize == 2:
-        return Configuration(_labels(num_labels, num_groups, 64), _power(width, 64), 64, 8, 1)
-    return Configuration(_labels(num_labels, num_groups, 32), _power(width, 32), 64, 8, 1)
+        block_l, block_f = _labels(num_labels, num_groups, 64), _power(width, 64)
+        return Configuration(0, block_l, block_f, 64, 8 if block_l * block_f >= 4096 else 4, 1)
+    return Configuration(0, _labels(num_labels, num_groups, 32), _power(width, 32), 32, 4, 1)
+
+
+def bce_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
+    """Choose for the gradients of a loss: a tile has all slots of its labels."""
+    block_f = _power(width, MOST_SLOTS)
+    if itemsize == 2:
+        block_l = _labels(num_labels, num_groups, 32 if block_f <= 64 else 16)
+        return Configuration(0, block_l, block_f, 64 if block_f <= 64 else 16, 4, 1)
+    return Configuration(0, 16, block_f, 16, 4 if block_f <= 128 else 8, 1)
+
+
+def _groups(num_groups: int) -> int:
+    """Return the groups of a program: several where there are enough for all multiprocessors of any GPU."""
+    return 16 if num_groups >= 2**16 else 8 if num_groups >= 2**14 else 1
+
+
+def _warps(block_l: int, block_f: int, block_b: int, width: int) -> int:
+    """Return the warps of a tile: as few as hold it, so that more tiles are under way; addresses of odd rows take more."""
+    tile, both = block_l * block_b, (block_l + block_f) * block_b
+    warps = 8 if tile > 4096 else 4 if tile == 4096 else 2 if both > 4096 else 1
+    return warps if width % 16 == 0 else min(8, 2 * warps)
 
 
 def _labels(num_labels: int, num_groups: int, largest: int) -> int:

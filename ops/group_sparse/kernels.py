@@ -1,8 +1,10 @@
 """Group-sparse linear layers as Triton kernels: products of a group's labels with the few features that the group reads.
 
-Features are transposed once, so that what a group gathers lies side by side along the batch. A program walks the labels of its
-group, however many there are; which they are it reads from the offsets. The gradient of features is added up without atomics:
-groups are cut into parts of fixed size, of which each adds to sums of its own.
+Features and logits lie transposed, so that what a group gathers and what it writes are rows along the batch, side by side and
+aligned however ragged the groups are. A program walks several groups, and while it is at one the first tiles of the next ones are
+on their way. Labels past the first BLOCK_L, of groups longer than most, come in an inner loop; Triton loads ahead in a loop that
+has another one inside only where that stands behind an `if`.
+The gradient of features is added up without atomics: groups are cut into parts, of which each adds to sums of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
 from jagged.ops.group_sparse.spec import Inputs, Options, Outputs
 
-VARYING = ["num_groups", "num_labels", "batch_size", "num_parts"]
+VARYING = ["num_groups", "num_labels", "num_parts"]
 
 
 @triton.jit
@@ -38,100 +40,179 @@ def load_block(pointer, row, row_stride, row_exists, column, column_stride, colu
     return tl.load(addresses, mask=row_exists[:, None] & column_exists[None, :], other=0.0)
 
 
+@triton.jit
+def groups_of(index, num_groups, GROUPS: tl.constexpr):
+    """Return the first group of program `index`, and the one after its last; both are int64."""
+    first = index.to(tl.int64) * GROUPS
+    return first, tl.minimum(first + GROUPS, num_groups)
+
+
+@triton.jit
+def write_logits(
+    features, weight, supports, bias, logits, group, first, end, sample, batch_size, filled_size, num_features, feature_stride,
+    weight_stride, weight_column_stride, logit_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute and write the logits of a tile: BLOCK_L labels of a group from `first` on, and some samples."""
+    label = first + tl.arange(0, BLOCK_L)
+    result = tl.zeros([BLOCK_L, sample.shape[0]], tl.float32)
+    for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
+        slot = slots + tl.arange(0, BLOCK_F)
+        column = load_columns(supports, group, slot, num_features, WIDTH)
+        left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
+        right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
+        result = dot(left, right, result, PRECISION)
+    if bias is not None:
+        result += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
+    addresses = logits + label[:, None] * logit_stride + sample[None, :]
+    tl.store(addresses, result.to(logits.dtype.element_ty), mask=(label < end)[:, None] & (sample < batch_size)[None, :])
+
+
 @triton.jit(do_not_specialize=VARYING)
 def group_sparse_forward_kernel(
-    features, weight, supports, group_offsets, bias, logits, num_labels, batch_size, filled_size, num_features, feature_stride,
-    weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    features, weight, supports, group_offsets, bias, logits, num_groups, num_labels, batch_size, filled_size, num_features,
+    feature_stride, weight_stride, weight_column_stride, logit_stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """logits[b, l] = sum_f weight[l, f] * features[supports[g, f], b] + bias[l], labels l of one group g and BLOCK_B samples.
+    """logits[l, b] = sum_f weight[l, f] * features[supports[g, f], b] + bias[l], labels l of GROUPS groups g, BLOCK_B samples.
 
     `features` is `[H, filled_size]`, zeros past the batch: to load them costs less than to ask for each whether it is there.
     """
     blocks = tl.cdiv(batch_size, BLOCK_B)
-    group = (tl.program_id(0) // blocks).to(tl.int64)
+    first_group, last_group = groups_of(tl.program_id(0) // blocks, num_groups, GROUPS)
     sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    start, end = load_segment(group_offsets, group, num_labels)
-    for first in range(start, end, BLOCK_L):
-        label = first + tl.arange(0, BLOCK_L)
-        result = tl.zeros([BLOCK_L, BLOCK_B], tl.float32)
-        for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=NUM_STAGES):
-            slot = slots + tl.arange(0, BLOCK_F)
-            column = load_columns(supports, group, slot, num_features, WIDTH)
-            left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
-            right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
-            result = dot(left, right, result, PRECISION)
-        if bias is not None:
-            result += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
-        addresses = logits + sample[None, :] * num_labels + label[:, None]
-        tl.store(addresses, result.to(logits.dtype.element_ty), mask=(label < end)[:, None] & (sample < batch_size)[None, :])
+    for group in tl.range(first_group, last_group, num_stages=NUM_STAGES):
+        start, end = load_segment(group_offsets, group, num_labels)
+        write_logits(
+            features, weight, supports, bias, logits, group, start, end, sample, batch_size, filled_size, num_features,
+            feature_stride, weight_stride, weight_column_stride, logit_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+        )  # fmt: skip
+        if end > start + BLOCK_L:
+            for first in tl.range(start + BLOCK_L, end, BLOCK_L, num_stages=1):
+                write_logits(
+                    features, weight, supports, bias, logits, group, first, end, sample, batch_size, filled_size, num_features,
+                    feature_stride, weight_stride, weight_column_stride, logit_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def write_weight_gradient(
+    grad, features, grad_weight, grad_bias, column, first, end, slot, batch_size, filled_size, grad_stride, grad_column_stride,
+    feature_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_B: tl.constexpr, BLOCKS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute and write the gradients of BLOCK_L labels of a group from `first` on, for some slots; BLOCKS as in the kernel."""
+    label = first + tl.arange(0, BLOCK_L)
+    result = tl.zeros([BLOCK_L, slot.shape[0]], tl.float32)
+    of_bias = tl.zeros([BLOCK_L], tl.float32)
+    for block in tl.range(0, tl.cdiv(batch_size, BLOCK_B) if BLOCKS == 0 else BLOCKS, num_stages=1):
+        sample = block * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
+        left = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, sample < batch_size)
+        right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
+        result = dot(left, tl.trans(right), result, PRECISION)
+        if grad_bias is not None:
+            of_bias += tl.sum(left.to(tl.float32), 1)
+    addresses = grad_weight + label[:, None] * WIDTH + slot[None, :]
+    tl.store(addresses, result.to(grad_weight.dtype.element_ty), mask=(label < end)[:, None] & (slot < WIDTH)[None, :])
+    if grad_bias is not None:
+        tl.store(grad_bias + label, of_bias.to(grad_bias.dtype.element_ty), mask=(label < end) & (tl.min(slot) == 0))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def group_sparse_weight_gradient_kernel(
-    grad, features, supports, group_offsets, grad_weight, grad_bias, num_labels, batch_size, filled_size, num_features,
-    grad_stride, grad_column_stride, feature_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    grad, features, supports, group_offsets, grad_weight, grad_bias, num_groups, num_labels, batch_size, filled_size,
+    num_features, grad_stride, grad_column_stride, feature_stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """grad_weight[l, f] = sum_b grad[b, l] * features[supports[g, f], b], for the labels l of a group g and BLOCK_F slots f.
+    """grad_weight[l, f] = sum_b grad[b, l] * features[supports[g, f], b], for the labels l of GROUPS groups and BLOCK_F slots.
 
-    The program of the first slots has grad_bias[l] = sum_b grad[b, l] beside it.
+    The program of the first slots has grad_bias[l] = sum_b grad[b, l] beside it. BLOCKS is 1 where the batch fits into BLOCK_B
+    samples, so that the tiles of the next groups can be loaded ahead, and 0 for larger batches.
     """
     SLOT_BLOCKS: tl.constexpr = (WIDTH + BLOCK_F - 1) // BLOCK_F
-    group = (tl.program_id(0) // SLOT_BLOCKS).to(tl.int64)
-    slots = tl.program_id(0) % SLOT_BLOCKS * BLOCK_F
-    slot = slots + tl.arange(0, BLOCK_F)
-    column = load_columns(supports, group, slot, num_features, WIDTH)
+    first_group, last_group = groups_of(tl.program_id(0) // SLOT_BLOCKS, num_groups, GROUPS)
+    slot = tl.program_id(0) % SLOT_BLOCKS * BLOCK_F + tl.arange(0, BLOCK_F)
+    for group in tl.range(first_group, last_group, num_stages=NUM_STAGES):
+        start, end = load_segment(group_offsets, group, num_labels)
+        column = load_columns(supports, group, slot, num_features, WIDTH)
+        write_weight_gradient(
+            grad, features, grad_weight, grad_bias, column, start, end, slot, batch_size, filled_size, grad_stride,
+            grad_column_stride, feature_stride, WIDTH, BLOCK_L, BLOCK_B, BLOCKS, PRECISION,
+        )  # fmt: skip
+        if end > start + BLOCK_L:
+            for first in tl.range(start + BLOCK_L, end, BLOCK_L, num_stages=1):
+                write_weight_gradient(
+                    grad, features, grad_weight, grad_bias, column, first, end, slot, batch_size, filled_size, grad_stride,
+                    grad_column_stride, feature_stride, WIDTH, BLOCK_L, BLOCK_B, BLOCKS, PRECISION,
+                )  # fmt: skip
+
+
+@triton.jit
+def load_unit(
+    grad, weight, supports, group_offsets, unit, skipped, sample, num_labels, batch_size, num_features, grad_stride,
+    grad_column_stride, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
+):  # fmt: skip
+    """Load what a block of a group's slots takes: weights and gradients of BLOCK_L labels after some skipped ones; columns.
+
+    Unit u is block `u % SLOT_BLOCKS` of group `u // SLOT_BLOCKS`. Returned are also whether slots exist, and the group's labels.
+    """
+    SLOT_BLOCKS: tl.constexpr = (WIDTH + BLOCK_F - 1) // BLOCK_F
+    group = unit // SLOT_BLOCKS
+    slot = unit % SLOT_BLOCKS * BLOCK_F + tl.arange(0, BLOCK_F)
     start, end = load_segment(group_offsets, group, num_labels)
-    for first in range(start, end, BLOCK_L):
-        label = first + tl.arange(0, BLOCK_L)
-        result = tl.zeros([BLOCK_L, BLOCK_F], tl.float32)
-        of_bias = tl.zeros([BLOCK_L], tl.float32)
-        for samples in tl.range(0, batch_size, BLOCK_B, num_stages=NUM_STAGES):
-            sample = samples + tl.arange(0, BLOCK_B).to(tl.int64)
-            exists = sample < batch_size
-            left = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, exists)
-            right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
-            result = dot(left, tl.trans(right), result, PRECISION)
-            if grad_bias is not None:
-                of_bias += tl.sum(left.to(tl.float32), 1)
-        addresses = grad_weight + label[:, None] * WIDTH + slot[None, :]
-        tl.store(addresses, result.to(grad_weight.dtype.element_ty), mask=(label < end)[:, None] & (slot < WIDTH)[None, :])
-        if grad_bias is not None:
-            tl.store(grad_bias + label, of_bias.to(grad_bias.dtype.element_ty), mask=(label < end) & (slots == 0))
+    label = start + skipped + tl.arange(0, BLOCK_L)
+    left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
+    right = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, sample < batch_size)
+    return left, right, load_columns(supports, group, slot, num_features, WIDTH), slot < WIDTH, end - start
+
+
+@triton.jit
+def add_to_sums(sums, left, right, column, exists, sample, sums_stride, PRECISION: tl.constexpr):
+    """Add `left^T right` to the sums of some columns, of which no two are the same."""
+    addresses = sums + column[:, None] * sums_stride + sample[None, :]
+    mask = exists[:, None] & (sample < sums_stride)[None, :]
+    tl.store(addresses, tl.load(addresses, mask=mask, other=0.0) + dot(tl.trans(left), right, None, PRECISION), mask=mask)
+    # The next group may read the same columns, by other threads.
+    tl.debug_barrier()
 
 
 @triton.jit(do_not_specialize=VARYING)
 def group_sparse_feature_gradient_kernel(
     grad, weight, supports, group_offsets, sums, num_groups, num_labels, batch_size, num_parts, num_features, grad_stride,
     grad_column_stride, weight_stride, weight_column_stride, sums_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sums[p, supports[g, f], b] += sum_l weight[l, f] * grad[b, l], group by group of part p, for BLOCK_B samples.
 
     The columns of a group differ, so that no two threads add to one sum at once; between groups, which may share columns, the
-    threads wait for each other.
+    threads wait for each other. Triton loads nothing ahead across such a barrier, so the loop does: unit u + 1, then u's sums.
     """
+    SLOT_BLOCKS: tl.constexpr = (WIDTH + BLOCK_F - 1) // BLOCK_F
     blocks = tl.cdiv(batch_size, BLOCK_B)
     part = (tl.program_id(0) // blocks).to(tl.int64)
     sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
-    exists = sample < batch_size
     sums += part * num_features * sums_stride
-    for group in tl.range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts, num_stages=1):
-        start, end = load_segment(group_offsets, group, num_labels)
-        for slots in range(0, WIDTH, BLOCK_F):
-            slot = slots + tl.arange(0, BLOCK_F)
-            result = tl.zeros([BLOCK_F, BLOCK_B], tl.float32)
-            for first in tl.range(start, end, BLOCK_L, num_stages=NUM_STAGES):
-                label = first + tl.arange(0, BLOCK_L)
-                left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
-                right = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, exists)
-                result = dot(tl.trans(left), right, result, PRECISION)
-            column = load_columns(supports, group, slot, num_features, WIDTH)
-            addresses = sums + column[:, None] * sums_stride + sample[None, :]
-            mask = (slot < WIDTH)[:, None] & (sample < sums_stride)[None, :]
-            tl.store(addresses, tl.load(addresses, mask=mask, other=0.0) + result, mask=mask)
-        tl.debug_barrier()
+    first, last = part * num_groups // num_parts * SLOT_BLOCKS, (part + 1) * num_groups // num_parts * SLOT_BLOCKS
+    left, right, column, exists, longest = load_unit(
+        grad, weight, supports, group_offsets, first, 0, sample, num_labels, batch_size, num_features, grad_stride,
+        grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F,
+    )  # fmt: skip
+    for unit in tl.range(first, last, num_stages=1):
+        next_left, next_right, next_column, next_exists, labels = load_unit(
+            grad, weight, supports, group_offsets, tl.minimum(unit + 1, last - 1), 0, sample, num_labels, batch_size,
+            num_features, grad_stride, grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F,
+        )  # fmt: skip
+        add_to_sums(sums, left, right, column, exists, sample, sums_stride, PRECISION)
+        left, right, column, exists, longest = next_left, next_right, next_column, next_exists, tl.maximum(longest, labels)
+    for skipped in range(BLOCK_L, longest, BLOCK_L):
+        for unit in range(first, last):
+            left, right, column, exists, labels = load_unit(
+                grad, weight, supports, group_offsets, unit, skipped, sample, num_labels, batch_size, num_features,
+                grad_stride, grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F,
+            )  # fmt: skip
+            if labels > skipped:
+                add_to_sums(sums, left, right, column, exists, sample, sums_stride, PRECISION)
 
 
 _launch_forward = Launcher(group_sparse_forward_kernel)
@@ -144,18 +225,18 @@ def forward(x: Inputs, o: Options) -> Outputs:
     features, weight, supports, group_offsets, bias = x
     (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, supports.shape[0]
     if not (batch_size and num_labels and num_groups):
-        return Outputs(features.new_zeros(batch_size, num_labels))
-    logits = features.new_empty(batch_size, num_labels)
-    chosen = configurations.forward_configuration(num_labels, num_groups, width, features.element_size())
+        return Outputs(features.new_zeros(num_labels, batch_size).t())
+    logits = features.new_empty(num_labels, batch_size)
+    chosen = configurations.forward_configuration(num_labels, num_groups, batch_size, width, features.element_size())
     columns = aligned(features.t())
     _launch_forward(
-        (num_groups * cdiv(batch_size, chosen.block_b),),
+        (cdiv(num_groups, chosen.groups) * cdiv(batch_size, chosen.block_b),),
         columns, weight, supports.contiguous(), group_offsets.contiguous(), None if bias is None else bias.contiguous(), logits,
-        num_labels, batch_size, columns.shape[1], num_features, columns.stride(0), *weight.stride(), WIDTH=width,
-        BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, PRECISION=products_of(features.dtype),
-        NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        num_groups, num_labels, batch_size, columns.shape[1], num_features, columns.stride(0), *weight.stride(), batch_size,
+        WIDTH=width, GROUPS=chosen.groups, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b,
+        PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
     )  # fmt: skip
-    return Outputs(logits)
+    return Outputs(logits.t())
 
 
 def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
@@ -183,13 +264,14 @@ def _weight_gradients(grad: Tensor, x: Inputs, wanted: Mapping[str, torch.dtype]
     found = {"weight": weight.new_empty(num_labels, width, dtype=wanted["weight"])}
     if "bias" in wanted:
         found["bias"] = weight.new_empty(num_labels, dtype=wanted["bias"])
-    chosen = configurations.weight_configuration(num_labels, num_groups, width, features.element_size())
+    chosen = configurations.weight_configuration(num_labels, num_groups, batch_size, width, features.element_size())
     columns = aligned(features.t())
     _launch_weight_gradient(
-        (num_groups * cdiv(width, chosen.block_f),),
-        grad, columns, supports, group_offsets, found["weight"], found.get("bias"), num_labels, batch_size, columns.shape[1],
-        num_features, *grad.stride(), columns.stride(0), WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f,
-        BLOCK_B=chosen.block_b, PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        (cdiv(num_groups, chosen.groups) * cdiv(width, chosen.block_f),),
+        grad, columns, supports, group_offsets, found["weight"], found.get("bias"), num_groups, num_labels, batch_size,
+        columns.shape[1], num_features, *grad.stride(), columns.stride(0), WIDTH=width, GROUPS=chosen.groups,
+        BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, BLOCKS=int(batch_size <= chosen.block_b),
+        PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
     )  # fmt: skip
     return found
 
@@ -198,7 +280,7 @@ def _feature_gradient(grad: Tensor, x: Inputs, dtype: torch.dtype) -> Tensor:
     """Launch `group_sparse_feature_gradient_kernel` and add up the parts' sums in their order."""
     features, weight, supports, group_offsets, _ = x
     (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, supports.shape[0]
-    chosen = configurations.feature_configuration(num_labels, num_groups, width, features.element_size())
+    chosen = configurations.feature_configuration(num_labels, num_groups, batch_size, width, features.element_size())
     blocks = cdiv(batch_size, chosen.block_b)
     num_parts = min(num_groups, cdiv(configurations.PROGRAMS * gpu(features.device).multiprocessors, blocks))
     stride = cdiv(batch_size, 16) * 16
@@ -207,6 +289,6 @@ def _feature_gradient(grad: Tensor, x: Inputs, dtype: torch.dtype) -> Tensor:
         (num_parts * blocks,),
         grad, weight, supports, group_offsets, sums, num_groups, num_labels, batch_size, num_parts, num_features, *grad.stride(),
         *weight.stride(), stride, WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b,
-        PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        PRECISION=products_of(features.dtype), num_warps=chosen.num_warps,
     )  # fmt: skip
     return sums.sum(0)[:, :batch_size].t().to(dtype).contiguous()

@@ -1,4 +1,4 @@
-"""The operator of linear layers whose labels lie in groups that each read a few columns of the features."""
+"""The operators of linear layers whose labels lie in groups that each read a few columns of the features."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
 from jagged.ops._shared.operator import Differentiable, Operator, operator
 
 
@@ -24,7 +25,7 @@ class Options(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """`[B, L]`."""
+    """`[B, L]`, a label's numbers side by side."""
 
     logits: Tensor
 
@@ -34,9 +35,40 @@ GROUP_SPARSE: Operator[Inputs, Options, Outputs] = operator(
     Inputs,
     Options,
     Outputs,
-    shapes=lambda x, o: Outputs(x.features.new_empty(x.features.shape[0], x.weight.shape[0])),
+    shapes=lambda x, o: Outputs(x.features.new_empty(x.weight.shape[0], x.features.shape[0]).t()),
     torch="jagged.ops.group_sparse.torch_impl:forward,backward",
     triton="jagged.ops.group_sparse.kernels:forward,backward",
     saved=Inputs._fields,
+    autocast=("features", "weight", "bias"),
+)
+
+
+class LossInputs(NamedTuple):
+    """A layer as in `Inputs`; positives, rows and their weights as in `LabelSets`; and what labels weigh, `[L]`.
+
+    `positive_offsets` `[K + 1]` says which positives are of labels of which group.
+    """
+
+    features: Differentiable
+    weight: Differentiable
+    supports: Tensor
+    group_offsets: Tensor
+    positives: Tensor
+    rows: Tensor
+    row_weight: Tensor
+    positive_offsets: Tensor
+    bias: Differentiable | None = None
+    label_weight: Tensor | None = None
+
+
+GROUP_SPARSE_BCE: Operator[LossInputs, LossOptions, LossOutputs] = operator(
+    "group_sparse_bce",
+    LossInputs,
+    LossOptions,
+    LossOutputs,
+    shapes=lambda x, o: LossOutputs(x.features.new_empty((), dtype=loss_dtype(x.features.dtype))),
+    torch="jagged.ops.group_sparse.torch_impl:bce_forward,bce_backward",
+    triton="jagged.ops.group_sparse.bce_kernels:forward,backward",
+    saved=LossInputs._fields,
     autocast=("features", "weight", "bias"),
 )

@@ -23,6 +23,7 @@ from jagged.ops import (
     catalogue_topk,
     dense_to_jagged,
     embedding_bags,
+    group_sparse_bce,
     group_sparse_linear,
     jagged2_softmax,
     jagged_attention,
@@ -42,6 +43,7 @@ from jagged.ops import (
     jagged_to_dense,
     jagged_truncate,
     jagged_unique,
+    linear_bce,
     linear_cross_entropy,
     quantize_rows,
     sampled_linear_cross_entropy,
@@ -267,9 +269,29 @@ def group_sparse(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
 
     def forward(features: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
         with_bias = group_sparse_linear(features, weight, supports, batch.offsets, bias, backend=PLACE.backend)
-        return [with_bias, group_sparse_linear(features, weight, supports.short(), batch.offsets, backend=PLACE.backend)]
+        without = group_sparse_linear(features, weight, supports.short(), batch.offsets, backend=PLACE.backend)
+        given = (features, weight, supports, batch.offsets, *_positives(batch, 70), bias)
+        return [with_bias, without, group_sparse_bce(*given, label_smoothing=0.1, backend=PLACE.backend)]
 
     return Step(forward, _leaves(dtype, (70, columns), (batch.total, width), (batch.total,)))
+
+
+def bce_of_linear(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    def forward(features: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        positives, offsets = _positives(batch, 30)
+        weights = weight.detach().float().abs()[:, 0]
+        mask = torch.arange(30, device=PLACE.device) % 5 > 0
+        options = {"label_weight": weights, "row_mask": mask, "backend": PLACE.backend}
+        return [linear_bce(features, weight, positives, offsets, bias, **options)]
+
+    return Step(forward, _leaves(dtype, (30, width), (batch.total, width), (batch.total,)))
+
+
+def _positives(batch: Jagged, rows: int) -> tuple[Tensor, Tensor]:
+    """Two labels of each row, the labels being the rows of a batch; none where that has none."""
+    count = 2 * rows if batch.total else 0
+    labels = torch.arange(count, device=PLACE.device) * 7 % max(batch.total, 1)
+    return labels, torch.arange(rows + 1, device=PLACE.device) * (count // rows)
 
 
 def pair_bmm(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
@@ -309,6 +331,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "elementwise": elementwise,
     "embedding_bag": embedding_bag,
     "group_sparse": group_sparse,
+    "linear_bce": bce_of_linear,
     "pair_bmm": pair_bmm,
     "quantised_bags": quantised_bags,
     "sampled_cross_entropy": sampled_cross_entropy,

@@ -22,15 +22,17 @@ DIFFERENTIABLE = [name for name in FAMILIES if name not in ("catalogue_topk", "q
 # The inputs of each operator that autocast casts, as the functions' docstrings say it.
 CAST = {
     "attention": ("q", "k", "v"),
+    "group_sparse_bce": ("features", "weight", "bias"),
     "group_sparse_linear": ("features", "weight", "bias"),
     "jagged_dense_bmm": ("values", "dense", "bias"),
     "jagged_jagged_bmm": ("a", "b"),
+    "linear_bce": ("features", "weight", "bias"),
     "linear_cross_entropy": ("hidden", "weight"),
     "pair_scores": ("a", "b"),
     "pair_sums": ("scores", "values"),
     "sampled_linear_cross_entropy": ("hidden", "weight"),
 }
-KEEP_FLOAT32 = ("cross_entropy", "group_sparse", "sampled_cross_entropy")
+KEEP_FLOAT32 = ("cross_entropy", "group_sparse", "linear_bce", "sampled_cross_entropy")
 ONCE = pytest.mark.skipif(PLACE.name == "interpret", reason="what is shown here lies before the kernels")
 
 

@@ -26,10 +26,18 @@ def ids(rows: Tensor) -> Tensor:
     return rows[:, 0].abs().mul(10).long().clamp(max=49)
 
 
+def first_rows(rows: Tensor, offsets: Tensor) -> Tensor:
+    """The first row of each sample, zeros of an empty one."""
+    return ops.jagged_to_dense(rows, offsets, 1)[:, 0]
+
+
 # Of rows of two features, those of `b` one a sample.
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "catalogue_topk": lambda a, ao, b, bo: ops.catalogue_topk(b, torch.ones(50, 8).cumsum(0), 3, exclude=(ids(a), ao))[0],
     "embedding_bags": lambda a, ao, b, bo: ops.embedding_bags(torch.ones(400), BAGS, ids(a), ao, per_sample_weights=a[:, 1]),
+    "group_sparse_bce": lambda a, ao, b, bo: ops.group_sparse_bce(
+        first_rows(b, bo), a, SUPPORTS.expand(ao.shape[0] - 1, 8), ao, 0 * ids(b), bo, a[:, 0]
+    )[None],
     "group_sparse_linear": lambda a, ao, b, bo: ops.group_sparse_linear(b, a, SUPPORTS.expand(b.shape[0], 8), ao, a[:, 0]),
     "jagged2_softmax": lambda a, ao, b, bo: ops.jagged2_softmax(a[:, 0], ao, bo),
     "jagged_attention": lambda a, ao, b, bo: ops.jagged_attention(
@@ -39,6 +47,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
         heads(a), heads(a), heads(a), ao, time_bias=torch.ones(2, 6), times=ids(a)
     ),
     "jagged_softmax": lambda a, ao, b, bo: ops.jagged_softmax(a, ao),
+    "linear_bce": lambda a, ao, b, bo: ops.linear_bce(first_rows(b, bo), a, 0 * ids(b), bo, a[:, 0])[None],
     "linear_cross_entropy": lambda a, ao, b, bo: ops.linear_cross_entropy(
         a, torch.ones(50, 8).cumsum(0), ids(a), reduction="none"
     ),

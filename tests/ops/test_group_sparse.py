@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import group_sparse_linear, trust_values
+from jagged.ops import group_sparse_linear, group_sparse_topk, trust_values
 from jagged.ops.group_sparse import configurations, torch_impl
 from tests.graphs import captured
 from tests.oracle import check_three_way
@@ -454,19 +454,21 @@ def test_one_graph_for_all_sizes(place: Place) -> None:
 )
 def test_tiles_suit_the_matrix_instructions(choose: Callable[..., configurations.Configuration], itemsize: int) -> None:
     for num_labels, num_groups, width in ((1, 1, 1), (100, 7, 17), (10**6, 31_250, 64), (10**6, 8_000, 512)):
-        chosen = choose(num_labels, num_groups, width, itemsize)
-        for size in (chosen.block_l, chosen.block_f, chosen.block_b):
-            assert size >= 16
-            assert size & (size - 1) == 0
+        for batch_size in (1, 64, 65):
+            chosen = choose(num_labels, num_groups, batch_size, width, itemsize)
+            for size in (chosen.block_l, chosen.block_f, chosen.block_b):
+                assert size >= 16
+                assert size & (size - 1) == 0
 
 
 @ON_GPU
-def test_kernels_are_compiled_once_for_all_batches(place: Place) -> None:
+@pytest.mark.parametrize("batch_sizes", [(64, 1, 17, 33, 16), (128, 700, 129, 65, 1024)], ids=["small", "large"])
+def test_kernels_are_compiled_once_for_small_and_large_batches(place: Place, batch_sizes: tuple[int, ...]) -> None:
     from jagged.ops.group_sparse import kernels
 
     every = [getattr(kernels, f"group_sparse_{name}_kernel") for name in ("forward", "weight_gradient", "feature_gradient")]
     compiled = []
-    for batch_size in (64, 1, 17, 700, 16):
+    for batch_size in batch_sizes:
         layer = layer_of(jagged_of((16, 16, 16)), batch_size, 32, 64, torch.bfloat16)
         leaves = [x.requires_grad_() for x in (layer.features, layer.weight, layer.bias)]
         out = group_sparse_linear(*leaves[:2], layer.supports, layer.offsets, leaves[2])
@@ -507,3 +509,40 @@ def test_addresses_past_2_to_the_31(place: Place) -> None:
     grad = out.new_zeros(out.shape)
     grad[:, -32:] = alone.detach()
     assert torch.equal(torch.autograd.grad(out, weight, grad)[0][-32:], torch.autograd.grad(alone, last, alone.detach())[0])
+
+
+@pytest.mark.parametrize("max_bytes", [2**16, 2**28])
+@pytest.mark.parametrize("k", [1, 7, 700])
+@pytest.mark.parametrize("dtype", PLACE.dtypes, ids=str)
+def test_topk(place: Place, dtype: torch.dtype, k: int, max_bytes: int) -> None:
+    """Of all labels at once, or of a few groups at a time."""
+    layer = layer_of(jagged_of((32, 7, 0, 128, 1) * 4), 50, 8, 20, dtype)
+    scores, labels = group_sparse_topk(
+        layer.features, layer.weight, layer.supports, layer.offsets, k, layer.bias, max_bytes=max_bytes, backend=place.backend
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    given = (layer.features.to(wide), layer.weight.to(wide), layer.supports, layer.sizes, layer.bias.to(wide))
+    logits = reference.group_sparse_linear(*given)
+    there = min(k, logits.shape[1])
+    assert scores.dtype == wide
+    torch.testing.assert_close(scores[:, :there], logits.topk(there, 1).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(scores[:, :there], logits.gather(1, labels[:, :there]), rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == there for row in labels[:, :there].tolist())
+    assert bool((scores[:, there:] == -torch.inf).all())
+    assert bool((labels[:, there:] == -1).all())
+
+
+@pytest.mark.parametrize(("sizes", "batch_size"), [((), 3), ((0, 0), 3), ((5,), 0)])
+def test_topk_of_nothing(place: Place, sizes: tuple[int, ...], batch_size: int) -> None:
+    layer = layer_of(jagged_of(sizes), batch_size, 4, 6)
+    given = (layer.features, layer.weight, layer.supports, layer.offsets)
+    scores, labels = group_sparse_topk(*given, 2, backend=place.backend)
+    assert scores.shape == labels.shape == (batch_size, 2)
+    assert bool((labels == -1).all())
+    for wrong, message in (
+        ({"k": 0}, "k: expected at least 1, got 0"),
+        ({"max_bytes": 5}, "max_bytes: expected at least 65536, got 5"),
+    ):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            group_sparse_topk(*given, **{"k": 1, **wrong})
+        assert str(raised.value) == message

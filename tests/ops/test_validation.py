@@ -16,6 +16,7 @@ WRONG = torch.tensor([3, 0, 2])
 ROWS, OTHER = torch.ones(5, 4), torch.ones(2, 4, 3)
 Q = torch.ones(5, 2, 8)
 SUPPORTS = torch.arange(4, dtype=torch.int32).expand(2, 4)
+POSITIVES = torch.tensor([3, 0, 1, 2, 4])
 LAYOUT = ops.BagLayout((9,), (4,))
 
 CALLS: dict[str, Callable[[Tensor], object]] = {
@@ -23,6 +24,10 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
     "catalogue_topk": lambda o: ops.catalogue_topk(ROWS[:2], ROWS, 1, exclude=(torch.arange(5), o)),
     "dense_to_jagged": lambda o: ops.dense_to_jagged(torch.ones(2, 3, 4), o, 5),
     "embedding_bags": lambda o: ops.embedding_bags(torch.ones(36), LAYOUT, torch.arange(5), o),
+    "group_sparse_bce": lambda o: ops.group_sparse_bce(
+        torch.ones(3, 4), ROWS, SUPPORTS, o, POSITIVES, torch.tensor([0, 1, 1, 5])
+    ),
+    "group_sparse_bce of rows": lambda o: ops.group_sparse_bce(ROWS[:2], ROWS, SUPPORTS, torch.tensor([0, 2, 5]), POSITIVES, o),
     "group_sparse_linear": lambda o: ops.group_sparse_linear(torch.ones(3, 4), ROWS, SUPPORTS, o),
     "jagged2_softmax": lambda o: ops.jagged2_softmax(torch.ones(13), o),
     "jagged_attention": lambda o: ops.jagged_attention(Q, Q, Q, o),
@@ -43,6 +48,7 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
     "jagged_to_dense": lambda o: ops.jagged_to_dense(ROWS, o, 3),
     "jagged_truncate": lambda o: ops.jagged_truncate(ROWS, o, 2, total=4),
     "jagged_unique": lambda o: ops.jagged_unique(torch.arange(5), o),
+    "linear_bce": lambda o: ops.linear_bce(ROWS[:2], ROWS, POSITIVES, o),
     "pair_offsets": lambda o: ops.pair_offsets(o),
     "row_positions": lambda o: ops.row_positions(o, 5),
 }

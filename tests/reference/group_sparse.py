@@ -15,3 +15,20 @@ def group_sparse_linear(
     dense = weight.new_zeros(weight.shape[0], features.shape[1]).scatter(1, supports.long()[group], weight)
     logits = features @ dense.T
     return logits if bias is None else logits + bias
+
+
+def group_sparse_bce(
+    logits: Tensor,
+    targets: Tensor,
+    label_weight: Tensor | None = None,
+    row_mask: Tensor | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The loss of the whole matrix of logits; `targets` is as large."""
+    targets = (1 - label_smoothing) * targets.to(logits.dtype) + label_smoothing / 2
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets, reduction="none")
+    if label_weight is not None:
+        losses = losses * label_weight.to(losses.dtype)
+    rows = losses.sum(1)
+    rows = rows if row_mask is None else rows[row_mask]
+    return rows.sum() / max(rows.shape[0], 1)

@@ -1,0 +1,355 @@
+"""A head for very many labels, of which a row has a few: a dense layer for the frequent, groups of few weights for others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from jagged.modules.jagged_module import JaggedModule
+from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
+from jagged.ops import (
+    catalogue_topk,
+    group_sparse_bce,
+    group_sparse_topk,
+    linear_bce,
+    trust_values,
+    validate_ids,
+    validate_offsets,
+    values_are_trusted,
+)
+
+_IGNORED = -100
+# A slot that was there from the start.
+_ALWAYS = -(2**62)
+# Numbers that are drawn or multiplied at once where slots are given new inputs.
+_PIECE_ELEMENTS = 2**24
+
+
+class GroupSparseHead(JaggedModule):
+    """Binary cross-entropy over very many labels, with few weights each.
+
+    The most frequent labels have a dense layer. The others lie in groups; the labels of a group read the same `fan_in` of the
+    features, with weights of their own (`jagged.ops.group_sparse_bce`). Which ones a group reads is random at first, and learned
+    by `rewire`. Users give and get their own label ids. A label's bias starts at its log-odds in training, `log((n + 0.5) / (N -
+    n + 0.5))` for a label of n of N rows: at a bias of 0, a million labels would start with a loss of 700,000. A label that no
+    row has starts there too, at -log(2 N + 1), and is scored by what training makes of it as a negative.
+
+    Args:
+        input_dim: width of the features.
+        label_counts: `[num_labels]`, int64: in how many rows of training each label is.
+        num_rows: rows of training.
+        fan_in: features that a group reads, from 1 to the width that the tail reads.
+        group_size: labels of a group, at least 1.
+        grouping: "random", "frequency", or embeddings `[num_labels, E]` of the labels, of which like ones are grouped.
+        head: labels that have a dense layer: how many, or as a float in [0, 1) which share of all; the most frequent ones.
+        head_dim, tail_dim: width of a linear projection, which the dense layer and the groups read; None: the features.
+        label_smoothing: as for `jagged.ops.group_sparse_bce`.
+        seed: of groups, inputs and `rewire`.
+        device, dtype: of parameters.
+
+    Attributes:
+        labels: `[num_labels]`, the label at each place: those with a dense layer, then the groups'.
+        places: `[num_labels]`, the place of each label.
+        supports: `[K, fan_in]`, int32, the features that each group reads, different ones.
+        group_offsets: `[K + 1]`, the first place of each group, counted from the first one without a dense layer.
+        born: `[K, fan_in]`, the step at which each slot of a group got its input.
+        weight, bias, head_weight, head_bias: parameters of groups `[n, fan_in]`, `[n]`, and of the dense layer.
+
+    Raises:
+        ValueError: numbers out of range, counts that do not fit.
+
+    Shape:
+        features: `[B, input_dim]`; positives: JaggedTensor of label ids, those of each row; row_mask: `[B]`, bool, rows that
+        count. Returns the loss, summed over labels and averaged over rows.
+
+    Source:
+        HASTE: group-shared fixed fan-in with a dense head, trained with dynamic sparsity.
+
+    Example:
+        >>> import torch
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from jagged.modules import GroupSparseHead
+        >>> head = GroupSparseHead(16, torch.tensor([9, 2, 2, 1, 0]), num_rows=10, fan_in=4, group_size=2, head=1)
+        >>> positives = JaggedTensor(values=torch.tensor([0, 3, 0]), offsets=torch.tensor([0, 2, 3]))
+        >>> loss = head(torch.randn(2, 16), positives)
+        >>> scores, labels = head.topk(torch.randn(2, 16), k=3)
+        >>> labels.shape
+        torch.Size([2, 3])
+    """
+
+    labels: Tensor
+    places: Tensor
+    supports: Tensor
+    group_offsets: Tensor
+    born: Tensor
+    log_odds: Tensor
+    shown = ("num_labels", "num_head_labels", "num_groups", "fan_in", "label_smoothing")
+
+    def __init__(
+        self,
+        input_dim: int,
+        label_counts: Tensor,
+        num_rows: int,
+        *,
+        fan_in: int,
+        group_size: int = 32,
+        grouping: Literal["random", "frequency"] | Tensor = "random",
+        head: int | float = 0,
+        head_dim: int | None = None,
+        tail_dim: int | None = None,
+        label_smoothing: float = 0.0,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        counts = _checked_counts(label_counts, num_rows)
+        self.num_labels, self.fan_in, self.label_smoothing, self.seed = counts.shape[0], fan_in, label_smoothing, seed
+        self.num_head_labels = _head_labels(head, self.num_labels)
+        width = input_dim if tail_dim is None else tail_dim
+        if not 1 <= fan_in <= width:
+            raise ValueError(f"fan_in: expected 1 to {width}, the width that groups read, got {fan_in}")
+        if not 0 <= label_smoothing <= 1:
+            raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
+        by_frequency = counts.argsort(descending=True, stable=True)
+        frequent, others = by_frequency.split([self.num_head_labels, self.num_labels - self.num_head_labels])
+        groups = _groups(others.sort().values, counts, group_size, grouping, seed)
+        labels = torch.cat([frequent, groups.labels])
+        self.num_groups, self.tail_dim = groups.offsets.shape[0] - 1, width
+        of_integers: dict[str, Any] = {"device": device}
+        self.register_buffer("labels", labels.to(**of_integers))
+        self.register_buffer("places", labels.argsort().to(**of_integers))
+        self.register_buffer("group_offsets", groups.offsets.to(**of_integers))
+        self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, **of_integers))
+        self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int64, **of_integers))
+        odds = (counts.double() + 0.5).log() - (num_rows - counts.double() + 0.5).log()
+        self.register_buffer("log_odds", odds[labels].float().to(**of_integers), persistent=False)
+        of_floats: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.head_projection = (
+            nn.Linear(input_dim, head_dim, **of_floats) if head_dim is not None and self.num_head_labels else nn.Identity()
+        )
+        self.tail_projection = nn.Identity() if tail_dim is None else nn.Linear(input_dim, tail_dim, **of_floats)
+        head_width = self.head_projection.out_features if isinstance(self.head_projection, nn.Linear) else input_dim
+        self.head_weight = nn.Parameter(torch.empty(self.num_head_labels, head_width, **of_floats))
+        self.head_bias = nn.Parameter(torch.empty(self.num_head_labels, **of_floats))
+        self.weight = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, fan_in, **of_floats))
+        self.bias = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, **of_floats))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weights and the inputs of groups anew; biases are the labels' log-odds again."""
+        super().reset_parameters()
+        with torch.no_grad():
+            for weight in (self.head_weight, self.weight):
+                nn.init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
+            self.head_bias.copy_(self.log_odds[: self.num_head_labels])
+            self.bias.copy_(self.log_odds[self.num_head_labels :])
+            generator = torch.Generator().manual_seed(self.seed)
+            for some in _pieces(self.num_groups, self.tail_dim):
+                keys = torch.rand(some.stop - some.start, self.tail_dim, generator=generator)
+                self.supports[some] = keys.topk(self.fan_in).indices.sort(1).values.to(self.supports)
+            self.born.fill_(_ALWAYS)
+
+    def forward(self, features: Tensor, positives: JaggedTensor, row_mask: Tensor | None = None) -> Tensor:
+        """Return the loss, a scalar."""
+        labels, offsets = positives.values(), positives.offsets()
+        if labels.is_cpu and not values_are_trusted():
+            validate_offsets(offsets, labels.shape[0])
+            validate_ids(labels, self.num_labels, name="positives")
+        places = self.places[labels]
+        is_frequent = places < self.num_head_labels
+        options: dict[str, Any] = {"row_mask": row_mask, "label_smoothing": self.label_smoothing, "ignore_index": _IGNORED}
+        # What groups read is this module's own, and need not be checked in each call.
+        with nullcontext() if torch.compiler.is_compiling() else trust_values():
+            loss = group_sparse_bce(
+                self.tail_projection(features),
+                self.weight,
+                self.supports,
+                self.group_offsets,
+                torch.where(is_frequent, _IGNORED, places - self.num_head_labels),
+                offsets,
+                self.bias,
+                **options,
+            )
+            if self.num_head_labels:
+                of_head = torch.where(is_frequent, places, _IGNORED)
+                hidden = self.head_projection(features)
+                loss = loss + linear_bce(hidden, self.head_weight, of_head, offsets, self.head_bias, **options)
+        return loss
+
+    @torch.no_grad()
+    def topk(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k best labels of each row: their logits `[B, k]`, at least float32, and the labels `[B, k]`, int64.
+
+        Where there are fewer than k labels a row ends in scores -inf and labels -1.
+        """
+        with trust_values():
+            hidden = self.tail_projection(features)
+            scores, places = group_sparse_topk(hidden, self.weight, self.supports, self.group_offsets, k, self.bias)
+            places = torch.where(places < 0, -1, places + self.num_head_labels)
+            if self.num_head_labels:
+                best, of_head = catalogue_topk(self.head_projection(features), self.head_weight, k, bias=self.head_bias)
+                scores, order = torch.cat([best, scores], 1).topk(k, 1)
+                places = torch.cat([of_head, places], 1).gather(1, order)
+        return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)])
+
+    @torch.no_grad()
+    def rewire(
+        self,
+        fraction: float,
+        *,
+        step: int,
+        protected: int = 0,
+        by: Literal["random", "gradient"] = "random",
+        batch: tuple[Tensor, JaggedTensor] | None = None,
+        in_each_group: bool = False,
+        new_weights: Literal["zero", "uniform"] = "zero",
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> int:
+        """Give slots that matter little new inputs; everything is changed in place.
+
+        A slot's score is the mean of |weight| over its group's labels. The `round(fraction * slots)` smallest, fewer where fewer
+        are old enough or inputs are left, get an input that their group neither has nor has just lost. Equal on every process
+        whose weights are.
+
+        Args:
+            fraction: of all slots, in [0, 1].
+            step: of training, which slots are young by, and part of the seed.
+            protected: slots that got their input fewer steps ago keep it: new weights start small.
+            by: "random", or "gradient": the inputs with the largest mean of |gradient of a weight| over the group's labels, as
+                `batch` gives it.
+            batch: features and positives as `forward` takes them, for "gradient".
+            in_each_group: the fraction of each group's slots, in place of all slots'.
+            new_weights: "zero", or "uniform" on +-1 / sqrt(fan_in).
+            optimizer: whose state for these weights becomes zero, as far as it has their shape.
+
+        Returns:
+            How many slots have a new input.
+
+        Raises:
+            ValueError: numbers out of range, "gradient" without a batch.
+        """
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"fraction: expected a number in [0, 1], got {fraction}")
+        if by not in ("random", "gradient"):
+            raise ValueError(f"by: got {by!r}, expected 'random' or 'gradient'")
+        if new_weights not in ("zero", "uniform"):
+            raise ValueError(f"new_weights: got {new_weights!r}, expected 'zero' or 'uniform'")
+        if by == "gradient" and batch is None:
+            raise ValueError("batch: expected features and positives, which by='gradient' takes gradients of, got None")
+        lost = self._lost(fraction, step, protected, in_each_group)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
+        for some in _pieces(self.num_groups, self.tail_dim):
+            here = lost[some]
+            if by == "random":
+                keys = torch.rand(here.shape[0], self.tail_dim, generator=generator).to(self.supports.device)
+            else:
+                assert batch is not None
+                keys = self._gradients(some, *batch)
+            # A group's own inputs, old ones and those that it loses, come last; so many are left as the rest.
+            keys.scatter_(1, self.supports[some].long(), -torch.inf)
+            new = keys.topk(min(self.fan_in, self.tail_dim), 1)
+            # The n-th slot that is lost gets the n-th best input, unless there is none.
+            rank = (here.cumsum(1) - 1).clamp_(min=0)
+            here &= new.values.gather(1, rank) > -torch.inf
+            self.supports[some] = torch.where(here, new.indices.gather(1, rank).to(torch.int32), self.supports[some])
+        self.born.masked_fill_(lost, step)
+        of_labels = lost[self._group_of_label()]
+        if new_weights == "uniform":
+            drawn = (torch.rand(int(of_labels.sum()), generator=generator) * 2 - 1) * self.fan_in**-0.5
+            self.weight.masked_scatter_(of_labels, drawn.to(self.weight))
+        else:
+            self.weight.masked_fill_(of_labels, 0)
+        for state in optimizer.state.get(self.weight, {}).values() if optimizer is not None else ():
+            if isinstance(state, Tensor) and state.shape == self.weight.shape:
+                state.masked_fill_(of_labels, 0)
+        return int(lost.sum())
+
+    def _lost(self, fraction: float, step: int, protected: int, in_each_group: bool) -> Tensor:
+        """Return which slots `[K, fan_in]` get another input: the smallest scores among those that are old enough."""
+        scores = _means(self.weight.abs().float(), self.group_offsets)
+        young = step - self.born < protected
+        sizes = self.group_offsets.diff()
+        # A group without labels has no scores.
+        scores = scores.masked_fill(young | (sizes == 0)[:, None], torch.inf)
+        if not in_each_group:
+            scores = scores.flatten()[None]
+        count = round(fraction * scores.shape[1])
+        smallest = scores.sort(dim=1, stable=True)
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, smallest.indices[:, :count], True)
+        return (chosen & (scores < torch.inf)).view(self.num_groups, self.fan_in)
+
+    def _group_of_label(self) -> Tensor:
+        return torch.repeat_interleave(self.group_offsets.diff(), output_size=self.weight.shape[0])
+
+    def _gradients(self, some: slice, features: Tensor, positives: JaggedTensor) -> Tensor:
+        """Return the mean over a group's labels of |gradient of the weight that an input would have|, `[groups, inputs]`."""
+        hidden = self.tail_projection(features).float()
+        places = self.places[positives.values()] - self.num_head_labels
+        rows = torch.repeat_interleave(positives.offsets().diff(), output_size=places.shape[0])
+        found = hidden.new_empty(some.stop - some.start, self.tail_dim)
+        # A few groups at a time: the gradient of a dense layer's weights is as large as that layer.
+        longest = int(self.group_offsets.diff().max())
+        step = max(1, _PIECE_ELEMENTS // (max(1, longest) * max(self.tail_dim, hidden.shape[0] * self.fan_in)))
+        for begin in range(some.start, some.stop, step):
+            end = min(begin + step, some.stop)
+            offsets = self.group_offsets[begin : end + 1]
+            first, last = offsets[[0, -1]].tolist()
+            columns = self.supports[begin:end].long().repeat_interleave(offsets.diff(), 0)
+            logits = torch.einsum("blf,lf->bl", hidden[:, columns], self.weight[first:last].float())
+            # A positive of another group goes to a column to spare.
+            targets = hidden.new_full((hidden.shape[0], last - first + 1), 0.5 * self.label_smoothing)
+            column = torch.where((places >= first) & (places < last), places - first, last - first)
+            targets.index_put_((rows, column), targets.new_tensor(1 - 0.5 * self.label_smoothing))
+            slopes = torch.sigmoid(logits + self.bias[first:last].float()) - targets[:, :-1]
+            found[begin - some.start : end - some.start] = _means((slopes.t() @ hidden).abs(), offsets - first)
+        return found
+
+
+def _means(of_labels: Tensor, offsets: Tensor) -> Tensor:
+    """Return the mean `[K, *]` over the labels of each group, zero for one without."""
+    sums = torch.segment_reduce(of_labels, "sum", offsets=offsets, axis=0, initial=0)
+    return sums / offsets.diff().clamp(min=1)[:, None]
+
+
+def _pieces(num_groups: int, width: int) -> Iterator[slice]:
+    step = max(1, _PIECE_ELEMENTS // width)
+    return (slice(first, min(first + step, num_groups)) for first in range(0, num_groups, step))
+
+
+def _checked_counts(label_counts: Tensor, num_rows: int) -> Tensor:
+    if label_counts.dim() != 1 or label_counts.dtype != torch.int64 or not label_counts.shape[0]:
+        kind = str(label_counts.dtype).removeprefix("torch.")
+        raise ValueError(f"label_counts: expected int64 of shape [num_labels], got {kind} of shape {list(label_counts.shape)}")
+    counts = label_counts.cpu()
+    lowest, highest = (int(value) for value in torch.aminmax(counts))
+    if lowest < 0 or highest > num_rows:
+        label = int(((counts < 0) | (counts > num_rows)).nonzero()[0])
+        raise ValueError(f"label_counts[{label}]: expected 0 to {num_rows}, num_rows, got {int(counts[label])}")
+    return counts
+
+
+def _head_labels(head: int | float, num_labels: int) -> int:
+    count = round(head * num_labels) if isinstance(head, float) else head
+    if not 0 <= count < num_labels or (isinstance(head, float) and not 0 <= head < 1):
+        raise ValueError(f"head: expected fewer than all {num_labels} labels, or a share in [0, 1) as a float, got {head!r}")
+    return count
+
+
+def _groups(labels: Tensor, counts: Tensor, group_size: int, grouping: str | Tensor, seed: int) -> LabelGroups:
+    if isinstance(grouping, Tensor):
+        if grouping.dim() != 2 or grouping.shape[0] != counts.shape[0]:
+            raise ValueError(
+                f"grouping: expected embeddings [{counts.shape[0]}, E], a row for each label, got {list(grouping.shape)}"
+            )
+        return group_by_embedding(labels, grouping[labels.to(grouping.device)], group_size, seed=seed)
+    if grouping == "frequency":
+        return group_by_frequency(labels, counts[labels], group_size)
+    if grouping != "random":
+        raise ValueError(f"grouping: got {grouping!r}, expected 'random', 'frequency' or embeddings of the labels")
+    return group_at_random(labels, group_size, seed)

@@ -1,0 +1,374 @@
+"""The head of many labels: its loss and its best labels against a dense layer with all zeros, and how it changes its inputs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from jagged.modules import GroupSparseHead, group_at_random, group_by_embedding, group_by_frequency
+from tests.oracle import check_three_way
+from tests.places import PLACE, Place
+from tests.reference import group_sparse as reference
+from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, seeds
+
+pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+
+ROWS = 100
+
+
+def head_of(num_labels: int, seed: int = 0, **options: Any) -> GroupSparseHead:
+    counts = torch.randint(0, ROWS + 1, (num_labels,), generator=torch.Generator().manual_seed(seed))
+    settings_ = {"fan_in": 4, "group_size": 5, "seed": seed, "device": PLACE.device, **options}
+    torch.manual_seed(seed)
+    return GroupSparseHead(12, counts, ROWS, **settings_)
+
+
+def positives_for(batch: Jagged, num_labels: int, seed: int) -> JaggedTensor:
+    values = torch.randint(0, num_labels, (batch.total,), generator=torch.Generator().manual_seed(seed)).to(PLACE.device)
+    return JaggedTensor(values=values, offsets=batch.offsets)
+
+
+def dense_logits(head: GroupSparseHead, features: Tensor) -> Tensor:
+    """All logits by the users' ids, of a layer whose missing weights are zeros."""
+    hidden = head.tail_projection(features)
+    sizes = head.group_offsets.diff().tolist()
+    tail = reference.group_sparse_linear(hidden, head.weight, head.supports, sizes, head.bias)
+    logits = torch.cat([head.head_projection(features) @ head.head_weight.T + head.head_bias, tail], 1)
+    return logits[:, head.places]
+
+
+def targets_for(head: GroupSparseHead, positives: JaggedTensor) -> Tensor:
+    rows = torch.repeat_interleave(positives.offsets().diff())
+    targets = torch.zeros(positives.offsets().shape[0] - 1, head.num_labels, device=PLACE.device)
+    return targets.index_put_((rows, positives.values()), targets.new_ones(()))
+
+
+@settings(max_examples=25)
+@given(
+    jagged_batches(longest=6), seeds(), st.sampled_from([0, 3, 0.25]), st.sampled_from([0.0, 0.3]), st.booleans(), st.booleans()
+)
+def test_loss_is_that_of_a_dense_layer(
+    place: Place, batch: Jagged, seed: int, head_labels: int | float, smoothing: float, projected: bool, masked: bool
+) -> None:
+    widths = {"head_dim": 7, "tail_dim": 9} if projected else {}
+    head = head_of(23, seed, head=head_labels, label_smoothing=smoothing, **widths)
+    positives = positives_for(batch, 23, seed)
+    mask = torch.rand(batch.batch_size, generator=torch.Generator().manual_seed(seed)) < 0.7
+    row_mask = mask.to(place.device) if masked else None
+    features = random_tensor((batch.batch_size, 12), torch.float32, seed)
+    names = [name for name, parameter in head.named_parameters() if parameter.numel()]
+
+    def call(function: Any, *given: Tensor) -> Tensor:
+        module = copy.deepcopy(head).to(given[0].dtype)
+        # The parameters are inputs, too.
+        for name, value in zip(names, given[1:], strict=True):
+            owner = module.get_submodule(name.rpartition(".")[0])
+            del owner._parameters[name.rpartition(".")[2]]
+            setattr(owner, name.rpartition(".")[2], value)
+        return function(module, given[0])
+
+    def expected(module: GroupSparseHead, given: Tensor) -> Tensor:
+        targets = targets_for(head, positives)
+        return reference.group_sparse_bce(dense_logits(module, given), targets, None, row_mask, smoothing)
+
+    check_three_way(
+        lambda *given: call(lambda module, x: module(x, positives, row_mask), *given),
+        lambda *given: call(expected, *given),
+        [features, *[dict(head.named_parameters())[name].detach() for name in names]],
+    )
+
+
+@pytest.mark.parametrize("head_labels", [0, 6])
+@pytest.mark.parametrize("k", [1, 5, 30])
+def test_best_labels_are_those_of_a_dense_layer(place: Place, head_labels: int, k: int) -> None:
+    head = head_of(23, head=head_labels, tail_dim=9)
+    features = random_tensor((8, 12), torch.float32, 1)
+    scores, labels = head.topk(features, k)
+    logits = dense_logits(head, features).detach()
+    there = min(k, 23)
+    torch.testing.assert_close(scores[:, :there], logits.topk(there, 1).values)
+    torch.testing.assert_close(scores[:, :there], logits.gather(1, labels[:, :there]))
+    assert all(sorted(row) == sorted(set(row)) for row in labels[:, :there].tolist())
+    assert bool((labels[:, there:] == -1).all())
+    assert bool((scores[:, there:] == -torch.inf).all())
+    assert not scores.requires_grad
+
+
+def test_biases_start_at_log_odds_and_frequent_labels_are_dense() -> None:
+    counts = torch.tensor([0, 50, 100, 3, 70])
+    head = GroupSparseHead(6, counts, ROWS, fan_in=2, group_size=2, head=2)
+    assert head.labels[:2].tolist() == [2, 4]
+    assert sorted(head.labels.tolist()) == [0, 1, 2, 3, 4]
+    bias = torch.cat([head.head_bias, head.bias]).detach()[head.places]
+    expected = torch.tensor([(count + 0.5) / (ROWS - count + 0.5) for count in counts.tolist()]).log()
+    torch.testing.assert_close(bias, expected)
+    # Drawn again they are the same.
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    with torch.no_grad():
+        head.bias.zero_()
+    torch.manual_seed(0)
+    head.reset_parameters()
+    assert torch.equal(head.bias, before["bias"])
+    assert torch.equal(head.supports, before["supports"])
+
+
+def test_supports_are_distinct_and_every_slot_exists() -> None:
+    head = head_of(23)
+    assert head.supports.shape == (5, 4)
+    assert head.group_offsets.tolist() == [0, 5, 10, 15, 20, 23]
+    assert all(len(set(row)) == 4 for row in head.supports.tolist())
+    assert int(head.supports.min()) >= 0
+    assert int(head.supports.max()) < 12
+
+
+def means_of(head: GroupSparseHead) -> Tensor:
+    sizes = head.group_offsets.diff().tolist()
+    return torch.stack([part.abs().mean(0) for part in head.weight.detach().split(sizes)])
+
+
+@pytest.mark.parametrize("in_each_group", [False, True])
+@pytest.mark.parametrize("new_weights", ["zero", "uniform"])
+def test_the_smallest_slots_get_new_inputs(in_each_group: bool, new_weights: Any) -> None:
+    head = head_of(23)
+    means, supports, weight = means_of(head), head.supports.clone(), head.weight.detach().clone()
+    optimizer = torch.optim.Adam(head.parameters())
+    head(random_tensor((3, 12), torch.float32, 1), positives_for(jagged_of((1, 2, 0)), 23, 1)).backward()
+    optimizer.step()
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    done = head.rewire(0.3, step=7, in_each_group=in_each_group, new_weights=new_weights, optimizer=optimizer)
+    changed = head.supports != supports
+    if in_each_group:
+        assert changed.sum(1).tolist() == [1] * 5
+        expected = torch.zeros_like(changed).scatter_(1, means.argmin(1, keepdim=True), True)
+    else:
+        assert done == 6 == round(0.3 * 20)
+        expected = means <= means.flatten().sort().values[5]
+    assert torch.equal(changed, expected)
+    assert done == int(changed.sum())
+    for old, new, moved in zip(supports.tolist(), head.supports.tolist(), changed.tolist(), strict=True):
+        assert len(set(new)) == 4
+        assert not {column for column, is_new in zip(new, moved, strict=True) if is_new} & set(old)
+    of_labels = changed.repeat_interleave(head.group_offsets.diff(), 0)
+    assert torch.equal(head.weight[~of_labels], weight[~of_labels])
+    fresh = head.weight.detach()[of_labels]
+    assert bool((fresh == 0).all()) if new_weights == "zero" else bool((fresh.abs() <= 0.5).all() and fresh.unique().numel() > 5)
+    for name in ("exp_avg", "exp_avg_sq"):
+        state = optimizer.state[head.weight][name]
+        assert bool((state[of_labels] == 0).all())
+        assert bool((state[~of_labels] != 0).any())
+    assert bool((head.born[changed] == 7).all())
+
+
+def test_young_slots_are_protected() -> None:
+    head = head_of(23)
+    assert head.rewire(0.5, step=10, protected=5) == 10
+    young = head.born == 10
+    supports = head.supports.clone()
+    # Those that are old enough, and no more.
+    assert head.rewire(0.8, step=14, protected=5) == 10
+    assert torch.equal(head.supports[young], supports[young])
+    assert head.rewire(1.0, step=15, protected=5) == 10
+    assert head.rewire(1.0, step=19, protected=5) == 10
+    assert head.rewire(0.0, step=30) == 0
+
+
+def test_where_inputs_run_out_fewer_are_given() -> None:
+    """Five inputs, of which a group has four: one is left that it neither has nor loses."""
+    head = GroupSparseHead(5, torch.ones(10, dtype=torch.int64), ROWS, fan_in=4, group_size=5)
+    supports, weight = head.supports.clone(), head.weight.detach().clone()
+    assert head.rewire(1.0, step=1) == 2
+    changed = head.supports != supports
+    assert changed.sum(1).tolist() == [1, 1]
+    assert all(len(set(row)) == 4 for row in head.supports.tolist())
+    kept = ~changed.repeat_interleave(head.group_offsets.diff(), 0)
+    assert torch.equal(head.weight[kept], weight[kept])
+    full = GroupSparseHead(4, torch.ones(10, dtype=torch.int64), ROWS, fan_in=4, group_size=5)
+    assert full.rewire(1.0, step=1) == 0
+
+
+def test_inputs_by_gradient_are_those_of_a_dense_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    head = head_of(23, head=3, tail_dim=9, label_smoothing=0.1)
+    other = copy.deepcopy(head)
+    features, positives = random_tensor((6, 12), torch.float32, 1), positives_for(jagged_of((2, 0, 3, 1, 1, 2)), 23, 1)
+    hidden = head.tail_projection(features).detach()
+    sizes = head.group_offsets.diff().tolist()
+    group = torch.repeat_interleave(torch.tensor(sizes)).to(PLACE.device)
+    dense = torch.zeros(20, 9, device=PLACE.device).scatter(1, head.supports.long()[group], head.weight.detach()).requires_grad_()
+    targets = targets_for(head, positives)[:, head.labels[3:]]
+    reference.group_sparse_bce(hidden @ dense.T + head.bias.detach(), targets, label_smoothing=0.1).backward()
+    assert dense.grad is not None
+    best = torch.stack([part.abs().mean(0) for part in dense.grad.split(sizes)])
+    best.scatter_(1, head.supports.long(), -1)
+    before = head.supports.clone()
+    head.rewire(0.25, step=3, in_each_group=True, by="gradient", batch=(features, positives))
+    changed = head.supports != before
+    assert changed.sum(1).tolist() == [1] * len(sizes)
+    assert torch.equal(head.supports[changed].long(), best.argmax(1))
+    # A group at a time it is the same.
+    monkeypatch.setattr("jagged.modules.group_sparse._PIECE_ELEMENTS", 1)
+    other.rewire(0.25, step=3, in_each_group=True, by="gradient", batch=(features, positives))
+    assert torch.equal(other.supports, head.supports)
+
+
+def test_rewiring_repeats_by_its_seed() -> None:
+    first, second, third = head_of(23), head_of(23), head_of(23, seed=5)
+    for head in (first, second, third):
+        head.rewire(0.4, step=3)
+    assert torch.equal(first.supports, second.supports)
+    assert not torch.equal(first.supports, third.supports)
+    again = head_of(23)
+    again.rewire(0.4, step=4)
+    assert not torch.equal(first.supports, again.supports)
+
+
+def test_saved_pickled_and_loaded(place: Place) -> None:
+    head = head_of(23, head=3)
+    head.rewire(0.4, step=3)
+    features, positives = random_tensor((2, 12), torch.float32, 1), positives_for(jagged_of((2, 1)), 23, 1)
+    other = head_of(23, seed=0, head=3)
+    other.load_state_dict(head.state_dict())
+    for copied in (other, pickle.loads(pickle.dumps(head)), copy.deepcopy(head)):
+        assert torch.equal(copied(features, positives), head(features, positives))
+        assert torch.equal(copied.born, head.born)
+
+
+def test_autocast_compile_and_checkpoint(place: Place) -> None:
+    head = head_of(23, head=3, head_dim=7)
+    positives = positives_for(jagged_of((2, 1, 0, 4)), 23, 1)
+
+    def run(function: Any, **options: Any) -> list[Tensor]:
+        leaf = random_tensor((4, 12), torch.float32, 1).requires_grad_()
+        with torch.autocast(place.device.type, torch.bfloat16, enabled=options.get("autocast", False)):
+            loss = function(leaf, positives)
+        gradients = torch.autograd.grad(loss, [leaf, *head.parameters()])
+        assert all(g.dtype == torch.float32 for g in gradients)
+        return [loss.detach(), *gradients]
+
+    expected = run(head)
+    again = run(lambda x, y: torch.utils.checkpoint.checkpoint(head, x, y, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(again, expected, strict=True))
+    for a, b in zip(run(torch.compile(head, fullgraph=True)), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(run(head, autocast=True), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_a_symbolic_trace_records_one_call() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(12, 12))
+    model.head = head_of(23)
+
+    class Whole(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(12, 12, device=PLACE.device), head_of(23)
+
+        def forward(self, features: Tensor, positives: JaggedTensor) -> Tensor:
+            return self.head(self.body(features), positives)
+
+    whole = Whole()
+    traced = torch.fx.symbolic_trace(whole)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["body", "head"]
+    given_ = random_tensor((2, 12), torch.float32, 1), positives_for(jagged_of((2, 1)), 23, 1)
+    assert torch.equal(traced(*given_), whole(*given_))
+
+
+def test_it_learns_which_inputs_labels_have() -> None:
+    """Each label is there where one feature is large. At first a group has a quarter of what its labels need."""
+    labels, rows = 24, 512
+    target = torch.randint(0, labels, (rows,), generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(rows, labels, generator=torch.Generator().manual_seed(1))
+    features = torch.nn.functional.one_hot(target, labels).float() * 3 + 0.1 * noise
+    positives = JaggedTensor(values=target, offsets=torch.arange(rows + 1))
+    found = {}
+    for by in (None, "random", "gradient"):
+        torch.manual_seed(0)
+        head = GroupSparseHead(24, torch.full((labels,), rows // labels), rows, fan_in=6, group_size=4)
+        optimizer = torch.optim.Adam(head.parameters(), 0.05)
+        for step in range(200):
+            if by is not None and step % 20 == 10 and step < 150:
+                batch = (features, positives) if by == "gradient" else None
+                head.rewire(0.25, step=step, protected=20, by=by, batch=batch, optimizer=optimizer)
+            optimizer.zero_grad()
+            head(features, positives).backward()
+            optimizer.step()
+        found[by] = float((head.topk(features, 1)[1][:, 0] == target).float().mean())
+    assert found["gradient"] > 0.95
+    assert found["random"] > found[None] + 0.1
+
+
+def test_groups_at_random_by_frequency_and_by_embedding() -> None:
+    labels = torch.arange(10) * 3
+    for groups in (
+        group_at_random(labels, 4, seed=1),
+        group_by_frequency(labels, torch.arange(10), 4),
+        group_by_embedding(labels, torch.randn(10, 3), 4),
+    ):
+        assert sorted(groups.labels.tolist()) == labels.tolist()
+        assert int(groups.offsets[-1]) == 10
+        assert int(groups.offsets.diff().max()) <= 4
+    assert group_by_frequency(labels, torch.arange(10), 4).labels.tolist() == labels.flip(0).tolist()
+    assert torch.equal(group_at_random(labels, 4, seed=1).labels, group_at_random(labels, 4, seed=1).labels)
+    assert not torch.equal(group_at_random(labels, 4, seed=1).labels, group_at_random(labels, 4, seed=2).labels)
+    with pytest.raises(ValueError, match=r"^group_size: expected at least 1, got 0$"):
+        group_at_random(labels, 0)
+
+
+def test_like_labels_are_grouped_and_unknown_ones_apart() -> None:
+    """Clusters of 12 labels round 40 centres, and 7 labels of which nothing is known."""
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.nn.functional.normalize(torch.randn(40, 32, generator=generator), dim=1)
+    of = torch.arange(480) % 40
+    embeddings = torch.cat([centres[of] + 0.05 * torch.randn(480, 32, generator=generator), torch.zeros(7, 32)])
+    groups = group_by_embedding(torch.arange(487), embeddings, 4, groups_per_cluster=6, seed=3)
+    assert sorted(groups.labels.tolist()) == list(range(487))
+    parts = [part.tolist() for part in groups.labels.split(groups.offsets.diff().tolist())]
+    assert all(0 < len(part) <= 4 for part in parts)
+    assert all((min(part) >= 480) == (max(part) >= 480) for part in parts)
+    pure = [len({label % 40 for label in part}) == 1 for part in parts if max(part) < 480]
+    assert sum(pure) > 0.9 * len(pure)
+    again = group_by_embedding(torch.arange(487), embeddings, 4, groups_per_cluster=6, seed=3)
+    assert torch.equal(again.labels, groups.labels)
+
+
+def test_messages_name_argument_and_cure() -> None:
+    counts = torch.tensor([3, 2, 1])
+    right: dict[str, Any] = {"input_dim": 4, "label_counts": counts, "num_rows": 5, "fan_in": 2}
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"fan_in": 5}, "fan_in: expected 1 to 4, the width that groups read, got 5"),
+        ({"fan_in": 3, "tail_dim": 2}, "fan_in: expected 1 to 2, the width that groups read, got 3"),
+        ({"label_counts": counts.float()}, "label_counts: expected int64 of shape [num_labels], got float32 of shape [3]"),
+        ({"label_counts": torch.tensor([3, 6, 1])}, "label_counts[1]: expected 0 to 5, num_rows, got 6"),
+        ({"head": 3}, "head: expected fewer than all 3 labels, or a share in [0, 1) as a float, got 3"),
+        ({"head": 1.0}, "head: expected fewer than all 3 labels, or a share in [0, 1) as a float, got 1.0"),
+        ({"label_smoothing": 2.0}, "label_smoothing: expected a number in [0, 1], got 2.0"),
+        ({"grouping": "near"}, "grouping: got 'near', expected 'random', 'frequency' or embeddings of the labels"),
+        ({"grouping": torch.zeros(2, 4)}, "grouping: expected embeddings [3, E], a row for each label, got [2, 4]"),
+        ({"group_size": 0}, "group_size: expected at least 1, got 0"),
+    ]
+    for wrong, message in cases:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            GroupSparseHead(**{**right, **wrong})
+        assert str(raised.value) == message
+    head = GroupSparseHead(**right)
+    calls: list[tuple[dict[str, Any], str]] = [
+        ({"fraction": 1.5}, "fraction: expected a number in [0, 1], got 1.5"),
+        ({"by": "chance"}, "by: got 'chance', expected 'random' or 'gradient'"),
+        ({"new_weights": "one"}, "new_weights: got 'one', expected 'zero' or 'uniform'"),
+        ({"by": "gradient"}, "batch: expected features and positives, which by='gradient' takes gradients of, got None"),
+    ]
+    for wrong, message in calls:
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            head.rewire(**{"fraction": 0.1, "step": 1, **wrong})
+        assert str(raised.value) == message
+    bad = JaggedTensor(values=torch.tensor([3]), offsets=torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"^positives\[0\]: expected an id from 0 to 2, got 3; map ids to dense ones first$"):
+        head(torch.zeros(1, 4), bad)
