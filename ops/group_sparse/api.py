@@ -92,8 +92,7 @@ def group_sparse_bce(
     dtype; their gradients come back in their own dtypes. Gradients of first order.
 
     Args:
-        features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`; the Triton
-            kernels take F up to 512.
+        features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`.
         weight: `[L, F]`.
         supports: `[K, F]`.
         group_offsets: `[K + 1]`.
@@ -111,9 +110,9 @@ def group_sparse_bce(
         A number, float32 (float64 for float64).
 
     Raises:
-        ValueError: shapes that do not fit, tensors on different devices, `label_smoothing` outside of [0, 1], an unknown backend,
-            more than 512 columns a group for the kernels; on a CPU, unless values are trusted, and with `JAGGED_VALIDATE=1`
-            everywhere, also wrong values of offsets, supports or positives.
+        ValueError: shapes that do not fit, tensors on different devices, `label_smoothing` outside of [0, 1], an unknown backend;
+            on a CPU, unless values are trusted, and with `JAGGED_VALIDATE=1` everywhere, also wrong values of offsets, supports
+            or positives.
         TypeError: dtypes other than those above, or different ones outside of autocast.
 
     Source:

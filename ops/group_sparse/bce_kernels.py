@@ -19,7 +19,7 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, gpu, products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
-from jagged.ops.group_sparse.kernels import VARYING, groups_of, load_block, load_columns
+from jagged.ops.group_sparse.kernels import VARYING, groups_of, load_block, load_columns, logits_of_tile
 from jagged.ops.group_sparse.spec import LossInputs
 
 
@@ -72,13 +72,10 @@ def loss_of_tile(
 ):  # fmt: skip
     """Return the loss of a tile, BLOCK_L labels of a group from `first` on and some samples."""
     label = first + tl.arange(0, BLOCK_L)
-    z = tl.zeros([BLOCK_L, sample.shape[0]], tl.float32)
-    for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
-        slot = slots + tl.arange(0, BLOCK_F)
-        column = load_columns(supports, group, slot, num_features, WIDTH)
-        left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
-        right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
-        z = dot(left, right, z, PRECISION)
+    z = logits_of_tile(
+        features, weight, supports, group, label, end, sample, filled_size, num_features, feature_stride, weight_stride,
+        weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+    )  # fmt: skip
     if bias is not None:
         z += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
     z *= load_signs(positives, rows, positive_offsets, group, num_positives, label, sample)
@@ -138,43 +135,53 @@ def group_sparse_bce_backward_kernel(
     """
     part = tl.program_id(0).to(tl.int64)
     sums += part * num_features * filled_size
-    slot = tl.arange(0, BLOCK_F)
     scale, unscale = tl.load(scales), tl.load(scales + 1)
     for group in tl.range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts, num_stages=1):
         start, end = load_segment(group_offsets, group, num_labels)
-        column = load_columns(supports, group, slot, num_features, WIDTH)
         for first in tl.range(start, end, BLOCK_L, num_stages=1):
             label = first + tl.arange(0, BLOCK_L)
-            left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
             of_label = (label < end).to(tl.float32) * scale
             if label_weight is not None:
                 of_label *= tl.load(label_weight + label, mask=label < end, other=0.0).to(tl.float32)
-            of_weight = tl.zeros([BLOCK_L, BLOCK_F], tl.float32)
-            of_bias = tl.zeros([BLOCK_L], tl.float32)
-            for samples in tl.range(0, batch_size, BLOCK_B, num_stages=1):
-                sample = samples + tl.arange(0, BLOCK_B).to(tl.int64)
-                right = load_block(features, column, filled_size, slot < WIDTH, sample, 1, sample < filled_size)
-                addresses = sums + column[:, None] * filled_size + sample[None, :]
-                mask = (slot < WIDTH)[:, None] & (sample < filled_size)[None, :]
-                former = tl.load(addresses, mask=mask, other=0.0)
-                z = dot(left, right, None, PRECISION)
-                if bias is not None:
-                    z += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
-                sign = load_signs(positives, rows, positive_offsets, group, num_positives, label, sample)
-                of_row = tl.load(row_weight + sample, mask=sample < batch_size, other=0.0)
-                slope = (sigmoid(z * sign) - 0.5 * smoothing) * sign * of_label[:, None] * of_row[None, :]
-                slope = tl.where((label < end)[:, None] & (of_row != 0)[None, :], slope, 0.0)
-                of_bias += tl.sum(slope, 1)
-                slope = slope.to(left.dtype)
-                of_weight = dot(slope, tl.trans(right), of_weight, PRECISION)
-                tl.store(addresses, former + dot(tl.trans(left), slope, None, PRECISION), mask=mask)
-                # The next tile reads the same sums, by other threads.
-                tl.debug_barrier()
-            places = grad_weight + label[:, None] * WIDTH + slot[None, :]
-            exists = (label < end)[:, None] & (slot < WIDTH)[None, :]
-            tl.store(places, (of_weight * unscale).to(grad_weight.dtype.element_ty), mask=exists)
-            if grad_bias is not None:
-                tl.store(grad_bias + label, (of_bias * unscale).to(grad_bias.dtype.element_ty), mask=label < end)
+            # Of more slots than a tile has, logits are computed again for each block of slots.
+            for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
+                slot = slots + tl.arange(0, BLOCK_F)
+                column = load_columns(supports, group, slot, num_features, WIDTH)
+                left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
+                of_weight = tl.zeros([BLOCK_L, BLOCK_F], tl.float32)
+                of_bias = tl.zeros([BLOCK_L], tl.float32)
+                for samples in tl.range(0, batch_size, BLOCK_B, num_stages=1):
+                    sample = samples + tl.arange(0, BLOCK_B).to(tl.int64)
+                    right = load_block(features, column, filled_size, slot < WIDTH, sample, 1, sample < filled_size)
+                    addresses = sums + column[:, None] * filled_size + sample[None, :]
+                    mask = (slot < WIDTH)[:, None] & (sample < filled_size)[None, :]
+                    former = tl.load(addresses, mask=mask, other=0.0)
+                    if WIDTH <= BLOCK_F:
+                        z = dot(left, right, None, PRECISION)
+                    else:
+                        z = logits_of_tile(
+                            features, weight, supports, group, label, end, sample, filled_size, num_features, filled_size,
+                            weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+                        )  # fmt: skip
+                    if bias is not None:
+                        z += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
+                    sign = load_signs(positives, rows, positive_offsets, group, num_positives, label, sample)
+                    of_row = tl.load(row_weight + sample, mask=sample < batch_size, other=0.0)
+                    slope = (sigmoid(z * sign) - 0.5 * smoothing) * sign * of_label[:, None] * of_row[None, :]
+                    slope = tl.where((label < end)[:, None] & (of_row != 0)[None, :], slope, 0.0)
+                    of_bias += tl.sum(slope, 1)
+                    slope = slope.to(left.dtype)
+                    of_weight = dot(slope, tl.trans(right), of_weight, PRECISION)
+                    tl.store(addresses, former + dot(tl.trans(left), slope, None, PRECISION), mask=mask)
+                    # The next tile reads the same sums, by other threads.
+                    tl.debug_barrier()
+                places = grad_weight + label[:, None] * WIDTH + slot[None, :]
+                exists = (label < end)[:, None] & (slot < WIDTH)[None, :]
+                tl.store(places, (of_weight * unscale).to(grad_weight.dtype.element_ty), mask=exists)
+                if grad_bias is not None:
+                    tl.store(
+                        grad_bias + label, (of_bias * unscale).to(grad_bias.dtype.element_ty), mask=(label < end) & (slots == 0)
+                    )
 
 
 _launch_forward = Launcher(group_sparse_bce_forward_kernel)
@@ -186,11 +193,6 @@ def forward(x: LossInputs, o: LossOptions) -> LossOutputs:
     (batch_size, num_features), (num_labels, width), num_groups = x.features.shape, x.weight.shape, x.supports.shape[0]
     if not (batch_size and num_labels and num_groups):
         return LossOutputs(x.features.new_zeros((), dtype=torch.float32))
-    if width > configurations.MOST_SLOTS:
-        raise ValueError(
-            f"weight: expected at most {configurations.MOST_SLOTS} columns for the kernels of group_sparse_bce, "
-            f"got {list(x.weight.shape)}; backend='torch' takes more"
-        )
     chosen = configurations.forward_configuration(num_labels, num_groups, batch_size, width, x.features.element_size())
     columns = aligned(x.features.t())
     programs = cdiv(num_groups, chosen.groups) * cdiv(batch_size, chosen.block_b)

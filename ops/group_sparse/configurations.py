@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
-# Slots of a group for which the gradients of a loss are made at once.
-MOST_SLOTS = 512
 # Programs that add up the gradient of features, for each multiprocessor.
 PROGRAMS = 4
 
@@ -51,12 +49,12 @@ def feature_configuration(num_labels: int, num_groups: int, batch_size: int, wid
 
 
 def bce_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
-    """Choose for the gradients of a loss: a tile has all slots of its labels."""
-    block_f = _power(width, MOST_SLOTS)
-    if itemsize == 2:
-        block_l = _labels(num_labels, num_groups, 32 if block_f <= 64 else 16)
-        return Configuration(0, block_l, block_f, 64 if block_f <= 64 else 16, 4, 1)
-    return Configuration(0, 16, block_f, 16, 4 if block_f <= 128 else 8, 1)
+    """Choose for the gradients of a loss: three products of each tile, logits among them."""
+    if itemsize == 2 and width <= 64:
+        block_l, block_f = _labels(num_labels, num_groups, 32), _power(width, 64)
+        return Configuration(0, block_l, block_f, 32 if block_f == 64 else 64, 4, 1)
+    block_f = _power(width, 128 if itemsize == 2 else 64)
+    return Configuration(0, 16, block_f, 16, 8 if block_f == 128 else 4, 1)
 
 
 def _groups(num_groups: int) -> int:

@@ -48,6 +48,22 @@ def groups_of(index, num_groups, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def logits_of_tile(
+    features, weight, supports, group, label, end, sample, filled_size, num_features, feature_stride, weight_stride,
+    weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return `[LABEL, SAMPLE]`, the products of a group's labels and some samples, without a bias."""
+    z = tl.zeros([BLOCK_L, sample.shape[0]], tl.float32)
+    for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
+        slot = slots + tl.arange(0, BLOCK_F)
+        column = load_columns(supports, group, slot, num_features, WIDTH)
+        left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
+        right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
+        z = dot(left, right, z, PRECISION)
+    return z
+
+
+@triton.jit
 def write_logits(
     features, weight, supports, bias, logits, group, first, end, sample, batch_size, filled_size, num_features, feature_stride,
     weight_stride, weight_column_stride, logit_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
@@ -55,13 +71,10 @@ def write_logits(
 ):  # fmt: skip
     """Compute and write the logits of a tile: BLOCK_L labels of a group from `first` on, and some samples."""
     label = first + tl.arange(0, BLOCK_L)
-    result = tl.zeros([BLOCK_L, sample.shape[0]], tl.float32)
-    for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
-        slot = slots + tl.arange(0, BLOCK_F)
-        column = load_columns(supports, group, slot, num_features, WIDTH)
-        left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
-        right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
-        result = dot(left, right, result, PRECISION)
+    result = logits_of_tile(
+        features, weight, supports, group, label, end, sample, filled_size, num_features, feature_stride, weight_stride,
+        weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+    )  # fmt: skip
     if bias is not None:
         result += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
     addresses = logits + label[:, None] * logit_stride + sample[None, :]

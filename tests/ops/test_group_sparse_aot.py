@@ -25,7 +25,7 @@ SHAPES += [pytest.param(*pair, marks=pytest.mark.long) for pair in ((1, 1), (32,
 
 def check(used: Resources, arch: int | str, where: str) -> None:
     # Offsets and strides that a loop keeps; no tile.
-    assert used.spills <= 32, f"{where}: {used}"
+    assert used.spills <= 64, f"{where}: {used}"
     assert used.shared_bytes <= SHARED_BYTES[arch], f"{where}: {used}"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jagged.ops import group_sparse_bce
-from jagged.ops.group_sparse import configurations, torch_impl
+from jagged.ops.group_sparse import torch_impl
 from tests.graphs import captured
 from tests.ops.test_group_sparse import BATCH_SIZES, FLAGS, Layer, layer_of
 from tests.oracle import check_three_way
@@ -269,14 +269,10 @@ def test_messages_name_argument_and_cure(place: Place, monkeypatch: pytest.Monke
         assert str(raised.value) == message
 
 
-@pytest.mark.skipif(PLACE.backend == "torch", reason="the kernels alone have a limit")
-def test_more_columns_than_a_tile_has_are_refused_with_a_cure(place: Place) -> None:
-    layer = layer_of(jagged_of((3,)), 2, configurations.MOST_SLOTS + 1, configurations.MOST_SLOTS + 1)
-    positives, offsets = positives_of(2, 3, 1)
-    leaf = layer.weight.clone().requires_grad_()
-    with pytest.raises(ValueError, match=r"^weight: expected at most 512 columns .* got \[3, 513\]; backend='torch' takes more$"):
-        group_sparse_bce(layer.features, leaf, layer.supports, layer.offsets, positives, offsets, backend=place.backend)
-    group_sparse_bce(layer.features, leaf, layer.supports, layer.offsets, positives, offsets, backend="torch").backward()
+def test_more_columns_than_a_tile_has(place: Place) -> None:
+    """Also of labels and of samples, so that every loop of the kernels runs twice."""
+    layer = layer_of(jagged_of((3, 40)), 40, 140, 150)
+    check(place, layer, *positives_of(40, 43, 1), (True, True, True))
 
 
 @pytest.mark.usefixtures("unchecked")
