@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules import GroupSparseHead, group_at_random, group_by_embedding, group_by_frequency
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
+from tests.processes import told_by
 from tests.reference import group_sparse as reference
 from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, seeds
 
@@ -372,3 +374,12 @@ def test_messages_name_argument_and_cure() -> None:
     bad = JaggedTensor(values=torch.tensor([3]), offsets=torch.tensor([0, 1]))
     with pytest.raises(ValueError, match=r"^positives\[0\]: expected an id from 0 to 2, got 3; map ids to dense ones first$"):
         head(torch.zeros(1, 4), bad)
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="processes on the CPU, whatever the place")
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Halves of each batch under DistributedDataParallel; which inputs are new is the same on both."""
+    for process in told_by("tests.modules.group_sparse_processes", tmp_path):
+        assert process["changed"] >= 6
+        # float64: sums in another order, through 30 steps of Adam.
+        assert all(difference < 1e-9 for difference in process["differences"].values()), process
