@@ -167,6 +167,9 @@ class LoopOptions(Section):
         "auto", "whether more or less is better; auto: less for losses and errors, else more"
     )
     cuda_graphs: bool = option(True, "on one GPU, replay steps as CUDA graphs, with less than 1/16 of rows filled up")
+    release_memory: bool = option(
+        False, "on a CPU, give memory of large tensors back at once (glibc): much less of it where sizes vary, and slower steps"
+    )
     checkpoint_every: int | None = option(None, "steps between checkpoints, beside those after validations", ge=1)
     checkpoint_seconds: float = option(30.0, "a validation sooner than this after a checkpoint writes none", ge=0)
     hang_seconds: float = option(

@@ -17,7 +17,10 @@ FORMAT_VERSION = 2
 # What may differ between a checkpoint and the run that goes on from it: none of it changes what the next step computes.
 # `data` and how it is read may, because the fingerprint of what was read is compared.
 _READING = [f"data.{name}" for name in ("path", *DataOptions().reading())]
-_HANDLING = ("patience", "num_workers", "checkpoint_every", "checkpoint_seconds", "cuda_graphs", "hang_seconds", "tensorboard")
+_HANDLING = (
+    "patience", "num_workers", "checkpoint_every", "checkpoint_seconds", "cuda_graphs", "release_memory", "hang_seconds",
+    "tensorboard",
+)  # fmt: skip
 _MAY_CHANGE = frozenset(("output", "device", "evaluation.eval_batch_size", *_HANDLING, *_READING))
 
 

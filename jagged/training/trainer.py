@@ -24,6 +24,7 @@ from jagged.training.display import Display
 from jagged.training.engine import Engine
 from jagged.training.errors import TrainingError
 from jagged.training.loop import BEST, CHECKPOINTS, Loop
+from jagged.training.memory import release_large_blocks
 from jagged.training.processes import Processes, process_group, resolve_device
 from jagged.training.state import TrainState
 from jagged.training.stop import stop_wish
@@ -151,6 +152,8 @@ class Trainer:
         `options` are all that a checkpoint must agree in, where there are more than those of `config`.
         """
         directory, device = Path(config.output), processes.device
+        if config.release_memory and device.type == "cpu":
+            release_large_blocks()
         named = zip(("train", "valid", "test"), loaders, strict=True)
         parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None or name != "test"}
         with ExitStack() as closing:
