@@ -128,7 +128,7 @@ class GroupSparseHead(JaggedModule):
         self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, **of_integers))
         self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int64, **of_integers))
         odds = (counts.double() + 0.5).log() - (num_rows - counts.double() + 0.5).log()
-        self.register_buffer("log_odds", odds[labels].float().to(**of_integers), persistent=False)
+        self.register_buffer("log_odds", odds.float().to(**of_integers), persistent=False)
         of_floats: dict[str, Any] = {"device": device, "dtype": dtype}
         self.head_projection = (
             nn.Linear(input_dim, head_dim, **of_floats) if head_dim is not None and self.num_head_labels else nn.Identity()
@@ -147,8 +147,9 @@ class GroupSparseHead(JaggedModule):
         with torch.no_grad():
             for weight in (self.head_weight, self.weight):
                 nn.init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
-            self.head_bias.copy_(self.log_odds[: self.num_head_labels])
-            self.bias.copy_(self.log_odds[self.num_head_labels :])
+            odds = self.log_odds[self.labels]
+            self.head_bias.copy_(odds[: self.num_head_labels])
+            self.bias.copy_(odds[self.num_head_labels :])
             generator = torch.Generator().manual_seed(self.seed)
             for some in _pieces(self.num_groups, self.tail_dim):
                 keys = torch.rand(some.stop - some.start, self.tail_dim, generator=generator)
@@ -189,11 +190,12 @@ class GroupSparseHead(JaggedModule):
         Where there are fewer than k labels a row ends in scores -inf and labels -1.
         """
         with trust_values():
-            hidden = self.tail_projection(features)
+            hidden = self.tail_projection(features).to(self.weight.dtype)
             scores, places = group_sparse_topk(hidden, self.weight, self.supports, self.group_offsets, k, self.bias)
             places = torch.where(places < 0, -1, places + self.num_head_labels)
             if self.num_head_labels:
-                best, of_head = catalogue_topk(self.head_projection(features), self.head_weight, k, bias=self.head_bias)
+                hidden = self.head_projection(features).to(self.head_weight.dtype)
+                best, of_head = catalogue_topk(hidden, self.head_weight, k, bias=self.head_bias)
                 scores, order = torch.cat([best, scores], 1).topk(k, 1)
                 places = torch.cat([of_head, places], 1).gather(1, order)
         return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)])
@@ -305,7 +307,7 @@ class GroupSparseHead(JaggedModule):
             # A positive of another group goes to a column to spare.
             targets = hidden.new_full((hidden.shape[0], last - first + 1), 0.5 * self.label_smoothing)
             column = torch.where((places >= first) & (places < last), places - first, last - first)
-            targets.index_put_((rows, column), targets.new_tensor(1 - 0.5 * self.label_smoothing))
+            targets.index_put_((rows, column), targets.new_full((), 1 - 0.5 * self.label_smoothing))
             slopes = torch.sigmoid(logits + self.bias[first:last].float()) - targets[:, :-1]
             found[begin - some.start : end - some.start] = _means((slopes.t() @ hidden).abs(), offsets - first)
         return found

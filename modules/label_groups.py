@@ -70,7 +70,7 @@ def group_by_embedding(
             device.
         group_size: labels of a group, at least 1.
         groups_per_cluster: how many groups' labels a cluster has on average.
-        seed: of the first centres and the batches.
+        seed: of the first centres and the batches. Sums on a GPU come in any order, so groups may differ between calls there.
 
     Source:
         Label grouping as in HASTE. K-means on mini-batches: Sculley, Web-Scale K-Means Clustering, WWW 2010; spherical: Dhillon

@@ -130,7 +130,7 @@ def group_sparse_bce(
     _check_layer(features, weight, supports, group_offsets, bias)
     check_label_loss(features, weight, positives, offsets, label_weight, row_mask, label_smoothing, ignore_index)
     sets = label_sets(features, positives, offsets, row_mask)
-    positive_offsets = torch.searchsorted(sets.positives, group_offsets.to(torch.int64))
+    positive_offsets = torch.searchsorted(sets.positives, group_offsets.to(torch.int64).contiguous())
     inputs = LossInputs(features, weight, supports, group_offsets, *sets, positive_offsets, bias, label_weight)
     return GROUP_SPARSE_BCE(inputs, LossOptions(label_smoothing), backend).loss
 

@@ -148,7 +148,7 @@ def _signs(piece: Piece, positives: Positives, samples: slice, like: Tensor) -> 
     ranks, places, rows = (tensor[begin:end] for tensor in positives)
     among = (rows >= samples.start) & (rows < samples.stop)
     index = (ranks[among] - piece.first, places[among], rows[among] - samples.start)
-    return signs.index_put_(index, like.new_tensor(-1.0))
+    return signs.index_put_(index, like.new_full((), -1.0))
 
 
 def _counts_of(piece: Piece, x: LossInputs, dtype: torch.dtype) -> Tensor:

@@ -79,7 +79,7 @@ def _chunks(x: Inputs) -> Iterator[Chunk]:
         count = labels.stop - labels.start
         signs = logits.new_ones(batch_size, count + 1)
         column = torch.where((x.positives >= labels.start) & (x.positives < labels.stop), x.positives - labels.start, count)
-        signs.index_put_((x.rows, column), signs.new_tensor(-1.0))
+        signs.index_put_((x.rows, column), signs.new_full((), -1.0))
         signs = signs[:, :count]
         yield Chunk(labels, logits.mul_(signs), signs)
 

@@ -238,6 +238,7 @@ def test_saved_pickled_and_loaded(place: Place) -> None:
     features, positives = random_tensor((2, 12), torch.float32, 1), positives_for(jagged_of((2, 1)), 23, 1)
     other = head_of(23, seed=0, head=3)
     other.load_state_dict(head.state_dict())
+    assert other.labels.tolist() == head.labels.tolist()
     for copied in (other, pickle.loads(pickle.dumps(head)), copy.deepcopy(head)):
         assert torch.equal(copied(features, positives), head(features, positives))
         assert torch.equal(copied.born, head.born)
@@ -262,6 +263,10 @@ def test_autocast_compile_and_checkpoint(place: Place) -> None:
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     for a, b in zip(run(head, autocast=True), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    features = random_tensor((4, 12), torch.float32, 1)
+    with torch.autocast(place.device.type, torch.bfloat16):
+        scores, labels = head.topk(features, 3)
+    torch.testing.assert_close(scores, dense_logits(head, features).detach().gather(1, labels), rtol=0.05, atol=0.05)
 
 
 def test_a_symbolic_trace_records_one_call() -> None:
@@ -383,3 +388,14 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         assert process["changed"] >= 6
         # float64: sums in another order, through 30 steps of Adam.
         assert all(difference < 1e-9 for difference in process["differences"].values()), process
+
+
+def test_biases_follow_the_labels_that_are_loaded() -> None:
+    """Another grouping is loaded with its labels; weights that are drawn again have biases in its order."""
+    counts = torch.randint(0, ROWS + 1, (23,), generator=torch.Generator().manual_seed(0))
+    first, second = (GroupSparseHead(12, counts, ROWS, fan_in=4, group_size=5, head=3, seed=seed) for seed in (0, 1))
+    expected = torch.cat([first.head_bias, first.bias])[first.places].detach()
+    assert not torch.equal(first.labels, second.labels)
+    second.load_state_dict(first.state_dict())
+    second.reset_parameters()
+    assert torch.equal(torch.cat([second.head_bias, second.bias])[second.places].detach(), expected)
