@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from jagged.data.impressions import synthetic_impressions as synthetic_impressions
     from jagged.data.inspection import Inspection as Inspection
     from jagged.data.inspection import inspect_table as inspect_table
+    from jagged.data.label_batches import LabelBatch as LabelBatch
+    from jagged.data.label_batches import label_loader as label_loader
     from jagged.data.multilabel import LabelTruth as LabelTruth
     from jagged.data.multilabel import synthetic_labels as synthetic_labels
     from jagged.data.recorded import RecordedBatches as RecordedBatches
@@ -56,7 +58,9 @@ _WHERE = {
     "Kind": "schema",
     "RecordedBatches": "recorded",
     "LabelTruth": "multilabel",
+    "LabelBatch": "label_batches",
     "MultiLabelRows": "xmc",
+    "label_loader": "label_batches",
     "Part": "table_batches",
     "Schema": "schema",
     "SequenceBatch": "batches",
@@ -88,6 +92,7 @@ __all__ = [
     "ImpressionTruth",
     "Inspection",
     "Kind",
+    "LabelBatch",
     "LabelTruth",
     "MultiLabelRows",
     "RecordedBatches",
@@ -98,6 +103,7 @@ __all__ = [
     "SequenceSplit",
     "Vocabulary",
     "inspect_table",
+    "label_loader",
     "leaks",
     "read_batches",
     "read_events",

@@ -16,6 +16,7 @@ from jagged.versions import warn_of_problems
 warn_of_problems()
 
 from jagged.models.heads import build_head  # noqa: E402
+from jagged.models.multilabel import MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
@@ -25,11 +26,13 @@ from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa
 _MODELS: dict[str, Callable[..., nn.Module]] = {"ranking": RankingModel, "sasrec": SASRec}
 
 __all__ = [
+    "MultiLabelTask",
     "NextItemTask",
     "RankingInputs",
     "RankingModel",
     "RankingTask",
     "SASRec",
+    "SparseEncoder",
     "Task",
     "TaskOutput",
     "TaskScores",

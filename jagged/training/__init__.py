@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jagged.training.errors import TrainingError as TrainingError
     from jagged.training.errors import TrainingInterrupted as TrainingInterrupted
     from jagged.training.forecast import Forecast as Forecast
+    from jagged.training.rewiring import Rewiring as Rewiring
     from jagged.training.trainer import Trainer as Trainer
     from jagged.training.trainer import TrainResult as TrainResult
 
@@ -24,6 +25,7 @@ _WHERE = {
     "CheckpointError": "errors",
     "Forecast": "forecast",
     "Progress": "callbacks",
+    "Rewiring": "rewiring",
     "TrainResult": "trainer",
     "Trainer": "trainer",
     "TrainingError": "errors",

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 from jagged.training.errors import TrainingError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from jagged.models import RankingTask
+    from jagged.training.optimizer import Optimizer
     from jagged.training.state import TrainState
 
 
@@ -20,9 +24,14 @@ class Progress:
         state: step, epoch, history and the rest; not to be changed.
     """
 
-    def __init__(self, task: RankingTask, state: TrainState) -> None:
+    def __init__(self, task: RankingTask, state: TrainState, optimizer: Optimizer) -> None:
         self.task, self.state = task, state
         self.reason: str | None = None
+        self._optimizer = optimizer
+
+    def optimizer_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """Return what updates a parameter, whose `state[parameter]` may be changed in place."""
+        return self._optimizer.owner_of(parameter)
 
     def stop(self, reason: str) -> None:
         """End the training after this step as if it had come to its end: the best weights are tested and written."""

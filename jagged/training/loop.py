@@ -89,7 +89,7 @@ class Loop:
         self._interval = _INTERVAL[self._processes.device.type]
         self._best = best
         self._valid_note = valid_note
-        self._progress = Progress(engine.task, state)  # type: ignore[arg-type]
+        self._progress = Progress(engine.task, state, engine.optimizer)  # type: ignore[arg-type]
         self._watch = Watch(self._processes, config.hang_seconds, self._last_checkpoint)
         self._shares = {part: Shares(self._processes, part) for part in ("train", "valid", "test")}
         for loader in loaders:

@@ -201,6 +201,10 @@ class Optimizer:
             if key in self._state(parameter)
         }
 
+    def owner_of(self, parameter: nn.Parameter) -> torch.optim.Optimizer:
+        """Return what updates a parameter."""
+        return self._owner[parameter]
+
     def _state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         return self._owner[parameter].state.get(parameter, {})
 

@@ -1,0 +1,152 @@
+"""The model of rows with sets of labels, on the trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from jagged.config import TrainerConfig
+from jagged.data import LabelBatch, MultiLabelRows, label_loader, synthetic_labels
+from jagged.label_metrics import LabelMetrics, propensities
+from jagged.models import MultiLabelTask, SparseEncoder
+from jagged.models.pretrained import load_task
+from jagged.modules import GroupSparseHead
+from jagged.training import Callback, Progress, Rewiring, Trainer, TrainingInterrupted, TrainResult
+from tests.places import PLACE
+from tests.training.support import at_step, kill_self
+
+pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="the trainer on a CPU")
+
+ROWS, TEST, TRUTH = synthetic_labels(num_rows=600, num_test_rows=200, num_labels=200, num_features=600, num_groups=20)
+
+
+def counts_of(rows: MultiLabelRows) -> Tensor:
+    return torch.bincount(torch.from_numpy(rows.labels).long(), minlength=rows.num_labels)
+
+
+def task_of(dropout: float = 0.2, **options: Any) -> MultiLabelTask:
+    torch.manual_seed(0)
+    counts = counts_of(ROWS)
+    head = GroupSparseHead(64, counts, len(ROWS), fan_in=24, group_size=4, head=0.05, **options)
+    weights = 1 / propensities(counts, len(ROWS))
+    return MultiLabelTask(SparseEncoder(ROWS.num_features, 64, dropout=dropout), head, label_weights=weights.float())
+
+
+def train(
+    output: Path, *callbacks: Callback, resume: bool = False, task: MultiLabelTask | None = None, **options: Any
+) -> TrainResult:
+    common = {"max_epochs": 3, "checkpoint_seconds": 0.0, "device": "cpu", "tensorboard": False, "learning_rate": 0.01}
+    config = TrainerConfig(**{**common, "output": str(output), **options})
+    trainer = Trainer(task or task_of(), config, callbacks=callbacks)
+    loaders = label_loader(ROWS, 50, shuffle=True), label_loader(TEST, 64), label_loader(TEST, 64)
+    return trainer.fit(*loaders, resume=resume, progress=False)
+
+
+def test_a_batch_has_its_rows_features_and_labels() -> None:
+    part = ROWS.take(np.array([5, 0, 7]))
+    batch = LabelBatch.of(part)
+    assert batch.features.keys() == ["features"]
+    assert batch.features.values().tolist() == part.feature_ids.tolist()
+    assert batch.features.weights().tolist() == part.feature_values.tolist()
+    assert batch.features.lengths().tolist() == np.diff(part.feature_offsets).tolist()
+    assert batch.labels.values().tolist() == part.labels.tolist()
+    assert batch.labels.offsets().tolist() == part.label_offsets.tolist()
+    # Batches share no memory with what they are of.
+    batch.features.weights().zero_()
+    assert part.feature_values.any()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_gives_every_row_once(workers: int) -> None:
+    loader = label_loader(TEST, 64, num_workers=workers)
+    batches = list(loader)
+    assert len(loader) == len(batches) == 4
+    assert torch.cat([batch.labels.values() for batch in batches]).tolist() == TEST.labels.tolist()
+    torch.manual_seed(0)
+    shuffled = [batch.labels.offsets().shape[0] - 1 for batch in label_loader(TEST, 64, shuffle=True, drop_last=True)]
+    assert shuffled == [64] * 3
+
+
+def test_the_encoder_is_a_weighted_sum_and_a_layer() -> None:
+    encoder = SparseEncoder(ROWS.num_features, 8)
+    batch = LabelBatch.of(ROWS.take(np.arange(3)))
+    table = next(encoder.table.parameters())
+    dense = torch.zeros(3, ROWS.num_features)
+    rows = torch.repeat_interleave(batch.features.lengths())
+    dense.index_put_((rows, batch.features.values()), batch.features.weights(), accumulate=True)
+    torch.testing.assert_close(encoder(batch.features), encoder.mlp(dense @ table))
+
+
+def test_it_learns_and_its_figures_are_those_of_label_metrics(tmp_path: Path) -> None:
+    task = task_of(dropout=0.0)
+    before = task.evaluate(label_loader(TEST, 64), "test", progress=False)
+    result = train(tmp_path / "run", Rewiring(0.05, every=10, until=24), task=task)
+    figures = result.metrics.test
+    metrics = LabelMetrics(200, task.label_weights, task.ks)
+    positives = LabelBatch.of(TEST).labels
+    found = task.predict(LabelBatch.of(TEST))
+    assert found["labels"].shape == (200, 10)
+    assert bool((found["probabilities"].diff(dim=1) <= 0).all())
+    metrics.update(found["labels"], positives.values(), positives.offsets())
+    expected = metrics.compute()
+    again = task.evaluate(label_loader(TEST, 7), "test", progress=False)
+    assert dict(again["labels"]) == pytest.approx(expected)
+    assert figures["labels"]["p@1"] == pytest.approx(expected["p@1"])
+    assert again["all"]["loss"] < before["all"]["loss"]
+    # Of 0.7 that the truth reaches, and of what the most frequent labels do.
+    assert expected["p@1"] > before["labels"]["p@1"] + 0.1
+    assert {"p@1", "psp@1", "ndcg@5", "recall@10"} <= set(expected)
+
+
+def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With dropout, shuffled rows, slots with new inputs before and after the stop, and their optimizer's state."""
+    new = {"fraction": 0.2, "every": 5, "until": 30}
+    train(tmp_path / "whole", Rewiring(**new))
+    with monkeypatch.context() as patch:
+        at_step(patch, 17, kill_self(15))
+        with pytest.raises(TrainingInterrupted):
+            train(tmp_path / "stopped", Rewiring(**new))
+    train(tmp_path / "stopped", Rewiring(**new), resume=True)
+    whole, stopped = (load_task(tmp_path / name, task_of()).state_dict() for name in ("whole", "stopped"))
+    assert whole.keys() == stopped.keys()
+    for name, value in whole.items():
+        assert torch.equal(value, stopped[name]), name
+    assert bool((whole["head.born"] > 0).any())
+
+
+def test_slots_change_until_they_may_no_longer(tmp_path: Path) -> None:
+    born: list[set[int]] = []
+
+    class Look(Callback):
+        def on_step(self, progress: Progress) -> None:
+            head = progress.task.head  # type: ignore[attr-defined]
+            state = progress.optimizer_of(head.weight).state[head.weight]
+            fresh = head.born == progress.state.step
+            of_labels = fresh.repeat_interleave(head.group_offsets.diff(), 0)
+            assert not state["exp_avg"][of_labels].any()
+            assert not head.weight[of_labels].any()
+            born.append({int(step) for step in head.born.unique() if step > 0})
+
+    train(tmp_path, Rewiring(0.1, every=10, until=20, protected=0), Look(), max_epochs=3)
+    assert len(born) == 36
+    assert born[8] == set()
+    assert born[9] == {10}
+    assert 20 in born[19]
+    assert born[-1] == born[19]
+
+
+def test_no_rows_and_wrong_numbers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"^the test part has no rows to evaluate; give more data$"):
+        task_of().evaluate([], "test", progress=False)
+    for wrong, message in (
+        ({"fraction": 2.0}, "fraction: expected a number in [0, 1], got 2.0"),
+        ({"every": 0}, "every: expected at least 1 step, got 0"),
+    ):
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            Rewiring(**{"fraction": 0.1, "every": 5, "until": 10, **wrong})
+        assert str(raised.value) == message
