@@ -18,6 +18,7 @@ from jagged.models.pretrained import load_task
 from jagged.modules import GroupSparseHead
 from jagged.training import Callback, Progress, Rewiring, Trainer, TrainingInterrupted, TrainResult
 from tests.places import PLACE
+from tests.processes import told_by
 from tests.training.support import at_step, kill_self
 
 pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="the trainer on a CPU")
@@ -37,11 +38,15 @@ def task_of(dropout: float = 0.2, **options: Any) -> MultiLabelTask:
     return MultiLabelTask(SparseEncoder(ROWS.num_features, 64, dropout=dropout), head, label_weights=weights.float())
 
 
+def config_of(output: Path, **options: Any) -> TrainerConfig:
+    common = {"max_epochs": 3, "checkpoint_seconds": 0.0, "device": "cpu", "tensorboard": False, "learning_rate": 0.01}
+    return TrainerConfig(**{**common, "output": str(output), **options})
+
+
 def train(
     output: Path, *callbacks: Callback, resume: bool = False, task: MultiLabelTask | None = None, **options: Any
 ) -> TrainResult:
-    common = {"max_epochs": 3, "checkpoint_seconds": 0.0, "device": "cpu", "tensorboard": False, "learning_rate": 0.01}
-    config = TrainerConfig(**{**common, "output": str(output), **options})
+    config = config_of(output, **options)
     trainer = Trainer(task or task_of(), config, callbacks=callbacks)
     loaders = label_loader(ROWS, 50, shuffle=True), label_loader(TEST, 64), label_loader(TEST, 64)
     return trainer.fit(*loaders, resume=resume, progress=False)
@@ -150,3 +155,14 @@ def test_no_rows_and_wrong_numbers_are_refused() -> None:
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             Rewiring(**{"fraction": 0.1, "every": 5, "until": 10, **wrong})
         assert str(raised.value) == message
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    """Each has half of every batch; slots change alike, and figures are of all rows."""
+    found = told_by("tests.models.multilabel_processes", tmp_path)
+    assert found["changed"] >= 100
+    assert all(distance < 1e-3 for distance in found["distances"].values()), found["distances"]
+    assert found["distances"]["head.supports"] == found["distances"]["head.born"] == 0
+    one, first, second = found["figures"]
+    assert first == second
+    assert first == pytest.approx(one, rel=0.02)
