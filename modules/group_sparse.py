@@ -15,6 +15,7 @@ from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_e
 from jagged.ops import (
     catalogue_topk,
     group_sparse_bce,
+    group_sparse_linear,
     group_sparse_topk,
     linear_bce,
     trust_values,
@@ -216,8 +217,8 @@ class GroupSparseHead(JaggedModule):
         """Give slots that matter little new inputs; everything is changed in place.
 
         A slot's score is the mean of |weight| over its group's labels. The `round(fraction * slots)` smallest, fewer where fewer
-        are old enough or inputs are left, get an input that their group neither has nor has just lost. Equal on every process
-        whose weights are.
+        are old enough or inputs are left, get an input that their group neither has nor has just lost. In a `torch.distributed`
+        group every process must call: gradients are those of all batches together, so that all with equal weights get the same.
 
         Args:
             fraction: of all slots, in [0, 1].
@@ -295,21 +296,24 @@ class GroupSparseHead(JaggedModule):
         places = self.places[positives.values()] - self.num_head_labels
         rows = torch.repeat_interleave(positives.offsets().diff(), output_size=places.shape[0])
         found = hidden.new_empty(some.stop - some.start, self.tail_dim)
-        # A few groups at a time: the gradient of a dense layer's weights is as large as that layer.
-        longest = int(self.group_offsets.diff().max())
-        step = max(1, _PIECE_ELEMENTS // (max(1, longest) * max(self.tail_dim, hidden.shape[0] * self.fan_in)))
+        # A few groups at a time, as many on every process: the gradient of a dense layer's weights is as large as that layer.
+        longest = max(1, int(self.group_offsets.diff().max()))
+        step = max(1, _PIECE_ELEMENTS // (longest * self.tail_dim))
         for begin in range(some.start, some.stop, step):
             end = min(begin + step, some.stop)
             offsets = self.group_offsets[begin : end + 1]
             first, last = offsets[[0, -1]].tolist()
-            columns = self.supports[begin:end].long().repeat_interleave(offsets.diff(), 0)
-            logits = torch.einsum("blf,lf->bl", hidden[:, columns], self.weight[first:last].float())
+            weight, bias = self.weight[first:last].float(), self.bias[first:last].float()
+            with trust_values():
+                logits = group_sparse_linear(hidden, weight, self.supports[begin:end], offsets - first, bias)
             # A positive of another group goes to a column to spare.
             targets = hidden.new_full((hidden.shape[0], last - first + 1), 0.5 * self.label_smoothing)
             column = torch.where((places >= first) & (places < last), places - first, last - first)
             targets.index_put_((rows, column), targets.new_full((), 1 - 0.5 * self.label_smoothing))
-            slopes = torch.sigmoid(logits + self.bias[first:last].float()) - targets[:, :-1]
-            found[begin - some.start : end - some.start] = _means((slopes.t() @ hidden).abs(), offsets - first)
+            gradient = (torch.sigmoid(logits) - targets[:, :-1]).t() @ hidden
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                torch.distributed.all_reduce(gradient)
+            found[begin - some.start : end - some.start] = _means(gradient.abs(), offsets - first)
         return found
 
 

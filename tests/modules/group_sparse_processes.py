@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,7 +45,9 @@ def trained(model: nn.Module, whole: Model, rows: slice) -> dict[str, torch.Tens
         model(features[rows], positives).backward()
         optimizer.step()
         if step % 10 == 0:
-            whole.head.rewire(0.3, step=step, protected=10, optimizer=optimizer, new_weights="uniform")
+            # Once by the gradients of both halves of the batch.
+            kind: dict[str, Any] = {"by": "gradient", "batch": (whole.body(features[rows]), positives)} if step == 20 else {}
+            whole.head.rewire(0.3, step=step, protected=10, optimizer=optimizer, new_weights="uniform", **kind)
     return whole.state_dict()
 
 
@@ -52,13 +55,15 @@ def main() -> None:
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
 
+    alone = Model()
+    expected = trained(alone, alone, slice(0, ROWS))
+
     def work() -> None:
         rank, size = dist.get_rank(), ROWS // PROCESSES
-        alone, split = Model(), Model()
-        expected = trained(alone, alone, slice(0, ROWS))
+        split = Model()
         found = trained(DistributedDataParallel(split), split, slice(rank * size, (rank + 1) * size))
         differences = {name: float((found[name].double() - value.double()).abs().max()) for name, value in expected.items()}
-        changed = int((alone.head.supports != Model().head.supports).sum())
+        changed = int((split.head.supports != Model().head.supports).sum())
         (root / str(rank)).write_text(json.dumps({"differences": differences, "changed": changed}))
 
     fork(work, PROCESSES, root / "store")
