@@ -216,16 +216,17 @@ class GroupSparseHead(JaggedModule):
     ) -> int:
         """Give slots that matter little new inputs; everything is changed in place.
 
-        A slot's score is the mean of |weight| over its group's labels. The `round(fraction * slots)` smallest, fewer where fewer
-        are old enough or inputs are left, get an input that their group neither has nor has just lost. In a `torch.distributed`
-        group every process must call: gradients are those of all batches together, so that all with equal weights get the same.
+        A slot's score is the mean of its weights' magnitudes over its group's labels. The `round(fraction * slots)` smallest, fewer
+        where fewer are old enough or inputs are left, get an input that their group neither has nor has just lost. In a
+        `torch.distributed` group every process must call: gradients are those of all batches together, so that all with equal
+        weights get the same.
 
         Args:
             fraction: of all slots, in [0, 1].
             step: of training, which slots are young by, and part of the seed.
             protected: slots that got their input fewer steps ago keep it: new weights start small.
-            by: "random", or "gradient": the inputs with the largest mean of |gradient of a weight| over the group's labels, as
-                `batch` gives it.
+            by: "random", or "gradient": the inputs whose weights would have gradients of the largest magnitude, on the mean
+                of the group's labels, in `batch`.
             batch: features and positives as `forward` takes them, for "gradient".
             in_each_group: the fraction of each group's slots, in place of all slots'.
             new_weights: "zero", or "uniform" on +-1 / sqrt(fan_in).
@@ -291,7 +292,7 @@ class GroupSparseHead(JaggedModule):
         return torch.repeat_interleave(self.group_offsets.diff(), output_size=self.weight.shape[0])
 
     def _gradients(self, some: slice, features: Tensor, positives: JaggedTensor) -> Tensor:
-        """Return the mean over a group's labels of |gradient of the weight that an input would have|, `[groups, inputs]`."""
+        """Return the mean magnitude, over a group's labels, of the gradient of an input's weight, `[groups, inputs]`."""
         hidden = self.tail_projection(features).float()
         places = self.places[positives.values()] - self.num_head_labels
         rows = torch.repeat_interleave(positives.offsets().diff(), output_size=places.shape[0])

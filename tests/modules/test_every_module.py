@@ -28,6 +28,7 @@ from jagged.modules import (
     CrossNet,
     CutCrossEntropyHead,
     DotInteraction,
+    GroupSparseHead,
     HSTUBlock,
     InBatchSampler,
     ItemMasking,
@@ -140,6 +141,11 @@ CASES = {
     },
     "masking": Case(lambda: ItemMasking(ITEMS - 1, 0.5), masked),
     "cut head": of_head(lambda: CutCrossEntropyHead(label_smoothing=0.1, softcap=5.0)),
+    # Three samples, whose labels are their items.
+    "head of many labels": Case(
+        lambda: GroupSparseHead(DIM, counts(), 20, fan_in=3, group_size=4, head=2, head_dim=5, tail_dim=6),
+        lambda module, x: module(x.targets[:, 0], x.items),
+    ),
     "scalable head": of_head(lambda: ScalableCrossEntropyHead(2, 4, 5)),
     "uniform": of_sampler(lambda: UniformSampler(ITEMS, 4)),
     "log-uniform": of_sampler(lambda: LogUniformSampler(ITEMS, 4), correction="both"),
