@@ -216,8 +216,8 @@ class GroupSparseHead(JaggedModule):
     ) -> int:
         """Give slots that matter little new inputs; everything is changed in place.
 
-        A slot's score is the mean of its weights' magnitudes over its group's labels. The `round(fraction * slots)` smallest, fewer
-        where fewer are old enough or inputs are left, get an input that their group neither has nor has just lost. In a
+        A slot's score is the mean magnitude of its weights over its group's labels. The `round(fraction * slots)` smallest get an
+        input that their group neither has nor has just lost; fewer do where fewer are old enough or inputs are left. In a
         `torch.distributed` group every process must call: gradients are those of all batches together, so that all with equal
         weights get the same.
 
