@@ -66,7 +66,7 @@ class GroupSparseHead(JaggedModule):
 
     Shape:
         features: `[B, input_dim]`; positives: JaggedTensor of label ids, those of each row; row_mask: `[B]`, bool, rows that
-        count. Returns the loss, summed over labels and averaged over rows.
+        count. Returns the loss, summed over labels and averaged over rows; NaN where an unchecked label is none.
 
     Source:
         HASTE: group-shared fixed fan-in with a dense head, trained with dynamic sparsity.
@@ -163,7 +163,9 @@ class GroupSparseHead(JaggedModule):
         if labels.is_cpu and not values_are_trusted():
             validate_offsets(offsets, labels.shape[0])
             validate_ids(labels, self.num_labels, name="positives")
-        places = self.places[labels]
+        # Elsewhere nothing waits to look: a label that is none makes the loss NaN, and is not taken for another one.
+        wrong = (labels < 0) | (labels >= self.num_labels)
+        places = self.places[labels.clamp(0, self.num_labels - 1)]
         is_frequent = places < self.num_head_labels
         options: dict[str, Any] = {"row_mask": row_mask, "label_smoothing": self.label_smoothing, "ignore_index": _IGNORED}
         # What groups read is this module's own, and need not be checked in each call.
@@ -182,7 +184,7 @@ class GroupSparseHead(JaggedModule):
                 of_head = torch.where(is_frequent, places, _IGNORED)
                 hidden = self.head_projection(features)
                 loss = loss + linear_bce(hidden, self.head_weight, of_head, offsets, self.head_bias, **options)
-        return loss
+        return loss + torch.where(wrong.any(), torch.nan, 0.0).to(loss.dtype)
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:

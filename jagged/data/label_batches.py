@@ -50,9 +50,6 @@ class _Rows(Dataset[LabelBatch]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, row: int) -> LabelBatch:
-        return LabelBatch.of(self._rows.take(np.array([row])))
-
     def __getitems__(self, rows: Sequence[int]) -> LabelBatch:
         # Of a whole batch at once, which is many times faster.
         return LabelBatch.of(self._rows.take(np.asarray(rows)))

@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules import GroupSparseHead, group_at_random, group_by_embedding, group_by_frequency
+from jagged.ops import trust_values
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.processes import told_by
@@ -399,3 +400,14 @@ def test_biases_follow_the_labels_that_are_loaded() -> None:
     second.load_state_dict(first.state_dict())
     second.reset_parameters()
     assert torch.equal(torch.cat([second.head_bias, second.bias])[second.places].detach(), expected)
+
+
+@pytest.mark.parametrize("wrong", [-1, -100, 23])
+def test_an_unchecked_label_that_is_none_is_not_taken_for_another(place: Place, wrong: int) -> None:
+    """On a GPU, and where values are trusted, nobody looks: a negative id would be a label counted from the end."""
+    head, features = head_of(23, head=3), random_tensor((2, 12), torch.float32, 1)
+    offsets = torch.tensor([0, 1, 2], device=place.device)
+    with trust_values():
+        for values, expected in (([4, wrong], True), ([4, 22], False)):
+            positives = JaggedTensor(values=torch.tensor(values, device=place.device), offsets=offsets)
+            assert bool(head(features, positives).isnan()) == expected

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jagged.training import TrainingError
 from jagged.training.memory import release_large_blocks
 from tests.places import PLACE
 from tests.training.support import run, tiny_dataset
@@ -54,11 +55,15 @@ def test_large_blocks_go_back_to_the_system() -> None:
 @pytest.mark.parametrize("release_memory", [True, False])
 def test_a_run_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, release_memory: bool) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr("jagged.training.trainer.release_large_blocks", lambda: asked.append(True))
+    monkeypatch.setattr("jagged.training.trainer.release_large_blocks", lambda: not asked.append(True))  # type: ignore[func-returns-value]
     run(tmp_path, tiny_dataset(), max_epochs=1, release_memory=release_memory)
     assert asked == [True] * release_memory
 
 
-def test_a_malloc_that_is_not_glibcs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_malloc_that_is_not_glibcs_is_left_alone_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda name: object())
     assert not release_large_blocks()
+    with pytest.raises(TrainingError) as raised:
+        run(tmp_path, tiny_dataset(), max_epochs=1, release_memory=True)
+    expected = "release_memory: got another malloc than glibc's, which alone can be told; leave the option out"
+    assert str(raised.value) == expected
