@@ -153,9 +153,7 @@ class Trainer:
         """
         directory, device = Path(config.output), processes.device
         if config.release_memory and device.type == "cpu" and not release_large_blocks():
-            raise TrainingError(
-                "release_memory: malloc is not glibc's, expected glibc's, which can be told; leave the option out"
-            )
+            raise TrainingError("release_memory: got another malloc than glibc's, which alone can be told; leave the option out")
         named = zip(("train", "valid", "test"), loaders, strict=True)
         parts = {name: positioned(loader, name, config.seed) for name, loader in named if loader is not None or name != "test"}
         with ExitStack() as closing:
