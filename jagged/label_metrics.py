@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jagged.artifacts.errors import shown
 from jagged.data.errors import at, refuse
+from jagged.ops import sample_of_row
 
 __all__ = ["DEFAULT_KS", "LabelFilter", "LabelMetrics", "propensities"]
 
@@ -161,7 +162,7 @@ class LabelFilter:
             return candidates.new_full((num_samples, k), -1)
         # Labels beyond all candidates would be taken for those of the next sample.
         base = candidates.max() + 1
-        sample = _samples_of(self.labels, self.offsets.long())
+        sample = sample_of_row(self.offsets.long(), len(self.labels))
         keys = torch.where((self.labels >= 0) & (self.labels < base), sample * base + self.labels, -1)
         is_left = (candidates >= 0) & ~_is_among(candidates, keys.sort().values, base)
         order = torch.argsort((~is_left).to(torch.uint8), dim=1, stable=True)[:, :k]
@@ -252,7 +253,7 @@ class LabelMetrics:
         for name, tensor in (("top_labels", top_labels), ("positives", positives)):
             _check_device(name, tensor, "the metrics", self._sums.device)
         top, offsets, depth = top_labels[:, : self.depth], positive_offsets.long(), self.depth
-        sample = _samples_of(positives, offsets)
+        sample = sample_of_row(offsets, len(positives))
         keys = (sample * self.num_labels + positives).sort().values
         if self._sums.is_cpu:
             self._check_values(top, positives, keys)
@@ -398,11 +399,6 @@ def _units(weights: Tensor, num_labels: int, device: torch.device | str | None) 
     # Powers of two beyond these are none of float64.
     exponent = max(math.frexp(float(weights.max()))[1], -1000)
     return (weights * 2.0**-exponent * 2.0**_BITS).round().long().to(device)
-
-
-def _samples_of(labels: Tensor, offsets: Tensor) -> Tensor:
-    """The sample that each label is of."""
-    return torch.searchsorted(offsets[1:], torch.arange(len(labels), device=labels.device), right=True)
 
 
 def _is_among(labels: Tensor, keys: Tensor, base: Tensor | int) -> Tensor:

@@ -38,9 +38,20 @@ def sample_of_row(offsets: Tensor, total: int) -> Tensor:
     # On a CPU repeating samples is several times faster than a search.
     if offsets.is_cpu and offsets.shape[0] > 1:
         return torch.repeat_interleave(covering(offsets, total).diff(), output_size=total)
+    if torch.compiler.is_compiling():
+        return searched(covering(offsets, total), total)
     rows = torch.arange(total, device=offsets.device, dtype=offsets.dtype)
     samples = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
     return samples.clamp_(max=max(offsets.shape[0] - 2, 0))
+
+
+def searched(offsets: Tensor, total: int) -> Tensor:
+    """Return `sample_of_row` of offsets as `covering` gives them, for a compiler.
+
+    Up to torch 2.12 Inductor searches a view, `offsets[1:]` say, from the first number of the tensor on that it is a view of, and
+    tells nobody (PyTorch's issue 160964); a copy is a view to it. What `covering` concatenates is a tensor of its own.
+    """
+    return torch.searchsorted(offsets, torch.arange(total, device=offsets.device), right=True) - 1
 
 
 def position_of_row(offsets: Tensor, samples: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def check_vector(name: str, vector: Tensor | None, shape: str, length: int, of: 
     if vector is None:
         return
     check_tensor(name, vector, shape, FLOATS)
-    if vector.shape[0] != length:
+    if not holds(vector.shape[0] == length):
         raise ValueError(f"{name}: expected shape [{length}], one number per {of} {list(like.shape)}, got {list(vector.shape)}")
 
 

@@ -14,6 +14,7 @@ from jagged.ops._shared.validation import (
     check_number,
     check_offsets,
     check_tensor,
+    check_vector,
     holds,
     validation_is_on,
 )
@@ -235,13 +236,8 @@ def _check_layer(features: Tensor, weight: Tensor, supports: Tensor, group_offse
             f"{list(supports.shape)}, got {list(group_offsets.shape)}"
         )
     if bias is not None:
-        check_tensor("bias", bias, "[L]", FLOATS)
+        check_vector("bias", bias, "[L]", weight.shape[0], "row of weight", weight)
         check_factors("bias", bias, "features", features)
-        if not holds(bias.shape[0] == weight.shape[0]):
-            raise ValueError(
-                f"bias: expected shape [{weight.shape[0]}], a number for each row of weight {list(weight.shape)}, "
-                f"got {list(bias.shape)}"
-            )
     if validation_is_on(supports):
         _validate_supports(supports, features.shape[1])
 

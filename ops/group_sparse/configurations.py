@@ -48,11 +48,21 @@ def feature_configuration(num_labels: int, num_groups: int, batch_size: int, wid
     return Configuration(0, _labels(num_labels, num_groups, 32), _power(width, 32), 32, 4, 1)
 
 
-def bce_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
+def bce_forward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
+    """Choose for the losses of logits that are not stored, of at most 64 samples a tile."""
+    chosen = forward_configuration(num_labels, num_groups, batch_size, width, itemsize)
+    if itemsize == 4:
+        return chosen
+    return chosen._replace(block_b=64, num_warps=_warps(chosen.block_l, chosen.block_f, 64, width))
+
+
+def bce_backward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
     """Choose for the gradients of a loss: three products of each tile, logits among them."""
     if itemsize == 2 and width <= 64:
         block_l, block_f = _labels(num_labels, num_groups, 32), _power(width, 64)
-        return Configuration(0, block_l, block_f, 32 if block_f == 64 else 64, 4, 1)
+        if block_f < 64:
+            return Configuration(0, block_l, block_f, 32, 2, 3)
+        return Configuration(0, block_l, block_f, 64, 8 if block_l == 32 else 4, 3)
     block_f = _power(width, 128 if itemsize == 2 else 64)
     return Configuration(0, 16, block_f, 16, 8 if block_f == 128 else 4, 1)
 

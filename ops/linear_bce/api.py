@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from jagged.ops._shared.label_loss import LossOptions, check_label_loss, label_sets
-from jagged.ops._shared.validation import FLOATS, check_factors, check_tensor, holds
+from jagged.ops._shared.validation import FLOATS, check_factors, check_tensor, check_vector, holds
 from jagged.ops.linear_bce.spec import LINEAR_BCE, Inputs
 
 
@@ -71,13 +71,8 @@ def linear_bce(
             f"got {list(weight.shape)}"
         )
     if bias is not None:
-        check_tensor("bias", bias, "[L]", FLOATS)
+        check_vector("bias", bias, "[L]", weight.shape[0], "row of weight", weight)
         check_factors("bias", bias, "features", features)
-        if not holds(bias.shape[0] == weight.shape[0]):
-            raise ValueError(
-                f"bias: expected shape [{weight.shape[0]}], a number for each row of weight {list(weight.shape)}, "
-                f"got {list(bias.shape)}"
-            )
     check_label_loss(features, weight, positives, offsets, label_weight, row_mask, label_smoothing, ignore_index)
     sets = label_sets(features, positives, offsets, row_mask)
     return LINEAR_BCE(Inputs(features, weight, *sets, bias, label_weight), LossOptions(label_smoothing), backend).loss

@@ -52,6 +52,23 @@ def test_is_exported_with_dynamic_sizes(name: str, strict: bool) -> None:
         torch.testing.assert_close(seeded(exported, features), seeded(model, features), rtol=0, atol=0)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CASES)
+def test_inductor_computes_what_eager_calls_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default backend writes kernels of its own for all that stands between ours; here it draws eager calls' numbers."""
+    monkeypatch.setattr("torch._inductor.config.fallback_random", True)
+    model = FromKeyed(CASES[name]).to(PLACE.device).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    for lengths in BATCHES:
+        features, leaf = features_of(*lengths), model.table.weight
+        found, expected = seeded(compiled, features), seeded(model, features)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        ours, theirs = (torch.autograd.grad(x.square().sum(), leaf)[0] for x in (found, expected))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
 def test_is_compiled_whole_with_dynamic_sizes(name: str) -> None:

@@ -24,8 +24,8 @@ SHAPES += [pytest.param(*pair, marks=pytest.mark.long) for pair in ((1, 1), (32,
 
 
 def check(used: Resources, arch: int | str, where: str) -> None:
-    # Offsets and strides that a loop keeps; no tile.
-    assert used.spills <= 64, f"{where}: {used}"
+    # Offsets and strides that a loop keeps; no tile. In the losses' kernels the assembler puts aside more, for one program more.
+    assert used.spills <= (128 if "bce" in where else 48), f"{where}: {used}"
     assert used.shared_bytes <= SHARED_BYTES[arch], f"{where}: {used}"
 
 
@@ -34,8 +34,8 @@ KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "forward": ("forward", ("bias",)),
     "weight_gradient": ("weight", ("grad_bias",)),
     "feature_gradient": ("feature", ()),
-    "bce_forward": ("forward", ("bias", "label_weight")),
-    "bce_backward": ("bce", ("bias", "label_weight", "grad_bias")),
+    "bce_forward": ("bce_forward", ("bias", "label_weight")),
+    "bce_backward": ("bce_backward", ("bias", "label_weight", "grad_bias")),
 }
 
 
@@ -69,6 +69,9 @@ def compile_one(
         "NUM_STAGES": chosen.num_stages, "weight_column_stride": 1, "grad_stride": 1, "GROUPS": chosen.groups,
         "BLOCKS": int(batch_size <= chosen.block_b),
     }  # fmt: skip
+    if name == "bce_backward":
+        tiles = 1 if batch_size <= chosen.block_b else 2
+        constants |= {"TILES": tiles, "BLOCKS": int(batch_size <= chosen.block_b * tiles)}
     fixed = {key: value for key, value in constants.items() if key in kernel.arg_names}
     if not is_whole:
         fixed |= dict.fromkeys(KERNELS[name][1], None)
@@ -78,3 +81,17 @@ def compile_one(
     aligned = (*ALWAYS, *of_batch, "num_features", *(() if width % 16 else ("weight_stride",)))
     divisible = [key for key in aligned if key in signature]
     return compile_kernel(kernel, signature, fixed, arch=arch, num_warps=chosen.num_warps, divisible=divisible)
+
+
+@pytest.mark.parametrize(("labels", "width"), [(32, 32), (16, 64), (64, 64)])
+def test_threads_wait_between_the_sums_of_two_tiles(labels: int, width: int) -> None:
+    """What makes the gradient of features the same bits each time: no two tiles' sums lie between two barriers."""
+    for num_groups, batch_size in ((2**20, 64), (2**20, 128), (1000, 300)):
+        chosen = configurations.bce_backward_configuration(labels * num_groups, num_groups, batch_size, width, 2)
+        used = compile_one("bce_backward", 90, "bf16", width, batch_size, chosen, True)
+        of_a_tile = chosen.block_f * chosen.block_b // (4 * 32 * chosen.num_warps)
+        between = [piece.count("atom.global.gpu.relaxed.add.v4.f32") for piece in used.assembly.split("bar.sync")]
+        assert max(between) == of_a_tile
+        assert sum(between) >= 2 * of_a_tile
+        # A loop that comes back to its sums passes a barrier.
+        assert between[0] == 0

@@ -107,7 +107,7 @@ def test_messages_name_argument_and_cure(place: Place) -> None:
         (
             {"bias": torch.zeros(4, device=device)},
             ValueError,
-            "bias: expected shape [5], a number for each row of weight [5, 6], got [4]",
+            "bias: expected shape [5], one number per row of weight [5, 6], got [4]",
         ),
         ({"ignore_index": 3}, ValueError, "ignore_index: expected a negative number, which is no label, got 3"),
         (
