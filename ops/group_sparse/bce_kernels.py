@@ -51,7 +51,7 @@ def log1p(x):
 
 @triton.jit
 def load_positives(positives, rows, positive_offsets, group, num_positives, label, first_sample, BLOCK_B: tl.constexpr):
-    """Return `[LABEL]` (int64), whose bit b says that sample `first_sample` + b, of at most 64, is a positive; and if any can be."""
+    """Return `[LABEL]` (int64), whose bit b says that sample `first_sample` + b, of at most 64, is a positive; and if any may."""
     tl.static_assert(BLOCK_B <= 64)
     start, end = load_segment(positive_offsets, group, num_positives)
     bits = tl.zeros([label.shape[0]], tl.int64)

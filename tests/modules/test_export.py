@@ -55,12 +55,11 @@ def test_is_exported_with_dynamic_sizes(name: str, strict: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", CASES)
-def test_inductor_computes_what_eager_calls_do(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inductor_computes_what_eager_calls_do(name: str) -> None:
     """The default backend writes kernels of its own for all that stands between ours; here it draws eager calls' numbers."""
-    monkeypatch.setattr("torch._inductor.config.fallback_random", True)
     model = FromKeyed(CASES[name]).to(PLACE.device).eval()
     torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, options={"fallback_random": True})
     for lengths in BATCHES:
         features, leaf = features_of(*lengths), model.table.weight
         found, expected = seeded(compiled, features), seeded(model, features)

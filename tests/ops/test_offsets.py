@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from jagged.ops import jagged_unique, row_positions, sample_of_row
+from jagged.ops import row_positions, sample_of_row
 from jagged.ops._shared.offsets import covering, searched
 from tests.places import PLACE, Place
 
@@ -43,9 +43,8 @@ def test_wrong_offsets_lead_to_no_sample_that_is_not_there(place: Place, offsets
         lambda values, offsets: sample_of_row(offsets, values.shape[0]),
         lambda values, offsets: row_positions(offsets, values.shape[0]),
         lambda values, offsets: row_positions(offsets, values.shape[0], from_end=True),
-        jagged_unique,
     ],
-    ids=["sample_of_row", "row_positions", "from_end", "jagged_unique"],
+    ids=["sample_of_row", "row_positions", "from_end"],
 )
 def test_inductor_searches_where_views_begin(place: Place, function: Any, view: bool) -> None:
     """Offsets that are a view of a longer tensor, too: Inductor up to torch 2.12 took the longer tensor's."""
