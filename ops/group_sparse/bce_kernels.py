@@ -38,15 +38,17 @@ def log1p(x):
     Below 1 it is x times a polynomial of degree 8, fitted to log1p(x) / x on [0, 1] at Chebyshev's nodes, which errs by 1.6e-7 of
     the result.
     """
-    polynomial = x * 0.005253457929939032 - 0.02958850748836994
-    polynomial = x * polynomial + 0.07836166769266129
-    polynomial = x * polynomial - 0.13674770295619965
-    polynomial = x * polynomial + 0.19111430644989014
-    polynomial = x * polynomial - 0.24844369292259216
-    polynomial = x * polynomial + 0.33319270610809326
-    polynomial = x * polynomial - 0.49999502301216125
-    polynomial = x * polynomial + 1.0
-    return tl.where(x < 1, x * polynomial, tl.log(1.0 + x))
+    # Of large x the powers would be infinite.
+    t = tl.minimum(x, 1.0)
+    polynomial = t * 0.005253457929939032 - 0.02958850748836994
+    polynomial = t * polynomial + 0.07836166769266129
+    polynomial = t * polynomial - 0.13674770295619965
+    polynomial = t * polynomial + 0.19111430644989014
+    polynomial = t * polynomial - 0.24844369292259216
+    polynomial = t * polynomial + 0.33319270610809326
+    polynomial = t * polynomial - 0.49999502301216125
+    polynomial = t * polynomial + 1.0
+    return tl.where(x < 1, t * polynomial, tl.log(1.0 + x))
 
 
 @triton.jit
@@ -183,14 +185,15 @@ def write_gradients(
                 bits, any_bit = load_positives(
                     positives, rows, positive_offsets, group, num_positives, label, first_sample, BLOCK_B
                 )  # fmt: skip
-                of_row = tl.load(row_weight + sample, mask=sample < batch_size, other=0.0)
+                counts = tl.load(row_weight + sample, mask=sample < batch_size, other=0.0) != 0
                 if any_bit:
                     slope = slope_of(z * signs_of(bits, BLOCK_B), smoothing) * signs_of(bits, BLOCK_B)
                 else:
                     slope = slope_of(z, smoothing)
-                slope *= of_label[:, None] * of_row[None, :]
-                of_bias += tl.sum(slope, 1)
-                rounded = slope.to(left.dtype)
+                slope = tl.where(counts[None, :], slope, 0.0)
+                # Not the sum of products: threads that hold it, too, would contract them otherwise, to other bits.
+                of_bias += tl.sum(slope, 1) * of_label
+                rounded = (slope * of_label[:, None]).to(left.dtype)
                 of_weight = dot(rounded, tl.trans(right), of_weight, PRECISION)
                 tl.atomic_add(
                     sums + column[:, None] * filled_size + sample[None, :], dot(tl.trans(left), rounded, None, PRECISION),
@@ -211,7 +214,7 @@ def group_sparse_bce_backward_kernel(
     BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
-    """With d[l, b] = row_weight[b] label_weight[l] loss'(z[b, l]) scales[0], for all labels l of a part's groups:
+    """With d[l, b] = label_weight[l] loss'(z[b, l]) scales[0], 0 where row_weight[b] is, for all labels l of a part's groups:
 
     loss'(z) = s sigmoid(s z) - s smoothing / 2, s as in the forward pass;
     grad_weight[l, f] = scales[1] sum_b d[l, b] features[supports[g, f], b], grad_bias[l] = scales[1] sum_b d[l, b], and
@@ -287,7 +290,8 @@ def backward(
     if x.bias is not None:
         found["bias"] = weight.new_empty(num_labels, dtype=wanted.get("bias", weight.dtype))
     scales = slope_scales(features, x.row_weight, x.label_weight, grads.loss)
-    tiles = 1 if batch_size <= chosen.block_b else 2
+    scales[:1] *= x.row_weight.amax()
+    tiles = configurations.bce_tiles(batch_size, width, chosen)
     num_parts = min(num_groups, configurations.PROGRAMS * gpu(features.device).multiprocessors)
     sums = features.new_zeros(num_parts, num_features, columns.shape[1], dtype=torch.float32)
     _launch_backward(

@@ -1,6 +1,7 @@
 """Tile sizes of group-sparse linear layers. Nothing else decides how they are launched.
 
-Every row compiles for compute capabilities 8.0, 9.0 and 10.0 without a spill in 16 bits, but for a few numbers that a loop keeps.
+Every row compiles for compute capabilities 8.0, 9.0 and 10.0 without a spill in 16 bits, but for a few numbers that a loop keeps,
+and in the backward pass of losses for up to 41 of a thread, which the assembler puts aside where one program more fits then.
 """
 
 from __future__ import annotations
@@ -53,18 +54,23 @@ def bce_forward_configuration(num_labels: int, num_groups: int, batch_size: int,
     chosen = forward_configuration(num_labels, num_groups, batch_size, width, itemsize)
     if itemsize == 4:
         return chosen
-    return chosen._replace(block_b=64, num_warps=_warps(chosen.block_l, chosen.block_f, 64, width))
+    block_l = min(chosen.block_l, 32)
+    num_warps = 4 if block_l * chosen.block_f == 2048 else _warps(block_l, chosen.block_f, 64, width)
+    return chosen._replace(block_l=block_l, block_b=64, num_warps=num_warps)
 
 
 def bce_backward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
     """Choose for the gradients of a loss: three products of each tile, logits among them."""
     if itemsize == 2 and width <= 64:
         block_l, block_f = _labels(num_labels, num_groups, 32), _power(width, 64)
-        if block_f < 64:
-            return Configuration(0, block_l, block_f, 32, 2, 3)
-        return Configuration(0, block_l, block_f, 64, 8 if block_l == 32 else 4, 3)
-    block_f = _power(width, 128 if itemsize == 2 else 64)
-    return Configuration(0, 16, block_f, 16, 8 if block_f == 128 else 4, 1)
+        block_b = 64 if block_f == 64 and block_l < 32 else 32
+        return Configuration(0, block_l, block_f, block_b, 2 if block_f < 64 else 4, 3)
+    return Configuration(0, 16, _power(width, 64), 16, 4, 1)
+
+
+def bce_tiles(batch_size: int, width: int, chosen: Configuration) -> int:
+    """Return the tiles of samples in a block of `bce_backward_configuration`'s: two where the batch has more than one."""
+    return 2 if batch_size > chosen.block_b and width <= chosen.block_f else 1
 
 
 def _groups(num_groups: int) -> int:
