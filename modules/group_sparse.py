@@ -47,8 +47,10 @@ class GroupSparseHead(JaggedModule):
         fan_in: features that a group reads, from 1 to the width that the tail reads.
         group_size: labels of a group, at least 1.
         grouping: "random", "frequency", or embeddings `[num_labels, E]` of the labels, of which like ones are grouped.
-        head: labels that have a dense layer: how many, or as a float in [0, 1) which share of all; the most frequent ones.
-        head_dim, tail_dim: width of a linear projection, which the dense layer and the groups read; None: the features.
+        head: labels that have a dense layer: how many, or as a float in [0, 1] which share of all; the most frequent ones. 1.0:
+            all of them, and no group.
+        head_dim, tail_dim: width of a linear projection, which the dense layer and the groups read; None: the features. With
+            all labels in the dense layer, `head_dim` is the width of a bottleneck.
         label_smoothing: as for `jagged.ops.group_sparse_bce`.
         seed: of groups, inputs and `rewire`.
         device, dtype: of parameters.
@@ -345,8 +347,8 @@ def _checked_counts(label_counts: Tensor, num_rows: int) -> Tensor:
 
 def _head_labels(head: int | float, num_labels: int) -> int:
     count = round(head * num_labels) if isinstance(head, float) else head
-    if not 0 <= count < num_labels or (isinstance(head, float) and not 0 <= head < 1):
-        raise ValueError(f"head: expected fewer than all {num_labels} labels, or a share in [0, 1) as a float, got {head!r}")
+    if not 0 <= count <= num_labels or (isinstance(head, float) and not 0 <= head <= 1):
+        raise ValueError(f"head: expected 0 to {num_labels} labels, or a share in [0, 1] as a float, got {head!r}")
     return count
 
 

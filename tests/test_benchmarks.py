@@ -24,6 +24,7 @@ from benchmarks import (
     embedding_bags,
     figures,
     jagged_ops,
+    planted_labels,
     tables,
     train_sasrec,
 )
@@ -573,3 +574,26 @@ def test_sasrec_is_trained_with_the_heads_that_are_named(
         assert message in capsys.readouterr().err
     for options in HEADS.values():
         TrainConfig(head=options)
+
+
+def test_heads_of_planted_labels_differ_in_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"num_rows": 60, "num_test_rows": 20, "num_labels": 100, "num_features": 200, "num_groups": 5}
+    monkeypatch.setattr(planted_labels, "SIZES", small)
+    monkeypatch.setattr(planted_labels, "EPOCHS", 1)
+    sample = planted_labels.sample_of(0)
+    heads = {name: planted_labels.head_of(head, sample, 0) for name, head in planted_labels.HEADS.items()}
+    assert (heads["dense"].num_head_labels, heads["without head"].num_head_labels, heads["head of 5 %"].num_head_labels) == (
+        100,
+        0,
+        5,
+    )
+    assert heads["fixed-fan-in"].group_offsets.diff().unique().tolist() == [1]
+    assert bool((heads["block-sparse"].supports.diff(dim=1) == 1).all())
+    assert not bool((heads["semantic"].supports.diff(dim=1) == 1).all())
+    # A label's embedding is the sum of its rows' features, each of length 1.
+    assert float(sample.embeddings[sample.counts == 0].abs().sum()) == 0
+    alone = int((sample.counts == 1).nonzero()[0])
+    torch.testing.assert_close(float(sample.embeddings[alone].norm()), 1.0)
+    found = planted_labels.train(planted_labels.HEADS["semantic"], sample, 0, 0.002)
+    assert 0 <= found["p@1"] <= 1
+    assert found["of_best"] == pytest.approx(found["p@1"] / sample.truth.figures(sample.test)["p@1"])

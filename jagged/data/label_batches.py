@@ -29,6 +29,10 @@ class LabelBatch:
     features: KeyedJaggedTensor
     labels: JaggedTensor
 
+    def __len__(self) -> int:
+        """How many rows."""
+        return int(self.labels.offsets().shape[0]) - 1
+
     @staticmethod
     def of(rows: MultiLabelRows) -> LabelBatch:
         """All of some rows."""

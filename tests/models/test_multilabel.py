@@ -55,6 +55,7 @@ def train(
 def test_a_batch_has_its_rows_features_and_labels() -> None:
     part = ROWS.take(np.array([5, 0, 7]))
     batch = LabelBatch.of(part)
+    assert len(batch) == 3
     assert batch.features.keys() == ["features"]
     assert batch.features.values().tolist() == part.feature_ids.tolist()
     assert batch.features.weights().tolist() == part.feature_values.tolist()

@@ -56,7 +56,12 @@ def targets_for(head: GroupSparseHead, positives: JaggedTensor) -> Tensor:
 
 @settings(max_examples=25)
 @given(
-    jagged_batches(longest=6), seeds(), st.sampled_from([0, 3, 0.25]), st.sampled_from([0.0, 0.3]), st.booleans(), st.booleans()
+    jagged_batches(longest=6),
+    seeds(),
+    st.sampled_from([0, 3, 0.25, 1.0]),
+    st.sampled_from([0.0, 0.3]),
+    st.booleans(),
+    st.booleans(),
 )
 def test_loss_is_that_of_a_dense_layer(
     place: Place, batch: Jagged, seed: int, head_labels: int | float, smoothing: float, projected: bool, masked: bool
@@ -245,6 +250,28 @@ def test_saved_pickled_and_loaded(place: Place) -> None:
         assert torch.equal(copied.born, head.born)
 
 
+@pytest.mark.parametrize("head_dim", [None, 3], ids=["dense", "bottleneck"])
+def test_all_labels_in_the_dense_layer(place: Place, head_dim: int | None) -> None:
+    """No group: a dense layer, or a bottleneck before it, is trained, scored, saved and rewired as any other head."""
+    head = head_of(23, head=1.0, head_dim=head_dim)
+    assert (head.num_head_labels, head.num_groups, head.weight.shape) == (23, 0, (0, 4))
+    features, positives = random_tensor((4, 12), torch.float32, 1), positives_for(jagged_of((2, 1, 0, 4)), 23, 1)
+    logits = dense_logits(head, features)
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(logits, targets_for(head, positives), reduction="none")
+    compiled = torch.compile(head, fullgraph=True, backend="aot_eager")
+    for loss in (head(features, positives), compiled(features, positives)):
+        torch.testing.assert_close(loss, losses.sum(1).mean())
+    before = copy.deepcopy(head.state_dict())
+    assert head.rewire(0.5, step=3, by="gradient", batch=(features, positives)) == 0
+    assert head.rewire(0.5, step=3, in_each_group=True) == 0
+    other = head_of(23, seed=1, head=1.0, head_dim=head_dim)
+    other.load_state_dict(before)
+    scores, labels = other.topk(features, 23)
+    best = logits.sort(1, descending=True)
+    torch.testing.assert_close(scores, best.values)
+    assert torch.equal(labels, best.indices)
+
+
 def test_autocast_compile_and_checkpoint(place: Place) -> None:
     head = head_of(23, head=3, head_dim=7)
     positives = positives_for(jagged_of((2, 1, 0, 4)), 23, 1)
@@ -356,8 +383,8 @@ def test_messages_name_argument_and_cure() -> None:
         ({"fan_in": 3, "tail_dim": 2}, "fan_in: expected 1 to 2, the width that groups read, got 3"),
         ({"label_counts": counts.float()}, "label_counts: expected int64 of shape [num_labels], got float32 of shape [3]"),
         ({"label_counts": torch.tensor([3, 6, 1])}, "label_counts[1]: expected 0 to 5, num_rows, got 6"),
-        ({"head": 3}, "head: expected fewer than all 3 labels, or a share in [0, 1) as a float, got 3"),
-        ({"head": 1.0}, "head: expected fewer than all 3 labels, or a share in [0, 1) as a float, got 1.0"),
+        ({"head": 4}, "head: expected 0 to 3 labels, or a share in [0, 1] as a float, got 4"),
+        ({"head": 1.5}, "head: expected 0 to 3 labels, or a share in [0, 1] as a float, got 1.5"),
         ({"label_smoothing": 2.0}, "label_smoothing: expected a number in [0, 1], got 2.0"),
         ({"grouping": "near"}, "grouping: got 'near', expected 'random', 'frequency' or embeddings of the labels"),
         ({"grouping": torch.zeros(2, 4)}, "grouping: expected embeddings [3, E], a row for each label, got [2, 4]"),
