@@ -3,9 +3,9 @@
     python -m benchmarks.planted_labels                    # seeds 0 to 2, some four minutes on two cores
     python -m benchmarks.planted_labels --seeds 0 --heads dense semantic
 
-Each seed is a sample of `jagged.data.synthetic_labels`, 20,000 rows and 2,000 labels. Every head is trained by `Trainer` behind the
-same encoder, for the same steps, and has the weights of 16 inputs for each label, but for `dense`, which has all 256. `semantic`
-is the method: labels grouped by their rows' features, a dense layer for the most frequent 2 %, and new inputs for the slots that
+Each seed is a sample of `jagged.data.synthetic_labels`, 20,000 rows and 2,000 labels. Every head is trained by `Trainer` behind
+the same encoder, for the same steps, and has the weights of 16 inputs for each label, but for `dense`, which has all 256.
+`semantic` is the method: labels grouped by their rows' features, a dense layer for the most frequent 2 %, and new inputs for the slots that
 matter least. Others differ from it in one thing, or are what it is compared with: `bottleneck`, a dense layer behind a narrow
 one; `fixed-fan-in`, inputs of its own for each label; `block-sparse`, groups that read adjacent features, for good.
 
