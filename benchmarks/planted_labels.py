@@ -5,9 +5,9 @@
 
 Each seed is a sample of `jagged.data.synthetic_labels`, 20,000 rows and 2,000 labels. Every head is trained by `Trainer` behind
 the same encoder, for the same steps, and has the weights of 16 inputs for each label, but for `dense`, which has all 256.
-`semantic` is the method: labels grouped by their rows' features, a dense layer for the most frequent 2 %, and new inputs for the slots that
-matter least. Others differ from it in one thing, or are what it is compared with: `bottleneck`, a dense layer behind a narrow
-one; `fixed-fan-in`, inputs of its own for each label; `block-sparse`, groups that read adjacent features, for good.
+`semantic` is the method: labels grouped by their rows' features, a dense layer for the most frequent 2 %, and new inputs for the
+slots that matter least. Others differ from it in one thing, or are what it is compared with: `bottleneck`, a dense layer behind a
+narrow one; `fixed-fan-in`, inputs of its own for each label; `block-sparse`, groups that read adjacent features, for good.
 
 Learning rates were chosen for each head among the same three on a sample of another seed; `--choose` does it again. Of each head
 are printed P@1 and P@5, what of the best attainable P@1 that is, PSP@5, and seconds.
@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,7 +46,7 @@ class Head(NamedTuple):
     learning_rate: float
     grouping: str = "semantic"
     rewired: bool = True
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 HEADS = {
