@@ -53,7 +53,8 @@ class GroupSparseHead(JaggedModule):
             all labels in the dense layer, `head_dim` is the width of a bottleneck.
         label_smoothing: as for `jagged.ops.group_sparse_bce`.
         seed: of groups, inputs and `rewire`.
-        device, dtype: of parameters.
+        device, dtype: of parameters. On the meta device nothing is allocated; `to_empty` and `reset_parameters` make the same
+            module of it as another device would have.
 
     Attributes:
         labels: `[num_labels]`, the label at each place: those with a dense layer, then the groups'.
@@ -90,7 +91,6 @@ class GroupSparseHead(JaggedModule):
     supports: Tensor
     group_offsets: Tensor
     born: Tensor
-    log_odds: Tensor
     shown = ("num_labels", "num_head_labels", "num_groups", "fan_in", "label_smoothing")
 
     def __init__(
@@ -111,7 +111,10 @@ class GroupSparseHead(JaggedModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        counts = _checked_counts(label_counts, num_rows)
+        device = torch.get_default_device() if device is None else torch.device(device)
+        # Groups are made of numbers, which the meta device has not.
+        with torch.device("cpu"):
+            counts = _checked_counts(label_counts, num_rows)
         self.num_labels, self.fan_in, self.label_smoothing, self.seed = counts.shape[0], fan_in, label_smoothing, seed
         self.num_head_labels = _head_labels(head, self.num_labels)
         width = input_dim if tail_dim is None else tail_dim
@@ -119,19 +122,22 @@ class GroupSparseHead(JaggedModule):
             raise ValueError(f"fan_in: expected 1 to {width}, the width that groups read, got {fan_in}")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
-        by_frequency = counts.argsort(descending=True, stable=True)
-        frequent, others = by_frequency.split([self.num_head_labels, self.num_labels - self.num_head_labels])
-        groups = _groups(others.sort().values, counts, group_size, grouping, seed)
-        labels = torch.cat([frequent, groups.labels])
+        with torch.device("cpu"):
+            by_frequency = counts.argsort(descending=True, stable=True)
+            frequent, others = by_frequency.split([self.num_head_labels, self.num_labels - self.num_head_labels])
+            groups = _groups(others.sort().values, counts, group_size, grouping, seed)
+            labels = torch.cat([frequent, groups.labels])
+            odds = (counts.double() + 0.5).log() - (num_rows - counts.double() + 0.5).log()
         self.num_groups, self.tail_dim = groups.offsets.shape[0] - 1, width
-        of_integers: dict[str, Any] = {"device": device}
-        self.register_buffer("labels", labels.to(**of_integers))
-        self.register_buffer("places", labels.argsort().to(**of_integers))
-        self.register_buffer("group_offsets", groups.offsets.to(**of_integers))
-        self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, **of_integers))
-        self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int64, **of_integers))
-        odds = (counts.double() + 0.5).log() - (num_rows - counts.double() + 0.5).log()
-        self.register_buffer("log_odds", odds.float().to(**of_integers), persistent=False)
+        self.register_buffer("labels", labels.to(device))
+        self.register_buffer("places", labels.argsort().to(device))
+        self.register_buffer("group_offsets", groups.offsets.to(device))
+        self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
+        self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int64, device=device))
+        # What `reset_parameters` takes, by label, where no device and no `torch.load` moves it; and the groups of a module on the
+        # meta device, until it has memory.
+        self._log_odds = odds.float().numpy()
+        self._groups = (labels.numpy(), groups.offsets.numpy()) if device.type == "meta" else None
         of_floats: dict[str, Any] = {"device": device, "dtype": dtype}
         self.head_projection = (
             nn.Linear(input_dim, head_dim, **of_floats) if head_dim is not None and self.num_head_labels else nn.Identity()
@@ -147,10 +153,17 @@ class GroupSparseHead(JaggedModule):
     def reset_parameters(self) -> None:
         """Draw weights and the inputs of groups anew; biases are the labels' log-odds again."""
         super().reset_parameters()
-        with torch.no_grad():
+        if self.labels.is_meta:
+            return
+        with torch.no_grad(), torch.device("cpu"):
+            if self._groups is not None:
+                labels, offsets = (torch.from_numpy(array) for array in self._groups)
+                for buffer, values in ((self.labels, labels), (self.places, labels.argsort()), (self.group_offsets, offsets)):
+                    buffer.copy_(values)
+                self._groups = None
             for weight in (self.head_weight, self.weight):
                 nn.init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
-            odds = self.log_odds[self.labels]
+            odds = torch.from_numpy(self._log_odds)[self.labels.cpu()]
             self.head_bias.copy_(odds[: self.num_head_labels])
             self.bias.copy_(odds[self.num_head_labels :])
             generator = torch.Generator().manual_seed(self.seed)
@@ -158,6 +171,12 @@ class GroupSparseHead(JaggedModule):
                 keys = torch.rand(some.stop - some.start, self.tail_dim, generator=generator)
                 self.supports[some] = keys.topk(self.fan_in).indices.sort(1).values.to(self.supports)
             self.born.fill_(_ALWAYS)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if not self.labels.is_meta:
+            # Those that were loaded.
+            self._groups = None
 
     def forward(self, features: Tensor, positives: JaggedTensor, row_mask: Tensor | None = None) -> Tensor:
         """Return the loss, a scalar."""

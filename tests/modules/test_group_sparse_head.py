@@ -250,6 +250,41 @@ def test_saved_pickled_and_loaded(place: Place) -> None:
         assert torch.equal(copied.born, head.born)
 
 
+@pytest.mark.parametrize("by_context", [False, True])
+def test_a_head_made_on_the_meta_device_becomes_the_same(place: Place, by_context: bool) -> None:
+    expected = head_of(23, head=3, head_dim=7, tail_dim=9)
+    counts = torch.randint(0, ROWS + 1, (23,), generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"fan_in": 4, "group_size": 5, "head": 3, "head_dim": 7, "tail_dim": 9}
+    if by_context:
+        with torch.device("meta"):
+            head = GroupSparseHead(12, counts, ROWS, **options)
+    else:
+        head = GroupSparseHead(12, counts, ROWS, device="meta", **options)
+    assert all(tensor.is_meta for tensor in (*head.parameters(), *head.buffers()))
+    head.reset_parameters()
+    head = pickle.loads(pickle.dumps(head)).to_empty(device=place.device)
+    for tensor in (*head.parameters(), *head.buffers()):
+        tensor.data.fill_(-7)
+    torch.manual_seed(0)
+    head.reset_parameters()
+    drawn = ("weight", "head_weight", "projection")
+    for name, value in expected.state_dict().items():
+        found = head.state_dict()[name]
+        assert torch.equal(found, value) or (any(word in name for word in drawn) and found.shape == value.shape), name
+    # A state is enough, too.
+    other = GroupSparseHead(12, counts, ROWS, seed=1, device="meta", **options).to_empty(device=place.device)
+    other.load_state_dict(expected.state_dict())
+    assert torch.equal(copy.deepcopy(other).labels, expected.labels)
+    features, positives = random_tensor((4, 12), torch.float32, 1), positives_for(jagged_of((2, 1, 0, 4)), 23, 1)
+    assert torch.equal(other(features, positives), expected(features, positives))
+    assert torch.equal(other.topk(features, 5)[1], expected.topk(features, 5)[1])
+    assert bool(head(features, positives).isfinite())
+    # Drawn again, it keeps the groups that were loaded.
+    other.reset_parameters()
+    assert torch.equal(other.labels, expected.labels)
+    assert torch.equal(other.bias, expected.bias)
+
+
 @pytest.mark.parametrize("head_dim", [None, 3], ids=["dense", "bottleneck"])
 def test_all_labels_in_the_dense_layer(place: Place, head_dim: int | None) -> None:
     """No group: a dense layer, or a bottleneck before it, is trained, scored, saved and rewired as any other head."""
