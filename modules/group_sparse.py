@@ -356,6 +356,8 @@ def _checked_counts(label_counts: Tensor, num_rows: int) -> Tensor:
     if label_counts.dim() != 1 or label_counts.dtype != torch.int64 or not label_counts.shape[0]:
         kind = str(label_counts.dtype).removeprefix("torch.")
         raise ValueError(f"label_counts: expected int64 of shape [num_labels], got {kind} of shape {list(label_counts.shape)}")
+    if label_counts.is_meta:
+        raise ValueError("label_counts: got a tensor on the meta device, expected one with numbers; make it on another device")
     counts = label_counts.cpu()
     lowest, highest = (int(value) for value in torch.aminmax(counts))
     if lowest < 0 or highest > num_rows:

@@ -46,6 +46,9 @@ class Callback:
     callbacks, so that no call is lost or comes twice.
     """
 
+    def on_start(self, progress: Progress) -> None:
+        """Before the first step, of a run that goes on, too."""
+
     def on_step(self, progress: Progress) -> None:
         """After an update of the weights."""
 

@@ -114,6 +114,7 @@ class Loop:
             # A killed run may have left it a row short of its last checkpoint, or some rows ahead.
             self._write_history()
         with self._watch, self._explained():
+            self._tell("on_start")
             try:
                 while not self._finished:
                     self._train_epoch()

@@ -27,7 +27,8 @@ def share(rows: MultiLabelRows, rank: int, count: int) -> MultiLabelRows:
 def train(output: Path, rank: int, count: int) -> dict[str, Any]:
     """Two epochs on every `count`-th row, in order: the joint batches are those of one process."""
     loaders = [label_loader(share(rows, rank, count), BATCH // count) for rows in (ROWS, TEST, TEST)]
-    trainer = Trainer(task_of(dropout=0.0), config_of(output, max_epochs=2), callbacks=[Rewiring(0.1, every=5, until=15)])
+    rewiring = Rewiring(0.1, every=5, until=15, by="gradient")
+    trainer = Trainer(task_of(dropout=0.0), config_of(output, max_epochs=2), callbacks=[rewiring])
     figures = trainer.fit(*loaders, progress=False).metrics.test
     return {"loss": figures["all"]["loss"], **dict(figures["labels"])}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +110,10 @@ def test_it_learns_and_its_figures_are_those_of_label_metrics(tmp_path: Path) ->
     assert {"p@1", "psp@1", "ndcg@5", "recall@10"} <= set(expected)
 
 
-def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout, shuffled rows, slots with new inputs before and after the stop, and their optimizer's state."""
-    new = {"fraction": 0.2, "every": 5, "until": 30}
+@pytest.mark.parametrize("by", ["random", "gradient"])
+def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+    """With dropout, shuffled rows, new inputs before the stop and in the first step after it, and the optimizer's state."""
+    new: dict[str, Any] = {"fraction": 0.2, "every": 6, "until": 30, "by": by}
     train(tmp_path / "whole", Rewiring(**new))
     with monkeypatch.context() as patch:
         at_step(patch, 17, kill_self(15))
@@ -123,6 +125,44 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, mon
     for name, value in whole.items():
         assert torch.equal(value, stopped[name]), name
     assert bool((whole["head.born"] > 0).any())
+
+
+def test_inputs_by_gradient_are_those_of_the_last_training_batch(tmp_path: Path) -> None:
+    """Not of a validation's, and not other ones than a call of `rewire` would choose."""
+    seen: list[int] = []
+    rewiring = Rewiring(0.2, every=4, until=20, protected=0, by="gradient")
+
+    class Look(Callback):
+        def on_step(self, progress: Progress) -> None:
+            head = progress.task.head  # type: ignore[attr-defined]
+            batch = rewiring._batches[head]
+            assert not batch[0].requires_grad
+            seen.append(batch[0].shape[0])
+            self.expected = copy.deepcopy(head)
+            if progress.state.step in (4, 16):
+                self.expected.rewire(0.2, step=progress.state.step, protected=0, by="gradient", batch=batch)
+
+    class Compare(Callback):
+        def on_step(self, progress: Progress) -> None:
+            if progress.state.step in (4, 16):
+                head = progress.task.head  # type: ignore[attr-defined]
+                assert torch.equal(head.supports, look.expected.supports)
+                assert torch.equal(head.weight, look.expected.weight)
+                assert int((head.born == progress.state.step).sum()) == round(0.2 * head.born.numel())
+
+    look, task = Look(), task_of()
+    train(tmp_path, look, rewiring, Compare(), task=task, validate_every="3 steps")
+    assert set(seen) == {50}
+    assert len(seen) == 36
+    assert rewiring._batches == {}
+    assert not task.head._forward_pre_hooks
+    # A user's own head may be told rows that do not count; which weights matter to the others it does not know.
+    handle = task.head.register_forward_pre_hook(rewiring._keep, with_kwargs=True)
+    hidden, positives = torch.zeros(2, task.head.weight.shape[1] * 2), LabelBatch.of(ROWS.take(np.arange(2))).labels
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        task.train().head(hidden, positives, row_mask=torch.tensor([True, False]))
+    assert str(raised.value) == "by: got 'gradient' and a head that is called with row_mask; take 'random', or leave the rows out"
+    handle.remove()
 
 
 def test_slots_change_until_they_may_no_longer(tmp_path: Path) -> None:
@@ -152,6 +192,7 @@ def test_no_rows_and_wrong_numbers_are_refused() -> None:
     for wrong, message in (
         ({"fraction": 2.0}, "fraction: expected a number in [0, 1], got 2.0"),
         ({"every": 0}, "every: expected at least 1 step, got 0"),
+        ({"by": "weight"}, "by: got 'weight', expected 'random' or 'gradient'"),
     ):
         with pytest.raises(ValueError) as raised:  # noqa: PT011
             Rewiring(**{"fraction": 0.1, "every": 5, "until": 10, **wrong})

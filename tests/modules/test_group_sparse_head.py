@@ -261,6 +261,11 @@ def test_a_head_made_on_the_meta_device_becomes_the_same(place: Place, by_contex
     else:
         head = GroupSparseHead(12, counts, ROWS, device="meta", **options)
     assert all(tensor.is_meta for tensor in (*head.parameters(), *head.buffers()))
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        GroupSparseHead(12, counts.to("meta"), ROWS, **options)
+    assert str(raised.value) == (
+        "label_counts: got a tensor on the meta device, expected one with numbers; make it on another device"
+    )
     head.reset_parameters()
     head = pickle.loads(pickle.dumps(head)).to_empty(device=place.device)
     for tensor in (*head.parameters(), *head.buffers()):
