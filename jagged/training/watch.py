@@ -114,6 +114,9 @@ class Watch:
                 # The process that keeps the store is gone, which the collectives will say.
                 return
             now = time.monotonic()
+            if now - last > 2 * interval:
+                # Stopped since, between two lines here; the next look makes allowance for it.
+                continue
             seen = {rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()}
             # Who says nothing new is stopped as a whole; a patient one is waited for while it speaks.
             silent = {rank for rank, (_, since) in seen.items() if now - since > self._seconds / 2}

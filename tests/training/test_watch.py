@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jagged.training.watch import compiles
+from jagged.training.watch import Watch, compiles
 from tests.places import PLACE
 from tests.processes import told_by
 from tests.training.standing_still import AT_FIRST
@@ -181,3 +183,41 @@ def test_a_compiled_model_that_waits_does_not_compile() -> None:
     x = torch.ones(8)
     assert any(look_at(lambda: model(x)))
     assert not any(look_at(lambda: model(x)))
+
+
+def test_a_pause_in_the_middle_of_a_look_is_no_standing_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole process stands still while its watch speaks with the others: which stands here for its being stopped there."""
+    speaks, ended = threading.Event(), []
+
+    class Store:
+        said = 0
+
+        def set(self, key: str, word: str) -> None:
+            Store.said += 1
+            if Store.said == 3:
+                speaks.set()
+                time.sleep(1.5)
+
+        def check(self, keys: list[str]) -> bool:
+            return keys[0].isdigit()
+
+        def get(self, key: str) -> bytes:
+            return json.dumps([Store.said, False, "there"]).encode()
+
+    watch = Watch(SimpleNamespace(world_size=2, rank=0), 0.5, lambda: "")  # type: ignore[arg-type]
+    monkeypatch.setattr("jagged.training.watch._get_default_store", lambda: SimpleNamespace(clone=Store))
+    monkeypatch.setattr("jagged.training.watch.PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(watch, "_end", lambda words, silent: ended.append(Store.said))
+    with watch:
+        while not speaks.is_set():
+            watch.beat()
+            time.sleep(0.01)
+        time.sleep(1.5)
+        begun = time.monotonic()
+        while time.monotonic() - begun < 0.5:
+            watch.beat()
+            time.sleep(0.01)
+        assert ended == []
+        # One that stands still by itself is found as before.
+        time.sleep(1.0)
+    assert ended
