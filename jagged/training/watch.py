@@ -101,9 +101,7 @@ class Watch:
         last = time.monotonic()
         while not self._done.wait(interval):
             number += 1
-            # While this thread did not run either, the whole process was stopped, as by Ctrl-Z, and stood still for no fault.
-            if (stopped := time.monotonic() - last - 2 * interval) > 0:
-                self._beaten += stopped
+            self._allow_for_pause(last, interval)
             if compiles(self._main, self._within):
                 self._compiled = time.monotonic()
             last = time.monotonic()
@@ -113,10 +111,8 @@ class Watch:
             except RuntimeError:
                 # The process that keeps the store is gone, which the collectives will say.
                 return
-            now = time.monotonic()
-            if now - last > 2 * interval:
-                # Stopped since, between two lines here; the next look makes allowance for it.
-                continue
+            # It may have been stopped between two lines here, too.
+            now = last = self._allow_for_pause(last, interval)
             seen = {rank: seen[rank] if rank in seen and seen[rank][0] == word else (word, now) for rank, word in words.items()}
             # Who says nothing new is stopped as a whole; a patient one is waited for while it speaks.
             silent = {rank for rank, (_, since) in seen.items() if now - since > self._seconds / 2}
@@ -126,6 +122,13 @@ class Watch:
                 continue
             if not any(json.loads(word)[1] for rank, word in words.items() if rank not in silent):
                 self._end(words, silent)
+
+    def _allow_for_pause(self, last: float, interval: float) -> float:
+        """Return the time. While this thread did not run, the process was stopped, as by Ctrl-Z, and stood still for no fault."""
+        now = time.monotonic()
+        if (stopped := now - last - 2 * interval) > 0:
+            self._beaten = min(now, self._beaten + stopped)
+        return now
 
     def _words(self) -> dict[int, str]:
         others = [rank for rank in range(self._processes.world_size) if self._store.check([str(rank)])]
