@@ -415,6 +415,15 @@ def test_like_labels_are_grouped_and_unknown_ones_apart() -> None:
     assert torch.equal(again.labels, groups.labels)
 
 
+def test_a_centre_that_no_label_is_nearest_to_stays() -> None:
+    """Of two equal centres the second sees nothing; at the origin it would draw the label that is opposite to both."""
+    embeddings = torch.tensor([[1.0, 0.0]]).repeat(63, 1)
+    embeddings[40] = -embeddings[40]
+    groups = group_by_embedding(torch.arange(63), embeddings, group_size=4, groups_per_cluster=7)
+    assert groups.offsets.diff().tolist() == [4] * 15 + [3]
+    assert groups.labels[-3:].tolist().count(40) == 1
+
+
 def test_messages_name_argument_and_cure() -> None:
     counts = torch.tensor([3, 2, 1])
     right: dict[str, Any] = {"input_dim": 4, "label_counts": counts, "num_rows": 5, "fan_in": 2}

@@ -34,6 +34,12 @@ def test_wrong_offsets_lead_to_no_sample_that_is_not_there(place: Place, offsets
         assert bool(((samples >= 0) & (samples < len(offsets) - 1)).all())
 
 
+def test_positions_are_counted_from_the_start_unless_asked(place: Place) -> None:
+    offsets = torch.tensor([0, 0, 3, 3, 5], device=place.device)
+    assert row_positions(offsets, 5).tolist() == [0, 1, 2, 0, 1]
+    assert row_positions(offsets, 5, from_end=True).tolist() == [2, 1, 0, 1, 0]
+
+
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("view", [False, True])
