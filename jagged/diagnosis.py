@@ -246,6 +246,11 @@ def _group_sparse(device: torch.device, backend: str) -> None:
     positives, of_rows = torch.tensor([4, 0, 1], device=device), torch.tensor([0, 1, 1, 3, 3], device=device)
     ours = jagged.ops.group_sparse_bce(features, weight, supports, offsets, positives, of_rows, backend=backend)
     _same(ours, _loss_of_labels(logits(), positives, of_rows), (features, weight))
+    ours = jagged.ops.group_sparse_cross_entropy(features, weight, supports, offsets, positives, of_rows, backend=backend)
+    # Of rows 0 and 2, which have positives; those of row 2 share the probability.
+    of_logits = logits()
+    expected = of_logits.logsumexp(1)
+    _same(ours, (expected[0] - of_logits[0, 4] + expected[2] - of_logits[2, :2].mean()) / 2, (features, weight))
 
 
 def _linear_bce(device: torch.device, backend: str) -> None:

@@ -50,7 +50,12 @@ from jagged.ops.embedding_bag import (
     embedding_bags,
     quantize_rows,
 )
-from jagged.ops.group_sparse import group_sparse_bce, group_sparse_linear, group_sparse_topk
+from jagged.ops.group_sparse import (
+    group_sparse_bce,
+    group_sparse_cross_entropy,
+    group_sparse_linear,
+    group_sparse_topk,
+)
 from jagged.ops.linear_bce import linear_bce
 from jagged.ops.sampled_cross_entropy import (
     Correction,
@@ -88,6 +93,7 @@ __all__ = [
     "embedding_bags",
     "from_nested",
     "group_sparse_bce",
+    "group_sparse_cross_entropy",
     "group_sparse_linear",
     "group_sparse_topk",
     "jagged2_softmax",
@@ -130,6 +136,7 @@ for _name in (
     "dense_to_jagged",
     "embedding_bags",
     "group_sparse_bce",
+    "group_sparse_cross_entropy",
     "group_sparse_linear",
     "group_sparse_topk",
     "jagged2_softmax",

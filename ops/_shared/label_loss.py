@@ -94,6 +94,19 @@ def label_sets(features: Tensor, positives: Tensor, offsets: Tensor, row_mask: T
     return LabelSets(labels, rows[order], counts / counts.sum().clamp_(min=1))
 
 
+def distinct_labels(sets: LabelSets, num_labels: int) -> Tensor:
+    """Return how many labels each row has, `[B]` (int64), of those from 0 to `num_labels` - 1; one that it has twice is one."""
+    labels, rows = sets.positives, sets.rows
+    # The first is always new, others by the one before. A slice would ask a tracer for its length.
+    place = torch.arange(labels.shape[0], device=labels.device)
+    before = (place - 1).clamp_(min=0)
+    is_new = (place == 0) | (labels != labels.index_select(0, before)) | (rows != rows.index_select(0, before))
+    is_new &= (labels >= 0) & (labels < num_labels)
+    # Of no row at all, wrong offsets give positives to the first.
+    batch_size = sets.row_weight.shape[0]
+    return rows.new_zeros(batch_size + 1).index_add_(0, rows, is_new.to(torch.int64))[:batch_size]
+
+
 def slope_scales(features: Tensor, row_weight: Tensor, label_weight: Tensor | None, grad: Tensor) -> Tensor:
     """Return `[2]`: what slopes are multiplied with, and then their products; float16 has too few small numbers for slopes."""
     if features.dtype != torch.float16:

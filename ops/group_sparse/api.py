@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.label_loss import LossOptions, check_label_loss, label_sets, loss_dtype
+from jagged.ops._shared.label_loss import LossOptions, check_label_loss, distinct_labels, label_sets, loss_dtype
 from jagged.ops._shared.offsets import covering
-from jagged.ops._shared.validation import (
-    FLOATS,
-    check_device,
-    check_factors,
-    check_number,
-    check_offsets,
-    check_tensor,
-    check_vector,
-    holds,
-    validation_is_on,
+from jagged.ops._shared.validation import check_number
+from jagged.ops.group_sparse.checks import check_layer
+from jagged.ops.group_sparse.spec import (
+    GROUP_SPARSE,
+    GROUP_SPARSE_BCE,
+    GROUP_SPARSE_SOFTMAX,
+    Inputs,
+    LossInputs,
+    Options,
+    SoftmaxInputs,
 )
-from jagged.ops.group_sparse.spec import GROUP_SPARSE, GROUP_SPARSE_BCE, Inputs, LossInputs, Options
 
 
 def group_sparse_linear(
@@ -66,7 +67,7 @@ def group_sparse_linear(
         >>> group_sparse_linear(features, weight, supports, torch.tensor([0, 2, 3]))
         tensor([[ 5., -3., 20.]])
     """
-    _check_layer(features, weight, supports, group_offsets, bias)
+    check_layer(features, weight, supports, group_offsets, bias)
     return GROUP_SPARSE(Inputs(features, weight, supports, group_offsets, bias), Options(), backend).logits
 
 
@@ -128,12 +129,102 @@ def group_sparse_bce(
         >>> group_sparse_bce(features, weight, supports, torch.tensor([0, 2, 3]), positives, offsets)
         tensor(0.0553)
     """
-    _check_layer(features, weight, supports, group_offsets, bias)
+    check_layer(features, weight, supports, group_offsets, bias)
     check_label_loss(features, weight, positives, offsets, label_weight, row_mask, label_smoothing, ignore_index)
     sets = label_sets(features, positives, offsets, row_mask)
     positive_offsets = torch.searchsorted(sets.positives, group_offsets.to(torch.int64).contiguous())
     inputs = LossInputs(features, weight, supports, group_offsets, *sets, positive_offsets, bias, label_weight)
     return GROUP_SPARSE_BCE(inputs, LossOptions(label_smoothing), backend).loss
+
+
+@overload
+def group_sparse_cross_entropy(
+    features: Tensor, weight: Tensor, supports: Tensor, group_offsets: Tensor, positives: Tensor, offsets: Tensor,
+    bias: Tensor | None = ..., *, row_mask: Tensor | None = ..., ignore_index: int = ...,
+    return_parts: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def group_sparse_cross_entropy(
+    features: Tensor, weight: Tensor, supports: Tensor, group_offsets: Tensor, positives: Tensor, offsets: Tensor,
+    bias: Tensor | None = ..., *, row_mask: Tensor | None = ..., ignore_index: int = ..., return_parts: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+def group_sparse_cross_entropy(
+    features: Tensor,
+    weight: Tensor,
+    supports: Tensor,
+    group_offsets: Tensor,
+    positives: Tensor,
+    offsets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    row_mask: Tensor | None = None,
+    ignore_index: int = -100,
+    return_parts: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Compute the cross-entropy of a softmax over all labels, averaged over the rows that have positives, storing no logits.
+
+    With `z = group_sparse_linear(features, weight, supports, group_offsets, bias)` the loss of a row with n positives is
+    `logsumexp(z[b]) - sum of its positives' z / n`: they share the probability evenly. Rows without a positive do not count.
+    Backward computes the logits again and makes all gradients at once. Under `torch.autocast` features, weight and bias are cast
+    to its dtype; their gradients come back in their own dtypes. Gradients of first order.
+
+    Args:
+        features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`.
+        weight: `[L, F]`.
+        supports: `[K, F]`.
+        group_offsets: `[K + 1]`.
+        positives: `[P]`, int32 or int64: the labels of row 0, then those of row 1, in any order, from 0 to L - 1. A label that a
+            row has twice counts once.
+        offsets: `[B + 1]`, int32 or int64, from 0 to P: row b has `positives[offsets[b] : offsets[b + 1]]`, also none.
+        bias: `[L]`.
+        row_mask: `[B]`, bool: rows that count, as far as they have positives; the mean is over these, and 0 where there is none.
+            None counts all.
+        ignore_index: a negative number that among positives is no label.
+        return_parts: also return what the loss is made of: with the log-sum-exp of other labels, `torch.logaddexp` of both is
+            that of one softmax over all.
+        backend: `"torch"`, `"triton"`, or None to choose by device.
+
+    Returns:
+        A number, float32 (float64 for float64). With `return_parts` a tuple of it and two of that dtype, `[B]`, which are
+        differentiable: each row's log-sum-exp of all logits, and the sum of its positives' logits. Both are 0 in rows that
+        `row_mask` leaves out; without labels the log-sum-exp is -inf, and without positives the sum is 0.
+
+    Raises:
+        ValueError: shapes that do not fit, tensors on different devices, an unknown backend; on a CPU, unless values are trusted,
+            and with `JAGGED_VALIDATE=1` everywhere, also wrong values of offsets, supports or positives.
+        TypeError: dtypes other than those above, or different ones outside of autocast.
+
+    Source:
+        HASTE, as for `group_sparse_linear`; the log-sum-exp of logits that are not stored: Wijmans et al., Cut Your Losses in
+        Large-Vocabulary Language Models, ICLR 2025.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import group_sparse_cross_entropy
+        >>> features, weight = torch.tensor([[1., 2., 3., 4.]]), torch.tensor([[1., 1.], [1., -1.], [1., 0.]])
+        >>> supports = torch.tensor([[0, 3], [1, 2]], dtype=torch.int32)
+        >>> positives, offsets = torch.tensor([2, 0]), torch.tensor([0, 2])
+        >>> group_sparse_cross_entropy(features, weight, supports, torch.tensor([0, 2, 3]), positives, offsets)
+        tensor(1.5489)
+    """
+    check_layer(features, weight, supports, group_offsets, bias)
+    check_label_loss(features, weight, positives, offsets, None, row_mask, 0.0, ignore_index)
+    sets = label_sets(features, positives, offsets, row_mask)
+    positive_offsets = torch.searchsorted(sets.positives, group_offsets.to(torch.int64).contiguous())
+    layer = (features, weight, supports, group_offsets)
+    inputs = SoftmaxInputs(*layer, sets.positives, sets.rows, positive_offsets, bias, row_mask)
+    lse, target = GROUP_SPARSE_SOFTMAX(inputs, Options(), backend)
+    counts = distinct_labels(sets, weight.shape[0])
+    counted = counts > 0 if row_mask is None else (counts > 0) & row_mask
+    losses = torch.where(counted, lse - target / counts.clamp(min=1), 0)
+    loss = losses.sum() / counted.sum().clamp_(min=1)
+    return (loss, lse, target) if return_parts else loss
 
 
 def group_sparse_topk(
@@ -181,7 +272,7 @@ def group_sparse_topk(
         >>> group_sparse_topk(features, weight, supports, torch.tensor([0, 2, 3]), k=2)
         (tensor([[20.,  5.]]), tensor([[2, 0]]))
     """
-    _check_layer(features, weight, supports, group_offsets, bias)
+    check_layer(features, weight, supports, group_offsets, bias)
     check_number("k", k, k >= 1, "at least 1")
     check_number("max_bytes", max_bytes, max_bytes >= 2**16, f"at least {2**16}")
     with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
@@ -212,55 +303,3 @@ def group_sparse_topk(
             scores, order = torch.cat([scores, best], 1).topk(k, 1)
             labels = torch.cat([labels, places + begin], 1).gather(1, order)
         return scores, labels
-
-
-def _check_layer(features: Tensor, weight: Tensor, supports: Tensor, group_offsets: Tensor, bias: Tensor | None) -> None:
-    check_tensor("features", features, "[B, H]", FLOATS)
-    check_tensor("weight", weight, "[L, F]", FLOATS)
-    check_tensor("supports", supports, "[K, F]", (torch.int32, torch.int16))
-    check_factors("weight", weight, "features", features)
-    check_device("supports", supports, "features", features)
-    if not (holds(weight.shape[1] >= 1) and holds(weight.shape[1] <= features.shape[1])):
-        raise ValueError(
-            f"weight: expected shape [L, F], F from 1 to {features.shape[1]}, the columns of features, got {list(weight.shape)}"
-        )
-    if not holds(supports.shape[1] == weight.shape[1]):
-        raise ValueError(
-            f"supports: expected shape [K, {weight.shape[1]}], a column of features for each column of weight "
-            f"{list(weight.shape)}, got {list(supports.shape)}"
-        )
-    check_offsets(group_offsets, features, "group_offsets", total=weight.shape[0])
-    if not holds(group_offsets.shape[0] == supports.shape[0] + 1):
-        raise ValueError(
-            f"group_offsets: expected shape [{supports.shape[0] + 1}], one more than the groups of supports "
-            f"{list(supports.shape)}, got {list(group_offsets.shape)}"
-        )
-    if bias is not None:
-        check_vector("bias", bias, "[L]", weight.shape[0], "row of weight", weight)
-        check_factors("bias", bias, "features", features)
-    if validation_is_on(supports):
-        _validate_supports(supports, features.shape[1])
-
-
-def _validate_supports(supports: Tensor, num_features: int) -> None:
-    """Check that groups read columns that there are, and none of them twice."""
-    values = supports.detach().cpu()
-    if not values.numel():
-        return
-    lowest, highest = torch.stack(torch.aminmax(values)).tolist()
-    if lowest < 0 or highest >= num_features:
-        group, slot = torch.nonzero((values < 0) | (values >= num_features))[0].tolist()
-        raise ValueError(
-            f"supports[{group}, {slot}]: expected a column of features, from 0 to {num_features - 1}, "
-            f"got {int(values[group, slot])}; columns are counted from 0"
-        )
-    if bool((values[:, 1:] > values[:, :-1]).all()):
-        return
-    columns = values.sort(1).values
-    twice = torch.nonzero(columns[:, 1:] == columns[:, :-1])
-    if twice.numel():
-        group, slot = twice[0].tolist()
-        raise ValueError(
-            f"supports[{group}]: expected columns that differ, got {int(columns[group, slot])} twice; "
-            "put another in its place, with weights of 0 if none is to count"
-        )

@@ -12,6 +12,8 @@ from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
 # Programs that add up the gradient of features, for each multiprocessor.
 PROGRAMS = 4
+# Programs that walk the labels for their log-sum-exp, for each multiprocessor.
+SOFTMAX_PROGRAMS = 16
 
 
 class Configuration(NamedTuple):
@@ -66,6 +68,16 @@ def bce_backward_configuration(num_labels: int, num_groups: int, batch_size: int
         block_b = 64 if block_f == 64 and block_l < 32 else 32
         return Configuration(0, block_l, block_f, block_b, 2 if block_f < 64 else 4, 3)
     return Configuration(0, 16, _power(width, 64), 16, 4, 1)
+
+
+def softmax_forward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
+    """Choose for the log-sum-exp of logits that are not stored: a thread holds its part of a tile three times over."""
+    return bce_forward_configuration(num_labels, num_groups, batch_size, width, itemsize)._replace(groups=0, num_warps=4)
+
+
+def softmax_backward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
+    """Choose for the gradients of a log-sum-exp: the tiles of `bce_backward_configuration`, one after the other."""
+    return bce_backward_configuration(num_labels, num_groups, batch_size, width, itemsize)._replace(num_warps=4, num_stages=1)
 
 
 def bce_tiles(batch_size: int, width: int, chosen: Configuration) -> int:

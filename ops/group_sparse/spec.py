@@ -72,3 +72,48 @@ GROUP_SPARSE_BCE: Operator[LossInputs, LossOptions, LossOutputs] = operator(
     saved=LossInputs._fields,
     autocast=("features", "weight", "bias"),
 )
+
+
+class SoftmaxInputs(NamedTuple):
+    """A layer as in `Inputs`; positives and rows as in `LabelSets`, `positive_offsets` as in `LossInputs`; rows that count `[B]`.
+
+    A label that a row has twice is one of its positives.
+    """
+
+    features: Differentiable
+    weight: Differentiable
+    supports: Tensor
+    group_offsets: Tensor
+    positives: Tensor
+    rows: Tensor
+    positive_offsets: Tensor
+    bias: Differentiable | None = None
+    row_mask: Tensor | None = None
+
+
+class SoftmaxOutputs(NamedTuple):
+    """Of each row, `[B]`, float32 or float64: log-sum-exp of all logits, and the sum of its positives'. Both are 0 where masked.
+
+    Without labels the log-sum-exp is -inf.
+    """
+
+    lse: Tensor
+    target: Tensor
+
+
+def _softmax_shapes(x: SoftmaxInputs, o: Options) -> SoftmaxOutputs:
+    lse = x.features.new_empty(x.features.shape[0], dtype=loss_dtype(x.features.dtype))
+    return SoftmaxOutputs(lse, lse.new_empty(lse.shape))
+
+
+GROUP_SPARSE_SOFTMAX: Operator[SoftmaxInputs, Options, SoftmaxOutputs] = operator(
+    "group_sparse_cross_entropy",
+    SoftmaxInputs,
+    Options,
+    SoftmaxOutputs,
+    shapes=_softmax_shapes,
+    torch="jagged.ops.group_sparse.torch_impl:softmax_forward,softmax_backward",
+    triton="jagged.ops.group_sparse.softmax_kernels:forward,backward",
+    saved=(*SoftmaxInputs._fields, "lse"),
+    autocast=("features", "weight", "bias"),
+)

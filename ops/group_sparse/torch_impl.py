@@ -15,7 +15,9 @@ from torch import Tensor
 
 from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
 from jagged.ops._shared.offsets import covering
-from jagged.ops.group_sparse.spec import Inputs, LossInputs, Options, Outputs
+from jagged.ops.group_sparse.spec import Inputs, LossInputs, Options, Outputs, SoftmaxInputs, SoftmaxOutputs
+
+Layer = Inputs | LossInputs | SoftmaxInputs
 
 # Elements of a piece's gathered features, and of its logits: 4 MiB in float32.
 PIECE_ELEMENTS = 2**20
@@ -109,7 +111,74 @@ def bce_backward(
     return _finished(found, wanted)
 
 
-def _logits(piece: Piece, x: LossInputs, weights: Tensor, gathered: Tensor) -> Tensor:
+def softmax_forward(x: SoftmaxInputs, o: Options) -> SoftmaxOutputs:
+    """Take the labels piece by piece into each row's maximum and sum of exponentials relative to it."""
+    features, weight = counting_features(x), x.weight
+    dtype = loss_dtype(features.dtype)
+    maximum = features.new_full((features.shape[0],), -torch.inf, dtype=dtype)
+    total, target, positives = torch.zeros_like(maximum), torch.zeros_like(maximum), _positives(x)
+    for piece in _pieces(x):
+        weights = _weights_of(piece, weight)
+        for samples in _samples(features):
+            z = _logits(piece, x, weights, _gathered(features[samples], piece)).masked_fill_(
+                ~piece.exists[:, :, None], -torch.inf
+            )
+            target[samples] += torch.where(_signs(piece, positives, samples, z) < 0, z, 0).sum((0, 1))
+            highest = torch.maximum(maximum[samples], z.amax((0, 1)))
+            # A row of -inf alone has no maximum to subtract.
+            shift = highest.masked_fill(highest == -torch.inf, 0)
+            added = z.sub_(shift).exp_().sum((0, 1))
+            total[samples] = total[samples] * (maximum[samples] - shift).exp_() + added
+            maximum[samples] = highest
+    lse = total.log_().add_(maximum.masked_fill(maximum == -torch.inf, 0))
+    if x.row_mask is not None:
+        lse, target = (of_rows.masked_fill_(~x.row_mask, 0) for of_rows in (lse, target))
+    return SoftmaxOutputs(lse, target)
+
+
+def softmax_backward(
+    grads: SoftmaxOutputs, x: SoftmaxInputs, out: SoftmaxOutputs, o: Options, wanted: Mapping[str, torch.dtype]
+) -> dict[str, Tensor]:
+    """Return the gradients that are wanted, of logits that are computed again."""
+    x = x._replace(features=counting_features(x))
+    lse, of_lse, of_target = softmax_rows(grads, x, out)
+    positives = _positives(x)
+    of_bias = lse.new_zeros(x.weight.shape[0]) if "bias" in wanted else None
+
+    def given(piece: Piece, samples: slice, weights: Tensor, gathered: Tensor) -> Tensor:
+        z = _logits(piece, x, weights, gathered)
+        is_positive = _signs(piece, positives, samples, z) < 0
+        slopes = z.sub_(lse[samples]).exp_().mul_(of_lse[samples]).add_(torch.where(is_positive, of_target[samples], 0))
+        if of_bias is not None:
+            of_bias.index_add_(0, piece.labels[piece.exists], slopes.sum(2)[piece.exists])
+        return slopes
+
+    found = _gradients(x, wanted.keys(), given)
+    if of_bias is not None:
+        found["bias"] = of_bias
+    return _finished(found, wanted)
+
+
+def softmax_rows(grads: SoftmaxOutputs, x: SoftmaxInputs, out: SoftmaxOutputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what backward needs of rows, each `[B]`: log-sum-exp, its gradient, and that of `target`.
+
+    Where there is nothing to learn, in masked rows and in rows whose logits are all -inf, the log-sum-exp is inf: exponentials
+    relative to it are 0.
+    """
+    zeros = torch.zeros_like(out.lse)
+    of_lse, of_target = (zeros if grad is None else grad for grad in grads)
+    lse = out.lse.masked_fill(out.lse == -torch.inf, torch.inf)
+    if x.row_mask is None:
+        return lse, of_lse, of_target
+    return lse.masked_fill(~x.row_mask, torch.inf), of_lse.masked_fill(~x.row_mask, 0), of_target.masked_fill(~x.row_mask, 0)
+
+
+def counting_features(x: SoftmaxInputs) -> Tensor:
+    """Return features, zeros in masked rows: they enter no product, where zero times what is no number would be none."""
+    return x.features if x.row_mask is None else torch.where(x.row_mask[:, None], x.features, 0)
+
+
+def _logits(piece: Piece, x: LossInputs | SoftmaxInputs, weights: Tensor, gathered: Tensor) -> Tensor:
     z = torch.bmm(weights, gathered)
     return z if x.bias is None else z.add_(x.bias[piece.labels].to(z.dtype)[:, :, None])
 
@@ -122,7 +191,7 @@ class Positives(NamedTuple):
     rows: Tensor
 
 
-def _positives(x: LossInputs) -> Positives:
+def _positives(x: LossInputs | SoftmaxInputs) -> Positives:
     """Return the positives that are labels of a group."""
     labels, num_groups = x.positives, x.supports.shape[0]
     if not (labels.numel() and num_groups and x.weight.shape[0]):
@@ -158,9 +227,7 @@ def _counts_of(piece: Piece, x: LossInputs, dtype: torch.dtype) -> Tensor:
     return torch.where(piece.exists, x.label_weight[piece.labels].to(dtype), 0)
 
 
-def _gradients(
-    x: Inputs | LossInputs, wanted: Collection[str], given: Callable[[Piece, slice, Tensor, Tensor], Tensor]
-) -> dict[str, Tensor]:
+def _gradients(x: Layer, wanted: Collection[str], given: Callable[[Piece, slice, Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     """Return gradients of features and weight, as far as wanted, by those of logits that `given` has for a piece and samples."""
     features, weight = x.features, x.weight
     dtype = loss_dtype(features.dtype)
@@ -200,7 +267,7 @@ def _weights_of(piece: Piece, weight: Tensor) -> Tensor:
     return rows.view(*piece.labels.shape, -1).to(loss_dtype(weight.dtype))
 
 
-def _pieces(x: Inputs | LossInputs) -> Iterator[Piece]:
+def _pieces(x: Layer) -> Iterator[Piece]:
     """Yield every group that has labels, in the order of their sizes."""
     num_features, num_labels, num_groups = x.features.shape[1], x.weight.shape[0], x.supports.shape[0]
     if not (x.features.shape[0] and num_labels and num_groups):

@@ -24,6 +24,7 @@ from jagged.ops import (
     dense_to_jagged,
     embedding_bags,
     group_sparse_bce,
+    group_sparse_cross_entropy,
     group_sparse_linear,
     jagged2_softmax,
     jagged_attention,
@@ -262,10 +263,7 @@ def elementwise(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
 
 
 def group_sparse(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
-    # Samples are groups here, whose rows are labels. Steps of two lead to no column twice: their number is odd.
-    columns = 2 * width + 1
-    supports = torch.arange(batch.batch_size, device=PLACE.device)[:, None] + 2 * torch.arange(width, device=PLACE.device)
-    supports = (supports % columns).int()
+    supports, columns = _supports(batch, width)
 
     def forward(features: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
         with_bias = group_sparse_linear(features, weight, supports, batch.offsets, bias, backend=PLACE.backend)
@@ -274,6 +272,28 @@ def group_sparse(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         return [with_bias, without, group_sparse_bce(*given, label_smoothing=0.1, backend=PLACE.backend)]
 
     return Step(forward, _leaves(dtype, (70, columns), (batch.total, width), (batch.total,)))
+
+
+def group_sparse_softmax(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
+    supports, columns = _supports(batch, width)
+    mask = torch.arange(70, device=PLACE.device) % 5 > 0
+
+    def forward(features: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
+        given = (features, weight, supports, batch.offsets, *_positives(batch, 70))
+        loss, lse, target = group_sparse_cross_entropy(*given, bias, return_parts=True, backend=PLACE.backend)
+        without = group_sparse_cross_entropy(*given, row_mask=mask, backend=PLACE.backend)
+        # Of no labels it is -inf.
+        return [loss, lse.clamp(min=-100), target, without]
+
+    return Step(forward, _leaves(dtype, (70, columns), (batch.total, width), (batch.total,)))
+
+
+def _supports(batch: Jagged, width: int) -> tuple[Tensor, int]:
+    """Columns that groups read, the samples of a batch whose rows are labels; and how many there are."""
+    # Steps of two lead to no column twice: their number is odd.
+    columns = 2 * width + 1
+    supports = torch.arange(batch.batch_size, device=PLACE.device)[:, None] + 2 * torch.arange(width, device=PLACE.device)
+    return (supports % columns).int(), columns
 
 
 def bce_of_linear(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
@@ -331,6 +351,7 @@ FAMILIES: dict[str, Callable[[Jagged, torch.dtype, int], Step]] = {
     "elementwise": elementwise,
     "embedding_bag": embedding_bag,
     "group_sparse": group_sparse,
+    "group_sparse_softmax": group_sparse_softmax,
     "linear_bce": bce_of_linear,
     "pair_bmm": pair_bmm,
     "quantised_bags": quantised_bags,

@@ -23,6 +23,7 @@ DIFFERENTIABLE = [name for name in FAMILIES if name not in ("catalogue_topk", "q
 CAST = {
     "attention": ("q", "k", "v"),
     "group_sparse_bce": ("features", "weight", "bias"),
+    "group_sparse_cross_entropy": ("features", "weight", "bias"),
     "group_sparse_linear": ("features", "weight", "bias"),
     "jagged_dense_bmm": ("values", "dense", "bias"),
     "jagged_jagged_bmm": ("a", "b"),
@@ -32,7 +33,7 @@ CAST = {
     "pair_sums": ("scores", "values"),
     "sampled_linear_cross_entropy": ("hidden", "weight"),
 }
-KEEP_FLOAT32 = ("cross_entropy", "group_sparse", "linear_bce", "sampled_cross_entropy")
+KEEP_FLOAT32 = ("cross_entropy", "group_sparse", "group_sparse_softmax", "linear_bce", "sampled_cross_entropy")
 ONCE = pytest.mark.skipif(PLACE.name == "interpret", reason="what is shown here lies before the kernels")
 
 

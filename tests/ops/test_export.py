@@ -38,6 +38,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "group_sparse_bce": lambda a, ao, b, bo: ops.group_sparse_bce(
         first_rows(b, bo), a, SUPPORTS.expand(ao.shape[0] - 1, 8), ao, 0 * ids(b), bo, a[:, 0]
     )[None],
+    "group_sparse_cross_entropy": lambda a, ao, b, bo: ops.group_sparse_cross_entropy(
+        first_rows(b, bo), a, SUPPORTS.expand(ao.shape[0] - 1, 8), ao, 0 * ids(b), bo, a[:, 0]
+    )[None],
     "group_sparse_linear": lambda a, ao, b, bo: ops.group_sparse_linear(b, a, SUPPORTS.expand(b.shape[0], 8), ao, a[:, 0]),
     "jagged2_softmax": lambda a, ao, b, bo: ops.jagged2_softmax(a[:, 0], ao, bo),
     "jagged_attention": lambda a, ao, b, bo: ops.jagged_attention(

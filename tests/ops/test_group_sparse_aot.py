@@ -25,7 +25,7 @@ SHAPES += [pytest.param(*pair, marks=pytest.mark.long) for pair in ((1, 1), (32,
 
 def check(used: Resources, arch: int | str, where: str) -> None:
     # Offsets and strides that a loop keeps; no tile. In the losses' kernels the assembler puts aside more, for one program more.
-    assert used.spills <= (168 if "bce" in where else 48), f"{where}: {used}"
+    assert used.spills <= (168 if where.startswith(("bce", "softmax")) else 48), f"{where}: {used}"
     assert used.shared_bytes <= SHARED_BYTES[arch], f"{where}: {used}"
 
 
@@ -36,6 +36,8 @@ KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "feature_gradient": ("feature", ()),
     "bce_forward": ("bce_forward", ("bias", "label_weight")),
     "bce_backward": ("bce_backward", ("bias", "label_weight", "grad_bias")),
+    "softmax_forward": ("softmax_forward", ("bias",)),
+    "softmax_backward": ("softmax_backward", ("bias", "grad_bias")),
 }
 
 
@@ -57,12 +59,15 @@ def compile_one(
     name: str, arch: int | str, dtype: str, width: int, batch_size: int, chosen: configurations.Configuration, is_whole: bool
 ) -> Resources:
     """Compile with all that a call may have, or without it, and then with narrow integers and gradients in float32."""
-    from jagged.ops.group_sparse import bce_kernels, kernels
+    from jagged.ops.group_sparse import bce_kernels, kernels, softmax_kernels
 
-    kernel = getattr(bce_kernels if name.startswith("bce") else kernels, f"group_sparse_{name}_kernel")
+    modules = {"bce": bce_kernels, "softmax": softmax_kernels}
+    kernel = getattr(modules.get(name.partition("_")[0], kernels), f"group_sparse_{name}_kernel")
     floats = ("features", "weight", "bias", "logits", "grad", "grad_weight", "grad_bias")
     types = {**dict.fromkeys(floats, f"*{dtype}"), **dict.fromkeys(SIZES, "i32"), "smoothing": "fp32"}
-    types |= dict.fromkeys(("sums", "scales", "row_weight", "label_weight"), "*fp32")
+    types |= dict.fromkeys(
+        ("sums", "scales", "row_weight", "label_weight", "found", "lse", "grad_lse", "grad_target", "inverse_scale"), "*fp32"
+    )
     types |= {"supports": "*i32", **dict.fromkeys(("group_offsets", "positives", "rows", "positive_offsets"), "*i64")}
     constants = {
         "WIDTH": width, "BLOCK_L": chosen.block_l, "BLOCK_F": chosen.block_f, "BLOCK_B": chosen.block_b, "PRECISION": "ieee",

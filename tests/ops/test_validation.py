@@ -28,6 +28,12 @@ CALLS: dict[str, Callable[[Tensor], object]] = {
         torch.ones(3, 4), ROWS, SUPPORTS, o, POSITIVES, torch.tensor([0, 1, 1, 5])
     ),
     "group_sparse_bce of rows": lambda o: ops.group_sparse_bce(ROWS[:2], ROWS, SUPPORTS, torch.tensor([0, 2, 5]), POSITIVES, o),
+    "group_sparse_cross_entropy": lambda o: ops.group_sparse_cross_entropy(
+        torch.ones(3, 4), ROWS, SUPPORTS, o, POSITIVES, torch.tensor([0, 1, 1, 5])
+    ),
+    "group_sparse_cross_entropy of rows": lambda o: ops.group_sparse_cross_entropy(
+        ROWS[:2], ROWS, SUPPORTS, torch.tensor([0, 2, 5]), POSITIVES, o
+    ),
     "group_sparse_linear": lambda o: ops.group_sparse_linear(torch.ones(3, 4), ROWS, SUPPORTS, o),
     "jagged2_softmax": lambda o: ops.jagged2_softmax(torch.ones(13), o),
     "jagged_attention": lambda o: ops.jagged_attention(Q, Q, Q, o),

@@ -32,3 +32,15 @@ def group_sparse_bce(
     rows = losses.sum(1)
     rows = rows if row_mask is None else rows[row_mask]
     return rows.sum() / max(rows.shape[0], 1)
+
+
+def group_sparse_cross_entropy(logits: Tensor, targets: Tensor, row_mask: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of a softmax over the whole matrix of logits, rows' log-sum-exp, and the sum of their positives' logits."""
+    mask = torch.ones(logits.shape[0], dtype=torch.bool, device=logits.device) if row_mask is None else row_mask
+    # Of no labels the sum of exponentials is 0.
+    lse = torch.where(mask, torch.cat([logits, logits.new_full((logits.shape[0], 1), -torch.inf)], 1).logsumexp(1), 0)
+    target = torch.where(mask, (logits * targets.to(logits.dtype)).sum(1), 0)
+    counts = targets.sum(1).to(logits.dtype)
+    counted = mask & (counts > 0)
+    loss = (lse[counted] - target[counted] / counts[counted]).sum() / max(int(counted.sum()), 1)
+    return loss, lse, target
