@@ -13,11 +13,16 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
 from jagged.ops import (
+    BagLayout,
     catalogue_topk,
+    embedding_bags,
     group_sparse_bce,
+    group_sparse_cross_entropy,
     group_sparse_linear,
     group_sparse_topk,
     linear_bce,
+    linear_cross_entropy,
+    sample_of_row,
     trust_values,
     validate_ids,
     validate_offsets,
@@ -32,13 +37,17 @@ _PIECE_ELEMENTS = 2**24
 
 
 class GroupSparseHead(JaggedModule):
-    """Binary cross-entropy over very many labels, with few weights each.
+    """Binary or softmax cross-entropy over very many labels, with few weights each.
 
     The most frequent labels have a dense layer. The others lie in groups; the labels of a group read the same `fan_in` of the
     features, with weights of their own (`jagged.ops.group_sparse_bce`). Which ones a group reads is random at first, and learned
     by `rewire`. Users give and get their own label ids. A label's bias starts at its log-odds in training, `log((n + 0.5) / (N -
     n + 0.5))` for a label of n of N rows: at a bias of 0, a million labels would start with a loss of 700,000. A label that no
     row has starts there too, at -log(2 N + 1), and is scored by what training makes of it as a negative.
+
+    With `loss="softmax"` all labels share one probability, as for `jagged.ops.group_sparse_cross_entropy`: a row's positives have
+    even parts of it, and rows without any do not count. Biases then start at the logarithm of a label's share of all positives,
+    `log((n + 0.5) / sum of n + 0.5 over labels)`.
 
     Args:
         input_dim: width of the features.
@@ -51,7 +60,8 @@ class GroupSparseHead(JaggedModule):
             all of them, and no group.
         head_dim, tail_dim: width of a linear projection, which the dense layer and the groups read; None: the features. With
             all labels in the dense layer, `head_dim` is the width of a bottleneck.
-        label_smoothing: as for `jagged.ops.group_sparse_bce`.
+        loss: "bce", a yes or no for each label, or "softmax", one choice among all.
+        label_smoothing: as for `jagged.ops.group_sparse_bce`; "softmax" has none.
         seed: of groups, inputs and `rewire`.
         device, dtype: of parameters. On the meta device nothing is allocated; `to_empty` and `reset_parameters` make the same
             module of it as another device would have.
@@ -69,7 +79,8 @@ class GroupSparseHead(JaggedModule):
 
     Shape:
         features: `[B, input_dim]`; positives: JaggedTensor of label ids, those of each row; row_mask: `[B]`, bool, rows that
-        count. Returns the loss, summed over labels and averaged over rows; NaN where an unchecked label is none.
+        count. Returns the loss, of "bce" summed over labels, averaged over rows, of "softmax" over those that have positives;
+        NaN where an unchecked label is none.
 
     Source:
         HASTE: group-shared fixed fan-in with a dense head, trained with dynamic sparsity.
@@ -91,7 +102,7 @@ class GroupSparseHead(JaggedModule):
     supports: Tensor
     group_offsets: Tensor
     born: Tensor
-    shown = ("num_labels", "num_head_labels", "num_groups", "fan_in", "label_smoothing")
+    shown = ("num_labels", "num_head_labels", "num_groups", "fan_in", "loss", "label_smoothing")
 
     def __init__(
         self,
@@ -105,6 +116,7 @@ class GroupSparseHead(JaggedModule):
         head: int | float = 0,
         head_dim: int | None = None,
         tail_dim: int | None = None,
+        loss: Literal["bce", "softmax"] = "bce",
         label_smoothing: float = 0.0,
         seed: int = 0,
         device: torch.device | str | None = None,
@@ -122,12 +134,18 @@ class GroupSparseHead(JaggedModule):
             raise ValueError(f"fan_in: expected 1 to {width}, the width that groups read, got {fan_in}")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing: expected a number in [0, 1], got {label_smoothing}")
+        if loss not in ("bce", "softmax"):
+            raise ValueError(f"loss: got {loss!r}, expected 'bce' or 'softmax'")
+        if loss == "softmax" and label_smoothing:
+            raise ValueError(f"label_smoothing: expected 0 for loss='softmax', which has none, got {label_smoothing}")
         with torch.device("cpu"):
             by_frequency = counts.argsort(descending=True, stable=True)
             frequent, others = by_frequency.split([self.num_head_labels, self.num_labels - self.num_head_labels])
             groups = _groups(others.sort().values, counts, group_size, grouping, seed)
             labels = torch.cat([frequent, groups.labels])
-            odds = (counts.double() + 0.5).log() - (num_rows - counts.double() + 0.5).log()
+            at_first = (counts.double() + 0.5).log()
+            at_first -= (num_rows - counts.double() + 0.5).log() if loss == "bce" else at_first.logsumexp(0)
+        self.loss: Literal["bce", "softmax"] = loss
         self.num_groups, self.tail_dim = groups.offsets.shape[0] - 1, width
         self.register_buffer("labels", labels.to(device))
         self.register_buffer("places", labels.argsort().to(device))
@@ -136,7 +154,7 @@ class GroupSparseHead(JaggedModule):
         self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int64, device=device))
         # What `reset_parameters` takes, by label, where no device and no `torch.load` moves it; and the groups of a module on the
         # meta device, until it has memory.
-        self._log_odds = odds.float().numpy()
+        self._first_biases = at_first.float().numpy()
         self._groups = (labels.numpy(), groups.offsets.numpy()) if device.type == "meta" else None
         of_floats: dict[str, Any] = {"device": device, "dtype": dtype}
         self.head_projection = (
@@ -146,12 +164,15 @@ class GroupSparseHead(JaggedModule):
         head_width = self.head_projection.out_features if isinstance(self.head_projection, nn.Linear) else input_dim
         self.head_weight = nn.Parameter(torch.empty(self.num_head_labels, head_width, **of_floats))
         self.head_bias = nn.Parameter(torch.empty(self.num_head_labels, **of_floats))
+        # Of the dense layer's weights and biases, as tables.
+        widths = (head_width, 1) if self.num_head_labels else ()
+        self._layouts = tuple(BagLayout((self.num_head_labels,), (table_width,)) for table_width in widths)
         self.weight = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, fan_in, **of_floats))
         self.bias = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, **of_floats))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw weights and the inputs of groups anew; biases are the labels' log-odds again."""
+        """Draw weights and the inputs of groups anew; biases are what they were at first."""
         super().reset_parameters()
         if self.labels.is_meta:
             return
@@ -163,9 +184,9 @@ class GroupSparseHead(JaggedModule):
                 self._groups = None
             for weight in (self.head_weight, self.weight):
                 nn.init.uniform_(weight, -(weight.shape[1] ** -0.5), weight.shape[1] ** -0.5)
-            odds = torch.from_numpy(self._log_odds)[self.labels.cpu()]
-            self.head_bias.copy_(odds[: self.num_head_labels])
-            self.bias.copy_(odds[self.num_head_labels :])
+            at_first = torch.from_numpy(self._first_biases)[self.labels.cpu()]
+            self.head_bias.copy_(at_first[: self.num_head_labels])
+            self.bias.copy_(at_first[self.num_head_labels :])
             generator = torch.Generator().manual_seed(self.seed)
             for some in _pieces(self.num_groups, self.tail_dim):
                 keys = torch.rand(some.stop - some.start, self.tail_dim, generator=generator)
@@ -187,25 +208,78 @@ class GroupSparseHead(JaggedModule):
         # Elsewhere nothing waits to look: a label that is none makes the loss NaN, and is not taken for another one.
         wrong = (labels < 0) | (labels >= self.num_labels)
         places = self.places[labels.clamp(0, self.num_labels - 1)]
-        is_frequent = places < self.num_head_labels
-        options: dict[str, Any] = {"row_mask": row_mask, "label_smoothing": self.label_smoothing, "ignore_index": _IGNORED}
         # What groups read is this module's own, and need not be checked in each call.
         with nullcontext() if torch.compiler.is_compiling() else trust_values():
-            loss = group_sparse_bce(
-                self.tail_projection(features),
-                self.weight,
-                self.supports,
-                self.group_offsets,
-                torch.where(is_frequent, _IGNORED, places - self.num_head_labels),
-                offsets,
-                self.bias,
-                **options,
-            )
-            if self.num_head_labels:
-                of_head = torch.where(is_frequent, places, _IGNORED)
-                hidden = self.head_projection(features)
-                loss = loss + linear_bce(hidden, self.head_weight, of_head, offsets, self.head_bias, **options)
+            if self.loss == "softmax":
+                lse, target, counts = self._parts_of_softmax(features, places, offsets, row_mask)
+                counted = counts > 0 if row_mask is None else (counts > 0) & row_mask
+                losses = torch.where(counted, lse - target / counts.clamp(min=1), 0)
+                loss = losses.sum() / counted.sum().clamp(min=1)
+            else:
+                loss = self._binary(features, places, offsets, row_mask)
         return loss + torch.where(wrong.any(), torch.nan, 0.0).to(loss.dtype)
+
+    def _binary(self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None) -> Tensor:
+        """Return the binary cross-entropy of all labels."""
+        is_frequent = places < self.num_head_labels
+        options: dict[str, Any] = {"row_mask": row_mask, "label_smoothing": self.label_smoothing, "ignore_index": _IGNORED}
+        loss = group_sparse_bce(
+            self.tail_projection(features),
+            self.weight,
+            self.supports,
+            self.group_offsets,
+            torch.where(is_frequent, _IGNORED, places - self.num_head_labels),
+            offsets,
+            self.bias,
+            **options,
+        )
+        if self.num_head_labels:
+            of_head = torch.where(is_frequent, places, _IGNORED)
+            hidden = self.head_projection(features)
+            loss = loss + linear_bce(hidden, self.head_weight, of_head, offsets, self.head_bias, **options)
+        return loss
+
+    def _parts_of_softmax(
+        self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return of each row, `[B]`, the log-sum-exp of all logits, the sum of its positives', and how many of these it has."""
+        is_first, counts = _distinct(places, offsets, self.num_labels)
+        is_frequent = places < self.num_head_labels
+        _, lse, target = group_sparse_cross_entropy(
+            self.tail_projection(features),
+            self.weight,
+            self.supports,
+            self.group_offsets,
+            torch.where(is_frequent, _IGNORED, places - self.num_head_labels),
+            offsets,
+            self.bias,
+            row_mask=row_mask,
+            ignore_index=_IGNORED,
+            return_parts=True,
+        )
+        if not self.num_head_labels:
+            return lse, target, counts
+        hidden = self.head_projection(features)
+        nothing = places.new_zeros(hidden.shape[0])
+        if row_mask is not None:
+            nothing, hidden = nothing.masked_fill(~row_mask, _IGNORED), torch.where(row_mask[:, None], hidden, 0)
+        # Of the dense layer's loss the log-sum-exp alone, whatever the target.
+        _, of_head = linear_cross_entropy(
+            hidden, self.head_weight, nothing, bias=self.head_bias, ignore_index=_IGNORED, reduction="none", return_lse=True
+        )
+        # The sum of products with some labels' weights is the product with the sum of these.
+        weight, hidden = _as_in_products(self.head_weight), _as_in_products(hidden).to(lse.dtype)
+        given: dict[str, Any] = {
+            "indices": torch.where(is_frequent, places, 0),
+            "offsets": offsets,
+            "per_sample_weights": (is_first & is_frequent).to(lse.dtype),
+            "output_dtype": lse.dtype,
+        }
+        of_weights, of_biases = (
+            embedding_bags(table, layout, **given)
+            for table, layout in zip((weight.flatten(), self.head_bias), self._layouts, strict=True)
+        )
+        return torch.logaddexp(lse, of_head), target + (hidden * of_weights).sum(1) + of_biases[:, 0], counts
 
     @torch.no_grad()
     def topk(self, features: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -248,8 +322,8 @@ class GroupSparseHead(JaggedModule):
             fraction: of all slots, in [0, 1].
             step: of training, which slots are young by, and part of the seed.
             protected: slots that got their input fewer steps ago keep it: new weights start small.
-            by: "random", or "gradient": the inputs whose weights would have gradients of the largest magnitude, on the mean
-                of the group's labels, in `batch`.
+            by: "random", or "gradient": the inputs whose weights would have gradients of the head's loss of the largest
+                magnitude, on the mean of the group's labels, in `batch`.
             batch: features and positives as `forward` takes them, for "gradient".
             in_each_group: the fraction of each group's slots, in place of all slots'.
             new_weights: "zero", or "uniform" on +-1 / sqrt(fan_in).
@@ -269,6 +343,7 @@ class GroupSparseHead(JaggedModule):
             raise ValueError(f"new_weights: got {new_weights!r}, expected 'zero' or 'uniform'")
         if by == "gradient" and batch is None:
             raise ValueError("batch: expected features and positives, which by='gradient' takes gradients of, got None")
+        of_rows = self._rows_of_softmax(*batch) if by == "gradient" and batch is not None and self.loss == "softmax" else None
         lost = self._lost(fraction, step, protected, in_each_group)
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
         for some in _pieces(self.num_groups, self.tail_dim):
@@ -277,7 +352,7 @@ class GroupSparseHead(JaggedModule):
                 keys = torch.rand(here.shape[0], self.tail_dim, generator=generator).to(self.supports.device)
             else:
                 assert batch is not None
-                keys = self._gradients(some, *batch)
+                keys = self._gradients(some, *batch, of_rows)
             # A group's own inputs, old ones and those that it loses, come last; so many are left as the rest.
             keys.scatter_(1, self.supports[some].long(), -torch.inf)
             new = keys.topk(min(self.fan_in, self.tail_dim), 1)
@@ -314,7 +389,14 @@ class GroupSparseHead(JaggedModule):
     def _group_of_label(self) -> Tensor:
         return torch.repeat_interleave(self.group_offsets.diff(), output_size=self.weight.shape[0])
 
-    def _gradients(self, some: slice, features: Tensor, positives: JaggedTensor) -> Tensor:
+    def _rows_of_softmax(self, features: Tensor, positives: JaggedTensor) -> tuple[Tensor, Tensor]:
+        """Return of each row, `[B, 1]`, the log-sum-exp of all logits, inf where it has no positives, and how many it has."""
+        with trust_values():
+            given = features.to(self.weight.dtype), self.places[positives.values()], positives.offsets()
+            lse, _, counts = self._parts_of_softmax(*given, None)
+        return lse.masked_fill(counts == 0, torch.inf)[:, None], counts[:, None]
+
+    def _gradients(self, some: slice, features: Tensor, positives: JaggedTensor, of_rows: tuple[Tensor, Tensor] | None) -> Tensor:
         """Return the mean magnitude, over a group's labels, of the gradient of an input's weight, `[groups, inputs]`."""
         hidden = self.tail_projection(features).float()
         places = self.places[positives.values()] - self.num_head_labels
@@ -334,11 +416,37 @@ class GroupSparseHead(JaggedModule):
             targets = hidden.new_full((hidden.shape[0], last - first + 1), 0.5 * self.label_smoothing)
             column = torch.where((places >= first) & (places < last), places - first, last - first)
             targets.index_put_((rows, column), targets.new_full((), 1 - 0.5 * self.label_smoothing))
-            gradient = (torch.sigmoid(logits) - targets[:, :-1]).t() @ hidden
+            if of_rows is None:
+                slopes = torch.sigmoid(logits) - targets[:, :-1]
+            else:
+                lse, counts = of_rows
+                slopes = torch.exp(logits - lse) - targets[:, :-1] / counts.clamp(min=1)
+            gradient = slopes.to(hidden.dtype).t() @ hidden
             if torch.distributed.is_available() and torch.distributed.is_initialized():
                 torch.distributed.all_reduce(gradient)
             found[begin - some.start : end - some.start] = _means(gradient.abs(), offsets - first)
         return found
+
+
+def _distinct(places: Tensor, offsets: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:
+    """Return which positives are the first of their label in their row, and how many such ones each row has."""
+    rows = sample_of_row(offsets, places.shape[0])
+    keys, order = (rows * num_labels + places).sort(stable=True)
+    # A slice would ask a tracer for its length.
+    place = torch.arange(places.shape[0], device=places.device)
+    is_new = (place == 0) | (keys != keys.index_select(0, (place - 1).clamp(min=0)))
+    is_first = torch.zeros_like(is_new).scatter(0, order, is_new)
+    # Of no row at all, wrong offsets give positives to the first.
+    counts = torch.zeros_like(offsets, dtype=torch.int64).index_add(0, rows, is_first.to(torch.int64))
+    return is_first, counts[:-1]
+
+
+def _as_in_products(factor: Tensor) -> Tensor:
+    """Return a factor as `linear_cross_entropy` has it under autocast, so that the same products come out."""
+    kind = factor.device.type
+    if factor.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return factor
+    return factor.to(torch.get_autocast_dtype(kind))
 
 
 def _means(of_labels: Tensor, offsets: Tensor) -> Tensor:

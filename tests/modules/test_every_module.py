@@ -146,6 +146,10 @@ CASES = {
         lambda: GroupSparseHead(DIM, counts(), 20, fan_in=3, group_size=4, head=2, head_dim=5, tail_dim=6),
         lambda module, x: module(x.targets[:, 0], x.items),
     ),
+    "softmax over many labels": Case(
+        lambda: GroupSparseHead(DIM, counts(), 20, fan_in=3, group_size=4, head=2, head_dim=5, tail_dim=6, loss="softmax"),
+        lambda module, x: module(x.targets[:, 0], x.items),
+    ),
     "scalable head": of_head(lambda: ScalableCrossEntropyHead(2, 4, 5)),
     "uniform": of_sampler(lambda: UniformSampler(ITEMS, 4)),
     "log-uniform": of_sampler(lambda: LogUniformSampler(ITEMS, 4), correction="both"),
