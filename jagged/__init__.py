@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from jagged.config import MultiLabelConfig as MultiLabelConfig
     from jagged.config import RankingConfig as RankingConfig
     from jagged.config import TrainConfig as TrainConfig
     from jagged.diagnosis import doctor as doctor
     from jagged.runs.evaluating import evaluate as evaluate
+    from jagged.runs.predicting import predict as predict
     from jagged.runs.ranking.predicting import Ranker as Ranker
-    from jagged.runs.ranking.predicting import predict as predict
     from jagged.runs.recommending import Recommender as Recommender
     from jagged.runs.recommending import recommend as recommend
     from jagged.runs.reporting import report as report
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
     from jagged.tuning import tune as tune
 
 _WHERE = {
+    "MultiLabelConfig": "jagged.config",
     "Ranker": "jagged.runs.ranking.predicting",
     "RankingConfig": "jagged.config",
     "TrainConfig": "jagged.config",
     "Recommender": "jagged.runs.recommending",
     "doctor": "jagged.diagnosis",
     "evaluate": "jagged.runs.evaluating",
-    "predict": "jagged.runs.ranking.predicting",
+    "predict": "jagged.runs.predicting",
     "recommend": "jagged.runs.recommending",
     "report": "jagged.runs.reporting",
     "train": "jagged.runs.training",
@@ -40,6 +42,7 @@ _WHERE = {
 _SUBPACKAGES = ("data", "models", "modules", "ops", "runs", "training")
 
 __all__ = [
+    "MultiLabelConfig",
     "Ranker",
     "RankingConfig",
     "Recommender",

@@ -276,11 +276,13 @@ def train(
         jagged train --data events.csv --output runs/shop --model.embedding-dim 128
         jagged train --data impressions.parquet --label click --candidate item_id --output runs/clicks
         jagged train --config run.toml --set training.learning_rate=5e-4 --dry-run
+        jagged train --model multilabel --data train.txt --data.test test.txt --output runs/labels
         jagged train --resume runs/shop
 
     It leaves one directory that stands alone.
     Events: text lines `user item item ...`, or a csv or parquet table with the columns user_id, item_id, timestamp.
     A table of which --label, --candidate or another option says what columns are, or --model ranking, trains a ranking model.
+    Rows with sets of labels, in text files of the extreme classification repository, are trained on by --model multilabel.
     Options win over one another in this order: defaults, --config, --set, flags. `none` unsets an option that may be unset.
     """
     if resume is not None:
@@ -318,7 +320,9 @@ def evaluate(
     directory: _Directory,
     /,
     *,
-    data: Annotated[Path | None, Parameter(help="events file to evaluate on, by default the run's own data")] = None,
+    data: Annotated[
+        Path | None, Parameter(help="events, rows or sets of labels to evaluate on, by default the run's own data")
+    ] = None,
     part: Annotated[Literal["valid", "test"], Parameter(help="the held-out part")] = "test",
     slice: Annotated[
         _Columns, Parameter(help="of a run on a table: column of ids whose values have figures of their own, may be repeated")
@@ -327,7 +331,10 @@ def evaluate(
         Path | None,
         Parameter(help="of a run on a table: events that histories of --data are gathered from, by default the run's"),
     ] = None,
-    k: Annotated[tuple[_Count, ...], Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20")] = (),
+    k: Annotated[
+        tuple[_Count, ...],
+        Parameter(help="cut-off of the metrics, may be repeated; by default 5, 10 and 20, of sets of labels the run's"),
+    ] = (),
     filter_viewed: Annotated[
         bool | None,
         Parameter(
@@ -348,7 +355,8 @@ def evaluate(
         jagged evaluate runs/clicks --slice device
 
     Of a run on events the whole catalogue is ranked. The protocol is printed beside the figures; without a choice, seen items are
-    left in and then taken out. Of a run on a table each task has its figures; of other --data all rows are evaluated.
+    left in and then taken out. Of a run on a table each task has its figures; of other --data all rows are evaluated. So they are
+    of a run on sets of labels, of which all labels are ranked.
     """
     _prepare()
     from jagged.metrics import DEFAULT_KS
@@ -409,28 +417,33 @@ def recommend(
 @_command
 def predict(
     directory: _Directory,
-    table: Annotated[Path, Parameter(help="rows to score: csv or parquet, a file or a folder")],
+    table: Annotated[
+        Path, Parameter(help="rows to score: csv or parquet, a file or a folder; of a run on sets of labels a text file of them")
+    ],
     /,
     *,
     output: _Output = None,
     events: Annotated[
         Path | None, Parameter(help="events that histories are gathered from: csv or parquet; by default the run's own")
     ] = None,
+    k: Annotated[_Count | None, Parameter(help="of a run on sets of labels: labels of each row, by default 10")] = None,
     format: Annotated[Literal["auto", "csv", "parquet"], Parameter(help="format of the rows; auto by file name")] = "auto",
     device: _Device = "auto",
 ) -> None:
-    """Score the rows of a table by a run on a table.
+    """Score the rows of a table by a run on a table, or rank the labels of rows by a run on sets of labels.
 
-    Example:
+    Examples:
         jagged predict runs/clicks rows.parquet --output scores.parquet
+        jagged predict runs/labels test.txt --k 5 --output labels.parquet
 
-    The result has a row for each row: user, candidate and time, and predicted_<task>, in your own ids. Labels are not needed.
+    Of a run on a table the result has a row for each row: user, candidate and time, and predicted_<task>, in your own ids. Labels
+    are not needed. Of a run on sets of labels it has k for each row: row, rank, label, probability.
     """
     _check_output(output)
     _prepare()
-    from jagged.runs.ranking.predicting import predict as run
+    from jagged.runs.predicting import predict as run
 
-    _print_table(run(directory, table, output, events=events, format=format, device=device), output)
+    _print_table(run(directory, table, output, events=events, k=k, format=format, device=device), output)
 
 
 def _check_output(output: Path | None) -> None:

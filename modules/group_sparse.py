@@ -55,11 +55,13 @@ class GroupSparseHead(JaggedModule):
         num_rows: rows of training.
         fan_in: features that a group reads, from 1 to the width that the tail reads.
         group_size: labels of a group, at least 1.
-        grouping: "random", "frequency", or embeddings `[num_labels, E]` of the labels, of which like ones are grouped.
+        grouping: "random", "frequency", embeddings `[num_labels, E]` of the labels, of which like ones are grouped, or the groups
+            themselves (`LabelGroups`), of all labels without a dense layer.
         head: labels that have a dense layer: how many, or as a float in [0, 1] which share of all; the most frequent ones. 1.0:
             all of them, and no group.
         head_dim, tail_dim: width of a linear projection, which the dense layer and the groups read; None: the features. With
             all labels in the dense layer, `head_dim` is the width of a bottleneck.
+        adjacent: groups read whole blocks of `fan_in` adjacent features, for good: a block-sparse layer. `rewire` refuses it.
         loss: "bce", a yes or no for each label, or "softmax", one choice among all.
         label_smoothing: as for `jagged.ops.group_sparse_bce`; "softmax" has none.
         seed: of groups, inputs and `rewire`.
@@ -112,10 +114,11 @@ class GroupSparseHead(JaggedModule):
         *,
         fan_in: int,
         group_size: int = 32,
-        grouping: Literal["random", "frequency"] | Tensor = "random",
+        grouping: Literal["random", "frequency"] | Tensor | LabelGroups = "random",
         head: int | float = 0,
         head_dim: int | None = None,
         tail_dim: int | None = None,
+        adjacent: bool = False,
         loss: Literal["bce", "softmax"] = "bce",
         label_smoothing: float = 0.0,
         seed: int = 0,
@@ -128,7 +131,7 @@ class GroupSparseHead(JaggedModule):
         with torch.device("cpu"):
             counts = _checked_counts(label_counts, num_rows)
         self.num_labels, self.fan_in, self.label_smoothing, self.seed = counts.shape[0], fan_in, label_smoothing, seed
-        self.num_head_labels = _head_labels(head, self.num_labels)
+        self.num_head_labels, self.adjacent = _head_labels(head, self.num_labels), adjacent
         width = input_dim if tail_dim is None else tail_dim
         if not 1 <= fan_in <= width:
             raise ValueError(f"fan_in: expected 1 to {width}, the width that groups read, got {fan_in}")
@@ -189,8 +192,13 @@ class GroupSparseHead(JaggedModule):
             self.bias.copy_(at_first[self.num_head_labels :])
             generator = torch.Generator().manual_seed(self.seed)
             for some in _pieces(self.num_groups, self.tail_dim):
-                keys = torch.rand(some.stop - some.start, self.tail_dim, generator=generator)
-                self.supports[some] = keys.topk(self.fan_in).indices.sort(1).values.to(self.supports)
+                if self.adjacent:
+                    blocks = torch.randint(self.tail_dim // self.fan_in, (some.stop - some.start, 1), generator=generator)
+                    inputs = blocks * self.fan_in + torch.arange(self.fan_in)
+                else:
+                    keys = torch.rand(some.stop - some.start, self.tail_dim, generator=generator)
+                    inputs = keys.topk(self.fan_in).indices.sort(1).values
+                self.supports[some] = inputs.to(self.supports)
             self.born.fill_(_ALWAYS)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -333,8 +341,10 @@ class GroupSparseHead(JaggedModule):
             How many slots have a new input.
 
         Raises:
-            ValueError: numbers out of range, "gradient" without a batch.
+            ValueError: numbers out of range, "gradient" without a batch, a head of adjacent features.
         """
+        if self.adjacent:
+            raise ValueError("adjacent: got True, expected a head whose groups may read any features; make it without")
         if not 0 <= fraction <= 1:
             raise ValueError(f"fraction: expected a number in [0, 1], got {fraction}")
         if by not in ("random", "gradient"):
@@ -481,7 +491,15 @@ def _head_labels(head: int | float, num_labels: int) -> int:
     return count
 
 
-def _groups(labels: Tensor, counts: Tensor, group_size: int, grouping: str | Tensor, seed: int) -> LabelGroups:
+def _groups(labels: Tensor, counts: Tensor, group_size: int, grouping: str | Tensor | LabelGroups, seed: int) -> LabelGroups:
+    if isinstance(grouping, LabelGroups):
+        of, offsets = grouping.labels.cpu(), grouping.offsets.cpu()
+        if not torch.equal(of.sort().values, labels):
+            raise ValueError(
+                f"grouping: expected each of the {labels.shape[0]} labels without a dense layer once, got {of.shape[0]} others"
+            )
+        validate_offsets(offsets, of.shape[0])
+        return LabelGroups(of.long(), offsets.long())
     if isinstance(grouping, Tensor):
         if grouping.dim() != 2 or grouping.shape[0] != counts.shape[0]:
             raise ValueError(
@@ -491,5 +509,5 @@ def _groups(labels: Tensor, counts: Tensor, group_size: int, grouping: str | Ten
     if grouping == "frequency":
         return group_by_frequency(labels, counts[labels], group_size)
     if grouping != "random":
-        raise ValueError(f"grouping: got {grouping!r}, expected 'random', 'frequency' or embeddings of the labels")
+        raise ValueError(f"grouping: got {grouping!r}, expected 'random', 'frequency', embeddings of the labels or LabelGroups")
     return group_at_random(labels, group_size, seed)

@@ -20,7 +20,7 @@ from jagged.config import SECTIONS, load_config
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Here the shell lines are run, not only parsed.
-RUN_SHELL = ("README.md", "docs/quickstart.md", "docs/guides/table-runs.md")
+RUN_SHELL = ("README.md", "docs/quickstart.md", "docs/guides/table-runs.md", "docs/guides/labels.md")
 PACKAGES = {"jagged": "jagged", "ops": "jagged.ops", "modules": "jagged.modules"}
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""`TrainConfig` and `RankingConfig`: the sections of a job together, and the names of all their options."""
+"""`TrainConfig`, `RankingConfig`, `MultiLabelConfig`: the sections of a job together, and the names of all their options."""
 
 from __future__ import annotations
 
@@ -15,6 +15,19 @@ from pydantic.fields import FieldInfo
 
 from jagged.artifacts import dump_json, errors_as, read_bytes, write_file
 from jagged.artifacts.errors import one_line
+from jagged.config.labels import (
+    BlockSparseHeadOptions,
+    BottleneckHeadOptions,
+    DenseHeadOptions,
+    FixedFanInHeadOptions,
+    GroupSparseHeadOptions,
+    HeldOutRows,
+    LabelDataOptions,
+    LabelHead,
+    MultiLabelEvaluationOptions,
+    MultiLabelOptions,
+    MultiLabelTrainingOptions,
+)
 from jagged.config.options import (
     CrossEntropyHead,
     DataOptions,
@@ -73,6 +86,21 @@ RANKING_SECTIONS: dict[str, list[type[Section]]] = {
     "training": [RankingTrainingOptions],
     "evaluation": [RankingEvaluationOptions],
 }
+# The same of a run on rows with sets of labels.
+MULTI_LABEL_SECTIONS: dict[str, list[type[Section]]] = {
+    "data": [LabelDataOptions],
+    "split": [HeldOutRows],
+    "model": [MultiLabelOptions],
+    "head": [
+        GroupSparseHeadOptions,
+        DenseHeadOptions,
+        BottleneckHeadOptions,
+        FixedFanInHeadOptions,
+        BlockSparseHeadOptions,
+    ],
+    "training": [MultiLabelTrainingOptions],
+    "evaluation": [MultiLabelEvaluationOptions],
+}
 # Where a section is given by one word it is this option.
 _MAIN = {"data": "path", "split": "type", "model": "name", "head": "type"}
 # What is so much used that its flag has a short name.
@@ -81,11 +109,14 @@ _SHORT = {word: f"data.{word}" for word in ("label", "candidate", "user", "time"
 # is none, and is refused unread: reading TOML takes as long as the square of a name's parts.
 _MAX_FILE_BYTES = {"JSON": 128 * 1024, "TOML": 16 * 1024}
 
+# The share of rows that are the test where neither a file nor a share is given.
+_TEST_FRACTION = 0.1
+
 Self = TypeVar("Self", bound="JobConfig")
 
 
 class JobConfig(RunOptions):
-    """A configuration in sections: what `TrainConfig` and `RankingConfig` have in common."""
+    """A configuration in sections: what the configurations of all jobs have in common."""
 
     sections: ClassVar[Mapping[str, list[type[Section]]]]
 
@@ -218,12 +249,65 @@ class RankingConfig(JobConfig):
             yield Problem("training.max_tokens", f"got {tokens}, expected more than data.max_history ({length})")
 
 
+class MultiLabelConfig(JobConfig):
+    """What `jagged train` trains on rows with sets of labels, and how.
+
+    Sections are given as those of `TrainConfig`.
+
+    Raises:
+        ConfigError: one line per wrong option: its name, what was found, what is expected.
+
+    Example:
+        >>> MultiLabelConfig(data={"path": "train.txt", "test": "test.txt"}, head="dense").head.type
+        'dense'
+    """
+
+    sections = MULTI_LABEL_SECTIONS
+
+    output: str = option("runs/labels", "directory to write the run into")
+    data: LabelDataOptions
+    split: HeldOutRows
+    model: MultiLabelOptions
+    head: SerializeAsAny[LabelHead]
+    training: MultiLabelTrainingOptions
+    evaluation: MultiLabelEvaluationOptions
+
+    def __init__(self, **values: Any) -> None:
+        super().__init__(**values)
+
+    def contradictions(self) -> Iterable[Problem]:
+        """Something is left to train on, and groups read no more inputs than there are."""
+        if self.data.test is not None and self.split.test_fraction is not None:
+            text = f"got {self.split.test_fraction}, expected none beside data.test, which has the rows of the test"
+            yield Problem("split.test_fraction", text)
+        test = self.test_fraction
+        if self.split.valid_fraction + test >= 1:
+            text = f"got {self.split.valid_fraction}, expected with test_fraction ({test}) less than 1, or nothing is left"
+            yield Problem("split.valid_fraction", f"{text} to train on")
+        fan_in, width = getattr(self.head, "fan_in", 1), self.model.embedding_dim
+        if fan_in > width:
+            yield Problem("head.fan_in", f"got {fan_in}, expected at most model.embedding_dim ({width})")
+
+    @property
+    def test_fraction(self) -> float:
+        """The fraction of the rows that is the test; 0 where a file has them."""
+        return (
+            0.0
+            if self.data.test is not None
+            else _TEST_FRACTION
+            if self.split.test_fraction is None
+            else self.split.test_fraction
+        )
+
+
 #: The jobs; the first one is meant where nothing says which.
-JOBS: tuple[type[JobConfig], ...] = (TrainConfig, RankingConfig)
+JOBS: tuple[type[JobConfig], ...] = (TrainConfig, RankingConfig, MultiLabelConfig)
 
 
-def load_config(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> TrainConfig | RankingConfig:
-    """Resolve a configuration of either job, as its `load` does: the one that has the model, or an option that is given.
+def load_config(
+    path: str | Path | None = None, overrides: Mapping[str, Any] | None = None
+) -> TrainConfig | RankingConfig | MultiLabelConfig:
+    """Resolve a configuration of any job, as its `load` does: the one that has the model, or an option that is given.
 
     Raises:
         ConfigError: one line per wrong option: its name, what was found, what is expected.
@@ -422,7 +506,9 @@ def _build(job: type[JobConfig], section: str, values: Any, problems: list[Probl
         # Who asked for the class of another job hears of this one's models alone.
         tags = tags if values[tag] in list(every) else every
         known = or_list(sorted(tags) if section == "model" else tags)
-        problems.append(Problem(f"{section}.{tag}", f"got {short(values[tag])}, expected {known}"))
+        problems.append(
+            Problem(f"{section}.{tag}", f"got {short(values[tag])}, expected {known}{_who_has(job, section, values[tag])}")
+        )
         return None
     sound = {}
     for name, value in values.items():
@@ -437,6 +523,14 @@ def _build(job: type[JobConfig], section: str, values: Any, problems: list[Probl
     except ConfigError as error:
         problems += [Problem(f"{section}.{name}" if name else section, text) for name, text in error.problems]
         return None
+
+
+def _who_has(job: type[JobConfig], section: str, tag: Any) -> str:
+    """What to say of a variant that a section of this job has not, where another job's has it."""
+    for other in JOBS:
+        if section != "model" and other is not job and section in other.sections and tag in list(_tags(other, section)):
+            return f"; it belongs to model.name {or_list(_tags(other, 'model'))}"
+    return ""
 
 
 def _unknown(job: type[JobConfig], section: str, name: str, variant: type[Section] | None = None) -> str:

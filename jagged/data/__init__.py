@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jagged.data.arff import read_arff as read_arff
     from jagged.data.batches import BatchLoader as BatchLoader
     from jagged.data.batches import SequenceBatch as SequenceBatch
     from jagged.data.dataset import SequenceDataset as SequenceDataset
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from jagged.data.inspection import inspect_table as inspect_table
     from jagged.data.label_batches import LabelBatch as LabelBatch
     from jagged.data.label_batches import label_loader as label_loader
+    from jagged.data.label_features import label_embeddings as label_embeddings
+    from jagged.data.label_tables import read_label_table as read_label_table
     from jagged.data.multilabel import LabelTruth as LabelTruth
     from jagged.data.multilabel import synthetic_labels as synthetic_labels
     from jagged.data.recorded import RecordedBatches as RecordedBatches
@@ -60,6 +63,9 @@ _WHERE = {
     "LabelTruth": "multilabel",
     "LabelBatch": "label_batches",
     "MultiLabelRows": "xmc",
+    "label_embeddings": "label_features",
+    "read_arff": "arff",
+    "read_label_table": "label_tables",
     "label_loader": "label_batches",
     "Part": "table_batches",
     "Schema": "schema",
@@ -103,10 +109,13 @@ __all__ = [
     "SequenceSplit",
     "Vocabulary",
     "inspect_table",
+    "label_embeddings",
     "label_loader",
     "leaks",
+    "read_arff",
     "read_batches",
     "read_events",
+    "read_label_table",
     "read_xmc",
     "record_batches",
     "split_global_time",

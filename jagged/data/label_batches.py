@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -24,10 +25,12 @@ class LabelBatch:
     Attributes:
         features: KeyedJaggedTensor of the key "features", the ids of each row's features with their values as weights.
         labels: the ids of each row's labels.
+        filtered: the ids of labels that are left out of each row's ranking; None without.
     """
 
     features: KeyedJaggedTensor
     labels: JaggedTensor
+    filtered: JaggedTensor | None = None
 
     def __len__(self) -> int:
         """How many rows."""
@@ -43,8 +46,13 @@ class LabelBatch:
             torch.from_numpy(rows.feature_values.copy()),
             lengths=torch.from_numpy(np.diff(rows.feature_offsets)),
         )
-        labels = torch.from_numpy(rows.labels.astype(np.int64))
-        return LabelBatch(features, JaggedTensor(values=labels, offsets=torch.from_numpy(rows.label_offsets.copy())))
+        filtered = None if rows.filtered is None else _jagged(rows.filtered, rows.filtered_offsets)
+        return LabelBatch(features, _jagged(rows.labels, rows.label_offsets), filtered)
+
+
+def _jagged(labels: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64] | None) -> JaggedTensor:
+    assert offsets is not None
+    return JaggedTensor(values=torch.from_numpy(labels.astype(np.int64)), offsets=torch.from_numpy(offsets.copy()))
 
 
 class _Rows(Dataset[LabelBatch]):

@@ -229,8 +229,9 @@ class LabelTruth:
     def figures(self, part: MultiLabelRows) -> dict[str, float]:
         """What ranking by the true probabilities reaches on some rows in expectation: no other ranking has more.
 
-        `p@k`, for k of 1, 3 and 5, is the mean over rows of the share of the first k labels that the row has. Rows without labels
-        count. The expectation is over the labels, given the rows' inputs: the labels that were drawn are not looked at.
+        `p@k`, for k of 1, 3 and 5, is the share of the first k labels that a row has, over the rows that have a label, as
+        `jagged.label_metrics.LabelMetrics` counts them: expected hits over k times the expected number of such rows. The
+        expectations are over the labels, given the rows' inputs: the labels that were drawn are not looked at.
 
         Args:
             part: the train or the test rows, or some of them (`rows.take`).
@@ -244,7 +245,13 @@ class LabelTruth:
         if not len(part):
             raise ValueError("part: got no rows, expected at least one")
         _, probabilities = self.top(part, max(CUTS))
-        return {f"p@{k}": float(probabilities[:, :k].mean()) for k in CUTS}
+        # Labels of a row are independent, so it has none with the product of what each one lacks.
+        lacks = np.log1p(-self.model.background)
+        with_labels = 0.0
+        for begin, end, of_row, label, probability in self.model.raised(part):
+            more = np.bincount(of_row, np.log1p(-probability) - lacks[label], end - begin)
+            with_labels -= float(np.expm1(lacks.sum() + more).sum())
+        return {f"p@{k}": float(probabilities[:, :k].sum()) / (k * with_labels) for k in CUTS}
 
     def _check(self, rows: MultiLabelRows) -> None:
         found, expected = (rows.num_features, rows.num_labels), (self.model.num_features, self.model.num_labels)

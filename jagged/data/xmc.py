@@ -63,6 +63,7 @@ class MultiLabelRows:
         num_features: D, how many features there are.
         num_labels: L, how many labels there are.
         notes: what reading left out: `skipped_rows`, a count, and `skipped_rows_first`, what is wrong with the first five.
+        filtered, filtered_offsets: int32 `[F]` and int64 `[N + 1]`, labels that are left out of each row's ranking; None without.
 
     Raises:
         ValueError: arrays of another dtype or shape, offsets that do not fit them, ids out of range, values that are not finite.
@@ -76,27 +77,35 @@ class MultiLabelRows:
     num_features: int
     num_labels: int
     notes: dict[str, Any] = field(default_factory=dict)
+    filtered: npt.NDArray[np.int32] | None = None
+    filtered_offsets: IntArray | None = None
 
     def __post_init__(self) -> None:
-        types = {"feature_ids": np.int32, "feature_values": np.float32, "labels": np.int32}
-        for name, dtype in {**types, "feature_offsets": np.int64, "label_offsets": np.int64}.items():
+        if (self.filtered is None) != (self.filtered_offsets is None):
+            raise ValueError("filtered, filtered_offsets: got one of them, expected both or none")
+        types: dict[str, Any] = {"feature_ids": np.int32, "feature_values": np.float32, "labels": np.int32}
+        types |= {"feature_offsets": np.int64, "label_offsets": np.int64}
+        if self.filtered is not None:
+            types |= {"filtered": np.int32, "filtered_offsets": np.int64}
+        for name, dtype in types.items():
             found = getattr(self, name)
             if found.dtype != dtype or found.ndim != 1:
                 raise ValueError(f"{name}: got {found.dtype} {list(found.shape)}, expected one dimension of {np.dtype(dtype)}")
-        for name, offsets, ids, limit in (
-            ("feature", self.feature_offsets, self.feature_ids, self.num_features),
-            ("label", self.label_offsets, self.labels, self.num_labels),
-        ):
+        jagged = [
+            ("feature", "features", self.feature_offsets, self.feature_ids, self.num_features),
+            ("label", "labels", self.label_offsets, self.labels, self.num_labels),
+        ]
+        if self.filtered is not None and self.filtered_offsets is not None:
+            jagged.append(("filtered", "filtered", self.filtered_offsets, self.filtered, self.num_labels))
+        for name, several, offsets, ids, limit in jagged:
             if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(ids) or (np.diff(offsets) < 0).any():
                 raise ValueError(f"{name}_offsets: got other numbers, expected ascending ones from 0 to {len(ids)}")
             if not 0 <= limit <= MAX_IDS:
-                raise ValueError(f"num_{name}s: got {limit}, expected 0 to {MAX_IDS}")
+                raise ValueError(f"num_{several}: got {limit}, expected 0 to {MAX_IDS}")
             if len(ids) and not (int(ids.min()) >= 0 and int(ids.max()) < limit):
-                raise ValueError(f"{name}s: got {int(ids.min())} to {int(ids.max())}, expected ids from 0 on, under {limit}")
-        if len(self.feature_offsets) != len(self.label_offsets):
-            raise ValueError(
-                f"label_offsets: got {len(self.label_offsets)}, expected {len(self.feature_offsets)} as for features"
-            )
+                raise ValueError(f"{several}: got {int(ids.min())} to {int(ids.max())}, expected ids from 0 on, under {limit}")
+            if len(offsets) != len(self.feature_offsets):
+                raise ValueError(f"{name}_offsets: got {len(offsets)}, expected {len(self.feature_offsets)} as for features")
         if len(self.feature_values) != len(self.feature_ids) or not np.isfinite(self.feature_values).all():
             raise ValueError(f"feature_values: got {len(self.feature_values)}, expected {len(self.feature_ids)} finite numbers")
 
@@ -119,6 +128,10 @@ class MultiLabelRows:
             raise ValueError(f"rows: got {int(rows.min())} to {int(rows.max())}, expected numbers from 0 on, under {len(self)}")
         features, feature_offsets = _taken(self.feature_offsets, rows)
         labels, label_offsets = _taken(self.label_offsets, rows)
+        filtered: dict[str, Any] = {}
+        if self.filtered is not None and self.filtered_offsets is not None:
+            places, offsets = _taken(self.filtered_offsets, rows)
+            filtered = {"filtered": self.filtered[places], "filtered_offsets": offsets}
         return MultiLabelRows(
             self.feature_ids[features],
             self.feature_values[features],
@@ -127,6 +140,7 @@ class MultiLabelRows:
             label_offsets,
             self.num_features,
             self.num_labels,
+            **filtered,
         )
 
 

@@ -16,16 +16,17 @@ from jagged.versions import warn_of_problems
 warn_of_problems()
 
 from jagged.models.heads import build_head  # noqa: E402
-from jagged.models.multilabel import MultiLabelTask, SparseEncoder  # noqa: E402
+from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
 from jagged.models.sasrec import SASRec  # noqa: E402
 from jagged.models.serving import export_scores, scoring_tensors  # noqa: E402
 from jagged.models.task import RankingTask, Task, TaskOutput, TaskScores  # noqa: E402
 
-_MODELS: dict[str, Callable[..., nn.Module]] = {"ranking": RankingModel, "sasrec": SASRec}
+_MODELS: dict[str, Callable[..., nn.Module]] = {"multilabel": MultiLabelModel, "ranking": RankingModel, "sasrec": SASRec}
 
 __all__ = [
+    "MultiLabelModel",
     "MultiLabelTask",
     "NextItemTask",
     "RankingInputs",

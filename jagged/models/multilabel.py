@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from jagged.data.label_batches import FEATURES, LabelBatch
+from jagged.data.label_features import label_embeddings
 from jagged.data.moving import moved
+from jagged.data.xmc import MultiLabelRows
 from jagged.evaluation import bar, evaluating, several
-from jagged.label_metrics import DEFAULT_KS, LabelMetrics
+from jagged.label_metrics import DEFAULT_KS, LabelFilter, LabelMetrics, propensities
 from jagged.metrics import Figures
 from jagged.models.task import Task, TaskOutput, TaskScores
-from jagged.modules import GroupSparseHead
+from jagged.modules import GroupSparseHead, LabelGroups
+from jagged.ops import sample_of_row
 
 
 class SparseEncoder(nn.Module):
@@ -42,7 +46,8 @@ class SparseEncoder(nn.Module):
     def __init__(self, num_features: int, dim: int, *, dropout: float = 0.0, device: torch.device | str | None = None) -> None:
         super().__init__()
         config = EmbeddingBagConfig(name=FEATURES, embedding_dim=dim, num_embeddings=num_features, feature_names=[FEATURES])
-        self.table = EmbeddingBagCollection(tables=[config], is_weighted=True, device=torch.device(device or "cpu"))
+        device = torch.get_default_device() if device is None else torch.device(device)
+        self.table = EmbeddingBagCollection(tables=[config], is_weighted=True, device=device)
         # TorchRec's begin within 1 / sqrt(rows), where a million features would be next to nothing.
         with torch.no_grad():
             for weight in self.table.parameters():
@@ -59,7 +64,8 @@ class SparseEncoder(nn.Module):
 class MultiLabelTask(Task):
     """A model that gives rows sets of labels, as `jagged.training.Trainer` trains it.
 
-    Figures of a part are under "labels", those of `jagged.label_metrics.LabelMetrics`, and the loss under "all".
+    Figures of a part are under "labels", those of `jagged.label_metrics.LabelMetrics`, and the loss under "all". Labels that are
+    filtered, as a batch says, are neither ranked nor looked for; the loss has them.
 
     Args:
         encoder: from a batch's features to `[B, H]`: `SparseEncoder`, or one of your own.
@@ -67,20 +73,21 @@ class MultiLabelTask(Task):
         ks: cut-offs of the figures.
         label_weights: `[num_labels]`, above 0, for figures by propensity (`jagged.label_metrics.propensities`).
 
-    Shape:
-        batch: `jagged.data.LabelBatch`, or anything with `features` for the encoder and `labels`, a JaggedTensor of ids.
+        Shape:
+            batch: `jagged.data.LabelBatch`, or anything with `features` for the encoder and `labels`, a JaggedTensor of ids.
 
-    Example:
-        >>> import torch
-        >>> from jagged.data import label_loader, synthetic_labels
-        >>> from jagged.models import MultiLabelTask, SparseEncoder
-        >>> from jagged.modules import GroupSparseHead
-        >>> rows, test, _ = synthetic_labels(num_rows=50, num_test_rows=20, num_labels=20, num_features=100, num_groups=5)
-        >>> counts = torch.bincount(torch.from_numpy(rows.labels).long(), minlength=20)
-        >>> task = MultiLabelTask(SparseEncoder(100, 8), GroupSparseHead(8, counts, len(rows), fan_in=4, group_size=4))
-        >>> figures = task.evaluate(label_loader(test, 8), "test", progress=False)
-        >>> 0 <= figures["labels"]["p@1"] <= 1
-        True
+        Example:
+            >>> import torch
+            >>> from jagged.data import label_loader, synthetic_labels
+            >>> from jagged.models import MultiLabelTask, SparseEncoder
+            >>> from jagged.modules import GroupSparseHead, LabelGroups
+    from jagged.ops import sample_of_row
+            >>> rows, test, _ = synthetic_labels(num_rows=50, num_test_rows=20, num_labels=20, num_features=100, num_groups=5)
+            >>> counts = torch.bincount(torch.from_numpy(rows.labels).long(), minlength=20)
+            >>> task = MultiLabelTask(SparseEncoder(100, 8), GroupSparseHead(8, counts, len(rows), fan_in=4, group_size=4))
+            >>> figures = task.evaluate(label_loader(test, 8), "test", progress=False)
+            >>> 0 <= figures["labels"]["p@1"] <= 1
+            True
     """
 
     def __init__(
@@ -93,6 +100,11 @@ class MultiLabelTask(Task):
 
     label_weights: Tensor | None
 
+    @property
+    def weights_of_labels(self) -> Tensor | None:
+        """What figures weigh labels by; None for figures without weights."""
+        return self.label_weights
+
     def forward(self, batch: LabelBatch) -> TaskOutput:
         """Return the loss, and for each row how many labels it has."""
         loss = self.head(self.encoder(batch.features), batch.labels)
@@ -100,19 +112,43 @@ class MultiLabelTask(Task):
         counts = batch.labels.offsets().diff()
         return TaskOutput(loss, {"labels": TaskScores(loss.detach().expand(counts.shape[0]), counts)})
 
-    def predict(self, batch: LabelBatch) -> dict[str, Tensor]:
-        """Return the best labels of each row, `"labels"` `[B, max(ks)]`, and their probabilities, `"probabilities"`."""
+    def predict(self, batch: LabelBatch, *, k: int | None = None) -> dict[str, Tensor]:
+        """Return the k best labels of each row, `"labels"` `[B, k]`, and their `"probabilities"`; k is `max(ks)` by default.
+
+        Where there are fewer than k labels a row ends in -1 and probabilities of 0.
+        """
         with evaluating(self), torch.no_grad():
-            scores, labels = self.head.topk(self.encoder(moved(batch, self.device).features), max(self.ks))
+            given = moved(batch, self.device)
+            scores, labels = self._best(self.encoder(given.features), k or max(self.ks), given.filtered)
         return {"labels": labels, "probabilities": scores.float().sigmoid()}
 
-    def evaluate(self, batches: Iterable[LabelBatch], part: str, *, progress: bool = True, all_processes: bool = True) -> Figures:
-        """Return the figures of a part under "labels", and its loss under "all".
+    def _best(self, hidden: Tensor, k: int, filtered: JaggedTensor | None) -> tuple[Tensor, Tensor]:
+        """The k best labels of each row that are not filtered, and their scores; -1 and -inf where there are fewer."""
+        if filtered is None:
+            return self.head.topk(hidden, k)
+        # Filtered labels may be the best ones.
+        most = int(filtered.offsets().diff().max()) if filtered.offsets().shape[0] > 1 else 0
+        scores, labels = self.head.topk(hidden, min(k + most, self.head.num_labels))
+        kept = LabelFilter(filtered.values(), filtered.offsets()).top(labels, k)
+        # Labels of a row are different, so each has one place among those before.
+        place = (labels[:, None, :] == kept[:, :, None]).to(torch.uint8).argmax(2)
+        return torch.where(kept < 0, -torch.inf, scores.gather(1, place)), kept
+
+    def evaluate(
+        self,
+        batches: Iterable[LabelBatch],
+        part: str,
+        *,
+        ks: Sequence[int] | None = None,
+        progress: bool = True,
+        all_processes: bool = True,
+    ) -> Figures:
+        """Return the figures of a part under "labels", at `ks` or the task's cut-offs, and its loss under "all".
 
         Raises:
             ValueError: no rows.
         """
-        metrics = LabelMetrics(self.head.num_labels, self.label_weights, self.ks, device=self.device)
+        metrics = LabelMetrics(self.head.num_labels, self.weights_of_labels, ks or self.ks, device=self.device)
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         with evaluating(self), torch.no_grad():
             for given in bar(batches, progress):
@@ -120,7 +156,8 @@ class MultiLabelTask(Task):
                 hidden, labels = self.encoder(batch.features), batch.labels
                 rows = labels.offsets().shape[0] - 1
                 sums += torch.stack([self.head(hidden, labels).double() * rows, sums.new_full((), rows)])
-                metrics.update(self.head.topk(hidden, metrics.depth)[1], labels.values(), labels.offsets())
+                best = self._best(hidden, metrics.depth, batch.filtered)[1]
+                metrics.update(best, *_without(labels, batch.filtered))
         if all_processes and several():
             torch.distributed.all_reduce(sums)
             metrics.all_reduce()
@@ -128,3 +165,177 @@ class MultiLabelTask(Task):
         if not rows:
             raise ValueError(f"the {part} part has no rows to evaluate; give more data")
         return Figures({"all": {"loss": total / rows}, "labels": metrics.compute()})
+
+
+def _without(labels: JaggedTensor, filtered: JaggedTensor | None) -> tuple[Tensor, Tensor]:
+    """Rows' labels and their offsets, without those that are filtered."""
+    values, offsets = labels.values(), labels.offsets()
+    if filtered is None:
+        return values, offsets
+    most = 1 + max(int(of.values().max()) if of.values().numel() else 0 for of in (labels, filtered))
+    rows, others = (sample_of_row(of.offsets(), of.values().shape[0]) * most + of.values() for of in (labels, filtered))
+    kept = ~torch.isin(rows, others)
+    counts = torch.cat([offsets.new_zeros(1), kept.cumsum(0)])
+    return values[kept], counts[offsets]
+
+
+class MultiLabelModel(MultiLabelTask):
+    """`SparseEncoder` and `GroupSparseHead` by plain numbers, as a directory of a run keeps them; `of` makes it from rows.
+
+    Args:
+        num_features, num_labels, num_rows: of the training rows.
+        embedding_dim, dropout: of the encoder.
+        fan_in, num_head_labels, num_groups, bottleneck_dim, adjacent, label_smoothing: of the head.
+        ks: cut-offs of the figures.
+        propensity_a, propensity_b: of `jagged.label_metrics.propensities`, which figures weigh labels by.
+        seed: of the head.
+        head: made already; None: one whose groups, weights and inputs are to be loaded.
+        device: of the parameters.
+    """
+
+    label_counts: Tensor
+
+    def __init__(
+        self,
+        num_features: int,
+        num_labels: int,
+        num_rows: int,
+        *,
+        embedding_dim: int = 256,
+        dropout: float = 0.0,
+        fan_in: int = 1,
+        num_head_labels: int = 0,
+        num_groups: int = 0,
+        bottleneck_dim: int | None = None,
+        adjacent: bool = False,
+        label_smoothing: float = 0.0,
+        ks: Sequence[int] = DEFAULT_KS,
+        propensity_a: float = 0.55,
+        propensity_b: float = 1.5,
+        seed: int = 0,
+        head: GroupSparseHead | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        counts = torch.zeros(num_labels, dtype=torch.int64, device="cpu")
+        if head is None:
+            with torch.device("cpu"):
+                tail = torch.arange(num_head_labels, num_labels)
+                offsets = torch.arange(num_groups + 1) * (num_labels - num_head_labels) // max(num_groups, 1)
+            head = GroupSparseHead(
+                embedding_dim,
+                counts,
+                num_rows,
+                fan_in=fan_in,
+                grouping=LabelGroups(tail, offsets),
+                head=num_head_labels,
+                head_dim=bottleneck_dim,
+                adjacent=adjacent,
+                label_smoothing=label_smoothing,
+                seed=seed,
+                device=device,
+            )
+        super().__init__(SparseEncoder(num_features, embedding_dim, dropout=dropout, device=device), head, ks=ks)
+        self.num_rows, self.propensity = num_rows, (propensity_a, propensity_b)
+        # Of training, which figures by propensity need.
+        self.register_buffer("label_counts", counts.to(device))
+        self.config: dict[str, Any] = {
+            "num_features": num_features,
+            "num_labels": num_labels,
+            "num_rows": num_rows,
+            "embedding_dim": embedding_dim,
+            "dropout": dropout,
+            "fan_in": head.fan_in,
+            "num_head_labels": head.num_head_labels,
+            "num_groups": head.num_groups,
+            "bottleneck_dim": bottleneck_dim,
+            "adjacent": head.adjacent,
+            "label_smoothing": label_smoothing,
+            "ks": list(self.ks),
+            "propensity_a": propensity_a,
+            "propensity_b": propensity_b,
+            "seed": seed,
+        }
+
+    @classmethod
+    def of(
+        cls,
+        rows: MultiLabelRows,
+        *,
+        embedding_dim: int = 256,
+        dropout: float = 0.0,
+        fan_in: int = 64,
+        group_size: int = 16,
+        grouping: Literal["features", "frequency", "random"] = "features",
+        dense_share: float = 0.02,
+        bottleneck_dim: int | None = None,
+        adjacent: bool = False,
+        label_smoothing: float = 0.0,
+        ks: Sequence[int] = DEFAULT_KS,
+        propensity_a: float = 0.55,
+        propensity_b: float = 1.5,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        progress: bool = False,
+    ) -> MultiLabelModel:
+        """Make the model for training rows.
+
+        Args:
+            rows: their labels are counted, and their features group the labels.
+            embedding_dim: width of embeddings and of what the head reads.
+            dropout: of the encoder.
+            fan_in: inputs of a label that has no dense layer.
+            group_size: labels that share their inputs.
+            grouping: of labels: by the mean features of their rows, by how frequent they are, or at random.
+            dense_share: of the labels, the most frequent, that read all inputs; 1.0: all of them.
+            bottleneck_dim: width of a layer that these read in place of the inputs.
+            adjacent, label_smoothing: as of `GroupSparseHead`.
+            ks, propensity_a, propensity_b: of the figures.
+            seed: of groups and inputs.
+            device: of the parameters; labels are grouped there.
+            progress: show a bar after two seconds.
+
+        Raises:
+            ValueError: numbers out of range.
+        """
+        counts = torch.bincount(torch.from_numpy(rows.labels).long(), minlength=rows.num_labels)
+        by: Any = grouping
+        if grouping == "features":
+            by = "random" if dense_share == 1 else label_embeddings(rows, seed=seed, device=device, progress=progress)
+        head = GroupSparseHead(
+            embedding_dim,
+            counts,
+            len(rows),
+            fan_in=fan_in,
+            group_size=group_size,
+            grouping=by,
+            head=float(dense_share),
+            head_dim=bottleneck_dim,
+            adjacent=adjacent,
+            label_smoothing=label_smoothing,
+            seed=seed,
+            device=device,
+        )
+        made = cls(
+            rows.num_features,
+            rows.num_labels,
+            len(rows),
+            embedding_dim=embedding_dim,
+            dropout=dropout,
+            bottleneck_dim=bottleneck_dim,
+            label_smoothing=label_smoothing,
+            ks=ks,
+            propensity_a=propensity_a,
+            propensity_b=propensity_b,
+            seed=seed,
+            head=head,
+            device=device,
+        )
+        made.label_counts.copy_(counts)
+        return made
+
+    @property
+    def weights_of_labels(self) -> Tensor | None:
+        """What figures weigh labels by; None where there are too few rows for it."""
+        if self.num_rows < 3:
+            return None
+        return propensities(self.label_counts.cpu(), self.num_rows, *self.propensity)

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from jagged.config import ConfigError
 from jagged.evaluation import EvaluationError, evaluate_protocols
 from jagged.metrics import DEFAULT_KS, IN_WORDS, Figures, shown_figure
+from jagged.runs.labels.evaluating import LabelEvaluation, evaluate_labels
+from jagged.runs.labels.run import LabelRun, is_label_run
 from jagged.runs.ranking.evaluating import RankingEvaluation, evaluate_run, is_ranking_run
 from jagged.runs.ranking.run import RankingRun
 from jagged.runs.run import Run
@@ -74,12 +76,12 @@ def evaluate(
     slices: Sequence[str] = (),
     events: Any = None,
     progress: bool = True,
-) -> Evaluation | RankingEvaluation:
+) -> Evaluation | RankingEvaluation | LabelEvaluation:
     """Evaluate what training left in a directory; the function behind `jagged evaluate`.
 
     Of a run on a table's requests, all rows of other data are evaluated, and `slices` and `events` are as of
-    `jagged.runs.ranking.evaluating.evaluate_run`, whose result this has; `filter_viewed`, `ks` and names of columns are for runs
-    on events.
+    `jagged.runs.ranking.evaluating.evaluate_run`, whose result this has; `filter_viewed` and names of columns are for runs on
+    events, and `ks` for these and for runs on sets of labels, of which `jagged.runs.labels.evaluating.evaluate_labels` tells.
 
     Items of other data that the model does not know are left out of histories; as targets they count as misses, since no
     ranking of the model's catalogue can hold them.
@@ -107,6 +109,14 @@ def evaluate(
         DataError: the data cannot be used.
     """
     columns = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    if is_label_run(directory):
+        refuse_options(directory, {"filter_viewed": filter_viewed, **columns}, "events")
+        refuse_options(directory, {"slices": slices or None, "events": events}, "a table")
+        if format != "auto":
+            raise ConfigError(f"format: got {format}, expected auto: rows of labels have one format")
+        cuts = None if tuple(ks) == DEFAULT_KS else ks
+        labels = LabelRun.open(directory, device=device)
+        return evaluate_labels(labels, data, part=part, ks=cuts, batch_size=batch_size, progress=progress)
     if is_ranking_run(directory):
         given = {"filter_viewed": filter_viewed, **columns, "ks": None if tuple(ks) == DEFAULT_KS else ks}
         refuse_options(directory, given, "events")

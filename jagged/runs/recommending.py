@@ -25,6 +25,7 @@ from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.runs.evaluating import Evaluation, evaluate, refuse_options
+from jagged.runs.labels.run import is_label_run
 from jagged.runs.ranking.evaluating import is_ranking_run
 from jagged.runs.ranking.predicting import Ranker
 from jagged.runs.run import Run
@@ -235,6 +236,8 @@ def recommend(
     """
     write = None if output is None else writer(Path(output))
     chosen = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
+    if is_label_run(directory):
+        raise ConfigError(f"{directory}: a run on sets of labels, not of items; `jagged predict` ranks the labels of rows")
     if is_ranking_run(directory):
         refuse_options(directory, {"filter_viewed": None if filter_viewed else False, **chosen}, "events")
         ranker = Ranker.from_pretrained(directory, device=device)

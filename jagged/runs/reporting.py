@@ -20,6 +20,7 @@ from jagged.data import BatchLoader, leaks
 from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches
 from jagged.metrics import IN_WORDS, cut_offs, shown_figure
 from jagged.runs.evaluating import evaluate
+from jagged.runs.labels.run import is_label_run
 from jagged.runs.page import TEMPLATES, configuration_tables, read_history, unit
 from jagged.runs.ranking.evaluating import is_ranking_run
 from jagged.runs.run import Run
@@ -105,6 +106,8 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     path = Path(directory) / "report.html" if output is None else Path(output)
     if path.is_dir():
         raise ConfigError(f"{path}: is a directory, expected the name of a page to write, for example {path / 'report.html'}")
+    if is_label_run(directory):
+        raise ConfigError(f"{directory}: a run on sets of labels, of which there is no page; `jagged evaluate` has its figures")
     if is_ranking_run(directory):
         from jagged.runs.ranking.reporting import gather_ranking
 

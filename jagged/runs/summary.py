@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jagged.artifacts import CheckpointError, errors_as, read_json
-from jagged.config import RankingConfig, load_config
+from jagged.config import MultiLabelConfig, RankingConfig, load_config
 from jagged.metrics import IN_WORDS, RunMetrics, in_words, is_slice_group, shown_figure
 from jagged.models.pretrained import CONFIG, METRICS, SPLIT
 
@@ -29,6 +29,7 @@ _ROWS_LEFT_OUT = {
 }
 _PARTS = {"train": "training", "valid": "validation", "test": "the test"}
 _SHOWN_FIGURES = ("auc", "gauc", "logloss", "ne", "calibration")
+_LABEL_FIGURES = ("p@1", "p@3", "p@5", "psp@5", "ndcg@5", "recall@10")
 _SHOWN = 3
 
 
@@ -49,6 +50,8 @@ def summary_lines(directory: str | os.PathLike[str]) -> list[str]:
     source = config.data.path or "the built-in sample"
     if isinstance(config, RankingConfig):
         return _of_requests(path, source, split, metrics)
+    if isinstance(config, MultiLabelConfig):
+        return _of_labels(path, source, split, metrics)
     reached = ", ".join(f"{shown_figure(group[metrics.monitor])} with {IN_WORDS[name]}" for name, group in metrics.test.items())
     best, name = metrics.best, shlex.quote(str(path))
     assert best is not None
@@ -90,6 +93,23 @@ def _of_requests(path: Path, source: str, split: dict[str, Any], metrics: RunMet
         f"next     jagged evaluate {name}",
         f"         jagged predict {name} rows.csv --output scores.parquet",
         f"         jagged report {name}",
+    ]
+
+
+def _of_labels(path: Path, source: str, split: dict[str, Any], metrics: RunMetrics) -> list[str]:
+    best, name, figures = metrics.best, shlex.quote(str(path)), metrics.test["labels"]
+    assert best is not None
+    rows = ", ".join(f"{count:,} for {_PARTS[part]}" for part, count in split["rows"].items())
+    reached = ", ".join(f"{figure} {shown_figure(figures[figure])}" for figure in _LABEL_FIGURES if figure in figures)
+    return [
+        f"read     {sum(split['rows'].values()):,} rows with {sum(split['labels'].values()):,} labels of {split['num_labels']:,} "
+        f"from {source}",
+        *(f"         {line}" for line in notes_lines(split.get("notes", {}))),
+        f"split    {rows}",
+        f"reached  test {reached}; all labels ranked for each row",
+        f"kept     {path}: weights of epoch {best.epoch}, validation {metrics.monitor} {shown_figure(best.value)}",
+        f"next     jagged evaluate {name}",
+        f"         jagged predict {name} rows.txt --output labels.parquet",
     ]
 
 

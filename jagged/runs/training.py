@@ -15,7 +15,7 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import ConfigError, RankingConfig, TrainConfig, load_config
+from jagged.config import ConfigError, MultiLabelConfig, RankingConfig, TrainConfig, load_config
 from jagged.data import BatchLoader, Dataset, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
@@ -34,7 +34,7 @@ DATASET = "dataset"
 
 
 def train(
-    config: TrainConfig | RankingConfig | None = None,
+    config: TrainConfig | RankingConfig | MultiLabelConfig | None = None,
     dataset: Any = None,
     *,
     callbacks: Sequence[Callback] = (),
@@ -44,7 +44,8 @@ def train(
 ) -> TrainResult:
     """Train a model, keep its best weights, test them, and leave one directory that stands alone.
 
-    A `TrainConfig` trains on users' events, a `RankingConfig` on a table's requests with candidates.
+    A `TrainConfig` trains on users' events, a `RankingConfig` on a table's requests with candidates, a `MultiLabelConfig` on rows
+    with sets of labels.
 
     In one process or under torchrun, on the CPU or on GPUs. On the CPU the same seed gives the same weights bit for bit, also
     when the run was killed and resumed, in the middle of an epoch too, and with any number of loader workers.
@@ -54,7 +55,8 @@ def train(
     Args:
         config: what to train, on what, how, and where to; the defaults without one, or those of the run that goes on.
         dataset: the events, as a `SequenceDataset` (of a `RankingConfig` the rows, as a `Dataset`), a path, or a table in memory
-            (a frame of pandas or polars, an Arrow table), which is read as `config.data` says and not changed; by default
+            (a frame of pandas or polars, an Arrow table), which is read as `config.data` says and not changed. Of a
+            `MultiLabelConfig` it may be `MultiLabelRows`, too, or a pair of these, training and test. By default
             `config.data.path` is read, or the built-in sample where that is None.
         callbacks: called while the run goes.
         resume: the directory of a run, which needs no other argument: its configuration and its events are there. Or true: go on
@@ -77,6 +79,10 @@ def train(
         from jagged.runs.ranking.training import train_ranking
 
         return train_ranking(config, dataset, callbacks=callbacks, resume=resume, dry_run=dry_run, progress=progress)
+    if isinstance(config, MultiLabelConfig):
+        from jagged.runs.labels.training import train_labels
+
+        return train_labels(config, dataset, callbacks=callbacks, resume=resume, dry_run=dry_run, progress=progress)
     config = resolved(config)
     directory = Path(config.output)
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
@@ -127,8 +133,8 @@ def train(
 
 
 def _going_on(
-    run: Path, config: TrainConfig | RankingConfig | None, dataset: Any
-) -> tuple[TrainConfig | RankingConfig | None, Any]:
+    run: Path, config: TrainConfig | RankingConfig | MultiLabelConfig | None, dataset: Any
+) -> tuple[TrainConfig | RankingConfig | MultiLabelConfig | None, Any]:
     """The configuration and the events of a run that goes on: its own, where no others are given."""
     if config is not None and Path(config.output) != run:
         raise ConfigError(f"resume: got {run}, expected config.output ({config.output})")
@@ -138,7 +144,7 @@ def _going_on(
         return config, dataset
     kept = load_config(run / CONFIG, {"output": run})
     config = config or kept
-    # A run on a table looks for its own.
+    # Other runs look for their own.
     if isinstance(kept, TrainConfig) and dataset is None and config.data == kept.data and (run / DATASET).is_dir():
         dataset = SequenceDataset.load(run / DATASET)
     return config, dataset

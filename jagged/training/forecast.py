@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from jagged.config import RankingConfig, TrainConfig
-from jagged.data import BatchLoader, SequenceSplit
+from jagged.config import MultiLabelConfig, RankingConfig, TrainConfig
+from jagged.data import BatchLoader, LabelBatch, MultiLabelRows, SequenceSplit
+from jagged.data.moving import moved
 from jagged.data.negatives import Drawing
 from jagged.evaluation import takes_times
 from jagged.models import NextItemTask
@@ -170,6 +172,32 @@ def forecast_requests(
         steps_per_epoch=steps,
         max_steps=-(-steps // config.training.accumulate) * config.training.max_epochs,
         counted=("requests", "events and candidates"),
+    )
+
+
+def forecast_rows(config: MultiLabelConfig, rows: MultiLabelRows, steps: int, task: nn.Module, processes: Processes) -> Forecast:
+    """Forecast a run on this process's rows with sets of labels in the same way; its tokens are the rows' features."""
+    device, count = processes.device, len(rows)
+    sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters() if parameter.requires_grad]
+    batch_size = min(config.training.batch_size, count)
+    probe = rows.take(np.arange(min(_PROBE_SAMPLES, count)))
+    kept = _kept_bytes(task, moved(LabelBatch.of(probe), device), config.precision, device) / len(probe)
+    return Forecast(
+        device=device.type,
+        present=memory_in_use(device),
+        parameters=sum(sizes),
+        elsewhere=0,
+        gradients=sum(sizes),
+        optimizer=2 * sum(sizes),
+        activations=int(1.6 * batch_size * kept),
+        checkpoint=0,
+        evaluation=int(kept * config.evaluation.eval_batch_size),
+        graphs=False,
+        samples=float(batch_size),
+        tokens=len(rows.feature_ids) / max(steps, 1),
+        steps_per_epoch=steps,
+        max_steps=-(-steps // config.training.accumulate) * config.training.max_epochs,
+        counted=("rows", "features"),
     )
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import tempfile
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -411,6 +412,9 @@ def test_rows_are_taken(tmp_path: Path) -> None:
     rows: list[Row] = [([1], [(0, 1.0)]), ([], []), ([0, 2], [(2, -1.0), (1, 0.5)])]
     whole = made(rows, 3, 3)
     same(whole.take(np.array([2, 0, 1, 2])), made([rows[2], rows[0], rows[1], rows[2]], 3, 3))
+    filtered = replace(whole, filtered=np.array([2, 0, 1], np.int32), filtered_offsets=np.array([0, 1, 1, 3]))
+    some = filtered.take(np.array([2, 1, 0, 2]))
+    assert (some.filtered.tolist(), some.filtered_offsets.tolist()) == ([0, 1, 2, 0, 1], [0, 2, 2, 3, 5])  # type: ignore[union-attr]
     for number in (-1, 3):
         with pytest.raises(ValueError, match=f"rows: got {number} to {number}, expected numbers from 0 on, under 3"):
             whole.take(np.array([number]))
@@ -446,6 +450,15 @@ def test_many_rows_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
         ({"num_labels": 1}, "labels: got 1 to 1, expected ids from 0 on, under 1"),
         ({"num_features": -1}, "num_features: got -1, expected 0 to 2147483647"),
         ({"feature_values": np.array([np.nan], np.float32)}, "feature_values: got 1, expected 1 finite numbers"),
+        ({"filtered": np.zeros(1, np.int32)}, "filtered, filtered_offsets: got one of them, expected both or none"),
+        (
+            {"filtered": np.zeros(1, np.int32), "filtered_offsets": np.array([0, 0, 1])},
+            "filtered_offsets: got 3, expected 2 as for features",
+        ),
+        (
+            {"filtered": np.full(1, 3, np.int32), "filtered_offsets": np.array([0, 1])},
+            "filtered: got 3 to 3, expected ids from 0 on, under 2",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit(change: dict[str, Any], expected: str) -> None:

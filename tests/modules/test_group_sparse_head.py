@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from jagged.modules import GroupSparseHead, group_at_random, group_by_embedding, group_by_frequency
+from jagged.modules import GroupSparseHead, LabelGroups, group_at_random, group_by_embedding, group_by_frequency
 from jagged.ops import trust_values
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
@@ -415,6 +415,36 @@ def test_like_labels_are_grouped_and_unknown_ones_apart() -> None:
     assert torch.equal(again.labels, groups.labels)
 
 
+def test_groups_that_are_given() -> None:
+    counts = torch.tensor([9, 1, 2, 0, 3, 1])
+    groups = LabelGroups(torch.tensor([5, 1, 3, 2, 4]), torch.tensor([0, 2, 2, 5]))
+    head = GroupSparseHead(8, counts, 10, fan_in=4, grouping=groups, head=1)
+    assert (head.labels.tolist(), head.group_offsets.tolist()) == ([0, 5, 1, 3, 2, 4], [0, 2, 2, 5])
+    with pytest.raises(ValueError, match="grouping: expected each of the 6 labels without a dense layer once, got 5 others"):
+        GroupSparseHead(8, counts, 10, fan_in=4, grouping=groups)
+    with pytest.raises(ValueError, match="offsets"):
+        GroupSparseHead(8, counts, 10, fan_in=4, head=1, grouping=groups._replace(offsets=torch.tensor([0, 3, 2, 5])))
+
+
+def test_groups_of_adjacent_inputs_stay(place: Place) -> None:
+    """Whole blocks of inputs, with a rest that no group reads; drawn again alike, and never replaced."""
+    counts = torch.ones(60, dtype=torch.int64)
+    head = GroupSparseHead(22, counts, 60, fan_in=4, group_size=2, adjacent=True, device=place.device)
+    first = head.supports[:, :1]
+    assert torch.equal(head.supports, first + torch.arange(4, device=place.device))
+    assert sorted(set(first.flatten().tolist())) == [0, 4, 8, 12, 16]
+    before = head.supports.clone()
+    head.reset_parameters()
+    assert torch.equal(head.supports, before)
+    meta = GroupSparseHead(22, counts, 60, fan_in=4, group_size=2, adjacent=True, device="meta").to_empty(device=place.device)
+    meta.reset_parameters()
+    assert torch.equal(meta.supports, before)
+    with pytest.raises(
+        ValueError, match=r"^adjacent: got True, expected a head whose groups may read any features; make it without$"
+    ):
+        head.rewire(0.1, step=3)
+
+
 def test_a_centre_that_no_label_is_nearest_to_stays() -> None:
     """Of two equal centres the second sees nothing; at the origin it would draw the label that is opposite to both."""
     embeddings = torch.tensor([[1.0, 0.0]]).repeat(63, 1)
@@ -435,7 +465,7 @@ def test_messages_name_argument_and_cure() -> None:
         ({"head": 4}, "head: expected 0 to 3 labels, or a share in [0, 1] as a float, got 4"),
         ({"head": 1.5}, "head: expected 0 to 3 labels, or a share in [0, 1] as a float, got 1.5"),
         ({"label_smoothing": 2.0}, "label_smoothing: expected a number in [0, 1], got 2.0"),
-        ({"grouping": "near"}, "grouping: got 'near', expected 'random', 'frequency' or embeddings of the labels"),
+        ({"grouping": "near"}, "grouping: got 'near', expected 'random', 'frequency', embeddings of the labels or LabelGroups"),
         ({"grouping": torch.zeros(2, 4)}, "grouping: expected embeddings [3, E], a row for each label, got [2, 4]"),
         ({"group_size": 0}, "group_size: expected at least 1, got 0"),
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from jagged.data.tabular import is_list
 from jagged.models.pretrained import save_task
 from jagged.runs.ranking.evaluating import RankingEvaluation, evaluate_run
 from jagged.runs.ranking.run import DATASET, RankingRun
-from jagged.runs.tables import table_of, writer
+from jagged.runs.tables import table_of
 
 IntArray = npt.NDArray[np.int64]
 
@@ -205,39 +204,6 @@ class Ranker:
         if self._run is None:
             raise ConfigError("Ranker: no model yet; call fit(table), or open one with Ranker.from_pretrained(directory)")
         return self._run
-
-
-def predict(
-    directory: str | os.PathLike[str],
-    table: Any,
-    output: str | os.PathLike[str] | None = None,
-    *,
-    events: Any = None,
-    format: str = "auto",
-    device: str = "auto",
-    progress: bool = True,
-) -> pa.Table:
-    """Score the rows of a table; the function behind `jagged predict`.
-
-    Args:
-        directory: a run's directory, of a run on a table.
-        table, events, format, progress: as of `Ranker.predict`.
-        output: a table to write, `.csv`, `.parquet` or `.jsonl` by its name; it appears whole or not at all.
-        device: "auto" (the GPU where there is one), "cpu" or "cuda".
-
-    Returns:
-        The table, as of `Ranker.predict`.
-
-    Raises:
-        ConfigError: an option that cannot be used, or an output that cannot be written.
-        CheckpointError: the directory holds no ranking model, or a file of it is damaged.
-        DataError: the rows cannot be used.
-    """
-    write = None if output is None else writer(Path(output))
-    found = Ranker.from_pretrained(directory, device=device).predict(table, events=events, format=format, progress=progress)
-    if write is not None:
-        write(found)
-    return found
 
 
 def _candidates(run: RankingRun, table: pa.Table, candidates: Any, name: str) -> tuple[pa.Array, IntArray]:

@@ -1,0 +1,217 @@
+"""The rows of a run on sets of labels: read, kept in the run's directory, and split."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from jagged.artifacts import MANIFEST, errors_as, new_directory, read_tensors, save_tensors, verify, write_manifest
+from jagged.config import LabelDataOptions, MultiLabelConfig
+from jagged.data import DataError, MultiLabelRows, read_arff, read_label_table, read_xmc, synthetic_labels
+from jagged.data.errors import refuse
+from jagged.data.sources import is_table
+from jagged.label_metrics import LabelFilter
+
+_FILE = "rows.safetensors"
+_ARRAYS = ("feature_ids", "feature_values", "feature_offsets", "labels", "label_offsets")
+_FILTERS = ("filtered", "filtered_offsets")
+
+
+@dataclass(frozen=True, eq=False)
+class LabelRows:
+    """The rows that a run is given.
+
+    Attributes:
+        rows: which are split.
+        test: those of a test of their own; None where some of `rows` are the test.
+    """
+
+    rows: MultiLabelRows
+    test: MultiLabelRows | None = None
+
+    def __post_init__(self) -> None:
+        if self.test is not None:
+            check_sizes(self.test, self.rows.num_features, self.rows.num_labels, "test")
+
+    @classmethod
+    def read(cls, config: MultiLabelConfig, *, progress: bool = True) -> LabelRows:
+        """Read the files that a configuration names, or draw the built-in sample.
+
+        Raises:
+            DataError: malformed files, or two that do not fit one another.
+        """
+        data = config.data
+        if data.path is None:
+            rows, test, _ = synthetic_labels(config.seed)
+            return cls(rows, test if config.split.test_fraction is None else None)
+        return cls.of(data.path, data.test, data, progress=progress)
+
+    @classmethod
+    def of(cls, rows: Any, test: Any, data: LabelDataOptions, *, progress: bool = True) -> LabelRows:
+        """Rows of training and, unless None, of test, each as it is, a table in memory, or a file.
+
+        What says no numbers of features and labels has those of both together.
+
+        Raises:
+            DataError: malformed rows, or two that do not fit one another.
+        """
+        of_rows, is_counted = read_rows(rows, data, data.filter, progress=progress)
+        if test is None:
+            return cls(of_rows)
+        of_test, test_is_counted = read_rows(test, data, data.test_filter, progress=progress)
+        if is_counted and test_is_counted:
+            sizes = {name: max(getattr(of_rows, name), getattr(of_test, name)) for name in ("num_features", "num_labels")}
+            return cls(replace(of_rows, **sizes), replace(of_test, **sizes))
+        what = "test" if isinstance(test, MultiLabelRows) or is_table(test) else os.fspath(test)
+        sizes = {"num_features": of_rows.num_features, "num_labels": of_rows.num_labels}
+        return cls(of_rows, fitted(of_test, test_is_counted, what=what, **sizes))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of all rows."""
+        sha = hashlib.sha256(f"jagged.labels.1:{self.rows.num_features}:{self.rows.num_labels}:".encode())
+        for name, array in sorted(self._arrays()):
+            sha.update(f"{name}:{array.dtype}:{len(array)}:".encode())
+            sha.update(np.ascontiguousarray(array).data)
+        return sha.hexdigest()
+
+    def _arrays(self) -> Iterator[tuple[str, Any]]:
+        for part, of in (("rows", self.rows), ("test", self.test)):
+            for name in (*_ARRAYS, *_FILTERS) if of is not None else ():
+                if (array := getattr(of, name)) is not None:
+                    yield f"{part}.{name}", array
+
+    def save(self, directory: str | os.PathLike[str]) -> None:
+        """Write a new directory; it appears whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with new_directory(Path(directory)) as aside:
+            save_tensors(aside / _FILE, {name: torch.from_numpy(array) for name, array in self._arrays()})
+            notes = {part: of.notes for part, of in (("rows", self.rows), ("test", self.test)) if of is not None}
+            content = {"num_features": self.rows.num_features, "num_labels": self.rows.num_labels, "notes": notes}
+            write_manifest(aside, [_FILE], {**content, "fingerprint": self.fingerprint})
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> LabelRows:
+        """Open a directory that `save` wrote, after verifying every byte.
+
+        Raises:
+            DataError: a file is missing or damaged, or holds no such rows.
+        """
+        directory = Path(directory)
+        with errors_as(DataError):
+            content = verify(directory, bar=True).content
+            tensors = read_tensors(directory / _FILE)
+        try:
+            sizes = {name: content[name] for name in ("num_features", "num_labels")}
+            parts = {}
+            for part in ("rows", "test"):
+                arrays = {name: tensors.get(f"{part}.{name}") for name in (*_ARRAYS, *_FILTERS)}
+                if part == "rows" or arrays["labels"] is not None:
+                    given: dict[str, Any] = {name: array.numpy() for name, array in arrays.items() if array is not None}
+                    parts[part] = MultiLabelRows(**given, **sizes, notes=content["notes"][part])
+            found = cls(**parts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise refuse(directory / _FILE, f"no rows: {error}", "rows of a run on labels", "copy the directory again") from None
+        if found.fingerprint != content.get("fingerprint"):
+            raise refuse(directory / MANIFEST, "the fingerprint of other rows", "that of these", "copy the directory again")
+        return found
+
+    def split(self, config: MultiLabelConfig) -> LabelSplit:
+        """Hold out rows as a configuration says; the rows of a part are in their order.
+
+        Raises:
+            DataError: too few rows.
+        """
+        count = len(self.rows)
+        # Sorted uniform numbers, not a library shuffle: the same rows under every numpy version.
+        mixed = np.argsort(np.random.Generator(np.random.PCG64(config.seed)).random(count), kind="stable")
+        num_valid = max(1, round(config.split.valid_fraction * count))
+        num_test = 0 if self.test is not None else max(1, round(config.test_fraction * count))
+        if num_valid + num_test >= count or (self.test is not None and not len(self.test)):
+            told = f"{count:,} rows" if self.test is None or len(self.test) else "no rows of the test"
+            raise DataError(f"data: got {told}, expected some for each of training, validation and test")
+        valid, test, train = np.split(mixed, [num_valid, num_valid + num_test])
+        return LabelSplit(
+            self.rows.take(np.sort(train)),
+            self.rows.take(np.sort(valid)),
+            self.rows.take(np.sort(test)) if self.test is None else self.test,
+        )
+
+
+class LabelSplit(NamedTuple):
+    """Rows of training, validation and test."""
+
+    train: MultiLabelRows
+    valid: MultiLabelRows
+    test: MultiLabelRows
+
+
+def fitted(rows: MultiLabelRows, is_counted: bool, *, num_features: int, num_labels: int, what: str) -> MultiLabelRows:
+    """Rows of so many features and labels; of those whose numbers were counted, they may be more.
+
+    Raises:
+        DataError: rows that do not fit.
+    """
+    if is_counted and rows.num_features <= num_features and rows.num_labels <= num_labels:
+        return replace(rows, num_features=num_features, num_labels=num_labels)
+    check_sizes(rows, num_features, num_labels, what)
+    return rows
+
+
+def check_sizes(rows: MultiLabelRows, num_features: int, num_labels: int, what: str) -> None:
+    """Refuse rows of other numbers of features or labels.
+
+    Raises:
+        DataError: both.
+    """
+    for name, found, expected in (("features", rows.num_features, num_features), ("labels", rows.num_labels, num_labels)):
+        if found != expected:
+            cure = "give files of one data set"
+            raise refuse(what, f"{found:,} {name}", f"{expected:,}, as the rows of training have them", cure)
+
+
+def read_rows(
+    source: Any, data: LabelDataOptions, filter_path: str | None = None, *, progress: bool = True
+) -> tuple[MultiLabelRows, bool]:
+    """Rows of a file, of a table in memory, or as they are; and whether their numbers of features and labels were counted.
+
+    Raises:
+        DataError: malformed rows.
+    """
+    if isinstance(source, MultiLabelRows):
+        return source, False
+    columns: dict[str, Any] = {"labels": data.labels_column, "features": data.features_column, "values": data.values_column}
+    if is_table(source):
+        return read_label_table(source, **columns, progress=progress), True
+    if not isinstance(source, (str, os.PathLike)):
+        raise DataError(f"rows: got a {type(source).__name__}, expected a file, a table in memory, or MultiLabelRows")
+    suffix = Path(source).suffix.lower()
+    kind = {".parquet": "parquet", ".arff": "arff"}.get(suffix, "text") if data.format == "auto" else data.format
+    if kind != "text" and data.on_error != "stop":
+        raise DataError(f"data.on_error: got {data.on_error}, expected stop: rows of text files alone are skipped")
+    if kind == "text":
+        rows, is_counted = read_xmc(source, on_error=data.on_error, progress=progress), False
+    elif kind == "parquet":
+        rows, is_counted = read_label_table(source, **columns, progress=progress), True
+    else:
+        # What an attribute is stands in the file.
+        rows, is_counted = read_arff(source, data.num_labels, progress=progress), False
+    if filter_path is None:
+        return rows, is_counted
+    try:
+        found = LabelFilter.read(filter_path, len(rows), rows.num_labels)
+    except OSError as error:
+        raise refuse(filter_path, error.strerror or str(error), "a file of pairs of a row and a label") from None
+    filtered: dict[str, Any] = {"filtered": found.labels.numpy().astype(np.int32), "filtered_offsets": found.offsets.numpy()}
+    return replace(rows, **filtered), is_counted

@@ -1,0 +1,137 @@
+"""Open what training on rows with sets of labels left in a directory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from torch.utils.data import DataLoader
+
+from jagged.artifacts import ArtifactError, CheckpointError, errors_as, message, read_json, shown
+from jagged.config import ConfigError, MultiLabelConfig
+from jagged.data import DataError, LabelBatch, MultiLabelRows, label_loader
+from jagged.evaluation import bar
+from jagged.models import MultiLabelModel
+from jagged.models.pretrained import CONFIG, MODEL, SPLIT, load_task
+from jagged.runs.labels.rows import LabelRows, LabelSplit, fitted, read_rows
+from jagged.runs.labels.training import DATASET
+from jagged.runs.run import find_device
+
+
+@dataclass(frozen=True)
+class LabelRun:
+    """A trained model of rows with sets of labels, with everything that is needed to use it.
+
+    Attributes:
+        directory: where it was opened.
+        model: in eval mode, on its device.
+        config: the resolved configuration of its training.
+        split: what training said of its rows: counts, seed, fingerprint, versions and hardware.
+
+    Example:
+        >>> import jagged
+        >>> from jagged.config import MultiLabelConfig
+        >>> from jagged.runs.labels import LabelRun
+        >>> config = MultiLabelConfig(output="runs/labels", model={"embedding_dim": 64}, training={"max_epochs": 1})
+        >>> run = LabelRun.open(jagged.train(config, progress=False).directory)
+        >>> run.predict(run.part("test").test, k=3).column_names
+        ['row', 'rank', 'label', 'probability']
+    """
+
+    directory: Path
+    model: MultiLabelModel
+    config: MultiLabelConfig
+    split: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], *, device: str = "auto") -> LabelRun:
+        """Open a directory that `train` wrote, after verifying its files.
+
+        Raises:
+            ConfigError: an unknown device, or one that is not there.
+            CheckpointError: the directory holds no such model, or a file of it is damaged.
+        """
+        model, path = load_task(directory, device=find_device(device)), Path(directory)
+        if not isinstance(model, MultiLabelModel):
+            raise CheckpointError(message(path / MODEL, f"a {type(model).__name__}", "a model of sets of labels"))
+        with errors_as(CheckpointError, ConfigError):
+            config, split = MultiLabelConfig.load(path / CONFIG), read_json(path / SPLIT)
+        for name, kind in (("name", str), ("fingerprint", str), ("rows", dict)):
+            if not isinstance(split.get(name), kind):
+                found = f"{name} {shown(split.get(name))}"
+                raise CheckpointError(message(path / SPLIT, found, "what training writes", "copy the directory again"))
+        return cls(path, model, config, split)
+
+    @cached_property
+    def parts(self) -> LabelSplit:
+        """The rows that it was trained, validated and tested on.
+
+        Raises:
+            ConfigError: the directory has none.
+            DataError: they are damaged.
+        """
+        kept = self.directory / DATASET
+        if not kept.is_dir():
+            raise ConfigError(f"{self.directory}: holds no rows ({DATASET}/); name the rows to use")
+        rows = LabelRows.load(kept)
+        if rows.fingerprint != self.split["fingerprint"]:
+            cure = "copy the directory again"
+            raise DataError(message(kept, "other rows", f"those that {SPLIT} tells of", cure))
+        return rows.split(self.config)
+
+    def read(self, rows: Any, *, progress: bool = True) -> MultiLabelRows:
+        """Rows of a file or a table in memory, read as those of training, or as they are, with the model's features and labels.
+
+        Raises:
+            DataError: malformed rows, or rows of other numbers of features or labels.
+        """
+        found, is_counted = read_rows(rows, self.config.data, progress=progress)
+        what = os.fspath(rows) if isinstance(rows, (str, os.PathLike)) else "rows"
+        sizes = {"num_features": self.model.config["num_features"], "num_labels": self.model.head.num_labels}
+        return fitted(found, is_counted, what=what, **sizes)
+
+    def loader(self, rows: MultiLabelRows, batch_size: int | None = None) -> DataLoader[LabelBatch]:
+        """Batches of rows, of `eval_batch_size` where no other size is given."""
+        return label_loader(rows, batch_size or self.config.evaluation.eval_batch_size)
+
+    def predict(self, rows: Any, *, k: int = 10, progress: bool = True) -> pa.Table:
+        """Return the k best labels of each row, the best first.
+
+        Args:
+            rows: as of `read`; what labels they have is not looked at.
+            k: labels of each row, at least 1; fewer where the model has fewer.
+            progress: show a bar after two seconds.
+
+        Returns:
+            int64 `row` and `rank`, from 0 and 1 on, int64 `label`, float32 `probability`.
+
+        Raises:
+            DataError: as of `read`.
+            ValueError: a k below 1.
+        """
+        if k < 1:
+            raise ValueError(f"k: got {k}, expected at least 1")
+        found = self.read(rows, progress=progress)
+        labels, probabilities = [torch.zeros(0, k, dtype=torch.int64)], [torch.zeros(0, k)]
+        for batch in bar(self.loader(found), progress):
+            best = self.model.predict(batch, k=k)
+            labels.append(best["labels"].cpu())
+            probabilities.append(best["probabilities"].cpu())
+        of, likely = torch.cat(labels), torch.cat(probabilities)
+        there = of >= 0
+        row, rank = there.nonzero(as_tuple=True)
+        columns = {"row": row, "rank": rank + 1, "label": of[there], "probability": likely[there]}
+        return pa.table({name: pa.array(column.numpy()) for name, column in columns.items()})
+
+
+def is_label_run(directory: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds a model of rows with sets of labels."""
+    try:
+        return bool(read_json(Path(directory) / MODEL).get("model") == "multilabel")
+    except ArtifactError:
+        return False

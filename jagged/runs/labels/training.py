@@ -1,0 +1,229 @@
+"""Train a model of rows with sets of labels: from a configuration to a directory that stands alone."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from jagged import artifacts
+from jagged.artifacts import CheckpointError
+from jagged.config import (
+    BlockSparseHeadOptions,
+    BottleneckHeadOptions,
+    ConfigError,
+    DenseHeadOptions,
+    FixedFanInHeadOptions,
+    GroupSparseHeadOptions,
+    LabelHead,
+    MultiLabelConfig,
+    RewiredHead,
+)
+from jagged.data import DataError, MultiLabelRows, label_loader
+from jagged.label_metrics import DEFAULT_KS
+from jagged.metrics import RunMetrics
+from jagged.models import MultiLabelModel
+from jagged.models.pretrained import CONFIG, save_task
+from jagged.runs.labels.rows import LabelRows, LabelSplit
+from jagged.runs.ranking.run import hardware
+from jagged.training.callbacks import Callback
+from jagged.training.checkpoint import list_checkpoints
+from jagged.training.errors import TrainingError
+from jagged.training.forecast import forecast_rows
+from jagged.training.loop import CHECKPOINTS
+from jagged.training.processes import Processes, process_group, resolve_device
+from jagged.training.rewiring import Rewiring
+from jagged.training.trainer import Trainer, TrainResult, locked, resolved
+from jagged.versions import installed
+
+DATASET = "dataset"
+
+
+def train_labels(
+    config: MultiLabelConfig,
+    rows: Any = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    resume: bool = False,
+    dry_run: bool = False,
+    progress: bool = True,
+) -> TrainResult:
+    """`jagged.train` of a `MultiLabelConfig`; its arguments and errors are those.
+
+    Args:
+        rows: `MultiLabelRows`, a file or a table in memory with columns of id lists, or a pair of these, training and test; by
+            default the files of `config.data` are read.
+    """
+    config = resolved(config)
+    directory = Path(config.output)
+    with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
+        if not dry_run:
+            closing.enter_context(locked(directory, processes, resume))
+        shown = progress and processes.is_first
+        kept = _kept(config, rows, directory, processes, closing, dry_run=dry_run, progress=shown)
+        split = kept.split(config)
+        torch.manual_seed(config.seed)
+        model = _model(config, split.train, processes, shown)
+        parts = LabelSplit(*(_share(part, processes, is_whole=not number) for number, part in enumerate(split)))
+        loader = partial(label_loader, num_workers=config.training.num_workers)
+        batch_size, eval_batch_size = config.training.batch_size, config.evaluation.eval_batch_size
+        train, valid, test = (
+            loader(part, eval_batch_size if number else batch_size, shuffle=not number) for number, part in enumerate(parts)
+        )
+        expected = forecast_rows(config, parts.train, len(train), model, processes)
+        if shown:
+            print(expected, flush=True)
+        if dry_run:
+            return TrainResult(directory, RunMetrics(), [], float("nan"), 0, 0, 0.0, forecast=expected)
+        if processes.is_first and not list_checkpoints(directory / CHECKPOINTS):
+            # From here on the run needs nothing else to go on; one that goes on already has its own.
+            with artifacts.writing(directory / CONFIG, "make room, or choose another output", CheckpointError):
+                config.save(directory / CONFIG)
+        trainer = Trainer(model, config.trainer, callbacks=[*_rewiring(config, model, len(train)), *callbacks])
+        result = trainer.run(
+            processes,
+            config.trainer,
+            (train, valid, test),
+            resume,
+            progress,
+            fingerprint=kept.fingerprint,
+            write=partial(_write, config, kept, split, processes.device),
+            options=config.model_dump(),
+        )
+        return replace(result, forecast=expected)
+
+
+def _kept(
+    config: MultiLabelConfig,
+    rows: Any,
+    directory: Path,
+    processes: Processes,
+    closing: ExitStack,
+    *,
+    dry_run: bool,
+    progress: bool,
+) -> LabelRows:
+    """The run's rows: read by the first process into the run's directory, and opened there by all."""
+    place = directory / DATASET
+    if dry_run:
+        place = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="jagged-"))) / DATASET
+        if processes.world_size > 1:
+            place = Path(processes.all(str(place))[0])
+    refusal: Exception | None = None
+    if processes.is_first:
+        try:
+            _read(config, rows, place, progress)
+        except (ConfigError, DataError, TrainingError, CheckpointError) as error:
+            refusal = error
+    # The others would wait for the first one, and then tell that it is gone.
+    told = processes.all(None if refusal is None else str(refusal))[0]
+    if told is not None:
+        raise refusal or TrainingError(told)
+    return LabelRows.load(place)
+
+
+def _read(config: MultiLabelConfig, given: Any, place: Path, progress: bool) -> None:
+    is_there, kept = place.is_dir(), place.parent / CONFIG
+    if given is None and is_there and kept.exists():
+        before = MultiLabelConfig.load(kept)
+        if (before.data, before.seed) == (config.data, config.seed):
+            return
+    found = LabelRows.read(config, progress=progress) if given is None else _given(given, config, progress)
+    # Whoever has too few rows hears of it before anything is written.
+    found.split(config)
+    if not is_there:
+        with artifacts.writing(place, "make room, or choose another output", CheckpointError):
+            found.save(place)
+    elif found.fingerprint != LabelRows.load(place).fingerprint:
+        raise TrainingError(f"data: {place} holds other rows than those that are given; choose another output, or delete it")
+
+
+def _given(rows: Any, config: MultiLabelConfig, progress: bool) -> LabelRows:
+    parts = rows if isinstance(rows, (tuple, list)) else (rows, None)
+    if len(parts) != 2:
+        raise TrainingError(f"dataset: got {len(parts)} parts, expected rows, or a pair of them, training and test")
+    return LabelRows.of(parts[0], parts[1], config.data, progress=progress)
+
+
+def _share(rows: MultiLabelRows, processes: Processes, *, is_whole: bool) -> MultiLabelRows:
+    """The rows of this process: every n-th one; of training as many in each."""
+    if processes.world_size == 1:
+        return rows
+    count = len(rows) // processes.world_size * processes.world_size if is_whole else len(rows)
+    return rows.take(np.arange(processes.rank, count, processes.world_size))
+
+
+def _model(config: MultiLabelConfig, rows: MultiLabelRows, processes: Processes, progress: bool) -> MultiLabelModel:
+    monitor = config.training.monitor
+    ks = sorted({*DEFAULT_KS, *([int(monitor.partition("@")[2])] if "@" in monitor else [])})
+    try:
+        return MultiLabelModel.of(
+            rows,
+            **config.model.model_dump(exclude={"name"}),
+            **_of_head(config.head),
+            **config.evaluation.model_dump(exclude={"eval_batch_size"}),
+            ks=ks,
+            seed=config.seed,
+            device=processes.device,
+            progress=progress,
+        )
+    except ValueError as error:
+        raise TrainingError(f"model: {error}") from None
+
+
+def _of_head(head: LabelHead) -> dict[str, Any]:
+    """The arguments of `MultiLabelModel.of` that a head is."""
+    options: dict[str, Any] = {"label_smoothing": head.label_smoothing}
+    if isinstance(head, DenseHeadOptions):
+        return {**options, "dense_share": 1.0, "fan_in": 1}
+    if isinstance(head, BottleneckHeadOptions):
+        return {**options, "dense_share": 1.0, "fan_in": 1, "bottleneck_dim": head.bottleneck_dim}
+    assert isinstance(head, (GroupSparseHeadOptions, FixedFanInHeadOptions, BlockSparseHeadOptions))
+    options |= {"fan_in": head.fan_in, "dense_share": head.dense_share}
+    if isinstance(head, FixedFanInHeadOptions):
+        return {**options, "group_size": 1, "grouping": "random"}
+    is_adjacent = isinstance(head, BlockSparseHeadOptions)
+    return {**options, "group_size": head.group_size, "grouping": head.grouping, "adjacent": is_adjacent}
+
+
+def _rewiring(config: MultiLabelConfig, model: MultiLabelModel, batches: int) -> list[Callback]:
+    head = config.head
+    if not isinstance(head, RewiredHead) or not head.rewire_fraction or not model.head.num_groups:
+        return []
+    steps = config.training.max_epochs * -(-batches // config.training.accumulate)
+    until = int(head.rewire_until * steps)
+    return [Rewiring(head.rewire_fraction, every=head.rewire_every, until=until, by=head.rewire_by)]
+
+
+def _write(
+    config: MultiLabelConfig,
+    rows: LabelRows,
+    split: LabelSplit,
+    device: torch.device,
+    task: nn.Module,
+    metrics: RunMetrics,
+    history: list[dict[str, Any]],
+) -> None:
+    description = {
+        "name": f"rows drawn by seed {config.seed}" if rows.test is None else f"a test of its own, seed {config.seed}",
+        "rows": {name: len(part) for name, part in zip(split._fields, split, strict=True)},
+        "num_features": rows.rows.num_features,
+        "num_labels": rows.rows.num_labels,
+        "labels": {name: len(part.labels) for name, part in zip(split._fields, split, strict=True)},
+        "notes": rows.rows.notes,
+        "fingerprint": rows.fingerprint,
+        "seed": config.seed,
+        "versions": installed(),
+        "hardware": hardware(device),
+    }
+    save_task(
+        task, config.output, config=config, split=description, metrics=metrics.to_json(), history=history
+    )  # fmt: skip

@@ -1,0 +1,50 @@
+"""Runs on sets of labels in two gloo processes and in one. A program of its own: `test_label_runs.py` starts it.
+
+Usage: `python -m tests.runs.label_processes DIRECTORY`; prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import jagged
+from jagged.data import DataError, write_xmc
+from jagged.training import TrainingError
+from tests.processes import fork
+from tests.runs.test_label_runs import ROWS, TEST, config_of
+
+
+def main(root: Path) -> dict[str, Any]:
+    """Figures by one process and by two, and what two say of a file that is not there."""
+    for name, rows in (("train.txt", ROWS), ("test.txt", TEST)):
+        write_xmc(rows, root / name)
+
+    def train(count: int) -> None:
+        data = {"path": str(root / "train.txt"), "test": str(root / "test.txt")}
+        training = {"batch_size": 50 // count, "max_epochs": 6}
+        jagged.train(config_of(root / f"by {count}", data=data, training=training), progress=False)
+
+    def refused() -> None:
+        try:
+            jagged.train(config_of(root / "no", data={"path": str(root / "nothing.txt")}), progress=False)
+        except (DataError, TrainingError) as error:
+            (root / f"refused.{torch.distributed.get_rank()}").write_text(str(error))
+
+    fork(lambda: train(1))
+    fork(lambda: train(2), 2, root / "store-2")
+    fork(refused, 2, root / "store-refused")
+    folders = [root / f"by {count}" for count in (1, 2)]
+    return {
+        "metrics": [json.loads((folder / "metrics.json").read_text()) for folder in folders],
+        "refused": [(root / f"refused.{rank}").read_text() for rank in (0, 1)],
+        "fingerprints": [json.loads((folder / "split.json").read_text())["fingerprint"] for folder in folders],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

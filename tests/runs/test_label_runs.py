@@ -1,0 +1,463 @@
+"""Runs on rows with sets of labels: from files to ranked labels."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import jagged
+from jagged.artifacts import CheckpointError
+from jagged.config import ConfigError, MultiLabelConfig, load_config
+from jagged.data import DataError, LabelBatch, MultiLabelRows, label_loader, synthetic_labels, write_xmc
+from jagged.label_metrics import LabelMetrics, propensities
+from jagged.models.pretrained import load_task
+from jagged.runs import summary
+from jagged.runs.labels import LabelRun
+from jagged.runs.labels.evaluating import evaluate_labels
+from jagged.runs.labels.rows import LabelRows
+from jagged.training import TrainingError, TrainingInterrupted
+from tests.places import PLACE
+from tests.processes import told_by
+from tests.training.support import at_step, kill_self, outcome
+
+pytestmark = pytest.mark.skipif(PLACE.name != "cpu", reason="the trainer on a CPU")
+
+ROWS, TEST, _ = synthetic_labels(num_rows=600, num_test_rows=200, num_labels=200, num_features=600, num_groups=20)
+
+
+def config_of(output: Path, **sections: Any) -> MultiLabelConfig:
+    common: dict[str, Any] = {
+        "output": str(output),
+        "device": "cpu",
+        "model": {"embedding_dim": 32},
+        "head": {"fan_in": 8, "group_size": 4, "rewire_every": 7},
+        "training": {"max_epochs": 3, "batch_size": 50, "learning_rate": 0.01, "tensorboard": False, "checkpoint_seconds": 0.0},
+        "evaluation": {"eval_batch_size": 64},
+    }
+    for name, section in sections.items():
+        common[name] = {**common[name], **section} if isinstance(section, dict) and name in common else section
+    return MultiLabelConfig(**common)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("files")
+    for name, rows in (("train.txt", ROWS), ("test.txt", TEST)):
+        write_xmc(rows, folder / name)
+    return folder / "train.txt", folder / "test.txt"
+
+
+@pytest.fixture(scope="module")
+def trained(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> LabelRun:
+    output = tmp_path_factory.mktemp("runs") / "labels"
+    jagged.train(config_of(output, data={"path": str(files[0]), "test": str(files[1])}), progress=False)
+    return LabelRun.open(output)
+
+
+def ranked(table: pa.Table, num_rows: int, k: int) -> torch.Tensor:
+    """The labels of a table of predictions, `[num_rows, k]`, -1 where there are fewer."""
+    found = torch.full((num_rows, k), -1, dtype=torch.int64)
+    row, rank = torch.tensor(table["row"].to_numpy()), torch.tensor(table["rank"].to_numpy())
+    found[row, rank - 1] = torch.tensor(table["label"].to_numpy())
+    return found
+
+
+def figures_of(best: torch.Tensor, rows: MultiLabelRows, ks: tuple[int, ...] = (1, 3, 5, 10)) -> dict[str, float]:
+    counts = torch.bincount(torch.from_numpy(TRAIN.labels).long(), minlength=TRAIN.num_labels)
+    metrics = LabelMetrics(rows.num_labels, propensities(counts, len(TRAIN)), ks)
+    labels = LabelBatch.of(rows).labels
+    metrics.update(best, labels.values(), labels.offsets())
+    return metrics.compute()
+
+
+# Of 600 rows 60 are the validation, whatever else there is.
+TRAIN = LabelRows(ROWS, TEST).split(MultiLabelConfig()).train
+
+
+def test_from_files_to_ranked_labels(trained: LabelRun, files: tuple[Path, Path]) -> None:
+    assert trained.parts.train.labels.tolist() == TRAIN.labels.tolist()
+    table = trained.predict(files[1], progress=False)
+    assert (table.column_names, table.num_rows) == (["row", "rank", "label", "probability"], 2000)
+    expected = figures_of(ranked(table, 200, 10), TEST)
+    test = json.loads((trained.directory / "metrics.json").read_text())["test"]["labels"]
+    assert test == pytest.approx(expected)
+    for of in (evaluate_labels(trained, progress=False), evaluate_labels(trained, files[1], part="valid", progress=False)):
+        assert of.metrics["labels"] == pytest.approx(expected)
+    assert expected["p@1"] > 0.35
+    assert bool((np.diff(table["probability"].to_numpy().reshape(200, 10), axis=1) <= 0).all())
+    few = jagged.evaluate(trained.directory, part="valid", ks=(2,), progress=False)
+    assert set(few.metrics["labels"]) == {
+        *(f"{name}@2" for name in ("p", "psp", "ndcg", "psndcg", "recall")), "samples", "samples_without_positives",
+    }  # fmt: skip
+
+
+def test_what_is_said_of_a_run(trained: LabelRun, files: tuple[Path, Path]) -> None:
+    lines = summary.summary_lines(trained.directory)
+    count = len(ROWS.labels) + len(TEST.labels)
+    assert lines[0] == f"read     800 rows with {count:,} labels of 200 from {files[0]}"
+    assert lines[1] == "split    540 for training, 60 for validation, 200 for the test"
+    assert re.fullmatch(r"reached  test p@1 0\.\d{4}, p@3 .*, recall@10 0\.\d{4}; all labels ranked for each row", lines[2])
+    assert lines[-1] == f"         jagged predict {trained.directory} rows.txt --output labels.parquet"
+    told = str(evaluate_labels(trained, ks=(1, 5), progress=False)).splitlines()
+    without = int((np.diff(TEST.label_offsets) == 0).sum())
+    assert told[0] == (
+        f"test part (a test of its own, seed 0): {200 - without} rows ({without} more without a label are left out), "
+        "all 200 labels ranked for each"
+    )
+    assert [line.split()[0] for line in told[1:]] == ["@1", "p", "psp", "ndcg", "psndcg", "recall", "loss"]
+
+
+@pytest.mark.parametrize(
+    ("head", "num_groups", "shape"),
+    [
+        ({"type": "group-sparse", "grouping": "frequency"}, 49, (196, 8)),
+        ({"type": "group-sparse", "grouping": "random", "dense_share": 0.0, "rewire_by": "gradient"}, 50, (200, 8)),
+        ({"type": "fixed-fan-in"}, 196, (196, 8)),
+        ({"type": "block-sparse", "grouping": "random"}, 49, (196, 8)),
+        ({"type": "dense"}, 0, (0, 1)),
+        ({"type": "bottleneck", "bottleneck_dim": 4}, 0, (0, 1)),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
+)
+def test_heads_by_name(tmp_path: Path, head: dict[str, Any], num_groups: int, shape: tuple[int, int]) -> None:
+    options = {"group_size": 4} if head["type"] in ("group-sparse", "block-sparse") else {}
+    options |= {} if head["type"] in ("dense", "bottleneck") else {"fan_in": 8}
+    config = config_of(tmp_path / "run", training={"max_epochs": 1}).model_dump() | {"head": {**head, **options}}
+    jagged.train(MultiLabelConfig(**config), (ROWS, TEST), progress=False)
+    run = LabelRun.open(tmp_path / "run")
+    made = run.model.head
+    assert (made.num_groups, tuple(made.weight.shape)) == (num_groups, shape)
+    wide = {"dense": 32, "bottleneck": 4}.get(head["type"], 32)
+    assert made.head_weight.shape[1] == wide
+    if head["type"] == "block-sparse":
+        assert bool((made.supports.diff(dim=1) == 1).all())
+        assert set((made.supports[:, 0] % 8).tolist()) == {0}
+    assert made.head_weight.shape[0] + made.weight.shape[0] == 200
+    # As it was opened: the figures that training wrote.
+    assert json.loads((tmp_path / "run" / "metrics.json").read_text())["test"]["labels"] == pytest.approx(
+        evaluate_labels(run, progress=False).metrics["labels"]
+    )
+
+
+def test_labels_that_are_filtered_are_neither_ranked_nor_looked_for(trained: LabelRun, tmp_path: Path) -> None:
+    best = ranked(trained.predict(TEST, progress=False), 200, 10)
+    # The best label of some rows and the third, and one that the row has.
+    pairs = {(row, int(best[row, place])) for row in range(0, 200, 3) for place in (0, 2)}
+    pairs |= {
+        (row, int(TEST.labels[TEST.label_offsets[row]]))
+        for row in range(1, 200, 3)
+        if TEST.label_offsets[row + 1] > TEST.label_offsets[row]
+    }
+    (tmp_path / "filter.txt").write_text("".join(f"{row} {label}\n" for row, label in sorted(pairs)))
+    write_xmc(ROWS, tmp_path / "train.txt")
+    write_xmc(TEST, tmp_path / "test.txt")
+    data = {"path": str(tmp_path / "train.txt"), "test": str(tmp_path / "test.txt"), "test_filter": str(tmp_path / "filter.txt")}
+    kept = LabelRows.read(config_of(tmp_path / "run", data=data), progress=False)
+    assert kept.test is not None
+    assert kept.test.filtered is not None
+    found = ranked(trained.predict(kept.test, progress=False), 200, 10)
+    wide = ranked(trained.predict(TEST, k=15, progress=False), 200, 15)
+    for row in range(200):
+        expected = [label for label in wide[row].tolist() if (row, label) not in pairs][:10]
+        assert found[row].tolist() == expected
+    labels = [
+        [
+            label
+            for label in TEST.labels[TEST.label_offsets[row] : TEST.label_offsets[row + 1]].tolist()
+            if (row, label) not in pairs
+        ]
+        for row in range(200)
+    ]
+    without = replace(
+        TEST,
+        labels=np.array([label for of in labels for label in of], dtype=np.int32),
+        label_offsets=np.cumsum([0, *map(len, labels)]).astype(np.int64),
+    )
+    expected_figures = figures_of(found, without)
+    assert evaluate_labels(trained, kept.test, batch_size=7, progress=False).metrics["labels"] == pytest.approx(expected_figures)
+    assert expected_figures["p@1"] < figures_of(best, TEST)["p@1"]
+    # Rows take their filters along, into a run's directory too.
+    kept.save(tmp_path / "kept")
+    again = LabelRows.load(tmp_path / "kept")
+    assert again.fingerprint == kept.fingerprint != LabelRows(ROWS, TEST).fingerprint
+    assert again.test is not None
+    assert again.test.filtered is not None
+    assert again.test.filtered.tolist() == kept.test.filtered.tolist()
+
+
+def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its directory alone, with inputs that changed before the stop and change after it."""
+    jagged.train(config_of(tmp_path / "whole"), (ROWS, TEST), progress=False)
+    with monkeypatch.context() as patch:
+        at_step(patch, 13, kill_self(15))
+        with pytest.raises(TrainingInterrupted):
+            jagged.train(config_of(tmp_path / "stopped"), (ROWS, TEST), progress=False)
+    jagged.train(resume=tmp_path / "stopped", progress=False)
+    assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
+    born = LabelRun.open(tmp_path / "whole").model.head.born
+    assert sorted(set(born.flatten().tolist())) == [-(2**62), 7, 14]
+
+
+def test_other_rows_do_not_go_on(tmp_path: Path) -> None:
+    jagged.train(config_of(tmp_path / "run", training={"max_epochs": 1}), (ROWS, TEST), progress=False)
+    with pytest.raises(TrainingError) as found:
+        jagged.train(config_of(tmp_path / "run", training={"max_epochs": 1}), TEST, resume=True, progress=False)
+    place = tmp_path / "run" / "dataset"
+    assert str(found.value) == f"data: {place} holds other rows than those that are given; choose another output, or delete it"
+
+
+def test_without_a_test_some_rows_are_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "run", split={"valid_fraction": 0.2, "test_fraction": 0.3}, training={"max_epochs": 1})
+    jagged.train(config, ROWS, progress=False)
+    parts = LabelRun.open(tmp_path / "run").parts
+    assert [len(part) for part in parts] == [300, 120, 180]
+
+    def keys(rows: MultiLabelRows) -> list[tuple[float, ...]]:
+        return [tuple(rows.feature_values[begin:end].tolist()) for begin, end in pairwise(rows.feature_offsets)]
+
+    assert sorted(keys(parts.train) + keys(parts.valid) + keys(parts.test)) == sorted(keys(ROWS))
+
+
+def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:
+    result = jagged.train(config_of(tmp_path / "run"), (ROWS, TEST), dry_run=True, progress=False)
+    assert not (tmp_path / "run").exists()
+    assert result.forecast is not None
+    lines = str(result.forecast).splitlines()
+    assert (
+        lines[-1].strip()
+        == f"11 steps an epoch of about 50 rows and {len(TRAIN.feature_ids) / 11:,.0f} features, at most 33 steps"
+    )
+
+
+def test_rows_without_labels_and_features(tmp_path: Path) -> None:
+    """Half of the rows have none, and a label that no row of training has is scored all the same."""
+    keep = np.arange(600) % 2 == 0
+    lengths = np.diff(ROWS.label_offsets) * keep
+    bare = np.diff(ROWS.feature_offsets) * (np.arange(600) % 3 > 0)
+    of_labels = np.repeat(keep, np.diff(ROWS.label_offsets))
+    of_features = np.repeat(np.arange(600) % 3 > 0, np.diff(ROWS.feature_offsets))
+    rows = replace(
+        ROWS,
+        labels=ROWS.labels[of_labels],
+        label_offsets=np.cumsum([0, *lengths]).astype(np.int64),
+        feature_ids=ROWS.feature_ids[of_features],
+        feature_values=ROWS.feature_values[of_features],
+        feature_offsets=np.cumsum([0, *bare]).astype(np.int64),
+        num_labels=230,
+    )
+    result = jagged.train(config_of(tmp_path / "run", training={"max_epochs": 1}), rows, progress=False)
+    assert result.metrics.test["labels"]["samples_without_positives"] > 0
+    table = LabelRun.open(tmp_path / "run").predict(rows, k=230, progress=False)
+    assert table.num_rows == 600 * 230
+    assert np.isfinite(table["probability"].to_numpy()).all()
+
+
+def test_a_model_is_opened_without_the_rows(trained: LabelRun) -> None:
+    model = load_task(trained.directory)
+    found = model.predict(LabelBatch.of(TEST), k=4)
+    assert torch.equal(found["labels"], ranked(trained.predict(TEST, k=4, progress=False), 200, 4))
+    assert next(iter(label_loader(TEST, 3))).filtered is None
+
+
+def test_parquet_and_tables_in_memory_train_as_text_does(trained: LabelRun, tmp_path: Path) -> None:
+    """Their numbers of features and labels are those of both tables together, and of rows to rank at most these."""
+
+    def table(rows: MultiLabelRows) -> pa.Table:
+        def lists(values: Any, offsets: Any) -> Any:
+            return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(values))
+
+        return pa.table(
+            {
+                "tags": lists(rows.labels, rows.label_offsets),
+                "words": lists(rows.feature_ids, rows.feature_offsets),
+                "weights": lists(rows.feature_values, rows.feature_offsets),
+            }
+        )
+
+    names = {"labels_column": "tags", "features_column": "words", "values_column": "weights"}
+    for name, rows in (("train", ROWS), ("test", TEST)):
+        pq.write_table(table(rows), tmp_path / f"{name}.parquet")
+    files = {"path": str(tmp_path / "train.parquet"), "test": str(tmp_path / "test.parquet")}
+    jagged.train(config_of(tmp_path / "files", data={**names, **files}), progress=False)
+    jagged.train(config_of(tmp_path / "tables", data=names), (table(ROWS), table(TEST)), progress=False)
+    # All labels and features of the sample occur, so nothing else differs.
+    assert (max(ROWS.labels), max(ROWS.feature_ids)) == (199, 599)
+    for output in ("files", "tables"):
+        assert outcome(tmp_path / output) == outcome(trained.directory)
+    run = LabelRun.open(tmp_path / "files")
+    few = table(TEST.take(np.arange(3)))
+    assert run.predict(few, k=2, progress=False).equals(trained.predict(TEST.take(np.arange(3)), k=2, progress=False))
+    wide = pa.table({**{name: few[name] for name in ("tags", "weights")}, "words": pa.array([[600], [1], [2]])})
+    with pytest.raises(DataError, match="rows: found 601 features, expected 600"):
+        run.predict(wide.set_column(1, "weights", pa.array([[1.0], [1.0], [1.0]])), progress=False)
+
+
+def test_arff_trains(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    lines = [
+        "@relation 'made -C 3'",
+        *(f"@attribute l{i} {{0,1}}" for i in range(3)),
+        *(f"@attribute f{i} numeric" for i in range(5)),
+    ]
+    lines.append("@data")
+    for row in range(60):
+        lines.append("{" + f"{row % 3} 1, {3 + row % 5} {rng.random():.3f}" + "}")
+    (tmp_path / "made.arff").write_text("\n".join(lines) + "\n")
+    head = {"type": "dense"}
+    values = config_of(tmp_path / "run", data={"path": str(tmp_path / "made.arff")}).model_dump() | {"head": head}
+    result = jagged.train(MultiLabelConfig(**values), progress=False)
+    assert result.metrics.test["labels"]["samples"] == 6
+    assert LabelRun.open(tmp_path / "run").predict(tmp_path / "made.arff", k=3, progress=False).num_rows == 180
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"data.test": "t.txt"}, "data.test: got t.txt, expected none without path, which has the rows to train on"),
+        (
+            {"data.path": "a.txt", "data.test": "t.txt", "split.test_fraction": 0.2},
+            "split.test_fraction: got 0.2, expected none beside data.test, which has the rows of the test",
+        ),
+        (
+            {"data.path": "a.txt", "data.filter": "f.txt", "data.on_error": "skip"},
+            "data.on_error: got skip, expected stop beside a filter, whose rows have the numbers of the file's",
+        ),
+        (
+            {"split.valid_fraction": 0.9},
+            "split.valid_fraction: got 0.9, expected with test_fraction (0.1) less than 1, or nothing is left to train on",
+        ),
+        ({"head.fan_in": 300}, "head.fan_in: got 300, expected at most model.embedding_dim (256)"),
+        (
+            {"head": "sampled"},
+            "head.type: got 'sampled', expected group-sparse, dense, bottleneck, fixed-fan-in or block-sparse; it belongs to "
+            "model.name sasrec",
+        ),
+        (
+            {"training.monitor": "auc"},
+            "training.monitor: got 'auc', expected p, psp, ndcg, psndcg or recall with a cut-off, for example p@1, or loss",
+        ),
+        (
+            {"head.type": "dense", "head.fan_in": 4},
+            "head.fan_in: belongs to head.type group-sparse, fixed-fan-in or block-sparse, got dense",
+        ),
+    ],
+)
+def test_options_that_contradict_one_another(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        load_config(None, {"model": "multilabel", **options})
+    assert str(found.value) == message
+
+
+def test_a_head_of_labels_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError) as found:
+        load_config(None, {"head": "group-sparse"})
+    assert str(found.value) == (
+        "head.type: got 'group-sparse', expected cross-entropy, sampled or scalable; it belongs to model.name multilabel"
+    )
+
+
+def _sizes(root: Path, run: LabelRun) -> Any:
+    return run.read(replace(TEST, num_features=601), progress=False)
+
+
+def _no_rows(root: Path, run: LabelRun) -> Any:
+    return jagged.train(config_of(root / "none"), (ROWS, TEST.take(np.zeros(0, np.int64))), progress=False)
+
+
+def _two_files(root: Path, run: LabelRun) -> Any:
+    write_xmc(ROWS, root / "a.txt")
+    write_xmc(replace(TEST, num_labels=201), root / "b.txt")
+    return jagged.train(config_of(root / "two", data={"path": str(root / "a.txt"), "test": str(root / "b.txt")}), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("ask", "error", "message"),
+    [
+        (
+            _sizes,
+            DataError,
+            "rows: found 601 features, expected 600, as the rows of training have them; give files of one data set",
+        ),
+        (_no_rows, DataError, "data: got no rows of the test, expected some for each of training, validation and test"),
+        (
+            _two_files,
+            DataError,
+            "ROOT/b.txt: found 201 labels, expected 200, as the rows of training have them; give files of one data set",
+        ),
+        (
+            lambda root, run: jagged.train(config_of(root / "x"), [ROWS, TEST, TEST], progress=False),
+            TrainingError,
+            "dataset: got 3 parts, expected rows, or a pair of them, training and test",
+        ),
+        (
+            lambda root, run: jagged.recommend(run.directory, root / "x.csv"),
+            ConfigError,
+            "RUN: a run on sets of labels, not of items; `jagged predict` ranks the labels of rows",
+        ),
+        (
+            lambda root, run: jagged.report(run.directory),
+            ConfigError,
+            "RUN: a run on sets of labels, of which there is no page; `jagged evaluate` has its figures",
+        ),
+        (
+            lambda root, run: jagged.predict(run.directory, TEST, k=0),
+            ConfigError,
+            "k: got 0, expected at least 1",
+        ),
+        (
+            lambda root, run: jagged.predict(run.directory, TEST, events="x.csv"),
+            ConfigError,
+            "events: got x.csv, expected none: it is for runs on a table, and RUN is none",
+        ),
+        (
+            lambda root, run: jagged.evaluate(run.directory, slices=("a",)),
+            ConfigError,
+            "slices: got ('a',), expected none: it is for runs on a table, and RUN is none",
+        ),
+        (
+            lambda root, run: evaluate_labels(run, part="all"),
+            ConfigError,
+            "part: got 'all', expected 'train', 'valid' or 'test'",
+        ),
+    ],
+)  # fmt: skip
+def test_messages(
+    trained: LabelRun, tmp_path: Path, ask: Callable[[Path, LabelRun], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error) as found:
+        ask(tmp_path, trained)
+    assert str(found.value).replace(str(tmp_path), "ROOT").replace(str(trained.directory), "RUN") == message
+
+
+def test_damaged_rows_and_files_of_others(trained: LabelRun, tmp_path: Path) -> None:
+    LabelRows(ROWS, TEST).save(tmp_path / "rows")
+    path = tmp_path / "rows" / "rows.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows\.safetensors"):
+        LabelRows.load(tmp_path / "rows")
+    with pytest.raises(CheckpointError, match="no such directory"):
+        LabelRun.open(tmp_path / "nowhere")
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    told = told_by("tests.runs.label_processes", tmp_path)
+    one, two = told["metrics"]
+    assert two["test"]["labels"]["samples"] == one["test"]["labels"]["samples"]
+    for name in ("p@1", "p@5", "ndcg@5"):
+        assert two["test"]["labels"][name] == pytest.approx(one["test"]["labels"][name], abs=0.06)
+    first, second = told["refused"]
+    assert first == second == "ROOT/nothing.txt: " + first.partition(": ")[2]
+    assert told["fingerprints"][0] == told["fingerprints"][1]
