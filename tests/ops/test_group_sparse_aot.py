@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from jagged.ops.group_sparse import configurations
@@ -100,3 +102,34 @@ def test_threads_wait_between_the_sums_of_two_tiles(labels: int, width: int) -> 
         assert sum(between) >= 2 * of_a_tile
         # A loop that comes back to its sums passes a barrier.
         assert between[0] == 0
+
+
+@pytest.mark.parametrize("name", ["bce_backward", "softmax_forward", "softmax_backward"])
+def test_sums_over_threads_are_of_no_product(name: str) -> None:
+    """What each thread adds to another's is no product that could be contracted, so that all have the same bits of the sum."""
+    for labels, width, dtype, itemsize in ((32, 32, "bf16", 2), (16, 64, "bf16", 2), (40, 129, "bf16", 2), (64, 64, "fp32", 4)):
+        chosen = getattr(configurations, f"{name}_configuration")(labels * 1000, 1000, 100, width, itemsize)
+        found = sources_of_exchanges(compile_one(name, 90, dtype, width, 100, chosen, True).assembly)
+        assert found
+        assert not any(word.startswith(("mul.f32", "fma", "mul.rn.f32")) for word in found), found
+
+
+def sources_of_exchanges(ptx: str) -> set[str]:
+    """Return the instructions whose results threads hand each other, those in front of additions of these."""
+    made: dict[str, tuple[str, list[str]]] = {}
+    found, at = set(), re.compile(r"(?:@!?%p\d+ )?([\w.:]+)\s+(%\w+)(?:\|%\w+)?, *(.*);")
+
+    def trace(register: str) -> None:
+        operation, given = made.get(register, ("", []))
+        if operation.startswith(("add.f32", "add.rn.f32", "mov.b32")):
+            for other in given:
+                trace(other)
+        else:
+            found.add(operation)
+
+    for operation, register, given in (match.groups() for match in map(at.match, map(str.strip, ptx.splitlines())) if match):
+        sources = [name.strip() for name in given.split(",")]
+        if operation.startswith("shfl"):
+            trace(sources[0])
+        made[register] = operation, sources
+    return found

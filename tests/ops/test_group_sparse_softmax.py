@@ -340,6 +340,10 @@ def test_wrong_values_reach_no_foreign_memory(place: Place) -> None:
                 assert bool(loss.isfinite())
                 of_features, _ = torch.autograd.grad(loss, (features, weight))
                 assert bool(of_features.isfinite().all())
+    # Positives of no row.
+    given_ = (features[:0], weight, supports, torch.tensor([0, 10, 20]), torch.tensor([3, 19]), torch.tensor([0]))
+    loss = group_sparse_cross_entropy(*(x.to(place.device) for x in given_), backend=place.backend)
+    assert float(loss.detach()) == 0
 
 
 @ON_GPU
