@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, load_segment
+from jagged.ops._shared.device import dot, exp_of_difference, load_segment
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, gpu, inverse_scale_of, products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
-from jagged.ops.group_sparse.bce_kernels import LOG2_E, load_positives
+from jagged.ops.group_sparse.bce_kernels import load_positives
 from jagged.ops.group_sparse.kernels import VARYING, add_to_sums, load_block, load_columns, logits_of_tile
 from jagged.ops.group_sparse.spec import Options, SoftmaxInputs, SoftmaxOutputs
 from jagged.ops.group_sparse.torch_impl import counting_features, softmax_rows
@@ -56,7 +56,7 @@ def with_labels(
     if any_bit:
         target += tl.sum(tl.where(are_positives(bits, BLOCK_B), z, 0.0), 0)
     z = tl.where((label < end)[:, None], z, float("-inf"))
-    smaller = tl.exp2(tl.abs(z - highest) * -LOG2_E)
+    smaller = exp_of_difference(-tl.abs(z - highest), weight.dtype.element_ty == tl.float32)
     total = tl.where(z > highest, total * smaller + 1.0, total + smaller)
     return tl.maximum(highest, z), total, target
 
@@ -99,7 +99,7 @@ def group_sparse_softmax_forward_kernel(
     sample = first_sample + tl.arange(0, BLOCK_B)
     of_sample = tl.max(highest, 0)
     # The choice keeps the compiler from contracting the products with the sum, otherwise in every thread that has it.
-    relative = total * tl.exp2((highest - of_sample[None, :]) * LOG2_E)
+    relative = total * exp_of_difference(highest - of_sample[None, :], weight.dtype.element_ty == tl.float32)
     places = found + part * 3 * batch_size + sample
     tl.store(places, of_sample, mask=sample < batch_size)
     tl.store(places + batch_size, tl.sum(tl.where(total == 0.0, 0.0, relative), 0), mask=sample < batch_size)
@@ -138,7 +138,7 @@ def write_gradients(
                 z += its_bias[:, None]
             shift = tl.load(lse + sample, mask=sample < batch_size, other=float("inf"))
             of_lse = tl.load(grad_lse + sample, mask=sample < batch_size, other=0.0)
-            slope = tl.exp2((z - shift[None, :]) * LOG2_E) * of_lse[None, :]
+            slope = exp_of_difference(z - shift[None, :], weight.dtype.element_ty == tl.float32) * of_lse[None, :]
             bits, any_bit = load_positives(positives, rows, positive_offsets, group, num_positives, label, first_sample, BLOCK_B)
             if any_bit:
                 of_target = tl.load(grad_target + sample, mask=sample < batch_size, other=0.0)
