@@ -73,21 +73,20 @@ class MultiLabelTask(Task):
         ks: cut-offs of the figures.
         label_weights: `[num_labels]`, above 0, for figures by propensity (`jagged.label_metrics.propensities`).
 
-        Shape:
-            batch: `jagged.data.LabelBatch`, or anything with `features` for the encoder and `labels`, a JaggedTensor of ids.
+    Shape:
+        batch: `jagged.data.LabelBatch`, or anything with `features` for the encoder and `labels`, a JaggedTensor of ids.
 
-        Example:
-            >>> import torch
-            >>> from jagged.data import label_loader, synthetic_labels
-            >>> from jagged.models import MultiLabelTask, SparseEncoder
-            >>> from jagged.modules import GroupSparseHead, LabelGroups
-    from jagged.ops import sample_of_row
-            >>> rows, test, _ = synthetic_labels(num_rows=50, num_test_rows=20, num_labels=20, num_features=100, num_groups=5)
-            >>> counts = torch.bincount(torch.from_numpy(rows.labels).long(), minlength=20)
-            >>> task = MultiLabelTask(SparseEncoder(100, 8), GroupSparseHead(8, counts, len(rows), fan_in=4, group_size=4))
-            >>> figures = task.evaluate(label_loader(test, 8), "test", progress=False)
-            >>> 0 <= figures["labels"]["p@1"] <= 1
-            True
+    Example:
+        >>> import torch
+        >>> from jagged.data import label_loader, synthetic_labels
+        >>> from jagged.models import MultiLabelTask, SparseEncoder
+        >>> from jagged.modules import GroupSparseHead
+        >>> rows, test, _ = synthetic_labels(num_rows=50, num_test_rows=20, num_labels=20, num_features=100, num_groups=5)
+        >>> counts = torch.bincount(torch.from_numpy(rows.labels).long(), minlength=20)
+        >>> task = MultiLabelTask(SparseEncoder(100, 8), GroupSparseHead(8, counts, len(rows), fan_in=4, group_size=4))
+        >>> figures = task.evaluate(label_loader(test, 8), "test", progress=False)
+        >>> 0 <= figures["labels"]["p@1"] <= 1
+        True
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class MultiLabelModel(MultiLabelTask):
         dropout: float = 0.0,
         fan_in: int = 64,
         group_size: int = 16,
-        grouping: Literal["features", "frequency", "random"] = "features",
+        grouping: Literal["features", "frequency", "random"] | LabelGroups = "features",
         dense_share: float = 0.02,
         bottleneck_dim: int | None = None,
         adjacent: bool = False,
@@ -285,13 +284,14 @@ class MultiLabelModel(MultiLabelTask):
             dropout: of the encoder.
             fan_in: inputs of a label that has no dense layer.
             group_size: labels that share their inputs.
-            grouping: of labels: by the mean features of their rows, by how frequent they are, or at random.
+            grouping: of labels: by the mean features of their rows, by how frequent they are, at random, or as they are given.
             dense_share: of the labels, the most frequent, that read all inputs; 1.0: all of them.
             bottleneck_dim: width of a layer that these read in place of the inputs.
             adjacent, label_smoothing: as of `GroupSparseHead`.
             ks, propensity_a, propensity_b: of the figures.
             seed: of groups and inputs.
-            device: of the parameters; labels are grouped there.
+            device: of the parameters; labels are grouped there. Sums on a GPU, or by another number of threads, come in another
+                order, so groups by features may differ between calls.
             progress: show a bar after two seconds.
 
         Raises:
@@ -299,7 +299,7 @@ class MultiLabelModel(MultiLabelTask):
         """
         counts = torch.bincount(torch.from_numpy(rows.labels).long(), minlength=rows.num_labels)
         by: Any = grouping
-        if grouping == "features":
+        if isinstance(grouping, str) and grouping == "features":
             by = "random" if dense_share == 1 else label_embeddings(rows, seed=seed, device=device, progress=progress)
         head = GroupSparseHead(
             embedding_dim,

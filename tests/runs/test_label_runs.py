@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -21,6 +22,7 @@ from jagged.artifacts import CheckpointError
 from jagged.config import ConfigError, MultiLabelConfig, load_config
 from jagged.data import DataError, LabelBatch, MultiLabelRows, label_loader, synthetic_labels, write_xmc
 from jagged.label_metrics import LabelMetrics, propensities
+from jagged.models import multilabel
 from jagged.models.pretrained import load_task
 from jagged.runs import summary
 from jagged.runs.labels import LabelRun
@@ -207,6 +209,42 @@ def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, mon
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
     born = LabelRun.open(tmp_path / "whole").model.head.born
     assert sorted(set(born.flatten().tolist())) == [-(2**62), 7, 14]
+
+
+def test_groups_are_kept_where_they_would_be_made_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, or with other threads: sums in another order make other groups, also another number of them."""
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, kill_self(15))
+        with pytest.raises(TrainingInterrupted):
+            jagged.train(config_of(tmp_path / "run"), (ROWS, TEST), progress=False)
+    kept = (tmp_path / "run" / "groups" / "groups.safetensors").read_bytes()
+    made = multilabel.label_embeddings
+    with monkeypatch.context() as patch:
+        patch.setattr(multilabel, "label_embeddings", lambda rows, **options: made(rows, **{**options, "seed": 7}).roll(3, 0))
+        jagged.train(resume=tmp_path / "run", progress=False)
+        # A start with other options, before there is a checkpoint, makes groups of its own.
+        again = config_of(tmp_path / "other", head={"group_size": 3})
+        shutil.copytree(tmp_path / "run" / "groups", tmp_path / "other" / "groups")
+        jagged.train(again, (ROWS, TEST), resume=True, progress=False)
+    assert (tmp_path / "run" / "groups" / "groups.safetensors").read_bytes() == kept
+    jagged.train(config_of(tmp_path / "whole"), (ROWS, TEST), progress=False)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    assert LabelRun.open(tmp_path / "other").model.head.group_offsets.diff().max() == 3
+
+
+def test_nothing_is_left_of_a_false_start(tmp_path: Path) -> None:
+    """What stops a run before its first step; the same command starts in its place."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise TrainingError("stopped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jagged.runs.labels.training.forecast_rows", refuse)
+        with pytest.raises(TrainingError, match=r"^stopped$"):
+            jagged.train(config_of(tmp_path / "run"), (ROWS, TEST), progress=False)
+    assert not (tmp_path / "run").exists()
+    jagged.train(config_of(tmp_path / "run", training={"max_epochs": 1}), (ROWS, TEST), progress=False)
+    assert LabelRun.open(tmp_path / "run").parts.train.num_labels == 200
 
 
 def test_other_rows_do_not_go_on(tmp_path: Path) -> None:

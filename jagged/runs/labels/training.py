@@ -32,8 +32,10 @@ from jagged.label_metrics import DEFAULT_KS
 from jagged.metrics import RunMetrics
 from jagged.models import MultiLabelModel
 from jagged.models.pretrained import CONFIG, save_task
+from jagged.modules import LabelGroups
 from jagged.runs.labels.rows import LabelRows, LabelSplit
 from jagged.runs.ranking.run import hardware
+from jagged.runs.starting import nothing_left_of_a_false_start
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
@@ -44,7 +46,8 @@ from jagged.training.rewiring import Rewiring
 from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 from jagged.versions import installed
 
-DATASET = "dataset"
+DATASET, GROUPS = "dataset", "groups"
+_FILE = "groups.safetensors"
 
 
 def train_labels(
@@ -67,11 +70,12 @@ def train_labels(
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
         if not dry_run:
             closing.enter_context(locked(directory, processes, resume))
+            closing.enter_context(nothing_left_of_a_false_start(directory, processes, DATASET, GROUPS))
         shown = progress and processes.is_first
         kept = _kept(config, rows, directory, processes, closing, dry_run=dry_run, progress=shown)
         split = kept.split(config)
         torch.manual_seed(config.seed)
-        model = _model(config, split.train, processes, shown)
+        model = _model(config, split.train, None if dry_run else directory / GROUPS, processes, shown)
         parts = LabelSplit(*(_share(part, processes, is_whole=not number) for number, part in enumerate(split)))
         loader = partial(label_loader, num_workers=config.training.num_workers)
         batch_size, eval_batch_size = config.training.batch_size, config.evaluation.eval_batch_size
@@ -161,14 +165,40 @@ def _share(rows: MultiLabelRows, processes: Processes, *, is_whole: bool) -> Mul
     return rows.take(np.arange(processes.rank, count, processes.world_size))
 
 
-def _model(config: MultiLabelConfig, rows: MultiLabelRows, processes: Processes, progress: bool) -> MultiLabelModel:
+def _model(
+    config: MultiLabelConfig, rows: MultiLabelRows, place: Path | None, processes: Processes, progress: bool
+) -> MultiLabelModel:
+    """The model, whose groups of labels the first process makes and keeps in `place`: made again they may be others."""
+    refusal: Exception | None = None
+    model: MultiLabelModel | None = None
+    if place is None:
+        return _built(config, rows, processes, progress, {})
+    if processes.is_first and _kept_groups(config, place) is None:
+        try:
+            model = _built(config, rows, processes, progress, {})
+            _keep_groups(config, model, place)
+        except (TrainingError, CheckpointError) as error:
+            refusal = error
+    told = processes.all(None if refusal is None else str(refusal))[0]
+    if told is not None:
+        raise refusal or TrainingError(told)
+    if model is not None:
+        return model
+    groups = _kept_groups(config, place)
+    assert groups is not None
+    return _built(config, rows, processes, progress, {"grouping": groups})
+
+
+def _built(
+    config: MultiLabelConfig, rows: MultiLabelRows, processes: Processes, progress: bool, groups: dict[str, Any]
+) -> MultiLabelModel:
     monitor = config.training.monitor
     ks = sorted({*DEFAULT_KS, *([int(monitor.partition("@")[2])] if "@" in monitor else [])})
     try:
         return MultiLabelModel.of(
             rows,
             **config.model.model_dump(exclude={"name"}),
-            **_of_head(config.head),
+            **(_of_head(config.head) | groups),
             **config.evaluation.model_dump(exclude={"eval_batch_size"}),
             ks=ks,
             seed=config.seed,
@@ -177,6 +207,35 @@ def _model(config: MultiLabelConfig, rows: MultiLabelRows, processes: Processes,
         )
     except ValueError as error:
         raise TrainingError(f"model: {error}") from None
+
+
+def _made_of(config: MultiLabelConfig) -> dict[str, Any]:
+    """What groups of labels depend on, beside the rows."""
+    return {"head": config.head.model_dump(), "split": config.split.model_dump(), "seed": config.seed}
+
+
+def _keep_groups(config: MultiLabelConfig, model: MultiLabelModel, place: Path) -> None:
+    head = model.head
+    tensors = {"labels": head.labels[head.num_head_labels :], "offsets": head.group_offsets}
+    with artifacts.writing(place, "make room, or choose another output", CheckpointError):
+        if place.is_dir():
+            # Of a start with other options, before the first checkpoint.
+            artifacts.remove(place)
+        with artifacts.new_directory(place) as aside:
+            artifacts.save_tensors(aside / _FILE, tensors)
+            artifacts.write_manifest(aside, [_FILE], _made_of(config))
+
+
+def _kept_groups(config: MultiLabelConfig, place: Path) -> LabelGroups | None:
+    """The groups that lie in a directory; None where there are none, or others."""
+    if not place.is_dir():
+        return None
+    with artifacts.errors_as(CheckpointError):
+        content = artifacts.verify(place).content
+        tensors = artifacts.read_tensors(place / _FILE)
+    if {name: content.get(name) for name in ("head", "split", "seed")} != _made_of(config):
+        return None
+    return LabelGroups(tensors["labels"], tensors["offsets"])
 
 
 def _of_head(head: LabelHead) -> dict[str, Any]:

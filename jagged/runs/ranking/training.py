@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from jagged.metrics import RunMetrics
 from jagged.models import RankingModel
 from jagged.models.pretrained import CONFIG, save_task
 from jagged.runs.ranking.run import DATASET, hardware, split_column, split_dataset
+from jagged.runs.starting import nothing_left_of_a_false_start
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
@@ -58,7 +59,7 @@ def train_ranking(
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
         if not dry_run:
             closing.enter_context(locked(directory, processes, resume))
-            closing.enter_context(_nothing_left_of_a_false_start(directory, processes))
+            closing.enter_context(nothing_left_of_a_false_start(directory, processes, DATASET))
         shown = progress and processes.is_first
         dataset = _kept(config, table, directory, processes, closing, dry_run=dry_run, progress=shown)
         split = split_dataset(config, dataset, progress=shown)
@@ -90,18 +91,6 @@ def train_ranking(
             options=config.model_dump(),
         )
         return replace(result, forecast=expected)
-
-
-@contextmanager
-def _nothing_left_of_a_false_start(directory: Path, processes: Processes) -> Iterator[None]:
-    """Remove the table that was read where the run ends before it begins: somebody mends an option and tries again."""
-    was_there = (directory / DATASET).exists()
-    try:
-        yield
-    except (DataError, ConfigError, TrainingError):
-        if processes.is_first and not was_there and not (directory / CONFIG).exists() and (directory / DATASET).is_dir():
-            artifacts.remove(directory / DATASET)
-        raise
 
 
 def _kept(
