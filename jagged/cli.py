@@ -221,7 +221,7 @@ def _told(name: str) -> Iterator[str]:
         shown = "; ".join(
             dict.fromkeys(f"{told_by(job)}: {of}" if many else of for many, (job, of) in enumerate(first_tags(section)))
         )
-        yield f"{variants[0][1].description} [default: {shown}]"
+        yield f"{'; '.join(dict.fromkeys(str(field.description) for _, field in variants))} [default: {shown}]"
         return
     told: dict[tuple[str, str], dict[str, list[str]]] = {}
     for variant, field in variants:
@@ -270,7 +270,7 @@ def train(
         ),
     ] = False,
 ) -> None:
-    """Train a sequence ranker on an events file, or a ranking model on a table.
+    """Train a sequence ranker on an events file, a ranking model on a table, or a model of rows with sets of labels.
 
     Examples:
         jagged train --data events.csv --output runs/shop --model.embedding-dim 128

@@ -307,6 +307,16 @@ class GroupSparseHead(JaggedModule):
         return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)])
 
     @torch.no_grad()
+    def probabilities(self, features: Tensor, scores: Tensor) -> Tensor:
+        """Return the probabilities of `scores` `[B, k]` of `topk`: of "bce" each label's own, of "softmax" its part of one."""
+        if self.loss == "bce":
+            return scores.sigmoid()
+        nothing = self.places[:0], self.places.new_zeros(features.shape[0] + 1)
+        with trust_values():
+            lse = self._parts_of_softmax(features.to(self.weight.dtype), *nothing, None)[0]
+        return (scores - lse[:, None]).exp()
+
+    @torch.no_grad()
     def rewire(
         self,
         fraction: float,

@@ -65,7 +65,8 @@ class LabelHead(Section):
     """What the heads of labels have in common."""
 
     type: Any = option("", _HEAD)
-    label_smoothing: float = option(0.0, "share of a label's 0 or 1 that becomes a half", ge=0, le=1)
+    loss: Literal["bce", "softmax"] = option("bce", "a yes or no for each label, or one choice among all of them")
+    label_smoothing: float = option(0.0, "share of a label's 0 or 1 that becomes a half", when={"loss": ("bce",)}, ge=0, le=1)
 
 
 class SparseLabelHead(LabelHead):

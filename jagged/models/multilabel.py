@@ -118,8 +118,9 @@ class MultiLabelTask(Task):
         """
         with evaluating(self), torch.no_grad():
             given = moved(batch, self.device)
-            scores, labels = self._best(self.encoder(given.features), k or max(self.ks), given.filtered)
-        return {"labels": labels, "probabilities": scores.float().sigmoid()}
+            hidden = self.encoder(given.features)
+            scores, labels = self._best(hidden, k or max(self.ks), given.filtered)
+            return {"labels": labels, "probabilities": self.head.probabilities(hidden, scores).float()}
 
     def _best(self, hidden: Tensor, k: int, filtered: JaggedTensor | None) -> tuple[Tensor, Tensor]:
         """The k best labels of each row that are not filtered, and their scores; -1 and -inf where there are fewer."""
@@ -184,7 +185,7 @@ class MultiLabelModel(MultiLabelTask):
     Args:
         num_features, num_labels, num_rows: of the training rows.
         embedding_dim, dropout: of the encoder.
-        fan_in, num_head_labels, num_groups, bottleneck_dim, adjacent, label_smoothing: of the head.
+        fan_in, num_head_labels, num_groups, bottleneck_dim, adjacent, loss, label_smoothing: of the head.
         ks: cut-offs of the figures.
         propensity_a, propensity_b: of `jagged.label_metrics.propensities`, which figures weigh labels by.
         seed: of the head.
@@ -207,6 +208,7 @@ class MultiLabelModel(MultiLabelTask):
         num_groups: int = 0,
         bottleneck_dim: int | None = None,
         adjacent: bool = False,
+        loss: Literal["bce", "softmax"] = "bce",
         label_smoothing: float = 0.0,
         ks: Sequence[int] = DEFAULT_KS,
         propensity_a: float = 0.55,
@@ -229,6 +231,7 @@ class MultiLabelModel(MultiLabelTask):
                 head=num_head_labels,
                 head_dim=bottleneck_dim,
                 adjacent=adjacent,
+                loss=loss,
                 label_smoothing=label_smoothing,
                 seed=seed,
                 device=device,
@@ -248,6 +251,7 @@ class MultiLabelModel(MultiLabelTask):
             "num_groups": head.num_groups,
             "bottleneck_dim": bottleneck_dim,
             "adjacent": head.adjacent,
+            "loss": head.loss,
             "label_smoothing": label_smoothing,
             "ks": list(self.ks),
             "propensity_a": propensity_a,
@@ -268,6 +272,7 @@ class MultiLabelModel(MultiLabelTask):
         dense_share: float = 0.02,
         bottleneck_dim: int | None = None,
         adjacent: bool = False,
+        loss: Literal["bce", "softmax"] = "bce",
         label_smoothing: float = 0.0,
         ks: Sequence[int] = DEFAULT_KS,
         propensity_a: float = 0.55,
@@ -287,7 +292,7 @@ class MultiLabelModel(MultiLabelTask):
             grouping: of labels: by the mean features of their rows, by how frequent they are, at random, or as they are given.
             dense_share: of the labels, the most frequent, that read all inputs; 1.0: all of them.
             bottleneck_dim: width of a layer that these read in place of the inputs.
-            adjacent, label_smoothing: as of `GroupSparseHead`.
+            adjacent, loss, label_smoothing: as of `GroupSparseHead`.
             ks, propensity_a, propensity_b: of the figures.
             seed: of groups and inputs.
             device: of the parameters; labels are grouped there. Sums on a GPU, or by another number of threads, come in another
@@ -311,6 +316,7 @@ class MultiLabelModel(MultiLabelTask):
             head=float(dense_share),
             head_dim=bottleneck_dim,
             adjacent=adjacent,
+            loss=loss,
             label_smoothing=label_smoothing,
             seed=seed,
             device=device,

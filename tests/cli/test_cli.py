@@ -93,14 +93,14 @@ def test_every_option_is_a_flag_with_its_default_and_description(monkeypatch: py
         "--training.max-epochs", "--device", "--seed", "--resume", "--config",
     ]  # fmt: skip
     for line in (
-        "--training.learning-rate NUMBER peak learning rate of AdamW [default: 0.001]",
+        "--training.learning-rate NUMBER peak learning rate of AdamW [default: 0.001; multilabel: 0.002]",
         "--device auto|cpu|cuda auto: the GPU where there is one [default: auto]",
         "--head.num-negatives INTEGER sampled; sampler uniform, popularity or mixed: negatives drawn [default: 256]",
         "--split.valid-fraction NUMBER global-time: the fraction of events used for validation [default: 0.1]; "
         "time or order or user: the share used for validation [default: 0.1]",
-        "--split.type --split leave-one-out|global-time|time|order|user|column how validation and test are held out "
-        "[default: leave-one-out; ranking: time]",
-        "--training.max-epochs INTEGER most passes over the training data [default: 60; ranking: 20]",
+        "--split.type --split leave-one-out|global-time|time|order|user|column|rows how validation and test are held out "
+        "[default: leave-one-out; ranking: time; multilabel: rows]",
+        "--training.max-epochs INTEGER most passes over the training data [default: 60; ranking or multilabel: 20]",
         "--data.label --label TEXT ranking: column that is a label, 0 to 1; may be repeated [default: none]",
     ):
         assert line in words

@@ -110,6 +110,16 @@ def test_it_learns_and_its_figures_are_those_of_label_metrics(tmp_path: Path) ->
     assert {"p@1", "psp@1", "ndcg@5", "recall@10"} <= set(expected)
 
 
+def test_probabilities_are_those_of_the_head_s_loss(tmp_path: Path) -> None:
+    """One for all labels of a row where the loss is a softmax, one each where it is not."""
+    task = task_of(dropout=0.0, loss="softmax")
+    train(tmp_path / "run", task=task, max_epochs=1)
+    found = task.predict(LabelBatch.of(TEST), k=200)
+    torch.testing.assert_close(found["probabilities"].sum(1), torch.ones(200))
+    each = task_of(dropout=0.0).predict(LabelBatch.of(TEST), k=200)
+    assert bool((each["probabilities"].sum(1) > 1.01).any()) or bool((each["probabilities"].sum(1) < 0.99).any())
+
+
 @pytest.mark.parametrize("by", ["random", "gradient"])
 def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """With dropout, shuffled rows, new inputs before the stop and in the first step after it, and the optimizer's state."""

@@ -86,6 +86,21 @@ def test_best_labels_are_those_of_a_dense_layer(place: Place, head_labels: int |
     assert torch.equal(labels, best.indices)
 
 
+@pytest.mark.parametrize("head_labels", [0, 6, 1.0])
+def test_scores_become_probabilities(place: Place, head_labels: int | float) -> None:
+    """Of all labels they are one; of the best so many as there are are theirs."""
+    head, features = softmax_head(head=head_labels), random_tensor((8, 12), torch.float32, 1)
+    scores, labels = head.topk(features, head.num_labels)
+    found = head.probabilities(features, scores)
+    torch.testing.assert_close(found, dense_logits(head, features).detach().softmax(1).gather(1, labels))
+    few = head.probabilities(features, scores[:, :2])
+    torch.testing.assert_close(few, found[:, :2])
+    nothing = head.probabilities(features[:0], scores[:0])
+    assert nothing.shape == (0, head.num_labels)
+    # Places that no label has.
+    assert head.probabilities(features[:1], torch.full((1, 1), -torch.inf, device=place.device)).tolist() == [[0.0]]
+
+
 def test_logits_far_from_zero(place: Place) -> None:
     """One label has all the probability, in the dense layer or in a group: a loss of nothing or of a thousand, and no NaN."""
     head, features = softmax_head(head=3), random_tensor((1, 12), torch.float32, 1)

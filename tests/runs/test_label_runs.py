@@ -129,17 +129,21 @@ def test_what_is_said_of_a_run(trained: LabelRun, files: tuple[Path, Path]) -> N
         ({"type": "block-sparse", "grouping": "random"}, 49, (196, 8)),
         ({"type": "dense"}, 0, (0, 1)),
         ({"type": "bottleneck", "bottleneck_dim": 4}, 0, (0, 1)),
+        ({"type": "group-sparse", "loss": "softmax", "rewire_by": "gradient"}, None, (196, 8)),
+        ({"type": "dense", "loss": "softmax"}, 0, (0, 1)),
     ],
     ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
-def test_heads_by_name(tmp_path: Path, head: dict[str, Any], num_groups: int, shape: tuple[int, int]) -> None:
+def test_heads_by_name(tmp_path: Path, head: dict[str, Any], num_groups: int | None, shape: tuple[int, int]) -> None:
     options = {"group_size": 4} if head["type"] in ("group-sparse", "block-sparse") else {}
     options |= {} if head["type"] in ("dense", "bottleneck") else {"fan_in": 8}
     config = config_of(tmp_path / "run", training={"max_epochs": 1}).model_dump() | {"head": {**head, **options}}
     jagged.train(MultiLabelConfig(**config), (ROWS, TEST), progress=False)
     run = LabelRun.open(tmp_path / "run")
     made = run.model.head
-    assert (made.num_groups, tuple(made.weight.shape)) == (num_groups, shape)
+    assert num_groups in (None, made.num_groups)
+    assert tuple(made.weight.shape) == shape
+    assert made.loss == head.get("loss", "bce")
     wide = {"dense": 32, "bottleneck": 4}.get(head["type"], 32)
     assert made.head_weight.shape[1] == wide
     if head["type"] == "block-sparse":
@@ -376,6 +380,10 @@ def test_arff_trains(tmp_path: Path) -> None:
             "split.valid_fraction: got 0.9, expected with test_fraction (0.1) less than 1, or nothing is left to train on",
         ),
         ({"head.fan_in": 300}, "head.fan_in: got 300, expected at most model.embedding_dim (256)"),
+        (
+            {"head.loss": "softmax", "head.label_smoothing": 0.1},
+            "head.label_smoothing: belongs to head.loss bce, got softmax",
+        ),
         (
             {"head": "sampled"},
             "head.type: got 'sampled', expected group-sparse, dense, bottleneck, fixed-fan-in or block-sparse; it belongs to "

@@ -39,7 +39,7 @@ class LabelRun:
         >>> from jagged.runs.labels import LabelRun
         >>> config = MultiLabelConfig(output="runs/labels", model={"embedding_dim": 64}, training={"max_epochs": 1})
         >>> run = LabelRun.open(jagged.train(config, progress=False).directory)
-        >>> run.predict(run.part("test").test, k=3).column_names
+        >>> run.predict(run.parts.test, k=3, progress=False).column_names
         ['row', 'rank', 'label', 'probability']
     """
 

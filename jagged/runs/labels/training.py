@@ -240,7 +240,7 @@ def _kept_groups(config: MultiLabelConfig, place: Path) -> LabelGroups | None:
 
 def _of_head(head: LabelHead) -> dict[str, Any]:
     """The arguments of `MultiLabelModel.of` that a head is."""
-    options: dict[str, Any] = {"label_smoothing": head.label_smoothing}
+    options: dict[str, Any] = {"loss": head.loss, "label_smoothing": head.label_smoothing}
     if isinstance(head, DenseHeadOptions):
         return {**options, "dense_share": 1.0, "fan_in": 1}
     if isinstance(head, BottleneckHeadOptions):
