@@ -24,7 +24,12 @@ IntArray = npt.NDArray[np.int64]
 
 
 def read_label_table(
-    source: Any, *, labels: str = "labels", features: str = "features", values: str | None = "values", progress: bool = True
+    source: Any,
+    *,
+    labels: str | None = "labels",
+    features: str = "features",
+    values: str | None = "values",
+    progress: bool = True,
 ) -> MultiLabelRows:
     """Read rows with sets of labels from a parquet file, or a table in memory, with columns of id lists.
 
@@ -33,7 +38,8 @@ def read_label_table(
 
     Args:
         source: a parquet file, or a table in memory, of pandas, polars, DuckDB or Arrow.
-        labels, features: columns of lists of whole numbers.
+        labels: column of lists of whole numbers; None: rows without labels.
+        features: column of lists of whole numbers.
         values: column of lists of numbers, the value of each feature; None, or a table without such a column: all are 1.
         progress: show a bar for what takes longer than two seconds.
 
@@ -59,7 +65,7 @@ def read_label_table(
     else:
         raise refuse("table", f"a {type(source).__name__}", "a .parquet file, or a table in memory")
     has_values = values is not None and values in schema.names
-    wanted = [labels, features, *([values] if has_values and values is not None else [])]
+    wanted = [name for name in (features, values if has_values else None, labels) if name is not None]
     for column in wanted:
         if column not in schema.names:
             raise refuse(name, f"the columns {shown(schema.names, 200)}", f"a column {shown(column)}", "name the right one")
@@ -71,7 +77,7 @@ def read_label_table(
             batches = (block.rows for block in parquet_blocks(Path(source), bar.update, wanted))
         else:
             batches = whole.select(wanted).to_batches()
-        return _rows(name, list(_lists(name, batches, wanted)), has_values=has_values)
+        return _rows(name, list(_lists(name, batches, wanted)), has_values=has_values, has_labels=labels is not None)
 
 
 def _check_type(name: str, column: pa.Field, *, is_number: bool) -> None:
@@ -101,13 +107,14 @@ def _lists(name: str, batches: Iterable[pa.RecordBatch], wanted: list[str]) -> I
         yield found
 
 
-def _rows(name: str, parts: list[list[tuple[IntArray, Any]]], *, has_values: bool) -> MultiLabelRows:
+def _rows(name: str, parts: list[list[tuple[IntArray, Any]]], *, has_values: bool, has_labels: bool) -> MultiLabelRows:
     def joined(place: int) -> tuple[IntArray, IntArray]:
         lengths = np.concatenate([np.zeros(1, np.int64), *(part[place][0] for part in parts)])
         elements = [np.asarray(part[place][1].to_numpy(zero_copy_only=False)) for part in parts]
         return np.cumsum(lengths), np.concatenate([np.zeros(0, np.int64), *elements]) if elements else np.zeros(0, np.int64)
 
-    (label_offsets, labels), (feature_offsets, features) = joined(0), joined(1)
+    feature_offsets, features = joined(0)
+    label_offsets, labels = joined(1 + has_values) if has_labels else (np.zeros_like(feature_offsets), features[:0])
     for what, offsets, ids in (("label", label_offsets, labels), ("feature", feature_offsets, features)):
         wrong = np.flatnonzero((ids < 0) | (ids >= MAX_IDS))
         if len(wrong):
@@ -121,7 +128,7 @@ def _rows(name: str, parts: list[list[tuple[IntArray, Any]]], *, has_values: boo
             row = int(np.searchsorted(offsets, twice.min(), side="right"))
             raise refuse(at(name, row, "row "), f"the {what} {ids[twice.min()]} twice", "each once", "leave one of them out")
     if has_values:
-        value_offsets, values = joined(2)
+        value_offsets, values = joined(1)
         odd = np.flatnonzero(value_offsets != feature_offsets)
         if len(odd):
             row = int(odd[0])

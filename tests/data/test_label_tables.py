@@ -67,6 +67,8 @@ def test_lists_that_are_missing_and_tables_without_values() -> None:
     found = read_label_table(table, labels="tags", features="words")
     assert said(found) == [([1], {}), ([], {2: 1.0, 4: 1.0})]
     assert read_label_table(table_of(ROWS), values=None).feature_values.tolist() == [1.0, 1.0, 1.0]
+    bare = read_label_table(table_of(ROWS).select(["values", "features"]), labels=None)
+    assert said(bare) == [([], features) for _, features in ROWS]
     # What gives its columns as Arrow's stream, as frames of pandas and polars do.
     stream = table_of(ROWS).to_reader()
     assert said(read_label_table(stream)) == ROWS

@@ -22,8 +22,9 @@ from jagged.artifacts import CheckpointError
 from jagged.config import ConfigError, MultiLabelConfig, load_config
 from jagged.data import DataError, LabelBatch, MultiLabelRows, label_loader, synthetic_labels, write_xmc
 from jagged.label_metrics import LabelMetrics, propensities
-from jagged.models import multilabel
-from jagged.models.pretrained import load_task
+from jagged.models import MultiLabelModel, multilabel
+from jagged.models.pretrained import load_task, save_task
+from jagged.modules import GroupSparseHead
 from jagged.runs import summary
 from jagged.runs.labels import LabelRun
 from jagged.runs.labels.evaluating import evaluate_labels
@@ -340,6 +341,9 @@ def test_parquet_and_tables_in_memory_train_as_text_does(trained: LabelRun, tmp_
     run = LabelRun.open(tmp_path / "files")
     few = table(TEST.take(np.arange(3)))
     assert run.predict(few, k=2, progress=False).equals(trained.predict(TEST.take(np.arange(3)), k=2, progress=False))
+    assert run.predict(few.drop_columns("tags"), k=2, progress=False).equals(run.predict(few, k=2, progress=False))
+    with pytest.raises(DataError, match="expected a column 'tags'"):
+        run.read(few.drop_columns("tags"), progress=False)
     wide = pa.table({**{name: few[name] for name in ("tags", "weights")}, "words": pa.array([[600], [1], [2]])})
     with pytest.raises(DataError, match="rows: found 601 features, expected 600"):
         run.predict(wide.set_column(1, "weights", pa.array([[1.0], [1.0], [1.0]])), progress=False)
@@ -496,6 +500,44 @@ def test_damaged_rows_and_files_of_others(trained: LabelRun, tmp_path: Path) -> 
         LabelRows.load(tmp_path / "rows")
     with pytest.raises(CheckpointError, match="no such directory"):
         LabelRun.open(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("labels", lambda head, model: head.labels[3].fill_(4)),
+        ("labels", lambda head, model: head.places[3].fill_(0)),
+        ("group_offsets", lambda head, model: head.group_offsets[2].fill_(10**6)),
+        ("supports", lambda head, model: head.supports[0, 0].fill_(32)),
+        ("supports", lambda head, model: head.supports[0, 0].fill_(-1)),
+        ("label_counts", lambda head, model: model.label_counts[0].fill_(-1)),
+    ],
+)
+def test_weights_of_other_hands(
+    trained: LabelRun, tmp_path: Path, name: str, change: Callable[[GroupSparseHead, MultiLabelModel], Any]
+) -> None:
+    """Files that fit one another, whose numbers are none of a head's: kernels are not to read by them."""
+    model = load_task(trained.directory)
+    change(model.head, model)
+    shutil.copytree(trained.directory, tmp_path / "run")
+    save_task(model, tmp_path / "run", config=trained.config, split=trained.split, metrics={})
+    with pytest.raises(CheckpointError) as found:
+        LabelRun.open(tmp_path / "run")
+    where = tmp_path / "run" / "model.safetensors"
+    assert str(found.value) == f"{where}: found {name} out of range, expected those of a trained head; copy the directory again"
+
+
+def test_skipped_rows_are_told_of_both_files(tmp_path: Path) -> None:
+    for name, rows in (("train.txt", ROWS), ("test.txt", TEST)):
+        write_xmc(rows, tmp_path / name)
+        lines = (tmp_path / name).read_text().splitlines()
+        lines[5] = "x"
+        (tmp_path / name).write_text("\n".join(lines) + "\n")
+    data = {"path": str(tmp_path / "train.txt"), "test": str(tmp_path / "test.txt"), "on_error": "skip"}
+    jagged.train(config_of(tmp_path / "run", data=data, training={"max_epochs": 1}), progress=False)
+    lines = summary.summary_lines(tmp_path / "run")
+    assert lines[1] == "         left out 2 malformed rows"
+    assert lines[2].startswith(f"         malformed: {tmp_path}/train.txt:6: ")
 
 
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:

@@ -182,16 +182,19 @@ def check_sizes(rows: MultiLabelRows, num_features: int, num_labels: int, what: 
 
 
 def read_rows(
-    source: Any, data: LabelDataOptions, filter_path: str | None = None, *, progress: bool = True
+    source: Any, data: LabelDataOptions, filter_path: str | None = None, *, has_labels: bool = True, progress: bool = True
 ) -> tuple[MultiLabelRows, bool]:
     """Rows of a file, of a table in memory, or as they are; and whether their numbers of features and labels were counted.
+
+    Tables need no labels where none are asked for.
 
     Raises:
         DataError: malformed rows.
     """
     if isinstance(source, MultiLabelRows):
         return source, False
-    columns: dict[str, Any] = {"labels": data.labels_column, "features": data.features_column, "values": data.values_column}
+    columns: dict[str, Any] = {"features": data.features_column, "values": data.values_column}
+    columns["labels"] = data.labels_column if has_labels else None
     if is_table(source):
         return read_label_table(source, **columns, progress=progress), True
     if not isinstance(source, (str, os.PathLike)):

@@ -17,7 +17,7 @@ from jagged.config import ConfigError, MultiLabelConfig
 from jagged.data import DataError, LabelBatch, MultiLabelRows, label_loader
 from jagged.evaluation import bar
 from jagged.models import MultiLabelModel
-from jagged.models.pretrained import CONFIG, MODEL, SPLIT, load_task
+from jagged.models.pretrained import CONFIG, MODEL, SPLIT, WEIGHTS, load_task
 from jagged.runs.labels.rows import LabelRows, LabelSplit, fitted, read_rows
 from jagged.runs.labels.training import DATASET
 from jagged.runs.run import find_device
@@ -59,6 +59,7 @@ class LabelRun:
         model, path = load_task(directory, device=find_device(device)), Path(directory)
         if not isinstance(model, MultiLabelModel):
             raise CheckpointError(message(path / MODEL, f"a {type(model).__name__}", "a model of sets of labels"))
+        _check_head(model, path / WEIGHTS)
         with errors_as(CheckpointError, ConfigError):
             config, split = MultiLabelConfig.load(path / CONFIG), read_json(path / SPLIT)
         for name, kind in (("name", str), ("fingerprint", str), ("rows", dict)):
@@ -84,13 +85,15 @@ class LabelRun:
             raise DataError(message(kept, "other rows", f"those that {SPLIT} tells of", cure))
         return rows.split(self.config)
 
-    def read(self, rows: Any, *, progress: bool = True) -> MultiLabelRows:
+    def read(self, rows: Any, *, has_labels: bool = True, progress: bool = True) -> MultiLabelRows:
         """Rows of a file or a table in memory, read as those of training, or as they are, with the model's features and labels.
+
+        Without `has_labels` a table needs no column of labels.
 
         Raises:
             DataError: malformed rows, or rows of other numbers of features or labels.
         """
-        found, is_counted = read_rows(rows, self.config.data, progress=progress)
+        found, is_counted = read_rows(rows, self.config.data, has_labels=has_labels, progress=progress)
         what = os.fspath(rows) if isinstance(rows, (str, os.PathLike)) else "rows"
         sizes = {"num_features": self.model.config["num_features"], "num_labels": self.model.head.num_labels}
         return fitted(found, is_counted, what=what, **sizes)
@@ -103,7 +106,7 @@ class LabelRun:
         """Return the k best labels of each row, the best first.
 
         Args:
-            rows: as of `read`; what labels they have is not looked at.
+            rows: as of `read`; what labels they have is not looked at, and a table needs none.
             k: labels of each row, at least 1; fewer where the model has fewer.
             progress: show a bar after two seconds.
 
@@ -116,7 +119,7 @@ class LabelRun:
         """
         if k < 1:
             raise ValueError(f"k: got {k}, expected at least 1")
-        found = self.read(rows, progress=progress)
+        found = self.read(rows, has_labels=False, progress=progress)
         labels, probabilities = [torch.zeros(0, k, dtype=torch.int64)], [torch.zeros(0, k)]
         for batch in bar(self.loader(found), progress):
             best = self.model.predict(batch, k=k)
@@ -127,6 +130,21 @@ class LabelRun:
         row, rank = there.nonzero(as_tuple=True)
         columns = {"row": row, "rank": rank + 1, "label": of[there], "probability": likely[there]}
         return pa.table({name: pa.array(column.numpy()) for name, column in columns.items()})
+
+
+def _check_head(model: MultiLabelModel, where: Path) -> None:
+    """Refuse places and inputs of labels that there are none of: kernels would read them from other memory."""
+    head = model.head
+    offsets, labels = head.group_offsets, torch.arange(head.num_labels, device=head.labels.device)
+    fits = {
+        "labels": torch.equal(head.labels.sort().values, labels) and torch.equal(head.places[head.labels], labels),
+        "group_offsets": bool(offsets[0] == 0) and bool(offsets[-1] == len(head.weight)) and bool((offsets.diff() >= 0).all()),
+        "supports": bool(((head.supports >= 0) & (head.supports < head.tail_dim)).all()),
+        "label_counts": bool(((model.label_counts >= 0) & (model.label_counts <= model.num_rows)).all()),
+    }
+    for name, is_right in fits.items():
+        if not is_right:
+            raise CheckpointError(message(where, f"{name} out of range", "those of a trained head", "copy the directory again"))
 
 
 def is_label_run(directory: str | os.PathLike[str]) -> bool:

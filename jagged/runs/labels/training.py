@@ -277,7 +277,7 @@ def _write(
         "num_features": rows.rows.num_features,
         "num_labels": rows.rows.num_labels,
         "labels": {name: len(part.labels) for name, part in zip(split._fields, split, strict=True)},
-        "notes": rows.rows.notes,
+        "notes": _notes(rows),
         "fingerprint": rows.fingerprint,
         "seed": config.seed,
         "versions": installed(),
@@ -286,3 +286,13 @@ def _write(
     save_task(
         task, config.output, config=config, split=description, metrics=metrics.to_json(), history=history
     )  # fmt: skip
+
+
+def _notes(rows: LabelRows) -> dict[str, Any]:
+    """What reading left out, of training and test together."""
+    parts = [part.notes for part in (rows.rows, rows.test) if part is not None]
+    found: dict[str, Any] = {}
+    for notes in parts:
+        for name, value in notes.items():
+            found[name] = found[name] + value if name in found else value
+    return found
