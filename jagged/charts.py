@@ -103,6 +103,16 @@ def score_histogram(edges: Sequence[float], positives: Sequence[float], others: 
     return figure
 
 
+def bars(names: Sequence[str], values: Sequence[float], xlabel: str, ylabel: str, palette: Palette) -> Any:
+    """A bar for each name."""
+    figure, axes = _figure(palette, xlabel, ylabel)
+    axes.bar(range(len(names)), values, color=palette.first, width=0.8)
+    turned = {"rotation": 30, "ha": "right"} if len(names) > 6 else {}
+    axes.set_xticks(range(len(names)), names, **turned)
+    axes.set_ylim(0, max(1e-6, *values) * 1.05)
+    return figure
+
+
 def to_png(figure: Any, path: str | Path) -> Path:
     """Write a figure as PNG; the same figure gives the same bytes."""
     path = Path(path)

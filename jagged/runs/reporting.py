@@ -28,6 +28,7 @@ from jagged.runs.summary import shortened
 from jagged.versions import installed
 
 if TYPE_CHECKING:
+    from jagged.runs.labels.reporting import LabelFacts
     from jagged.runs.ranking.reporting import RankingFacts
 
 # What each count of `jagged.data.leaks` would mean.
@@ -86,6 +87,7 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     """Write one self-contained HTML page about a run; the function behind `jagged report`.
 
     Of a run on a table: metrics by task and slice, calibration, scores, coverage of features and leak checks, on its test part.
+    Of one on sets of labels: metrics, seldom and frequent labels, and leak checks, on its test part.
     Of a run on events the model and the popularity baseline are evaluated anew on the test part of the run's own data, seen items
     left in and taken out; the split is made anew, too, and checked for leaks.
 
@@ -107,7 +109,9 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     if path.is_dir():
         raise ConfigError(f"{path}: is a directory, expected the name of a page to write, for example {path / 'report.html'}")
     if is_label_run(directory):
-        raise ConfigError(f"{directory}: a run on sets of labels, of which there is no page; `jagged evaluate` has its figures")
+        from jagged.runs.labels.reporting import gather_labels
+
+        return write_page(gather_labels(directory, progress=progress), path)
     if is_ranking_run(directory):
         from jagged.runs.ranking.reporting import gather_ranking
 
@@ -115,10 +119,14 @@ def report(directory: str | os.PathLike[str], output: str | os.PathLike[str] | N
     return write_page(gather(directory, progress=progress), path)
 
 
-def write_page(facts: RunFacts | RankingFacts, path: Path) -> Path:
+def write_page(facts: RunFacts | RankingFacts | LabelFacts, path: Path) -> Path:
     """Write the page of a run; it appears whole or not at all. Returns where it is."""
+    from jagged.runs.labels.reporting import LabelFacts, render_labels
+
     if isinstance(facts, RunFacts):
         page = render(facts).encode()
+    elif isinstance(facts, LabelFacts):
+        page = render_labels(facts).encode()
     else:
         from jagged.runs.ranking.reporting import render_ranking
 

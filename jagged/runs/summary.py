@@ -110,6 +110,7 @@ def _of_labels(path: Path, source: str, split: dict[str, Any], metrics: RunMetri
         f"kept     {path}: weights of epoch {best.epoch}, validation {metrics.monitor} {shown_figure(best.value)}",
         f"next     jagged evaluate {name}",
         f"         jagged predict {name} rows.txt --output labels.parquet",
+        f"         jagged report {name}",
     ]
 
 

@@ -95,8 +95,8 @@ def test_figures_and_labels_are_printed(
             "jagged: slices: got ('device',), expected none: it is for runs on a table, and RUN is none",
         ),
         (
-            ("report", "RUN"),
-            "jagged: RUN: a run on sets of labels, of which there is no page; `jagged evaluate` has its figures",
+            ("recommend", "RUN", "x.txt"),
+            "jagged: RUN: a run on sets of labels, not of items; `jagged predict` ranks the labels of rows",
         ),
     ],
 )

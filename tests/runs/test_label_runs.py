@@ -28,6 +28,7 @@ from jagged.modules import GroupSparseHead
 from jagged.runs import summary
 from jagged.runs.labels import LabelRun
 from jagged.runs.labels.evaluating import evaluate_labels
+from jagged.runs.labels.reporting import gather_labels
 from jagged.runs.labels.rows import LabelRows
 from jagged.training import TrainingError, TrainingInterrupted
 from tests.places import PLACE
@@ -111,7 +112,8 @@ def test_what_is_said_of_a_run(trained: LabelRun, files: tuple[Path, Path]) -> N
     assert lines[0] == f"read     800 rows with {count:,} labels of 200 from {files[0]}"
     assert lines[1] == "split    540 for training, 60 for validation, 200 for the test"
     assert re.fullmatch(r"reached  test p@1 0\.\d{4}, p@3 .*, recall@10 0\.\d{4}; all labels ranked for each row", lines[2])
-    assert lines[-1] == f"         jagged predict {trained.directory} rows.txt --output labels.parquet"
+    assert lines[-2] == f"         jagged predict {trained.directory} rows.txt --output labels.parquet"
+    assert lines[-1] == f"         jagged report {trained.directory}"
     told = str(evaluate_labels(trained, ks=(1, 5), progress=False)).splitlines()
     without = int((np.diff(TEST.label_offsets) == 0).sum())
     assert told[0] == (
@@ -155,6 +157,50 @@ def test_heads_by_name(tmp_path: Path, head: dict[str, Any], num_groups: int | N
     assert json.loads((tmp_path / "run" / "metrics.json").read_text())["test"]["labels"] == pytest.approx(
         evaluate_labels(run, progress=False).metrics["labels"]
     )
+
+
+def test_the_page_of_a_run(trained: LabelRun, tmp_path: Path) -> None:
+    page = jagged.report(trained.directory, tmp_path / "page.html", progress=False).read_text()
+    facts = gather_labels(trained.directory, progress=False)
+    figures = evaluate_labels(trained, progress=False).metrics["labels"]
+    assert f"<b>{figures['p@1']:.4f}</b> p@1" in page
+    assert "Nothing leaks: no row of the test part has the features of one of training." in page
+    assert page.count("<svg") == 3
+    # Labels by how often training has them, all of them and all positives of the part.
+    counts = np.bincount(TRAIN.labels, minlength=200)
+    assert sum(one.labels for one in facts.frequencies) == 200
+    assert sum(one.positives for one in facts.frequencies) == len(TEST.labels)
+    best = ranked(trained.predict(TEST, progress=False), 200, 10).numpy()
+    for one in facts.frequencies:
+        here = [
+            (row, label)
+            for row in range(200)
+            for label in TEST.labels[TEST.label_offsets[row] : TEST.label_offsets[row + 1]]
+            if one.low <= counts[label] <= one.high
+        ]
+        assert one.positives == len(here)
+        if here:
+            assert one.found == pytest.approx(np.mean([label in best[row] for row, label in here]))
+    assert facts.num_parameters == (4 * 32 + 196 * 8, 200 * 32)
+
+
+def test_a_row_of_training_in_the_test_is_told(tmp_path: Path) -> None:
+    """Also with its features in another order, and not where a value differs."""
+    some = ROWS.take(np.arange(3))
+    test = replace(some, feature_ids=some.feature_ids.copy(), feature_values=some.feature_values.copy())
+    first = slice(0, int(some.feature_offsets[1]))
+    for array in (test.feature_ids, test.feature_values):
+        array[first] = array[first][::-1]
+    test.feature_values[some.feature_offsets[2]] += 1
+    jagged.train(
+        config_of(tmp_path / "run", split={"valid_fraction": 0.01}, training={"max_epochs": 1}), (ROWS, test), progress=False
+    )
+    parts = LabelRun.open(tmp_path / "run").parts
+    known = {bytes(parts.train.feature_ids[a:b]) for a, b in pairwise(parts.train.feature_offsets)}
+    assert all(bytes(some.feature_ids[a:b]) in known for a, b in pairwise(some.feature_offsets))
+    assert gather_labels(tmp_path / "run", progress=False).leaks == {"rows_of_training": 2}
+    page = jagged.report(tmp_path / "run", progress=False).read_text()
+    assert "Something leaks, and the metrics above are not to be trusted: 2 rows with the very features and values" in page
 
 
 def test_labels_that_are_filtered_are_neither_ranked_nor_looked_for(trained: LabelRun, tmp_path: Path) -> None:
@@ -454,11 +500,6 @@ def _two_files(root: Path, run: LabelRun) -> Any:
             lambda root, run: jagged.recommend(run.directory, root / "x.csv"),
             ConfigError,
             "RUN: a run on sets of labels, not of items; `jagged predict` ranks the labels of rows",
-        ),
-        (
-            lambda root, run: jagged.report(run.directory),
-            ConfigError,
-            "RUN: a run on sets of labels, of which there is no page; `jagged evaluate` has its figures",
         ),
         (
             lambda root, run: jagged.predict(run.directory, TEST, k=0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,15 +36,19 @@ class LabelEvaluation:
         what = f"{self.part} part ({self.split})" if self.split else "all rows"
         left_out = f" ({without:,} more without a label are left out)" if without else ""
         head = f"{what}: {int(figures['samples']):,} rows{left_out}, all {self.num_labels:,} labels ranked for each"
-        by_name: dict[str, dict[int, float]] = {}
-        for name, value in figures.items():
-            metric, is_cut, k = name.partition("@")
-            if is_cut:
-                by_name.setdefault(metric, {})[int(k)] = value
-        ks = sorted(next(iter(by_name.values())))
-        lines = [head, "".join([f"{'':<8}", *(f"{f'@{k}':>{_COLUMN}}" for k in ks)])]
-        lines += ["".join([f"{name:<8}", *(f"{shown_figure(of[k]):>{_COLUMN}}" for k in ks)]) for name, of in by_name.items()]
-        return "\n".join([*lines, f"{'loss':<8}{shown_figure(self.metrics['all']['loss']):>{_COLUMN}}"])
+        rows = [*table_of_figures(figures), ["loss", shown_figure(self.metrics["all"]["loss"])]]
+        return "\n".join([head, *("".join([f"{first:<8}", *(f"{cell:>{_COLUMN}}" for cell in cells)]) for first, *cells in rows)])
+
+
+def table_of_figures(figures: Mapping[str, float]) -> list[list[str]]:
+    """A row of cut-offs, then one for each metric; the first column has its name."""
+    by_name: dict[str, dict[int, float]] = {}
+    for name, value in figures.items():
+        metric, is_cut, k = name.partition("@")
+        if is_cut:
+            by_name.setdefault(metric, {})[int(k)] = value
+    ks = sorted(next(iter(by_name.values())))
+    return [["", *(f"@{k}" for k in ks)], *([name, *(shown_figure(of[k]) for k in ks)] for name, of in by_name.items())]
 
 
 def evaluate_labels(
