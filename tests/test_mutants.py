@@ -81,7 +81,10 @@ def test_every_file_has_tests(path: str) -> None:
 
 def test_the_nearest_tests() -> None:
     assert nearest_tests("ops/cross_entropy/triton/filter.py", ROOT)[0] == "tests/ops/test_cross_entropy_filter.py"
-    assert nearest_tests("ops/softmax/kernels.py", ROOT) == ["tests/ops/test_softmax.py"]
+    assert nearest_tests("ops/softmax/kernels.py", ROOT) == [
+        "tests/ops/test_softmax.py",
+        "tests/ops/test_group_sparse_softmax.py",
+    ]
     assert nearest_tests("modules/heads.py", ROOT)[0] == "tests/modules/test_heads.py"
     assert nearest_tests("jagged/metrics.py", ROOT)[0] == "tests/test_metrics.py"
     assert "tests/data/test_malformed.py" in nearest_tests("jagged/data/events.py", ROOT)
@@ -97,7 +100,7 @@ def test_the_nearest_tests() -> None:
         ("jagged/data/table_leaks.py", ["data/test_table_leaks", "data/test_table_splits"]),
         ("jagged/artifacts/files.py", ["test_artifacts"]),
         # By the imports of tests, and by what imports the file.
-        ("jagged/data/files.py", ["data/test_csv_rows", "data/test_sources"]),
+        ("jagged/data/files.py", ["data/test_csv_rows", "data/test_label_tables", "data/test_sources"]),
         ("jagged/data/staging.py", ["data/test_records"]),
         ("jagged/data/logs.py", ["data/test_rows", "data/test_table_batches", "data/test_table_splits", "data/test_records"]),
         ("jagged/data/values.py", ["data/test_inference", "data/test_inspection"]),
