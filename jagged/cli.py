@@ -359,11 +359,10 @@ def evaluate(
     of a run on sets of labels, of which all labels are ranked.
     """
     _prepare()
-    from jagged.metrics import DEFAULT_KS
     from jagged.runs.evaluating import evaluate as run
 
     columns: Any = {"user_column": user_column, "item_column": item_column, "timestamp_column": timestamp_column}
-    chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k or DEFAULT_KS))}
+    chosen: Any = {"part": part, "filter_viewed": filter_viewed, "ks": sorted(set(k)) or None}
     chosen |= {"slices": slice, "events": events}
     result = run(directory, data, **chosen, format=format, device=device, **columns)
     with _printing():

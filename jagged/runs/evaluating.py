@@ -65,7 +65,7 @@ def evaluate(
     *,
     part: Literal["valid", "test"] = "test",
     filter_viewed: bool | None = None,
-    ks: Sequence[int] = DEFAULT_KS,
+    ks: Sequence[int] | None = None,
     format: str = "auto",
     user_column: str | None = None,
     item_column: str | None = None,
@@ -92,7 +92,7 @@ def evaluate(
             table); split as the run's configuration says; by default those the run was trained on.
         part: the held-out part.
         filter_viewed: whether to take the items of a user's history out of the ranking; None for both, one after the other.
-        ks: cut-offs.
+        ks: cut-offs; None for 5, 10 and 20, of a run on sets of labels for its own.
         format: of `data`: "auto" (by name), "text", "csv" or "parquet".
         user_column, item_column, timestamp_column: names of columns of `data`, by default those of the run's configuration.
         device: "auto" (the GPU where there is one), "cpu" or "cuda".
@@ -114,11 +114,10 @@ def evaluate(
         refuse_options(directory, {"slices": slices or None, "events": events}, "a table")
         if format != "auto":
             raise ConfigError(f"format: got {format}, expected auto: rows of labels have one format")
-        cuts = None if tuple(ks) == DEFAULT_KS else ks
         labels = LabelRun.open(directory, device=device)
-        return evaluate_labels(labels, data, part=part, ks=cuts, batch_size=batch_size, progress=progress)
+        return evaluate_labels(labels, data, part=part, ks=ks, batch_size=batch_size, progress=progress)
     if is_ranking_run(directory):
-        given = {"filter_viewed": filter_viewed, **columns, "ks": None if tuple(ks) == DEFAULT_KS else ks}
+        given = {"filter_viewed": filter_viewed, **columns, "ks": ks}
         refuse_options(directory, given, "events")
         opened = RankingRun.open(directory, device=device)
         return evaluate_run(
@@ -143,7 +142,7 @@ def evaluate(
         loader,
         train_counts=run.train_counts(),
         filter_viewed=protocols,
-        ks=ks,
+        ks=DEFAULT_KS if ks is None else ks,
         max_bytes=max_bytes,
         progress=progress,
         all_processes=False,

@@ -60,6 +60,11 @@ def test_figures_and_labels_are_printed(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("all 80 labels ranked for each")
     assert lines[1].split() == ["@1", "@4"]
+    # Those of other runs, where they are asked for.
+    assert run(monkeypatch, "evaluate", trained, "--k", 5, "--k", 10, "--k", 20) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["@5", "@10", "@20"]
+    assert run(monkeypatch, "evaluate", trained) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == ["@1", "@3", "@5", "@10"]
     assert run(monkeypatch, "predict", trained, files / "test.txt", "--k", 2) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [(row["row"], row["rank"]) for row in rows] == [(str(row), str(rank)) for row in range(60) for rank in (1, 2)]
