@@ -94,11 +94,8 @@ def head_of(head: Head, sample: Sample, seed: int) -> GroupSparseHead:
     """Build a head."""
     options = {"fan_in": FAN_IN, "group_size": GROUP_SIZE, "head": 0.02, **head.options}
     grouping: Any = {"semantic": sample.embeddings, "blocks": sample.embeddings}.get(head.grouping, head.grouping)
-    made = GroupSparseHead(DIM, sample.counts, len(sample.rows), grouping=grouping, seed=seed, **options)
-    if head.grouping == "blocks":
-        first = torch.randint(DIM // FAN_IN, (made.num_groups, 1), generator=torch.Generator().manual_seed(seed)) * FAN_IN
-        made.supports.copy_(first + torch.arange(FAN_IN))
-    return made
+    is_adjacent = head.grouping == "blocks"
+    return GroupSparseHead(DIM, sample.counts, len(sample.rows), grouping=grouping, adjacent=is_adjacent, seed=seed, **options)
 
 
 def train(head: Head, sample: Sample, seed: int, learning_rate: float) -> dict[str, float]:

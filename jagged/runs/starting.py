@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jagged import artifacts
@@ -12,6 +13,14 @@ from jagged.data import DataError
 from jagged.models.pretrained import CONFIG
 from jagged.training.errors import TrainingError
 from jagged.training.processes import Processes
+
+
+def data_folder(place: Path, processes: Processes, closing: ExitStack, *, dry_run: bool) -> Path:
+    """Where the run's data are kept: `place`, or of a dry run a folder that all processes share and that goes with `closing`."""
+    if not dry_run:
+        return place
+    aside = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="jagged-"))) / place.name
+    return Path(processes.all(str(aside))[0])
 
 
 @contextmanager

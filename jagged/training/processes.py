@@ -6,11 +6,11 @@ import atexit
 import gc
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,12 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from jagged.artifacts import CheckpointError
+from jagged.config import ConfigError
+from jagged.data import DataError
 from jagged.training.errors import TrainingError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,25 @@ class Processes:
         if self.world_size > 1:
             dist.all_gather_object(everyones, thing, group=self.host_group)
         return everyones
+
+    def in_first(self, work: Callable[[], Result]) -> Result | None:
+        """Do a piece of work in the first process alone, whose result is None elsewhere; what it refuses ends all of them.
+
+        Raises:
+            TrainingError: in the others, with the text of the first one's refusal.
+        """
+        refusal: Exception | None = None
+        result: Result | None = None
+        if self.is_first:
+            try:
+                result = work()
+            except (ConfigError, DataError, TrainingError, CheckpointError) as error:
+                refusal = error
+        # The others would wait for the first one, and then tell that it is gone.
+        told = self.all(None if refusal is None else str(refusal))[0]
+        if told is not None:
+            raise refusal or TrainingError(told)
+        return result
 
     def sum(self, values: list[float]) -> list[float]:
         """Element-wise sum over the processes."""

@@ -248,17 +248,8 @@ def locked(directory: Path, processes: Processes, resume: bool) -> Iterator[None
         TrainingError: another process trains there, or something is there and the run does not go on with it.
         CheckpointError: it cannot be made.
     """
-    refusal: TrainingError | CheckpointError | None = None
     with ExitStack() as held:
-        if processes.is_first:
-            try:
-                _take(directory, resume, held)
-            except (TrainingError, CheckpointError) as error:
-                refusal = error
-        # The others would wait for the first one, and then tell that it is gone.
-        told = processes.all(None if refusal is None else str(refusal))[0]
-        if told is not None:
-            raise refusal or TrainingError(told)
+        processes.in_first(lambda: _take(directory, resume, held))
         yield
 
 

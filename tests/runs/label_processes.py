@@ -14,6 +14,8 @@ import torch
 
 import jagged
 from jagged.data import DataError, write_xmc
+from jagged.runs.labels import LabelRun
+from jagged.runs.labels.evaluating import evaluate_labels
 from jagged.training import TrainingError
 from tests.processes import fork
 from tests.runs.test_label_runs import ROWS, TEST, config_of
@@ -39,7 +41,9 @@ def main(root: Path) -> dict[str, Any]:
     fork(lambda: train(2), 2, root / "store-2")
     fork(refused, 2, root / "store-refused")
     folders = [root / f"by {count}" for count in (1, 2)]
+    again = evaluate_labels(LabelRun.open(folders[1]), batch_size=17, progress=False).metrics["labels"]
     return {
+        "again": dict(again),
         "metrics": [json.loads((folder / "metrics.json").read_text()) for folder in folders],
         "refused": [(root / f"refused.{rank}").read_text() for rank in (0, 1)],
         "fingerprints": [json.loads((folder / "split.json").read_text())["fingerprint"] for folder in folders],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,7 +18,6 @@ from jagged.artifacts import CheckpointError
 from jagged.config import (
     BlockSparseHeadOptions,
     BottleneckHeadOptions,
-    ConfigError,
     DenseHeadOptions,
     FixedFanInHeadOptions,
     GroupSparseHeadOptions,
@@ -27,7 +25,7 @@ from jagged.config import (
     MultiLabelConfig,
     RewiredHead,
 )
-from jagged.data import DataError, MultiLabelRows, label_loader
+from jagged.data import MultiLabelRows, label_loader
 from jagged.label_metrics import DEFAULT_KS
 from jagged.metrics import RunMetrics
 from jagged.models import MultiLabelModel
@@ -35,7 +33,7 @@ from jagged.models.pretrained import CONFIG, save_task
 from jagged.modules import LabelGroups
 from jagged.runs.labels.rows import LabelRows, LabelSplit
 from jagged.runs.ranking.run import hardware
-from jagged.runs.starting import nothing_left_of_a_false_start
+from jagged.runs.starting import data_folder, nothing_left_of_a_false_start
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
@@ -116,21 +114,8 @@ def _kept(
     progress: bool,
 ) -> LabelRows:
     """The run's rows: read by the first process into the run's directory, and opened there by all."""
-    place = directory / DATASET
-    if dry_run:
-        place = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="jagged-"))) / DATASET
-        if processes.world_size > 1:
-            place = Path(processes.all(str(place))[0])
-    refusal: Exception | None = None
-    if processes.is_first:
-        try:
-            _read(config, rows, place, progress)
-        except (ConfigError, DataError, TrainingError, CheckpointError) as error:
-            refusal = error
-    # The others would wait for the first one, and then tell that it is gone.
-    told = processes.all(None if refusal is None else str(refusal))[0]
-    if told is not None:
-        raise refusal or TrainingError(told)
+    place = data_folder(directory / DATASET, processes, closing, dry_run=dry_run)
+    processes.in_first(lambda: _read(config, rows, place, progress))
     return LabelRows.load(place)
 
 
@@ -169,28 +154,29 @@ def _model(
     config: MultiLabelConfig, rows: MultiLabelRows, place: Path | None, processes: Processes, progress: bool
 ) -> MultiLabelModel:
     """The model, whose groups of labels the first process makes and keeps in `place`: made again they may be others."""
-    refusal: Exception | None = None
-    model: MultiLabelModel | None = None
     if place is None:
-        return _built(config, rows, processes, progress, {})
-    if processes.is_first and _kept_groups(config, place) is None:
-        try:
-            model = _built(config, rows, processes, progress, {})
-            _keep_groups(config, model, place)
-        except (TrainingError, CheckpointError) as error:
-            refusal = error
-    told = processes.all(None if refusal is None else str(refusal))[0]
-    if told is not None:
-        raise refusal or TrainingError(told)
-    if model is not None:
-        return model
-    groups = _kept_groups(config, place)
-    assert groups is not None
-    return _built(config, rows, processes, progress, {"grouping": groups})
+        return _built(config, rows, processes, progress)
+    made = processes.in_first(partial(_with_kept_groups, config, rows, place, processes, progress))
+    return _built(config, rows, processes, progress, _kept_groups(config, place)) if made is None else made
+
+
+def _with_kept_groups(
+    config: MultiLabelConfig, rows: MultiLabelRows, place: Path, processes: Processes, progress: bool
+) -> MultiLabelModel | None:
+    """A new model, whose groups are kept; None where there are kept ones."""
+    if _kept_groups(config, place) is not None:
+        return None
+    model = _built(config, rows, processes, progress)
+    _keep_groups(config, model, place)
+    return model
 
 
 def _built(
-    config: MultiLabelConfig, rows: MultiLabelRows, processes: Processes, progress: bool, groups: dict[str, Any]
+    config: MultiLabelConfig,
+    rows: MultiLabelRows,
+    processes: Processes,
+    progress: bool,
+    groups: LabelGroups | None = None,
 ) -> MultiLabelModel:
     monitor = config.training.monitor
     ks = sorted({*DEFAULT_KS, *([int(monitor.partition("@")[2])] if "@" in monitor else [])})
@@ -198,7 +184,7 @@ def _built(
         return MultiLabelModel.of(
             rows,
             **config.model.model_dump(exclude={"name"}),
-            **(_of_head(config.head) | groups),
+            **(_of_head(config.head) | ({} if groups is None else {"grouping": groups})),
             **config.evaluation.model_dump(exclude={"eval_batch_size"}),
             ks=ks,
             seed=config.seed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,14 +15,14 @@ from torch import nn
 
 from jagged import artifacts
 from jagged.artifacts import CheckpointError
-from jagged.config import ConfigError, RankingConfig
-from jagged.data import DataError, Dataset, Kind, Split, synthetic_impressions
+from jagged.config import RankingConfig
+from jagged.data import Dataset, Kind, Split, synthetic_impressions
 from jagged.data.table_loader import RequestLoader
 from jagged.metrics import RunMetrics
 from jagged.models import RankingModel
 from jagged.models.pretrained import CONFIG, save_task
 from jagged.runs.ranking.run import DATASET, hardware, split_column, split_dataset
-from jagged.runs.starting import nothing_left_of_a_false_start
+from jagged.runs.starting import data_folder, nothing_left_of_a_false_start
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
@@ -107,21 +106,8 @@ def _kept(
 
     A run that goes on has it there already; where it may be another table, that is read, too, and compared.
     """
-    place = directory / DATASET
-    if dry_run:
-        place = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="jagged-"))) / DATASET
-        if processes.world_size > 1:
-            place = Path(processes.all(str(place))[0])
-    refusal: Exception | None = None
-    if processes.is_first:
-        try:
-            _read(config, table, place, progress)
-        except (ConfigError, DataError, TrainingError, CheckpointError) as error:
-            refusal = error
-    # The others would wait for the first one, and then tell that it is gone.
-    told = processes.all(None if refusal is None else str(refusal))[0]
-    if told is not None:
-        raise refusal or TrainingError(told)
+    place = data_folder(directory / DATASET, processes, closing, dry_run=dry_run)
+    processes.in_first(lambda: _read(config, table, place, progress))
     return Dataset.load(place)
 
 
