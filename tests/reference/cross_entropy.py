@@ -23,17 +23,23 @@ def linear_cross_entropy(
     sample_weight: Tensor | None = None,
     reduction: str = "mean",
 ) -> tuple[Tensor, Tensor]:
-    """Return loss and log-sum-exp in float32 (float64 for float64); the logits are in the dtype of the inputs."""
+    """Return loss and log-sum-exp in float32 (float64 for float64); the logits are in the dtype of the inputs.
+
+    Who keeps no logits computes them twice, once for the log-sum-exp and once for its gradient. Their sums may come in two orders,
+    so that what rounding leaves of the first is not what it leaves of the second. Here one order is the other's reverse.
+    """
     valid = target != ignore_index
     hidden = hidden.masked_fill(~valid[:, None], 0)
     if normalize:
         hidden, weight = F.normalize(hidden, dim=1), F.normalize(weight, dim=1)
-    logits = F.linear(hidden, weight, bias)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    logits = logits / temperature
-    lse = torch.where(valid, logits.logsumexp(1), 0)
+    logits = _scaled(F.linear(hidden, weight, bias), softcap, temperature)
+    lse = logits.logsumexp(1)
+    if hidden.dtype != torch.bfloat16 and hidden.dtype != torch.float16:
+        again = _scaled(F.linear(hidden.flip(1), weight.flip(1), bias), softcap, temperature).logsumexp(1).detach()
+        shares = (logits.detach() - again[:, None]).exp()
+        weighted = (logits.masked_fill(shares == 0, 0) * shares).sum(1)
+        lse = again + weighted - weighted.detach()
+    lse = torch.where(valid, lse, 0)
     known = torch.where(valid, target, 0).long()
     of_item = logits.new_ones(weight.shape[0]) if class_weight is None else class_weight.to(logits.dtype)
     of_row = of_item[known] * valid
@@ -47,3 +53,8 @@ def linear_cross_entropy(
         return losses, lse
     norm = of_row.sum()
     return losses.sum() / (torch.where(norm == 0, 1, norm) if reduction == "mean" else 1), lse
+
+
+def _scaled(products: Tensor, softcap: float | None, temperature: float) -> Tensor:
+    logits = products if products.dtype == torch.float64 else products.float()
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature
