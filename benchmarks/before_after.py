@@ -5,9 +5,10 @@
     python -m benchmarks.before_after --tree build/before --quick                 # few rows of each
 
 Each version is a process (benchmarks/trees.py) that makes a row's tensors and times it when it is asked to: other version, this
-one, and then this one first. A row's time is the least of its rounds. One that took longer by more than a limit is measured in
-more rounds, as docs/internals/attention.md explains. Results are not checked here: the benchmarks do. A row that only one version
-can do has no ratio.
+one, and then this one first. A row's time is the median of its rounds. The first round is not counted: on a GPU that has rested
+what runs first is up to 10 % faster than anything after it, so that of two copies of one version the first won, by the least of
+their rounds. A row that took longer by more than a limit is measured in more rounds. Results are not checked here: the benchmarks
+do. A row that only one version can do has no ratio.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import gc
 import math
 import multiprocessing
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,7 +41,7 @@ Ways = dict[str, Callable[[], Callable[[], Any]]]
 Rows = Iterator[tuple[str, Callable[[str], Ways]]]
 
 ALLOWED = 1.03
-# The second and third are for rows that still took longer; all rounds of a row count.
+# The second and third are for rows that still took longer; all rounds of a row count but one before them.
 ROUNDS = (2, 4, 12)
 # Parts of each benchmark. Steps and whole models are no operators, and the CCE- paper's losses take minutes.
 ATTENTION_PARTS = ("table", "skew", "options", "biases", "paper")
@@ -191,9 +193,11 @@ def _warm_row(make: Callable[[str], Ways]) -> None:
 
 
 def compared(versions: Sequence[Version], family: str, name: str) -> dict[str, Any]:
-    """Of each way the least time of the other version, `before`, of this one, `after`, and their ratio; or why there is none."""
+    """Of each way the median of the other version, `before`, of this one, `after`, and their ratio; or why there is none."""
     try:
         if failed := _failures([version.ask(["make", family, name]) for version in versions]):
+            return failed
+        if failed := _failures([version.ask(["time"]) for version in versions]):
             return failed
         times: list[list[Any]] = []
         for more in ROUNDS:
@@ -206,7 +210,7 @@ def compared(versions: Sequence[Version], family: str, name: str) -> dict[str, A
                     return failed
             row = {}
             for way in times[0][0]:
-                before, after = (min(of[which][way] for of in times) for which in (0, 1))
+                before, after = (statistics.median(of[which][way] for of in times) for which in (0, 1))
                 row[way] = {"before": before, "after": after, "ratio": after / before}
             if not is_longer(row):
                 break

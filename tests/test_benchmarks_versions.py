@@ -171,29 +171,31 @@ class Asked:
 
 
 def test_rows_are_timed_in_turns() -> None:
-    before, after = Asked((10.0, 8.0), (11.0, 8.5)), Asked((9.0, 8.2), (8.0, 8.1))
+    # The first round of each is of a GPU that has rested.
+    before, after = Asked((1.0, 1.0), (10.0, 8.0), (11.0, 8.5)), Asked((5.0, 5.0), (9.0, 8.2), (8.0, 8.1))
     assert compared([before, after], "ops", "a") == {  # type: ignore[list-item]
-        "forward": {"before": 10.0, "after": 8.0, "ratio": 0.8},
-        "backward": {"before": 8.0, "after": 8.1, "ratio": 8.1 / 8.0},
+        "forward": {"before": 10.5, "after": 8.5, "ratio": 8.5 / 10.5},
+        "backward": {"before": 8.25, "after": pytest.approx(8.15), "ratio": pytest.approx(8.15 / 8.25)},
     }
-    assert before.asked == after.asked == ["make", "time", "time", "drop"]
-    # What took longer is measured four times more, and then twelve times; the first rounds count too.
-    before, after = Asked(*[(10.0, 8.0)] * 6), Asked(*[(10.4, 8.0)] * 5, (10.2, 8.0))
+    assert before.asked == after.asked == ["make", "time", "time", "time", "drop"]
+    # What took longer is measured four times more, and then twelve times; the rounds before count too.
+    before, after = Asked(*[(10.0, 8.0)] * 7), Asked(*[(10.4, 8.0)] * 3, *[(10.2, 8.0)] * 4)
     assert compared([before, after], "ops", "a")["forward"] == {"before": 10.0, "after": 10.2, "ratio": 1.02}  # type: ignore[list-item]
-    before, after = Asked((10.0, 8.0), *[(11.0, 9.0)] * 17), Asked(*[(10.4, 8.0)] * 18)
+    before, after = Asked(*[(10.0, 8.0)] * 12, *[(11.0, 9.0)] * 7), Asked(*[(10.4, 8.0)] * 19)
     assert compared([before, after], "ops", "a")["forward"] == {"before": 10.0, "after": 10.4, "ratio": 1.04}  # type: ignore[list-item]
     assert not before.times
     assert not after.times
-    before, after = Asked((10.0, 8.0)), Asked("out of memory")
-    assert compared([before, after], "ops", "a") == {"failed": {"after": "out of memory"}}  # type: ignore[list-item]
-    assert before.asked == after.asked == ["make", "time", "drop"]
+    for times, asked in (((), ["make", "time", "drop"]), (((1.0, 1.0),), ["make", "time", "time", "drop"])):
+        before, after = Asked((10.0, 8.0), (10.0, 8.0)), Asked(*times, "out of memory")
+        assert compared([before, after], "ops", "a") == {"failed": {"after": "out of memory"}}  # type: ignore[list-item]
+        assert before.asked == after.asked == asked
 
 
 def test_versions_begin_rounds_in_turns() -> None:
     turns: list[object] = []
-    before, after = (Asked((1.0, 1.0), (1.0, 1.0), turns=turns) for _ in range(2))
+    before, after = (Asked(*[(1.0, 1.0)] * 3, turns=turns) for _ in range(2))
     compared([before, after], "ops", "a")  # type: ignore[list-item]
-    assert turns == [before, after, before, after, after, before, before, after]
+    assert turns == [before, after, before, after, before, after, after, before, before, after]
 
 
 def test_what_takes_longer_is_told() -> None:

@@ -25,8 +25,8 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return loss and log-sum-exp in float32 (float64 for float64); the logits are in the dtype of the inputs.
 
-    Who keeps no logits computes them twice, once for the log-sum-exp and once for its gradient. Their sums may come in two orders,
-    so that what rounding leaves of the first is not what it leaves of the second. Here one order is the other's reverse.
+    Who keeps no logits computes them twice, once for the log-sum-exp and once for its gradient. The two sums may come in two
+    orders, so that what rounding leaves of the first is not what it leaves of the second. Here one order is the other's reverse.
     """
     valid = target != ignore_index
     hidden = hidden.masked_fill(~valid[:, None], 0)
