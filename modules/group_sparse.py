@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.heads import HeadOutput
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
 from jagged.ops import (
@@ -130,7 +131,8 @@ class GroupSparseHead(JaggedModule):
         # Groups are made of numbers, which the meta device has not.
         with torch.device("cpu"):
             counts = _checked_counts(label_counts, num_rows)
-        self.num_labels, self.fan_in, self.label_smoothing, self.seed = counts.shape[0], fan_in, label_smoothing, seed
+        self.input_dim, self.num_labels, self.fan_in = input_dim, counts.shape[0], fan_in
+        self.label_smoothing, self.seed = label_smoothing, seed
         self.num_head_labels, self.adjacent = _head_labels(head, self.num_labels), adjacent
         width = input_dim if tail_dim is None else tail_dim
         if not 1 <= fan_in <= width:
@@ -173,6 +175,24 @@ class GroupSparseHead(JaggedModule):
         self.weight = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, fan_in, **of_floats))
         self.bias = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, **of_floats))
         self.reset_parameters()
+
+    @classmethod
+    def shaped(
+        cls, input_dim: int, num_labels: int, num_rows: int, *, num_head_labels: int, num_groups: int, **options: Any
+    ) -> GroupSparseHead:
+        """Return a head of these sizes, whose labels, groups, inputs and weights are to be loaded.
+
+        Args:
+            input_dim, num_rows: as of the class.
+            num_labels, num_head_labels: labels, and those with a dense layer.
+            num_groups: groups of the others.
+            options: others of the class.
+        """
+        with torch.device("cpu"):
+            tail = torch.arange(num_head_labels, num_labels)
+            offsets = torch.arange(num_groups + 1) * (num_labels - num_head_labels) // max(num_groups, 1)
+            counts = torch.zeros(num_labels, dtype=torch.int64)
+        return cls(input_dim, counts, num_rows, grouping=LabelGroups(tail, offsets), head=num_head_labels, **options)
 
     def reset_parameters(self) -> None:
         """Draw weights and the inputs of groups anew; biases are what they were at first."""
@@ -226,6 +246,31 @@ class GroupSparseHead(JaggedModule):
             else:
                 loss = self._binary(features, places, offsets, row_mask)
         return loss + torch.where(wrong.any(), torch.nan, 0.0).to(loss.dtype)
+
+    def target_loss(self, features: Tensor, targets: Tensor) -> HeadOutput:
+        """Return the softmax cross-entropy of rows that have one label each, its mean, and the labels' scores `[B]`.
+
+        Args:
+            features: `[B, input_dim]`.
+            targets: `[B]`, int32 or int64, label ids; rows with -100 do not count, and have a score of 0.
+
+        Raises:
+            ValueError: a head of another loss than "softmax", or, where values are checked, a target that is no label.
+        """
+        if self.loss != "softmax":
+            raise ValueError(
+                f"loss: got a head of {self.loss!r}, expected one of 'softmax', which has one choice among all labels"
+            )
+        counted = targets != _IGNORED
+        if targets.is_cpu and not values_are_trusted():
+            validate_ids(targets.masked_fill(~counted, 0), self.num_labels, name="targets")
+        wrong = counted & ((targets < 0) | (targets >= self.num_labels))
+        places = self.places[targets.clamp(0, self.num_labels - 1)]
+        offsets = torch.arange(targets.shape[0] + 1, device=targets.device)
+        with nullcontext() if torch.compiler.is_compiling() else trust_values():
+            lse, target, _ = self._parts_of_softmax(features, places, offsets, counted)
+        loss = torch.where(counted, lse - target, 0).sum() / counted.sum().clamp(min=1)
+        return HeadOutput(loss + torch.where(wrong.any(), torch.nan, 0.0), torch.where(counted, target, 0).detach())
 
     def _binary(self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None) -> Tensor:
         """Return the binary cross-entropy of all labels."""
@@ -305,6 +350,26 @@ class GroupSparseHead(JaggedModule):
                 scores, order = torch.cat([best, scores], 1).topk(k, 1)
                 places = torch.cat([of_head, places], 1).gather(1, order)
         return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)])
+
+    @torch.no_grad()
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Return the linear layer that scores as this head, by label: weights `[num_labels, input_dim]`, biases `[num_labels]`.
+
+        It takes the memory of such a layer.
+        """
+        weight = self.weight.new_zeros(self.num_labels, self.input_dim)
+        bias = self.bias.new_zeros(self.num_labels)
+        frequent, others = self.labels.tensor_split([self.num_head_labels])
+        groups = self._group_of_label()
+        step = max(1, _PIECE_ELEMENTS // max(self.fan_in, self.tail_dim))
+        for begin in range(0, self.weight.shape[0], step):
+            some = slice(begin, begin + step)
+            of_tail = weight.new_zeros(groups[some].shape[0], self.tail_dim)
+            of_tail.scatter_(1, self.supports[groups[some]].long(), self.weight[some])
+            labels = others[some]
+            weight[labels], bias[labels] = _behind(self.tail_projection, of_tail, self.bias[some])
+        weight[frequent], bias[frequent] = _behind(self.head_projection, self.head_weight, self.head_bias)
+        return weight, bias
 
     @torch.no_grad()
     def probabilities(self, features: Tensor, scores: Tensor) -> Tensor:
@@ -446,6 +511,13 @@ class GroupSparseHead(JaggedModule):
                 torch.distributed.all_reduce(gradient)
             found[begin - some.start : end - some.start] = _means(gradient.abs(), offsets - first)
         return found
+
+
+def _behind(projection: nn.Module, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a linear layer behind a projection as one layer."""
+    if not isinstance(projection, nn.Linear):
+        return weight, bias
+    return weight @ projection.weight, bias + weight @ projection.bias
 
 
 def _distinct(places: Tensor, offsets: Tensor, num_labels: int) -> tuple[Tensor, Tensor]:

@@ -198,9 +198,9 @@ def test_options_without_effect_are_not_written_down() -> None:
             "head.sampler: got mixed, expected uniform with loss gbce, which has no correction, so that popular items would rank "
             "last",
         ),
-        ("head = 'softmax'", "head.type: got 'softmax', expected cross-entropy, sampled or scalable"),
-        ("head = 3", "head.type: got 3, expected cross-entropy, sampled or scalable"),
-        ("[head]\ntype = ['sampled']", "head.type: got ['sampled'], expected cross-entropy, sampled or scalable"),
+        ("head = 'softmax'", "head.type: got 'softmax', expected cross-entropy, sampled, scalable or group-sparse"),
+        ("head = 3", "head.type: got 3, expected cross-entropy, sampled, scalable or group-sparse"),
+        ("[head]\ntype = ['sampled']", "head.type: got ['sampled'], expected cross-entropy, sampled, scalable or group-sparse"),
         ("[model]\nname = 'bert'", "model.name: got 'bert', expected multilabel, ranking or sasrec"),
         ("split = 'random'", "split.type: got 'random', expected leave-one-out or global-time"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from jagged.config.options import LoopOptions, ModelOptions
+from jagged.config.options import LoopOptions, ModelOptions, Rewired
 from jagged.config.section import Problem, Section, option
 
 _HEAD = "the labels' weights: few inputs shared by groups, all inputs, all behind a narrow layer, few for each label, or adjacent"
@@ -76,12 +76,9 @@ class SparseLabelHead(LabelHead):
     dense_share: float = option(0.02, "share of the labels, the most frequent, that read all inputs", ge=0, le=1)
 
 
-class RewiredHead(SparseLabelHead):
+class RewiredHead(Rewired, SparseLabelHead):
     """What those have in common that learn which inputs."""
 
-    rewire_fraction: float = option(0.1, "share of all inputs of groups that are replaced at a time; 0 for never", ge=0, le=1)
-    rewire_every: int = option(100, "steps from one time to the next", ge=1)
-    rewire_until: float = option(0.6, "share of the steps of max_epochs after which inputs stay", gt=0, le=1)
     rewire_by: Literal["random", "gradient"] = option(
         "random", "which inputs are new: any, or those with the largest gradients, which takes a dense layer's time"
     )

@@ -84,10 +84,13 @@ class SASRecOptions(ModelOptions):
             yield Problem("num_heads", f"got {self.num_heads}, expected a divisor of embedding_dim ({self.embedding_dim})")
 
 
+_HEAD = "loss over all items, sampled ones, buckets of high scores, or all items by few weights of their own"
+
+
 class CrossEntropyHead(Section):
     """The loss over all items."""
 
-    type: Literal["cross-entropy"] = option("cross-entropy", "loss over all items, sampled ones, or buckets of high scores")
+    type: Literal["cross-entropy"] = option("cross-entropy", _HEAD)
     label_smoothing: float = option(0.2, "share of the target's probability spread over all items", ge=0, lt=1)
 
 
@@ -98,7 +101,7 @@ class SampledHead(Section):
     the sampler is uniform.
     """
 
-    type: Literal["sampled"] = option("sampled", "loss over all items, sampled ones, or buckets of high scores")
+    type: Literal["sampled"] = option("sampled", _HEAD)
     sampler: Literal["uniform", "popularity", "in-batch", "mixed"] = option(
         "uniform", "where negatives come from; mixed is in-batch and uniform"
     )
@@ -127,10 +130,28 @@ class SampledHead(Section):
 class ScalableHead(Section):
     """The loss over buckets of high scores."""
 
-    type: Literal["scalable"] = option("scalable", "loss over all items, sampled ones, or buckets of high scores")
+    type: Literal["scalable"] = option("scalable", _HEAD)
     num_buckets: int = option(128, "number of buckets", ge=1)
     rows_per_bucket: int = option(128, "events in a bucket", ge=1)
     items_per_bucket: int = option(256, "items in a bucket", ge=1)
+
+
+class Rewired(Section):
+    """What heads have in common that learn which inputs groups read."""
+
+    rewire_fraction: float = option(0.1, "share of all inputs of groups that are replaced at a time; 0 for never", ge=0, le=1)
+    rewire_every: int = option(100, "steps from one time to the next", ge=1)
+    rewire_until: float = option(0.6, "share of the steps of max_epochs after which inputs stay", gt=0, le=1)
+
+
+class GroupSparseItems(Rewired):
+    """The loss over all items, which do not share weights with the item table: groups of them read the same few inputs."""
+
+    type: Literal["group-sparse"] = option("group-sparse", _HEAD)
+    fan_in: int = option(32, "inputs of an item, at most model.embedding_dim", ge=1)
+    dense_share: float = option(0.02, "share of the items, the most frequent, that read all inputs", ge=0, le=1)
+    group_size: int = option(16, "items of a group", ge=1, le=128)
+    grouping: Literal["frequency", "random"] = option("random", "which items share a group: about as frequent ones, or any")
 
 
 class LoopOptions(Section):

@@ -33,6 +33,7 @@ from jagged.config.options import (
     DataOptions,
     EvaluationOptions,
     GlobalTime,
+    GroupSparseItems,
     LeaveOneOut,
     LoopOptions,
     ModelOptions,
@@ -74,7 +75,7 @@ SECTIONS: dict[str, list[type[Section]]] = {
     "data": [DataOptions],
     "split": [LeaveOneOut, GlobalTime],
     "model": [SASRecOptions],
-    "head": [CrossEntropyHead, SampledHead, ScalableHead],
+    "head": [CrossEntropyHead, SampledHead, ScalableHead, GroupSparseItems],
     "training": [TrainingOptions],
     "evaluation": [EvaluationOptions],
 }
@@ -203,7 +204,7 @@ class TrainConfig(JobConfig):
     data: DataOptions
     split: LeaveOneOut | GlobalTime
     model: SerializeAsAny[ModelOptions]
-    head: CrossEntropyHead | SampledHead | ScalableHead
+    head: CrossEntropyHead | SampledHead | ScalableHead | GroupSparseItems
     training: TrainingOptions
     evaluation: EvaluationOptions
 
@@ -211,10 +212,17 @@ class TrainConfig(JobConfig):
         super().__init__(**values)
 
     def contradictions(self) -> Iterable[Problem]:
-        """A batch holds at least one history."""
+        """A batch holds at least one history, and groups of items read no more inputs than there are."""
         tokens, length = self.training.max_tokens, self.data.max_seq_len
         if tokens is not None and tokens < length:
             yield Problem("training.max_tokens", f"got {tokens}, expected at least data.max_seq_len ({length})")
+        if not isinstance(self.head, GroupSparseItems):
+            return
+        if not isinstance(self.model, SASRecOptions):
+            yield Problem("head.type", f"got group-sparse, expected another head for {self.model.name}, or model.name sasrec")
+        elif self.head.fan_in > self.model.embedding_dim:
+            text = f"got {self.head.fan_in}, expected at most model.embedding_dim ({self.model.embedding_dim})"
+            yield Problem("head.fan_in", text)
 
 
 class RankingConfig(JobConfig):

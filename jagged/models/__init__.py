@@ -15,7 +15,7 @@ from jagged.versions import warn_of_problems
 # Before torchrec is imported: versions that do not fit fail there, and not by saying why.
 warn_of_problems()
 
-from jagged.models.heads import build_head  # noqa: E402
+from jagged.models.heads import build_head, build_output  # noqa: E402
 from jagged.models.multilabel import MultiLabelModel, MultiLabelTask, SparseEncoder  # noqa: E402
 from jagged.models.next_item import NextItemTask  # noqa: E402
 from jagged.models.ranking import RankingInputs, RankingModel, product_logits  # noqa: E402
@@ -39,6 +39,7 @@ __all__ = [
     "TaskScores",
     "build",
     "build_head",
+    "build_output",
     "export_scores",
     "product_logits",
     "register",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from jagged.config import CrossEntropyHead, SampledHead, ScalableHead, TrainConfig
+from jagged.config import CrossEntropyHead, GroupSparseItems, SampledHead, SASRecOptions, ScalableHead, TrainConfig
 from jagged.modules import (
     CutCrossEntropyHead,
+    GroupSparseHead,
     InBatchSampler,
     MixedSampler,
     PopularitySampler,
@@ -19,8 +20,8 @@ from jagged.modules import (
 Head = CutCrossEntropyHead | SampledCrossEntropyHead | ScalableCrossEntropyHead
 
 
-def build_head(config: TrainConfig, item_counts: Tensor) -> Head:
-    """Build a head.
+def build_head(config: TrainConfig, item_counts: Tensor) -> Head | None:
+    """Build a head; None where the model's output layer has its part (`build_output`).
 
     Args:
         config: its `head`, and `seed` for what draws.
@@ -29,10 +30,37 @@ def build_head(config: TrainConfig, item_counts: Tensor) -> Head:
     head = config.head
     if isinstance(head, CrossEntropyHead):
         return CutCrossEntropyHead(label_smoothing=head.label_smoothing)
+    if isinstance(head, GroupSparseItems):
+        return None
     if isinstance(head, ScalableHead):
         return ScalableCrossEntropyHead(head.num_buckets, head.rows_per_bucket, head.items_per_bucket)
     return SampledCrossEntropyHead(
         _sampler(head, item_counts, config.seed), loss=head.loss, correction=head.correction, gbce_t=head.gbce_t
+    )
+
+
+def build_output(config: TrainConfig, item_counts: Tensor, num_users: int) -> GroupSparseHead | None:
+    """Build the output layer that a configuration's model has; None for the item table.
+
+    Args:
+        config: its `head`, `model.embedding_dim`, and `seed` of groups and inputs.
+        item_counts: `[num_items]`, int64, how many training users have each item.
+        num_users: in training.
+    """
+    head = config.head
+    if not isinstance(head, GroupSparseItems):
+        return None
+    assert isinstance(config.model, SASRecOptions)
+    return GroupSparseHead(
+        config.model.embedding_dim,
+        item_counts,
+        num_users,
+        fan_in=head.fan_in,
+        group_size=head.group_size,
+        grouping=head.grouping,
+        head=float(head.dense_share),
+        loss="softmax",
+        seed=config.seed,
     )
 
 

@@ -219,16 +219,13 @@ class MultiLabelModel(MultiLabelTask):
     ) -> None:
         counts = torch.zeros(num_labels, dtype=torch.int64, device="cpu")
         if head is None:
-            with torch.device("cpu"):
-                tail = torch.arange(num_head_labels, num_labels)
-                offsets = torch.arange(num_groups + 1) * (num_labels - num_head_labels) // max(num_groups, 1)
-            head = GroupSparseHead(
+            head = GroupSparseHead.shaped(
                 embedding_dim,
-                counts,
+                num_labels,
                 num_rows,
+                num_head_labels=num_head_labels,
+                num_groups=num_groups,
                 fan_in=fan_in,
-                grouping=LabelGroups(tail, offsets),
-                head=num_head_labels,
                 head_dim=bottleneck_dim,
                 adjacent=adjacent,
                 loss=loss,

@@ -24,13 +24,13 @@ class NextItemTask(nn.Module):
     Args:
         model: gives hidden states for features and owns the item table.
         label_smoothing: share of the target's probability that is spread evenly over all items, where no head is given.
-        head: gives the loss; None for cross-entropy over the whole catalogue.
+        head: gives the loss; None for cross-entropy over the whole catalogue. A model with an output layer has its own.
         train_counts: training users of each item; `evaluate` needs them.
         filter_viewed: take items of the history out of the ranking of the part "valid"; of "test" both figures are given.
         ks: cut-offs of the figures.
 
     Raises:
-        ValueError: both `label_smoothing` and `head`.
+        ValueError: both `label_smoothing` and `head`, or one of them and a model with an output layer.
 
     Shape:
         A `SequenceBatch` in; a `TaskOutput` out, whose task "next_item" has the scores of the targets `[sum L]`, detached, and
@@ -50,8 +50,15 @@ class NextItemTask(nn.Module):
         super().__init__()
         if head is not None and label_smoothing:
             raise ValueError(f"label_smoothing: got {label_smoothing} and a head; build the head with it, or leave the head out")
+        # Models that users register have no such attribute.
+        has_output = getattr(model, "output", None) is not None
+        if has_output and (head is not None or label_smoothing):
+            what = "label_smoothing" if head is None else "head"
+            raise ValueError(f"{what}: got one and a model with an output layer, whose loss is its own; leave it out")
         self.model = model
-        self.head: Head = CutCrossEntropyHead(label_smoothing=label_smoothing) if head is None else head
+        self.head: Head | None = None
+        if not has_output:
+            self.head = CutCrossEntropyHead(label_smoothing=label_smoothing) if head is None else head
         self.train_counts, self.filter_viewed, self.ks = train_counts, filter_viewed, tuple(ks)
 
     @property
@@ -66,7 +73,11 @@ class NextItemTask(nn.Module):
             if not values_are_trusted():
                 validate_ids(batch.targets, num_items, name="targets")
             hidden = self.model(batch.features)
-        loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
+        if self.head is None:
+            assert self.model.output is not None
+            loss, logits = self.model.output.target_loss(hidden.values(), batch.targets)
+        else:
+            loss, logits = self.head(hidden, self.model.item_weight, batch.targets)
         return TaskOutput(loss, {"next_item": TaskScores(logits, batch.targets)})
 
     def predict(self, batch: SequenceBatch) -> Mapping[str, Tensor]:
@@ -105,8 +116,9 @@ class NextItemTask(nn.Module):
             ValueError: a head of some items only, whose rows any process may hold.
         """
         if not isinstance(self.head, CutCrossEntropyHead):
+            got = type(self.head or self.model.output).__name__
             raise ValueError(
-                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {type(self.head).__name__}; "
+                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {got}; "
                 "take one process, or that head"
             )
         table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)

@@ -131,13 +131,15 @@ class Recommender:
         run = self._opened()
         if not 1 <= k < len(run.items):
             raise ConfigError(f"k: got {k}, expected 1 to {len(run.items) - 1:,}, the other items of the catalogue")
-        if not is_finite(run.model.item_weight.detach()):
+        # With an output layer of few weights an item the table says more of it than these do.
+        table: Tensor = (run.model.item_table if hasattr(run.model, "item_table") else run.model.item_weight).detach()
+        if not is_finite(table):
             raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
         given = torch.from_numpy(run.items.encode(_ids(items, "items")))
         known = given[given >= 0]
         if len(known) < len(given):
             logger.warning("%d items that the model does not know were left out", len(given) - len(known))
-        weight = torch.nn.functional.normalize(run.model.item_weight.detach().float(), dim=1)
+        weight = torch.nn.functional.normalize(table.float(), dim=1)
         own = known.to(weight.device), torch.arange(len(known) + 1, device=weight.device)
         ranked = rank_catalogue(weight[known.to(weight.device)], weight, k, viewed=own, filter_viewed=(True,))[0]
         found, scores = ranked.items.cpu(), ranked.scores.cpu()
@@ -382,12 +384,13 @@ def _rank(
     recent = lengths.clamp(max=run.model.config["max_seq_len"])
     window = ranges(offsets[1:] - recent, recent)
     features = features_of(values[window], recent, None if times is None else times[window]).to(run.device)
-    if not is_finite(run.model.item_weight.detach()):
+    weight = run.model.item_weight.detach()
+    if not is_finite(weight):
         raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     viewed = (values, offsets) if filter_viewed else None
     with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
         hidden = run.model.final_hidden(features)
-        ranked = _best(hidden, run.model.item_weight, k, viewed, allowed, max_bytes)
+        ranked = _best(hidden, weight, k, viewed, allowed, max_bytes)
     if ranked.strange:
         raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     return ranked

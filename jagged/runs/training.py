@@ -19,9 +19,10 @@ from jagged.config import ConfigError, MultiLabelConfig, RankingConfig, TrainCon
 from jagged.data import BatchLoader, Dataset, SequenceDataset, SequenceSplit, read_events, synthetic_sessions
 from jagged.evaluation import takes_times
 from jagged.metrics import RunMetrics, TrainCounts, cut_offs
-from jagged.models import NextItemTask, SASRec, build, build_head
+from jagged.models import NextItemTask, SASRec, build, build_head, build_output
 from jagged.models.pretrained import CONFIG, save_pretrained
 from jagged.runs.run import split_events
+from jagged.runs.starting import rewiring
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
@@ -94,11 +95,12 @@ def train(
         if config.head.type != "cross-entropy" and processes.world_size > 1:
             raise TrainingError(f"head: {config.head.type} trains in one process; start one, or take head=cross-entropy")
         torch.manual_seed(config.seed)
-        model = _model(config, split.train.num_items, processes.device)
         train_counts = TrainCounts.from_part(split.train)
+        model = _model(config, train_counts, processes.device)
+        head = build_head(config, train_counts.users_per_item)
         task = NextItemTask(
             model,
-            head=build_head(config, train_counts.users_per_item).to(processes.device),
+            head=None if head is None else head.to(processes.device),
             train_counts=train_counts,
             filter_viewed=config.evaluation.filter_viewed,
             ks=cut_offs(config.training.monitor),
@@ -117,7 +119,8 @@ def train(
                     config.save(directory / CONFIG)
         drawn = len(split.valid) if config.evaluation.validate_users is None else config.evaluation.validate_users
         note = f" of {drawn:,} of {len(split.valid):,} users" if drawn < len(split.valid) else ""
-        trainer = Trainer(task, config.trainer, callbacks=callbacks)
+        of_head = rewiring(config.head, getattr(model, "output", None), config.training, len(loaders[0]))
+        trainer = Trainer(task, config.trainer, callbacks=[*of_head, *callbacks])
         result = trainer.run(
             processes,
             config.trainer,
@@ -170,10 +173,13 @@ def _split(config: TrainConfig, dataset: SequenceDataset) -> SequenceSplit:
     return split
 
 
-def _model(config: TrainConfig, num_items: int, device: torch.device) -> SASRec:
+def _model(config: TrainConfig, counts: TrainCounts, device: torch.device) -> SASRec:
+    num_items = len(counts.users_per_item)
     arguments = {"num_items": num_items, **config.model.model_dump(exclude={"name"}), "max_seq_len": config.data.max_seq_len}
     try:
-        model: SASRec = build(config.model.name, **arguments).to(device)
+        output = build_output(config, counts.users_per_item, counts.num_users)
+        with_output = {} if output is None else {"output": output}
+        model: SASRec = build(config.model.name, **arguments, **with_output).to(device)
     except (RuntimeError, MemoryError) as error:
         # torch says that memory is out by a RuntimeError of many lines; what was asked for is what the user can change.
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "memory" not in str(error):

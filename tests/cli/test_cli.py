@@ -210,7 +210,7 @@ def test_the_first_process_sums_up_what_was_trained(
         (["train", "--model.num-heads", "two"], "--model.num-heads: got 'two', expected a whole number, at least 1"),
         (["train", "--model.num-heads", "3"], "--model.num-heads: got 3, expected a divisor of --model.embedding-dim (256)"),
         (["train", "--head.num-negatives", "3"], "--head.num-negatives: belongs to --head.type sampled, got cross-entropy"),
-        (["train", "--head", "softmax"], "--head.type: got 'softmax', expected cross-entropy, sampled or scalable"),
+        (["train", "--head", "softmax"], "--head.type: got 'softmax', expected cross-entropy, sampled, scalable or group-sparse"),
         (["train", "--training.max-tokens", "9"], "--training.max-tokens: got 9, expected at least --data.max-seq-len (50)"),
         (["train", "--set", "sede=1"], "--set sede=1: unknown option; did you mean seed?"),
         (["train", "--set", "embedding_dim=1"], "--set embedding_dim=1: unknown option; did you mean model.embedding_dim?"),

@@ -87,9 +87,9 @@ def test_figures_and_labels_are_printed(
             "jagged: --head.fan-in: got 300, expected at most --model.embedding-dim (256)",
         ),
         (
-            ("train", "--head", "group-sparse", "--output", "OUTPUT"),
-            "jagged: --head.type: got 'group-sparse', expected cross-entropy, sampled or scalable; it belongs to --model.name "
-            "multilabel",
+            ("train", "--head", "block-sparse", "--output", "OUTPUT"),
+            "jagged: --head.type: got 'block-sparse', expected cross-entropy, sampled, scalable or group-sparse; it belongs to "
+            "--model.name multilabel",
         ),
         (
             ("predict", "RUN", "x.txt", "--events", "e.csv"),

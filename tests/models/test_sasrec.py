@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +13,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import SequenceBatch
 from jagged.models import NextItemTask, SASRec, build
+from jagged.modules import CutCrossEntropyHead, GroupSparseHead
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.sasrec import PaddedSASRec, left_padded, twin_names
@@ -245,3 +249,78 @@ def test_trusted_values_are_not_looked_at(place: Place) -> None:
             model(bad)
         with pytest.raises(ValueError, match="expected an id from"):
             model(bad)
+
+
+def output_of(**options: Any) -> GroupSparseHead:
+    given: dict[str, Any] = {"fan_in": 4, "group_size": 5, "head": 6, "loss": "softmax", **options}
+    return GroupSparseHead(given.pop("width", 12), torch.arange(given.pop("items", ITEMS)), 60, **given)
+
+
+def test_an_output_layer_of_its_own(place: Place) -> None:
+    """Its loss is that of all logits, which are the products that rank the catalogue; the item table is looked up alone."""
+    torch.manual_seed(0)
+    model = SASRec(ITEMS, dropout=0.0, output=output_of(), **SIZES).to(place.device)
+    task = NextItemTask(model)
+    assert task.head is None
+    offsets = torch.tensor([0, 4, 4, 9], device=place.device)
+    features = KeyedJaggedTensor(keys=["item_id"], values=torch.arange(9, device=place.device), offsets=offsets)
+    targets = torch.tensor([1, 2, 3, 4, 5, 6, 7, 8, 49], device=place.device)
+    batch = SequenceBatch(features=features, targets=targets, users=torch.arange(3, device=place.device))
+    output = task(batch)
+    weight, hidden = model.item_weight, model(features).values()
+    assert weight.shape == (ITEMS, 13)
+    logits = hidden @ weight[:, :12].T + weight[:, 12]
+    torch.testing.assert_close(output.loss, torch.nn.functional.cross_entropy(logits, targets))
+    scores = output.scores["next_item"].logits
+    torch.testing.assert_close(scores, logits.gather(1, targets[:, None])[:, 0])
+    last = task.predict(batch)["hidden"]
+    assert last.shape == (3, 13)
+    torch.testing.assert_close((last @ weight.T)[[0, 2]], logits[[3, 8]])
+    assert not last[1].any()
+    assert model.output is not None
+    best, items = model.output.topk(hidden[8:], 5)
+    torch.testing.assert_close((last[2:] @ weight.T).topk(5).values, best)
+    assert items.tolist() == (last[2:] @ weight.T).topk(5).indices.tolist()
+    output.loss.backward()
+    assert model.output.weight.grad is not None
+    assert model.output.head_weight.grad is not None
+    assert model.item_table.grad is not None
+    # The table has a gradient of what was looked up alone.
+    assert model.item_table.grad.any(1).nonzero().flatten().tolist() == list(range(9))
+    nothing = KeyedJaggedTensor(keys=["item_id"], values=features.values()[:0], offsets=torch.tensor([0, 0], device=place.device))
+    empty = task(SequenceBatch(features=nothing, targets=targets[:0], users=torch.arange(1, device=place.device)))
+    assert float(empty.loss.detach()) == 0
+
+
+def test_an_output_layer_is_kept_and_checked() -> None:
+    model = SASRec(ITEMS, output=output_of(), **SIZES)
+    assert {name: value for name, value in model.config.items() if name.startswith("output")} == {
+        "output_fan_in": 4, "output_dense_items": 6, "output_groups": 9,
+    }  # fmt: skip
+    again = build("sasrec", **model.config)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again.item_weight, model.item_weight)
+    meta = build("sasrec", device="meta", **model.config)
+    assert all(p.is_meta for p in meta.parameters())
+    meta = meta.to_empty(device="cpu")
+    meta.reset_parameters()
+    assert torch.isfinite(meta.item_weight).all()
+    meta.load_state_dict(model.state_dict())
+    assert torch.equal(meta.item_weight, model.item_weight)
+    expected = f"output: got a head of 49 labels that reads 12 features, expected {ITEMS} and 12, num_items and embedding_dim"
+    for options, message in (
+        ({"items": 49}, expected),
+        ({"width": 8}, expected.replace("49", "50").replace("reads 12", "reads 8")),
+        *(
+            (options, "output: expected a head of loss='softmax', without projections and not adjacent, got another one")
+            for options in ({"loss": "bce"}, {"tail_dim": 6}, {"head_dim": 6}, {"adjacent": True})
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            SASRec(ITEMS, output=output_of(**options), **SIZES)
+    for more, name in (({"label_smoothing": 0.1}, "label_smoothing"), ({"head": CutCrossEntropyHead()}, "head")):
+        message = f"{name}: got one and a model with an output layer, whose loss is its own; leave it out"
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            NextItemTask(model, **more)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^head: expected a CutCrossEntropyHead, .* got GroupSparseHead; take one process"):
+        NextItemTask(model).split(None, None)  # type: ignore[arg-type]

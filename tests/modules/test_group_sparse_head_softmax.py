@@ -62,6 +62,67 @@ def test_loss_is_that_of_a_dense_layer(
     )
 
 
+@settings(max_examples=25)
+@given(st.integers(0, 6), seeds(), st.sampled_from([0, 3, 0.25, 1.0]), st.booleans(), st.sampled_from([torch.int32, torch.int64]))
+def test_one_target_a_row(
+    place: Place, rows: int, seed: int, head_labels: int | float, projected: bool, dtype: torch.dtype
+) -> None:
+    """The loss is PyTorch's of all logits, and the scores are its targets'; rows without a target have none."""
+    head = softmax_head(seed=seed, head=head_labels, **({"head_dim": 7, "tail_dim": 9} if projected else {}))
+    generator = torch.Generator().manual_seed(seed)
+    targets = torch.randint(23, (rows,), generator=generator).masked_fill(torch.rand(rows, generator=generator) < 0.3, -100)
+    targets = targets.to(place.device, dtype)
+    counted = targets >= 0
+
+    def padded(module: GroupSparseHead, x: Tensor) -> Tensor:
+        logits = dense_logits(module, x)
+        of_targets = logits.gather(1, targets.clamp(min=0).long()[:, None])[:, 0].masked_fill(~counted, 0)
+        losses = (logits.logsumexp(1) - of_targets).masked_fill(~counted, 0)
+        return torch.cat([(losses.sum() / counted.sum().clamp(min=1))[None], of_targets.detach()])
+
+    def ours(module: GroupSparseHead, x: Tensor) -> Tensor:
+        loss, logits = module.target_loss(x, targets)
+        assert not logits.requires_grad
+        return torch.cat([loss[None], logits])
+
+    check_three_way(
+        lambda x: ours(copy.deepcopy(head).to(x.dtype), x),
+        lambda x: padded(copy.deepcopy(head).to(x.dtype), x),
+        [random_tensor((rows, 12), torch.float32, seed)],
+    )
+
+
+def test_targets_that_are_no_labels(place: Place) -> None:
+    head, features = softmax_head(head=3), random_tensor((2, 12), torch.float32, 1)
+    for wrong in (-1, 23):
+        targets = torch.tensor([4, wrong], device=place.device)
+        if place.name == "cpu":
+            with pytest.raises(ValueError, match="targets"):
+                head.target_loss(features, targets)
+        with trust_values():
+            assert head.target_loss(features, targets).loss.isnan()
+    with trust_values():
+        assert not head.target_loss(features, torch.tensor([4, -100], device=place.device)).loss.isnan()
+    with pytest.raises(
+        ValueError, match=r"^loss: got a head of 'bce', expected one of 'softmax', which has one choice among all"
+    ):
+        head_of(23).target_loss(features, torch.tensor([4, 5], device=place.device))
+
+
+@pytest.mark.parametrize("head_labels", [0, 6, 1.0])
+@pytest.mark.parametrize("widths", [{}, {"head_dim": 7, "tail_dim": 9}])
+def test_the_dense_layer_that_scores_as_a_head(
+    place: Place, monkeypatch: pytest.MonkeyPatch, head_labels: int | float, widths: dict[str, int]
+) -> None:
+    head, features = softmax_head(head=head_labels, **widths), random_tensor((8, 12), torch.float32, 1)
+    expected = dense_logits(head, features).detach()
+    for piece in (2**24, 20):
+        monkeypatch.setattr("jagged.modules.group_sparse._PIECE_ELEMENTS", piece)
+        weight, bias = head.dense()
+        assert (weight.shape, bias.shape, weight.requires_grad, bias.requires_grad) == ((23, 12), (23,), False, False)
+        torch.testing.assert_close(features @ weight.T + bias, expected)
+
+
 def test_biases_start_at_the_share_of_all_positives() -> None:
     """Features that say nothing leave the frequencies of labels."""
     counts = torch.tensor([0, 50, 100, 3, 70])

@@ -483,9 +483,10 @@ def test_options_that_contradict_one_another(options: dict[str, Any], message: s
 
 def test_a_head_of_labels_is_told_where_it_belongs() -> None:
     with pytest.raises(ConfigError) as found:
-        load_config(None, {"head": "group-sparse"})
+        load_config(None, {"head": "bottleneck"})
     assert str(found.value) == (
-        "head.type: got 'group-sparse', expected cross-entropy, sampled or scalable; it belongs to model.name multilabel"
+        "head.type: got 'bottleneck', expected cross-entropy, sampled, scalable or group-sparse; it belongs to model.name "
+        "multilabel"
     )
 
 

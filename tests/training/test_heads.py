@@ -9,13 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from jagged.config import ConfigError
 from jagged.data import SequenceDataset
+from jagged.evaluation import evaluate_protocols
 from jagged.models import NextItemTask, build, build_head
 from jagged.modules import (
     CutCrossEntropyHead,
+    GroupSparseHead,
     InBatchSampler,
     MixedSampler,
     PopularitySampler,
@@ -23,7 +28,8 @@ from jagged.modules import (
     ScalableCrossEntropyHead,
     UniformSampler,
 )
-from jagged.runs import training
+from jagged.runs import Run, training
+from jagged.runs.recommending import Recommender
 from jagged.training import CheckpointError, TrainingError, TrainingInterrupted
 from jagged.training.engine import Engine
 from jagged.training.processes import process_group
@@ -35,6 +41,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "in-batch": {"sampler": "in-batch", "sampled_loss": "refined"},
     "mixed": {"sampler": "mixed", "num_negatives": 16},
     "scalable": {"head": "scalable", "num_buckets": 8, "rows_per_bucket": 16, "items_per_bucket": 16},
+    "group-sparse": {"head": "group-sparse", "fan_in": 4, "group_size": 8, "rewire_every": 2, "rewire_until": 1.0},
 }
 
 
@@ -84,6 +91,53 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(
     assert outcome(tmp_path / "stopped") == outcome(tmp_path / "whole")
 
 
+def test_a_run_with_an_output_layer_ranks_as_it_was_tested(
+    dataset: SequenceDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inputs change as the options say; the run's directory opens, gives its figures again, and recommends what scores best."""
+    steps: list[tuple[float, int]] = []
+    original = GroupSparseHead.rewire
+
+    def rewire(self: GroupSparseHead, fraction: float, **options: Any) -> int:
+        steps.append((fraction, options["step"]))
+        return original(self, fraction, **options)
+
+    monkeypatch.setattr(GroupSparseHead, "rewire", rewire)
+    options = {"max_epochs": 2, "rewire_fraction": 0.2, **HEADS["group-sparse"], "rewire_until": 0.5}
+    result = run(tmp_path / "a", dataset, **options)
+    assert steps == [(0.2, step) for step in range(2, result.steps // 2 + 1, 2)]
+    assert steps
+    opened = Run.open(tmp_path / "a")
+    assert opened.model.config["output_fan_in"] == 4
+    assert opened.model.output.num_head_labels == round(0.02 * len(opened.items))
+    split = opened.split(dataset)
+    again = evaluate_protocols(
+        opened.model, opened.loader(split.test, with_viewed=True), train_counts=opened.train_counts(), progress=False
+    )
+    assert again == result.metrics.test
+    recommender = Recommender.from_pretrained(tmp_path / "a")
+    ids = opened.items.decode(np.arange(5)).to_pylist()
+    found = recommender.recommend({"u": ids}, k=3, filter_viewed=False)
+    features = KeyedJaggedTensor.from_lengths_sync(["item_id"], torch.arange(5), torch.tensor([5], dtype=torch.int32))
+    with torch.no_grad():
+        scores, items = opened.model.output.topk(opened.model(features).values()[-1:], 3)
+    assert found["item_id"].to_pylist() == opened.items.decode(items[0].numpy()).to_pylist()
+    np.testing.assert_allclose(found["score"].to_numpy(), scores[0].numpy(), rtol=1e-5)
+    # What is alike is so by the item table.
+    alike = recommender.similar(ids[:1], k=1)
+    table = torch.nn.functional.normalize(opened.model.item_table.detach(), dim=1)
+    best = (table[:1] @ table.T).index_fill(1, torch.tensor([0]), -2).max(1)
+    assert alike["similar_item_id"].to_pylist() == opened.items.decode(best.indices.numpy()).to_pylist()
+    np.testing.assert_allclose(alike["score"].to_numpy(), best.values.numpy(), rtol=1e-5)
+    run(tmp_path / "b", dataset, **{**options, "rewire_fraction": 0.0})
+    assert len(steps) == result.steps // 4
+
+
+def test_an_output_layer_that_a_configuration_cannot_have() -> None:
+    with pytest.raises(ConfigError, match=r"^head\.fan_in: got 65, expected at most model\.embedding_dim \(64\)$"):
+        flat_config(head="group-sparse", fan_in=65, embedding_dim=64)
+
+
 def test_a_checkpoint_without_the_seed_is_refused() -> None:
     model = build("sasrec", num_items=5, embedding_dim=8)
     config = flat_config(embedding_dim=8, head="sampled")
@@ -103,8 +157,9 @@ def test_sampled_heads_train_in_one_process(dataset: SequenceDataset, tmp_path: 
             yield dataclasses.replace(processes, world_size=2)
 
     monkeypatch.setattr(training, "process_group", two)
-    with pytest.raises(TrainingError, match="head: sampled trains in one process; start one, or take head=cross-entropy"):
-        run(tmp_path, dataset, head="sampled")
+    for head in ("sampled", "group-sparse"):
+        with pytest.raises(TrainingError, match=f"head: {head} trains in one process; start one, or take head=cross-entropy"):
+            run(tmp_path, dataset, head=head, **({} if head == "sampled" else {"fan_in": 4}))
     model = build("sasrec", num_items=5, embedding_dim=8)
     task = NextItemTask(model, head=SampledCrossEntropyHead(UniformSampler(5, 2)))
     with pytest.raises(ValueError, match=r"head: expected a CutCrossEntropyHead, .* got SampledCrossEntropyHead"):

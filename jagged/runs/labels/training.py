@@ -23,7 +23,6 @@ from jagged.config import (
     GroupSparseHeadOptions,
     LabelHead,
     MultiLabelConfig,
-    RewiredHead,
 )
 from jagged.data import MultiLabelRows, label_loader
 from jagged.label_metrics import DEFAULT_KS
@@ -33,14 +32,13 @@ from jagged.models.pretrained import CONFIG, save_task
 from jagged.modules import LabelGroups
 from jagged.runs.labels.rows import LabelRows, LabelSplit
 from jagged.runs.ranking.run import hardware
-from jagged.runs.starting import data_folder, nothing_left_of_a_false_start
+from jagged.runs.starting import data_folder, nothing_left_of_a_false_start, rewiring
 from jagged.training.callbacks import Callback
 from jagged.training.checkpoint import list_checkpoints
 from jagged.training.errors import TrainingError
 from jagged.training.forecast import forecast_rows
 from jagged.training.loop import CHECKPOINTS
 from jagged.training.processes import Processes, process_group, resolve_device
-from jagged.training.rewiring import Rewiring
 from jagged.training.trainer import Trainer, TrainResult, locked, resolved
 from jagged.versions import installed
 
@@ -89,7 +87,9 @@ def train_labels(
             # From here on the run needs nothing else to go on; one that goes on already has its own.
             with artifacts.writing(directory / CONFIG, "make room, or choose another output", CheckpointError):
                 config.save(directory / CONFIG)
-        trainer = Trainer(model, config.trainer, callbacks=[*_rewiring(config, model, len(train)), *callbacks])
+        trainer = Trainer(
+            model, config.trainer, callbacks=[*rewiring(config.head, model.head, config.training, len(train)), *callbacks]
+        )
         result = trainer.run(
             processes,
             config.trainer,
@@ -237,15 +237,6 @@ def _of_head(head: LabelHead) -> dict[str, Any]:
         return {**options, "group_size": 1, "grouping": "random"}
     is_adjacent = isinstance(head, BlockSparseHeadOptions)
     return {**options, "group_size": head.group_size, "grouping": head.grouping, "adjacent": is_adjacent}
-
-
-def _rewiring(config: MultiLabelConfig, model: MultiLabelModel, batches: int) -> list[Callback]:
-    head = config.head
-    if not isinstance(head, RewiredHead) or not head.rewire_fraction or not model.head.num_groups:
-        return []
-    steps = config.training.max_epochs * -(-batches // config.training.accumulate)
-    until = int(head.rewire_until * steps)
-    return [Rewiring(head.rewire_fraction, every=head.rewire_every, until=until, by=head.rewire_by)]
 
 
 def _write(
