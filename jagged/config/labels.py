@@ -22,6 +22,9 @@ class LabelDataOptions(Section):
     labels_column: str = option("labels", "of parquet, the column of lists of labels")
     features_column: str = option("features", "of parquet, the column of lists of features")
     values_column: str | None = option("values", "of parquet, the column of lists of the features' values; none, or not there: 1")
+    embeddings_column: str | None = option(
+        None, "of parquet, in place of features the column of lists of numbers, as many in each row; none: rows have features"
+    )
     num_labels: int | None = option(
         None, "of arff, how many of the first attributes are labels, below 0 of the last ones; none: as the file says (-C)"
     )

@@ -29,6 +29,7 @@ def read_label_table(
     labels: str | None = "labels",
     features: str = "features",
     values: str | None = "values",
+    embeddings: str | None = None,
     progress: bool = True,
 ) -> MultiLabelRows:
     """Read rows with sets of labels from a parquet file, or a table in memory, with columns of id lists.
@@ -41,6 +42,8 @@ def read_label_table(
         labels: column of lists of whole numbers; None: rows without labels.
         features: column of lists of whole numbers.
         values: column of lists of numbers, the value of each feature; None, or a table without such a column: all are 1.
+        embeddings: column of lists of numbers, as many in each row, in place of `features` and `values`: the rows have all
+            features then, with these values. A number takes 8 bytes of memory.
         progress: show a bar for what takes longer than two seconds.
 
     Raises:
@@ -64,12 +67,12 @@ def read_label_table(
         schema, size = whole.schema, len(whole)
     else:
         raise refuse("table", f"a {type(source).__name__}", "a .parquet file, or a table in memory")
-    has_values = values is not None and values in schema.names
-    wanted = [name for name in (features, values if has_values else None, labels) if name is not None]
+    has_values = embeddings is None and values is not None and values in schema.names
+    wanted = [name for name in (embeddings or features, values if has_values else None, labels) if name is not None]
     for column in wanted:
         if column not in schema.names:
             raise refuse(name, f"the columns {shown(schema.names, 200)}", f"a column {shown(column)}", "name the right one")
-        _check_type(name, schema.field(column), is_number=column == values)
+        _check_type(name, schema.field(column), is_number=column == (embeddings or values))
     options: dict[str, Any] = {"disable": disabled(progress), "delay": DELAY, "leave": False}
     with tqdm(total=size, desc="Reading", unit_scale=True, **options) as bar:
         batches: Iterable[pa.RecordBatch]
@@ -77,7 +80,11 @@ def read_label_table(
             batches = (block.rows for block in parquet_blocks(Path(source), bar.update, wanted))
         else:
             batches = whole.select(wanted).to_batches()
-        return _rows(name, list(_lists(name, batches, wanted)), has_values=has_values, has_labels=labels is not None)
+        parts = list(_lists(name, batches, wanted))
+    if embeddings is not None:
+        parts = _all_features(name, parts)
+    is_dense = embeddings is not None
+    return _rows(name, parts, has_values=has_values or is_dense, has_labels=labels is not None, is_dense=is_dense)
 
 
 def _check_type(name: str, column: pa.Field, *, is_number: bool) -> None:
@@ -107,7 +114,27 @@ def _lists(name: str, batches: Iterable[pa.RecordBatch], wanted: list[str]) -> I
         yield found
 
 
-def _rows(name: str, parts: list[list[tuple[IntArray, Any]]], *, has_values: bool, has_labels: bool) -> MultiLabelRows:
+def _all_features(name: str, parts: list[list[tuple[IntArray, Any]]]) -> list[list[tuple[IntArray, Any]]]:
+    """Lists of numbers, as many in each row, as the values of features 0 on."""
+    row, width, found = 0, None, []
+    for (lengths, numbers), *rest in parts:
+        width = int(lengths[0]) if width is None and len(lengths) else width
+        odd = np.flatnonzero(lengths != width)
+        if len(odd):
+            cure = "give all rows embeddings of one width"
+            expected = f"{width}, as the first row has"
+            raise refuse(at(name, row + int(odd[0]) + 1, "row "), f"{lengths[odd[0]]} numbers", expected, cure)
+        ids = pa.array(np.tile(np.arange(width or 0, dtype=np.int32), len(lengths)))
+        found.append([(lengths, ids), (lengths, numbers), *rest])
+        row += len(lengths)
+    return found
+
+
+def _rows(
+    name: str, parts: list[list[tuple[IntArray, Any]]], *, has_values: bool, has_labels: bool, is_dense: bool
+) -> MultiLabelRows:
+    """Rows of lengths and elements; where they are dense features are right as they are."""
+
     def joined(place: int) -> tuple[IntArray, IntArray]:
         lengths = np.concatenate([np.zeros(1, np.int64), *(part[place][0] for part in parts)])
         elements = [np.asarray(part[place][1].to_numpy(zero_copy_only=False)) for part in parts]
@@ -115,7 +142,8 @@ def _rows(name: str, parts: list[list[tuple[IntArray, Any]]], *, has_values: boo
 
     feature_offsets, features = joined(0)
     label_offsets, labels = joined(1 + has_values) if has_labels else (np.zeros_like(feature_offsets), features[:0])
-    for what, offsets, ids in (("label", label_offsets, labels), ("feature", feature_offsets, features)):
+    checked = [("label", label_offsets, labels)] + [("feature", feature_offsets, features)] * (not is_dense)
+    for what, offsets, ids in checked:
         wrong = np.flatnonzero((ids < 0) | (ids >= MAX_IDS))
         if len(wrong):
             row = int(np.searchsorted(offsets, wrong[0], side="right"))
@@ -139,7 +167,7 @@ def _rows(name: str, parts: list[list[tuple[IntArray, Any]]], *, has_values: boo
         odd = np.flatnonzero(~np.isfinite(singles))
         if len(odd):
             row = int(np.searchsorted(feature_offsets, odd[0], side="right"))
-            cure = "leave the feature out"
+            cure = f"leave the {'row' if is_dense else 'feature'} out"
             raise refuse(at(name, row, "row "), f"the value {values[odd[0]]}", "a finite number of float32", cure)
     else:
         singles = np.ones(len(features), np.float32)

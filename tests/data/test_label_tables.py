@@ -74,6 +74,39 @@ def test_lists_that_are_missing_and_tables_without_values() -> None:
     assert said(read_label_table(stream)) == ROWS
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 4).flatmap(lambda width: st.lists(st.lists(st.one_of(numbers, st.just(0.0)), min_size=width, max_size=width))),
+    st.sampled_from([pa.float32(), pa.float64()]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_embeddings(embeddings: list[list[float]], kind: Any, pieces: int, fixed: bool) -> None:
+    """Each row has all features, also those of the value 0; lists of fixed size are lists."""
+    width = len(embeddings[0]) if embeddings else 0
+    lists = pa.array(embeddings, pa.list_(kind, width) if fixed and width else pa.list_(kind))
+    whole = pa.table({"labels": pa.array([[i % 3] for i in range(len(lists))], pa.list_(pa.int64())), "text": lists})
+    cuts = np.linspace(0, len(lists), pieces + 1).astype(int)
+    found = read_label_table(pa.concat_tables([whole.slice(a, b - a) for a, b in pairwise(cuts)]), embeddings="text")
+    assert said(found) == [([i % 3], dict(enumerate(row))) for i, row in enumerate(embeddings)]
+    assert found.num_features == width
+
+
+def test_embeddings_that_are_refused() -> None:
+    for text, message in (
+        (
+            [[1.0, 2.0], [1.0]],
+            "table:row 2: found 1 numbers, expected 2, as the first row has; give all rows embeddings of one width",
+        ),
+        ([[1.0], None], "table:row 2: found 0 numbers, expected 1, as the first row has; give all rows embeddings of one width"),
+        ([[1.0], [float("inf")]], "table:row 2: found the value inf, expected a finite number of float32; leave the row out"),
+        ([["a"]], "table: text: found list<item: string>, expected lists of numbers; number the ids from 0 on"),
+    ):
+        with pytest.raises(DataError) as found:
+            read_label_table(pa.table({"labels": [[1]] * len(text), "text": text}), embeddings="text")
+        assert str(found.value) == message
+
+
 @pytest.mark.parametrize(
     ("table", "message"),
     [

@@ -421,6 +421,35 @@ def test_parquet_and_tables_in_memory_train_as_text_does(trained: LabelRun, tmp_
         run.predict(wide.set_column(1, "weights", pa.array([[1.0], [1.0], [1.0]])), progress=False)
 
 
+def test_a_run_on_embeddings(tmp_path: Path) -> None:
+    """It is the run on rows of the same numbers as features; other widths are refused, in a test and in rows to rank."""
+    rng = np.random.default_rng(0)
+
+    def table(count: int, width: int = 6) -> pa.Table:
+        labels = [rng.choice(9, rng.integers(1, 4), replace=False).tolist() for _ in range(count)]
+        return pa.table({"labels": labels, "text": rng.standard_normal((count, width)).astype(np.float32).tolist()})
+
+    train, test = table(120), table(30)
+    names = ["labels", "values", "features"]
+    sparse = [one.append_column("features", pa.array([list(range(6))] * len(one))) for one in (train, test)]
+    data = {"embeddings_column": "text"}
+    jagged.train(config_of(tmp_path / "dense", data=data), (train, test), progress=False)
+    jagged.train(config_of(tmp_path / "sparse", data={}), tuple(one.rename_columns(names) for one in sparse), progress=False)
+    assert outcome(tmp_path / "dense") == outcome(tmp_path / "sparse")
+    run = LabelRun.open(tmp_path / "dense")
+    assert run.predict(test.drop_columns("labels"), k=2, progress=False).equals(run.predict(test, k=2, progress=False))
+    for width in (5, 7):
+        message = f"^rows: found {width} features, expected 6, as the rows of training have them; give files of one data set$"
+        with pytest.raises(DataError, match=message):
+            run.predict(table(3, width), progress=False)
+        with pytest.raises(DataError, match=message.replace("rows:", "test:")):
+            jagged.train(config_of(tmp_path / "wide", data=data), (train, table(30, width)), progress=False)
+    (tmp_path / "rows.txt").write_text("1 2 3\n0 1:1\n")
+    message = r"^data\.embeddings_column: got text, expected none: parquet files alone have columns$"
+    with pytest.raises(DataError, match=message):
+        jagged.train(config_of(tmp_path / "text", data={**data, "path": str(tmp_path / "rows.txt")}), progress=False)
+
+
 def test_arff_trains(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -63,16 +64,15 @@ class LabelRows:
         Raises:
             DataError: malformed rows, or two that do not fit one another.
         """
-        of_rows, is_counted = read_rows(rows, data, data.filter, progress=progress)
+        of_rows, counted = read_rows(rows, data, data.filter, progress=progress)
         if test is None:
             return cls(of_rows)
-        of_test, test_is_counted = read_rows(test, data, data.test_filter, progress=progress)
-        if is_counted and test_is_counted:
-            sizes = {name: max(getattr(of_rows, name), getattr(of_test, name)) for name in ("num_features", "num_labels")}
-            return cls(replace(of_rows, **sizes), replace(of_test, **sizes))
+        of_test, of_test_counted = read_rows(test, data, data.test_filter, progress=progress)
+        sizes = {name: max(getattr(of_rows, name), getattr(of_test, name)) for name in counted & of_test_counted}
+        of_rows = replace(of_rows, **sizes)
         what = "test" if isinstance(test, MultiLabelRows) or is_table(test) else os.fspath(test)
         sizes = {"num_features": of_rows.num_features, "num_labels": of_rows.num_labels}
-        return cls(of_rows, fitted(of_test, test_is_counted, what=what, **sizes))
+        return cls(of_rows, fitted(of_test, of_test_counted, what=what, **sizes))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -157,14 +157,14 @@ class LabelSplit(NamedTuple):
     test: MultiLabelRows
 
 
-def fitted(rows: MultiLabelRows, is_counted: bool, *, num_features: int, num_labels: int, what: str) -> MultiLabelRows:
-    """Rows of so many features and labels; of those whose numbers were counted, they may be more.
+def fitted(rows: MultiLabelRows, counted: AbstractSet[str], *, num_features: int, num_labels: int, what: str) -> MultiLabelRows:
+    """Rows of so many features and labels, which are more than were `counted` (`num_features`, `num_labels`), if any were.
 
     Raises:
         DataError: rows that do not fit.
     """
-    if is_counted and rows.num_features <= num_features and rows.num_labels <= num_labels:
-        return replace(rows, num_features=num_features, num_labels=num_labels)
+    sizes = {"num_features": num_features, "num_labels": num_labels}
+    rows = replace(rows, **{name: max(size, getattr(rows, name)) for name, size in sizes.items() if name in counted})
     check_sizes(rows, num_features, num_labels, what)
     return rows
 
@@ -183,8 +183,8 @@ def check_sizes(rows: MultiLabelRows, num_features: int, num_labels: int, what: 
 
 def read_rows(
     source: Any, data: LabelDataOptions, filter_path: str | None = None, *, has_labels: bool = True, progress: bool = True
-) -> tuple[MultiLabelRows, bool]:
-    """Rows of a file, of a table in memory, or as they are; and whether their numbers of features and labels were counted.
+) -> tuple[MultiLabelRows, AbstractSet[str]]:
+    """Rows of a file, of a table in memory, or as they are; and which of `num_features` and `num_labels` were counted.
 
     Tables need no labels where none are asked for.
 
@@ -192,29 +192,34 @@ def read_rows(
         DataError: malformed rows.
     """
     if isinstance(source, MultiLabelRows):
-        return source, False
+        return source, set()
     columns: dict[str, Any] = {"features": data.features_column, "values": data.values_column}
-    columns["labels"] = data.labels_column if has_labels else None
+    columns |= {"labels": data.labels_column if has_labels else None, "embeddings": data.embeddings_column}
+    # Embeddings have the width that they have.
+    of_tables = {"num_labels"} if data.embeddings_column is not None else {"num_features", "num_labels"}
     if is_table(source):
-        return read_label_table(source, **columns, progress=progress), True
+        return read_label_table(source, **columns, progress=progress), of_tables
     if not isinstance(source, (str, os.PathLike)):
         raise DataError(f"rows: got a {type(source).__name__}, expected a file, a table in memory, or MultiLabelRows")
     suffix = Path(source).suffix.lower()
     kind = {".parquet": "parquet", ".arff": "arff"}.get(suffix, "text") if data.format == "auto" else data.format
     if kind != "text" and data.on_error != "stop":
         raise DataError(f"data.on_error: got {data.on_error}, expected stop: rows of text files alone are skipped")
+    if kind != "parquet" and data.embeddings_column is not None:
+        raise DataError(f"data.embeddings_column: got {data.embeddings_column}, expected none: parquet files alone have columns")
+    counted: AbstractSet[str] = set()
     if kind == "text":
-        rows, is_counted = read_xmc(source, on_error=data.on_error, progress=progress), False
+        rows = read_xmc(source, on_error=data.on_error, progress=progress)
     elif kind == "parquet":
-        rows, is_counted = read_label_table(source, **columns, progress=progress), True
+        rows, counted = read_label_table(source, **columns, progress=progress), of_tables
     else:
         # What an attribute is stands in the file.
-        rows, is_counted = read_arff(source, data.num_labels, progress=progress), False
+        rows = read_arff(source, data.num_labels, progress=progress)
     if filter_path is None:
-        return rows, is_counted
+        return rows, counted
     try:
         found = LabelFilter.read(filter_path, len(rows), rows.num_labels)
     except OSError as error:
         raise refuse(filter_path, error.strerror or str(error), "a file of pairs of a row and a label") from None
     filtered: dict[str, Any] = {"filtered": found.labels.numpy().astype(np.int32), "filtered_offsets": found.offsets.numpy()}
-    return replace(rows, **filtered), is_counted
+    return replace(rows, **filtered), counted

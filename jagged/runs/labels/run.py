@@ -93,10 +93,10 @@ class LabelRun:
         Raises:
             DataError: malformed rows, or rows of other numbers of features or labels.
         """
-        found, is_counted = read_rows(rows, self.config.data, has_labels=has_labels, progress=progress)
+        found, counted = read_rows(rows, self.config.data, has_labels=has_labels, progress=progress)
         what = os.fspath(rows) if isinstance(rows, (str, os.PathLike)) else "rows"
         sizes = {"num_features": self.model.config["num_features"], "num_labels": self.model.head.num_labels}
-        return fitted(found, is_counted, what=what, **sizes)
+        return fitted(found, counted, what=what, **sizes)
 
     def loader(self, rows: MultiLabelRows, batch_size: int | None = None) -> DataLoader[LabelBatch]:
         """Batches of rows, of `eval_batch_size` where no other size is given."""
