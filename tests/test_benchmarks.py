@@ -25,6 +25,8 @@ from benchmarks import (
     figures,
     jagged_ops,
     planted_labels,
+    sparse_output,
+    sparse_steps,
     tables,
     train_sasrec,
 )
@@ -597,3 +599,59 @@ def test_heads_of_planted_labels_differ_in_what_they_say(monkeypatch: pytest.Mon
     found = planted_labels.train(planted_labels.HEADS["semantic"], sample, 0, 0.002)
     assert 0 <= found["p@1"] <= 1
     assert found["of_best"] == pytest.approx(found["p@1"] / sample.truth.figures(sample.test)["p@1"])
+
+
+def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every way runs and updates what it says; what does not fit into memory is told, unless it is ours."""
+
+    def timed(*, prepare: Any, sustained: float = 0.0) -> dict[str, Any]:
+        call = prepare()
+        call()
+        call()
+        return {"median": 1_000.0}
+
+    monkeypatch.setattr(sparse_output, "replay_us", timed)
+    monkeypatch.setattr(sparse_steps, "WORDS", 3)
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 7)
+    size = sparse_output.Size(300, 4, 24, 8, 6, (1.0, 2.0, 3.0))
+    found = sparse_output.measure(size, device="cpu")
+    assert all(error < sparse_output.TOLERANCE for error in found["errors"].values())
+    labels, groups = found["labels"], found["groups"]
+    assert found["bytes"] == {
+        "weight": labels * 12,
+        "supports": groups * 24,
+        "group_offsets": 8 * groups + 8,
+        "dense": labels * 48,
+    }
+    assert sparse_output.line_of(size, found).startswith(
+        "0.0003 M, 4, 24, 8, 6: forward 1.000 (asked 1.0, dense 1.000, 0.00 TB/s); weight 1.000 (asked 2.0"
+    )
+    assert sparse_output.line_of(size, found).endswith("; loss 1.000 / 1.000, softmax 1.000 / 1.000 ms")
+    step = sparse_steps.Step(300, 4, 24, 8, 6)
+    monkeypatch.setattr(sparse_steps, "HEADS", 2)
+    whole = sparse_output.measure_step(step, "cpu")
+    assert sparse_output.line_of_step(step, whole) == (
+        "0.0003 M, 4, 24, 8, 6: jagged 1.000, encoder 1.000, linear_bce 1.000, unfused 1.000 ms; 50% of a step with the encoder; "
+        "a head's step 0.00 / 0.00 GB"
+    )
+    # The ways of a dense layer are one: their gradients of features agree, before and after an update.
+    layer = sparse_output.layer_of(sparse_output.Size(*step), device="cpu")
+    ways = sparse_steps.steps_of(step, layer, "cpu")
+    gradients = {}
+    for name in ("linear_bce", "unfused"):
+        torch.manual_seed(0)
+        call = ways[name]()
+        gradients[name] = [call(), call()]
+        assert not torch.equal(*gradients[name])
+    for ours, theirs in zip(*gradients.values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.02)
+
+    def full(*, prepare: Any, sustained: float = 0.0) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("no memory\nfor it")
+
+    monkeypatch.setattr(sparse_output, "replay_us", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        sparse_output.measure_step(step, "cpu")
+    assert len({str(size) for size in sparse_output.SIZES}) == len(sparse_output.SIZES)
+    assert all(size.width <= size.features for curve in sparse_output.CURVES.values() for size in curve)
