@@ -519,6 +519,57 @@ def embedding_bags_sizes(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+PASSES = {"forward": ("#1f6f8b", "logits"), "weight": ("#d9a066", "gradient of weights"), "features": ("#d1495b", "of features")}
+# Of a curve: what stands below its panel, and the number of a row that it is along.
+CURVES: dict[str, tuple[str, Callable[[dict[str, Any]], float]]] = {
+    "labels": ("labels", lambda row: row["labels"]),
+    "sparsity": (
+        "share of the weights that are none, 670,000 labels",
+        lambda row: 1 - row["size"]["width"] / row["size"]["features"],
+    ),
+    "groups": ("labels of a group, 670,000 labels", lambda row: row["size"]["group"]),
+}
+
+
+def sparse_output_curves(result: dict[str, Any], path: Path) -> None:
+    """Time of a pass along labels, sparsity and labels of a group, beside dense layers of equal FLOPs; memory along labels."""
+    shown = [name for name in CURVES if name in result]
+    figure, axes = plt.subplots(1, len(shown) + 1, figsize=(3.1 * len(shown) + 3, 3.2), layout="constrained", squeeze=False)
+    for axis, name in zip(axes[0], shown, strict=False):
+        words, along = CURVES[name]
+        rows = sorted(result[name].values(), key=along)
+        for way, (colour, _) in PASSES.items():
+            for who, style in (("jagged", "-"), ("dense", "--")):
+                points = [(along(row), row[who][way]["median"] / 1e3) for row in rows]
+                axis.plot(*zip(*points, strict=True), style, color=colour, marker="o", markersize=3, linewidth=1.2)
+        axis.set_yscale("log")
+        if name != "sparsity":
+            axis.set_xscale("log", base=2 if name == "groups" else 10)
+        axis.set_xlabel(words, fontsize=8)
+    rows = sorted(result.get("labels", result[shown[0]]).values(), key=lambda row: row["labels"])
+    kept = {"weights": ("weight", "-"), "inputs of groups": ("supports", ":"), "a dense layer of all features": ("dense", "--")}
+    last = axes[0][-1]
+    for words, (name, style) in kept.items():
+        points = [(row["labels"], row["bytes"][name] / 1e9) for row in rows]
+        last.plot(*zip(*points, strict=True), style, color="#333333", linewidth=1.2, label=words)
+    last.set_xscale("log")
+    last.set_yscale("log")
+    last.set_xlabel("labels", fontsize=8)
+    last.set_title("memory, GB", fontsize=9)
+    last.legend(fontsize=7)
+    axes[0][0].set_ylabel("milliseconds", fontsize=8)
+    for axis in axes[0]:
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Line2D([], [], color=colour) for colour, _ in PASSES.values()]
+    handles.append(plt.Line2D([], [], color="black", linestyle="--"))
+    words_of = [*(label for _, label in PASSES.values()), "dense, as many inputs as a group reads"]
+    figure.legend(handles, words_of, loc="outside lower center", fontsize=8, ncols=4)
+    figure.suptitle(f"Output layers of groups of labels, bfloat16, {result['environment']['device']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
 # Of a sample of ten keys: what is drawn, the number of queries and what they see.
 MASKS = {
     "no mask": (10, Mask()),
@@ -604,6 +655,7 @@ DRAWN: dict[str, dict[str, tuple[str, Draw]]] = {
         **{f"embedding_bags_{name}": ("models", partial(embedding_bags_model, name)) for name in "ABCDE"},
         "embedding_bags_sizes": ("sizes", embedding_bags_sizes),
     },
+    "sparse_output": {"sparse_output": ("labels", sparse_output_curves)},
 }
 
 

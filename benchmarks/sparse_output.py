@@ -177,7 +177,7 @@ def errors_of(size: Size, layer: Layer) -> dict[str, float]:
 def measure(size: Size, sustained: float = 0.0, device: str = "cuda") -> dict[str, Any]:
     """Times of the three passes of ours and of the dense layer, errors, and the bytes that each has to move and to keep."""
     layer = layer_of(size, device=device)
-    found: dict[str, Any] = {"labels": layer.weight.shape[0], "groups": layer.supports.shape[0]}
+    found: dict[str, Any] = {"size": size._asdict(), "labels": layer.weight.shape[0], "groups": layer.supports.shape[0]}
     kept = {name: getattr(layer, name).nbytes for name in ("weight", "supports", "group_offsets")}
     found["bytes"] = kept | {"dense": 2 * layer.weight.shape[0] * size.features}
     found["errors"] = errors_of(size, layer)

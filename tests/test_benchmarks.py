@@ -601,7 +601,7 @@ def test_heads_of_planted_labels_differ_in_what_they_say(monkeypatch: pytest.Mon
     assert found["of_best"] == pytest.approx(found["p@1"] / sample.truth.figures(sample.test)["p@1"])
 
 
-def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every way runs and updates what it says; what does not fit into memory is told, unless it is ours."""
 
     def timed(*, prepare: Any, sustained: float = 0.0) -> dict[str, Any]:
@@ -628,6 +628,11 @@ def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         "0.0003 M, 4, 24, 8, 6: forward 1.000 (asked 1.0, dense 1.000, 0.00 TB/s); weight 1.000 (asked 2.0"
     )
     assert sparse_output.line_of(size, found).endswith("; loss 1.000 / 1.000, softmax 1.000 / 1.000 ms")
+    other = sparse_output.measure(size._replace(labels=100, width=12, group=4), device="cpu")
+    rows = {"a": found, "b": other}
+    for parts_ in ({"labels": rows, "sparsity": rows, "groups": rows}, {"labels": rows}):
+        figures.sparse_output_curves({"environment": {"device": "cpu"}, **parts_}, tmp_path / "curves.png")
+        assert (tmp_path / "curves.png").stat().st_size > 20_000
     step = sparse_steps.Step(300, 4, 24, 8, 6)
     monkeypatch.setattr(sparse_steps, "HEADS", 2)
     whole = sparse_output.measure_step(step, "cpu")
