@@ -270,6 +270,8 @@ def test_a_model_brings_options_of_its_own(tmp_path: Path) -> None:
     assert refusal(model={"width": 3}) == "model.width: belongs to model.name wide, got sasrec"
     assert refusal(model={"name": "wide", "width": 0}) == f"model.width: got 0, {_WHOLE}"
     assert refusal(model="wider") == "model.name: got 'wider', expected multilabel, ranking, sasrec or wide"
+    expected = "head.type: got group-sparse, expected another head for wide, or model.name sasrec"
+    assert refusal(model="wide", head="group-sparse") == expected
     # Options that an earlier source had for another model go.
     assert TrainConfig(**merge({"model": {"num_heads": 4}}, {"model": "wide"})).model == _Wide()
 

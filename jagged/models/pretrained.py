@@ -20,6 +20,7 @@ from jagged.config import ConfigError, RankingConfig, RunOptions, TrainConfig
 from jagged.data import DataError, Encoders, Schema, Vocabulary
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec, build, build_empty, name_of
+from jagged.modules import GroupSparseHead
 
 WEIGHTS = "model.safetensors"
 MODEL = "model.json"
@@ -117,8 +118,8 @@ def save_pretrained(
         ValueError: the vocabulary does not fit the model's item table, or the model's class has no name and none is given.
         CheckpointError: the directory could not be written.
     """
-    if len(items) != len(model.item_weight):  # type: ignore[arg-type]
-        raise ValueError(f"items: got {len(items)} ids, expected {len(model.item_weight)}, one for each row of the item table")  # type: ignore[arg-type]
+    if len(items) != (num_items := _num_items(model)):
+        raise ValueError(f"items: got {len(items)} ids, expected {num_items}, one for each row of the item table")
     if (name := name or name_of(model)) is None:
         raise ValueError(
             f"model: got a {type(model).__name__}, expected one whose class has a name; give it one by jagged.models.register, "
@@ -132,6 +133,11 @@ def save_pretrained(
 
     documents = {CONFIG: config and config.model_dump(), SPLIT: split, METRICS: metrics}
     _save(model, Path(directory), name, model.config, documents, history, more)  # type: ignore[arg-type]
+
+
+def _num_items(model: Any) -> int:
+    # An output layer's `item_weight` would be made to be counted.
+    return len(model.item_table if hasattr(model, "item_table") else model.item_weight)
 
 
 def save_task(
@@ -227,6 +233,7 @@ def load_task(directory: str | os.PathLike[str], task: Any = None, *, device: to
         expected = {name: _expected(value) for name, value in task.kept.state_dict().items()}
         weights = artifacts.read_tensors(directory / WEIGHTS, expected, f"by {type(task.kept).__name__}")
     task.kept.load_state_dict(weights)
+    _check_heads(task.kept, directory / WEIGHTS)
     return task.to(device).eval()
 
 
@@ -284,10 +291,8 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
         config = TrainConfig.load(directory / CONFIG) if CONFIG in listed else None
         items = Vocabulary.load(directory / ITEMS)
         model = _read_model(directory).to(device).eval()
-    if len(items) != len(model.item_weight):
-        raise CheckpointError(
-            f"{directory / ITEMS}: {len(items)} ids, expected {len(model.item_weight)}, one for each item of the model"
-        )
+    if len(items) != (num_items := _num_items(model)):
+        raise CheckpointError(f"{directory / ITEMS}: {len(items)} ids, expected {num_items}, one for each item of the model")
     return Pretrained(directory, model, items, config, documents.get(SPLIT, {}), documents.get(METRICS, {}), history)
 
 
@@ -331,7 +336,26 @@ def _read_model(directory: Path) -> SASRec:
     except Exception as error:
         # The bytes are those that the manifest promised; what still fails was made by other hands.
         raise CheckpointError(f"{where}: no model of this library: {artifacts.reason(error)}") from error
+    _check_heads(model, directory / WEIGHTS)
     return model
+
+
+def _check_heads(model: nn.Module, where: Path) -> None:
+    """Refuse places and inputs of labels that there are none of: kernels would read them from other memory."""
+    for head in (module for module in model.modules() if isinstance(module, GroupSparseHead)):
+        offsets, labels = head.group_offsets, torch.arange(head.num_labels, device=head.labels.device)
+        is_permutation = torch.equal(head.labels.sort().values, labels)
+        fits = {
+            "labels": is_permutation and torch.equal(head.places[head.labels], labels),
+            "group_offsets": bool(offsets[0] == 0)
+            and bool(offsets[-1] == len(head.weight))
+            and bool((offsets.diff() >= 0).all()),
+            "supports": bool(((head.supports >= 0) & (head.supports < head.tail_dim)).all()),
+        }
+        for name, is_right in fits.items():
+            if not is_right:
+                cure = "copy the directory again"
+                raise CheckpointError(message(where, f"{name} out of range", "those of a trained head", cure))
 
 
 def _check_arguments(arguments: Any, header: Mapping[str, Described], where: Path) -> None:

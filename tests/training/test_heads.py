@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from jagged.config import ConfigError
 from jagged.data import SequenceDataset
 from jagged.evaluation import evaluate_protocols
 from jagged.models import NextItemTask, build, build_head
+from jagged.models.pretrained import save_pretrained
 from jagged.modules import (
     CutCrossEntropyHead,
     GroupSparseHead,
@@ -129,6 +131,11 @@ def test_a_run_with_an_output_layer_ranks_as_it_was_tested(
     best = (table[:1] @ table.T).index_fill(1, torch.tensor([0]), -2).max(1)
     assert alike["similar_item_id"].to_pylist() == opened.items.decode(best.indices.numpy()).to_pylist()
     np.testing.assert_allclose(alike["score"].to_numpy(), best.values.numpy(), rtol=1e-5)
+    opened.model.output.supports[0, 0] = 99
+    save_pretrained(opened.model, tmp_path / "c", items=opened.items)
+    message = "model.safetensors: found supports out of range, expected those of a trained head; copy the directory again"
+    with pytest.raises(CheckpointError, match=f"{re.escape(message)}$"):
+        Recommender.from_pretrained(tmp_path / "c")
     run(tmp_path / "b", dataset, **{**options, "rewire_fraction": 0.0})
     assert len(steps) == result.steps // 4
 
