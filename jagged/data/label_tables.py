@@ -92,7 +92,8 @@ def _check_type(name: str, column: pa.Field, *, is_number: bool) -> None:
     item = column.type.value_type if is_list(column.type) else pa.null()
     fits = pa.types.is_integer(item) or (is_number and pa.types.is_floating(item)) or pa.types.is_null(item)
     if not is_list(column.type) or not fits:
-        cure = "number the ids from 0 on" if is_list(column.type) else "write a list in each row"
+        numbers = "write numbers" if is_number else "number the ids from 0 on"
+        cure = numbers if is_list(column.type) else "write a list in each row"
         raise refuse(f"{name}: {column.name}", str(column.type), expected, cure)
 
 

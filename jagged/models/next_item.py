@@ -14,7 +14,7 @@ from jagged.metrics import DEFAULT_KS, Figures, TrainCounts
 from jagged.models.heads import Head
 from jagged.models.sasrec import SASRec
 from jagged.models.task import TaskOutput, TaskScores
-from jagged.modules import CutCrossEntropyHead, SplitEmbeddingCollection
+from jagged.modules import CutCrossEntropyHead, GroupSparseHead, SplitEmbeddingCollection
 from jagged.ops import validate_ids, values_are_trusted
 
 
@@ -50,8 +50,8 @@ class NextItemTask(nn.Module):
         super().__init__()
         if head is not None and label_smoothing:
             raise ValueError(f"label_smoothing: got {label_smoothing} and a head; build the head with it, or leave the head out")
-        # Models that users register have no such attribute.
-        has_output = getattr(model, "output", None) is not None
+        # Models that users register have none, or one of that name that is something else.
+        has_output = isinstance(getattr(model, "output", None), GroupSparseHead)
         if has_output and (head is not None or label_smoothing):
             what = "label_smoothing" if head is None else "head"
             raise ValueError(f"{what}: got one and a model with an output layer, whose loss is its own; leave it out")

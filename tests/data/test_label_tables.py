@@ -100,7 +100,7 @@ def test_embeddings_that_are_refused() -> None:
         ),
         ([[1.0], None], "table:row 2: found 0 numbers, expected 1, as the first row has; give all rows embeddings of one width"),
         ([[1.0], [float("inf")]], "table:row 2: found the value inf, expected a finite number of float32; leave the row out"),
-        ([["a"]], "table: text: found list<item: string>, expected lists of numbers; number the ids from 0 on"),
+        ([["a"]], "table: text: found list<item: string>, expected lists of numbers; write numbers"),
     ):
         with pytest.raises(DataError) as found:
             read_label_table(pa.table({"labels": [[1]] * len(text), "text": text}), embeddings="text")

@@ -318,6 +318,11 @@ def test_an_output_layer_is_kept_and_checked() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
             SASRec(ITEMS, output=output_of(**options), **SIZES)
+
+    class Other(torch.nn.Module):
+        output, item_weight, config = torch.nn.Linear(2, 2), torch.zeros(ITEMS, 12), {"num_items": ITEMS}
+
+    assert isinstance(NextItemTask(Other()).head, CutCrossEntropyHead)  # type: ignore[arg-type]
     for more, name in (({"label_smoothing": 0.1}, "label_smoothing"), ({"head": CutCrossEntropyHead()}, "head")):
         message = f"{name}: got one and a model with an output layer, whose loss is its own; leave it out"
         with pytest.raises(ValueError, match=f"^{message}$"):
