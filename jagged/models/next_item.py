@@ -115,12 +115,13 @@ class NextItemTask(nn.Module):
         Raises:
             ValueError: a head of some items only, whose rows any process may hold.
         """
-        if not isinstance(self.head, CutCrossEntropyHead):
-            got = type(self.head or self.model.output).__name__
+        if self.head is not None and not isinstance(self.head, CutCrossEntropyHead):
             raise ValueError(
-                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {got}; "
+                f"head: expected a CutCrossEntropyHead, the only one for several processes, got {type(self.head).__name__}; "
                 "take one process, or that head"
             )
         table = SplitEmbeddingCollection(self.model.item_embeddings, group, host_group)
         self.model.item_embeddings = table
-        self.head.split = table.split
+        # An output layer is whole in every process.
+        if self.head is not None:
+            self.head.split = table.split

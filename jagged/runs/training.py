@@ -92,7 +92,7 @@ def train(
         if not isinstance(dataset, SequenceDataset):
             dataset = _read(config, dataset, progress and processes.is_first)
         split = _split(config, dataset)
-        if config.head.type != "cross-entropy" and processes.world_size > 1:
+        if config.head.type not in ("cross-entropy", "group-sparse") and processes.world_size > 1:
             raise TrainingError(f"head: {config.head.type} trains in one process; start one, or take head=cross-entropy")
         torch.manual_seed(config.seed)
         train_counts = TrainCounts.from_part(split.train)

@@ -100,7 +100,8 @@ def forecast(
     random state is left as it was.
     """
     device = processes.device
-    table, world_size = task.model.item_weight, processes.world_size
+    model, world_size = task.model, processes.world_size
+    table = model.item_table if hasattr(model, "item_table") else model.item_weight
     others = table[-(-len(table) // world_size) :]
     sizes = [
         (parameter.numel() - others.numel() * (parameter is table)) * parameter.element_size()

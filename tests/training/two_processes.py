@@ -18,6 +18,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from jagged.config import TrainerConfig
 from jagged.data import BatchLoader, SequenceBatch, split_leave_one_out
 from jagged.models import NextItemTask, build
+from jagged.modules import GroupSparseHead
 from jagged.training.checkpoint import load_checkpoint, save_checkpoint
 from jagged.training.engine import Engine
 from jagged.training.processes import Processes, process_group
@@ -38,8 +39,10 @@ class Case(NamedTuple):
     items: int = 31
     smoothing: float = 0.0
     processes: int = 2
+    has_output: bool = False
 
 
+OUTPUT = Case(has_output=True)
 CASES = {"plain": Case(), "smoothed": Case(smoothing=0.2), "empty block": Case(items=4, smoothing=0.1, processes=3)}
 
 
@@ -66,7 +69,11 @@ def share(items: int, rank: int, world_size: int, empty_last: bool = False) -> I
 
 def started(case: Case, processes: Processes, dtype: torch.dtype = torch.float64) -> Engine:
     torch.manual_seed(0)
-    model = build("sasrec", num_items=case.items, **SIZES).to(processes.device, dtype)
+    output = None
+    if case.has_output:
+        counts = torch.arange(case.items)
+        output = GroupSparseHead(SIZES["embedding_dim"], counts, case.items, fan_in=4, group_size=5, head=3, loss="softmax")
+    model = build("sasrec", num_items=case.items, output=output, **SIZES).to(processes.device, dtype)
     return Engine(NextItemTask(model, label_smoothing=case.smoothing), CONFIG, "32-true", processes)
 
 
@@ -160,6 +167,11 @@ def main() -> None:
         one = load(f"{name} one.0")
         found = {"twin": f"{name} twin", **{str(rank): f"{name} split.{rank}" for rank in range(case.processes)}}
         result["distances"][name] = {other: distance(one, load(file)) for other, file in found.items()}
+    alone(keep("output one", OUTPUT))
+    for name, empty_last in (("output split", False), ("output empty", True)):
+        parallel(root, name, keep(name, OUTPUT, empty_last))
+    found = {f"{name} {rank}": f"{name}.{rank}" for name in ("output split", "output empty") for rank in range(2)}
+    result["distances"]["output layer"] = {name: distance(load("output one.0"), load(file)) for name, file in found.items()}
     case = CASES["plain"]
     parallel(root, "empty", keep("empty", case, empty_last=True))
     result["distances"]["empty batch"] = {str(rank): distance(load("plain one.0"), load(f"empty.{rank}")) for rank in range(2)}
@@ -204,6 +216,12 @@ def main() -> None:
     parallel(root, "half", whole(root / "half", max_epochs=1))
     parallel(root, "half again", whole(root / "half"))
     alone(lambda _: run(root / "single", dataset, dropout=0.0, batch_size=8) and None)
+    # An output layer's inputs change alike in all.
+    options |= {"head": "group-sparse", "fan_in": 4, "group_size": 8, "rewire_every": 2, "rewire_until": 1.0}
+    parallel(root, "output whole", whole(root / "output"))
+    parallel(root, "output half", whole(root / "output half", max_epochs=1))
+    parallel(root, "output half again", whole(root / "output half"))
+    result["output resumed"] = outcome(root / "output") == outcome(root / "output half")
     whole_run, single = outcome(root / "whole"), outcome(root / "single")
     result["resumed"] = whole_run == outcome(root / "half")
     result["losses"] = [[row["loss"] for row in one["history"]] for one in (whole_run, single)]
