@@ -56,6 +56,19 @@ def test_host_times(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     key = ("jagged", "forward")
     on_gpu = host_time.figures_of("eager", {key: lambda: None}, True)[key]
     assert on_gpu["ratio"] == on_gpu["mean"] / 2.0
+    # Of three rounds in turns that with the median mean is kept, as a whole.
+    monkeypatch.setattr(host_time, "TURNS", 3)
+    means, other = [5.0, 30.0, 4.0], ("fa2", "forward")
+    asked: list[str] = []
+
+    def timed(call: Any, calls: int) -> dict[str, float]:
+        asked.append(call())
+        return {"mean": means[len(asked) // 2 - 1] if call() == "other" else 1.0, "host": float(len(asked)), "synchronised": 9.0}
+
+    monkeypatch.setattr(host_time, "eager_us", timed)
+    of_both = host_time.figures_of("eager", {key: lambda: "ours", other: lambda: "other"}, True)
+    assert asked == ["ours", "other"] * 3
+    assert of_both[other] == {"mean": 5.0, "host": 2.0, "synchronised": 9.0, "graph": 2.0, "ratio": 2.5}
     in_turns = host_time.figures_of("operators", {key: lambda: None, ("sll", "forward"): _fail}, True)
     assert in_turns[key].keys() == {"median", "min", "max", "gpu_us"}
     assert in_turns["sll", "forward"] == {"failed": "RuntimeError: no such call"}
