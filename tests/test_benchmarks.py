@@ -660,3 +660,11 @@ def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch, tmp_path
         sparse_output.measure_step(step, "cpu")
     assert len({str(size) for size in sparse_output.SIZES}) == len(sparse_output.SIZES)
     assert all(size.width <= size.features for curve in sparse_output.CURVES.values() for size in curve)
+
+
+def test_the_pages_say_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`python -m benchmarks.tables` was run after results came."""
+    pages = {path.name: path.read_text() for path in tables.FOLDER.glob("*.md")}
+    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    tables.main()
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.md")} == pages
