@@ -38,6 +38,12 @@ class SequenceRanker(Protocol):
         """`[B, D]` hidden state after each user's last event; zeros without events."""
 
 
+def item_table(model: Any) -> Tensor:
+    """A table of a model's items that is there already; the `item_weight` of an output layer is made by each call."""
+    table: Tensor = model.item_table if hasattr(model, "item_table") else model.item_weight
+    return table
+
+
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """A module in eval mode; every submodule's own mode is restored."""
@@ -158,8 +164,8 @@ def evaluate_protocols(
         EvaluationError: the model gives NaN or infinite hidden states or has such item weights.
         ValueError: no user has a target, or the loader has no viewed items where they are to be taken out.
     """
-    device = torch.device(device) if device is not None else model.item_weight.device
-    metrics = [RankingMetrics(len(model.item_weight), train_counts, ks, device=device) for _ in filter_viewed]
+    device = torch.device(device) if device is not None else item_table(model).device
+    metrics = [RankingMetrics(len(item_table(model)), train_counts, ks, device=device) for _ in filter_viewed]
     strange = torch.zeros((), dtype=torch.int64, device=device)
     ranked = rank_batches(
         model, loader, metrics[0].depth, filter_viewed=filter_viewed, device=device, max_bytes=max_bytes, progress=progress

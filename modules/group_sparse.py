@@ -268,7 +268,8 @@ class GroupSparseHead(JaggedModule):
         places = self.places[targets.clamp(0, self.num_labels - 1)]
         offsets = torch.arange(targets.shape[0] + 1, device=targets.device)
         with nullcontext() if torch.compiler.is_compiling() else trust_values():
-            lse, target, _ = self._parts_of_softmax(features, places, offsets, counted)
+            ones = torch.ones_like(places)
+            lse, target, _ = self._parts_of_softmax(features, places, offsets, counted, (ones > 0, ones))
         loss = torch.where(counted, lse - target, 0).sum() / counted.sum().clamp(min=1)
         return HeadOutput(loss + torch.where(wrong.any(), torch.nan, 0.0), torch.where(counted, target, 0).detach())
 
@@ -293,10 +294,18 @@ class GroupSparseHead(JaggedModule):
         return loss
 
     def _parts_of_softmax(
-        self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None
+        self,
+        features: Tensor,
+        places: Tensor,
+        offsets: Tensor,
+        row_mask: Tensor | None,
+        distinct: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of each row, `[B]`, the log-sum-exp of all logits, the sum of its positives', and how many of these it has."""
-        is_first, counts = _distinct(places, offsets, self.num_labels)
+        """Return of each row, `[B]`, the log-sum-exp of all logits, the sum of its positives', and how many of these it has.
+
+        `distinct` is what `_distinct` finds, where it is known.
+        """
+        is_first, counts = _distinct(places, offsets, self.num_labels) if distinct is None else distinct
         is_frequent = places < self.num_head_labels
         _, lse, target = group_sparse_cross_entropy(
             self.tail_projection(features),

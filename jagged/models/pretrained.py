@@ -18,6 +18,7 @@ from jagged import artifacts
 from jagged.artifacts import FLOATS, CheckpointError, Described, Expected, errors_as, message, shown
 from jagged.config import ConfigError, RankingConfig, RunOptions, TrainConfig
 from jagged.data import DataError, Encoders, Schema, Vocabulary
+from jagged.evaluation import item_table
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec, build, build_empty, name_of
 from jagged.modules import GroupSparseHead
@@ -118,7 +119,7 @@ def save_pretrained(
         ValueError: the vocabulary does not fit the model's item table, or the model's class has no name and none is given.
         CheckpointError: the directory could not be written.
     """
-    if len(items) != (num_items := _num_items(model)):
+    if len(items) != (num_items := len(item_table(model))):
         raise ValueError(f"items: got {len(items)} ids, expected {num_items}, one for each row of the item table")
     if (name := name or name_of(model)) is None:
         raise ValueError(
@@ -133,11 +134,6 @@ def save_pretrained(
 
     documents = {CONFIG: config and config.model_dump(), SPLIT: split, METRICS: metrics}
     _save(model, Path(directory), name, model.config, documents, history, more)  # type: ignore[arg-type]
-
-
-def _num_items(model: Any) -> int:
-    # An output layer's `item_weight` would be made to be counted.
-    return len(model.item_table if hasattr(model, "item_table") else model.item_weight)
 
 
 def save_task(
@@ -291,7 +287,7 @@ def from_pretrained(directory: str | os.PathLike[str], *, device: torch.device |
         config = TrainConfig.load(directory / CONFIG) if CONFIG in listed else None
         items = Vocabulary.load(directory / ITEMS)
         model = _read_model(directory).to(device).eval()
-    if len(items) != (num_items := _num_items(model)):
+    if len(items) != (num_items := len(item_table(model))):
         raise CheckpointError(f"{directory / ITEMS}: {len(items)} ids, expected {num_items}, one for each item of the model")
     return Pretrained(directory, model, items, config, documents.get(SPLIT, {}), documents.get(METRICS, {}), history)
 

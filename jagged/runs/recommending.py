@@ -21,7 +21,7 @@ from jagged.data.files import EVENT_FORMATS
 from jagged.data.gather import known_items, seconds
 from jagged.data.sources import find_source, is_table
 from jagged.data.splits import ranges
-from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite, takes_times
+from jagged.evaluation import NOT_FINITE, EvaluationError, Popularity, is_finite, item_table, takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained, save_pretrained
 from jagged.runs.evaluating import Evaluation, evaluate, refuse_options
@@ -132,7 +132,7 @@ class Recommender:
         if not 1 <= k < len(run.items):
             raise ConfigError(f"k: got {k}, expected 1 to {len(run.items) - 1:,}, the other items of the catalogue")
         # With an output layer of few weights an item the table says more of it than these do.
-        table: Tensor = (run.model.item_table if hasattr(run.model, "item_table") else run.model.item_weight).detach()
+        table = item_table(run.model).detach()
         if not is_finite(table):
             raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
         given = torch.from_numpy(run.items.encode(_ids(items, "items")))
@@ -293,7 +293,9 @@ def _recommend(
         raise ConfigError(f"k: got {k}, expected 1 to {len(run.items):,}, the size of the catalogue")
     histories = _histories(run, users)
     allowed = None if candidates is None else _allowed(run, histories.users, candidates)
-    popular = _popularity(run)
+    popular, weight = _popularity(run), run.model.item_weight.detach()
+    if len(histories.users) and not is_finite(weight):
+        raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     schema = pa.schema(
         [("user_id", histories.users.type), ("item_id", run.items.ids.type), ("score", pa.float32()), ("rank", pa.int64())]
     )
@@ -308,7 +310,7 @@ def _recommend(
         known, lengths = known_items(values, end - start)
         values, times = values[known], None if times is None else times[known]
         of = None if allowed is None else allowed.slice(first, last)
-        ranked = _rank(run, values, lengths, times, k, filter_viewed, max_bytes, of)
+        ranked = _rank(run, weight, values, lengths, times, k, filter_viewed, max_bytes, of)
         items, scores = ranked.items.cpu(), ranked.scores.cpu()
         nothing = lengths == 0
         if popular is not None and nothing.any():
@@ -372,6 +374,7 @@ def _allowed(run: Run, users: pa.Array, candidates: Any) -> _Allowed:
 
 def _rank(
     run: Run,
+    weight: Tensor,
     values: Tensor,
     lengths: Tensor,
     times: Tensor | None,
@@ -384,9 +387,6 @@ def _rank(
     recent = lengths.clamp(max=run.model.config["max_seq_len"])
     window = ranges(offsets[1:] - recent, recent)
     features = features_of(values[window], recent, None if times is None else times[window]).to(run.device)
-    weight = run.model.item_weight.detach()
-    if not is_finite(weight):
-        raise EvaluationError(f"{run.directory}: {NOT_FINITE}")
     viewed = (values, offsets) if filter_viewed else None
     with torch.no_grad(), torch.autocast(run.device.type, enabled=False):
         hidden = run.model.final_hidden(features)

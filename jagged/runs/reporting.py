@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,11 @@ from jagged.artifacts import write_file, writing
 from jagged.charts import Counts
 from jagged.config import ConfigError, TrainConfig
 from jagged.data import BatchLoader, leaks
-from jagged.evaluation import PROTOCOLS, Popularity, popularity_metrics, rank_batches
+from jagged.evaluation import PROTOCOLS, Popularity, item_table, popularity_metrics, rank_batches
 from jagged.metrics import IN_WORDS, cut_offs, shown_figure
 from jagged.runs.evaluating import evaluate
 from jagged.runs.labels.run import is_label_run
-from jagged.runs.page import TEMPLATES, configuration_tables, read_history, unit
+from jagged.runs.page import TEMPLATES, history_pictures, origin, read_history, unit
 from jagged.runs.ranking.evaluating import is_ranking_run
 from jagged.runs.run import Run
 from jagged.runs.summary import shortened
@@ -176,7 +175,8 @@ def gather(directory: str | os.PathLike[str], *, part: Literal["valid", "test"] 
 def _target_ranks(model: Any, loader: BatchLoader, filter_viewed: bool) -> Counts:
     """`[n]` 1-based rank of each held-out item among all items; behind all of them where it is none."""
     batches = rank_batches(model, loader, 1, filter_viewed=(filter_viewed,), progress=False)
-    ranks = [ranked.ranks.clamp(max=len(model.item_weight)) + 1 for (ranked,) in batches if ranked.ranks is not None]
+    num_items = len(item_table(model))
+    ranks = [ranked.ranks.clamp(max=num_items) + 1 for (ranked,) in batches if ranked.ranks is not None]
     return torch.cat(ranks).cpu().numpy()
 
 
@@ -201,25 +201,15 @@ def render(facts: RunFacts) -> str:
             for name, count in facts.leaks.items()
         ],
         data=_data_rows(facts),
-        configuration=configuration_tables(facts.config),
-        versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
+        origin=origin(facts.config, facts.versions),
     )
 
 
 def _pictures(facts: RunFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
     """By name each picture and its caption; a directory without history has no curves."""
-    monitor, limit = facts.config.training.monitor, facts.config.data.max_seq_len
+    limit = facts.config.data.max_seq_len
     protocol = IN_WORDS[PROTOCOLS[facts.config.evaluation.filter_viewed]]
-    result = {}
-    if facts.history:
-        of = unit(facts.config)
-        losses, metrics = ([(row[of], row[key]) for row in facts.history] for key in ("loss", "monitored"))
-        choose = min if facts.config.trainer.less_is_better else max
-        best = choose(metrics, key=lambda point: point[1])[0]
-        loss = charts.curve(losses, of, "training loss", palette)
-        metric = charts.curve(metrics, of, f"validation {monitor}", palette, mark=best)
-        result["loss"] = (loss, "Training loss, mean since the validation before.")
-        result["metric"] = (metric, f"Validation {monitor}, {protocol}; the weights of the best {of} were kept.")
+    result = history_pictures(facts.history, facts.config, palette, f", {protocol}")
     medians = ", ".join(f"{name} {np.median(values):,.0f}" for name, values in facts.ranks.items())
     missed = max(int((values > facts.num_ranked).sum()) for values in facts.ranks.values())
     longer = int((facts.lengths > limit).sum())

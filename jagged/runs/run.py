@@ -23,7 +23,7 @@ from jagged.data import (
     split_global_time,
     split_leave_one_out,
 )
-from jagged.evaluation import takes_times
+from jagged.evaluation import item_table, takes_times
 from jagged.metrics import TrainCounts
 from jagged.models.pretrained import from_pretrained
 
@@ -70,8 +70,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        device: torch.device = self.model.item_weight.device
-        return device
+        return item_table(self.model).device
 
     def read(
         self, data: Any = None, *, format: str = "auto", columns: Mapping[str, str | None] | None = None, progress: bool = True

@@ -14,7 +14,7 @@ from jagged.config import MultiLabelConfig, RankingConfig, TrainConfig
 from jagged.data import BatchLoader, LabelBatch, MultiLabelRows, SequenceSplit
 from jagged.data.moving import moved
 from jagged.data.negatives import Drawing
-from jagged.evaluation import takes_times
+from jagged.evaluation import item_table, takes_times
 from jagged.models import NextItemTask
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
@@ -100,8 +100,7 @@ def forecast(
     random state is left as it was.
     """
     device = processes.device
-    model, world_size = task.model, processes.world_size
-    table = model.item_table if hasattr(model, "item_table") else model.item_weight
+    table, world_size = item_table(task.model), processes.world_size
     others = table[-(-len(table) // world_size) :]
     sizes = [
         (parameter.numel() - others.numel() * (parameter is table)) * parameter.element_size()

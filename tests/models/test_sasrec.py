@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 from typing import Any
 
@@ -9,15 +11,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch.func import functional_call
+from torchrec.fx.tracer import Tracer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.data import SequenceBatch
 from jagged.models import NextItemTask, SASRec, build
 from jagged.modules import CutCrossEntropyHead, GroupSparseHead
+from jagged.ops import trust_values
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference.sasrec import PaddedSASRec, left_padded, twin_names
-from tests.strategies import Jagged, jagged_batches, seeds
+from tests.strategies import Jagged, jagged_batches, jagged_of, seeds
 
 ITEMS, LENGTH = 50, 32
 SIZES = {"embedding_dim": 12, "num_heads": 2, "num_layers": 2, "max_seq_len": LENGTH}
@@ -327,3 +331,41 @@ def test_an_output_layer_is_kept_and_checked() -> None:
         message = f"{name}: got one and a model with an output layer, whose loss is its own; leave it out"
         with pytest.raises(ValueError, match=f"^{message}$"):
             NextItemTask(model, **more)  # type: ignore[arg-type]
+
+
+def test_an_output_layer_with_what_users_do(place: Place) -> None:
+    """Autocast, compiling for other sizes, checkpointing, pickles, copies and fx: the loss and its gradients are the same."""
+    torch.manual_seed(0)
+    task = NextItemTask(SASRec(ITEMS, dropout=0.0, output=output_of(), **SIZES)).to(place.device)
+    parameters = [parameter for parameter in task.parameters() if parameter.numel()]
+
+    def batch_for(lengths: tuple[int, ...], seed: int) -> SequenceBatch:
+        batch = jagged_of(lengths)
+        generator = torch.Generator().manual_seed(seed)
+        values, targets = (torch.randint(ITEMS, (batch.total,), generator=generator).to(place.device) for _ in range(2))
+        return batch_of(values, targets, batch)
+
+    def run(function: Any, batch: SequenceBatch, autocast: bool = False) -> list[torch.Tensor]:
+        with torch.autocast(place.device.type, torch.bfloat16, enabled=autocast):
+            loss = function(batch)
+        of = parameters if not isinstance(function, NextItemTask) else [p for p in function.parameters() if p.numel()]
+        return [loss.loss.detach(), *torch.autograd.grad(loss.loss, of, allow_unused=True, materialize_grads=True)]
+
+    batch, other = batch_for((3, 0, 5), 1), batch_for((1, 7, 2, 4), 2)
+    expected = run(task, batch)
+    assert all(gradient.dtype == torch.float32 for gradient in expected)
+    for same in (pickle.loads(pickle.dumps(task)), copy.deepcopy(task)):
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(run(same, batch), expected, strict=True))
+    recomputed = run(lambda x: torch.utils.checkpoint.checkpoint(lambda: task(x), use_reentrant=False), batch)
+    for ours, theirs in zip(recomputed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    with trust_values():
+        compiled = torch.compile(lambda x: task(x), backend="aot_eager")
+        for one in (batch, other):
+            for ours, theirs in zip(run(compiled, one), run(task, one), strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(run(task, batch, autocast=True), expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert float((ours - theirs).norm()) <= 0.05 * float(theirs.norm()) + 1e-3
+    leaves = {node.target for node in Tracer(leaf_modules=[]).trace(task.model).nodes if node.op == "call_module"}
+    assert {"positions", "blocks.0", "blocks.1"} <= leaves

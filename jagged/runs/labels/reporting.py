@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +17,7 @@ from jagged.data import MultiLabelRows
 from jagged.metrics import Figures, shown_figure
 from jagged.runs.labels.evaluating import evaluate_labels, table_of_figures
 from jagged.runs.labels.run import LabelRun
-from jagged.runs.page import TEMPLATES, configuration_tables, read_history, unit
+from jagged.runs.page import TEMPLATES, history_pictures, origin, read_history, unit
 from jagged.versions import installed
 
 # Labels of a row that are looked at for the shares by frequency.
@@ -156,9 +155,7 @@ def render_labels(facts: LabelFacts) -> str:
             ("weights of the head", f"{facts.num_parameters[0]:,}"),
             ("weights of a dense layer", f"{facts.num_parameters[1]:,}"),
         ],
-        configuration=configuration_tables(facts.config),
-        trained_on=sorted({**facts.split["versions"], **facts.split["hardware"]}.items()),
-        versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
+        origin=origin(facts.config, facts.versions, facts.split),
     )
 
 
@@ -171,13 +168,4 @@ def _pictures(facts: LabelFacts, palette: charts.Palette) -> dict[str, tuple[Any
         picture = charts.bars(names, [one.found for one in shown], "rows of training with the label", "share found", palette)
         caption = f"Share of the {facts.part} part's positives that are among a row's {_FOUND_AMONG} best labels."
         result["frequency"] = (picture, caption)
-    if facts.history:
-        of = unit(facts.config)
-        losses, metrics = ([(row[of], row[key]) for row in facts.history] for key in ("loss", "monitored"))
-        choose = min if facts.config.trainer.less_is_better else max
-        best = choose(metrics, key=lambda point: point[1])[0]
-        monitor = facts.config.training.monitor
-        result["loss"] = (charts.curve(losses, of, "training loss", palette), "Training loss, mean since the validation before.")
-        picture = charts.curve(metrics, of, f"validation {monitor}", palette, mark=best)
-        result["metric"] = (picture, f"Validation {monitor}; the weights of the best {of} were kept.")
-    return result
+    return result | history_pictures(facts.history, facts.config, palette)

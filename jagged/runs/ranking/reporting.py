@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from jagged.data.schema import WITH_IDS, Column
 from jagged.data.table_leaks import Leaks
 from jagged.metrics import Figures, in_words, is_slice_group, sampled_figures, shown_figure, slice_group
 from jagged.pointwise.probabilities import CalibrationBin, Histogram
-from jagged.runs.page import TEMPLATES, configuration_tables, read_history, unit
+from jagged.runs.page import TEMPLATES, history_pictures, origin, read_history, unit
 from jagged.runs.ranking.evaluating import named, slicing
 from jagged.runs.ranking.run import RankingRun, split_dataset
 from jagged.versions import installed
@@ -204,9 +203,7 @@ def render_ranking(facts: RankingFacts) -> str:
             for one in facts.coverage
         ],
         data=[(name, f"{count:,}") for name, count in {**facts.split["reading"], **facts.split["counts"]}.items()],
-        configuration=configuration_tables(facts.config),
-        trained_on=sorted({**facts.split["versions"], **facts.split["hardware"]}.items()),
-        versions=[("python", platform.python_version()), *sorted(facts.versions.items())],
+        origin=origin(facts.config, facts.versions, facts.split),
     )
 
 
@@ -216,16 +213,7 @@ def _figure(name: str, value: float | None) -> str:
 
 def _pictures(facts: RankingFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:
     """By name each picture and its caption."""
-    result: dict[str, tuple[Any, str]] = {}
-    if facts.history:
-        of = unit(facts.config)
-        losses, metrics = ([(row[of], row[key]) for row in facts.history] for key in ("loss", "monitored"))
-        choose = min if facts.config.trainer.less_is_better else max
-        best = choose(metrics, key=lambda point: point[1])[0]
-        monitor = facts.config.training.monitor
-        result["loss"] = (charts.curve(losses, of, "training loss", palette), "Training loss, mean since the validation before.")
-        picture = charts.curve(metrics, of, f"validation {monitor}", palette, mark=best)
-        result["metric"] = (picture, f"Validation {monitor}; the weights of the best {of} were kept.")
+    result = history_pictures(facts.history, facts.config, palette)
     for number, (task, histogram) in enumerate(facts.histograms.items()):
         if task in facts.calibration:
             points = [(one.predicted, one.observed) for one in facts.calibration[task]]
