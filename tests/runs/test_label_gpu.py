@@ -29,7 +29,7 @@ OUTPUT: dict[str, Any] = {
 
 @pytest.mark.parametrize("loss", ["bce", "softmax"])
 def test_a_run_on_the_gpu_is_one_on_the_cpu(tmp_path: Path, loss: str) -> None:
-    losses, best = {}, {}
+    losses = {}
     # Of groups by features sums in another order may make others.
     head = {"loss": loss, "grouping": "frequency"}
     for name, device, precision in (("cpu", "cpu", "32-true"), ("gpu", "cuda", "32-true"), ("mixed", "cuda", "bf16-mixed")):
@@ -39,10 +39,9 @@ def test_a_run_on_the_gpu_is_one_on_the_cpu(tmp_path: Path, loss: str) -> None:
         found = [of.predict(TEST, k=5, progress=False) for of in opened]
         likely = [of["probability"].to_numpy() for of in found]
         np.testing.assert_allclose(likely[0], likely[1], atol=1e-4)
-        best[name] = likely[0]
+    # The first weights are drawn on the run's device, so each run has its own.
     assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-2)
     assert losses["mixed"] == pytest.approx(losses["cpu"], rel=3e-2)
-    assert float(np.abs(best["gpu"] - best["cpu"]).mean()) < 0.02
 
 
 def test_a_run_on_the_gpu_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,13 +58,13 @@ def test_a_run_on_the_gpu_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_gradients_are_those_of_the_cpu(loss: Any) -> None:
     rows, _, _ = synthetic_labels(num_rows=60, num_test_rows=1, num_labels=80, num_features=100, num_groups=8)
     model = MultiLabelModel.of(rows, embedding_dim=16, fan_in=4, group_size=4, grouping="random", dense_share=0.1, loss=loss)
-    batch = LabelBatch.of(rows)
-    model(batch).loss.backward()
+    model(LabelBatch.of(rows)).loss.backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(expected) == len(list(model.parameters()))
     model.zero_grad()
     model.cuda()
-    model(moved(batch, torch.device("cuda"))).loss.backward()
+    # A batch of its own: a KeyedJaggedTensor that was read keeps its parts where they were.
+    model(moved(LabelBatch.of(rows), torch.device("cuda"))).loss.backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad.cpu(), expected[name], atol=1e-4, rtol=1e-3)
