@@ -436,7 +436,8 @@ def predict(
         jagged predict runs/labels test.txt --k 5 --output labels.parquet
 
     Of a run on a table the result has a row for each row: user, candidate and time, and predicted_<task>, in your own ids. Labels
-    are not needed. Of a run on sets of labels it has k for each row: row, rank, label, probability.
+    are not needed. Of a run on sets of labels it has k for each row: row, rank, label, name where labels have
+    names, probability.
     """
     _check_output(output)
     _prepare()

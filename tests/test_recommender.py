@@ -249,7 +249,7 @@ def test_ids_that_a_spreadsheet_would_run_are_told(tmp_path, caplog):
         caplog.clear()
         writer(tmp_path / name)(table)
         assert [record.getMessage() for record in caplog.records] == told * [
-            f"{tmp_path / name}: 2 ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl"
+            f"{tmp_path / name}: 2 ids or names begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl"
         ]
 
 

@@ -28,6 +28,9 @@ class LabelDataOptions(Section):
     num_labels: int | None = option(
         None, "of arff, how many of the first attributes are labels, below 0 of the last ones; none: as the file says (-C)"
     )
+    label_names: str | None = option(
+        None, "file of names of labels, one a line in the order of their ids, UTF-8; none: labels are told by id"
+    )
     filter: str | None = option(None, "file of pairs, a row of data.path and a label, that validation leaves out of the ranking")
     test_filter: str | None = option(None, "the same of a row of data.test")
     on_error: Literal["stop", "skip"] = option(

@@ -168,6 +168,21 @@ def reading(path: Path) -> Iterator[None]:
         raise refuse(path, f"{type(error).__name__}: {error.strerror or error}", "a readable file") from None
 
 
+def size_of(path: Path, expected: str, cure: str) -> int:
+    """The bytes of a file; what is none of that name is refused with what is expected and the cure."""
+    with reading(path):
+        try:
+            there = path.exists()
+        except ValueError:
+            # A name with a NUL byte.
+            there = False
+        if not there:
+            raise refuse(path, "no file of that name", expected, cure)
+        if path.is_dir():
+            raise refuse(path, "a folder", expected, cure)
+        return path.stat().st_size
+
+
 def _format_of(path: Path, formats: Sequence[str]) -> str | None:
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     packed = bool(suffixes) and suffixes[-1] in COMPRESSION

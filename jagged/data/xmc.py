@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from jagged.artifacts import replacing, writing
 from jagged.data.errors import DataError, Skipped, at, refuse, shown
-from jagged.data.files import COMPRESSION, MARK, check_length, control_character, forbidden, not_utf8, reading, stream
+from jagged.data.files import COMPRESSION, MARK, check_length, control_character, forbidden, not_utf8, size_of, stream
 from jagged.data.histories import spread
 from jagged.data.progress import DELAY, disabled
 
@@ -180,28 +180,15 @@ def read_xmc(
         raise ValueError(f"on_error: got {on_error!r}, expected 'stop' or 'skip'")
     place = Path(path)
     skipped = Skipped() if on_error == "skip" else None
-    with tqdm(
-        total=_size(place), desc="Reading", unit="B", unit_scale=True, disable=disabled(progress), delay=DELAY, leave=False
-    ) as bar:
+    size = size_of(
+        place, "a file of rows with features and labels", "name a file with a first line of three numbers, as train.txt"
+    )
+    options: dict[str, Any] = {"disable": disabled(progress), "delay": DELAY, "leave": False}
+    with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, **options) as bar:
         result = _read(place, skipped, bar.update)
     if skipped is not None:
         skipped.check(str(place), len(result))
     return result
-
-
-def _size(path: Path) -> int:
-    cure = "name a file with a first line of three numbers, as train.txt"
-    with reading(path):
-        try:
-            there = path.exists()
-        except ValueError:
-            # A name with a NUL byte.
-            there = False
-        if not there:
-            raise refuse(path, "no file of that name", "a file of rows with features and labels", cure)
-        if path.is_dir():
-            raise refuse(path, "a folder", "a file of rows with features and labels", cure)
-        return path.stat().st_size
 
 
 def _read(path: Path, skipped: Skipped | None, advance: Callable[[int], object]) -> MultiLabelRows:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
@@ -18,6 +19,7 @@ from jagged import artifacts
 from jagged.artifacts import FLOATS, CheckpointError, Described, Expected, errors_as, message, shown
 from jagged.config import ConfigError, RankingConfig, RunOptions, TrainConfig
 from jagged.data import DataError, Encoders, Schema, Vocabulary
+from jagged.data.label_names import LABEL_NAMES, write_label_names
 from jagged.evaluation import item_table
 from jagged.metrics import TrainCounts
 from jagged.models import SASRec, build, build_empty, name_of
@@ -147,6 +149,7 @@ def save_task(
     encoders: Encoders | None = None,
     schema: Schema | None = None,
     event_schema: Schema | None = None,
+    label_names: pa.LargeStringArray | None = None,
 ) -> None:
     """Write a task's kept weights into a directory that `load_task` opens, as `save_pretrained` does.
 
@@ -158,6 +161,7 @@ def save_task(
         config, split, metrics, history: what is kept beside it, where given.
         encoders, schema, event_schema: of the table it was trained on, where given; `open_task` needs the first two, a name
             and a config.
+        label_names: large_string `[L]`, of the labels that it scores, where given.
 
     Raises:
         CheckpointError: the directory could not be written.
@@ -170,6 +174,8 @@ def save_task(
                 (aside / file).write_text(one.to_toml(), encoding="utf-8")
         if encoders is not None:
             (aside / ENCODERS).write_bytes(artifacts.dump_json(encoders.write(aside, _ENCODER_FILES)))
+        if label_names is not None:
+            write_label_names(label_names, aside / LABEL_NAMES)
 
     documents = {CONFIG: config and config.model_dump(), SPLIT: split, METRICS: metrics}
     name = name_of(kept)  # type: ignore[arg-type]

@@ -57,14 +57,16 @@ def writer(path: Path) -> Callable[[pa.Table], None]:
                 formats[path.suffix.lower()](table, file)
         if path.suffix.lower() == ".csv" and (formulas := _formulas(table)):
             logger.warning(
-                "%s: %d ids begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl", path, formulas
+                "%s: %d ids or names begin as formulas do (= + - @): spreadsheets run them; write .parquet or .jsonl",
+                path,
+                formulas,
             )
 
     return write
 
 
 def _formulas(table: pa.Table) -> int:
-    """How many ids a spreadsheet would take for formulas."""
+    """How many ids and names a spreadsheet would take for formulas."""
     texts = [column for column in table.columns if pa.types.is_string(column.type) or pa.types.is_large_string(column.type)]
     return sum(pc.sum(pc.match_substring_regex(text, "^[=+@-]")).as_py() or 0 for text in texts)
 

@@ -29,6 +29,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     write_xmc(ROWS, folder / "train.txt")
     write_xmc(TEST, folder / "test.txt")
+    (folder / "Y.txt").write_text("".join(f"the label {label}\n" for label in range(80)))
     return folder
 
 
@@ -87,6 +88,10 @@ def test_figures_and_labels_are_printed(
             "jagged: --head.fan-in: got 300, expected at most --model.embedding-dim (256)",
         ),
         (
+            ("train", "--model", "multilabel", "--data.label-names", "Y.txt", "--output", "OUTPUT"),
+            "jagged: --data.label-names: got Y.txt, expected none without --data.path, whose labels it names",
+        ),
+        (
             ("train", "--head", "block-sparse", "--output", "OUTPUT"),
             "jagged: --head.type: got 'block-sparse', expected cross-entropy, sampled, scalable or group-sparse; it belongs to "
             "--model.name multilabel",
@@ -117,6 +122,22 @@ def test_what_is_refused(
     assert run(monkeypatch, *(places.get(word, word) for word in words)) == 2
     told = capsys.readouterr().err.splitlines()
     assert told[-1].replace(str(trained), "RUN") == message
+
+
+def test_labels_are_printed_by_name(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        *("train", "--model", "multilabel", "--data", files / "train.txt", "--data.label-names", files / "Y.txt"),
+        *("--output", tmp_path / "run", "--head", "dense", "--model.embedding-dim", 8, "--device", "cpu"),
+        *("--training.max-epochs", 1, "--training.no-tensorboard"),
+    ]
+    assert run(monkeypatch, *words) == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "predict", tmp_path / "run", files / "test.txt", "--k", 2) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert len(rows) == 120
+    assert all(row["name"] == f"the label {row['label']}" for row in rows)
 
 
 def test_a_run_that_was_not_there_begins_and_goes_on(

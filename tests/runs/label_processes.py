@@ -18,16 +18,17 @@ from jagged.runs.labels import LabelRun
 from jagged.runs.labels.evaluating import evaluate_labels
 from jagged.training import TrainingError
 from tests.processes import fork
-from tests.runs.test_label_runs import ROWS, TEST, config_of
+from tests.runs.test_label_runs import ROWS, TEST, config_of, named
 
 
 def main(root: Path) -> dict[str, Any]:
-    """Figures by one process and by two, and what two say of a file that is not there."""
+    """Figures by one process and by two, the names that two keep, and what they say of a file that is not there."""
     for name, rows in (("train.txt", ROWS), ("test.txt", TEST)):
         write_xmc(rows, root / name)
+    names = named(root)
 
     def train(count: int) -> None:
-        data = {"path": str(root / "train.txt"), "test": str(root / "test.txt")}
+        data = {"path": str(root / "train.txt"), "test": str(root / "test.txt"), **names}
         training = {"batch_size": 50 // count, "max_epochs": 6}
         jagged.train(config_of(root / f"by {count}", data=data, training=training), progress=False)
 
@@ -41,9 +42,11 @@ def main(root: Path) -> dict[str, Any]:
     fork(lambda: train(2), 2, root / "store-2")
     fork(refused, 2, root / "store-refused")
     folders = [root / f"by {count}" for count in (1, 2)]
-    again = evaluate_labels(LabelRun.open(folders[1]), batch_size=17, progress=False).metrics["labels"]
+    run = LabelRun.open(folders[1])
+    again = evaluate_labels(run, batch_size=17, progress=False).metrics["labels"]
     return {
         "again": dict(again),
+        "names": None if run.label_names is None else run.label_names.to_pylist(),
         "metrics": [json.loads((folder / "metrics.json").read_text()) for folder in folders],
         "refused": [(root / f"refused.{rank}").read_text() for rank in (0, 1)],
         "fingerprints": [json.loads((folder / "split.json").read_text())["fingerprint"] for folder in folders],

@@ -332,6 +332,127 @@ def test_other_rows_do_not_go_on(tmp_path: Path) -> None:
     assert str(found.value) == f"data: {place} holds other rows than those that are given; choose another output, or delete it"
 
 
+# Two labels have one name, and one is markup.
+NAMES = [f"label {label // 2}" if label < 4 else f"<b>{label}</b> & Co." for label in range(200)]
+
+
+def named(folder: Path, names: list[str] = NAMES) -> dict[str, str]:
+    (folder / "Y.txt").write_text("\ufeff" + "\r\n".join(names), encoding="utf-8", newline="")
+    return {"label_names": str(folder / "Y.txt")}
+
+
+@pytest.fixture(scope="module")
+def with_names(files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> LabelRun:
+    """Trained with names, whose file is gone."""
+    folder = tmp_path_factory.mktemp("names")
+    data = {"path": str(files[0]), "test": str(files[1]), **named(folder)}
+    jagged.train(config_of(folder / "run", data=data), progress=False)
+    (folder / "Y.txt").unlink()
+    return LabelRun.open(folder / "run")
+
+
+def test_labels_have_names(with_names: LabelRun, trained: LabelRun, tmp_path: Path) -> None:
+    """And nothing else differs from a run without."""
+    assert with_names.label_names is not None
+    assert with_names.label_names.to_pylist() == NAMES
+    found = with_names.predict(TEST, k=3, progress=False)
+    assert found.column_names == ["row", "rank", "label", "name", "probability"]
+    assert found["name"].to_pylist() == [NAMES[label] for label in found["label"].to_pylist()]
+    assert trained.label_names is None
+    assert found.drop_columns("name").equals(trained.predict(TEST, k=3, progress=False))
+    assert outcome(with_names.directory) == outcome(trained.directory)
+    assert with_names.predict(TEST.take(np.zeros(0, np.int64)), progress=False)["name"].to_pylist() == []
+    jagged.predict(with_names.directory, TEST, tmp_path / "labels.parquet", k=3, device="cpu", progress=False)
+    assert pq.read_table(tmp_path / "labels.parquet").equals(found)
+    # A model is used without the rows that it was trained on.
+    shutil.copytree(with_names.directory, tmp_path / "alone", ignore=shutil.ignore_patterns("dataset", "checkpoints"))
+    assert LabelRun.open(tmp_path / "alone").predict(TEST, k=3, progress=False).equals(found)
+
+
+def test_the_page_names_labels(with_names: LabelRun, trained: LabelRun, tmp_path: Path) -> None:
+    page = jagged.report(with_names.directory, tmp_path / "page.html", progress=False).read_text()
+    counts = np.bincount(TRAIN.labels, minlength=200)
+    for one in gather_labels(with_names.directory, progress=False).frequencies:
+        labels = np.flatnonzero((counts >= one.low) & (counts <= one.high))
+        assert one.examples == tuple(NAMES[label] for label in labels[:3])
+        told = ", ".join(one.examples).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        assert f">{told}</td>" in page
+    assert "<b>4</b>" not in page
+    assert "&lt;b&gt;" in page
+    assert "for example</th>" in page
+    assert "for example" not in jagged.report(trained.directory, tmp_path / "other.html", progress=False).read_text()
+
+
+def test_a_run_that_goes_on_has_its_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where their file is gone; it does not go on with others, or with none."""
+    config = config_of(tmp_path / "run", data=named(tmp_path))
+    with monkeypatch.context() as patch:
+        at_step(patch, 13, kill_self(15))
+        with pytest.raises(TrainingInterrupted):
+            jagged.train(config, (ROWS, TEST), progress=False)
+    named(tmp_path, NAMES[::-1])
+    place = tmp_path / "run" / "dataset"
+    for other in (config, config_of(tmp_path / "run")):
+        with pytest.raises(TrainingError) as found:
+            jagged.train(other, (ROWS, TEST), resume=True, progress=False)
+        told = "names of labels than those that are given; choose another output, or delete it"
+        assert str(found.value) == f"data: {place} holds other {told}"
+    (tmp_path / "Y.txt").unlink()
+    jagged.train(resume=tmp_path / "run", progress=False)
+    run = LabelRun.open(tmp_path / "run")
+    assert run.label_names is not None
+    assert run.label_names.to_pylist() == NAMES
+    assert run.parts.train.labels.tolist() == TRAIN.labels.tolist()
+
+
+def test_names_say_how_many_labels_a_table_has(tmp_path: Path) -> None:
+    table = pa.table({"labels": [[row % 7] for row in range(60)], "features": [[row % 5] for row in range(60)]})
+    jagged.train(config_of(tmp_path / "run", data=named(tmp_path, NAMES[:9])), (table, table), progress=False)
+    found = LabelRun.open(tmp_path / "run").predict(table, k=9, progress=False)
+    assert found.num_rows == 60 * 9
+    assert found["name"].to_pylist() == [NAMES[label] for label in found["label"].to_pylist()]
+    with pytest.raises(DataError) as refused:
+        jagged.train(config_of(tmp_path / "few", data=named(tmp_path, NAMES[:6])), table, progress=False)
+    told = "found 6 names, expected 7 or more, one for each label; name the file of this data set"
+    assert str(refused.value) == f"{tmp_path / 'Y.txt'}: {told}"
+    assert not (tmp_path / "few").exists()
+
+
+def test_names_that_are_damaged_or_lost(with_names: LabelRun, tmp_path: Path) -> None:
+    def changed(content: bytes) -> Callable[[Path], Any]:
+        return lambda path: path.write_bytes(content)
+
+    whole = (with_names.directory / "label_names.txt").read_bytes()
+    damages: list[tuple[Callable[[Path], Any], str]] = [
+        (Path.unlink, ": missing or unreadable (No such file or directory), but listed in manifest.json; copy it again"),
+        (changed(whole[:-1]), f": damaged: found {len(whole) - 1} bytes, expected {len(whole)}; copy it again"),
+        (changed(whole[::-1]), ": damaged: found SHA-256 "),
+    ]
+    for number, (damage, told) in enumerate(damages):
+        run = tmp_path / str(number)
+        shutil.copytree(with_names.directory, run)
+        damage(run / "label_names.txt")
+        with pytest.raises(CheckpointError) as found:
+            LabelRun.open(run)
+        assert str(found.value).startswith(f"{run / 'label_names.txt'}{told}")
+        shutil.copy(with_names.directory / "label_names.txt", run)
+        damage(run / "dataset" / "label_names.txt")
+        with pytest.raises(DataError) as refused:
+            LabelRun.open(run).parts  # noqa: B018
+        assert str(refused.value).startswith(f"{run / 'dataset' / 'label_names.txt'}{told}")
+    # Files that fit one another, of a run that says that it has names.
+    for names, told in (
+        (None, "no file of that name, expected a file of names of labels; name a file with a name a line, as Y.txt"),
+        (NAMES[:9], "9 names, expected 200, one for each label; name the file of this data set"),
+    ):
+        run = tmp_path / f"made {names is None}"
+        given = None if names is None else pa.array(names, pa.large_string())
+        save_task(with_names.model, run, config=with_names.config, split=with_names.split, metrics={}, label_names=given)
+        with pytest.raises(DataError) as refused:
+            LabelRun.open(run).predict(TEST, progress=False)
+        assert str(refused.value) == f"{run / 'label_names.txt'}: found {told}"
+
+
 def test_without_a_test_some_rows_are_it(tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", split={"valid_fraction": 0.2, "test_fraction": 0.3}, training={"max_epochs": 1})
     jagged.train(config, ROWS, progress=False)
@@ -642,6 +763,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     one, two = told["metrics"]
     # What two processes added up is what one finds of their model, each row once.
     assert two["test"]["labels"] == told["again"]
+    assert told["names"] == NAMES
     # Rows come in another order, as by another seed.
     for name in ("p@1", "p@5", "ndcg@5"):
         assert two["test"]["labels"][name] == pytest.approx(one["test"]["labels"][name], abs=0.06)

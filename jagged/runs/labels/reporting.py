@@ -22,6 +22,8 @@ from jagged.versions import installed
 
 # Labels of a row that are looked at for the shares by frequency.
 _FOUND_AMONG = 10
+# Labels of like frequency that are named, at most, and the characters of a name.
+_EXAMPLES, _NAME_LENGTH = 3, 60
 _CARDS = ("p@1", "p@5", "psp@5", "ndcg@5")
 _EDGES = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10_000, 100_000, 2**62)
 
@@ -30,13 +32,18 @@ LEAKS = {"rows_of_training": "rows with the very features and values of a row of
 
 
 class Frequency(NamedTuple):
-    """Labels of which training has `low` to `high` rows: how many there are, their positives, and the share that is found."""
+    """Labels of which training has `low` to `high` rows: how many there are, their positives, and the share that is found.
+
+    Args:
+        examples: names of the first of these labels; empty where labels have none.
+    """
 
     low: int
     high: int
     labels: int
     positives: int
     found: float
+    examples: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,13 +108,15 @@ def _frequencies(run: LabelRun, rows: MultiLabelRows, progress: bool) -> list[Fr
     row = np.repeat(np.arange(len(rows)), np.diff(rows.label_offsets))
     is_found = np.isin(row * rows.num_labels + rows.labels, keys)
     counts = run.model.label_counts.cpu().numpy()
-    result = []
+    names, result = run.label_names, []
     for low, high in pairwise(_EDGES):
         labels = (counts >= low) & (counts < high)
         here = labels[rows.labels]
         if labels.any():
             share = float(is_found[here].mean()) if here.any() else float("nan")
-            result.append(Frequency(low, min(high - 1, int(counts.max())), int(labels.sum()), int(here.sum()), share))
+            examples = () if names is None else tuple(names.take(np.flatnonzero(labels)[:_EXAMPLES]).to_pylist())
+            numbers = int(labels.sum()), int(here.sum())
+            result.append(Frequency(low, min(high - 1, int(counts.max())), *numbers, share, examples))
     return result
 
 
@@ -141,6 +150,7 @@ def render_labels(facts: LabelFacts) -> str:
                 f"{one.labels:,}",
                 f"{one.positives:,}",
                 shown_figure(one.found),
+                *([", ".join(map(_short, one.examples))] if one.examples else []),
             )
             for one in facts.frequencies
         ],
@@ -157,6 +167,10 @@ def render_labels(facts: LabelFacts) -> str:
         ],
         origin=origin(facts.config, facts.versions, facts.split),
     )
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _NAME_LENGTH else f"{name[: _NAME_LENGTH - 3]}..."
 
 
 def _pictures(facts: LabelFacts, palette: charts.Palette) -> dict[str, tuple[Any, str]]:

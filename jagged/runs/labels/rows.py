@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from jagged.artifacts import MANIFEST, errors_as, new_directory, read_tensors, save_tensors, verify, write_manifest
-from jagged.config import LabelDataOptions, MultiLabelConfig
+from jagged.config import ConfigError, LabelDataOptions, MultiLabelConfig
 from jagged.data import DataError, MultiLabelRows, read_arff, read_label_table, read_xmc, synthetic_labels
 from jagged.data.errors import refuse
+from jagged.data.label_names import LABEL_NAMES, read_label_names, write_label_names
 from jagged.data.sources import is_table
+from jagged.data.vocabulary import digest
 from jagged.label_metrics import LabelFilter
 
 _FILE = "rows.safetensors"
@@ -33,10 +36,12 @@ class LabelRows:
     Attributes:
         rows: which are split.
         test: those of a test of their own; None where some of `rows` are the test.
+        names: large_string `[L]`, of the labels; None without.
     """
 
     rows: MultiLabelRows
     test: MultiLabelRows | None = None
+    names: pa.LargeStringArray | None = None
 
     def __post_init__(self) -> None:
         if self.test is not None:
@@ -47,10 +52,15 @@ class LabelRows:
         """Read the files that a configuration names, or draw the built-in sample.
 
         Raises:
+            ConfigError: names for labels of the sample.
             DataError: malformed files, or two that do not fit one another.
         """
         data = config.data
         if data.path is None:
+            # No contradiction of options: rows in memory have names without a path.
+            if data.label_names is not None:
+                told = "expected none without data.path, whose labels it names"
+                raise ConfigError(f"data.label_names: got {data.label_names}, {told}")
             rows, test, _ = synthetic_labels(config.seed)
             return cls(rows, test if config.split.test_fraction is None else None)
         return cls.of(data.path, data.test, data, progress=progress)
@@ -59,28 +69,35 @@ class LabelRows:
     def of(cls, rows: Any, test: Any, data: LabelDataOptions, *, progress: bool = True) -> LabelRows:
         """Rows of training and, unless None, of test, each as it is, a table in memory, or a file.
 
-        What says no numbers of features and labels has those of both together.
+        What says no numbers of features and labels has those of both together, and where labels have names as many labels.
 
         Raises:
-            DataError: malformed rows, or two that do not fit one another.
+            DataError: malformed rows or names, or two that do not fit one another.
         """
         of_rows, counted = read_rows(rows, data, data.filter, progress=progress)
+        if test is not None:
+            of_test, of_test_counted = read_rows(test, data, data.test_filter, progress=progress)
+            counted = counted & of_test_counted
+            of_rows = replace(of_rows, **{name: max(getattr(of_rows, name), getattr(of_test, name)) for name in counted})
+        names = None
+        if data.label_names is not None:
+            names = read_label_names(data.label_names, of_rows.num_labels, or_more="num_labels" in counted)
+            of_rows = replace(of_rows, num_labels=len(names))
         if test is None:
-            return cls(of_rows)
-        of_test, of_test_counted = read_rows(test, data, data.test_filter, progress=progress)
-        sizes = {name: max(getattr(of_rows, name), getattr(of_test, name)) for name in counted & of_test_counted}
-        of_rows = replace(of_rows, **sizes)
+            return cls(of_rows, names=names)
         what = "test" if isinstance(test, MultiLabelRows) or is_table(test) else os.fspath(test)
         sizes = {"num_features": of_rows.num_features, "num_labels": of_rows.num_labels}
-        return cls(of_rows, fitted(of_test, of_test_counted, what=what, **sizes))
+        return cls(of_rows, fitted(of_test, of_test_counted, what=what, **sizes), names)
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of all rows."""
+        """SHA-256 (hex) of all rows, and of the labels' names where they have some."""
         sha = hashlib.sha256(f"jagged.labels.1:{self.rows.num_features}:{self.rows.num_labels}:".encode())
         for name, array in sorted(self._arrays()):
             sha.update(f"{name}:{array.dtype}:{len(array)}:".encode())
             sha.update(np.ascontiguousarray(array).data)
+        if self.names is not None:
+            sha.update(b"names:" + digest(self.names))
         return sha.hexdigest()
 
     def _arrays(self) -> Iterator[tuple[str, Any]]:
@@ -99,7 +116,10 @@ class LabelRows:
             save_tensors(aside / _FILE, {name: torch.from_numpy(array) for name, array in self._arrays()})
             notes = {part: of.notes for part, of in (("rows", self.rows), ("test", self.test)) if of is not None}
             content = {"num_features": self.rows.num_features, "num_labels": self.rows.num_labels, "notes": notes}
-            write_manifest(aside, [_FILE], {**content, "fingerprint": self.fingerprint})
+            if self.names is not None:
+                write_label_names(self.names, aside / LABEL_NAMES)
+            files = [_FILE] if self.names is None else [_FILE, LABEL_NAMES]
+            write_manifest(aside, files, {**content, "fingerprint": self.fingerprint})
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> LabelRows:
@@ -110,7 +130,7 @@ class LabelRows:
         """
         directory = Path(directory)
         with errors_as(DataError):
-            content = verify(directory, bar=True).content
+            files, content = verify(directory, bar=True)
             tensors = read_tensors(directory / _FILE)
         try:
             sizes = {name: content[name] for name in ("num_features", "num_labels")}
@@ -123,6 +143,8 @@ class LabelRows:
             found = cls(**parts)
         except (KeyError, TypeError, ValueError) as error:
             raise refuse(directory / _FILE, f"no rows: {error}", "rows of a run on labels", "copy the directory again") from None
+        if LABEL_NAMES in files:
+            found = replace(found, names=read_label_names(directory / LABEL_NAMES, found.rows.num_labels))
         if found.fingerprint != content.get("fingerprint"):
             raise refuse(directory / MANIFEST, "the fingerprint of other rows", "that of these", "copy the directory again")
         return found

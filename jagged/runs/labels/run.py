@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from jagged.artifacts import ArtifactError, CheckpointError, errors_as, message, read_json, shown
 from jagged.config import ConfigError, MultiLabelConfig
 from jagged.data import DataError, LabelBatch, MultiLabelRows, label_loader
+from jagged.data.label_names import LABEL_NAMES, read_label_names
 from jagged.evaluation import bar
 from jagged.models import MultiLabelModel
 from jagged.models.pretrained import CONFIG, MODEL, SPLIT, WEIGHTS, load_task
@@ -85,6 +86,17 @@ class LabelRun:
             raise DataError(message(kept, "other rows", f"those that {SPLIT} tells of", cure))
         return rows.split(self.config)
 
+    @cached_property
+    def label_names(self) -> pa.LargeStringArray | None:
+        """The names of labels, large_string `[L]`, in the order of their ids; None where training was given none.
+
+        Raises:
+            DataError: they are not there, or not as many as there are labels.
+        """
+        if self.config.data.label_names is None:
+            return None
+        return read_label_names(self.directory / LABEL_NAMES, self.model.head.num_labels)
+
     def read(self, rows: Any, *, has_labels: bool = True, progress: bool = True) -> MultiLabelRows:
         """Rows of a file or a table in memory, read as those of training, or as they are, with the model's features and labels.
 
@@ -111,15 +123,16 @@ class LabelRun:
             progress: show a bar after two seconds.
 
         Returns:
-            int64 `row` and `rank`, from 0 and 1 on, int64 `label`, float32 `probability`.
+            int64 `row` and `rank`, from 0 and 1 on, int64 `label`, where labels have names large_string `name`, and float32
+            `probability`.
 
         Raises:
-            DataError: as of `read`.
+            DataError: as of `read` and `label_names`.
             ValueError: a k below 1.
         """
         if k < 1:
             raise ValueError(f"k: got {k}, expected at least 1")
-        found = self.read(rows, has_labels=False, progress=progress)
+        names, found = self.label_names, self.read(rows, has_labels=False, progress=progress)
         labels, probabilities = [torch.zeros(0, k, dtype=torch.int64)], [torch.zeros(0, k)]
         for batch in bar(self.loader(found), progress):
             best = self.model.predict(batch, k=k)
@@ -129,7 +142,8 @@ class LabelRun:
         there = of >= 0
         row, rank = there.nonzero(as_tuple=True)
         columns = {"row": row, "rank": rank + 1, "label": of[there], "probability": likely[there]}
-        return pa.table({name: pa.array(column.numpy()) for name, column in columns.items()})
+        table = pa.table({name: pa.array(column.numpy()) for name, column in columns.items()})
+        return table if names is None else table.add_column(3, "name", names.take(table["label"].combine_chunks()))
 
 
 def _check_counts(model: MultiLabelModel, where: Path) -> None:

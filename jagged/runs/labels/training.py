@@ -131,8 +131,10 @@ def _read(config: MultiLabelConfig, given: Any, place: Path, progress: bool) -> 
     if not is_there:
         with artifacts.writing(place, "make room, or choose another output", CheckpointError):
             found.save(place)
-    elif found.fingerprint != LabelRows.load(place).fingerprint:
-        raise TrainingError(f"data: {place} holds other rows than those that are given; choose another output, or delete it")
+    elif found.fingerprint != (there := LabelRows.load(place)).fingerprint:
+        has_these_rows = replace(found, names=None).fingerprint == replace(there, names=None).fingerprint
+        what = "names of labels" if has_these_rows else "rows"
+        raise TrainingError(f"data: {place} holds other {what} than those that are given; choose another output, or delete it")
 
 
 def _given(rows: Any, config: MultiLabelConfig, progress: bool) -> LabelRows:
@@ -261,8 +263,14 @@ def _write(
         "hardware": hardware(device),
     }
     save_task(
-        task, config.output, config=config, split=description, metrics=metrics.to_json(), history=history
-    )  # fmt: skip
+        task,
+        config.output,
+        config=config,
+        split=description,
+        metrics=metrics.to_json(),
+        history=history,
+        label_names=rows.names,
+    )
 
 
 def _notes(rows: LabelRows) -> dict[str, Any]:
