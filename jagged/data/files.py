@@ -80,12 +80,7 @@ def find_tables(path: str | os.PathLike[str], format: str, formats: Sequence[str
         raise refuse(os.fspath(path), f"format {shown(format)}", ", ".join(("auto", *formats[:-1])) + f" or {formats[-1]}")
     root = Path(os.path.abspath(path))
     with reading(root):
-        try:
-            there = root.exists()
-        except ValueError:
-            # A name with a NUL byte.
-            there = False
-        if not there:
+        if not _exists(root):
             raise refuse(path, "no file or folder of that name", wanted)
         if root.is_file():
             kind = _format_of(root, formats) if format == "auto" else format
@@ -168,19 +163,21 @@ def reading(path: Path) -> Iterator[None]:
         raise refuse(path, f"{type(error).__name__}: {error.strerror or error}", "a readable file") from None
 
 
-def size_of(path: Path, expected: str, cure: str) -> int:
-    """The bytes of a file; what is none of that name is refused with what is expected and the cure."""
+def check_file(path: Path, expected: str, cure: str) -> None:
+    """Refuse what is no file of that name with what is expected and the cure."""
     with reading(path):
-        try:
-            there = path.exists()
-        except ValueError:
-            # A name with a NUL byte.
-            there = False
-        if not there:
+        if not _exists(path):
             raise refuse(path, "no file of that name", expected, cure)
         if path.is_dir():
             raise refuse(path, "a folder", expected, cure)
-        return path.stat().st_size
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except ValueError:
+        # A name with a NUL byte.
+        return False
 
 
 def _format_of(path: Path, formats: Sequence[str]) -> str | None:

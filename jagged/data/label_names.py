@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jagged.data.errors import at, refuse
-from jagged.data.files import read_blocks, size_of
+from jagged.data.files import check_file, read_blocks
 
 #: The file that runs keep them in.
 LABEL_NAMES = "label_names.txt"
@@ -35,7 +35,7 @@ def read_label_names(path: str | os.PathLike[str], num_labels: int, *, or_more: 
         DataError: no such file, one that is no text, an empty name, or another number of names.
     """
     place = Path(path)
-    size_of(place, "a file of names of labels", "name a file with a name a line, as Y.txt")
+    check_file(place, "a file of names of labels", "name a file with a name a line, as Y.txt")
     parts = [pa.array([], pa.large_string())]
     for block, line in read_blocks(place, lambda _: None):
         names = pc.split_pattern(pa.array([block[:-1].decode()], pa.large_string()), "\n").flatten()

@@ -18,7 +18,17 @@ from tqdm import tqdm
 
 from jagged.artifacts import replacing, writing
 from jagged.data.errors import DataError, Skipped, at, refuse, shown
-from jagged.data.files import COMPRESSION, MARK, check_length, control_character, forbidden, not_utf8, size_of, stream
+from jagged.data.files import (
+    COMPRESSION,
+    MARK,
+    check_file,
+    check_length,
+    control_character,
+    forbidden,
+    not_utf8,
+    reading,
+    stream,
+)
 from jagged.data.histories import spread
 from jagged.data.progress import DELAY, disabled
 
@@ -180,9 +190,9 @@ def read_xmc(
         raise ValueError(f"on_error: got {on_error!r}, expected 'stop' or 'skip'")
     place = Path(path)
     skipped = Skipped() if on_error == "skip" else None
-    size = size_of(
-        place, "a file of rows with features and labels", "name a file with a first line of three numbers, as train.txt"
-    )
+    check_file(place, "a file of rows with features and labels", "name a file with a first line of three numbers, as train.txt")
+    with reading(place):
+        size = place.stat().st_size
     options: dict[str, Any] = {"disable": disabled(progress), "delay": DELAY, "leave": False}
     with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, **options) as bar:
         result = _read(place, skipped, bar.update)
