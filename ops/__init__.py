@@ -51,6 +51,7 @@ from jagged.ops.embedding_bag import (
     quantize_rows,
 )
 from jagged.ops.group_sparse import (
+    GroupSparseOptimizer,
     group_sparse_bce,
     group_sparse_cross_entropy,
     group_sparse_linear,
@@ -79,6 +80,7 @@ __all__ = [
     "BagSchedules",
     "Correction",
     "Draw",
+    "GroupSparseOptimizer",
     "Loss",
     "PlanMismatch",
     "Positive",

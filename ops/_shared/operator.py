@@ -316,7 +316,9 @@ def operator(
     unchecked = unchecked if callable(unchecked) else tuple(unchecked)
 
     aliases = {field: f"Tensor({chr(ord('a') + place)}!)" for place, field in enumerate(mutates)}
-    arguments = [f"{aliases[f.name]} {f.name}" if f.name in aliases else f.schema() for f in of_inputs]
+    arguments = [
+        f"{aliases[f.name]}{'?' if f.is_optional else ''} {f.name}" if f.name in aliases else f.schema() for f in of_inputs
+    ]
     arguments += [*(f.schema() for f in of_options), "str backend"]
     returns = ", ".join("Tensor[]" if f.is_many else "Tensor" for f in of_outputs)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.offsets import covering
+from jagged.ops._shared.rounding import rounded
 from jagged.ops.embedding_bag.checks import refuse_wrong_ids
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfFeature
 from jagged.ops.embedding_bag.spec import (
@@ -257,25 +258,5 @@ def _update_table(x: UpdateInputs, rule: UpdateOptions, feature: Feature, rows: 
         first_bias, second_bias = (1 - beta ** step.double() for beta in (rule.beta1, rule.beta2))
         unbiased = mean / first_bias, variance / second_bias
         new = old - rate * (unbiased[0] / (unbiased[1].sqrt() + rule.eps) + rule.weight_decay * old)
-    table[rows] = rounded(new, weights.dtype, stochastic=rule.stochastic_rounding, step=step, first=feature.of.start, rows=rows)
-
-
-def rounded(new: Tensor, dtype: torch.dtype, *, stochastic: bool, step: Tensor, first: int, rows: Tensor) -> Tensor:
-    """Return new weights in a dtype; to bfloat16 rounded up or down by a number that depends on the step and on the element."""
-    if not stochastic or dtype != torch.bfloat16:
-        return new.to(dtype)
-    element = first + rows[:, None] * new.shape[1] + torch.arange(new.shape[1], device=new.device)
-    bits = new.float().view(torch.int32).long() & 0xFFFFFFFF
-    noise = mixed(element + (step << 40)) & 0xFFFF
-    cut = (bits + noise) & 0xFFFF0000
-    cut = torch.where(new.isfinite(), cut, bits)
-    return torch.where(cut >= 2**31, cut - 2**32, cut).to(torch.int32).view(torch.float32).to(dtype)
-
-
-def mixed(x: Tensor) -> Tensor:
-    """Return 32 bits of a hash of 63-bit integers: two rounds of a multiplication by an odd number and a shift (Murmur3's)."""
-    x = (x ^ (x >> 32)) & 0xFFFFFFFF
-    for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
-        x = (x * factor) & 0xFFFFFFFF
-        x = x ^ (x >> shift)
-    return x
+    element = feature.of.start + rows[:, None] * new.shape[1] + torch.arange(new.shape[1], device=new.device)
+    table[rows] = rounded(new, weights.dtype, stochastic=rule.stochastic_rounding, step=step, element=element)

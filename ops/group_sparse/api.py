@@ -9,16 +9,20 @@ from torch import Tensor
 
 from jagged.ops._shared.label_loss import LossOptions, check_label_loss, distinct_labels, label_sets, loss_dtype
 from jagged.ops._shared.offsets import covering
-from jagged.ops._shared.validation import check_number
-from jagged.ops.group_sparse.checks import check_layer
+from jagged.ops._shared.validation import autocast_dtype, check_number
+from jagged.ops.group_sparse.checks import check_layer, check_optimizer
+from jagged.ops.group_sparse.optimizer import GroupSparseOptimizer
 from jagged.ops.group_sparse.spec import (
     GROUP_SPARSE,
     GROUP_SPARSE_BCE,
+    GROUP_SPARSE_BCE_UPDATING,
     GROUP_SPARSE_SOFTMAX,
     Inputs,
     LossInputs,
     Options,
     SoftmaxInputs,
+    UpdatingInputs,
+    UpdatingOptions,
 )
 
 
@@ -84,6 +88,7 @@ def group_sparse_bce(
     row_mask: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
+    optimizer: GroupSparseOptimizer | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Compute the binary cross-entropy of all labels, summed over labels and averaged over rows, without storing a logit.
@@ -106,6 +111,8 @@ def group_sparse_bce(
         row_mask: `[B]`, bool: rows that count; the mean is over these, and 0 where there is none. None counts all.
         label_smoothing: share s of the targets in [0, 1], which become `(1 - s) y + s / 2`.
         ignore_index: a negative number that among positives is no label.
+        optimizer: update `weight`, and `bias` where it requires a gradient, in the backward pass, in place, and make no gradients
+            of them; `weight` must require one. All is then computed in the dtype of `weight`, also under autocast.
         backend: `"torch"`, `"triton"`, or None to choose by device.
 
     Returns:
@@ -113,9 +120,10 @@ def group_sparse_bce(
 
     Raises:
         ValueError: shapes that do not fit, tensors on different devices, `label_smoothing` outside of [0, 1], an unknown backend;
-            on a CPU, unless values are trusted, and with `JAGGED_VALIDATE=1` everywhere, also wrong values of offsets, supports
-            or positives.
+            an optimizer of another layer, or for weights that require no gradient, where gradients are recorded; on a CPU, unless
+            values are trusted, and with `JAGGED_VALIDATE=1` everywhere, also wrong values of offsets, supports or positives.
         TypeError: dtypes other than those above, or different ones outside of autocast.
+        RuntimeError: in a backward pass with an optimizer, weights that have changed since the loss was computed.
 
     Source:
         HASTE: output layers of many labels whose groups share a sparse input of fixed size (group-shared fixed fan-in).
@@ -129,12 +137,27 @@ def group_sparse_bce(
         >>> group_sparse_bce(features, weight, supports, torch.tensor([0, 2, 3]), positives, offsets)
         tensor(0.0553)
     """
+    if optimizer is not None and autocast_dtype(features.device.type) is not None:
+        features = features.to(weight.dtype)
     check_layer(features, weight, supports, group_offsets, bias)
     check_label_loss(features, weight, positives, offsets, label_weight, row_mask, label_smoothing, ignore_index)
     sets = label_sets(features, positives, offsets, row_mask)
     positive_offsets = torch.searchsorted(sets.positives, group_offsets.to(torch.int64).contiguous())
     inputs = LossInputs(features, weight, supports, group_offsets, *sets, positive_offsets, bias, label_weight)
-    return GROUP_SPARSE_BCE(inputs, LossOptions(label_smoothing), backend).loss
+    if optimizer is None or not torch.is_grad_enabled():
+        return GROUP_SPARSE_BCE(inputs, LossOptions(label_smoothing), backend).loss
+    check_optimizer(optimizer, weight, bias)
+    is_compiling, has_momentum = torch.compiler.is_compiling(), bool(optimizer.rule.momentum)
+    updating = UpdatingInputs(
+        *inputs,
+        optimizer.weight_momentum if has_momentum else None,
+        optimizer.bias_momentum if has_momentum else None,
+        optimizer.step,
+        optimizer.learning_rate,
+        optimizer.step.clone() if is_compiling else None,
+    )
+    options = UpdatingOptions(label_smoothing, *optimizer.rule, None if is_compiling else weight._version)
+    return GROUP_SPARSE_BCE_UPDATING(updating, options, backend).loss
 
 
 @overload

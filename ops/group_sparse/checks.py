@@ -15,6 +15,7 @@ from jagged.ops._shared.validation import (
     holds,
     validation_is_on,
 )
+from jagged.ops.group_sparse.optimizer import GroupSparseOptimizer
 
 
 def check_layer(features: Tensor, weight: Tensor, supports: Tensor, group_offsets: Tensor, bias: Tensor | None) -> None:
@@ -44,6 +45,30 @@ def check_layer(features: Tensor, weight: Tensor, supports: Tensor, group_offset
         check_factors("bias", bias, "features", features)
     if validation_is_on(supports):
         _validate_supports(supports, features.shape[1])
+
+
+def check_optimizer(optimizer: GroupSparseOptimizer, weight: Tensor, bias: Tensor | None) -> None:
+    """Check that an optimizer is of this layer, and that the layer may learn."""
+    if optimizer.step.device != weight.device:
+        raise ValueError(
+            f"optimizer: expected its states on the device of weight, {weight.device}, got {optimizer.step.device}; make it for "
+            "these weights"
+        )
+    rows = 0 if bias is None else weight.shape[0]
+    if optimizer.rule.momentum and not (
+        holds(optimizer.weight_momentum.shape[0] == weight.shape[0])
+        and holds(optimizer.weight_momentum.shape[1] == weight.shape[1])
+        and holds(optimizer.bias_momentum.shape[0] == rows)
+    ):
+        raise ValueError(
+            f"optimizer: expected momentum of shapes {list(weight.shape)} and [{rows}], those of weight and bias, "
+            f"got {list(optimizer.weight_momentum.shape)} and {list(optimizer.bias_momentum.shape)}; make it for these weights"
+        )
+    if not weight.requires_grad:
+        raise ValueError(
+            "optimizer: weight does not require a gradient, so nothing would be updated; call weight.requires_grad_(), or leave "
+            "the optimizer out"
+        )
 
 
 def _validate_supports(supports: Tensor, num_features: int) -> None:

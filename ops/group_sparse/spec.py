@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
@@ -71,6 +72,128 @@ GROUP_SPARSE_BCE: Operator[LossInputs, LossOptions, LossOutputs] = operator(
     triton="jagged.ops.group_sparse.bce_kernels:forward,backward",
     saved=LossInputs._fields,
     autocast=("features", "weight", "bias"),
+)
+
+
+class UpdatingInputs(NamedTuple):
+    """As `LossInputs`; and an optimizer's tensors, of which a layer without momentum has no states.
+
+    `step_before` is a compiled graph's copy of `step` at forward.
+    """
+
+    features: Differentiable
+    weight: Differentiable
+    supports: Tensor
+    group_offsets: Tensor
+    positives: Tensor
+    rows: Tensor
+    row_weight: Tensor
+    positive_offsets: Tensor
+    bias: Differentiable | None
+    label_weight: Tensor | None
+    weight_momentum: Tensor | None
+    bias_momentum: Tensor | None
+    step: Tensor
+    learning_rate: Tensor
+    step_before: Tensor | None
+
+
+class UpdatingOptions(NamedTuple):
+    """The loss's, an update's `Rule`, and how often the weights had changed at forward; None in a compiled graph."""
+
+    label_smoothing: float
+    momentum: float
+    weight_decay: float
+    stochastic_rounding: bool
+    version: int | None
+
+
+class UpdateInputs(NamedTuple):
+    """The gradient of the loss, the loss, and what it was made of; `step` counts this update already."""
+
+    grad: Tensor
+    loss: Tensor
+    features: Tensor
+    weight: Tensor
+    supports: Tensor
+    group_offsets: Tensor
+    positives: Tensor
+    rows: Tensor
+    row_weight: Tensor
+    positive_offsets: Tensor
+    bias: Tensor | None
+    label_weight: Tensor | None
+    weight_momentum: Tensor | None
+    bias_momentum: Tensor | None
+    step: Tensor
+    learning_rate: Tensor
+
+
+class UpdateOptions(NamedTuple):
+    """As `UpdatingOptions`; whether biases change, too, and whether the gradient of features is wanted."""
+
+    label_smoothing: float
+    momentum: float
+    weight_decay: float
+    stochastic_rounding: bool
+    changes_bias: bool
+    of_features: bool
+
+
+class FeatureGradient(NamedTuple):
+    """`[B, H]`, in the dtype of the features, or empty where it is not wanted."""
+
+    gradient: Tensor
+
+
+GROUP_SPARSE_BCE_UPDATE: Operator[UpdateInputs, UpdateOptions, FeatureGradient] = operator(
+    "group_sparse_bce_update",
+    UpdateInputs,
+    UpdateOptions,
+    FeatureGradient,
+    shapes=lambda x, o: FeatureGradient(x.features.new_empty(x.features.shape if o.of_features else 0)),
+    torch="jagged.ops.group_sparse.torch_impl:bce_update",
+    triton="jagged.ops.group_sparse.bce_kernels:update",
+    mutates=("weight", "bias", "weight_momentum", "bias_momentum"),
+)
+
+_CHANGED = (
+    "weight: it has changed since the loss was computed, whose gradient needs it as it was; call backward of one loss before the "
+    "next is computed, or put all rows into one call of group_sparse_bce"
+)
+
+
+def _update(
+    grads: LossOutputs, x: UpdatingInputs, out: LossOutputs, o: UpdatingOptions, wanted: dict[str, torch.dtype], backend: str
+) -> dict[str, Tensor]:
+    """Return the gradient of features, and change weights and biases in place of theirs."""
+    if x.step_before is not None:
+        torch._assert_async(torch.eq(x.step, x.step_before), _CHANGED)
+    elif x.weight._version != o.version:
+        raise RuntimeError(_CHANGED)
+    of_features = "features" in wanted
+    x.step.add_(1)
+    inputs = UpdateInputs(grads.loss, out.loss, *x[:-1])
+    options = UpdateOptions(*o[:-1], "bias" in wanted, of_features)
+    gradient = GROUP_SPARSE_BCE_UPDATE(inputs, options, backend).gradient
+    # Kernels count no change of their own.
+    torch.autograd.graph.increment_version(x.weight)
+    return {"features": gradient} if of_features else {}
+
+
+GROUP_SPARSE_BCE_UPDATING: Operator[UpdatingInputs, UpdatingOptions, LossOutputs] = operator(
+    "group_sparse_bce_updating",
+    UpdatingInputs,
+    UpdatingOptions,
+    LossOutputs,
+    shapes=lambda x, o: LossOutputs(x.features.new_empty((), dtype=loss_dtype(x.features.dtype))),
+    torch="jagged.ops.group_sparse.torch_impl:bce_forward",
+    triton="jagged.ops.group_sparse.bce_kernels:forward",
+    gradient=_update,
+    is_first_order=True,
+    # What updates change: that of a batch before must not be taken for a mistake.
+    unchecked=("weight", "bias", "weight_momentum", "bias_momentum", "step", "learning_rate"),
+    title="group_sparse_bce",
 )
 
 

@@ -15,9 +15,23 @@ from torch import Tensor
 
 from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
 from jagged.ops._shared.offsets import covering
-from jagged.ops.group_sparse.spec import Inputs, LossInputs, Options, Outputs, SoftmaxInputs, SoftmaxOutputs
+from jagged.ops.group_sparse.spec import (
+    FeatureGradient,
+    Inputs,
+    LossInputs,
+    Options,
+    Outputs,
+    SoftmaxInputs,
+    SoftmaxOutputs,
+    UpdateInputs,
+    UpdateOptions,
+    UpdatingInputs,
+    UpdatingOptions,
+)
+from jagged.ops.group_sparse.update import update_by
 
-Layer = Inputs | LossInputs | SoftmaxInputs
+Loss = LossInputs | UpdatingInputs
+Layer = Inputs | Loss | SoftmaxInputs
 
 # Elements of a piece's gathered features, and of its logits: 4 MiB in float32.
 PIECE_ELEMENTS = 2**20
@@ -66,7 +80,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     return _finished(found, wanted)
 
 
-def bce_forward(x: LossInputs, o: LossOptions) -> LossOutputs:
+def bce_forward(x: Loss, o: LossOptions | UpdatingOptions) -> LossOutputs:
     """Return the loss."""
     features, weight = x.features, x.weight
     dtype = loss_dtype(features.dtype)
@@ -109,6 +123,11 @@ def bce_backward(
     if of_bias is not None:
         found["bias"] = of_bias
     return _finished(found, wanted)
+
+
+def bce_update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
+    """Return the gradient of features, and change weights and biases."""
+    return update_by(bce_backward, x, o)
 
 
 def softmax_forward(x: SoftmaxInputs, o: Options) -> SoftmaxOutputs:
@@ -178,7 +197,7 @@ def counting_features(x: SoftmaxInputs) -> Tensor:
     return x.features if x.row_mask is None else torch.where(x.row_mask[:, None], x.features, 0)
 
 
-def _logits(piece: Piece, x: LossInputs | SoftmaxInputs, weights: Tensor, gathered: Tensor) -> Tensor:
+def _logits(piece: Piece, x: Loss | SoftmaxInputs, weights: Tensor, gathered: Tensor) -> Tensor:
     z = torch.bmm(weights, gathered)
     return z if x.bias is None else z.add_(x.bias[piece.labels].to(z.dtype)[:, :, None])
 
@@ -191,7 +210,7 @@ class Positives(NamedTuple):
     rows: Tensor
 
 
-def _positives(x: LossInputs | SoftmaxInputs) -> Positives:
+def _positives(x: Loss | SoftmaxInputs) -> Positives:
     """Return the positives that are labels of a group."""
     labels, num_groups = x.positives, x.supports.shape[0]
     if not (labels.numel() and num_groups and x.weight.shape[0]):
@@ -220,7 +239,7 @@ def _signs(piece: Piece, positives: Positives, samples: slice, like: Tensor) -> 
     return signs.index_put_(index, like.new_full((), -1.0))
 
 
-def _counts_of(piece: Piece, x: LossInputs, dtype: torch.dtype) -> Tensor:
+def _counts_of(piece: Piece, x: Loss, dtype: torch.dtype) -> Tensor:
     """Return what labels weigh, 0 where there is none."""
     if x.label_weight is None:
         return piece.exists.to(dtype)

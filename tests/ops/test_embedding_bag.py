@@ -754,14 +754,14 @@ def test_opcheck(place: Place, has_sizes: bool) -> None:
 
 
 class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
-    """Keeps calls of this family's operators."""
+    """Keeps calls of a family's operators, whose names begin alike."""
 
-    def __init__(self, calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    def __init__(self, calls: list[tuple[Any, tuple[Any, ...]]], family: str = "embedding_bags") -> None:
         super().__init__()
-        self.calls = calls
+        self.calls, self.family = calls, family
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name.startswith("jagged::embedding_bags"):
+        if func._schema.name.startswith(f"jagged::{self.family}"):
             self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 

@@ -1,0 +1,55 @@
+"""The update of a layer from its gradients, in PyTorch's operations: what both backends make of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
+from jagged.ops._shared.rounding import rounded
+from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions
+
+Backward = Callable[[LossOutputs, LossInputs, LossOutputs, LossOptions, Mapping[str, torch.dtype]], dict[str, Tensor]]
+
+# Numbers that are changed at once: a few copies of so many in float32.
+PIECE_ELEMENTS = 2**24
+
+
+def update_by(backward: Backward, x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
+    """Return the gradient of features that `backward` makes, and change weights and biases by theirs."""
+    wide = loss_dtype(x.features.dtype)
+    wanted = {"weight": wide}
+    if o.of_features:
+        wanted["features"] = x.features.dtype
+    if o.changes_bias:
+        wanted["bias"] = wide
+    layer = LossInputs(**{name: getattr(x, name) for name in LossInputs._fields})
+    found = backward(LossOutputs(x.grad), layer, LossOutputs(x.loss), LossOptions(o.label_smoothing), wanted)
+    _change(x, o, x.weight, x.weight_momentum, found["weight"], o.weight_decay, 0)
+    if o.changes_bias:
+        assert x.bias is not None
+        momentum = None if x.bias_momentum is None else x.bias_momentum[:, None]
+        _change(x, o, x.bias[:, None], momentum, found["bias"][:, None], 0.0, x.weight.numel())
+    return FeatureGradient(found["features"] if o.of_features else x.features.new_empty(0))
+
+
+def _change(
+    x: UpdateInputs, o: UpdateOptions, values: Tensor, states: Tensor | None, gradient: Tensor, decay: float, first: int
+) -> None:
+    """Change `[L, n]` values and states in place, piece by piece; `first` counts the first one for rounding."""
+    counts, rate = x.loss.isfinite() & x.grad.isfinite(), x.learning_rate.to(gradient.dtype)
+    width = values.shape[1]
+    rows = max(1, PIECE_ELEMENTS // max(1, width))
+    for begin in range(0, values.shape[0], rows):
+        some = slice(begin, min(begin + rows, values.shape[0]))
+        old, slope = values[some].to(gradient.dtype), gradient[some]
+        if decay:
+            slope = slope + decay * old
+        if states is not None:
+            slope = o.momentum * states[some].to(gradient.dtype) + slope
+            states[some] = torch.where(counts, slope.to(states.dtype), states[some])
+        at = first + torch.arange(some.start * width, some.stop * width, device=values.device).view(-1, width)
+        new = rounded(old - rate * slope, values.dtype, stochastic=o.stochastic_rounding, step=x.step, element=at)
+        values[some] = torch.where(counts, new, values[some])
