@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Group, Parameter
 from cyclopts.validators import Number
@@ -40,6 +40,11 @@ from jagged.config import (
     takes_several,
     told_by,
 )
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from jagged.config.section import Section
 
 app = App(
     name="jagged",
@@ -84,8 +89,12 @@ _COMMANDS: dict[str, Callable[..., Any]] = {}
 def _command(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function a command; the help begins with the first line of its docstring and ends with the others, as they stand."""
     first, _, others = str(inspect.getdoc(function)).partition("\n\n")
-    app.command(function, help=first, help_epilogue=others)
-    _COMMANDS[app.name_transform(function.__name__)] = function
+    name, given = app.name_transform(function.__name__), [*inspect.signature(function).parameters.values()]
+    # Among hundreds of options this takes a tenth of a second to find.
+    is_plain = bool(given) and all(of.kind is of.KEYWORD_ONLY and of.default is not of.empty for of in given)
+    usage = f"Usage: jagged {name} [OPTIONS]" if is_plain else None
+    app.command(function, help=first, help_epilogue=others, usage=usage)
+    _COMMANDS[name] = function
     return function
 
 
@@ -158,9 +167,10 @@ def _with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add one flag to `command` for each option of `TrainConfig`; it gets those that were given, as text, as `flags`."""
     own = [parameter for parameter in inspect.signature(command, eval_str=True).parameters.values() if parameter.name != "flags"]
     # The most used ones stand first.
-    names = {name.replace(".", "__"): name for name in dict.fromkeys([*_MOST_USED, *leaves()])}
+    options = leaves()
+    names = {name.replace(".", "__"): name for name in dict.fromkeys([*_MOST_USED, *options])}
     generated = [
-        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name))
+        inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, options[name]))
         for key, name in names.items()
     ]
 
@@ -191,9 +201,9 @@ _GROUPS = {
 }
 
 
-def _annotation(name: str) -> Any:
-    """The flag of a dotted name."""
-    variants, section = leaves()[name], name.rpartition(".")[0]
+def _annotation(name: str, variants: list[tuple[type[Section], FieldInfo]]) -> Any:
+    """The flag of a dotted name, and what `leaves` says of it."""
+    section = name.rpartition(".")[0]
     fields = [field for _, field in variants]
     on_off, several = kinds(fields[0]) == {bool}, any(map(takes_several, fields))
     values = list(dict.fromkeys(value for field in fields for value in choices(field)))
@@ -203,7 +213,7 @@ def _annotation(name: str) -> Any:
         Parameter(
             name=[_flag(name), *map(_flag, short_names(name))],
             negative=_NEGATIVES.get(name, f"--{section}.no-{_flag(name.rpartition('.')[2])[2:]}") if on_off else (),
-            help="; ".join(_told(name)),
+            help="; ".join(_told(name, variants)),
             metavar="|".join(values) or next((said for of, said in _METAVARS.items() if of in kinds(fields[0])), "TEXT"),
             group=_GROUPS["most" if name in _MOST_USED else section],
             show_default=False,
@@ -211,9 +221,9 @@ def _annotation(name: str) -> Any:
     ]
 
 
-def _told(name: str) -> Iterator[str]:
+def _told(name: str, variants: list[tuple[type[Section], FieldInfo]]) -> Iterator[str]:
     """What help says of an option, with its default; another sentence where jobs differ in it."""
-    variants, section = leaves()[name], name.rpartition(".")[0]
+    section = name.rpartition(".")[0]
     # What it belongs to, unless it is in every variant of its section.
     everywhere = not section or name in _TAGS or len(variants) == len(section_variants(section))
     if name in _TAGS:

@@ -15,6 +15,7 @@ from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
 from jagged.ops import (
     BagLayout,
+    GroupSparseOptimizer,
     catalogue_topk,
     embedding_bags,
     group_sparse_bce,
@@ -31,6 +32,7 @@ from jagged.ops import (
 )
 
 _IGNORED = -100
+_OPTIMIZER_OPTIONS = ("learning_rate", "momentum", "weight_decay", "stochastic_rounding", "state_dtype")
 # A slot that was there from the start.
 _ALWAYS = -(2**62)
 # Numbers that are drawn or multiplied at once where slots are given new inputs.
@@ -65,6 +67,9 @@ class GroupSparseHead(JaggedModule):
         adjacent: groups read whole blocks of `fan_in` adjacent features, for good: a block-sparse layer. `rewire` refuses it.
         loss: "bce", a yes or no for each label, or "softmax", one choice among all.
         label_smoothing: as for `jagged.ops.group_sparse_bce`; "softmax" has none.
+        optimizer: "sgd": the backward pass updates the groups' `weight` and `bias` (`jagged.ops.GroupSparseOptimizer`), which get
+            no gradients; None: they have gradients. Of "bce" alone. The dense layer and projections have gradients either way.
+        optimizer_options: `learning_rate`, and any of `momentum`, `weight_decay`, `stochastic_rounding`, `state_dtype`.
         seed: of groups, inputs and `rewire`.
         device, dtype: of parameters. On the meta device nothing is allocated; `to_empty` and `reset_parameters` make the same
             module of it as another device would have.
@@ -76,9 +81,11 @@ class GroupSparseHead(JaggedModule):
         group_offsets: `[K + 1]`, the first place of each group, counted from the first one without a dense layer.
         born: `[K, fan_in]`, the step at which each slot of a group got its input.
         weight, bias, head_weight, head_bias: parameters of groups `[n, fan_in]`, `[n]`, and of the dense layer.
+        optimizer: what updates `weight` and `bias` in the backward pass, or None; a schedule fills its `learning_rate`.
 
     Raises:
-        ValueError: numbers out of range, counts that do not fit.
+        ValueError: numbers out of range, counts that do not fit, options without an optimizer or unknown ones.
+        RuntimeError: with an optimizer, a call that records a gradient in one of several processes, whose weights would differ.
 
     Shape:
         features: `[B, input_dim]`; positives: JaggedTensor of label ids, those of each row; row_mask: `[B]`, bool, rows that
@@ -105,6 +112,7 @@ class GroupSparseHead(JaggedModule):
     supports: Tensor
     group_offsets: Tensor
     born: Tensor
+    optimizer: GroupSparseOptimizer | None
     shown = ("num_labels", "num_head_labels", "num_groups", "fan_in", "loss", "label_smoothing")
 
     def __init__(
@@ -122,6 +130,8 @@ class GroupSparseHead(JaggedModule):
         adjacent: bool = False,
         loss: Literal["bce", "softmax"] = "bce",
         label_smoothing: float = 0.0,
+        optimizer: Literal["sgd"] | None = None,
+        optimizer_options: dict[str, Any] | None = None,
         seed: int = 0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -143,6 +153,7 @@ class GroupSparseHead(JaggedModule):
             raise ValueError(f"loss: got {loss!r}, expected 'bce' or 'softmax'")
         if loss == "softmax" and label_smoothing:
             raise ValueError(f"label_smoothing: expected 0 for loss='softmax', which has none, got {label_smoothing}")
+        self._optimizer_options = _checked_options(optimizer, optimizer_options, loss)
         with torch.device("cpu"):
             by_frequency = counts.argsort(descending=True, stable=True)
             frequent, others = by_frequency.split([self.num_head_labels, self.num_labels - self.num_head_labels])
@@ -174,6 +185,7 @@ class GroupSparseHead(JaggedModule):
         self._layouts = tuple(BagLayout((self.num_head_labels,), (table_width,)) for table_width in widths)
         self.weight = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, fan_in, **of_floats))
         self.bias = nn.Parameter(torch.empty(self.num_labels - self.num_head_labels, **of_floats))
+        self.optimizer = self._new_optimizer()
         self.reset_parameters()
 
     @classmethod
@@ -220,6 +232,45 @@ class GroupSparseHead(JaggedModule):
                     inputs = keys.topk(self.fan_in).indices.sort(1).values
                 self.supports[some] = inputs.to(self.supports)
             self.born.fill_(_ALWAYS)
+            if self.optimizer is not None:
+                self.optimizer = self._new_optimizer()
+
+    def _new_optimizer(self) -> GroupSparseOptimizer | None:
+        if self._optimizer_options is None:
+            return None
+        return GroupSparseOptimizer(self.weight.detach(), self.bias.detach(), **self._optimizer_options)
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, for a checkpoint beside the state dict; none without one."""
+        return {} if self.optimizer is None else self.optimizer.state()
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy what `optimizer_state_dict` gave into the optimizer.
+
+        Raises:
+            ValueError: other names or shapes than this head's.
+        """
+        own = self.optimizer_state_dict()
+        for name in sorted(own.keys() | state_dict.keys()):
+            expected, got = (list(of[name].shape) if name in of else None for of in (own, state_dict))
+            if expected != got:
+                raise ValueError(
+                    f"state_dict: expected shape {expected} for {name!r}, got {got}; head and optimizer must be the same"
+                )
+        for name, state in own.items():
+            state.copy_(state_dict[name])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupSparseHead:
+        super()._apply(fn, recurse)
+        if self.optimizer is not None and self.optimizer.step.device != self.weight.device:
+            # Of the meta device there is nothing to move.
+            was_meta = self.optimizer.step.is_meta
+            self.optimizer = self._new_optimizer() if was_meta else self.optimizer.to(self.weight.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Show the options."""
+        return super().extra_repr() + ("" if self.optimizer is None else ", optimizer='sgd'")
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -234,7 +285,7 @@ class GroupSparseHead(JaggedModule):
             validate_offsets(offsets, labels.shape[0])
             validate_ids(labels, self.num_labels, name="positives")
         # Elsewhere nothing waits to look: a label that is none makes the loss NaN, and is not taken for another one.
-        wrong = (labels < 0) | (labels >= self.num_labels)
+        is_wrong = ((labels < 0) | (labels >= self.num_labels)).any()
         places = self.places[labels.clamp(0, self.num_labels - 1)]
         # What groups read is this module's own, and need not be checked in each call.
         with nullcontext() if torch.compiler.is_compiling() else trust_values():
@@ -244,8 +295,8 @@ class GroupSparseHead(JaggedModule):
                 losses = torch.where(counted, lse - target / counts.clamp(min=1), 0)
                 loss = losses.sum() / counted.sum().clamp(min=1)
             else:
-                loss = self._binary(features, places, offsets, row_mask)
-        return loss + torch.where(wrong.any(), torch.nan, 0.0).to(loss.dtype)
+                loss = self._binary(features, places, offsets, row_mask, is_wrong)
+        return loss + torch.where(is_wrong, torch.nan, 0.0).to(loss.dtype)
 
     def target_loss(self, features: Tensor, targets: Tensor) -> HeadOutput:
         """Return the softmax cross-entropy of rows that have one label each, its mean, and the labels' scores `[B]`.
@@ -273,10 +324,16 @@ class GroupSparseHead(JaggedModule):
         loss = torch.where(counted, lse - target, 0).sum() / counted.sum().clamp(min=1)
         return HeadOutput(loss + torch.where(wrong.any(), torch.nan, 0.0), torch.where(counted, target, 0).detach())
 
-    def _binary(self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None) -> Tensor:
+    def _binary(self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None, is_wrong: Tensor) -> Tensor:
         """Return the binary cross-entropy of all labels."""
         is_frequent = places < self.num_head_labels
         options: dict[str, Any] = {"row_mask": row_mask, "label_smoothing": self.label_smoothing, "ignore_index": _IGNORED}
+        optimizer = self.optimizer if self.weight.requires_grad and torch.is_grad_enabled() else None
+        if optimizer is not None and _num_processes() > 1:
+            raise RuntimeError(
+                f"optimizer: a head's own updates by the gradients of one process, got {_num_processes()} processes, which would "
+                "learn apart; make the head without an optimizer"
+            )
         loss = group_sparse_bce(
             self.tail_projection(features),
             self.weight,
@@ -285,8 +342,12 @@ class GroupSparseHead(JaggedModule):
             torch.where(is_frequent, _IGNORED, places - self.num_head_labels),
             offsets,
             self.bias,
+            optimizer=optimizer,
             **options,
         )
+        if optimizer is not None:
+            # By the gradient, too, so that nothing is learnt from a batch with a label that is none.
+            loss = loss * torch.where(is_wrong, torch.nan, 1.0).to(loss.dtype)
         if self.num_head_labels:
             of_head = torch.where(is_frequent, places, _IGNORED)
             hidden = self.head_projection(features)
@@ -419,7 +480,7 @@ class GroupSparseHead(JaggedModule):
             batch: features and positives as `forward` takes them, for "gradient".
             in_each_group: the fraction of each group's slots, in place of all slots'.
             new_weights: "zero", or "uniform" on +-1 / sqrt(fan_in).
-            optimizer: whose state for these weights becomes zero, as far as it has their shape.
+            optimizer: whose state for these weights becomes zero, as far as it has their shape; so does that of the head's own.
 
         Returns:
             How many slots have a new input.
@@ -461,7 +522,9 @@ class GroupSparseHead(JaggedModule):
             self.weight.masked_scatter_(of_labels, drawn.to(self.weight))
         else:
             self.weight.masked_fill_(of_labels, 0)
-        for state in optimizer.state.get(self.weight, {}).values() if optimizer is not None else ():
+        states = [] if optimizer is None else list(optimizer.state.get(self.weight, {}).values())
+        states += self.optimizer_state_dict().values()
+        for state in states:
             if isinstance(state, Tensor) and state.shape == self.weight.shape:
                 state.masked_fill_(of_labels, 0)
         return int(lost.sum())
@@ -516,10 +579,32 @@ class GroupSparseHead(JaggedModule):
                 lse, counts = of_rows
                 slopes = torch.exp(logits - lse) - targets[:, :-1] / counts.clamp(min=1)
             gradient = slopes.to(hidden.dtype).t() @ hidden
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if _num_processes() > 1:
                 torch.distributed.all_reduce(gradient)
             found[begin - some.start : end - some.start] = _means(gradient.abs(), offsets - first)
         return found
+
+
+def _num_processes() -> int:
+    found = torch.distributed
+    return found.get_world_size() if found.is_available() and found.is_initialized() else 1
+
+
+def _checked_options(kind: str | None, options: dict[str, Any] | None, loss: str) -> dict[str, Any] | None:
+    if kind is None:
+        if options is not None:
+            raise ValueError("optimizer_options: expected None without an optimizer; name one with optimizer")
+        return None
+    if kind != "sgd":
+        raise ValueError(f"optimizer: got {kind!r}, expected 'sgd' or None")
+    if loss != "bce":
+        raise ValueError(f"optimizer: expected None for loss={loss!r}, whose backward pass makes gradients, got {kind!r}")
+    options = dict(options or {})
+    if unknown := [name for name in options if name not in _OPTIMIZER_OPTIONS]:
+        raise ValueError(f"optimizer_options: got {unknown[0]!r}, expected some of {', '.join(_OPTIMIZER_OPTIONS)}")
+    if "learning_rate" not in options:
+        raise ValueError("optimizer_options: expected a learning_rate, got none")
+    return options
 
 
 def _behind(projection: nn.Module, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

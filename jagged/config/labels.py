@@ -80,6 +80,18 @@ class SparseLabelHead(LabelHead):
 
     fan_in: int = option(64, "inputs of a label, at most model.embedding_dim", ge=1)
     dense_share: float = option(0.02, "share of the labels, the most frequent, that read all inputs", ge=0, le=1)
+    optimizer: Literal["adamw", "sgd"] = option(
+        "adamw",
+        "what trains labels of few inputs: AdamW with all else, or SGD in the backward pass, which keeps no gradient and is not "
+        "clipped",
+        when={"loss": ("bce",)},
+    )
+    sgd_learning_rate: float = option(
+        0.5, "peak learning rate of that SGD, on the schedule of all", when={"optimizer": ("sgd",)}, gt=0
+    )
+    sgd_momentum: float = option(
+        0.9, "momentum of that SGD; 0 for none, which keeps no state", when={"optimizer": ("sgd",)}, ge=0, lt=1
+    )
 
 
 class RewiredHead(Rewired, SparseLabelHead):

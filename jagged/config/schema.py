@@ -284,7 +284,7 @@ class MultiLabelConfig(JobConfig):
         super().__init__(**values)
 
     def contradictions(self) -> Iterable[Problem]:
-        """Something is left to train on, and groups read no more inputs than there are."""
+        """Something is left to train on, groups read no more inputs than there are, and a step of SGD in backward is a batch."""
         if self.data.test is not None and self.split.test_fraction is not None:
             text = f"got {self.split.test_fraction}, expected none beside data.test, which has the rows of the test"
             yield Problem("split.test_fraction", text)
@@ -295,6 +295,11 @@ class MultiLabelConfig(JobConfig):
         fan_in, width = getattr(self.head, "fan_in", 1), self.model.embedding_dim
         if fan_in > width:
             yield Problem("head.fan_in", f"got {fan_in}, expected at most model.embedding_dim ({width})")
+        if getattr(self.head, "optimizer", "adamw") == "sgd" and self.training.accumulate > 1:
+            text = (
+                f"got sgd, expected adamw beside training.accumulate ({self.training.accumulate}), as SGD learns from each batch"
+            )
+            yield Problem("head.optimizer", text)
 
     @property
     def test_fraction(self) -> float:

@@ -67,7 +67,9 @@ class Section(BaseModel):
         ConfigError: one line per wrong option: its name, what was found, what is expected.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, validate_default=True, allow_inf_nan=False, defer_build=True
+    )
 
     def __init__(self, **values: Any) -> None:
         kind, problems = type(self), []

@@ -271,6 +271,8 @@ class MultiLabelModel(MultiLabelTask):
         adjacent: bool = False,
         loss: Literal["bce", "softmax"] = "bce",
         label_smoothing: float = 0.0,
+        optimizer: Literal["sgd"] | None = None,
+        optimizer_options: dict[str, Any] | None = None,
         ks: Sequence[int] = DEFAULT_KS,
         propensity_a: float = 0.55,
         propensity_b: float = 1.5,
@@ -289,7 +291,7 @@ class MultiLabelModel(MultiLabelTask):
             grouping: of labels: by the mean features of their rows, by how frequent they are, at random, or as they are given.
             dense_share: of the labels, the most frequent, that read all inputs; 1.0: all of them.
             bottleneck_dim: width of a layer that these read in place of the inputs.
-            adjacent, loss, label_smoothing: as of `GroupSparseHead`.
+            adjacent, loss, label_smoothing, optimizer, optimizer_options: as of `GroupSparseHead`.
             ks, propensity_a, propensity_b: of the figures.
             seed: of groups and inputs.
             device: of the parameters; labels are grouped there. Sums on a GPU, or by another number of threads, come in another
@@ -315,6 +317,8 @@ class MultiLabelModel(MultiLabelTask):
             adjacent=adjacent,
             loss=loss,
             label_smoothing=label_smoothing,
+            optimizer=optimizer,
+            optimizer_options=optimizer_options,
             seed=seed,
             device=device,
         )

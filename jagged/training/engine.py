@@ -23,7 +23,7 @@ from jagged.modules import RowSplit, SplitEmbeddingCollection
 from jagged.training.batches import carried
 from jagged.training.errors import CheckpointError
 from jagged.training.graphs import GraphedSteps, graphs_serve
-from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names
+from jagged.training.optimizer import Optimizer, check_updates, number_on, table_names, updated_heads
 from jagged.training.processes import Processes
 
 _TASK = "task."
@@ -64,7 +64,7 @@ class Engine:
     def __init__(
         self, task: nn.Module, config: TrainerConfig, precision: str, processes: Processes, total_steps: int = 0
     ) -> None:
-        check_updates(task)
+        check_updates(task, config.accumulate, processes.world_size)
         self.task = task
         self.processes = processes
         self._accumulate = config.accumulate
@@ -92,6 +92,7 @@ class Engine:
             total_steps=total_steps,
             tables=table_names(task),
             split=self._splits,
+            heads=updated_heads(task),
             world_size=processes.world_size,
         )
         if self._accumulate > 1:

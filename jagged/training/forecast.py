@@ -19,6 +19,7 @@ from jagged.models import NextItemTask
 from jagged.scoring import DEFAULT_MAX_BYTES
 from jagged.training.display import memory_in_use
 from jagged.training.graphs import graphs_serve
+from jagged.training.optimizer import updated_heads
 from jagged.training.processes import Processes
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Forecast:
         elsewhere: the item table's rows that other processes keep. They are part of `present` too, and go before training.
         gradients: of the kept weights, and the second one that the item table has for a moment, from lookup and from scoring;
             with `graphs` a third.
-        optimizer: AdamW's two moments.
+        optimizer: AdamW's two moments, of what it trains.
         activations: of a step of the most tokens: 1.6 times what it keeps for its backward, measured on a probe of this model;
             the rest is for what the backward itself needs, and for gaps between freed blocks. With several processes also all
             processes' hidden states at the head, their gradients, and these once more while they are exchanged.
@@ -179,6 +180,8 @@ def forecast_rows(config: MultiLabelConfig, rows: MultiLabelRows, steps: int, ta
     """Forecast a run on this process's rows with sets of labels in the same way; its tokens are the rows' features."""
     device, count = processes.device, len(rows)
     sizes = [parameter.numel() * parameter.element_size() for parameter in task.parameters() if parameter.requires_grad]
+    # These have states of their own, which are there already.
+    updated = sum(of.numel() * of.element_size() for head in updated_heads(task).values() for of in (head.weight, head.bias))
     batch_size = min(config.training.batch_size, count)
     probe = rows.take(np.arange(min(_PROBE_SAMPLES, count)))
     kept = _kept_bytes(task, moved(LabelBatch.of(probe), device), config.precision, device) / len(probe)
@@ -188,7 +191,7 @@ def forecast_rows(config: MultiLabelConfig, rows: MultiLabelRows, steps: int, ta
         parameters=sum(sizes),
         elsewhere=0,
         gradients=sum(sizes),
-        optimizer=2 * sum(sizes),
+        optimizer=2 * (sum(sizes) - updated),
         activations=int(1.6 * batch_size * kept),
         checkpoint=0,
         evaluation=int(kept * config.evaluation.eval_batch_size),

@@ -13,7 +13,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, 
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from jagged.config import TrainerConfig
-from jagged.modules import RowSplit, ScheduledEmbeddingBagCollection
+from jagged.modules import GroupSparseHead, RowSplit, ScheduledEmbeddingBagCollection
 from jagged.training.errors import TrainingError
 
 #: Tables of up to so many rows are learnt from many samples a row, like any other matrix.
@@ -38,14 +38,28 @@ def table_names(module: nn.Module) -> set[str]:
     }
 
 
-def check_updates(module: nn.Module) -> None:
+def updated_heads(module: nn.Module) -> dict[str, GroupSparseHead]:
+    """Heads that are updated in the backward pass, by their paths."""
+    found = ((path, part) for path, part in module.named_modules() if isinstance(part, GroupSparseHead))
+    return {path: part for path, part in found if part.optimizer is not None}
+
+
+def check_updates(module: nn.Module, accumulate: int, world_size: int) -> None:
     """Refuse tables that are updated in the backward pass, whose states no checkpoint here would hold.
 
-    Gradients are also accumulated, clipped and averaged over processes after it.
+    Gradients are also accumulated, clipped and averaged over processes after it, so heads that are updated there are refused
+    where gradients of several batches or processes make a step.
 
     Raises:
         TrainingError: the first of them.
     """
+    for path in updated_heads(module):
+        if accumulate > 1 or world_size > 1:
+            several = f"{accumulate} batches" if accumulate > 1 else f"{world_size} processes"
+            raise TrainingError(
+                f"task: {path} is updated in the backward pass, by the gradient of one batch, but {several} make a step here; "
+                "make the head without an optimizer, or train in one process without accumulation"
+            )
     fused = [
         path for path, part in module.named_modules() if isinstance(part, ScheduledEmbeddingBagCollection) and part.optimizers
     ]
@@ -78,6 +92,8 @@ class Optimizer:
         tables: names of the embedding tables.
         split: by name, the parameters of which each process holds rows of its own, and whose gradients are sums over the
             processes' losses. They count once each in the norm.
+        heads: by path, those that are updated in the backward pass: outside of the norm and its clipping, with a peak rate of
+            their own on the same schedule.
         world_size: processes.
 
     Attributes:
@@ -93,13 +109,18 @@ class Optimizer:
         total_steps: int = 0,
         tables: Collection[str] = (),
         split: Mapping[str, RowSplit] | None = None,
+        heads: Mapping[str, GroupSparseHead] | None = None,
         world_size: int = 1,
     ) -> None:
         split = split or {}
+        self._heads = dict(heads or {})
+        updated = {f"{path}.{name}".removeprefix(".") for path in self._heads for name in ("weight", "bias")}
         self.steps = 0
         self.norms: list[Tensor] = []
         self._config, self._total_steps, self._world_size = config, total_steps, world_size
-        self._named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        self._named = {
+            name: parameter for name, parameter in parameters.items() if parameter.requires_grad and name not in updated
+        }
         self._parameters = list(self._named.values())
         self._split = [parameter for name, parameter in self._named.items() if name in split]
         self._replicated = [parameter for name, parameter in self._named.items() if name not in split]
@@ -191,10 +212,18 @@ class Optimizer:
         for optimizer, peak in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = peak * factor
+        for head in self._heads.values():
+            assert head.optimizer is not None
+            head.optimizer.learning_rate.fill_(head.optimizer.peak_learning_rate * factor)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """The state, `optimizer.<what>.<parameter>`; nothing of AdamW's before the first step."""
-        return {
+        """The state, `optimizer.<what>.<parameter or head>`; nothing of AdamW's before the first step."""
+        of_heads = {
+            f"optimizer.{key}.{path}": state
+            for path, head in self._heads.items()
+            for key, state in head.optimizer_state_dict().items()
+        }
+        return of_heads | {
             f"optimizer.{key}.{name}": torch.as_tensor(self._state(parameter)[key]).detach()
             for name, parameter in self._named.items()
             for key in _STATES[self._kinds[name]]
@@ -229,6 +258,8 @@ class Optimizer:
                     raise ValueError(f"optimizer.{key}.{name}: shape {tuple(value.shape)}, expected {expected}")
                 state[key] = value.to("cpu" if key == "step" and self._kinds[name] != "adamw" else parameter.device, copy=True)
             self._owner[parameter].state[parameter] = state
+        for path, head in self._heads.items():
+            head.load_optimizer_state_dict({key: tensors[f"optimizer.{key}.{path}"] for key in head.optimizer_state_dict()})
         self.steps = steps
         self._set_rates()
 

@@ -78,7 +78,7 @@ class Rewiring(Callback):
                 batch=self._batches.get(head),
                 in_each_group=self.in_each_group,
                 new_weights=self.new_weights,
-                optimizer=progress.optimizer_of(head.weight),
+                optimizer=None if head.optimizer is not None else progress.optimizer_of(head.weight),
             )
 
     def on_stop(self, progress: Progress) -> None:

@@ -21,7 +21,7 @@ from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
 from jagged.ops.group_sparse.kernels import VARYING, groups_of, load_block, load_columns, logits_of_tile
 from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions, UpdatingInputs, UpdatingOptions
-from jagged.ops.group_sparse.update import update_by
+from jagged.ops.group_sparse.update import loss_inputs, update_by
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -256,7 +256,7 @@ _launch_forward = Launcher(group_sparse_bce_forward_kernel)
 _launch_backward = Launcher(group_sparse_bce_backward_kernel)
 
 
-def forward(x: LossInputs | UpdatingInputs, o: LossOptions | UpdatingOptions) -> LossOutputs:
+def forward(x: LossInputs, o: LossOptions) -> LossOutputs:
     """Launch `group_sparse_bce_forward_kernel` and add up the programs' sums, in float64."""
     (batch_size, num_features), (num_labels, width), num_groups = x.features.shape, x.weight.shape, x.supports.shape[0]
     if not (batch_size and num_labels and num_groups):
@@ -308,12 +308,17 @@ def backward(
     return {name: found[name] for name in wanted}
 
 
+def updating_forward(x: UpdatingInputs, o: UpdatingOptions) -> LossOutputs:
+    """Compute the loss, as `forward` does."""
+    return forward(loss_inputs(x), LossOptions(o.label_smoothing))
+
+
 def update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
     """Return the gradient of features, and change weights and biases by theirs, which take the memory of the layer in float32."""
     return update_by(backward, x, o)
 
 
-def _read(x: LossInputs | UpdatingInputs) -> tuple[Tensor | None, ...]:
+def _read(x: LossInputs) -> tuple[Tensor | None, ...]:
     """Return what both kernels read after the features, side by side in memory but for the weights."""
-    rest = (None if tensor is None else tensor.contiguous() for tensor in x[2 : len(LossInputs._fields)])
+    rest = (None if tensor is None else tensor.contiguous() for tensor in x[2:])
     return (x.weight, *rest)

@@ -37,6 +37,7 @@ class GroupSparseOptimizer:
         state_dtype: of the states, a floating dtype; None: that of `weight`.
 
     Attributes:
+        peak_learning_rate: the one it was made with, which schedules multiply.
         learning_rate: `[]` float32.
         step: `[]` int64, the number of backward passes.
         weight_momentum, bias_momentum: v, of the shapes of weight and bias; empty without momentum, or without a bias.
@@ -71,6 +72,7 @@ class GroupSparseOptimizer:
             raise TypeError(f"state_dtype: expected a floating dtype, got {dtype}")
         # Whole numbers would compile graphs of their own.
         self.rule = Rule(float(momentum), float(weight_decay), bool(stochastic_rounding))
+        self.peak_learning_rate = float(learning_rate)
         self.learning_rate = torch.tensor(float(learning_rate), dtype=torch.float32, device=weight.device)
         self.step = torch.zeros((), dtype=torch.int64, device=weight.device)
         rows, slots = weight.shape if momentum else (0, 0)
@@ -81,3 +83,9 @@ class GroupSparseOptimizer:
         """Return the tensors that go on from step to step, for a checkpoint."""
         names = ("learning_rate", "step", "weight_momentum", "bias_momentum")
         return {name: getattr(self, name) for name in names}
+
+    def to(self, device: torch.device) -> GroupSparseOptimizer:
+        """Move all tensors to a device, and return this optimizer."""
+        for name, tensor in self.state().items():
+            setattr(self, name, tensor.to(device))
+        return self

@@ -187,8 +187,8 @@ GROUP_SPARSE_BCE_UPDATING: Operator[UpdatingInputs, UpdatingOptions, LossOutputs
     UpdatingOptions,
     LossOutputs,
     shapes=lambda x, o: LossOutputs(x.features.new_empty((), dtype=loss_dtype(x.features.dtype))),
-    torch="jagged.ops.group_sparse.torch_impl:bce_forward",
-    triton="jagged.ops.group_sparse.bce_kernels:forward",
+    torch="jagged.ops.group_sparse.torch_impl:updating_forward",
+    triton="jagged.ops.group_sparse.bce_kernels:updating_forward",
     gradient=_update,
     is_first_order=True,
     # What updates change: that of a batch before must not be taken for a mistake.

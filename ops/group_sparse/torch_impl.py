@@ -28,10 +28,9 @@ from jagged.ops.group_sparse.spec import (
     UpdatingInputs,
     UpdatingOptions,
 )
-from jagged.ops.group_sparse.update import update_by
+from jagged.ops.group_sparse.update import loss_inputs, update_by
 
-Loss = LossInputs | UpdatingInputs
-Layer = Inputs | Loss | SoftmaxInputs
+Layer = Inputs | LossInputs | SoftmaxInputs
 
 # Elements of a piece's gathered features, and of its logits: 4 MiB in float32.
 PIECE_ELEMENTS = 2**20
@@ -80,7 +79,7 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     return _finished(found, wanted)
 
 
-def bce_forward(x: Loss, o: LossOptions | UpdatingOptions) -> LossOutputs:
+def bce_forward(x: LossInputs, o: LossOptions) -> LossOutputs:
     """Return the loss."""
     features, weight = x.features, x.weight
     dtype = loss_dtype(features.dtype)
@@ -123,6 +122,11 @@ def bce_backward(
     if of_bias is not None:
         found["bias"] = of_bias
     return _finished(found, wanted)
+
+
+def updating_forward(x: UpdatingInputs, o: UpdatingOptions) -> LossOutputs:
+    """Return the loss."""
+    return bce_forward(loss_inputs(x), LossOptions(o.label_smoothing))
 
 
 def bce_update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
@@ -197,7 +201,7 @@ def counting_features(x: SoftmaxInputs) -> Tensor:
     return x.features if x.row_mask is None else torch.where(x.row_mask[:, None], x.features, 0)
 
 
-def _logits(piece: Piece, x: Loss | SoftmaxInputs, weights: Tensor, gathered: Tensor) -> Tensor:
+def _logits(piece: Piece, x: LossInputs | SoftmaxInputs, weights: Tensor, gathered: Tensor) -> Tensor:
     z = torch.bmm(weights, gathered)
     return z if x.bias is None else z.add_(x.bias[piece.labels].to(z.dtype)[:, :, None])
 
@@ -210,7 +214,7 @@ class Positives(NamedTuple):
     rows: Tensor
 
 
-def _positives(x: Loss | SoftmaxInputs) -> Positives:
+def _positives(x: LossInputs | SoftmaxInputs) -> Positives:
     """Return the positives that are labels of a group."""
     labels, num_groups = x.positives, x.supports.shape[0]
     if not (labels.numel() and num_groups and x.weight.shape[0]):
@@ -239,7 +243,7 @@ def _signs(piece: Piece, positives: Positives, samples: slice, like: Tensor) -> 
     return signs.index_put_(index, like.new_full((), -1.0))
 
 
-def _counts_of(piece: Piece, x: Loss, dtype: torch.dtype) -> Tensor:
+def _counts_of(piece: Piece, x: LossInputs, dtype: torch.dtype) -> Tensor:
     """Return what labels weigh, 0 where there is none."""
     if x.label_weight is None:
         return piece.exists.to(dtype)

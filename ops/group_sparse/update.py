@@ -9,12 +9,17 @@ from torch import Tensor
 
 from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
 from jagged.ops._shared.rounding import rounded
-from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions
+from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions, UpdatingInputs
 
 Backward = Callable[[LossOutputs, LossInputs, LossOutputs, LossOptions, Mapping[str, torch.dtype]], dict[str, Tensor]]
 
 # Numbers that are changed at once: a few copies of so many in float32.
 PIECE_ELEMENTS = 2**24
+
+
+def loss_inputs(x: UpdatingInputs | UpdateInputs) -> LossInputs:
+    """Return what the loss alone is made of."""
+    return LossInputs(**{name: getattr(x, name) for name in LossInputs._fields})
 
 
 def update_by(backward: Backward, x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
@@ -25,8 +30,7 @@ def update_by(backward: Backward, x: UpdateInputs, o: UpdateOptions) -> FeatureG
         wanted["features"] = x.features.dtype
     if o.changes_bias:
         wanted["bias"] = wide
-    layer = LossInputs(**{name: getattr(x, name) for name in LossInputs._fields})
-    found = backward(LossOutputs(x.grad), layer, LossOutputs(x.loss), LossOptions(o.label_smoothing), wanted)
+    found = backward(LossOutputs(x.grad), loss_inputs(x), LossOutputs(x.loss), LossOptions(o.label_smoothing), wanted)
     _change(x, o, x.weight, x.weight_momentum, found["weight"], o.weight_decay, 0)
     if o.changes_bias:
         assert x.bias is not None

@@ -17,7 +17,8 @@ from jagged.label_metrics import LabelMetrics, propensities
 from jagged.models import MultiLabelTask, SparseEncoder
 from jagged.models.pretrained import load_task
 from jagged.modules import GroupSparseHead
-from jagged.training import Callback, Progress, Rewiring, Trainer, TrainingInterrupted, TrainResult
+from jagged.training import Callback, Progress, Rewiring, Trainer, TrainingError, TrainingInterrupted, TrainResult
+from jagged.training.checkpoint import latest_checkpoint, load_checkpoint
 from tests.places import PLACE
 from tests.processes import told_by
 from tests.training.support import at_step, kill_self
@@ -120,21 +121,64 @@ def test_probabilities_are_those_of_the_head_s_loss(tmp_path: Path) -> None:
     assert bool((each["probabilities"].sum(1) > 1.01).any()) or bool((each["probabilities"].sum(1) < 0.99).any())
 
 
-@pytest.mark.parametrize("by", ["random", "gradient"])
-def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
-    """With dropout, shuffled rows, new inputs before the stop and in the first step after it, and the optimizer's state."""
+SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"learning_rate": 0.5, "momentum": 0.9}}
+
+
+@pytest.mark.parametrize(("by", "options"), [("random", {}), ("gradient", {}), ("random", SGD)])
+def test_a_run_that_goes_on_ends_as_one_that_was_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str, options: dict[str, Any]
+) -> None:
+    """With dropout, shuffled rows, new inputs before the stop and in the first step after it, and the optimizers' states."""
     new: dict[str, Any] = {"fraction": 0.2, "every": 6, "until": 30, "by": by}
-    train(tmp_path / "whole", Rewiring(**new))
+
+    def one(name: str, **more: Any) -> TrainResult:
+        return train(tmp_path / name, Rewiring(**new), task=task_of(**options), schedule="cosine", **more)
+
+    one("whole")
     with monkeypatch.context() as patch:
         at_step(patch, 17, kill_self(15))
         with pytest.raises(TrainingInterrupted):
-            train(tmp_path / "stopped", Rewiring(**new))
-    train(tmp_path / "stopped", Rewiring(**new), resume=True)
+            one("stopped")
+    one("stopped", resume=True)
     whole, stopped = (load_task(tmp_path / name, task_of()).state_dict() for name in ("whole", "stopped"))
     assert whole.keys() == stopped.keys()
     for name, value in whole.items():
         assert torch.equal(value, stopped[name]), name
     assert bool((whole["head.born"] > 0).any())
+
+
+def test_a_head_with_an_optimizer_of_its_own(tmp_path: Path) -> None:
+    """Its rate has the run's schedule, no clipping sees it, and it learns; nothing of it is in AdamW."""
+    task, rates = task_of(dropout=0.0, **SGD), []
+
+    class Look(Callback):
+        def on_step(self, progress: Progress) -> None:
+            assert task.head.optimizer is not None
+            rates.append(float(task.head.optimizer.learning_rate))
+            assert task.head.weight.grad is None
+
+    before = task.head.weight.detach().clone()
+    result = train(tmp_path / "run", Look(), task=task, schedule="linear", warmup_steps=4, gradient_clip_norm=1e-9)
+    # Twelve steps an epoch, each rate that of the step after it.
+    peaks = [min(1.0, (step + 1) / 4) * (1 - max(0, step - 4) / 32) for step in range(1, 37)]
+    assert rates == pytest.approx([0.5 * peak for peak in peaks], abs=1e-7)
+    assert bool((task.head.weight - before).abs().max() > 0.01)
+    newest = latest_checkpoint(tmp_path / "run/checkpoints")
+    assert newest is not None
+    kept = {name for name in load_checkpoint(newest)[0] if name.startswith("optimizer.")}
+    assert {name for name in kept if name.endswith((".head", ".head.weight", ".head.bias"))} == {
+        f"optimizer.{key}.head" for key in ("learning_rate", "step", "weight_momentum", "bias_momentum")
+    }
+    assert result.metrics.test["labels"]["p@1"] > 0
+
+
+def test_a_head_of_its_own_optimizer_is_refused_where_several_batches_make_a_step(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as raised:
+        train(tmp_path / "run", task=task_of(**SGD), accumulate=2)
+    assert str(raised.value) == (
+        "task: head is updated in the backward pass, by the gradient of one batch, but 2 batches make a step here; make the head "
+        "without an optimizer, or train in one process without accumulation"
+    )
 
 
 def test_inputs_by_gradient_are_those_of_the_last_training_batch(tmp_path: Path) -> None:

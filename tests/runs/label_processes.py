@@ -38,9 +38,17 @@ def main(root: Path) -> dict[str, Any]:
         except (DataError, TrainingError) as error:
             (root / f"refused.{torch.distributed.get_rank()}").write_text(str(error))
 
+    def refused_sgd() -> None:
+        config = config_of(root / "sgd", data={"path": str(root / "train.txt")}, head={"fan_in": 8, "optimizer": "sgd"})
+        try:
+            jagged.train(config, progress=False)
+        except TrainingError as error:
+            (root / f"sgd.{torch.distributed.get_rank()}").write_text(str(error))
+
     fork(lambda: train(1))
     fork(lambda: train(2), 2, root / "store-2")
     fork(refused, 2, root / "store-refused")
+    fork(refused_sgd, 2, root / "store-sgd")
     folders = [root / f"by {count}" for count in (1, 2)]
     run = LabelRun.open(folders[1])
     again = evaluate_labels(run, batch_size=17, progress=False).metrics["labels"]
@@ -49,6 +57,7 @@ def main(root: Path) -> dict[str, Any]:
         "names": None if run.label_names is None else run.label_names.to_pylist(),
         "metrics": [json.loads((folder / "metrics.json").read_text()) for folder in folders],
         "refused": [(root / f"refused.{rank}").read_text() for rank in (0, 1)],
+        "sgd": [(root / f"sgd.{rank}").read_text() for rank in (0, 1)],
         "fingerprints": [json.loads((folder / "split.json").read_text())["fingerprint"] for folder in folders],
     }
 

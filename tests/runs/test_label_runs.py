@@ -129,6 +129,7 @@ def test_what_is_said_of_a_run(trained: LabelRun, files: tuple[Path, Path]) -> N
     ("head", "num_groups", "shape"),
     [
         ({"type": "group-sparse", "grouping": "frequency"}, 49, (196, 8)),
+        ({"type": "group-sparse", "grouping": "random", "optimizer": "sgd", "sgd_momentum": 0.5}, 49, (196, 8)),
         ({"type": "group-sparse", "grouping": "random", "dense_share": 0.0, "rewire_by": "gradient"}, 50, (200, 8)),
         ({"type": "fixed-fan-in"}, 196, (196, 8)),
         ({"type": "block-sparse", "grouping": "random"}, 49, (196, 8)),
@@ -149,6 +150,8 @@ def test_heads_by_name(tmp_path: Path, head: dict[str, Any], num_groups: int | N
     assert num_groups in (None, made.num_groups)
     assert tuple(made.weight.shape) == shape
     assert made.loss == head.get("loss", "bce")
+    # What it was trained by is no part of what is opened.
+    assert made.optimizer is None
     wide = {"dense": 32, "bottleneck": 4}.get(head["type"], 32)
     assert made.head_weight.shape[1] == wide
     if head["type"] == "block-sparse":
@@ -607,6 +610,12 @@ def test_arff_trains(tmp_path: Path) -> None:
         ),
         ({"head.fan_in": 300}, "head.fan_in: got 300, expected at most model.embedding_dim (256)"),
         (
+            {"head.optimizer": "sgd", "training.accumulate": 2},
+            "head.optimizer: got sgd, expected adamw beside training.accumulate (2), as SGD learns from each batch",
+        ),
+        ({"head.sgd_momentum": 0.5}, "head.sgd_momentum: belongs to head.optimizer sgd, got adamw"),
+        ({"head.loss": "softmax", "head.optimizer": "sgd"}, "head.optimizer: belongs to head.loss bce, got softmax"),
+        (
             {"head.loss": "softmax", "head.label_smoothing": 0.1},
             "head.label_smoothing: belongs to head.loss bce, got softmax",
         ),
@@ -769,4 +778,5 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
         assert two["test"]["labels"][name] == pytest.approx(one["test"]["labels"][name], abs=0.06)
     first, second = told["refused"]
     assert first == second == "ROOT/nothing.txt: " + first.partition(": ")[2]
+    assert told["sgd"] == ["head: optimizer=sgd trains in one process; start one, or take optimizer=adamw"] * 2
     assert told["fingerprints"][0] == told["fingerprints"][1]

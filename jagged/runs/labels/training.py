@@ -64,6 +64,8 @@ def train_labels(
     config = resolved(config)
     directory = Path(config.output)
     with process_group(resolve_device(config.device)) as processes, ExitStack() as closing:
+        if getattr(config.head, "optimizer", "adamw") == "sgd" and processes.world_size > 1:
+            raise TrainingError("head: optimizer=sgd trains in one process; start one, or take optimizer=adamw")
         if not dry_run:
             closing.enter_context(locked(directory, processes, resume))
             closing.enter_context(nothing_left_of_a_false_start(directory, processes, DATASET, GROUPS))
@@ -235,6 +237,9 @@ def _of_head(head: LabelHead) -> dict[str, Any]:
         return {**options, "dense_share": 1.0, "fan_in": 1, "bottleneck_dim": head.bottleneck_dim}
     assert isinstance(head, (GroupSparseHeadOptions, FixedFanInHeadOptions, BlockSparseHeadOptions))
     options |= {"fan_in": head.fan_in, "dense_share": head.dense_share}
+    if head.optimizer == "sgd":
+        of_sgd = {"learning_rate": head.sgd_learning_rate, "momentum": head.sgd_momentum}
+        options |= {"optimizer": "sgd", "optimizer_options": of_sgd}
     if isinstance(head, FixedFanInHeadOptions):
         return {**options, "group_size": 1, "grouping": "random"}
     is_adjacent = isinstance(head, BlockSparseHeadOptions)
