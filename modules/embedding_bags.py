@@ -15,6 +15,7 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.bag_collection import BagCollection, KeyOrder
 from jagged.modules.table_storage import TableStorage
 from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind, BagPlan, PlanMismatch, embedding_bags
@@ -206,15 +207,7 @@ class ScheduledEmbeddingBagCollection(BagCollection):
         Raises:
             ValueError: other names or shapes than this module's.
         """
-        own = self.optimizer_state_dict()
-        for name in sorted(own.keys() | state_dict.keys()):
-            expected, got = (list(of[name].shape) if name in of else None for of in (own, state_dict))
-            if expected != got:
-                raise ValueError(
-                    f"state_dict: expected shape {expected} for {name!r}, got {got}; tables and optimizer must be the same"
-                )
-        for name, state in own.items():
-            state.copy_(state_dict[name])
+        load_state(self.optimizer_state_dict(), state_dict, "tables")
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
@@ -328,16 +321,10 @@ def check_tables(
 
 
 def _optimizer_maker(kind: BagOptimizerKind | None, options: dict[str, Any] | None) -> functools.partial[BagOptimizer] | None:
-    if kind is None:
-        if options is not None:
-            raise ValueError("optimizer_options: expected None without an optimizer; name one with optimizer")
+    checked = checked_options(kind, options, OPTIMIZER_OPTIONS)
+    if kind is None or checked is None:
         return None
-    options = dict(options or {})
-    if unknown := [name for name in options if name not in OPTIMIZER_OPTIONS]:
-        raise ValueError(f"optimizer_options: got {unknown[0]!r}, expected some of {', '.join(OPTIMIZER_OPTIONS)}")
-    if "learning_rate" not in options:
-        raise ValueError("optimizer_options: expected a learning_rate, got none")
-    maker = functools.partial(_bag_optimizer, kind, options)
+    maker = functools.partial(_bag_optimizer, kind, checked)
     # So that what is wrong shows now, on the meta device too.
     maker(BagLayout((1,), (1,)), torch.device("cpu"))
     return maker

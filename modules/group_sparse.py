@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.heads import HeadOutput
 from jagged.modules.jagged_module import JaggedModule
 from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_embedding, group_by_frequency
@@ -153,7 +154,13 @@ class GroupSparseHead(JaggedModule):
             raise ValueError(f"loss: got {loss!r}, expected 'bce' or 'softmax'")
         if loss == "softmax" and label_smoothing:
             raise ValueError(f"label_smoothing: expected 0 for loss='softmax', which has none, got {label_smoothing}")
-        self._optimizer_options = _checked_options(optimizer, optimizer_options, loss)
+        if optimizer not in (None, "sgd"):
+            raise ValueError(f"optimizer: got {optimizer!r}, expected 'sgd' or None")
+        if optimizer is not None and loss != "bce":
+            raise ValueError(
+                f"optimizer: expected None for loss={loss!r}, whose backward pass makes gradients, got {optimizer!r}"
+            )
+        self._optimizer_options = checked_options(optimizer, optimizer_options, _OPTIMIZER_OPTIONS)
         with torch.device("cpu"):
             by_frequency = counts.argsort(descending=True, stable=True)
             frequent, others = by_frequency.split([self.num_head_labels, self.num_labels - self.num_head_labels])
@@ -250,15 +257,7 @@ class GroupSparseHead(JaggedModule):
         Raises:
             ValueError: other names or shapes than this head's.
         """
-        own = self.optimizer_state_dict()
-        for name in sorted(own.keys() | state_dict.keys()):
-            expected, got = (list(of[name].shape) if name in of else None for of in (own, state_dict))
-            if expected != got:
-                raise ValueError(
-                    f"state_dict: expected shape {expected} for {name!r}, got {got}; head and optimizer must be the same"
-                )
-        for name, state in own.items():
-            state.copy_(state_dict[name])
+        load_state(self.optimizer_state_dict(), state_dict, "head")
 
     def _apply(self, fn: Any, recurse: bool = True) -> GroupSparseHead:
         super()._apply(fn, recurse)
@@ -588,23 +587,6 @@ class GroupSparseHead(JaggedModule):
 def _num_processes() -> int:
     found = torch.distributed
     return found.get_world_size() if found.is_available() and found.is_initialized() else 1
-
-
-def _checked_options(kind: str | None, options: dict[str, Any] | None, loss: str) -> dict[str, Any] | None:
-    if kind is None:
-        if options is not None:
-            raise ValueError("optimizer_options: expected None without an optimizer; name one with optimizer")
-        return None
-    if kind != "sgd":
-        raise ValueError(f"optimizer: got {kind!r}, expected 'sgd' or None")
-    if loss != "bce":
-        raise ValueError(f"optimizer: expected None for loss={loss!r}, whose backward pass makes gradients, got {kind!r}")
-    options = dict(options or {})
-    if unknown := [name for name in options if name not in _OPTIMIZER_OPTIONS]:
-        raise ValueError(f"optimizer_options: got {unknown[0]!r}, expected some of {', '.join(_OPTIMIZER_OPTIONS)}")
-    if "learning_rate" not in options:
-        raise ValueError("optimizer_options: expected a learning_rate, got none")
-    return options
 
 
 def _behind(projection: nn.Module, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:

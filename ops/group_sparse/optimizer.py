@@ -23,8 +23,9 @@ class GroupSparseOptimizer:
 
     Passed to `group_sparse_bce`, whose backward pass then changes `weight`, `bias` and the states in place. With g the gradient,
     in float32 (float64 for float64): `v = momentum * v + g + weight_decay * w; w -= learning_rate * v`, as `torch.optim.SGD` has
-    it; biases have no decay. Where the loss, or the gradient that comes to it, is infinite or NaN, nothing is changed. A clipping
-    of gradients after the backward pass does not see these.
+    it; biases have no decay. Where the loss, or the gradient that comes to it, is infinite or NaN, nothing is changed. What acts
+    on gradients after the backward pass does not see these: neither clipping nor the unscaling of a `torch.amp.GradScaler`, whose
+    scaled loss would scale the update.
 
     Args:
         weight: `[L, F]`, of the layer.
