@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules import GroupSparseHead
 from jagged.ops import trust_values
@@ -183,6 +184,25 @@ def test_in_one_graph(place: Place) -> None:
         eager.zero_grad()
         other.zero_grad()
     check_equal(eager, other)
+
+
+class OnTensors(nn.Module):
+    """A head that takes positives as tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = updated_head()
+
+    def forward(self, features: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+        return self.head(features, JaggedTensor(values=values, offsets=offsets))  # type: ignore[no-any-return]
+
+
+def test_an_exported_loss_is_the_same_and_changes_nothing(place: Place) -> None:
+    model, (features, positives) = OnTensors(), batches(1)[0]
+    before, given = copy.deepcopy(model.head), (features, positives.values(), positives.offsets())
+    program = torch.export.export(model, given)
+    assert torch.equal(program.module()(*given), model(*given))
+    check_equal(model.head, before)
 
 
 def test_several_processes_are_refused(place: Place) -> None:
