@@ -22,7 +22,7 @@ AMD_SHARED_BYTES = 64 * 1024
 SPILLS_OF_TRITON_3_6 = {
     "attention_backward_dkv_kernel": 8,
     "copy_part_kernel": 32,
-    "group_sparse_bce_backward_kernel": 300,
+    "group_sparse_loss_backward_kernel": 300,
     "group_sparse_weight_gradient_kernel": 8,
     "jagged_dense_bmm_kernel": 248,
     "linear_cross_entropy_logit_gradients_kernel": 16,

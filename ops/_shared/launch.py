@@ -18,7 +18,10 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction
+
+from jagged.ops._shared.sizes import cdiv
 
 #: What `Launcher` and `bound` have given, in their order: functions whose attributes are `kernel` and `compiled`, by key.
 LAUNCHERS: list[Any] = []
@@ -99,6 +102,29 @@ def _launch_of(kernel: Any) -> tuple[Any, Any, Any, tuple[Any, Any] | None]:
     return run, kernel.function, kernel.packed_metadata, None
 
 
+class _Enlarging:
+    """Launches a kernel with as many bytes of shared memory more than Triton counts as its constant `SHARED_BYTES` says.
+
+    What is launched is asked of the compiled kernel, and its limit set when it is first loaded, so it is told before.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        def launch(**arguments: Any) -> Any:
+            compiled = self.kernel.warmup(grid=grid, **arguments)
+            if compiled is not None and arguments["SHARED_BYTES"] and not hasattr(compiled, "is_enlarged"):
+                metadata = compiled.metadata
+                shared = cdiv(metadata.shared, 16) * 16 + arguments["SHARED_BYTES"]
+                compiled.metadata = metadata._replace(shared=shared)
+                compiled.packed_metadata = make_backend(metadata.target).pack_metadata(compiled.metadata)
+                compiled.is_enlarged = True
+            return self.kernel[grid](**arguments)
+
+        return launch
+
+
 def _make_run(kernel: Any, constants: dict[str, Any]) -> Any:
     """Return a function of the kernel's own signature less `constants`, which finds the compiled kernel and launches it."""
     compiled: dict[tuple[Any, ...], Any] = {}
@@ -162,7 +188,7 @@ def run(_grid, {", ".join(heads)}, **_options):
     names: dict[str, Any] = {
         "_Tensor": Tensor,
         "_Parameter": torch.nn.Parameter,
-        "_kernel": kernel,
+        "_kernel": _Enlarging(kernel) if any(p.name == "SHARED_BYTES" for p in parameters) else kernel,
         "_compiled": compiled,
         "_launch_of": _launch_of,
         "_knobs": knobs.runtime,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,22 @@ class Gpu(NamedTuple):
 
     multiprocessors: int
     capability: int
+    # Of shared memory: the most that a program can have, and what a multiprocessor has. None where it cannot be addressed.
+    shared_bytes: tuple[int, int]
 
 
 @functools.cache
 def gpu(device: torch.device) -> Gpu:
-    """Return the number of multiprocessors and the major compute capability."""
+    """Return the number of multiprocessors, the major compute capability, and shared memory."""
     if device.type != "cuda":
         # The interpreter has neither; two multiprocessors make it split what a GPU splits.
-        return Gpu(2, 9)
-    properties = torch.cuda.get_device_properties(device)
-    return Gpu(properties.multi_processor_count, properties.major)
+        return Gpu(2, 9, (227 * 1024, 228 * 1024))
+    # PyTorch's own types leave some of them out.
+    properties: Any = torch.cuda.get_device_properties(device)
+    shared_bytes = 0, 0
+    if torch.version.hip is None:
+        shared_bytes = properties.shared_memory_per_block_optin, properties.shared_memory_per_multiprocessor
+    return Gpu(properties.multi_processor_count, properties.major, shared_bytes)
 
 
 def split(length: int, block: int, blocks: int, programs: int, device: torch.device) -> tuple[int, int]:

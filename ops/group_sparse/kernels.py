@@ -19,48 +19,11 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, load_segment
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, gpu, products_of
+from jagged.ops._shared.shared_memory import add_to_columns, set_to_zero, shared_sums, sums_of_program, write_sums
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
 from jagged.ops.group_sparse.spec import Inputs, Options, Outputs
-
-VARYING = ["num_groups", "num_labels", "num_parts"]
-
-
-@triton.jit
-def load_columns(supports, group, slot, num_features, WIDTH: tl.constexpr):
-    """Return the columns of features (int64) that a block of a group's slots reads, inside `[0, H)` whatever supports say."""
-    column = tl.load(supports + group * WIDTH + slot, mask=slot < WIDTH, other=0).to(tl.int64)
-    return tl.minimum(tl.maximum(column, 0), num_features - 1)
-
-
-@triton.jit
-def load_block(pointer, row, row_stride, row_exists, column, column_stride, column_exists):
-    """Load `[ROW, COLUMN]`, zeros where a row or a column is not there; rows are int64."""
-    addresses = pointer + row[:, None] * row_stride + column[None, :] * column_stride
-    return tl.load(addresses, mask=row_exists[:, None] & column_exists[None, :], other=0.0)
-
-
-@triton.jit
-def groups_of(index, num_groups, GROUPS: tl.constexpr):
-    """Return the first group of program `index`, and the one after its last; both are int64."""
-    first = index.to(tl.int64) * GROUPS
-    return first, tl.minimum(first + GROUPS, num_groups)
-
-
-@triton.jit
-def logits_of_tile(
-    features, weight, supports, group, label, end, sample, filled_size, num_features, feature_stride, weight_stride,
-    weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return `[LABEL, SAMPLE]`, the products of a group's labels and some samples, without a bias."""
-    z = tl.zeros([BLOCK_L, sample.shape[0]], tl.float32)
-    for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
-        slot = slots + tl.arange(0, BLOCK_F)
-        column = load_columns(supports, group, slot, num_features, WIDTH)
-        left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
-        right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
-        z = dot(left, right, z, PRECISION)
-    return z
+from jagged.ops.group_sparse.tiles import VARYING, add_to_sums, groups_of, load_block, load_columns, logits_of_tile
 
 
 @triton.jit
@@ -180,16 +143,6 @@ def load_unit(
     return left, right, load_columns(supports, group, slot, num_features, WIDTH), slot < WIDTH, end - start
 
 
-@triton.jit
-def add_to_sums(sums, left, right, column, exists, sample, sums_stride, PRECISION: tl.constexpr):
-    """Add `left^T right` to the sums of some columns, of which no two are the same."""
-    addresses = sums + column[:, None] * sums_stride + sample[None, :]
-    mask = exists[:, None] & (sample < sums_stride)[None, :]
-    tl.store(addresses, tl.load(addresses, mask=mask, other=0.0) + dot(tl.trans(left), right, None, PRECISION), mask=mask)
-    # The next group may read the same columns, by other threads.
-    tl.debug_barrier()
-
-
 @triton.jit(do_not_specialize=VARYING)
 def group_sparse_feature_gradient_kernel(
     grad, weight, supports, group_offsets, sums, num_groups, num_labels, batch_size, num_parts, num_features, grad_stride,
@@ -216,7 +169,7 @@ def group_sparse_feature_gradient_kernel(
             grad, weight, supports, group_offsets, tl.minimum(unit + 1, last - 1), 0, sample, num_labels, batch_size,
             num_features, grad_stride, grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F,
         )  # fmt: skip
-        add_to_sums(sums, left, right, column, exists, sample, sums_stride, PRECISION)
+        add_to_sums(sums, dot(tl.trans(left), right, None, PRECISION), column, exists, sample, sums_stride)
         left, right, column, exists, longest = next_left, next_right, next_column, next_exists, tl.maximum(longest, labels)
     for skipped in range(BLOCK_L, longest, BLOCK_L):
         for unit in range(first, last):
@@ -225,12 +178,74 @@ def group_sparse_feature_gradient_kernel(
                 grad_stride, grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F,
             )  # fmt: skip
             if labels > skipped:
-                add_to_sums(sums, left, right, column, exists, sample, sums_stride, PRECISION)
+                add_to_sums(sums, dot(tl.trans(left), right, None, PRECISION), column, exists, sample, sums_stride)
+
+
+@triton.jit
+def product_of_unit(
+    grad, weight, supports, group_offsets, unit, skipped, sample, num_labels, batch_size, num_features, grad_stride,
+    grad_column_stride, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return `[SLOT, SAMPLE]`, what a unit as in `load_unit` adds, its columns (int32), whether slots exist, and all labels.
+
+    Weights are loaded transposed: Triton copies nothing ahead that is transposed afterwards.
+    """
+    SLOT_BLOCKS: tl.constexpr = (WIDTH + BLOCK_F - 1) // BLOCK_F
+    group = unit // SLOT_BLOCKS
+    slot = unit % SLOT_BLOCKS * BLOCK_F + tl.arange(0, BLOCK_F)
+    start, end = load_segment(group_offsets, group, num_labels)
+    label = start + skipped + tl.arange(0, BLOCK_L)
+    left = load_block(weight, slot, weight_column_stride, slot < WIDTH, label, weight_stride, label < end)
+    right = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, sample < batch_size)
+    column = load_columns(supports, group, slot, num_features, WIDTH).to(tl.int32)
+    return dot(left, right, None, PRECISION), column, slot < WIDTH, end - start
+
+
+@triton.jit(do_not_specialize=VARYING)
+def group_sparse_feature_gradient_in_shared_memory_kernel(
+    grad, weight, supports, group_offsets, sums, buffer, num_groups, num_labels, batch_size, num_parts, num_features, grad_stride,
+    grad_column_stride, weight_stride, weight_column_stride, sums_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SHARED_BYTES: tl.constexpr,
+):  # fmt: skip
+    """The sums of `group_sparse_feature_gradient_kernel`, which leave shared memory when a part's groups are done.
+
+    Between the sums of two units, which may share columns, all threads wait for the next tiles, and so for each other.
+    """
+    SLOT_BLOCKS: tl.constexpr = (WIDTH + BLOCK_F - 1) // BLOCK_F
+    blocks = tl.cdiv(batch_size, BLOCK_B)
+    part = (tl.program_id(0) // blocks).to(tl.int64)
+    first_sample = (tl.program_id(0) % blocks) * BLOCK_B
+    sample = first_sample.to(tl.int64) + tl.arange(0, BLOCK_B)
+    own = sums_of_program(buffer, SHARED_BYTES)
+    set_to_zero(own, num_features, BLOCK_B)
+    first, last = part * num_groups // num_parts * SLOT_BLOCKS, (part + 1) * num_groups // num_parts * SLOT_BLOCKS
+    longest = tl.zeros([], tl.int64)
+    for unit in tl.range(first, last, num_stages=NUM_STAGES):
+        product, column, exists, labels = product_of_unit(
+            grad, weight, supports, group_offsets, unit, 0, sample, num_labels, batch_size, num_features, grad_stride,
+            grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+        )  # fmt: skip
+        add_to_columns(own, column, product, None if WIDTH % BLOCK_F == 0 else exists)
+        longest = tl.maximum(longest, labels)
+    # Few groups have more labels than a tile.
+    for skipped in range(BLOCK_L, longest, BLOCK_L):
+        for unit in tl.range(first, last, num_stages=1):
+            start, end = load_segment(group_offsets, unit // SLOT_BLOCKS, num_labels)
+            if end - start > skipped:
+                tl.debug_barrier()
+                product, column, exists, labels = product_of_unit(
+                    grad, weight, supports, group_offsets, unit, skipped, sample, num_labels, batch_size, num_features,
+                    grad_stride, grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+                )  # fmt: skip
+                add_to_columns(own, column, product, None if WIDTH % BLOCK_F == 0 else exists)
+    write_sums(own, sums + part * num_features * sums_stride, sums_stride, num_features, first_sample, sums_stride, BLOCK_B)
 
 
 _launch_forward = Launcher(group_sparse_forward_kernel)
 _launch_weight_gradient = Launcher(group_sparse_weight_gradient_kernel)
 _launch_feature_gradient = Launcher(group_sparse_feature_gradient_kernel)
+_launch_in_shared_memory = Launcher(group_sparse_feature_gradient_in_shared_memory_kernel)
 
 
 def forward(x: Inputs, o: Options) -> Outputs:
@@ -290,18 +305,32 @@ def _weight_gradients(grad: Tensor, x: Inputs, wanted: Mapping[str, torch.dtype]
 
 
 def _feature_gradient(grad: Tensor, x: Inputs, dtype: torch.dtype) -> Tensor:
-    """Launch `group_sparse_feature_gradient_kernel` and add up the parts' sums in their order."""
+    """Launch a kernel of the gradient of features and add up the parts' sums in their order."""
     features, weight, supports, group_offsets, _ = x
     (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, supports.shape[0]
-    chosen = configurations.feature_configuration(num_labels, num_groups, batch_size, width, features.element_size())
+    device, stride = gpu(features.device), cdiv(batch_size, 16) * 16
+    sizes = num_labels, num_groups, batch_size, width, features.element_size()
+    chosen, programs = configurations.shared_feature_configuration(*sizes, num_features, device.shared_bytes)
+    launch = _launch_in_shared_memory
+    if not programs:
+        chosen, programs, launch = configurations.feature_configuration(*sizes), configurations.PROGRAMS, _launch_feature_gradient
     blocks = cdiv(batch_size, chosen.block_b)
-    num_parts = min(num_groups, cdiv(configurations.PROGRAMS * gpu(features.device).multiprocessors, blocks))
-    stride = cdiv(batch_size, 16) * 16
-    sums = features.new_zeros(num_parts, num_features, stride, dtype=torch.float32)
-    _launch_feature_gradient(
+    # All at once: a program more would run alone at the end.
+    num_parts = min(num_groups, max(1, programs * device.multiprocessors // blocks))
+    sums = features.new_empty(num_parts, num_features, stride, dtype=torch.float32)
+    named = {}
+    if launch is _launch_in_shared_memory:
+        # Numbers of 16 bits are too short to be copied ahead.
+        supports = supports.to(torch.int32)
+        named = shared_sums(sums, num_parts * blocks, num_features, chosen.block_b) | {"NUM_STAGES": chosen.num_stages}
+    else:
+        sums.zero_()
+    launch(
         (num_parts * blocks,),
-        grad, weight, supports, group_offsets, sums, num_groups, num_labels, batch_size, num_parts, num_features, *grad.stride(),
-        *weight.stride(), stride, WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b,
-        PRECISION=products_of(features.dtype), num_warps=chosen.num_warps,
+        grad, weight, supports, group_offsets, sums, num_groups=num_groups, num_labels=num_labels, batch_size=batch_size,
+        num_parts=num_parts, num_features=num_features, grad_stride=grad.stride(0), grad_column_stride=grad.stride(1),
+        weight_stride=weight.stride(0), weight_column_stride=weight.stride(1), sums_stride=stride, WIDTH=width,
+        BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, PRECISION=products_of(features.dtype),
+        num_warps=chosen.num_warps, **named,
     )  # fmt: skip
     return sums.sum(0)[:, :batch_size].t().to(dtype).contiguous()

@@ -1,8 +1,7 @@
 """Softmax cross-entropy over group-sparse linear layers as Triton kernels, which store no logits.
 
 The forward pass walks a part of the groups in each program, and keeps of every row a maximum and a sum of exponentials relative
-to it; the parts' are brought together afterwards. The backward pass computes a group's logits again, and from them the gradients
-of its weights and biases, and what it adds to the gradient of the columns it reads.
+to it; the parts' are brought together afterwards. The backward pass is in `gradient_kernels`.
 """
 
 from __future__ import annotations
@@ -14,25 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, load_segment
+from jagged.ops._shared.device import exp_of_difference, load_segment
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, gpu, inverse_scale_of, products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
-from jagged.ops.group_sparse.bce_kernels import load_positives
-from jagged.ops.group_sparse.kernels import VARYING, add_to_sums, load_block, load_columns, logits_of_tile
+from jagged.ops.group_sparse.gradient_kernels import gradients
 from jagged.ops.group_sparse.spec import Options, SoftmaxInputs, SoftmaxOutputs
+from jagged.ops.group_sparse.tiles import VARYING, are_positives, load_positives, logits_of_tile
 from jagged.ops.group_sparse.torch_impl import counting_features, softmax_rows
 
 # Below every logit, and finite: the difference of two infinities is no number.
 LOWEST = tl.constexpr(-1.0e38)
-
-
-@triton.jit
-def are_positives(bits, BLOCK_B: tl.constexpr):
-    """Return `[LABEL, BLOCK_B]`, which samples are the positives that `load_positives` found."""
-    place = tl.arange(0, BLOCK_B).to(tl.int64)
-    return ((bits[:, None] >> place[None, :]) & 1) == 1
 
 
 @triton.jit
@@ -106,86 +98,7 @@ def group_sparse_softmax_forward_kernel(
     tl.store(places + 2 * batch_size, target, mask=sample < batch_size)
 
 
-@triton.jit
-def write_gradients(
-    features, weight, supports, positives, rows, positive_offsets, bias, lse, grad_lse, grad_target, grad_weight, grad_bias, sums,
-    unscale, group, first, end, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride,
-    WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read."""
-    label = first + tl.arange(0, BLOCK_L)
-    if bias is not None:
-        its_bias = tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)
-    # Of more slots than a tile has, logits are computed again for each block of slots.
-    for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
-        slot = slots + tl.arange(0, BLOCK_F)
-        column = load_columns(supports, group, slot, num_features, WIDTH)
-        left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
-        of_weight = tl.zeros([BLOCK_L, BLOCK_F], tl.float32)
-        of_bias = tl.zeros([BLOCK_L], tl.float32)
-        for block in tl.range(0, tl.cdiv(batch_size, BLOCK_B), num_stages=1):
-            first_sample = block * BLOCK_B
-            sample = first_sample + tl.arange(0, BLOCK_B).to(tl.int64)
-            right = load_block(features, column, filled_size, slot < WIDTH, sample, 1, sample < filled_size)
-            if WIDTH <= BLOCK_F:
-                z = dot(left, right, None, PRECISION)
-            else:
-                z = logits_of_tile(
-                    features, weight, supports, group, label, end, sample, filled_size, num_features, filled_size, weight_stride,
-                    weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
-                )  # fmt: skip
-            if bias is not None:
-                z += its_bias[:, None]
-            shift = tl.load(lse + sample, mask=sample < batch_size, other=float("inf"))
-            of_lse = tl.load(grad_lse + sample, mask=sample < batch_size, other=0.0)
-            slope = exp_of_difference(z - shift[None, :], weight.dtype.element_ty == tl.float32) * of_lse[None, :]
-            bits, any_bit = load_positives(positives, rows, positive_offsets, group, num_positives, label, first_sample, BLOCK_B)
-            if any_bit:
-                of_target = tl.load(grad_target + sample, mask=sample < batch_size, other=0.0)
-                slope += tl.where(are_positives(bits, BLOCK_B), of_target[None, :], 0.0)
-            # Also keeps the compiler from contracting products with the sum below, otherwise in every thread that has it.
-            slope = tl.where((label < end)[:, None], slope, 0.0)
-            of_bias += tl.sum(slope, 1)
-            rounded = slope.to(left.dtype)
-            of_weight = dot(rounded, tl.trans(right), of_weight, PRECISION)
-            add_to_sums(sums, left, rounded, column, slot < WIDTH, sample, filled_size, PRECISION)
-        places = grad_weight + label[:, None] * WIDTH + slot[None, :]
-        exists = (label < end)[:, None] & (slot < WIDTH)[None, :]
-        tl.store(places, (of_weight * unscale).to(grad_weight.dtype.element_ty), mask=exists)
-        if grad_bias is not None:
-            tl.store(grad_bias + label, (of_bias * unscale).to(grad_bias.dtype.element_ty), mask=(label < end) & (slots == 0))
-
-
-@triton.jit(do_not_specialize=[*VARYING, "num_positives"])
-def group_sparse_softmax_backward_kernel(
-    features, weight, supports, group_offsets, positives, rows, positive_offsets, bias, lse, grad_lse, grad_target, inverse_scale,
-    grad_weight, grad_bias, sums, num_groups, num_labels, num_positives, num_parts, batch_size, filled_size, num_features,
-    weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """With d[l, b] = grad_lse[b] exp(z[l, b] - lse[b]), plus grad_target[b] where l is a positive of b:
-
-    grad_weight[l, f] = inverse_scale sum_b d[l, b] features[supports[g, f], b], grad_bias[l] = inverse_scale sum_b d[l, b], and
-    sums[part, supports[g, f], b] += sum_l weight[l, f] d[l, b], for all labels l of a part's groups g and all samples b.
-
-    A part's sums are its program's alone. The columns of a group differ, so that no two threads add to one sum at once, and
-    between tiles, which may share columns, they wait for each other. So a sum's terms come in one order.
-    """
-    part = tl.program_id(0).to(tl.int64)
-    sums += part * num_features * filled_size
-    unscale = tl.load(inverse_scale)
-    for group in tl.range(part * num_groups // num_parts, (part + 1) * num_groups // num_parts, num_stages=1):
-        start, end = load_segment(group_offsets, group, num_labels)
-        for first in tl.range(start, end, BLOCK_L, num_stages=1):
-            write_gradients(
-                features, weight, supports, positives, rows, positive_offsets, bias, lse, grad_lse, grad_target, grad_weight,
-                grad_bias, sums, unscale, group, first, end, num_positives, batch_size, filled_size, num_features, weight_stride,
-                weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, PRECISION,
-            )  # fmt: skip
-
-
 _launch_forward = Launcher(group_sparse_softmax_forward_kernel)
-_launch_backward = Launcher(group_sparse_softmax_backward_kernel)
 
 
 def forward(x: SoftmaxInputs, o: Options) -> SoftmaxOutputs:
@@ -213,32 +126,16 @@ def forward(x: SoftmaxInputs, o: Options) -> SoftmaxOutputs:
 def backward(
     grads: SoftmaxOutputs, x: SoftmaxInputs, out: SoftmaxOutputs, o: Options, wanted: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Launch `group_sparse_softmax_backward_kernel` and add up the parts' sums in their order; all gradients are made at once."""
-    features, weight = x.features, x.weight
-    (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, x.supports.shape[0]
-    if not (batch_size and num_labels and num_groups):
+    """Make all gradients that are wanted, `gradients`."""
+    features = x.features
+    if not (features.shape[0] and x.weight.shape[0] and x.supports.shape[0]):
         return {name: torch.zeros_like(getattr(x, name), dtype=dtype) for name, dtype in wanted.items()}
-    chosen = configurations.softmax_backward_configuration(num_labels, num_groups, batch_size, width, features.element_size())
-    columns = _columns(x)
-    found = {"weight": weight.new_empty(num_labels, width, dtype=wanted.get("weight", weight.dtype))}
-    if x.bias is not None:
-        found["bias"] = weight.new_empty(num_labels, dtype=wanted.get("bias", weight.dtype))
     lse, of_lse, of_target = softmax_rows(grads, x, out)
     unscale = lse.new_ones(())
     if features.dtype == torch.float16:
         unscale = inverse_scale_of(lse != torch.inf, of_lse, of_target)
-    num_parts = min(num_groups, configurations.PROGRAMS * gpu(features.device).multiprocessors)
-    sums = features.new_zeros(num_parts, num_features, columns.shape[1], dtype=torch.float32)
-    _launch_backward(
-        (num_parts,),
-        columns, *_read(x), lse, of_lse / unscale, of_target / unscale, unscale, found["weight"], found.get("bias"), sums,
-        num_groups, num_labels, x.positives.shape[0], num_parts, batch_size, columns.shape[1], num_features, *weight.stride(),
-        WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b,
-        PRECISION=products_of(features.dtype), num_warps=chosen.num_warps,
-    )  # fmt: skip
-    if "features" in wanted:
-        found["features"] = (sums.sum(0)[:, :batch_size] * unscale).t().to(wanted["features"]).contiguous()
-    return {name: found[name] for name in wanted}
+    scales = torch.stack([torch.ones_like(unscale), unscale])
+    return gradients(x, _columns(x), scales, wanted, rows_of_softmax=(lse, of_lse / unscale, of_target / unscale))
 
 
 def _columns(x: SoftmaxInputs) -> Tensor:
@@ -254,6 +151,6 @@ def _masked(x: SoftmaxInputs, lse: Tensor, target: Tensor) -> SoftmaxOutputs:
 
 
 def _read(x: SoftmaxInputs) -> tuple[Tensor | None, ...]:
-    """Return what both kernels read after the features, side by side in memory but for the weights."""
+    """Return what the kernel reads after the features, side by side in memory but for the weights."""
     rest = (None if tensor is None else tensor.contiguous() for tensor in x[2:-1])
     return (x.weight, *rest)

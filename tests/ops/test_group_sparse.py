@@ -130,6 +130,19 @@ def test_few_labels_and_none(place: Place, sizes: tuple[int, ...], batch_size: i
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.skipif(PLACE.name == "cpu", reason="where sums lie is the kernels' choice")
+@pytest.mark.parametrize("kibibytes", [0, 16, 32, 99])
+def test_shared_memory_of_any_size(place: Place, kibibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums in global memory, and of 16, 32 and 64 samples; labels of more than a tile, and a group of none."""
+    from jagged.ops.group_sparse import kernels
+
+    chosen = kernels.gpu(PLACE.device)._replace(shared_bytes=(1024 * kibibytes, 1024 * kibibytes))
+    monkeypatch.setattr(kernels, "gpu", lambda device: chosen)
+    for width in (16, 70):
+        layer = layer_of(jagged_of((16, 0, 70, 5, 33), torch.int32), 70, width, 100, torch.bfloat16)
+        check(place, layer, (True, False, False))
+
+
 @pytest.mark.parametrize("samples", [1, 7])
 def test_pieces_do_not_change_the_result(place: Place, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of PyTorch's implementation a piece for each group and some samples."""

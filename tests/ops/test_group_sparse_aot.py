@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
+from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
 from tests.aot import AMD, AMD_SHARED_BYTES, TARGETS, Resources, compile_kernel
 from tests.places import PLACE
@@ -25,6 +27,12 @@ SHAPES = [(64, 64), (16, 4), (40, 129)]
 SHAPES += [pytest.param(*pair, marks=pytest.mark.long) for pair in ((1, 1), (32, 16), (128, 512), (16, 512), (128, 17), (32, 32))]
 
 
+# Shared memory of a program and of a multiprocessor of the GPUs whose programs have sums there, an H100's and an A100's.
+SHARED = {90: (227 * 1024, 228 * 1024), 80: (163 * 1024, 164 * 1024)}
+IN_SHARED_MEMORY = "feature_gradient_in_shared_memory"
+BACKWARD = "bce_backward", "softmax_backward"
+
+
 def check(used: Resources, arch: int | str, where: str) -> None:
     # Offsets and strides that a loop keeps; no tile. In the losses' kernels the assembler puts aside more, for one program more.
     assert used.spills <= (168 if where.startswith(("bce", "softmax")) else 48), f"{where}: {used}"
@@ -37,9 +45,9 @@ KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weight_gradient": ("weight", ("grad_bias",)),
     "feature_gradient": ("feature", ()),
     "bce_forward": ("bce_forward", ("bias", "label_weight")),
-    "bce_backward": ("bce_backward", ("bias", "label_weight", "grad_bias")),
+    "bce_backward": ("", ("bias", "label_weight", "grad_bias")),
     "softmax_forward": ("softmax_forward", ("bias",)),
-    "softmax_backward": ("softmax_backward", ("bias", "grad_bias")),
+    "softmax_backward": ("", ("bias", "grad_bias")),
 }
 
 
@@ -48,41 +56,64 @@ KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize(("labels", "width"), SHAPES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels(arch: int | str, dtype: str, itemsize: int, labels: int, width: int, name: str) -> None:
-    choose = getattr(configurations, f"{KERNELS[name][0]}_configuration")
     # Few groups and a larger batch, many and a small one.
     for num_groups, batch_size in ((1000, 100), (2**20, 64)):
-        chosen = choose(labels * num_groups, num_groups, batch_size, width, itemsize)
-        for is_whole in (True, False):
-            used = compile_one(name, arch, dtype, width, batch_size, chosen, is_whole)
-            check(used, arch, f"{name}, {labels} labels x {width} {dtype}, {batch_size} samples, {is_whole=}, for {arch}")
+        sizes = labels * num_groups, num_groups, batch_size, width, itemsize
+        passes = in_l2(*sizes) if name in BACKWARD else [None]
+        for passed in passes:
+            choose = getattr(configurations, f"{KERNELS[name][0]}_configuration", None)
+            chosen = passed.chosen if passed else choose(*sizes)
+            # The weights' gradients alone are less of the same kernel.
+            is_part = passed is not None and not passed.of_features
+            for is_whole in (True,) if is_part else (True, False):
+                if is_part and batch_size == 64:
+                    continue
+                used = compile_one(name, arch, dtype, width, batch_size, chosen, is_whole, passed)
+                check(used, arch, f"{name}, {labels} labels x {width} {dtype}, {batch_size} samples, {is_whole=}, for {arch}")
+
+
+def in_l2(*sizes: int) -> list[configurations.Pass]:
+    """Return the passes of a loss where there is no shared memory for sums: of all gradients, and of the weights alone."""
+    both = configurations.loss_passes(*sizes, 768, (0, 0), of_weight=True, of_features=True)
+    return [*both, *configurations.loss_passes(*sizes, 768, (0, 0), of_weight=True, of_features=False)]
 
 
 def compile_one(
-    name: str, arch: int | str, dtype: str, width: int, batch_size: int, chosen: configurations.Configuration, is_whole: bool
-) -> Resources:
+    name: str, arch: int | str, dtype: str, width: int, batch_size: int, chosen: configurations.Configuration, is_whole: bool,
+    passed: configurations.Pass | None = None,
+) -> Resources:  # fmt: skip
     """Compile with all that a call may have, or without it, and then with narrow integers and gradients in float32."""
-    from jagged.ops.group_sparse import bce_kernels, kernels, softmax_kernels
+    from jagged.ops.group_sparse import bce_kernels, gradient_kernels, kernels, softmax_kernels
 
     modules = {"bce": bce_kernels, "softmax": softmax_kernels}
-    kernel = getattr(modules.get(name.partition("_")[0], kernels), f"group_sparse_{name}_kernel")
+    kernel = getattr(modules.get(name.partition("_")[0], kernels), f"group_sparse_{name}_kernel", None)
+    if passed is not None:
+        kernel = gradient_kernels.group_sparse_loss_backward_kernel
+    assert kernel is not None
     floats = ("features", "weight", "bias", "logits", "grad", "grad_weight", "grad_bias")
     types = {**dict.fromkeys(floats, f"*{dtype}"), **dict.fromkeys(SIZES, "i32"), "smoothing": "fp32"}
     types |= dict.fromkeys(
         ("sums", "scales", "row_weight", "label_weight", "found", "lse", "grad_lse", "grad_target", "inverse_scale"), "*fp32"
     )
     types |= {"supports": "*i32", **dict.fromkeys(("group_offsets", "positives", "rows", "positive_offsets"), "*i64")}
-    constants = {
+    constants: dict[str, Any] = {
         "WIDTH": width, "BLOCK_L": chosen.block_l, "BLOCK_F": chosen.block_f, "BLOCK_B": chosen.block_b, "PRECISION": "ieee",
         "NUM_STAGES": chosen.num_stages, "weight_column_stride": 1, "grad_stride": 1, "GROUPS": chosen.groups,
-        "BLOCKS": int(batch_size <= chosen.block_b),
+        "BLOCKS": int(batch_size <= chosen.block_b), "buffer": None,
+        "SHARED_BYTES": 4 * 128 * chosen.block_b * (name == IN_SHARED_MEMORY),
     }  # fmt: skip
-    if name == "bce_backward":
-        tiles = configurations.bce_tiles(batch_size, width, chosen)
-        constants |= {"TILES": tiles, "BLOCKS": int(batch_size <= chosen.block_b * tiles)}
+    if passed is not None:
+        constants |= {"TILES": passed.num_tiles, "BLOCKS": int(not passed.walks)}
+        constants |= {"OF_WEIGHT": passed.of_weight, "OF_FEATURES": passed.of_features}
+        constants["SHARED_BYTES"] = 4 * 128 * chosen.block_b * passed.num_tiles * passed.in_shared_memory
+        others = ("lse", "grad_lse", "grad_target") if name == "bce_backward" else ("row_weight", "label_weight")
+        constants |= dict.fromkeys(others)
+        constants |= {} if passed.of_features else {"sums": None}
+        constants |= {} if passed.of_weight else {"grad_weight": None, "grad_bias": None}
     fixed = {key: value for key, value in constants.items() if key in kernel.arg_names}
     if not is_whole:
-        fixed |= dict.fromkeys(KERNELS[name][1], None)
-        types |= {"grad_weight": "*fp32", "supports": "*i16", "group_offsets": "*i32"}
+        fixed |= dict.fromkeys(KERNELS.get(name, ("", ()))[1], None)
+        types |= {"grad_weight": "*fp32", "supports": "*i32" if constants["SHARED_BYTES"] else "*i16", "group_offsets": "*i32"}
     signature = {key: types[key] for key in kernel.arg_names if key not in fixed}
     of_batch = ("batch_size", "grad_column_stride", "logit_stride") if batch_size % 16 == 0 else ()
     aligned = (*ALWAYS, *of_batch, "num_features", *(() if width % 16 else ("weight_stride",)))
@@ -90,12 +121,89 @@ def compile_one(
     return compile_kernel(kernel, signature, fixed, arch=arch, num_warps=chosen.num_warps, divisible=divisible)
 
 
+# The sizes that are timed, two blocks of slots, odd ones, few samples, all labels of a tile.
+@pytest.mark.parametrize(
+    ("labels", "width", "num_features", "batch_size"),
+    [(32, 32, 768, 64), (16, 64, 384, 128), (40, 129, 700, 100), (16, 4, 3000, 5), (64, 64, 300, 64), (1, 20, 1000, 33)],
+)
+@pytest.mark.parametrize("arch", SHARED)
+@pytest.mark.parametrize("name", [IN_SHARED_MEMORY, *BACKWARD])
+def test_sums_in_shared_memory(
+    arch: int, name: str, labels: int, width: int, num_features: int, batch_size: int
+) -> None:  # fmt: skip
+    """What makes them right wherever Triton puts numbers; and that it loads ahead, in the memory that is left to it."""
+    sizes = labels * 1000, 1000, batch_size, width, 2
+    if name == IN_SHARED_MEMORY:
+        chosen, programs = configurations.shared_feature_configuration(*sizes, num_features, SHARED[arch])
+        assert programs or 4 * 16 * num_features > SHARED[arch][0] - 32768
+        cases = [(chosen, programs, None)] if programs else []
+    else:
+        both = configurations.loss_passes(*sizes, num_features, SHARED[arch], of_weight=True, of_features=True)
+        alone = configurations.loss_passes(*sizes, num_features, SHARED[arch], of_weight=False, of_features=True)
+        cases = [(passed.chosen, passed.programs, passed) for passed in (*both, *alone) if passed.in_shared_memory]
+    for chosen, programs, passed in cases:
+        num_tiles = passed.num_tiles if passed else 1
+        for is_whole in (True, False):
+            used = compile_one(name, arch, "bf16", width, batch_size, chosen, is_whole, passed)
+            where = f"{used}, {chosen}, {passed}"
+            check(used, arch, f"{name}: {where}")
+            bytes_ahead = configurations.loss_bytes_ahead if passed else configurations.bytes_ahead
+            assert used.shared_bytes <= bytes_ahead(chosen, chosen.num_stages // 2, num_tiles), where
+            size = cdiv(used.shared_bytes, 16) * 16 + 4 * num_features * chosen.block_b * num_tiles
+            assert size <= SHARED[arch][0], where
+            assert programs * (size + 1024) <= SHARED[arch][1], where
+            check_sums(used, chosen)
+            assert width % 16 or re.search(r"cp\.async\.wait_group\s+[1-9]", used.assembly), where
+
+
+def check_sums(used: Resources, chosen: configurations.Configuration) -> None:
+    """Find in PTX where quads are added to sums: their loads `L` and stores `S`, whose instructions nobody else uses."""
+    blocks = flow_of(used.assembly, {"ld.shared.v4.f32": "L", "st.shared.v4.f32": "S", "bar.sync": "B"})
+    of_thread = chosen.block_f * chosen.block_b // 4 / (32 * chosen.num_warps)
+    additions = [found for events, _ in blocks.values() for found in re.findall("L+S+", events)]
+    assert len(additions) >= 2
+    for found in additions:
+        # No number is in two threads, which would both add to its sum. All of a tile's are loaded before the first is stored.
+        assert found.count("L") == found.count("S") == of_thread, found
+    # Whichever way a program goes, all threads wait for each other between stores and the next loads.
+    is_stored = dict.fromkeys(blocks, False)
+    pending = list(blocks)
+    while pending:
+        events, following = blocks[name := pending.pop()]
+        state = is_stored[name]
+        for event in events:
+            assert not (event == "L" and state), used.assembly
+            state = event == "S" or (state and event != "B")
+        for other in following:
+            if state and not is_stored[other]:
+                is_stored[other] = True
+                pending.append(other)
+
+
+def flow_of(ptx: str, events: dict[str, str]) -> dict[str, tuple[str, list[str]]]:
+    """Return the pieces of a kernel by label: letters of the instructions they have, in order, and which pieces may follow."""
+    blocks: dict[str, tuple[str, list[str]]] = {"entry": ("", [])}
+    name, found, following = "entry", "", list[str]()
+    for number, line in enumerate(ptx.splitlines()):
+        label, branch = re.match(r"(\$L__BB\w+):", line), re.match(r"\s*(@!?%p\d+ )?bra(?:\.uni)?\s+(\$L\w+);", line)
+        if label or branch:
+            after = label[1] if label else f"line {number}"
+            is_certain = branch is not None and branch[1] is None
+            blocks[name] = found, [*following, *([branch[2]] if branch else []), *([] if is_certain else [after])]
+            name, found, following = after, "", []
+        found += "".join(letter for text, letter in events.items() if text in line)
+    blocks[name] = found, following
+    return blocks
+
+
+@pytest.mark.parametrize("name", BACKWARD)
 @pytest.mark.parametrize(("labels", "width"), [(32, 32), (16, 64), (64, 64)])
-def test_threads_wait_between_the_sums_of_two_tiles(labels: int, width: int) -> None:
+def test_threads_wait_between_the_sums_of_two_tiles(name: str, labels: int, width: int) -> None:
     """What makes the gradient of features the same bits each time: no two tiles' sums lie between two barriers."""
     for num_groups, batch_size in ((2**20, 64), (2**20, 128), (1000, 300)):
-        chosen = configurations.bce_backward_configuration(labels * num_groups, num_groups, batch_size, width, 2)
-        used = compile_one("bce_backward", 90, "bf16", width, batch_size, chosen, True)
+        passed, _ = in_l2(labels * num_groups, num_groups, batch_size, width, 2)
+        chosen = passed.chosen
+        used = compile_one(name, 90, "bf16", width, batch_size, chosen, True, passed)
         of_a_tile = chosen.block_f * chosen.block_b // (4 * 32 * chosen.num_warps)
         between = [piece.count("atom.global.gpu.relaxed.add.v4.f32") for piece in used.assembly.split("bar.sync")]
         assert max(between) == of_a_tile
@@ -104,14 +212,20 @@ def test_threads_wait_between_the_sums_of_two_tiles(labels: int, width: int) -> 
         assert between[0] == 0
 
 
-@pytest.mark.parametrize("name", ["bce_backward", "softmax_forward", "softmax_backward"])
+@pytest.mark.parametrize("name", ["softmax_forward", *BACKWARD])
 def test_sums_over_threads_are_of_no_product(name: str) -> None:
     """What each thread adds to another's is no product that could be contracted, so that all have the same bits of the sum."""
     for labels, width, dtype, itemsize in ((32, 32, "bf16", 2), (16, 64, "bf16", 2), (40, 129, "bf16", 2), (64, 64, "fp32", 4)):
-        chosen = getattr(configurations, f"{name}_configuration")(labels * 1000, 1000, 100, width, itemsize)
-        found = sources_of_exchanges(compile_one(name, 90, dtype, width, 100, chosen, True).assembly)
-        assert found
-        assert not any(word.startswith(("mul.f32", "fma", "mul.rn.f32")) for word in found), found
+        sizes = labels * 1000, 1000, 100, width, itemsize
+        compiled: list[tuple[configurations.Configuration, configurations.Pass | None]]
+        compiled = [(configurations.softmax_forward_configuration(*sizes), None)]
+        if name in BACKWARD:
+            in_shared = configurations.loss_passes(*sizes, 256, SHARED[90], of_weight=True, of_features=True)
+            compiled = [(passed.chosen, passed) for passed in (in_l2(*sizes)[0], *in_shared)]
+        for chosen, passed in compiled:
+            found = sources_of_exchanges(compile_one(name, 90, dtype, width, 100, chosen, True, passed).assembly)
+            assert found or (passed and not passed.of_weight)
+            assert not any(word.startswith(("mul.f32", "fma", "mul.rn.f32")) for word in found), found
 
 
 def sources_of_exchanges(ptx: str) -> set[str]:

@@ -54,6 +54,8 @@ def test_parameters_of_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 if not INTERPRETED:
+    import triton
+    import triton.language as tl
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -63,6 +65,10 @@ if not INTERPRETED:
     @gluon.jit(do_not_specialize=["total"])
     def described_kernel(rows, output, total, stride, factor, BLOCK: gl.constexpr, HAS_BIAS: gl.constexpr = True):
         pass
+
+    @triton.jit
+    def kernel_with_sums(numbers, SHARED_BYTES: tl.constexpr):
+        tl.store(numbers, tl.sum(tl.load(numbers + tl.arange(0, 1024)), 0))
 
 
 class Triton:
@@ -185,3 +191,68 @@ def test_descriptors_are_launched_as_triton_launches_them(monkeypatch: pytest.Mo
     # A descriptor of another type is Triton's to refuse or to take.
     with pytest.raises(Exception, match="failed to specialize"):
         launch_described((1,), object(), *usual[1:], BLOCK=64, num_warps=4)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted kernels have no shared memory")
+def test_launches_with_more_shared_memory_than_triton_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver and C are given, at the first launch and later ones; all before them is Triton's own, with its compiler."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia import driver as of_nvidia
+    from triton.runtime import driver
+    from triton.runtime.errors import OutOfResources
+
+    loaded: list[int] = []
+    launched: list[int] = []
+
+    def load_binary(name: str, binary: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        loaded.append(shared)
+        return object(), shared, 32, 0, 1024
+
+    def launch_in_c(*given: Any) -> None:
+        # Warps, clusters, shared memory; and the function, for which its limit stands here.
+        (metadata,) = [x for x in given if isinstance(x, tuple) and len(x) == 3 and all(isinstance(y, int) for y in x)]
+        assert metadata[2] == given[4]
+        launched.append(metadata[2])
+
+    stand_in = types.SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 7,
+        launcher_cls=of_nvidia.CudaLauncher,
+        utils=types.SimpleNamespace(
+            load_binary=load_binary, launch=launch_in_c, get_device_properties=lambda device: {"max_shared_mem": 227 * 1024}
+        ),
+    )
+    monkeypatch.setattr(driver, "_active", stand_in)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+    # What asks for the driver's library: C that 3.6 compiles against it, and 3.7's objects in it.
+    made = types.SimpleNamespace(launch=launch_in_c)
+    for name, given in (
+        ("compile_module_from_src", made), ("library_dirs", []), ("annotate_arguments", None), ("make_kernel_signature", b""),
+    ):  # fmt: skip
+        monkeypatch.setattr(of_nvidia, name, lambda *_, given=given, **named: given, raising=False)
+    launch_with_sums, again = launch.Launcher(kernel_with_sums), launch.Launcher(kernel_with_sums)
+    numbers = torch.zeros(1024)
+    of_triton = kernel_with_sums.warmup(torch.float32, SHARED_BYTES=0, grid=(1,)).metadata.shared
+    assert 0 < of_triton < 1024
+    whole = -(-of_triton // 16) * 16
+    for number in range(3):
+        launch_with_sums((2,), numbers, SHARED_BYTES=196608)
+        # Of another launcher, too, the kernel is the one that Triton has compiled before.
+        again((3,), numbers, SHARED_BYTES=196608)
+        assert launched == [whole + 196608] * (2 * number + 2)
+        assert loaded == [whole + 196608]
+    for _ in range(2):
+        launch_with_sums((2,), numbers, SHARED_BYTES=98304)
+        assert launched[-1] == whole + 98304
+        launch_with_sums((2,), numbers, SHARED_BYTES=0)
+        assert launched[-1] == of_triton
+        launch_with_sums((2,), numbers, SHARED_BYTES=196608)
+        assert launched[-1] == whole + 196608
+    assert loaded == [whole + 196608, whole + 98304, of_triton]
+    with pytest.raises(OutOfResources, match="shared memory"):
+        launch_with_sums((2,), numbers, SHARED_BYTES=227 * 1024)
+    for known in (launch_with_sums, again):
+        known.compiled.clear()  # type: ignore[attr-defined]
+    kernel_with_sums.device_caches.clear()

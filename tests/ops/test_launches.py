@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,6 +40,15 @@ class Driver:
         return 0
 
 
+class Metadata(NamedTuple):
+    """What launches read of a compiled kernel's."""
+
+    target: Any
+    num_warps: int
+    num_ctas: int
+    shared: int
+
+
 class Launches:
     """Kernels by their names: the numbers of arguments of launches that Triton bound, and of those that were made again."""
 
@@ -52,6 +61,7 @@ class Launches:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     """Put a driver in place of a GPU's, and let kernels be compiled but not run."""
     from triton._C.libtriton import ir
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -79,7 +89,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
             # Behind grid, stream, function, metadata and hooks come the kernel's own.
             found.again.setdefault(name, set()).add(len(launched) - 9)
 
-        return types.SimpleNamespace(run=again, function=None, packed_metadata=None)
+        metadata = Metadata(GPUTarget("cuda", 90, 32), 4, 1, 0)
+        return types.SimpleNamespace(run=again, function=None, packed_metadata=None, metadata=metadata)
 
     monkeypatch.setattr(JITFunction, "_do_compile", compiled)
     monkeypatch.setattr(JITFunction, "run", bound)

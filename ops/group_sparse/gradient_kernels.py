@@ -1,0 +1,286 @@
+"""Gradients of losses over group-sparse linear layers as a Triton kernel, which stores no logits.
+
+It computes a group's logits again, and from them all that depends on the group: the gradients of its weights and biases, and what
+it adds to the gradient of the columns that it reads. What losses differ in is the derivative by a logit, their slope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jagged.ops._shared.device import dot, exp_of_difference, load_segment
+from jagged.ops._shared.launch import Launcher
+from jagged.ops._shared.matrices import gpu, products_of
+from jagged.ops._shared.shared_memory import (
+    add_to_columns,
+    set_to_zero,
+    shared_sums,
+    sums_of_program,
+    sums_of_tile,
+    write_sums,
+)
+from jagged.ops.group_sparse import configurations
+from jagged.ops.group_sparse.spec import LossInputs, SoftmaxInputs
+from jagged.ops.group_sparse.tiles import (
+    LOG2_E,
+    VARYING,
+    are_positives,
+    load_block,
+    load_columns,
+    load_positives,
+    logits_of_tile,
+    signs_of,
+)
+
+
+@triton.jit
+def slope_of(z, smoothing):
+    """Return the derivative of log(1 + exp(z)) - smoothing / 2 z; of a z below -88 exp(-z) is infinite, and the sigmoid 0."""
+    return 1.0 / (1.0 + tl.exp2(z * -LOG2_E)) - 0.5 * smoothing
+
+
+@triton.jit
+def load_rows(row_weight, lse, grad_lse, sample, batch_size):
+    """Return what slopes need of rows: for a softmax the log-sum-exp and its gradient, or else twice whether they count."""
+    exists = sample < batch_size
+    if lse is None:
+        counts = tl.load(row_weight + sample, mask=exists, other=0.0) != 0
+        of_rows = counts, counts
+    else:
+        of_rows = tl.load(lse + sample, mask=exists, other=float("inf")), tl.load(grad_lse + sample, mask=exists, other=0.0)
+    return of_rows
+
+
+@triton.jit
+def slopes_of_bce(z, bits, any_bit, counts, smoothing, BLOCK_B: tl.constexpr):
+    """Return `[LABEL, SAMPLE]`, s sigmoid(s z) - s smoothing / 2, s = -1 for positives and 1 for others; 0 in rows that do not
+    count.
+    """
+    if any_bit:
+        signs = signs_of(bits, BLOCK_B)
+        slope = slope_of(z * signs, smoothing) * signs
+    else:
+        slope = slope_of(z, smoothing)
+    return tl.where(counts[None, :], slope, 0.0)
+
+
+@triton.jit
+def slopes_of_softmax(
+    z, bits, any_bit, lse, grad_lse, grad_target, sample, exists, batch_size, BLOCK_B: tl.constexpr, ACCURATE: tl.constexpr
+):
+    """Return `[LABEL, SAMPLE]`, grad_lse exp(z - lse), plus grad_target of positives; 0 of labels that do not exist."""
+    slope = exp_of_difference(z - lse[None, :], ACCURATE) * grad_lse[None, :]
+    if any_bit:
+        of_target = tl.load(grad_target + sample, mask=sample < batch_size, other=0.0)
+        slope += tl.where(are_positives(bits, BLOCK_B), of_target[None, :], 0.0)
+    # Also keeps the compiler from contracting products with a sum over samples, otherwise in every thread that has it.
+    return tl.where(exists[:, None], slope, 0.0)
+
+
+@triton.jit
+def gradients_of_labels(
+    features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse, grad_target,
+    grad_weight, grad_bias, sums, own, rows_of_tiles, scale, unscale, group, first, end, first_block, smoothing, num_positives,
+    batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr,
+    OF_FEATURES: tl.constexpr, PRECISION: tl.constexpr, SHARED_BYTES: tl.constexpr,
+):  # fmt: skip
+    """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read."""
+    label = first + tl.arange(0, BLOCK_L)
+    of_label = (label < end).to(tl.float32) * scale
+    if label_weight is not None:
+        of_label *= tl.load(label_weight + label, mask=label < end, other=0.0).to(tl.float32)
+    if bias is not None:
+        its_bias = tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)
+    # Of more slots than a tile has, logits are computed again for each block of slots.
+    for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
+        slot = slots + tl.arange(0, BLOCK_F)
+        column = load_columns(supports, group, slot, num_features, WIDTH)
+        left = load_block(weight, label, weight_stride, label < end, slot, weight_column_stride, slot < WIDTH)
+        if OF_FEATURES:
+            # Loaded once more: of one tile that is a factor in two ways Triton copies nothing ahead.
+            transposed = load_block(weight, slot, weight_column_stride, slot < WIDTH, label, weight_stride, label < end)
+        of_weight = tl.zeros([BLOCK_L, BLOCK_F], tl.float32)
+        of_bias = tl.zeros([BLOCK_L], tl.float32)
+        for block in tl.range(0, tl.cdiv(batch_size, BLOCK_B * TILES) if BLOCKS == 0 else BLOCKS, num_stages=1):
+            for tile in tl.static_range(TILES):
+                first_sample = ((first_block + block) * TILES + tile) * BLOCK_B
+                sample = first_sample + tl.arange(0, BLOCK_B).to(tl.int64)
+                right = load_block(features, column, filled_size, slot < WIDTH, sample, 1, sample < filled_size)
+                if WIDTH <= BLOCK_F:
+                    z = dot(left, right, None, PRECISION)
+                else:
+                    z = logits_of_tile(
+                        features, weight, supports, group, label, end, sample, filled_size, num_features, filled_size,
+                        weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
+                    )  # fmt: skip
+                if bias is not None:
+                    z += its_bias[:, None]
+                bits, any_bit = load_positives(
+                    positives, rows, positive_offsets, group, num_positives, label, first_sample, BLOCK_B
+                )  # fmt: skip
+                of_rows = rows_of_tiles[tile] if BLOCKS else load_rows(row_weight, lse, grad_lse, sample, batch_size)
+                if lse is None:
+                    slope = slopes_of_bce(z, bits, any_bit, of_rows[0], smoothing, BLOCK_B)
+                else:
+                    slope = slopes_of_softmax(
+                        z, bits, any_bit, of_rows[0], of_rows[1], grad_target, sample, label < end, batch_size, BLOCK_B,
+                        weight.dtype.element_ty == tl.float32,
+                    )  # fmt: skip
+                # Not the sum of products: threads that hold it, too, would contract them otherwise, to other bits.
+                of_bias += tl.sum(slope, 1) * of_label
+                rounded = (slope * of_label[:, None]).to(left.dtype)
+                if OF_WEIGHT:
+                    of_weight = dot(rounded, tl.trans(right), of_weight, PRECISION)
+                if OF_FEATURES:
+                    product = dot(transposed, rounded, None, PRECISION)
+                    if SHARED_BYTES:
+                        add_to_columns(
+                            sums_of_tile(own, tile, num_features, BLOCK_B), column.to(tl.int32), product,
+                            None if WIDTH % BLOCK_F == 0 else slot < WIDTH,
+                        )  # fmt: skip
+                    else:
+                        tl.atomic_add(
+                            sums + column[:, None] * filled_size + sample[None, :], product,
+                            mask=(slot < WIDTH)[:, None] & (sample < filled_size)[None, :], sem="relaxed",
+                        )  # fmt: skip
+        if OF_WEIGHT:
+            places = grad_weight + label[:, None] * WIDTH + slot[None, :]
+            exists = (label < end)[:, None] & (slot < WIDTH)[None, :]
+            tl.store(places, (of_weight * unscale).to(grad_weight.dtype.element_ty), mask=exists)
+            if grad_bias is not None:
+                tl.store(grad_bias + label, (of_bias * unscale).to(grad_bias.dtype.element_ty), mask=(label < end) & (slots == 0))
+
+
+@triton.jit(do_not_specialize=[*VARYING, "num_positives"])
+def group_sparse_loss_backward_kernel(
+    features, weight, supports, group_offsets, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
+    grad_target, scales, grad_weight, grad_bias, sums, buffer, smoothing, num_groups, num_labels, num_positives, num_parts,
+    batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr,
+    OF_FEATURES: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SHARED_BYTES: tl.constexpr,
+):  # fmt: skip
+    """With d[l, b] = label_weight[l] slope[l, b] scales[0], for all labels l of a part's groups g:
+
+    grad_weight[l, f] = scales[1] sum_b d[l, b] features[supports[g, f], b], grad_bias[l] = scales[1] sum_b d[l, b], and
+    sums[part, supports[g, f], b] = sum_l weight[l, f] d[l, b].
+
+    Slopes are of binary cross-entropy, or where `lse` is given of a softmax. Samples come in blocks of TILES tiles. Where BLOCKS
+    is 1 each program has one block, so that tiles of the next groups can be loaded ahead, and 0 says that it walks them all.
+    A part's sums are a program's alone, in shared memory if SHARED_BYTES say how many, or in the L2, where the launch has
+    written zeros: threads add to them there and wait for nothing but each other. Slopes become a factor of products through
+    shared memory, so all wait between the sums of two tiles; a sum's terms come in one order, and results are the same bits each
+    time. Labels past the first BLOCK_L of a group, which few groups have, come last.
+    """
+    blocks = tl.cdiv(batch_size, BLOCK_B * TILES) if BLOCKS else 1
+    part, first_block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    scale, unscale = tl.load(scales), tl.load(scales + 1)
+    if OF_FEATURES:
+        sums += part * num_features * filled_size
+    own = sums
+    if SHARED_BYTES:
+        own = sums_of_program(buffer, SHARED_BYTES)
+        set_to_zero(own, num_features * TILES, BLOCK_B)
+    first_group, last_group = part * num_groups // num_parts, (part + 1) * num_groups // num_parts
+    # What a loop loads anew in each round, Triton copies ahead anew.
+    sample = first_block * TILES * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
+    rows_of_tile = load_rows(row_weight, lse, grad_lse, sample, batch_size)
+    rows_of_next = load_rows(row_weight, lse, grad_lse, sample + BLOCK_B, batch_size) if TILES == 2 else rows_of_tile
+    rows_of_tiles = rows_of_tile, rows_of_next
+    longest = tl.zeros([], tl.int64)
+    for group in tl.range(first_group, last_group, num_stages=NUM_STAGES):
+        start, end = load_segment(group_offsets, group, num_labels)
+        longest = tl.maximum(longest, (end - start).to(tl.int64))
+        gradients_of_labels(
+            features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
+            grad_target, grad_weight, grad_bias, sums, own, rows_of_tiles, scale, unscale, group, start, end, first_block,
+            smoothing, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L,
+            BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
+        )  # fmt: skip
+    for skipped in range(BLOCK_L, longest, BLOCK_L):
+        for group in range(first_group, last_group):
+            start, end = load_segment(group_offsets, group, num_labels)
+            if end > start + skipped:
+                tl.debug_barrier()
+                gradients_of_labels(
+                    features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
+                    grad_target, grad_weight, grad_bias, sums, own, rows_of_tiles, scale, unscale, group, start + skipped, end,
+                    first_block, smoothing, num_positives, batch_size, filled_size, num_features, weight_stride,
+                    weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
+                    SHARED_BYTES,
+                )  # fmt: skip
+    if SHARED_BYTES:
+        for tile in tl.static_range(TILES):
+            first_sample = (first_block * TILES + tile) * BLOCK_B
+            of_tile = sums_of_tile(own, tile, num_features, BLOCK_B)
+            write_sums(of_tile, sums, filled_size, num_features, first_sample, filled_size, BLOCK_B)
+
+
+# Arguments of a launch whose sums are not in shared memory.
+NONE_SHARED: dict[str, Any] = {"buffer": None, "SHARED_BYTES": 0}
+
+_launch = Launcher(group_sparse_loss_backward_kernel)
+
+
+def gradients(
+    x: LossInputs | SoftmaxInputs,
+    columns: Tensor,
+    scales: Tensor,
+    wanted: Mapping[str, torch.dtype],
+    *,
+    smoothing: float = 0.0,
+    row_weight: Tensor | None = None,
+    label_weight: Tensor | None = None,
+    rows_of_softmax: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+) -> dict[str, Tensor]:
+    """Launch `group_sparse_loss_backward_kernel`, once where a program's sums can be of all samples, and add up the parts' sums.
+
+    `columns` are the features transposed, without gaps, zeros in rows that do not count; `rows_of_softmax` are `lse`, `grad_lse`
+    and `grad_target`.
+    """
+    features, weight = x.features, x.weight
+    (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, x.supports.shape[0]
+    device, filled_size = gpu(features.device), columns.shape[1]
+    found: dict[str, Tensor] = {}
+    if "weight" in wanted or "bias" in wanted:
+        found["weight"] = weight.new_empty(num_labels, width, dtype=wanted.get("weight", weight.dtype))
+        if x.bias is not None:
+            found["bias"] = weight.new_empty(num_labels, dtype=wanted.get("bias", weight.dtype))
+    read = [tensor.contiguous() for tensor in (x.supports, x.group_offsets, x.positives, x.rows)]
+    rest = [
+        None if tensor is None else tensor.contiguous()
+        for tensor in (row_weight, x.positive_offsets, x.bias, label_weight, *rows_of_softmax)
+    ]
+    sizes = num_labels, num_groups, batch_size, width, features.element_size()
+    for passed in configurations.loss_passes(
+        *sizes, num_features, device.shared_bytes, of_weight=bool(found), of_features="features" in wanted
+    ):
+        chosen, blocks = passed.chosen, passed.blocks(batch_size)
+        # All at once: a program more would run alone at the end.
+        num_parts = min(num_groups, max(1, passed.programs * device.multiprocessors // blocks))
+        sums, named = None, NONE_SHARED
+        if passed.of_features:
+            make = torch.empty if passed.in_shared_memory else torch.zeros
+            sums = make(num_parts, num_features, filled_size, dtype=torch.float32, device=features.device)
+        if passed.in_shared_memory:
+            # Numbers of 16 bits are too short to be copied ahead.
+            read[0] = read[0].to(torch.int32)
+            named = shared_sums(features, num_parts * blocks, num_features * passed.num_tiles, chosen.block_b)
+        _launch(
+            (num_parts * blocks,),
+            columns, weight, *read, *rest, scales, found.get("weight"), found.get("bias"), sums, named["buffer"], smoothing,
+            num_groups, num_labels, x.positives.shape[0], num_parts, batch_size, filled_size, num_features, *weight.stride(),
+            WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, TILES=passed.num_tiles,
+            BLOCKS=int(not passed.walks), OF_WEIGHT=passed.of_weight, OF_FEATURES=passed.of_features,
+            PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, SHARED_BYTES=named["SHARED_BYTES"],
+            num_warps=chosen.num_warps,
+        )  # fmt: skip
+        if sums is not None:
+            found["features"] = (sums.sum(0)[:, :batch_size] * scales[1]).t().to(wanted["features"]).contiguous()
+    return {name: found[name] for name in wanted}
