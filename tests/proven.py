@@ -1,9 +1,12 @@
 """Tests that need not run again: those of files of which nothing changed since all of their tests passed.
 
-`tests/proven.json` maps files of interpreted tests, and of tests that compile ahead of time, to a fingerprint of what they had
-when they passed: the files of this repository that they reach, and the versions of what they run on. `pytest --proven=skip`
-leaves out the files whose fingerprint is still the same, `--proven=run` runs them too; both write down what passed and strike
-what failed. Without the option every test runs, and nothing is written.
+`tests/proven.json` maps files of tests to a fingerprint of what they had when they passed: the files of this repository that they
+reach, and the versions of what they run on. `pytest --proven=skip` leaves out the files whose fingerprint is still the same,
+`--proven=run` runs them too; both write down what passed and strike what failed. Without the option every test runs, and nothing
+is written.
+
+Left out can be the tests of operators, of modules and of the data path, which stand on a few files each. What joins these parts,
+from models and training to the command line, reaches nearly all there is: its tests run whenever tests run.
 """
 
 from __future__ import annotations
@@ -22,8 +25,11 @@ from tests.reach import reached
 
 RECORD = "tests/proven.json"
 # By place: the marks that its run asks for, and the files that may be left out.
-PLACES = {"interpret": ("interpret", "tests/ops/test_*.py"), "cpu": ("", "tests/ops/test_*_aot.py")}
-RUN_ON = ("torch", "triton", "numpy", "hypothesis")
+PLACES = {
+    "interpret": ("interpret", ("tests/ops/test_*.py",)),
+    "cpu": ("", ("tests/ops/test_*.py", "tests/modules/test_*.py", "tests/data/test_*.py")),
+}
+RUN_ON = ("torch", "triton", "torchrec", "tensordict", "numpy", "pyarrow", "duckdb", "pydantic", "hypothesis")
 
 
 def fingerprint(root: Path, test: Path) -> str:
@@ -35,7 +41,12 @@ def fingerprint(root: Path, test: Path) -> str:
 
 
 def fingerprints(root: Path, place: str) -> dict[str, str]:
-    return {str(path.relative_to(root)): fingerprint(root, path) for path in sorted(root.glob(PLACES[place][1]))}
+    return {str(path.relative_to(root)): fingerprint(root, path) for path in files_of(root, place)}
+
+
+def files_of(root: Path, place: str) -> list[Path]:
+    """Return the files of tests that may be left out there."""
+    return sorted(path for pattern in PLACES[place][1] for path in root.glob(pattern))
 
 
 def add_option(parser: pytest.Parser) -> None:

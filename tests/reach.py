@@ -69,6 +69,7 @@ def module_of(root: Path, path: Path) -> str:
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
 def file_of(root: Path, module: str) -> Path | None:
     base = root.joinpath(*module.split("."))
     return next((path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()), None)
@@ -116,6 +117,11 @@ def reached(root: Path, test: Path) -> set[Path]:
     files = {path for name, _ in done if (path := file_of(root, name))}
     # The module that keeps account names no data, but what it writes.
     tests = [path for path in files if path.is_relative_to(root / "tests") and path.name != "proven.py"]
-    texts = [(path.parent, text) for path in tests for text in read(path, "").strings]
-    data = {folder / text for parent, text in texts if re.fullmatch(r"[\w./-]+\.\w+", text) for folder in (root, parent)}
-    return files | {path for path in data if path.is_file()}
+    return files.union(*(data_of(root, path) for path in tests))
+
+
+@cache
+def data_of(root: Path, path: Path) -> list[Path]:
+    """Return the files of data that a module of tests names, from the repository's root or from its own folder."""
+    texts = [text for text in read(path, "").strings if re.fullmatch(r"[\w./-]+\.\w+", text)]
+    return [found for text in texts for folder in (root, path.parent) if (found := folder / text).is_file()]

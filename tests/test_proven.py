@@ -91,6 +91,10 @@ TREE = {
         def test_compiles():
             from jagged.ops.a import kernels
     """,
+    "tests/runs/test_runs.py": """
+        def test_it():
+            from jagged import runs
+    """,
 }
 INTERPRETED = ["tests/ops/test_a.py", "tests/ops/test_all.py", "tests/ops/test_b.py"]
 EVERY = sorted([*INTERPRETED, "tests/ops/test_a_aot.py"])
@@ -109,8 +113,8 @@ def tree(tmp_path: Path) -> Path:
 
 
 def fingerprints(tree: Path) -> dict[str, str]:
-    reach.read.cache_clear()
-    reach.follow.cache_clear()
+    for remembered in (reach.read, reach.follow, reach.file_of, reach.data_of):
+        remembered.cache_clear()
     return proven.fingerprints(tree, "interpret")
 
 
@@ -231,10 +235,12 @@ def test_a_run_that_stops_proves_what_it_ran_in_full(tree: Path, run: Run) -> No
 def test_places_have_proofs_of_their_own(tree: Path, run: Run) -> None:
     run("tests/ops", "--proven=run")
     (tree / "tests/ops/test_a.py").unlink()
-    assert ran(run("tests/ops", "--proven=skip", place="cpu")) == EVERY[1:]
-    assert (record(tree), record(tree, "cpu")) == (INTERPRETED, EVERY[1:2])
-    assert ran(run("tests/ops", "--proven=skip", place="cpu")) == EVERY[2:]
-    assert ran(run("tests/ops", "--proven=skip", place="gpu")) == EVERY[1:]
+    # What joins the parts is never left out.
+    joined = ["tests/runs/test_runs.py"]
+    assert ran(run("tests", "--proven=skip", place="cpu")) == EVERY[1:] + joined
+    assert (record(tree), record(tree, "cpu")) == (INTERPRETED, EVERY[1:])
+    assert ran(run("tests", "--proven=skip", place="cpu")) == joined
+    assert ran(run("tests", "--proven=skip", place="gpu")) == EVERY[1:] + joined
     # What is named is run.
     assert ran(run(EVERY[1], "--proven=skip", place="cpu")) == EVERY[1:2]
 
@@ -251,26 +257,26 @@ def test_the_files_that_a_test_reaches_hold_all_that_it_loads() -> None:
     program = """
 import importlib, json, os, sys
 from pathlib import Path
-import hypothesis, numpy, pytest, torch, torchrec, triton
+import duckdb, hypothesis, numpy, pyarrow.parquet, pytest, torch._dynamo, torch._inductor, torchrec, triton
 import jagged.ops, tests.conftest
 root = Path.cwd()
 for test in sys.argv[1:]:
     if os.fork() == 0:
         importlib.import_module(test.removesuffix(".py").replace("/", "."))
-        files = [Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
-        print(json.dumps([test, [str(file.resolve()) for file in files if file.is_relative_to(root)]]), flush=True)
+        files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
+        ours = [file for file in files if file.startswith(f"{root}/") and "site-packages" not in file]
+        print(json.dumps([test, [str(Path(file).resolve()) for file in ours]]), flush=True)
         os._exit(0)
     os.wait()
 """
-    tests = sorted({str(path.relative_to(ROOT)) for _, files in proven.PLACES.values() for path in ROOT.glob(files)})
+    tests = sorted({str(path.relative_to(ROOT)) for place in proven.PLACES for path in proven.files_of(ROOT, place)})
     done = subprocess.run([sys.executable, "-c", program, *tests], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = dict(json.loads(line) for line in done.stdout.splitlines())
     assert list(loaded) == tests, done.stderr
     for test, files in loaded.items():
         reached = {str(path.resolve()) for path in reach.reached(ROOT, ROOT / test)}
-        ours = {file for file in files if "site-packages" not in file}
-        assert str(ROOT.resolve() / test) in ours
-        assert not ours - reached, test
+        assert str(ROOT.resolve() / test) in files
+        assert not set(files) - reached, test
 
 
 def test_kernels_of_one_family_leave_the_tests_of_another_alone() -> None:
