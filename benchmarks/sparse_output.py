@@ -15,8 +15,9 @@ row; and `softmax`: the same by `group_sparse_cross_entropy`.
 `labels`, `sparsity` and `groups`: the same along the number of labels, the columns that a group reads and the labels of a group,
 as the figures 4 and 5 of the HASTE paper have them, with the bytes of weights and supports of its figure 3.
 
-`steps`: loss, all gradients and an update by SGD, beside the same of a dense layer of all features, unfused and by `linear_bce`,
-and beside a step of an encoder of DistilBERT's size; and the most memory that a step of a whole head takes, births of slots too.
+`steps`: loss, all gradients and an update by SGD (ours in the backward pass), beside the same of a dense layer of all features,
+unfused and by `linear_bce`, and beside a step of an encoder of DistilBERT's size; and the most memory that a step of a whole head
+takes, births of slots too.
 
 Each of ours is checked against float64 on some groups (the gradient of features: all of a layer with fewer labels) before it is
 timed. A time is the median of bursts of about ten milliseconds.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules import GroupSparseHead
-from jagged.ops import group_sparse_bce, linear_bce, trust_values
+from jagged.ops import GroupSparseOptimizer, group_sparse_bce, linear_bce, trust_values
 
 LEARNING_RATE = 1e-3
 # Positives of a row, words of a text, and the encoder's layers and heads: DistilBERT's.
@@ -46,7 +46,7 @@ def positives_of(batch: int, labels: int, device: str) -> tuple[Tensor, Tensor]:
 def steps_of(step: Step, layer: Any, device: str = "cuda") -> dict[str, Callable[[], Callable[[], Any]]]:
     """What each way of a step prepares, which returns the step: loss, all gradients, and an update by SGD.
 
-    `layer` is a `benchmarks.sparse_output.Layer`. `unfused` and `linear_bce` are of a dense layer of all features, the first as
+    `layer` is a `benchmarks.sparse_output.Layer`, which ours updates in the backward pass. `unfused` and `linear_bce` are of a dense layer of all features, the first as
     PyTorch has it: logits, their loss against a matrix of zeros and ones, gradients. `encoder` is a step of a transformer whose
     first word is what the layer reads.
     """
@@ -64,12 +64,16 @@ def steps_of(step: Step, layer: Any, device: str = "cuda") -> dict[str, Callable
         return run
 
     def ours() -> Callable[[], Any]:
-        bias = torch.full_like(layer.weight[:, 0], -14.0)
+        weight = nn.Parameter(layer.weight.clone())
+        bias = nn.Parameter(torch.full_like(weight[:, 0], -14.0))
+        optimizer = GroupSparseOptimizer(weight, bias, learning_rate=LEARNING_RATE)
 
-        def loss_of(features: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return group_sparse_bce(features, weight, *layer[2:4], positives, offsets, bias)
+        def run() -> Any:
+            features = layer.features.detach().requires_grad_()
+            loss = group_sparse_bce(features, weight, *layer[2:4], positives, offsets, bias, optimizer=optimizer)
+            return torch.autograd.grad(loss, features)
 
-        return trained([layer.features, layer.weight.clone(), bias], loss_of)
+        return run
 
     def dense() -> list[Tensor]:
         labels = layer.weight.shape[0]
@@ -118,10 +122,13 @@ def head_bytes(step: Step, device: str = "cuda") -> dict[str, int]:
         num_head_labels=num_head_labels,
         num_groups=(step.labels - num_head_labels) // step.group,
         fan_in=step.width,
+        optimizer="sgd",
+        optimizer_options={"learning_rate": LEARNING_RATE, "momentum": 0.9},
         device=device,
         dtype=torch.bfloat16,
     )
-    optimizer = torch.optim.SGD(head.parameters(), lr=LEARNING_RATE, momentum=0.9)
+    # The groups' weights change in the backward pass.
+    optimizer = torch.optim.SGD([head.head_weight, head.head_bias], lr=LEARNING_RATE, momentum=0.9)
     features = torch.randn(step.batch, step.features, device=device, dtype=torch.bfloat16, requires_grad=True)
     drawn, offsets = positives_of(step.batch, step.labels, device)
     positives = JaggedTensor(values=drawn, offsets=offsets)
