@@ -19,6 +19,7 @@ from jagged.ops import (
     BagLayout,
     BagSchedules,
     Draw,
+    GroupSparseOptimizer,
     array_jagged_bmm_jagged_out,
     catalogue_topk,
     dense_to_jagged,
@@ -380,6 +381,22 @@ def small_steps(*names: str) -> Iterator[Step]:
 def long_step() -> Step:
     """Return attention as the kernels for Hopper take it, on other GPUs as the others do."""
     return attention(jagged_of((300, 0, 129)), torch.bfloat16, 128)
+
+
+def update_steps() -> Iterator[Step]:
+    """Yield the loss over groups that changes its weights in the backward pass: features are its only leaf."""
+    for dtype, momentum in ((torch.float32, 0.0), (torch.bfloat16, 0.9)):
+        batch, width = jagged_of((3, 0, 40, 1)), 32
+        supports, columns = _supports(batch, width)
+        weight, bias = (leaf.detach().requires_grad_() for leaf in _leaves(dtype, (batch.total, width), (batch.total,)))
+        options = {"momentum": momentum, "weight_decay": 0.1, "stochastic_rounding": momentum > 0}
+        optimizer = GroupSparseOptimizer(weight, bias, learning_rate=0.1, **options)
+        given = (weight, supports, batch.offsets, *_positives(batch, 70), bias)
+
+        def forward(features: Tensor, given: tuple[Tensor, ...] = given, own: GroupSparseOptimizer = optimizer) -> list[Tensor]:
+            return [group_sparse_bce(features, *given, optimizer=own, backend=PLACE.backend)]
+
+        yield Step(forward, _leaves(dtype, (70, columns)))
 
 
 def kernels(*, for_hopper: bool = False) -> dict[str, ModuleType]:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jagged.ops.cross_entropy.triton import chunked
-from tests.ops.families import long_step, small_steps
+from tests.ops.families import long_step, small_steps, update_steps
 
 FINISHED = "every family ran"
 THREADS = 64
@@ -140,8 +140,10 @@ PLANTED: dict[str, dict[str, Callable[[], None]]] = {
 
 def main(tool: str, *families: str) -> None:
     chunked._add_product = written_again(PRODUCT)
+    updates = [] if families and "group_sparse" not in families else update_steps()
     # Racecheck takes rows that TMA writes, and barriers in shared memory announce, for races.
-    for step in itertools.chain(small_steps(*families), [long_step()] if tool == "memcheck" else []):
+    long = [long_step()] if tool == "memcheck" else []
+    for step in itertools.chain(small_steps(*families), updates, long):
         with CopiedProducts():
             step.run()
         # An error is reported at the family that made it, and one step's memory is freed before the next one's.
