@@ -46,9 +46,9 @@ def positives_of(batch: int, labels: int, device: str) -> tuple[Tensor, Tensor]:
 def steps_of(step: Step, layer: Any, device: str = "cuda") -> dict[str, Callable[[], Callable[[], Any]]]:
     """What each way of a step prepares, which returns the step: loss, all gradients, and an update by SGD.
 
-    `layer` is a `benchmarks.sparse_output.Layer`, which ours updates in the backward pass. `unfused` and `linear_bce` are of a dense layer of all features, the first as
-    PyTorch has it: logits, their loss against a matrix of zeros and ones, gradients. `encoder` is a step of a transformer whose
-    first word is what the layer reads.
+    `layer` is a `benchmarks.sparse_output.Layer`, which ours updates in the backward pass. `unfused` and `linear_bce` are of a
+    dense layer of all features, the first as PyTorch has it: logits, their loss against a matrix of zeros and ones, gradients.
+    `encoder` is a step of a transformer whose first word is what the layer reads.
     """
     positives, offsets = positives_of(step.batch, layer.weight.shape[0], device)
     of: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
