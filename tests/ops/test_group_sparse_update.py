@@ -215,26 +215,33 @@ def test_stochastic_rounding(place: Place) -> None:
         assert (values == 1).all()
 
 
-# By shared memory, in KiB, and samples the launches: whether of gradients of weights, of features, and of one block of samples.
-LAUNCHES: dict[tuple[int, int], list[tuple[bool, bool, int]]] = {
-    (0, 20): [(True, True, 1)],
-    (0, 70): [(True, True, 0)],
-    (32, 70): [(False, True, 1), (True, False, 0)],
-    (99, 70): [(True, True, 1)],
-    (227, 200): [(False, True, 1), (True, False, 0)],
-}
-KERNEL_RULES: tuple[tuple[torch.dtype, bool, dict[str, Any]], ...] = (
-    (torch.bfloat16, True, {"momentum": 0.9, "weight_decay": 0.1, "stochastic_rounding": True, "state_dtype": torch.float32}),
-    (torch.bfloat16, True, {"stochastic_rounding": True}),
-    (torch.float16, False, {"momentum": 0.5}),
-    (torch.float32, True, {"weight_decay": 0.1}),
-)
+# The dtype, whether biases learn, and an optimizer's options.
+ROUNDED = torch.bfloat16, True, {"stochastic_rounding": True}
+WITH_ALL = torch.bfloat16, True, {**ROUNDED[2], "momentum": 0.9, "weight_decay": 0.1, "state_dtype": torch.float32}
+WITHOUT_BIAS = torch.float16, False, {"momentum": 0.5}
+IN_FLOAT32 = torch.float32, True, {"weight_decay": 0.1}
+# Launches: whether they make gradients of weights, of features, and of one block of samples.
+ALL_AT_ONCE, WALKING = [(True, True, 1)], [(True, True, 0)]
+FEATURES_FIRST = [(False, True, 1), (True, False, 0)]
 
 
 @pytest.mark.skipif(PLACE.name == "cpu", reason="where updates are made is the kernels' choice")
-@pytest.mark.parametrize(("kibibytes", "batch_size"), LAUNCHES)
-@pytest.mark.parametrize("rule", range(len(KERNEL_RULES)))
-def test_updates_in_the_kernel(place: Place, kibibytes: int, batch_size: int, rule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kibibytes", "batch_size", "rule", "expected_launches"),
+    [
+        (0, 20, WITH_ALL, ALL_AT_ONCE), (0, 70, ROUNDED, WALKING), (32, 70, WITH_ALL, FEATURES_FIRST),
+        (99, 70, ROUNDED, ALL_AT_ONCE), (227, 130, WITH_ALL, FEATURES_FIRST), (99, 20, WITHOUT_BIAS, ALL_AT_ONCE),
+        (227, 20, IN_FLOAT32, ALL_AT_ONCE), (227, 40, IN_FLOAT32, WALKING),
+    ],
+)  # fmt: skip
+def test_updates_in_the_kernel(
+    place: Place,
+    kibibytes: int,
+    batch_size: int,
+    rule: tuple[torch.dtype, bool, dict[str, Any]],
+    expected_launches: list[tuple[bool, bool, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They are those that PyTorch's operations make of its gradients, to the bit where nothing contracts a product with a sum.
 
     Weights have gaps, and groups more labels than a tile, or none.
@@ -250,19 +257,19 @@ def test_updates_in_the_kernel(place: Place, kibibytes: int, batch_size: int, ru
 
     monkeypatch.setattr(gradient_kernels, "gpu", lambda device_of: device)
     monkeypatch.setattr(gradient_kernels, "_launch", recorded)
-    dtype, changes_bias, options = KERNEL_RULES[rule]
-    layer = layer_of(jagged_of((3, 0, 1, 70, 17), torch.int32), batch_size, 16, 100, dtype)
-    given = positives_of(batch_size, 91, 0)
+    dtype, changes_bias, options = rule
+    layer = layer_of(jagged_of((3, 0, 1, 40, 17), torch.int32), batch_size, 16, 100, dtype)
+    given = positives_of(batch_size, 61, 0)
     found = []
     for in_kernel in (True, False):
         if not in_kernel:
             monkeypatch.setattr(bce_kernels, "is_for_the_kernel", lambda x, o: False)
-        weight = random_tensor((91, 16), dtype, 1, strided=True).requires_grad_()
+        weight = random_tensor((61, 16), dtype, 1, strided=True).requires_grad_()
         assert not weight.is_contiguous()
         bias = layer.bias.clone().requires_grad_(changes_bias)
         optimizer = GroupSparseOptimizer(weight, bias, learning_rate=0.5, **options)
         # What lies between the weights stays.
-        storage, gaps = weight.detach().as_strided((91, 33), (33, 1), 0), torch.ones(33, dtype=torch.bool, device=place.device)
+        storage, gaps = weight.detach().as_strided((61, 33), (33, 1), 0), torch.ones(33, dtype=torch.bool, device=place.device)
         gaps[1::2] = False
         before = storage[:, gaps].clone()
         launches.clear()
@@ -272,7 +279,7 @@ def test_updates_in_the_kernel(place: Place, kibibytes: int, batch_size: int, ru
                 features, weight, layer.supports, layer.offsets, *given, bias, optimizer=optimizer, backend=place.backend
             ).backward()
             assert features.grad is not None
-        assert launches == 2 * LAUNCHES[kibibytes, batch_size] or not in_kernel
+        assert launches == 2 * expected_launches
         assert torch.equal(storage[:, gaps], before)
         assert torch.equal(bias, layer.bias) != changes_bias
         found.append([features.grad, weight, bias, *optimizer.state().values()])
