@@ -178,3 +178,24 @@ def exp_of_difference(difference, ACCURATE: tl.constexpr):
         remainder = difference - whole * LN_2_HIGH - whole * LN_2_LOW
         return tl.exp2(remainder * LOG2_E) * tl.exp2(whole)
     return tl.exp2(difference * LOG2_E)
+
+
+@triton.jit
+def mixed(x):
+    """Return 32 bits of a hash of 63-bit integers, as `rounding.mixed`."""
+    # In 32 bits a product is one instruction, in 64 several.
+    x = (x ^ (x >> 32)).to(tl.uint32)
+    x *= 0x85EBCA6B
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def rounded_at_random(new, element, step):
+    """Round to bfloat16 up or down, by a number that depends on the step and on the element, as `rounding.rounded`."""
+    bits = new.to(tl.uint32, bitcast=True)
+    cut = (bits + (mixed(element + (step << 40)) & 0xFFFF)) & 0xFFFF0000
+    # What is not finite stays as it is.
+    cut = tl.where((bits & 0x7F800000) == 0x7F800000, bits, cut)
+    return cut.to(tl.float32, bitcast=True).to(tl.bfloat16)

@@ -1,6 +1,6 @@
 """Binary cross-entropy over group-sparse linear layers as Triton kernels, which store no logits.
 
-The forward pass has a sum for each program and changes nothing; the backward pass is in `gradient_kernels`.
+The forward pass has a sum for each program and changes nothing; the backward pass, with the update, is in `gradient_kernels`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
-from jagged.ops.group_sparse.gradient_kernels import gradients
+from jagged.ops.group_sparse.gradient_kernels import KernelUpdate, gradients
 from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions, UpdatingInputs, UpdatingOptions
 from jagged.ops.group_sparse.tiles import LOG2_E, VARYING, groups_of, load_positives, logits_of_tile, signs_of
 from jagged.ops.group_sparse.update import loss_inputs, update_by
@@ -141,17 +141,10 @@ def backward(
     grads: LossOutputs, x: LossInputs, out: LossOutputs, o: LossOptions, wanted: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
     """Make all gradients that are wanted, `gradients`."""
-    features = x.features
-    if not (features.shape[0] and x.weight.shape[0] and x.supports.shape[0]):
+    if not (x.features.shape[0] and x.weight.shape[0] and x.supports.shape[0]):
         return {name: torch.zeros_like(getattr(x, name), dtype=dtype) for name, dtype in wanted.items()}
     assert grads.loss is not None
-    # Of rows that do not count no feature enters a product, where zero times what is no number would. A copy, without gaps.
-    columns = aligned(torch.where((x.row_weight != 0)[:, None], features, 0).t())
-    scales = slope_scales(features, x.row_weight, x.label_weight, grads.loss)
-    scales[:1] *= x.row_weight.amax()
-    return gradients(
-        x, columns, scales, wanted, smoothing=o.label_smoothing, row_weight=x.row_weight, label_weight=x.label_weight
-    )
+    return _gradients(grads.loss, x, o.label_smoothing, wanted)
 
 
 def updating_forward(x: UpdatingInputs, o: UpdatingOptions) -> LossOutputs:
@@ -160,8 +153,48 @@ def updating_forward(x: UpdatingInputs, o: UpdatingOptions) -> LossOutputs:
 
 
 def update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
-    """Return the gradient of features, and change weights and biases by theirs, which take the memory of the layer in float32."""
-    return update_by(backward, x, o)
+    """Return the gradient of features, and change weights and biases by theirs, inside of the kernel where it can.
+
+    Elsewhere `update_by` does, with gradients that take the memory of the layer in float32: of groups with more slots than a tile
+    has, whose logits need all weights as they were.
+    """
+    if not is_for_the_kernel(x, o):
+        return update_by(backward, x, o)
+    changes = KernelUpdate(
+        x.bias if o.changes_bias else None,
+        x.weight_momentum,
+        x.bias_momentum if o.changes_bias else None,
+        x.learning_rate,
+        x.step if o.stochastic_rounding and x.weight.dtype == torch.bfloat16 else None,
+        (x.loss.isfinite() & x.grad.isfinite()).to(torch.int32),
+        o.momentum,
+        # No weight that is infinite meets a decay of 0.
+        o.weight_decay or None,
+    )
+    wanted = {"features": x.features.dtype} if o.of_features else {}
+    found = _gradients(x.grad, loss_inputs(x), o.label_smoothing, wanted, changes)
+    return FeatureGradient(found["features"] if o.of_features else x.features.new_empty(0))
+
+
+def is_for_the_kernel(x: UpdateInputs, o: UpdateOptions) -> bool:
+    """Return whether there is anything to launch it for, one tile has all slots of a group, and what else changes has no gaps."""
+    sizes = x.weight.shape[0], x.supports.shape[0], x.features.shape[0], x.weight.shape[1], x.features.element_size()
+    others = (x.weight_momentum, *((x.bias, x.bias_momentum) if o.changes_bias else ()))
+    has_no_gaps = all(tensor is None or tensor.is_contiguous() for tensor in others)
+    return all(sizes) and configurations.has_one_tile(*sizes) and has_no_gaps
+
+
+def _gradients(
+    grad: Tensor, x: LossInputs, smoothing: float, wanted: Mapping[str, torch.dtype], changes: KernelUpdate | None = None
+) -> dict[str, Tensor]:
+    """Give `gradients` what it needs of a batch that is not empty; `grad` is that of the loss."""
+    # Of rows that do not count no feature enters a product, where zero times what is no number would. A copy, without gaps.
+    columns = aligned(torch.where((x.row_weight != 0)[:, None], x.features, 0).t())
+    scales = slope_scales(x.features, x.row_weight, x.label_weight, grad)
+    scales[:1] *= x.row_weight.amax()
+    return gradients(
+        x, columns, scales, wanted, smoothing=smoothing, row_weight=x.row_weight, label_weight=x.label_weight, update=changes
+    )
 
 
 def _read(x: LossInputs) -> tuple[Tensor | None, ...]:

@@ -6,6 +6,7 @@ and in the backward pass of losses for up to 41 of a thread, which the assembler
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -77,10 +78,14 @@ def bytes_ahead(chosen: Configuration, groups: int, num_tiles: int = 1) -> int:
     return (groups + 1) * tiles + groups * (4 * chosen.block_f + 16) + 64
 
 
-def loss_bytes_ahead(chosen: Configuration, groups: int, num_tiles: int) -> int:
-    """Return the same for the backward pass of a loss: twice weights, features, and slopes on their way between threads."""
+def loss_bytes_ahead(chosen: Configuration, groups: int, num_tiles: int, updated: int = 0) -> int:
+    """Return the same for the backward pass of a loss: twice weights, features, and slopes on their way between threads.
+
+    Of each weight an update has so many bytes more on their way, `updated`.
+    """
     weights, samples = 2 * chosen.block_l * chosen.block_f, 2 * chosen.block_b * num_tiles
     of_group = 2 * weights + chosen.block_f * samples + 8 * chosen.block_f + 4 * chosen.block_l + 40
+    of_group += updated * chosen.block_l * (chosen.block_f + 1)
     return groups * of_group + 2 * weights + chosen.block_l * samples + 128
 
 
@@ -128,6 +133,11 @@ def softmax_forward_configuration(num_labels: int, num_groups: int, batch_size: 
     return bce_forward_configuration(num_labels, num_groups, batch_size, width, itemsize)._replace(groups=0, num_warps=4)
 
 
+def has_one_tile(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> bool:
+    """Return whether one tile of the backward pass of a loss has all slots of a group, as its updates need."""
+    return width <= loss_backward_configuration(num_labels, num_groups, batch_size, width, itemsize).block_f
+
+
 def loss_tiles(batch_size: int, width: int, chosen: Configuration) -> int:
     """Return the tiles of samples in a block of `loss_backward_configuration`'s: two where the batch has more than one."""
     return 2 if batch_size > chosen.block_b and width <= chosen.block_f else 1
@@ -155,11 +165,12 @@ class Pass(NamedTuple):
 
 def loss_passes(
     num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int, num_features: int, available: tuple[int, int],
-    *, of_weight: bool, of_features: bool,
+    *, of_weight: bool, of_features: bool, updated: int = 0,
 ) -> list[Pass]:  # fmt: skip
     """Choose for all gradients of a loss: one pass where a program's sums can be of all samples, or else one for each kind.
 
-    `available` are the bytes of shared memory of a program and of a multiprocessor.
+    Gradients of weights are in the last one, and a group's are one program's, so that it may update them. `available` are the
+    bytes of shared memory of a program and of a multiprocessor; `updated` those of a weight and its state where it is updated.
     """
     sizes = num_labels, num_groups, batch_size, width, itemsize
     chosen = loss_backward_configuration(*sizes)
@@ -171,7 +182,8 @@ def loss_passes(
     whole = whole._replace(num_warps=_warps_of_sums(whole))
     num_tiles = cdiv(batch_size, whole.block_b)
     if of_weight and num_tiles <= 2:
-        tiles, programs = _with_sums(whole, num_tiles, num_features, available, (3, 2, 1), loss_bytes_ahead)
+        bytes_of = functools.partial(loss_bytes_ahead, updated=updated)
+        tiles, programs = _with_sums(whole, num_tiles, num_features, available, (3, 2, 1), bytes_of)
         if programs:
             return [Pass(tiles, num_tiles, programs, True, True, True, False)]
     for block_b in (64, 32, 16):

@@ -1,20 +1,21 @@
 """Gradients of losses over group-sparse linear layers as a Triton kernel, which stores no logits.
 
 It computes a group's logits again, and from them all that depends on the group: the gradients of its weights and biases, and what
-it adds to the gradient of the columns that it reads. What losses differ in is the derivative by a logit, their slope.
+it adds to the gradient of the columns that it reads. What losses differ in is the derivative by a logit, their slope. In place of
+writing a group's gradients it may update the group by them: they are whole there, and nobody else reads its weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from jagged.ops._shared.device import dot, exp_of_difference, load_segment
+from jagged.ops._shared.device import dot, exp_of_difference, load_segment, rounded_at_random
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu, products_of
 from jagged.ops._shared.shared_memory import (
@@ -84,14 +85,38 @@ def slopes_of_softmax(
 
 
 @triton.jit
+def update_values(values, states, place, first_element, slope, exists, momentum, weight_decay, rate, step):
+    """Change values (pointers) by their gradients, and momentum at `place` of their states, as `update._change` does.
+
+    What is None is left out: momentum, weight decay, and of the step rounding at random.
+    """
+    # Loaded again: a factor of a product that is anything else, too, is not copied ahead. This one is, for the next groups.
+    old = tl.load(values, mask=exists, other=0.0).to(tl.float32)
+    if weight_decay is not None:
+        slope += weight_decay * old
+    if states is not None:
+        slope += momentum * tl.load(states + place, mask=exists, other=0.0).to(tl.float32)
+        tl.store(states + place, slope.to(states.dtype.element_ty), mask=exists)
+    new = old - rate * slope
+    if step is None:
+        tl.store(values, new.to(values.dtype.element_ty), mask=exists)
+    else:
+        tl.store(values, rounded_at_random(new, first_element + place, step), mask=exists)
+
+
+@triton.jit
 def gradients_of_labels(
     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse, grad_target,
-    grad_weight, grad_bias, sums, own, rows_of_tiles, scale, unscale, group, first, end, first_block, smoothing, num_positives,
-    batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr,
-    OF_FEATURES: tl.constexpr, PRECISION: tl.constexpr, SHARED_BYTES: tl.constexpr,
+    grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, update, momentum, weight_decay, sums, own,
+    rows_of_tiles, scale, unscale, group, first, end, first_block, smoothing, num_labels, num_positives, batch_size, filled_size,
+    num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED_BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read."""
+    """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read.
+
+    With an `update`, which is a rate, a step and whether to update at all, the labels are updated, and no gradient is written.
+    """
     label = first + tl.arange(0, BLOCK_L)
     of_label = (label < end).to(tl.float32) * scale
     if label_weight is not None:
@@ -151,9 +176,23 @@ def gradients_of_labels(
                             mask=(slot < WIDTH)[:, None] & (sample < filled_size)[None, :], sem="relaxed",
                         )  # fmt: skip
         if OF_WEIGHT:
-            places = grad_weight + label[:, None] * WIDTH + slot[None, :]
+            place = label[:, None] * WIDTH + slot[None, :]
             exists = (label < end)[:, None] & (slot < WIDTH)[None, :]
-            tl.store(places, (of_weight * unscale).to(grad_weight.dtype.element_ty), mask=exists)
+            if update is not None:
+                # Further blocks of slots would compute logits of weights that have changed.
+                tl.static_assert(WIDTH <= BLOCK_F)
+                rate, step, counts = update
+                values = weight + label[:, None] * weight_stride + slot[None, :] * weight_column_stride
+                update_values(
+                    values, weight_momentum, place, 0, of_weight * unscale, exists & counts, momentum, weight_decay, rate, step
+                )
+                if updated_bias is not None:
+                    update_values(
+                        updated_bias + label, bias_momentum, label, num_labels.to(tl.int64) * WIDTH, of_bias * unscale,
+                        (label < end) & counts, momentum, None, rate, step,
+                    )  # fmt: skip
+            else:
+                tl.store(grad_weight + place, (of_weight * unscale).to(grad_weight.dtype.element_ty), mask=exists)
             if grad_bias is not None:
                 tl.store(grad_bias + label, (of_bias * unscale).to(grad_bias.dtype.element_ty), mask=(label < end) & (slots == 0))
 
@@ -161,15 +200,19 @@ def gradients_of_labels(
 @triton.jit(do_not_specialize=[*VARYING, "num_positives"])
 def group_sparse_loss_backward_kernel(
     features, weight, supports, group_offsets, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
-    grad_target, scales, grad_weight, grad_bias, sums, buffer, smoothing, num_groups, num_labels, num_positives, num_parts,
-    batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr,
-    OF_FEATURES: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SHARED_BYTES: tl.constexpr,
+    grad_target, scales, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, learning_rate, step, counts,
+    momentum, weight_decay, sums, buffer, smoothing, num_groups, num_labels, num_positives, num_parts, batch_size, filled_size,
+    num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SHARED_BYTES: tl.constexpr,
 ):  # fmt: skip
     """With d[l, b] = label_weight[l] slope[l, b] scales[0], for all labels l of a part's groups g:
 
     grad_weight[l, f] = scales[1] sum_b d[l, b] features[supports[g, f], b], grad_bias[l] = scales[1] sum_b d[l, b], and
     sums[part, supports[g, f], b] = sum_l weight[l, f] d[l, b].
+
+    With a `learning_rate` weights, `updated_bias` and momentum are changed in place of grad_weight and grad_bias, unless `counts`
+    is 0. That is right where one program makes a group's gradients, as no other reads its weights, and it only before.
 
     Slopes are of binary cross-entropy, or where `lse` is given of a softmax. Samples come in blocks of TILES tiles. Where BLOCKS
     is 1 each program has one block, so that tiles of the next groups can be loaded ahead, and 0 says that it walks them all.
@@ -193,15 +236,19 @@ def group_sparse_loss_backward_kernel(
     rows_of_tile = load_rows(row_weight, lse, grad_lse, sample, batch_size)
     rows_of_next = load_rows(row_weight, lse, grad_lse, sample + BLOCK_B, batch_size) if TILES == 2 else rows_of_tile
     rows_of_tiles = rows_of_tile, rows_of_next
+    update = None
+    if learning_rate is not None:
+        update = tl.load(learning_rate), None if step is None else tl.load(step), tl.load(counts) != 0
     longest = tl.zeros([], tl.int64)
     for group in tl.range(first_group, last_group, num_stages=NUM_STAGES):
         start, end = load_segment(group_offsets, group, num_labels)
         longest = tl.maximum(longest, (end - start).to(tl.int64))
         gradients_of_labels(
             features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
-            grad_target, grad_weight, grad_bias, sums, own, rows_of_tiles, scale, unscale, group, start, end, first_block,
-            smoothing, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L,
-            BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
+            grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, update, momentum, weight_decay,
+            sums, own, rows_of_tiles, scale, unscale, group, start, end, first_block, smoothing, num_labels, num_positives,
+            batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES,
+            BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
         )  # fmt: skip
     for skipped in range(BLOCK_L, longest, BLOCK_L):
         for group in range(first_group, last_group):
@@ -210,10 +257,10 @@ def group_sparse_loss_backward_kernel(
                 tl.debug_barrier()
                 gradients_of_labels(
                     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
-                    grad_target, grad_weight, grad_bias, sums, own, rows_of_tiles, scale, unscale, group, start + skipped, end,
-                    first_block, smoothing, num_positives, batch_size, filled_size, num_features, weight_stride,
-                    weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
-                    SHARED_BYTES,
+                    grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, update, momentum,
+                    weight_decay, sums, own, rows_of_tiles, scale, unscale, group, start + skipped, end, first_block, smoothing,
+                    num_labels, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH,
+                    BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
                 )  # fmt: skip
     if SHARED_BYTES:
         for tile in tl.static_range(TILES):
@@ -228,6 +275,26 @@ NONE_SHARED: dict[str, Any] = {"buffer": None, "SHARED_BYTES": 0}
 _launch = Launcher(group_sparse_loss_backward_kernel)
 
 
+class KernelUpdate(NamedTuple):
+    """What the kernel is given to update a layer, in the order of its arguments; what is None is not updated or left out.
+
+    All tensors that change are contiguous. `counts` (int32) is 0 where nothing may change.
+    """
+
+    updated_bias: Tensor | None
+    weight_momentum: Tensor | None
+    bias_momentum: Tensor | None
+    learning_rate: Tensor
+    step: Tensor | None
+    counts: Tensor
+    momentum: float
+    weight_decay: float | None
+
+    def bytes_of(self, weight: Tensor) -> int:
+        """Return the bytes of a weight and of its state."""
+        return weight.element_size() + (0 if self.weight_momentum is None else self.weight_momentum.element_size())
+
+
 def gradients(
     x: LossInputs | SoftmaxInputs,
     columns: Tensor,
@@ -238,11 +305,12 @@ def gradients(
     row_weight: Tensor | None = None,
     label_weight: Tensor | None = None,
     rows_of_softmax: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    update: KernelUpdate | None = None,
 ) -> dict[str, Tensor]:
     """Launch `group_sparse_loss_backward_kernel`, once where a program's sums can be of all samples, and add up the parts' sums.
 
     `columns` are the features transposed, without gaps, zeros in rows that do not count; `rows_of_softmax` are `lse`, `grad_lse`
-    and `grad_target`.
+    and `grad_target`. With an `update`, for which groups may have one tile of slots, no gradients of weights and biases are made.
     """
     features, weight = x.features, x.weight
     (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, x.supports.shape[0]
@@ -258,10 +326,18 @@ def gradients(
         for tensor in (row_weight, x.positive_offsets, x.bias, label_weight, *rows_of_softmax)
     ]
     sizes = num_labels, num_groups, batch_size, width, features.element_size()
-    for passed in configurations.loss_passes(
-        *sizes, num_features, device.shared_bytes, of_weight=bool(found), of_features="features" in wanted
-    ):
+    passes = configurations.loss_passes(
+        *sizes, num_features, device.shared_bytes, of_weight=bool(found) or update is not None, of_features="features" in wanted,
+        updated=0 if update is None else update.bytes_of(weight),
+    )  # fmt: skip
+    # Once weights change nobody may read them, neither a pass that follows nor another program.
+    assert update is None or (not found and [passed.of_weight for passed in passes].index(True) == len(passes) - 1)
+    for passed in passes:
         chosen, blocks = passed.chosen, passed.blocks(batch_size)
+        changes: tuple[Any, ...] = (None,) * len(KernelUpdate._fields)
+        if update is not None and passed.of_weight:
+            assert blocks == 1
+            changes = update
         # All at once: a program more would run alone at the end.
         num_parts = min(num_groups, max(1, passed.programs * device.multiprocessors // blocks))
         sums, named = None, NONE_SHARED
@@ -274,8 +350,9 @@ def gradients(
             named = shared_sums(features, num_parts * blocks, num_features * passed.num_tiles, chosen.block_b)
         _launch(
             (num_parts * blocks,),
-            columns, weight, *read, *rest, scales, found.get("weight"), found.get("bias"), sums, named["buffer"], smoothing,
-            num_groups, num_labels, x.positives.shape[0], num_parts, batch_size, filled_size, num_features, *weight.stride(),
+            columns, weight, *read, *rest, scales, found.get("weight"), found.get("bias"), *changes, sums, named["buffer"],
+            smoothing, num_groups, num_labels, x.positives.shape[0], num_parts, batch_size, filled_size, num_features,
+            *weight.stride(),
             WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, TILES=passed.num_tiles,
             BLOCKS=int(not passed.walks), OF_WEIGHT=passed.of_weight, OF_FEATURES=passed.of_features,
             PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, SHARED_BYTES=named["SHARED_BYTES"],

@@ -1,4 +1,4 @@
-"""The update of a layer from its gradients, in PyTorch's operations: what both backends make of their gradients."""
+"""The update of a layer from its gradients, in PyTorch's operations, where no kernel makes it: it has gradients in memory."""
 
 from __future__ import annotations
 

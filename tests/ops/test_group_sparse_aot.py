@@ -80,9 +80,12 @@ def in_l2(*sizes: int) -> list[configurations.Pass]:
 
 def compile_one(
     name: str, arch: int | str, dtype: str, width: int, batch_size: int, chosen: configurations.Configuration, is_whole: bool,
-    passed: configurations.Pass | None = None,
+    passed: configurations.Pass | None = None, update: bool | None = None,
 ) -> Resources:  # fmt: skip
-    """Compile with all that a call may have, or without it, and then with narrow integers and gradients in float32."""
+    """Compile with all that a call may have, or without it, and then with narrow integers and gradients in float32.
+
+    `update` in place of gradients of weights and biases, with momentum (True) or without.
+    """
     from jagged.ops.group_sparse import bce_kernels, gradient_kernels, kernels, softmax_kernels
 
     modules = {"bce": bce_kernels, "softmax": softmax_kernels}
@@ -90,7 +93,10 @@ def compile_one(
     if passed is not None:
         kernel = gradient_kernels.group_sparse_loss_backward_kernel
     assert kernel is not None
-    floats = ("features", "weight", "bias", "logits", "grad", "grad_weight", "grad_bias")
+    floats = (
+        "features", "weight", "bias", "logits", "grad", "grad_weight", "grad_bias", "updated_bias", "weight_momentum",
+        "bias_momentum",
+    )  # fmt: skip
     types = {**dict.fromkeys(floats, f"*{dtype}"), **dict.fromkeys(SIZES, "i32"), "smoothing": "fp32"}
     types |= dict.fromkeys(
         ("sums", "scales", "row_weight", "label_weight", "found", "lse", "grad_lse", "grad_target", "inverse_scale"), "*fp32"
@@ -109,7 +115,21 @@ def compile_one(
         others = ("lse", "grad_lse", "grad_target") if name == "bce_backward" else ("row_weight", "label_weight")
         constants |= dict.fromkeys(others)
         constants |= {} if passed.of_features else {"sums": None}
-        constants |= {} if passed.of_weight else {"grad_weight": None, "grad_bias": None}
+        constants |= {} if passed.of_weight and update is None else {"grad_weight": None, "grad_bias": None}
+        # Given all at once, but for what is of momentum.
+        of_update = (
+            "updated_bias",
+            "weight_momentum",
+            "bias_momentum",
+            "learning_rate",
+            "step",
+            "counts",
+            "momentum",
+            "weight_decay",
+        )
+        left_out = of_update if update is None else of_update[1:3] + of_update[6:7]
+        constants |= {} if update else dict.fromkeys(left_out)
+        types |= {"learning_rate": "*fp32", "step": "*i64", "counts": "*i32", "momentum": "fp32", "weight_decay": "fp32"}
     fixed = {key: value for key, value in constants.items() if key in kernel.arg_names}
     if not is_whole:
         fixed |= dict.fromkeys(KERNELS.get(name, ("", ()))[1], None)
@@ -194,6 +214,32 @@ def flow_of(ptx: str, events: dict[str, str]) -> dict[str, tuple[str, list[str]]
         found += "".join(letter for text, letter in events.items() if text in line)
     blocks[name] = found, following
     return blocks
+
+
+# Both sizes that are timed, and one whose sums leave no room for gradients of weights, which a second pass makes.
+@pytest.mark.parametrize(
+    ("labels", "width", "num_features", "batch_size"), [(32, 32, 768, 64), (16, 64, 384, 128), (32, 32, 1500, 64)]
+)
+@pytest.mark.parametrize("momentum", [True, False])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_updates(arch: int, momentum: bool, labels: int, width: int, num_features: int, batch_size: int) -> None:
+    """In bfloat16, rounded at random, as the launch before it has it: as many programs fit, and tiles are loaded ahead."""
+    sizes = labels * 2**18, 2**18, batch_size, width, 2
+    for available in (SHARED.get(arch, SHARED[90]), (0, 0)):
+        updated = 4 if momentum else 2
+        passes = configurations.loss_passes(
+            *sizes, num_features, available, of_weight=True, of_features=True, updated=updated
+        )  # fmt: skip
+        passed = passes[-1]
+        assert passed.of_weight
+        used = compile_one("bce_backward", arch, "bf16", width, batch_size, passed.chosen, True, passed, momentum)
+        where = f"{used}, {passed}"
+        check(used, arch, f"bce_backward: {where}")
+        assert re.search(r"cp\.async\.wait_group\s+[1-9]", used.assembly), where
+        if passed.in_shared_memory:
+            num_tiles, groups = passed.num_tiles, passed.chosen.num_stages // 2
+            assert used.shared_bytes <= configurations.loss_bytes_ahead(passed.chosen, groups, num_tiles, updated), where
+            check_sums(used, passed.chosen)
 
 
 @pytest.mark.parametrize("name", BACKWARD)

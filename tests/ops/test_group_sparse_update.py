@@ -15,14 +15,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from jagged.ops import GroupSparseOptimizer, group_sparse_bce
-from jagged.ops.group_sparse import update
+from jagged.ops._shared.matrices import gpu
+from jagged.ops.group_sparse import configurations, update
 from tests.ops.test_embedding_bag import Recorder
 from tests.ops.test_group_sparse import Layer, layer_of
 from tests.ops.test_group_sparse_bce import positives_of, targets_of
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.reference import group_sparse as reference
-from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, seeds
+from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, random_tensor, seeds
 
 RULES: tuple[dict[str, Any], ...] = (
     {"learning_rate": 0.5},
@@ -58,7 +59,7 @@ class Run:
 
 
 @given(
-    jagged_batches(), st.sampled_from([1, 7, 20]), st.sampled_from([1, 5]), float_dtypes(), seeds(),
+    jagged_batches(), st.sampled_from([1, 7, 20]), st.sampled_from([1, 5, 70]), float_dtypes(), seeds(),
     st.sampled_from(range(len(RULES))), st.sampled_from(["features", "weight", "bias", "weight_momentum", "bias_momentum"]),
 )  # fmt: skip
 def test_an_update_is_one_of_sgd(
@@ -209,8 +210,116 @@ def test_stochastic_rounding(place: Place) -> None:
         assert abs(float(1 - values.double().mean()) / (5 * 2e-3 * 0.8808) - 1) < 0.1
     # Of weights and of biases each has draws of its own.
     assert not torch.equal(ends[0][0][:, 0], ends[0][1])
-    for values in ends[2]:
+    # The interpreter cuts off where a GPU rounds to the nearest number.
+    for values in ends[2] if place.name != "interpret" else ():
         assert (values == 1).all()
+
+
+# The dtype, whether biases learn, and an optimizer's options.
+ROUNDED = torch.bfloat16, True, {"stochastic_rounding": True}
+WITH_ALL = torch.bfloat16, True, {**ROUNDED[2], "momentum": 0.9, "weight_decay": 0.1, "state_dtype": torch.float32}
+WITHOUT_BIAS = torch.float16, False, {"momentum": 0.5}
+IN_FLOAT32 = torch.float32, True, {"weight_decay": 0.1}
+# Launches: whether they make gradients of weights, of features, and of one block of samples.
+ALL_AT_ONCE, WALKING = [(True, True, 1)], [(True, True, 0)]
+FEATURES_FIRST = [(False, True, 1), (True, False, 0)]
+
+
+@pytest.mark.skipif(PLACE.name == "cpu", reason="where updates are made is the kernels' choice")
+@pytest.mark.parametrize(
+    ("kibibytes", "batch_size", "rule", "expected_launches"),
+    [
+        (0, 20, WITH_ALL, ALL_AT_ONCE), (0, 70, ROUNDED, WALKING), (32, 70, WITH_ALL, FEATURES_FIRST),
+        (99, 70, ROUNDED, ALL_AT_ONCE), (227, 130, WITH_ALL, FEATURES_FIRST), (99, 20, WITHOUT_BIAS, ALL_AT_ONCE),
+        (227, 20, IN_FLOAT32, ALL_AT_ONCE), (227, 40, IN_FLOAT32, WALKING),
+    ],
+)  # fmt: skip
+def test_updates_in_the_kernel(
+    place: Place,
+    kibibytes: int,
+    batch_size: int,
+    rule: tuple[torch.dtype, bool, dict[str, Any]],
+    expected_launches: list[tuple[bool, bool, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are those that PyTorch's operations make of its gradients, to the bit where nothing contracts a product with a sum.
+
+    Weights have gaps, and groups more labels than a tile, or none.
+    """
+    from jagged.ops.group_sparse import bce_kernels, gradient_kernels
+
+    device = gradient_kernels.gpu(place.device)._replace(shared_bytes=(1024 * kibibytes, 1024 * kibibytes))
+    launch, launches = gradient_kernels._launch, list[tuple[bool, bool, int]]()
+
+    def recorded(*arguments: Any, **named: Any) -> None:
+        launches.append((named["OF_WEIGHT"], named["OF_FEATURES"], named["BLOCKS"]))
+        launch(*arguments, **named)
+
+    monkeypatch.setattr(gradient_kernels, "gpu", lambda device_of: device)
+    monkeypatch.setattr(gradient_kernels, "_launch", recorded)
+    dtype, changes_bias, options = rule
+    layer = layer_of(jagged_of((3, 0, 1, 40, 17), torch.int32), batch_size, 16, 100, dtype)
+    given = positives_of(batch_size, 61, 0)
+    found = []
+    for in_kernel in (True, False):
+        if not in_kernel:
+            monkeypatch.setattr(bce_kernels, "is_for_the_kernel", lambda x, o: False)
+        weight = random_tensor((61, 16), dtype, 1, strided=True).requires_grad_()
+        assert not weight.is_contiguous()
+        bias = layer.bias.clone().requires_grad_(changes_bias)
+        optimizer = GroupSparseOptimizer(weight, bias, learning_rate=0.5, **options)
+        # What lies between the weights stays.
+        storage, gaps = weight.detach().as_strided((61, 33), (33, 1), 0), torch.ones(33, dtype=torch.bool, device=place.device)
+        gaps[1::2] = False
+        before = storage[:, gaps].clone()
+        launches.clear()
+        for _ in range(2):
+            features = layer.features.clone().requires_grad_()
+            group_sparse_bce(
+                features, weight, layer.supports, layer.offsets, *given, bias, optimizer=optimizer, backend=place.backend
+            ).backward()
+            assert features.grad is not None
+        assert launches == 2 * expected_launches
+        assert torch.equal(storage[:, gaps], before)
+        assert torch.equal(bias, layer.bias) != changes_bias
+        found.append([features.grad, weight, bias, *optimizer.state().values()])
+    for number, (ours, expected) in enumerate(zip(*found, strict=True)):
+        # The interpreter cuts float32 off to make bfloat16 of it, but nothing that is rounded at random.
+        if place.name == "interpret" and number:
+            assert torch.equal(ours, expected)
+        else:
+            torch.testing.assert_close(ours, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3 * float(expected.abs().amax()))
+
+
+@pytest.mark.skipif(PLACE.name == "cpu", reason="where updates are made is the kernels' choice")
+@pytest.mark.parametrize("why", ["more slots than a tile", "a bias with gaps"])
+def test_what_the_kernel_leaves_to_pytorch(place: Place, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jagged.ops.group_sparse import bce_kernels
+
+    calls = []
+
+    def recorded(*arguments: Any) -> Any:
+        calls.append(1)
+        return update.update_by(*arguments)
+
+    monkeypatch.setattr(bce_kernels, "update_by", recorded)
+    width = 100 if why == "more slots than a tile" else 5
+    layer = layer_of(jagged_of((3, 0, 20)), 6, width, 120)
+    weight, bias = layer.weight.clone().requires_grad_(), layer.bias.clone()
+    if why == "a bias with gaps":
+        bias = torch.stack([bias, bias], 1)[:, 0]
+    given = positives_of(6, 23, 0)
+    optimizer = GroupSparseOptimizer(weight, bias.requires_grad_(), learning_rate=1.0)
+    group_sparse_bce(
+        layer.features, weight, layer.supports, layer.offsets, *given, bias, optimizer=optimizer, backend=place.backend
+    ).backward()
+    assert calls
+    leaves = [x.clone().requires_grad_() for x in (layer.weight, layer.bias)]
+    plain = group_sparse_bce(
+        layer.features, leaves[0], layer.supports, layer.offsets, *given, leaves[1], backend=place.backend
+    )  # fmt: skip
+    for new, leaf, grad in zip((weight, bias), leaves, torch.autograd.grad(plain, leaves), strict=True):
+        torch.testing.assert_close(new.detach(), leaf.detach() - grad)
 
 
 def test_pieces_do_not_change_the_result(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,3 +545,30 @@ def test_a_graph_updates_at_every_replay(place: Place) -> None:
         step(runs[1])
     for left, right in zip(*(run.tensors() for run in runs), strict=True):
         assert torch.equal(left, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_an_update_takes_no_memory_of_the_layer(place: Place, momentum: float) -> None:
+    """200,000 labels of 32 slots: 12.8 MB of weights, whose gradients in float32 would take twice that."""
+    labels, width, num_features, batch_size = 200_000, 32, 64, 64
+    offsets = torch.arange(0, labels + 1, 32, device=place.device)
+    num_groups = labels // 32
+    supports = torch.arange(width, dtype=torch.int32, device=place.device).expand(num_groups, width).contiguous()
+    features = random_tensor((batch_size, num_features), torch.bfloat16, 1).requires_grad_()
+    weight = random_tensor((labels, width), torch.bfloat16, 2).requires_grad_()
+    bias = random_tensor((labels,), torch.bfloat16, 3).requires_grad_()
+    given = positives_of(batch_size, labels, 4)
+    optimizer = GroupSparseOptimizer(weight, bias, learning_rate=0.1, momentum=momentum, stochastic_rounding=True)
+    passes = configurations.loss_passes(
+        labels, num_groups, batch_size, width, 2, num_features, gpu(place.device).shared_bytes, of_weight=True, of_features=True,
+        updated=4 if momentum else 2,
+    )  # fmt: skip
+    parts = max(passed.programs * gpu(place.device).multiprocessors // passed.blocks(batch_size) for passed in passes)
+    sums = 4 * min(parts, num_groups) * num_features * batch_size
+    before = weight.detach().clone()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    group_sparse_bce(features, weight, supports, offsets, *given, bias, optimizer=optimizer, backend=place.backend).backward()
+    assert torch.cuda.max_memory_allocated() - base < sums + weight.nbytes // 8
+    assert not torch.equal(weight, before)

@@ -5,33 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jagged.ops._shared.device import rounded_product
+from jagged.ops._shared.device import rounded_at_random, rounded_product
 from jagged.ops.embedding_bag.triton.columns import FIRST_ROW, START, WIDTH
 
 # Numbers of a row of lanes.
 NUMBERS = tl.constexpr(128)
 # Widths that programs may have: powers of two from 4 on, to `MOST_COLUMNS`, or where an update needs a whole row to 8,192.
 NUM_WIDTHS = tl.constexpr(12)
-
-
-@triton.jit
-def mixed(x):
-    """Return 32 bits of a hash of 63-bit integers, as `torch_impl.mixed`."""
-    x = (x ^ (x >> 32)) & 0xFFFFFFFF
-    x = (x * 0x85EBCA6B) & 0xFFFFFFFF
-    x ^= x >> 13
-    x = (x * 0xC2B2AE35) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def rounded(new, element, step):
-    """Round to bfloat16 up or down, by a number that depends on the step and on the element."""
-    bits = new.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    cut = (bits + (mixed(element + (step << 40)) & 0xFFFF)) & 0xFFFF0000
-    # What is not finite stays as it is.
-    cut = tl.where((bits & 0x7F800000) == 0x7F800000, bits, cut)
-    return cut.to(tl.uint32).to(tl.float32, bitcast=True).to(tl.bfloat16)
 
 
 @triton.jit
@@ -131,7 +111,7 @@ def apply_sums(
             variance = numbers[2] * tl.load(second + row, mask=is_stored, other=0.0) + numbers[5] * square
             tl.store(second + row, variance, mask=is_stored)
     if IS_STOCHASTIC:
-        tl.store(weights + element, rounded(new, element, tl.load(step)), mask=mask)
+        tl.store(weights + element, rounded_at_random(new, element, tl.load(step)), mask=mask)
     else:
         tl.store(weights + element, new.to(weights.dtype.element_ty), mask=mask)
 
