@@ -107,7 +107,7 @@ def update_values(values, states, place, first_element, slope, exists, momentum,
 @triton.jit
 def gradients_of_labels(
     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse, grad_target,
-    grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, update, momentum, weight_decay, sums, own,
+    grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum, weight_decay, sums, own,
     rows_of_tiles, scale, unscale, group, first, end, first_block, smoothing, num_labels, num_positives, batch_size, filled_size,
     num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
@@ -115,7 +115,7 @@ def gradients_of_labels(
 ):  # fmt: skip
     """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read.
 
-    With an `update`, which is a rate, a step and whether to update at all, the labels are updated, and no gradient is written.
+    With a `rate` the labels are updated if `counts` says so, and no gradient is written.
     """
     label = first + tl.arange(0, BLOCK_L)
     of_label = (label < end).to(tl.float32) * scale
@@ -178,10 +178,9 @@ def gradients_of_labels(
         if OF_WEIGHT:
             place = label[:, None] * WIDTH + slot[None, :]
             exists = (label < end)[:, None] & (slot < WIDTH)[None, :]
-            if update is not None:
+            if rate is not None:
                 # Further blocks of slots would compute logits of weights that have changed.
                 tl.static_assert(WIDTH <= BLOCK_F)
-                rate, step, counts = update
                 values = weight + label[:, None] * weight_stride + slot[None, :] * weight_column_stride
                 update_values(
                     values, weight_momentum, place, 0, of_weight * unscale, exists & counts, momentum, weight_decay, rate, step
@@ -236,17 +235,18 @@ def group_sparse_loss_backward_kernel(
     rows_of_tile = load_rows(row_weight, lse, grad_lse, sample, batch_size)
     rows_of_next = load_rows(row_weight, lse, grad_lse, sample + BLOCK_B, batch_size) if TILES == 2 else rows_of_tile
     rows_of_tiles = rows_of_tile, rows_of_next
-    update = None
-    if learning_rate is not None:
-        update = tl.load(learning_rate), None if step is None else tl.load(step), tl.load(counts) != 0
+    # One by one: a tuple may have no None for every version of Triton.
+    rate = None if learning_rate is None else tl.load(learning_rate)
+    step = None if step is None else tl.load(step)
+    counts = None if counts is None else tl.load(counts) != 0
     longest = tl.zeros([], tl.int64)
     for group in tl.range(first_group, last_group, num_stages=NUM_STAGES):
         start, end = load_segment(group_offsets, group, num_labels)
         longest = tl.maximum(longest, (end - start).to(tl.int64))
         gradients_of_labels(
             features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
-            grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, update, momentum, weight_decay,
-            sums, own, rows_of_tiles, scale, unscale, group, start, end, first_block, smoothing, num_labels, num_positives,
+            grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum,
+            weight_decay, sums, own, rows_of_tiles, scale, unscale, group, start, end, first_block, smoothing, num_labels, num_positives,
             batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES,
             BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
         )  # fmt: skip
@@ -257,7 +257,7 @@ def group_sparse_loss_backward_kernel(
                 tl.debug_barrier()
                 gradients_of_labels(
                     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
-                    grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, update, momentum,
+                    grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum,
                     weight_decay, sums, own, rows_of_tiles, scale, unscale, group, start + skipped, end, first_block, smoothing,
                     num_labels, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH,
                     BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
