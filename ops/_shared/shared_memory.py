@@ -60,17 +60,25 @@ def places_of(sums, column, SAMPLES: tl.constexpr):
 
 
 @triton.jit
-def load_quads(places, beside):
-    """Return the first numbers of some quads, their second, third and fourth ones.
+def load_quads(places, beside, exists):
+    """Return the first numbers of some quads, their second, third and fourth ones: of those that exist (`[COLUMN, 1]`), zeros of
+    others, or of all where that is None.
 
     `beside` (float32) is not read. It ties the threads that load to those that have it: Triton would load twice otherwise, once
     for threads that need nothing.
     """
     if INTERPRETED:
         a, b, c, d = tl.load(places), tl.load(places + 1), tl.load(places + 2), tl.load(places + 3)
-    else:
+    elif exists is None:
         a, b, c, d = tl.inline_asm_elementwise(
             "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];", "=f,=f,=f,=f,r,f", [places, beside],
+            (tl.float32, tl.float32, tl.float32, tl.float32), False, 1,
+        )  # fmt: skip
+    else:
+        a, b, c, d = tl.inline_asm_elementwise(
+            "{ .reg .pred exists; setp.ne.u32 exists, $6, 0; mov.f32 $0, 0f00000000; mov.f32 $1, $0; mov.f32 $2, $0; "
+            "mov.f32 $3, $0; @exists ld.shared.v4.f32 {$0, $1, $2, $3}, [$4]; }",
+            "=f,=f,=f,=f,r,f,r", [places, beside, exists.to(tl.int32)],
             (tl.float32, tl.float32, tl.float32, tl.float32), False, 1,
         )  # fmt: skip
     return a, b, c, d
@@ -113,9 +121,11 @@ def add_to_columns(sums, column, product, exists):
     another has, too: it could add to the other's sum.
     """
     places = places_of(sums, column, product.shape[1])
+    exists = None if exists is None else exists[:, None]
     a, b, c, d = quads_of(product)
-    old_a, old_b, old_c, old_d = load_quads(places, a)
-    store_quads(places, old_a + a, old_b + b, old_c + c, old_d + d, None if exists is None else exists[:, None])
+    # Slots that do not exist name column 0, whose sum another thread may be at.
+    old_a, old_b, old_c, old_d = load_quads(places, a, exists)
+    store_quads(places, old_a + a, old_b + b, old_c + c, old_d + d, exists)
 
 
 @triton.jit
@@ -137,7 +147,7 @@ def write_sums(sums, output, stride, num_columns, first_sample, end_sample, SAMP
     for first in range(0, num_columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
         places = places_of(sums, tl.minimum(column, num_columns - 1), SAMPLES)
-        a, b, c, d = load_quads(places, tl.zeros([BLOCK, SAMPLES // 4], tl.float32))
+        a, b, c, d = load_quads(places, tl.zeros([BLOCK, SAMPLES // 4], tl.float32), None)
         exists = (column < num_columns)[:, None]
         places = output + column.to(tl.int64)[:, None] * stride + pair[None, :]
         half: tl.constexpr = SAMPLES // 2

@@ -85,17 +85,33 @@ def slopes_of_softmax(
 
 
 @triton.jit
-def update_values(values, states, place, first_element, slope, exists, momentum, weight_decay, rate, step):
-    """Change values (pointers) by their gradients, and momentum at `place` of their states, as `update._change` does.
+def load_of_labels(bias, label_weight, bias_momentum, label, end):
+    """Return what labels have but for their weights, float32 `[LABEL]`: bias, weight in the loss, and the bias's momentum.
+
+    These are too short for copies ahead, so the loop over groups loads them a group ahead.
+    """
+    exists = label < end
+    none = tl.zeros([label.shape[0]], tl.float32)
+    its_bias, its_weight, its_momentum = none, none, none
+    if bias is not None:
+        its_bias = tl.load(bias + label, mask=exists, other=0.0).to(tl.float32)
+    if label_weight is not None:
+        its_weight = tl.load(label_weight + label, mask=exists, other=0.0).to(tl.float32)
+    if bias_momentum is not None:
+        its_momentum = tl.load(bias_momentum + label, mask=exists, other=0.0).to(tl.float32)
+    return its_bias, its_weight, its_momentum
+
+
+@triton.jit
+def update_values(values, old, states, old_states, place, first_element, slope, exists, momentum, weight_decay, rate, step):
+    """Change old values by their gradients, and momentum at `place` of their states, as `update._change` does.
 
     What is None is left out: momentum, weight decay, and of the step rounding at random.
     """
-    # Loaded again: a factor of a product that is anything else, too, is not copied ahead. This one is, for the next groups.
-    old = tl.load(values, mask=exists, other=0.0).to(tl.float32)
     if weight_decay is not None:
         slope += weight_decay * old
     if states is not None:
-        slope += momentum * tl.load(states + place, mask=exists, other=0.0).to(tl.float32)
+        slope += momentum * old_states
         tl.store(states + place, slope.to(states.dtype.element_ty), mask=exists)
     new = old - rate * slope
     if step is None:
@@ -108,21 +124,20 @@ def update_values(values, states, place, first_element, slope, exists, momentum,
 def gradients_of_labels(
     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse, grad_target,
     grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum, weight_decay, sums, own,
-    rows_of_tiles, scale, unscale, group, first, end, first_block, smoothing, num_labels, num_positives, batch_size, filled_size,
-    num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
-    PRECISION: tl.constexpr, SHARED_BYTES: tl.constexpr,
+    rows_of_tiles, of_labels, scale, unscale, group, first, end, first_block, smoothing, num_labels, num_positives, batch_size,
+    filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr,
+    OF_FEATURES: tl.constexpr, PRECISION: tl.constexpr, SHARED_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read.
 
-    With a `rate` the labels are updated if `counts` says so, and no gradient is written.
+    With a `rate` the labels are updated if `counts` says so, and no gradient is written. `of_labels` is of `load_of_labels`.
     """
     label = first + tl.arange(0, BLOCK_L)
+    its_bias, its_weight, its_momentum = of_labels
     of_label = (label < end).to(tl.float32) * scale
     if label_weight is not None:
-        of_label *= tl.load(label_weight + label, mask=label < end, other=0.0).to(tl.float32)
-    if bias is not None:
-        its_bias = tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)
+        of_label *= its_weight
     # Of more slots than a tile has, logits are computed again for each block of slots.
     for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
         slot = slots + tl.arange(0, BLOCK_F)
@@ -181,14 +196,21 @@ def gradients_of_labels(
             if rate is not None:
                 # Further blocks of slots would compute logits of weights that have changed.
                 tl.static_assert(WIDTH <= BLOCK_F)
-                values = weight + label[:, None] * weight_stride + slot[None, :] * weight_column_stride
+                # Loaded again: a factor of a product that is anything else, too, is not copied ahead. This one is, for the next
+                # groups, and so is its momentum.
+                values, counted = weight + label[:, None] * weight_stride + slot[None, :] * weight_column_stride, exists & counts
+                old = tl.load(values, mask=counted, other=0.0).to(tl.float32)
+                old_momentum = old
+                if weight_momentum is not None:
+                    old_momentum = tl.load(weight_momentum + place, mask=counted, other=0.0).to(tl.float32)
                 update_values(
-                    values, weight_momentum, place, 0, of_weight * unscale, exists & counts, momentum, weight_decay, rate, step
-                )
+                    values, old, weight_momentum, old_momentum, place, 0, of_weight * unscale, counted, momentum, weight_decay,
+                    rate, step,
+                )  # fmt: skip
                 if updated_bias is not None:
                     update_values(
-                        updated_bias + label, bias_momentum, label, num_labels.to(tl.int64) * WIDTH, of_bias * unscale,
-                        (label < end) & counts, momentum, None, rate, step,
+                        updated_bias + label, its_bias, bias_momentum, its_momentum, label, num_labels.to(tl.int64) * WIDTH,
+                        of_bias * unscale, (label < end) & counts, momentum, None, rate, step,
                     )  # fmt: skip
             else:
                 tl.store(grad_weight + place, (of_weight * unscale).to(grad_weight.dtype.element_ty), mask=exists)
@@ -239,28 +261,36 @@ def group_sparse_loss_backward_kernel(
     rate = None if learning_rate is None else tl.load(learning_rate)
     step = None if step is None else tl.load(step)
     counts = None if counts is None else tl.load(counts) != 0
+    start, end = load_segment(group_offsets, first_group, num_labels)
+    of_next = load_of_labels(bias, label_weight, bias_momentum, start + tl.arange(0, BLOCK_L), end)
     longest = tl.zeros([], tl.int64)
     for group in tl.range(first_group, last_group, num_stages=NUM_STAGES):
         start, end = load_segment(group_offsets, group, num_labels)
         longest = tl.maximum(longest, (end - start).to(tl.int64))
+        of_labels = of_next
+        next_start, next_end = load_segment(group_offsets, tl.minimum(group + 1, last_group - 1), num_labels)
+        of_next = load_of_labels(bias, label_weight, bias_momentum, next_start + tl.arange(0, BLOCK_L), next_end)
         gradients_of_labels(
             features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
             grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum,
-            weight_decay, sums, own, rows_of_tiles, scale, unscale, group, start, end, first_block, smoothing, num_labels, num_positives,
-            batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES,
-            BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
+            weight_decay, sums, own, rows_of_tiles, of_labels, scale, unscale, group, start, end, first_block, smoothing,
+            num_labels, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L,
+            BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
         )  # fmt: skip
     for skipped in range(BLOCK_L, longest, BLOCK_L):
         for group in range(first_group, last_group):
             start, end = load_segment(group_offsets, group, num_labels)
             if end > start + skipped:
+                first = start + skipped
+                of_labels = load_of_labels(bias, label_weight, bias_momentum, first + tl.arange(0, BLOCK_L), end)
                 tl.debug_barrier()
                 gradients_of_labels(
                     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
-                    grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum,
-                    weight_decay, sums, own, rows_of_tiles, scale, unscale, group, start + skipped, end, first_block, smoothing,
-                    num_labels, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH,
-                    BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
+                    grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts,
+                    momentum, weight_decay, sums, own, rows_of_tiles, of_labels, scale, unscale, group, first, end, first_block,
+                    smoothing, num_labels, num_positives, batch_size, filled_size, num_features, weight_stride,
+                    weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
+                    SHARED_BYTES,
                 )  # fmt: skip
     if SHARED_BYTES:
         for tile in tl.static_range(TILES):
