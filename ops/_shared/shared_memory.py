@@ -43,12 +43,6 @@ def sums_of_program(buffer, SHARED_BYTES: tl.constexpr):
 
 
 @triton.jit
-def sums_of_tile(sums, tile, num_columns, SAMPLES: tl.constexpr):
-    """Return where the sums of a further tile of samples begin, of a program that has several."""
-    return sums + tile * num_columns * (SAMPLES if INTERPRETED else 4 * SAMPLES)
-
-
-@triton.jit
 def places_of(sums, column, SAMPLES: tl.constexpr):
     """Return where the quads of some columns (int32) lie, `[COLUMN, SAMPLES / 4]`."""
     tl.static_assert(SAMPLES >= 16)

@@ -18,14 +18,6 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, exp_of_difference, load_segment, rounded_at_random
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu, products_of
-from jagged.ops._shared.shared_memory import (
-    add_to_columns,
-    set_to_zero,
-    shared_sums,
-    sums_of_program,
-    sums_of_tile,
-    write_sums,
-)
 from jagged.ops.group_sparse import configurations
 from jagged.ops.group_sparse.spec import LossInputs, SoftmaxInputs
 from jagged.ops.group_sparse.tiles import (
@@ -123,11 +115,11 @@ def update_values(values, old, states, old_states, place, first_element, slope, 
 @triton.jit
 def gradients_of_labels(
     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse, grad_target,
-    grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum, weight_decay, sums, own,
-    rows_of_tiles, of_labels, scale, unscale, group, first, end, first_block, smoothing, num_labels, num_positives, batch_size,
-    filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr,
-    OF_FEATURES: tl.constexpr, PRECISION: tl.constexpr, SHARED_BYTES: tl.constexpr,
+    grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum, weight_decay, sums,
+    rows_of_tiles, of_labels, scale, unscale, group, first, end, smoothing, num_labels, num_positives, batch_size, filled_size,
+    num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read.
 
@@ -150,7 +142,7 @@ def gradients_of_labels(
         of_bias = tl.zeros([BLOCK_L], tl.float32)
         for block in tl.range(0, tl.cdiv(batch_size, BLOCK_B * TILES) if BLOCKS == 0 else BLOCKS, num_stages=1):
             for tile in tl.static_range(TILES):
-                first_sample = ((first_block + block) * TILES + tile) * BLOCK_B
+                first_sample = (block * TILES + tile) * BLOCK_B
                 sample = first_sample + tl.arange(0, BLOCK_B).to(tl.int64)
                 right = load_block(features, column, filled_size, slot < WIDTH, sample, 1, sample < filled_size)
                 if WIDTH <= BLOCK_F:
@@ -180,16 +172,10 @@ def gradients_of_labels(
                     of_weight = dot(rounded, tl.trans(right), of_weight, PRECISION)
                 if OF_FEATURES:
                     product = dot(transposed, rounded, None, PRECISION)
-                    if SHARED_BYTES:
-                        add_to_columns(
-                            sums_of_tile(own, tile, num_features, BLOCK_B), column.to(tl.int32), product,
-                            None if WIDTH % BLOCK_F == 0 else slot < WIDTH,
-                        )  # fmt: skip
-                    else:
-                        tl.atomic_add(
-                            sums + column[:, None] * filled_size + sample[None, :], product,
-                            mask=(slot < WIDTH)[:, None] & (sample < filled_size)[None, :], sem="relaxed",
-                        )  # fmt: skip
+                    tl.atomic_add(
+                        sums + column[:, None] * filled_size + sample[None, :], product,
+                        mask=(slot < WIDTH)[:, None] & (sample < filled_size)[None, :], sem="relaxed",
+                    )  # fmt: skip
         if OF_WEIGHT:
             place = label[:, None] * WIDTH + slot[None, :]
             exists = (label < end)[:, None] & (slot < WIDTH)[None, :]
@@ -222,10 +208,10 @@ def gradients_of_labels(
 def group_sparse_loss_backward_kernel(
     features, weight, supports, group_offsets, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
     grad_target, scales, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, learning_rate, step, counts,
-    momentum, weight_decay, sums, buffer, smoothing, num_groups, num_labels, num_positives, num_parts, batch_size, filled_size,
+    momentum, weight_decay, sums, smoothing, num_groups, num_labels, num_positives, num_parts, batch_size, filled_size,
     num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr, SHARED_BYTES: tl.constexpr,
+    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """With d[l, b] = label_weight[l] slope[l, b] scales[0], for all labels l of a part's groups g:
 
@@ -233,27 +219,21 @@ def group_sparse_loss_backward_kernel(
     sums[part, supports[g, f], b] = sum_l weight[l, f] d[l, b].
 
     With a `learning_rate` weights, `updated_bias` and momentum are changed in place of grad_weight and grad_bias, unless `counts`
-    is 0. That is right where one program makes a group's gradients, as no other reads its weights, and it only before.
+    is 0: a part is one program's, so nobody else reads a group's weights, and it does only before.
 
-    Slopes are of binary cross-entropy, or where `lse` is given of a softmax. Samples come in blocks of TILES tiles. Where BLOCKS
-    is 1 each program has one block, so that tiles of the next groups can be loaded ahead, and 0 says that it walks them all.
-    A part's sums are a program's alone, in shared memory if SHARED_BYTES say how many, or in the L2, where the launch has
-    written zeros: threads add to them there and wait for nothing but each other. Slopes become a factor of products through
-    shared memory, so all wait between the sums of two tiles; a sum's terms come in one order, and results are the same bits each
-    time. Labels past the first BLOCK_L of a group, which few groups have, come last.
+    Slopes are of binary cross-entropy, or where `lse` is given of a softmax. Samples come in blocks of TILES tiles. BLOCKS is 1
+    where there is one block, so that tiles of the next groups can be loaded ahead, and 0 where a program walks several.
+    A part's sums are in the L2, zeros before; threads add to them there and wait for nothing but each other. Slopes become a
+    factor of products through shared memory, so all wait between the sums of two tiles; a sum's terms come in one order, and
+    results are the same bits each time. Labels past the first BLOCK_L of a group, which few groups have, come last.
     """
-    blocks = tl.cdiv(batch_size, BLOCK_B * TILES) if BLOCKS else 1
-    part, first_block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    part = tl.program_id(0).to(tl.int64)
     scale, unscale = tl.load(scales), tl.load(scales + 1)
     if OF_FEATURES:
         sums += part * num_features * filled_size
-    own = sums
-    if SHARED_BYTES:
-        own = sums_of_program(buffer, SHARED_BYTES)
-        set_to_zero(own, num_features * TILES, BLOCK_B)
     first_group, last_group = part * num_groups // num_parts, (part + 1) * num_groups // num_parts
     # What a loop loads anew in each round, Triton copies ahead anew.
-    sample = first_block * TILES * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
+    sample = tl.arange(0, BLOCK_B).to(tl.int64)
     rows_of_tile = load_rows(row_weight, lse, grad_lse, sample, batch_size)
     rows_of_next = load_rows(row_weight, lse, grad_lse, sample + BLOCK_B, batch_size) if TILES == 2 else rows_of_tile
     rows_of_tiles = rows_of_tile, rows_of_next
@@ -273,9 +253,9 @@ def group_sparse_loss_backward_kernel(
         gradients_of_labels(
             features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
             grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum,
-            weight_decay, sums, own, rows_of_tiles, of_labels, scale, unscale, group, start, end, first_block, smoothing,
-            num_labels, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L,
-            BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION, SHARED_BYTES,
+            weight_decay, sums, rows_of_tiles, of_labels, scale, unscale, group, start, end, smoothing, num_labels, num_positives,
+            batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES,
+            BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
         )  # fmt: skip
     for skipped in range(BLOCK_L, longest, BLOCK_L):
         for group in range(first_group, last_group):
@@ -287,20 +267,11 @@ def group_sparse_loss_backward_kernel(
                 gradients_of_labels(
                     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
                     grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts,
-                    momentum, weight_decay, sums, own, rows_of_tiles, of_labels, scale, unscale, group, first, end, first_block,
-                    smoothing, num_labels, num_positives, batch_size, filled_size, num_features, weight_stride,
-                    weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
-                    SHARED_BYTES,
+                    momentum, weight_decay, sums, rows_of_tiles, of_labels, scale, unscale, group, first, end, smoothing,
+                    num_labels, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH,
+                    BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
                 )  # fmt: skip
-    if SHARED_BYTES:
-        for tile in tl.static_range(TILES):
-            first_sample = (first_block * TILES + tile) * BLOCK_B
-            of_tile = sums_of_tile(own, tile, num_features, BLOCK_B)
-            write_sums(of_tile, sums, filled_size, num_features, first_sample, filled_size, BLOCK_B)
 
-
-# Arguments of a launch whose sums are not in shared memory.
-NONE_SHARED: dict[str, Any] = {"buffer": None, "SHARED_BYTES": 0}
 
 _launch = Launcher(group_sparse_loss_backward_kernel)
 
@@ -320,10 +291,6 @@ class KernelUpdate(NamedTuple):
     momentum: float
     weight_decay: float | None
 
-    def bytes_of(self, weight: Tensor) -> int:
-        """Return the bytes of a weight and of its state."""
-        return weight.element_size() + (0 if self.weight_momentum is None else self.weight_momentum.element_size())
-
 
 def gradients(
     x: LossInputs | SoftmaxInputs,
@@ -337,7 +304,7 @@ def gradients(
     rows_of_softmax: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
     update: KernelUpdate | None = None,
 ) -> dict[str, Tensor]:
-    """Launch `group_sparse_loss_backward_kernel`, once where a program's sums can be of all samples, and add up the parts' sums.
+    """Launch `group_sparse_loss_backward_kernel` and add up the parts' sums in their order.
 
     `columns` are the features transposed, without gaps, zeros in rows that do not count; `rows_of_softmax` are `lse`, `grad_lse`
     and `grad_target`. With an `update`, for which groups may have one tile of slots, no gradients of weights and biases are made.
@@ -356,38 +323,23 @@ def gradients(
         for tensor in (row_weight, x.positive_offsets, x.bias, label_weight, *rows_of_softmax)
     ]
     sizes = num_labels, num_groups, batch_size, width, features.element_size()
-    passes = configurations.loss_passes(
-        *sizes, num_features, device.shared_bytes, of_weight=bool(found) or update is not None, of_features="features" in wanted,
-        updated=0 if update is None else update.bytes_of(weight),
+    chosen = configurations.loss_backward_configuration(*sizes)
+    num_tiles = configurations.loss_tiles(batch_size, width, chosen)
+    # All at once: a program more would run alone at the end.
+    num_parts = min(num_groups, configurations.PROGRAMS * device.multiprocessors)
+    sums = None
+    if "features" in wanted:
+        sums = torch.zeros(num_parts, num_features, filled_size, dtype=torch.float32, device=features.device)
+    changes: tuple[Any, ...] = (None,) * len(KernelUpdate._fields) if update is None else update
+    _launch(
+        (num_parts,),
+        columns, weight, *read, *rest, scales, found.get("weight"), found.get("bias"), *changes, sums, smoothing, num_groups,
+        num_labels, x.positives.shape[0], num_parts, batch_size, filled_size, num_features, *weight.stride(), WIDTH=width,
+        BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, TILES=num_tiles,
+        BLOCKS=int(batch_size <= chosen.block_b * num_tiles), OF_WEIGHT=bool(found) or update is not None,
+        OF_FEATURES=sums is not None, PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages,
+        num_warps=chosen.num_warps,
     )  # fmt: skip
-    # Once weights change nobody may read them, neither a pass that follows nor another program.
-    assert update is None or (not found and [passed.of_weight for passed in passes].index(True) == len(passes) - 1)
-    for passed in passes:
-        chosen, blocks = passed.chosen, passed.blocks(batch_size)
-        changes: tuple[Any, ...] = (None,) * len(KernelUpdate._fields)
-        if update is not None and passed.of_weight:
-            assert blocks == 1
-            changes = update
-        # All at once: a program more would run alone at the end.
-        num_parts = min(num_groups, max(1, passed.programs * device.multiprocessors // blocks))
-        sums, named = None, NONE_SHARED
-        if passed.of_features:
-            make = torch.empty if passed.in_shared_memory else torch.zeros
-            sums = make(num_parts, num_features, filled_size, dtype=torch.float32, device=features.device)
-        if passed.in_shared_memory:
-            # Numbers of 16 bits are too short to be copied ahead.
-            read[0] = read[0].to(torch.int32)
-            named = shared_sums(features, num_parts * blocks, num_features * passed.num_tiles, chosen.block_b)
-        _launch(
-            (num_parts * blocks,),
-            columns, weight, *read, *rest, scales, found.get("weight"), found.get("bias"), *changes, sums, named["buffer"],
-            smoothing, num_groups, num_labels, x.positives.shape[0], num_parts, batch_size, filled_size, num_features,
-            *weight.stride(),
-            WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, TILES=passed.num_tiles,
-            BLOCKS=int(not passed.walks), OF_WEIGHT=passed.of_weight, OF_FEATURES=passed.of_features,
-            PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, SHARED_BYTES=named["SHARED_BYTES"],
-            num_warps=chosen.num_warps,
-        )  # fmt: skip
-        if sums is not None:
-            found["features"] = (sums.sum(0)[:, :batch_size] * scales[1]).t().to(wanted["features"]).contiguous()
+    if sums is not None:
+        found["features"] = (sums.sum(0)[:, :batch_size] * scales[1]).t().to(wanted["features"]).contiguous()
     return {name: found[name] for name in wanted}

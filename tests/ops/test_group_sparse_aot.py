@@ -45,9 +45,9 @@ KERNELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "weight_gradient": ("weight", ("grad_bias",)),
     "feature_gradient": ("feature", ()),
     "bce_forward": ("bce_forward", ("bias", "label_weight")),
-    "bce_backward": ("", ("bias", "label_weight", "grad_bias")),
+    "bce_backward": ("loss_backward", ("bias", "label_weight", "grad_bias")),
     "softmax_forward": ("softmax_forward", ("bias",)),
-    "softmax_backward": ("", ("bias", "grad_bias")),
+    "softmax_backward": ("loss_backward", ("bias", "grad_bias")),
 }
 
 
@@ -59,28 +59,20 @@ def test_kernels(arch: int | str, dtype: str, itemsize: int, labels: int, width:
     # Few groups and a larger batch, many and a small one.
     for num_groups, batch_size in ((1000, 100), (2**20, 64)):
         sizes = labels * num_groups, num_groups, batch_size, width, itemsize
-        passes = in_l2(*sizes) if name in BACKWARD else [None]
-        for passed in passes:
-            choose = getattr(configurations, f"{KERNELS[name][0]}_configuration", None)
-            chosen = passed.chosen if passed else choose(*sizes)
+        choose = f"{KERNELS[name][0]}_configuration"
+        chosen = getattr(configurations, choose)(*sizes)
+        for is_whole in (True, False):
+            used = compile_one(name, arch, dtype, width, batch_size, chosen, is_whole)
+            check(used, arch, f"{name}, {labels} labels x {width} {dtype}, {batch_size} samples, {is_whole=}, for {arch}")
+        if name in BACKWARD and batch_size > 64:
             # The weights' gradients alone are less of the same kernel.
-            is_part = passed is not None and not passed.of_features
-            for is_whole in (True,) if is_part else (True, False):
-                if is_part and batch_size == 64:
-                    continue
-                used = compile_one(name, arch, dtype, width, batch_size, chosen, is_whole, passed)
-                check(used, arch, f"{name}, {labels} labels x {width} {dtype}, {batch_size} samples, {is_whole=}, for {arch}")
-
-
-def in_l2(*sizes: int) -> list[configurations.Pass]:
-    """Return the passes of a loss where there is no shared memory for sums: of all gradients, and of the weights alone."""
-    both = configurations.loss_passes(*sizes, 768, (0, 0), of_weight=True, of_features=True)
-    return [*both, *configurations.loss_passes(*sizes, 768, (0, 0), of_weight=True, of_features=False)]
+            used = compile_one(name, arch, dtype, width, batch_size, chosen, True, of_features=False)
+            check(used, arch, f"{name}, of weights alone, {labels} labels x {width} {dtype}, for {arch}")
 
 
 def compile_one(
     name: str, arch: int | str, dtype: str, width: int, batch_size: int, chosen: configurations.Configuration, is_whole: bool,
-    passed: configurations.Pass | None = None, update: bool | None = None,
+    *, of_features: bool = True, update: bool | None = None,
 ) -> Resources:  # fmt: skip
     """Compile with all that a call may have, or without it, and then with narrow integers and gradients in float32.
 
@@ -90,7 +82,7 @@ def compile_one(
 
     modules = {"bce": bce_kernels, "softmax": softmax_kernels}
     kernel = getattr(modules.get(name.partition("_")[0], kernels), f"group_sparse_{name}_kernel", None)
-    if passed is not None:
+    if name in BACKWARD:
         kernel = gradient_kernels.group_sparse_loss_backward_kernel
     assert kernel is not None
     floats = (
@@ -108,14 +100,14 @@ def compile_one(
         "BLOCKS": int(batch_size <= chosen.block_b), "buffer": None,
         "SHARED_BYTES": 4 * 128 * chosen.block_b * (name == IN_SHARED_MEMORY),
     }  # fmt: skip
-    if passed is not None:
-        constants |= {"TILES": passed.num_tiles, "BLOCKS": int(not passed.walks)}
-        constants |= {"OF_WEIGHT": passed.of_weight, "OF_FEATURES": passed.of_features}
-        constants["SHARED_BYTES"] = 4 * 128 * chosen.block_b * passed.num_tiles * passed.in_shared_memory
+    if name in BACKWARD:
+        num_tiles = configurations.loss_tiles(batch_size, width, chosen)
+        constants |= {"TILES": num_tiles, "BLOCKS": int(batch_size <= chosen.block_b * num_tiles)}
+        constants |= {"OF_WEIGHT": True, "OF_FEATURES": of_features}
         others = ("lse", "grad_lse", "grad_target") if name == "bce_backward" else ("row_weight", "label_weight")
         constants |= dict.fromkeys(others)
-        constants |= {} if passed.of_features else {"sums": None}
-        constants |= {} if passed.of_weight and update is None else {"grad_weight": None, "grad_bias": None}
+        constants |= {} if of_features else {"sums": None}
+        constants |= {} if update is None else {"grad_weight": None, "grad_bias": None}
         # Given all at once, but for what is of momentum.
         of_update = (
             "updated_bias",
@@ -147,33 +139,21 @@ def compile_one(
     [(32, 32, 768, 64), (16, 64, 384, 128), (40, 129, 700, 100), (16, 4, 3000, 5), (64, 64, 300, 64), (1, 20, 1000, 33)],
 )
 @pytest.mark.parametrize("arch", SHARED)
-@pytest.mark.parametrize("name", [IN_SHARED_MEMORY, *BACKWARD])
-def test_sums_in_shared_memory(
-    arch: int, name: str, labels: int, width: int, num_features: int, batch_size: int
-) -> None:  # fmt: skip
+def test_sums_in_shared_memory(arch: int, labels: int, width: int, num_features: int, batch_size: int) -> None:
     """What makes them right wherever Triton puts numbers; and that it loads ahead, in the memory that is left to it."""
     sizes = labels * 1000, 1000, batch_size, width, 2
-    if name == IN_SHARED_MEMORY:
-        chosen, programs = configurations.shared_feature_configuration(*sizes, num_features, SHARED[arch])
-        assert programs or 4 * 16 * num_features > SHARED[arch][0] - 32768
-        cases = [(chosen, programs, None)] if programs else []
-    else:
-        both = configurations.loss_passes(*sizes, num_features, SHARED[arch], of_weight=True, of_features=True)
-        alone = configurations.loss_passes(*sizes, num_features, SHARED[arch], of_weight=False, of_features=True)
-        cases = [(passed.chosen, passed.programs, passed) for passed in (*both, *alone) if passed.in_shared_memory]
-    for chosen, programs, passed in cases:
-        num_tiles = passed.num_tiles if passed else 1
-        for is_whole in (True, False):
-            used = compile_one(name, arch, "bf16", width, batch_size, chosen, is_whole, passed)
-            where = f"{used}, {chosen}, {passed}"
-            check(used, arch, f"{name}: {where}")
-            bytes_ahead = configurations.loss_bytes_ahead if passed else configurations.bytes_ahead
-            assert used.shared_bytes <= bytes_ahead(chosen, chosen.num_stages // 2, num_tiles), where
-            size = cdiv(used.shared_bytes, 16) * 16 + 4 * num_features * chosen.block_b * num_tiles
-            assert size <= SHARED[arch][0], where
-            assert programs * (size + 1024) <= SHARED[arch][1], where
-            check_sums(used, chosen)
-            assert width % 16 or re.search(r"cp\.async\.wait_group\s+[1-9]", used.assembly), where
+    chosen, programs = configurations.shared_feature_configuration(*sizes, num_features, SHARED[arch])
+    assert programs or 4 * 16 * num_features > SHARED[arch][0] - 32768
+    for is_whole in (True, False) if programs else ():
+        used = compile_one(IN_SHARED_MEMORY, arch, "bf16", width, batch_size, chosen, is_whole)
+        where = f"{used}, {chosen}"
+        check(used, arch, f"{IN_SHARED_MEMORY}: {where}")
+        assert used.shared_bytes <= configurations.bytes_ahead(chosen, chosen.num_stages // 2), where
+        size = cdiv(used.shared_bytes, 16) * 16 + 4 * num_features * chosen.block_b
+        assert size <= SHARED[arch][0], where
+        assert programs * (size + 1024) <= SHARED[arch][1], where
+        check_sums(used, chosen)
+        assert width % 16 or re.search(r"cp\.async\.wait_group\s+[1-9]", used.assembly), where
 
 
 def check_sums(used: Resources, chosen: configurations.Configuration) -> None:
@@ -216,30 +196,15 @@ def flow_of(ptx: str, events: dict[str, str]) -> dict[str, tuple[str, list[str]]
     return blocks
 
 
-# Both sizes that are timed, and one whose sums leave no room for gradients of weights, which a second pass makes.
-@pytest.mark.parametrize(
-    ("labels", "width", "num_features", "batch_size"), [(32, 32, 768, 64), (16, 64, 384, 128), (32, 32, 1500, 64)]
-)
+@pytest.mark.parametrize(("labels", "width", "batch_size"), [(32, 32, 64), (16, 64, 128)])
 @pytest.mark.parametrize("momentum", [True, False])
 @pytest.mark.parametrize("arch", TARGETS)
-def test_updates(arch: int, momentum: bool, labels: int, width: int, num_features: int, batch_size: int) -> None:
-    """In bfloat16, rounded at random, as the launch before it has it: as many programs fit, and tiles are loaded ahead."""
-    sizes = labels * 2**18, 2**18, batch_size, width, 2
-    for available in (SHARED.get(arch, SHARED[90]), (0, 0)):
-        updated = 4 if momentum else 2
-        passes = configurations.loss_passes(
-            *sizes, num_features, available, of_weight=True, of_features=True, updated=updated
-        )  # fmt: skip
-        passed = passes[-1]
-        assert passed.of_weight
-        used = compile_one("bce_backward", arch, "bf16", width, batch_size, passed.chosen, True, passed, momentum)
-        where = f"{used}, {passed}"
-        check(used, arch, f"bce_backward: {where}")
-        assert re.search(r"cp\.async\.wait_group\s+[1-9]", used.assembly), where
-        if passed.in_shared_memory:
-            num_tiles, groups = passed.num_tiles, passed.chosen.num_stages // 2
-            assert used.shared_bytes <= configurations.loss_bytes_ahead(passed.chosen, groups, num_tiles, updated), where
-            check_sums(used, passed.chosen)
+def test_updates(arch: int, momentum: bool, labels: int, width: int, batch_size: int) -> None:
+    """Both sizes that are timed, in bfloat16, rounded at random: tiles are loaded ahead."""
+    chosen = configurations.loss_backward_configuration(labels * 2**18, 2**18, batch_size, width, 2)
+    used = compile_one("bce_backward", arch, "bf16", width, batch_size, chosen, True, update=momentum)
+    check(used, arch, f"bce_backward: {used}, {chosen}")
+    assert re.search(r"cp\.async\.wait_group\s+[1-9]", used.assembly), used
 
 
 @pytest.mark.parametrize("name", BACKWARD)
@@ -247,9 +212,8 @@ def test_updates(arch: int, momentum: bool, labels: int, width: int, num_feature
 def test_threads_wait_between_the_sums_of_two_tiles(name: str, labels: int, width: int) -> None:
     """What makes the gradient of features the same bits each time: no two tiles' sums lie between two barriers."""
     for num_groups, batch_size in ((2**20, 64), (2**20, 128), (1000, 300)):
-        passed, _ = in_l2(labels * num_groups, num_groups, batch_size, width, 2)
-        chosen = passed.chosen
-        used = compile_one(name, 90, "bf16", width, batch_size, chosen, True, passed)
+        chosen = configurations.loss_backward_configuration(labels * num_groups, num_groups, batch_size, width, 2)
+        used = compile_one(name, 90, "bf16", width, batch_size, chosen, True)
         of_a_tile = chosen.block_f * chosen.block_b // (4 * 32 * chosen.num_warps)
         between = [piece.count("atom.global.gpu.relaxed.add.v4.f32") for piece in used.assembly.split("bar.sync")]
         assert max(between) == of_a_tile
@@ -263,15 +227,10 @@ def test_sums_over_threads_are_of_no_product(name: str) -> None:
     """What each thread adds to another's is no product that could be contracted, so that all have the same bits of the sum."""
     for labels, width, dtype, itemsize in ((32, 32, "bf16", 2), (16, 64, "bf16", 2), (40, 129, "bf16", 2), (64, 64, "fp32", 4)):
         sizes = labels * 1000, 1000, 100, width, itemsize
-        compiled: list[tuple[configurations.Configuration, configurations.Pass | None]]
-        compiled = [(configurations.softmax_forward_configuration(*sizes), None)]
-        if name in BACKWARD:
-            in_shared = configurations.loss_passes(*sizes, 256, SHARED[90], of_weight=True, of_features=True)
-            compiled = [(passed.chosen, passed) for passed in (in_l2(*sizes)[0], *in_shared)]
-        for chosen, passed in compiled:
-            found = sources_of_exchanges(compile_one(name, 90, dtype, width, 100, chosen, True, passed).assembly)
-            assert found or (passed and not passed.of_weight)
-            assert not any(word.startswith(("mul.f32", "fma", "mul.rn.f32")) for word in found), found
+        chosen = getattr(configurations, f"{KERNELS[name][0]}_configuration")(*sizes)
+        found = sources_of_exchanges(compile_one(name, 90, dtype, width, 100, chosen, True).assembly)
+        assert found
+        assert not any(word.startswith(("mul.f32", "fma", "mul.rn.f32")) for word in found), found
 
 
 def sources_of_exchanges(ptx: str) -> set[str]:
