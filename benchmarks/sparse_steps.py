@@ -33,7 +33,7 @@ class Step(NamedTuple):
         return f"{self.labels / 1e6:g} M, {self.batch}, {self.features}, {self.group}, {self.width}"
 
 
-STEPS = (Step(8_620_000, 64, 768, 32, 32), Step(2_810_000, 64, 768, 32, 32), Step(8_620_000, 128, 768, 16, 64))
+STEPS = (Step(8_620_000, 64, 768, 32, 32), Step(2_810_000, 64, 768, 32, 32), Step(8_620_000, 128, 384, 16, 64))
 
 
 def positives_of(batch: int, labels: int, device: str) -> tuple[Tensor, Tensor]:

@@ -515,22 +515,22 @@ class GroupSparseHead(JaggedModule):
             here &= new.values.gather(1, rank) > -torch.inf
             self.supports[some] = torch.where(here, new.indices.gather(1, rank).to(torch.int32), self.supports[some])
         self.born.masked_fill_(lost, step)
-        of_labels = lost[self._group_of_label()]
-        if new_weights == "uniform":
-            drawn = (torch.rand(int(of_labels.sum()), generator=generator) * 2 - 1) * self.fan_in**-0.5
-            self.weight.masked_scatter_(of_labels, drawn.to(self.weight))
-        else:
-            self.weight.masked_fill_(of_labels, 0)
         states = [] if optimizer is None else list(optimizer.state.get(self.weight, {}).values())
         states += self.optimizer_state_dict().values()
-        for state in states:
-            if isinstance(state, Tensor) and state.shape == self.weight.shape:
-                state.masked_fill_(of_labels, 0)
+        states = [state for state in states if isinstance(state, Tensor) and state.shape == self.weight.shape]
+        for groups, labels, offsets in self._pieces_of_labels():
+            of_labels = lost[groups].repeat_interleave(offsets.diff(), 0, output_size=labels.stop - labels.start)
+            for tensor in (self.weight, *states):
+                tensor[labels].masked_fill_(of_labels, 0)
+            if new_weights == "uniform":
+                drawn = (torch.rand(int(of_labels.sum()), generator=generator) * 2 - 1) * self.fan_in**-0.5
+                self.weight[labels].masked_scatter_(of_labels, drawn.to(self.weight))
         return int(lost.sum())
 
     def _lost(self, fraction: float, step: int, protected: int, in_each_group: bool) -> Tensor:
         """Return which slots `[K, fan_in]` get another input: the smallest scores among those that are old enough."""
-        scores = _means(self.weight.abs().float(), self.group_offsets)
+        pieces = [_means(self.weight[labels].float().abs(), offsets) for _, labels, offsets in self._pieces_of_labels()]
+        scores = torch.cat(pieces)
         young = step - self.born < protected
         sizes = self.group_offsets.diff()
         # A group without labels has no scores.
@@ -544,6 +544,13 @@ class GroupSparseHead(JaggedModule):
 
     def _group_of_label(self) -> Tensor:
         return torch.repeat_interleave(self.group_offsets.diff(), output_size=self.weight.shape[0])
+
+    def _pieces_of_labels(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Yield groups whose labels' weights are a piece, these labels, and their offsets: a copy of all is much memory."""
+        pieces = list(_pieces(self.num_groups, -(-self.weight.shape[0] // max(1, self.num_groups)) * self.fan_in))
+        firsts = self.group_offsets[[piece.start for piece in pieces] + [self.num_groups]].tolist()
+        for piece, first, last in zip(pieces, firsts, firsts[1:], strict=False):
+            yield piece, slice(first, last), self.group_offsets[piece.start : piece.stop + 1] - first
 
     def _rows_of_softmax(self, features: Tensor, positives: JaggedTensor) -> tuple[Tensor, Tensor]:
         """Return of each row, `[B, 1]`, the log-sum-exp of all logits, inf where it has no positives, and how many it has."""

@@ -158,7 +158,7 @@ def update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
     Elsewhere `update_by` does, with gradients that take the memory of the layer in float32: of groups with more slots than a tile
     has, whose logits need all weights as they were.
     """
-    if not is_for_the_kernel(x, o):
+    if not kernel_can_update(x, o):
         return update_by(backward, x, o)
     changes = KernelUpdate(
         x.bias if o.changes_bias else None,
@@ -176,7 +176,7 @@ def update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
     return FeatureGradient(found["features"] if o.of_features else x.features.new_empty(0))
 
 
-def is_for_the_kernel(x: UpdateInputs, o: UpdateOptions) -> bool:
+def kernel_can_update(x: UpdateInputs, o: UpdateOptions) -> bool:
     """Return whether there is anything to launch it for, one tile has all slots of a group, and what else changes has no gaps."""
     sizes = x.weight.shape[0], x.supports.shape[0], x.features.shape[0], x.weight.shape[1], x.features.element_size()
     others = (x.weight_momentum, *((x.bias, x.bias_momentum) if o.changes_bias else ()))

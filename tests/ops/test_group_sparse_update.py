@@ -240,7 +240,7 @@ def test_updates_in_the_kernel(
     found = []
     for in_kernel in (True, False):
         if not in_kernel:
-            monkeypatch.setattr(bce_kernels, "is_for_the_kernel", lambda x, o: False)
+            monkeypatch.setattr(bce_kernels, "kernel_can_update", lambda x, o: False)
         weight = random_tensor((61, 16), dtype, 1, strided=True).requires_grad_()
         assert not weight.is_contiguous()
         bias = layer.bias.clone().requires_grad_(changes_bias)
