@@ -530,7 +530,8 @@ class GroupSparseHead(JaggedModule):
     def _lost(self, fraction: float, step: int, protected: int, in_each_group: bool) -> Tensor:
         """Return which slots `[K, fan_in]` get another input: the smallest scores among those that are old enough."""
         pieces = [_means(self.weight[labels].float().abs(), offsets) for _, labels, offsets in self._pieces_of_labels()]
-        scores = torch.cat(pieces)
+        # Of no groups there is no piece.
+        scores = torch.cat([self.weight.new_empty(0, self.fan_in, dtype=torch.float32), *pieces])
         young = step - self.born < protected
         sizes = self.group_offsets.diff()
         # A group without labels has no scores.
@@ -547,7 +548,8 @@ class GroupSparseHead(JaggedModule):
 
     def _pieces_of_labels(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Yield groups whose labels' weights are a piece, these labels, and their offsets: a copy of all is much memory."""
-        pieces = list(_pieces(self.num_groups, -(-self.weight.shape[0] // max(1, self.num_groups)) * self.fan_in))
+        of_a_group = -(-self.weight.shape[0] // max(1, self.num_groups))
+        pieces = list(_pieces(self.num_groups, max(1, of_a_group * self.fan_in)))
         firsts = self.group_offsets[[piece.start for piece in pieces] + [self.num_groups]].tolist()
         for piece, first, last in zip(pieces, firsts, firsts[1:], strict=False):
             yield piece, slice(first, last), self.group_offsets[piece.start : piece.stop + 1] - first
