@@ -177,11 +177,14 @@ def update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
 
 
 def kernel_can_update(x: UpdateInputs, o: UpdateOptions) -> bool:
-    """Return whether there is anything to launch it for, one tile has all slots of a group, and what else changes has no gaps."""
+    """Return whether there is anything to launch it for, one tile has all slots of a group, and what else changes has no gaps.
+
+    A weight that is expanded goes to PyTorch's operations, which refuse to write it: threads would write one place.
+    """
     sizes = x.weight.shape[0], x.supports.shape[0], x.features.shape[0], x.weight.shape[1], x.features.element_size()
     others = (x.weight_momentum, *((x.bias, x.bias_momentum) if o.changes_bias else ()))
     has_no_gaps = all(tensor is None or tensor.is_contiguous() for tensor in others)
-    return all(sizes) and configurations.has_one_tile(*sizes) and has_no_gaps
+    return all(sizes) and 0 not in x.weight.stride() and configurations.has_one_tile(*sizes) and has_no_gaps
 
 
 def _gradients(

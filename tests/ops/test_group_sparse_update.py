@@ -300,6 +300,19 @@ def test_what_the_kernel_leaves_to_pytorch(place: Place, why: str, monkeypatch: 
         torch.testing.assert_close(new.detach(), leaf.detach() - grad)
 
 
+def test_an_expanded_weight_is_refused(place: Place) -> None:
+    """All its labels lie at one place, which each would change."""
+    layer = layer_of(jagged_of((3, 2)), 6, 5, 7)
+    weight, bias = layer.weight[:1].clone().expand(5, 5).requires_grad_(), layer.bias.clone().requires_grad_()
+    optimizer = GroupSparseOptimizer(weight, bias, learning_rate=1.0)
+    loss = group_sparse_bce(
+        layer.features, weight, layer.supports, layer.offsets, *positives_of(6, 5, 0), bias, optimizer=optimizer,
+        backend=place.backend,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory location"):
+        loss.backward()
+
+
 def test_pieces_do_not_change_the_result(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layer_of(jagged_of((3, 0, 1, 9, 9)), 16, 5, 7, torch.bfloat16)
     results = []
