@@ -252,11 +252,8 @@ def test_what_changes_while_it_runs_is_not_proven(tree: Path, run: Run) -> None:
     assert record(tree) == ["tests/ops/test_a.py"]
 
 
-def test_the_files_that_a_test_reaches_hold_all_that_it_loads(request: pytest.FixtureRequest) -> None:
-    """Each file is imported in a process of its own, forked from one that has loaded what all of them load.
-
-    What a run leaves out loads what it loaded when it was proven, which this test saw.
-    """
+def test_the_files_that_a_test_reaches_hold_all_that_it_loads() -> None:
+    """Each file is imported in a process of its own, forked from one that has loaded what all of them load."""
     program = """
 import importlib, json, os, sys
 from pathlib import Path
@@ -272,10 +269,7 @@ for test in sys.argv[1:]:
         os._exit(0)
     os.wait()
 """
-    found = dict(item for place in proven.PLACES for item in proven.fingerprints(ROOT, place).items())
-    known = json.loads((ROOT / proven.RECORD).read_text()) if request.config.getoption("proven") == "skip" else {}
-    seen = {item for of_place in known.values() for item in of_place.items()}
-    tests = sorted(dict(found.items() - seen))
+    tests = sorted({str(path.relative_to(ROOT)) for place in proven.PLACES for path in proven.files_of(ROOT, place)})
     done = subprocess.run([sys.executable, "-c", program, *tests], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = dict(json.loads(line) for line in done.stdout.splitlines())
     assert list(loaded) == tests, done.stderr
