@@ -5,8 +5,9 @@ reach, and the versions of what they run on. `pytest --proven=skip` leaves out t
 `--proven=run` runs them too; both write down what passed and strike what failed. Without the option every test runs, and nothing
 is written.
 
-Left out can be the tests of operators, of modules and of the data path, which stand on a few files each. What joins these parts,
-from models and training to the command line, reaches nearly all there is: its tests run whenever tests run.
+Left out can be the tests of operators, modules, the data path and benchmarks, which stand on few files each, and those of models
+and training, which stand on all of the product but the operators that it has no use for. The tests that see the product as its
+users do, from the command line, runs and pages, run whenever tests run.
 """
 
 from __future__ import annotations
@@ -21,27 +22,47 @@ from typing import Any
 
 import pytest
 
-from tests.reach import reached
+from tests import reach
 
 RECORD = "tests/proven.json"
 # By place: the marks that its run asks for, and the files that may be left out.
 PLACES = {
     "interpret": ("interpret", ("tests/ops/test_*.py",)),
-    "cpu": ("", ("tests/ops/test_*.py", "tests/modules/test_*.py", "tests/data/test_*.py")),
+    "cpu": (
+        "",
+        (
+            *(f"tests/{part}/test_*.py" for part in ("ops", "modules", "data", "pointwise", "models", "training")),
+            "tests/test_benchmarks*.py",
+            "tests/test_gpu_workers.py",
+        ),
+    ),
 }
+# Tests in these folders start programs, by whatever name: they stand on all of the product.
+JOINED = ("tests/models", "tests/training")
 RUN_ON = ("torch", "triton", "torchrec", "tensordict", "numpy", "pyarrow", "duckdb", "pydantic", "hypothesis")
 
 
-def fingerprint(root: Path, test: Path) -> str:
-    """Return a hash of all that the tests of a file depend on."""
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
-    parts = [json.dumps(settings), str(sys.version_info[:2]), *(f"{name} {metadata.version(name)}" for name in RUN_ON)]
-    parts += [f"{path} {hashlib.sha256((root / path).read_bytes()).hexdigest()}" for path in sorted(reached(root, test))]
-    return hashlib.sha256("\n".join(parts).replace(f"{root}/", "").encode()).hexdigest()[:16]
-
-
 def fingerprints(root: Path, place: str) -> dict[str, str]:
-    return {str(path.relative_to(root)): fingerprint(root, path) for path in files_of(root, place)}
+    """Return by file of tests a hash of all that its tests depend on."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["pytest"]
+    common = [json.dumps(settings), str(sys.version_info[:2]), *(f"{name} {metadata.version(name)}" for name in RUN_ON)]
+    hashed: dict[Path, str] = {}
+    found = {}
+    for test in files_of(root, place):
+        reached = sorted(reached_by(root, test))
+        hashed |= {path: hashlib.sha256(path.read_bytes()).hexdigest() for path in reached if path not in hashed}
+        parts = [*common, *(f"{path.relative_to(root)} {hashed[path]}" for path in reached)]
+        found[str(test.relative_to(root))] = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return found
+
+
+def reached_by(root: Path, test: Path) -> set[Path]:
+    """Return the files that the tests of a file can load, or start in another process."""
+    if str(test.parent.relative_to(root)) not in JOINED:
+        return reach.reached(root, test)
+    # No link is followed: operators and modules, which are linked, are reached where they are used.
+    product = [path for path in (root / "jagged").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return reach.reached(root, test, [path for path in product if path.suffix == ".py"]).union(product)
 
 
 def files_of(root: Path, place: str) -> list[Path]:

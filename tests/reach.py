@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,18 +30,28 @@ class Source:
 @cache
 def read(path: Path, package: str) -> Source:
     """Return what a file in `package` names; docstrings and imports for types alone name nothing."""
-    source, tree = Source(), ast.parse(path.read_bytes())
+    source = Source()
+    # Of a module that is asked for names alone, as in `ops.jagged_softmax`, these are used, not all that it has.
+    asked: dict[str, set[str]] = {}
+    whole: set[str] = set()
 
     def visit(node: ast.AST, is_loaded: bool) -> None:
         names: dict[str, str] = {}
+        if isinstance(node, ast.Name):
+            whole.add(node.id)
+            return
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            asked.setdefault(node.value.id, set()).add(node.attr)
+            return
+        if isinstance(node, ast.Constant):
+            source.strings += [node.value] if isinstance(node.value, str) else []
+            return
         if isinstance(node, ast.Import):
             names = {f"import {name.name}": name.name for name in node.names}
         elif isinstance(node, ast.ImportFrom):
             around = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             module = ".".join([*around, *filter(None, [node.module])])
             names = {name.asname or name.name: f"{module}.{name.name}" for name in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            source.strings.append(node.value)
         source.origins.update(names)
         source.uses += names.values()
         source.loads += names.values() if is_loaded else ()
@@ -50,15 +61,7 @@ def read(path: Path, package: str) -> Source:
             if not (isinstance(child, ast.Expr) and isinstance(child.value, ast.Constant)):
                 visit(child, is_loaded)
 
-    visit(tree, True)
-    # Of a module that is asked for names alone, as in `ops.jagged_softmax`, these are used, not all that it has.
-    asked: dict[str, set[str]] = {}
-    owners: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            asked.setdefault(node.value.id, set()).add(node.attr)
-            owners.add(node.value)
-    whole = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in owners}
+    visit(ast.parse(path.read_bytes()), True)
     for name in source.origins.keys() & asked.keys() - whole:
         origin = source.origins[name]
         source.uses = [use for use in source.uses if use != origin] + [f"{origin}.{of}" for of in sorted(asked[name])]
@@ -104,10 +107,10 @@ def follow(root: Path, name: str, is_used: bool) -> tuple[tuple[str, bool], ...]
     return tuple(found)
 
 
-def reached(root: Path, test: Path) -> set[Path]:
-    """Return the files that a test file can load, by whatever way, and the files of data that modules of tests name."""
+def reached(root: Path, test: Path, also: Iterable[Path] = ()) -> set[Path]:
+    """Return the files that a test file, and others with it, can load by whatever way, and the files of data that tests name."""
     conftests = [path for folder in test.parents if (path := folder / "conftest.py").is_file() and folder.is_relative_to(root)]
-    todo = [(module_of(root, path), True) for path in (test, *conftests)]
+    todo = [(module_of(root, path), True) for path in (test, *conftests, *also)]
     done: set[tuple[str, bool]] = set()
     while todo:
         step = todo.pop()
@@ -123,5 +126,5 @@ def reached(root: Path, test: Path) -> set[Path]:
 @cache
 def data_of(root: Path, path: Path) -> list[Path]:
     """Return the files of data that a module of tests names, from the repository's root or from its own folder."""
-    texts = [text for text in read(path, "").strings if re.fullmatch(r"[\w./-]+\.\w+", text)]
+    texts = [text for text in read(path, module_of(root, path.parent)).strings if re.fullmatch(r"[\w./-]+\.\w+", text)]
     return [found for text in texts for folder in (root, path.parent) if (found := folder / text).is_file()]

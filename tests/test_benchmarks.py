@@ -466,10 +466,6 @@ def test_figures_of_attention_are_drawn(name: str, attention_result: dict[str, A
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_the_picture_of_masks_is_up_to_date() -> None:
-    assert figures.PICTURE.read_text() == figures.attention_masks()
-
-
 def test_tables_of_attention(attention_result: dict[str, Any]) -> None:
     page = tables.attention_page(attention_result)
     name = "5 x 9 x 4 x 8 full"
@@ -660,11 +656,3 @@ def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch, tmp_path
         sparse_output.measure_step(step, "cpu")
     assert len({str(size) for size in sparse_output.SIZES}) == len(sparse_output.SIZES)
     assert all(size.width <= size.features for curve in sparse_output.CURVES.values() for size in curve)
-
-
-def test_the_pages_say_what_the_results_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`python -m benchmarks.tables` was run after results came."""
-    pages = {path.name: path.read_text() for path in tables.FOLDER.glob("*.md")}
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
-    tables.main()
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.md")} == pages

@@ -112,10 +112,10 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def fingerprints(tree: Path) -> dict[str, str]:
+def fingerprints(tree: Path, place: str = "interpret") -> dict[str, str]:
     for remembered in (reach.read, reach.follow, reach.file_of, reach.data_of):
         remembered.cache_clear()
-    return proven.fingerprints(tree, "interpret")
+    return proven.fingerprints(tree, place)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +141,39 @@ def test_one_byte_changes_the_files_that_reach_it(tree: Path, changed: str, reac
         file.write("\n")
     after = fingerprints(tree)
     assert [Path(name).stem for name in before if after[name] != before[name]] == reaching
+
+
+@pytest.mark.parametrize(
+    ("changed", "reaching"),
+    [
+        ("jagged/runs.py", ["test_joined"]),
+        ("jagged/sample.csv", ["test_joined"]),
+        ("jagged/ops/shared.py", ["test_joined", "test_on_its_own"]),
+        ("jagged/ops/b/kernels.py", ["test_joined", "test_on_its_own"]),
+        # Nothing of the product uses it.
+        ("jagged/ops/a/kernels.py", []),
+        ("tests/cli/test_commands.py", []),
+    ],
+)
+def test_tests_of_training_stand_on_all_of_the_product(tree: Path, changed: str, reaching: list[str]) -> None:
+    added = {
+        "jagged/runs.py": "from jagged.ops import b\nb()\n",
+        "jagged/sample.csv": "1",
+        "tests/cli/test_commands.py": "def test_it(): pass",
+        "tests/pointwise/test_on_its_own.py": "from jagged.ops import b\nb()\n",
+        "tests/training/test_joined.py": "def test_it(): __import__('subprocess').run(['python', '-m', 'jagged'])",
+    }
+    (tree / "jagged/ops").rename(tree / "ops")
+    (tree / "jagged/ops").symlink_to("../ops")
+    for name, text in added.items():
+        (tree / name).parent.mkdir(exist_ok=True)
+        (tree / name).write_text(text)
+    before = fingerprints(tree, "cpu")
+    with open(tree / changed, "a") as file:
+        file.write("\n")
+    after = fingerprints(tree, "cpu")
+    assert sorted(Path(name).stem for name in added.keys() & before if after[name] != before[name]) == reaching
+    assert not [name for name in before if name.startswith(("tests/cli", "tests/runs"))]
 
 
 @pytest.mark.parametrize("package", proven.RUN_ON)
@@ -252,15 +285,16 @@ def test_what_changes_while_it_runs_is_not_proven(tree: Path, run: Run) -> None:
     assert record(tree) == ["tests/ops/test_a.py"]
 
 
-def test_the_files_that_a_test_reaches_hold_all_that_it_loads() -> None:
-    """Each file is imported in a process of its own, forked from one that has loaded what all of them load."""
+def loaded_by(tests: list[str], modules: list[str]) -> dict[str, list[str]]:
+    """Import each file in a process of its own, forked from one that has loaded these modules; return the files loaded there."""
     program = """
 import importlib, json, os, sys
 from pathlib import Path
 import duckdb, hypothesis, numpy, pyarrow.parquet, pytest, torch._dynamo, torch._inductor, torchrec, triton
-import jagged.ops, tests.conftest
-root = Path.cwd()
-for test in sys.argv[1:]:
+root, (tests, modules) = Path.cwd(), json.loads(sys.argv[1])
+for module in modules:
+    importlib.import_module(module)
+for test in tests:
     if os.fork() == 0:
         importlib.import_module(test.removesuffix(".py").replace("/", "."))
         files = [file for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
@@ -269,12 +303,22 @@ for test in sys.argv[1:]:
         os._exit(0)
     os.wait()
 """
-    tests = sorted({str(path.relative_to(ROOT)) for place in proven.PLACES for path in proven.files_of(ROOT, place)})
-    done = subprocess.run([sys.executable, "-c", program, *tests], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-c", program, json.dumps([tests, modules])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = dict(json.loads(line) for line in done.stdout.splitlines())
     assert list(loaded) == tests, done.stderr
+    return loaded
+
+
+def test_the_files_that_a_test_reaches_hold_all_that_it_loads() -> None:
+    paths = {path for place in proven.PLACES for path in proven.files_of(ROOT, place)}
+    joined = sorted(str(path.relative_to(ROOT)) for path in paths if str(path.parent.relative_to(ROOT)) in proven.JOINED)
+    others = sorted({str(path.relative_to(ROOT)) for path in paths}.difference(joined))
+    product = sorted(reach.module_of(ROOT, path) for path in (ROOT / "jagged").rglob("*.py") if path.name != "__main__.py")
+    # What joins parts stands on all of the product, which may be there before.
+    loaded = loaded_by(others, ["jagged.ops", "tests.conftest"]) | loaded_by(joined, [*product, "tests.conftest"])
     for test, files in loaded.items():
-        reached = {str(path.resolve()) for path in reach.reached(ROOT, ROOT / test)}
+        reached = {str(path.resolve()) for path in proven.reached_by(ROOT, ROOT / test)}
         assert str(ROOT.resolve() / test) in files
         assert not set(files) - reached, test
 

@@ -16,7 +16,7 @@ class Gpu(NamedTuple):
 
     multiprocessors: int
     capability: int
-    # Of shared memory: the most that a program can have, and what a multiprocessor has. None where it cannot be addressed.
+    # Of shared memory: the most that a program can have, and what a multiprocessor has. 0 where it cannot be addressed.
     shared_bytes: tuple[int, int]
 
 

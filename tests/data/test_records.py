@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jagged.data import DataError
+from jagged.data import DataError, staging
 from jagged.data.records import Dataset
 from jagged.data.schema import Column, Kind, Schema
 from tests.conftest import EXAMPLES
@@ -314,6 +314,21 @@ def test_a_temporary_dataset_goes_with_its_object() -> None:
     assert directory.exists()
     del dataset
     assert not directory.exists()
+
+
+def test_what_is_counted_on_the_way_takes_no_room_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[set[str]] = []
+    make_ids = staging.Builder._make_ids
+
+    def spy(self: staging.Builder, number: int, name: str) -> None:
+        make_ids(self, number, name)
+        left.append({table for (table,) in self.table.sql("SELECT table_name FROM information_schema.tables")})
+
+    monkeypatch.setattr(staging.Builder, "_make_ids", spy)
+    twice = [*EXAMPLE, *EXAMPLE]
+    dataset = made(arrow(twice), min_events={"user": 1, "item": 1}, on_error="skip")
+    assert dataset.counts["duplicates"] >= len(EXAMPLE)
+    assert left[-1] == {"rows", "dropped_of_rows", *(f"ids_{number}" for number in range(4))}
 
 
 def test_nothing_is_left_of_a_table_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
