@@ -35,7 +35,7 @@ from jagged.ops import (
 _IGNORED = -100
 _OPTIMIZER_OPTIONS = ("learning_rate", "momentum", "weight_decay", "stochastic_rounding", "state_dtype")
 # A slot that was there from the start.
-_ALWAYS = -(2**62)
+_ALWAYS = -(2**30)
 # Numbers that are drawn or multiplied at once where slots are given new inputs.
 _PIECE_ELEMENTS = 2**24
 
@@ -80,7 +80,7 @@ class GroupSparseHead(JaggedModule):
         places: `[num_labels]`, the place of each label.
         supports: `[K, fan_in]`, int32, the features that each group reads, different ones.
         group_offsets: `[K + 1]`, the first place of each group, counted from the first one without a dense layer.
-        born: `[K, fan_in]`, the step at which each slot of a group got its input.
+        born: `[K, fan_in]`, int32, the step at which each slot of a group got its input.
         weight, bias, head_weight, head_bias: parameters of groups `[n, fan_in]`, `[n]`, and of the dense layer.
         optimizer: what updates `weight` and `bias` in the backward pass, or None; a schedule fills its `learning_rate`.
 
@@ -174,7 +174,7 @@ class GroupSparseHead(JaggedModule):
         self.register_buffer("places", labels.argsort().to(device))
         self.register_buffer("group_offsets", groups.offsets.to(device))
         self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
-        self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int64, device=device))
+        self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
         # What `reset_parameters` takes, by label, where no device and no `torch.load` moves it; and the groups of a module on the
         # meta device, until it has memory.
         self._first_biases = at_first.float().numpy()
@@ -529,19 +529,16 @@ class GroupSparseHead(JaggedModule):
 
     def _lost(self, fraction: float, step: int, protected: int, in_each_group: bool) -> Tensor:
         """Return which slots `[K, fan_in]` get another input: the smallest scores among those that are old enough."""
-        pieces = [_means(self.weight[labels].float().abs(), offsets) for _, labels, offsets in self._pieces_of_labels()]
-        # Of no groups there is no piece.
-        scores = torch.cat([self.weight.new_empty(0, self.fan_in, dtype=torch.float32), *pieces])
-        young = step - self.born < protected
-        sizes = self.group_offsets.diff()
-        # A group without labels has no scores.
-        scores = scores.masked_fill(young | (sizes == 0)[:, None], torch.inf)
+        scores = self.weight.new_empty(self.num_groups, self.fan_in, dtype=torch.float32)
+        for groups, labels, offsets in self._pieces_of_labels():
+            means = _means(self.weight[labels].abs().float(), offsets)
+            # A group without labels has no scores, nor has what is no number.
+            is_free = (self.born[groups] <= step - protected) & (offsets.diff() > 0)[:, None] & (means < torch.inf)
+            scores[groups] = means.masked_fill_(~is_free, torch.inf)
         if not in_each_group:
-            scores = scores.flatten()[None]
-        count = round(fraction * scores.shape[1])
-        smallest = scores.sort(dim=1, stable=True)
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, smallest.indices[:, :count], True)
-        return (chosen & (scores < torch.inf)).view(self.num_groups, self.fan_in)
+            scores = scores.view(1, -1)
+        chosen = _smallest(scores, round(fraction * scores.shape[1]))
+        return chosen.logical_and_(scores < torch.inf).view(self.num_groups, self.fan_in)
 
     def _group_of_label(self) -> Tensor:
         return torch.repeat_interleave(self.group_offsets.diff(), output_size=self.weight.shape[0])
@@ -630,6 +627,30 @@ def _means(of_labels: Tensor, offsets: Tensor) -> Tensor:
     """Return the mean `[K, *]` over the labels of each group, zero for one without."""
     sums = torch.segment_reduce(of_labels, "sum", offsets=offsets, axis=0, initial=0)
     return sums / offsets.diff().clamp(min=1)[:, None]
+
+
+def _smallest(scores: Tensor, count: int) -> Tensor:
+    """Return which are the `count` smallest of each row of float32 numbers from 0, the first ones of equals, in a byte each.
+
+    A sort takes several times the memory of the numbers. Such numbers are in the order of their bits as integers, of which the largest that
+    is chosen is found by halves.
+    """
+    bits = scores.view(torch.int32)
+    low = bits.new_zeros(bits.shape[0], 1)
+    high = low + torch.tensor(torch.inf).view(torch.int32)
+    for _ in range(31):
+        middle = low + (high - low) // 2
+        is_enough = (bits <= middle).sum(1, keepdim=True) >= count
+        low, high = torch.where(is_enough, low, middle + 1), torch.where(is_enough, middle, high)
+    chosen = bits < high
+    left = count - chosen.sum(1, keepdim=True)
+    step = max(1, _PIECE_ELEMENTS // max(1, scores.shape[0]))
+    for some in (slice(first, first + step) for first in range(0, scores.shape[1], step)):
+        is_equal = bits[:, some] == high
+        rank = is_equal.cumsum(1, dtype=torch.int32)
+        chosen[:, some] |= is_equal & (rank <= left)
+        left = left - rank[:, -1:]
+    return chosen
 
 
 def _pieces(num_groups: int, width: int) -> Iterator[slice]:

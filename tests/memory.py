@@ -7,7 +7,7 @@ import gc
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ PATIENCE = 20
 
 
 class PeakMemory(TorchDispatchMode):
-    """Follows the storages that operators put out: the most bytes of them alive at once."""
+    """Follows the storages that operators put out, but for those of tensors that were there: the most bytes alive at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, there: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self.there = {tensor.untyped_storage().data_ptr() for tensor in there}
         self.alive: list[weakref.ref[torch.Tensor]] = []
         self.peak = 0
 
@@ -36,7 +37,8 @@ class PeakMemory(TorchDispatchMode):
         self.alive += [weakref.ref(leaf) for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         self.alive = [reference for reference in self.alive if reference() is not None]
         storages = [tensor.untyped_storage() for reference in self.alive if (tensor := reference()) is not None]
-        self.peak = max(self.peak, sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values()))
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        self.peak = max(self.peak, sum(size for place, size in sizes.items() if place not in self.there))
         return result
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from jagged.modules import GroupSparseHead, LabelGroups, group_at_random, group_by_embedding, group_by_frequency
+from jagged.modules.group_sparse import _smallest
 from jagged.ops import trust_values
+from tests.memory import PeakMemory
 from tests.oracle import check_three_way
 from tests.places import PLACE, Place
 from tests.processes import told_by
@@ -187,6 +189,50 @@ def test_young_slots_are_protected() -> None:
     assert head.rewire(1.0, step=15, protected=5) == 10
     assert head.rewire(1.0, step=19, protected=5) == 10
     assert head.rewire(0.0, step=30) == 0
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 3).flatmap(
+        lambda rows: st.lists(
+            st.lists(st.sampled_from([0.0, 1e-45, 0.5, 1.0, 1.0000001, 3e38, torch.inf]), min_size=5, max_size=5),
+            min_size=rows,
+            max_size=rows,
+        )
+    ),
+    st.integers(0, 5),
+    st.sampled_from([1, 4, 2**24]),
+)
+def test_the_smallest_scores_are_those_of_a_stable_sort(rows: list[list[float]], count: int, piece: int) -> None:
+    scores = torch.tensor(rows, device=PLACE.device).view(-1, 5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jagged.modules.group_sparse._PIECE_ELEMENTS", piece)
+        found = _smallest(scores, count)
+    first = scores.sort(dim=1, stable=True).indices[:, :count]
+    assert torch.equal(found, torch.zeros_like(scores, dtype=torch.bool).scatter_(1, first, True))
+
+
+def test_a_weight_that_is_no_number_keeps_its_slot() -> None:
+    head = head_of(23)
+    with torch.no_grad():
+        head.weight[:5, 1] = torch.nan
+        head.weight[5:10, 2] = -torch.nan
+    slots, supports = head.supports.numel(), head.supports.clone()
+    assert head.rewire(1.0, step=3) == slots - 2
+    assert head.supports[0, 1] == supports[0, 1]
+    assert head.supports[1, 2] == supports[1, 2]
+
+
+@pytest.mark.parametrize("in_each_group", [False, True])
+def test_births_take_little_memory_beside_the_layer(monkeypatch: pytest.MonkeyPatch, in_each_group: bool) -> None:
+    """A float32 and two bytes a slot, and what a piece needs, of which a layer has many."""
+    piece = 2**12
+    monkeypatch.setattr("jagged.modules.group_sparse._PIECE_ELEMENTS", piece)
+    head = GroupSparseHead(64, torch.ones(2**15, dtype=torch.int64), ROWS, fan_in=32, group_size=4, device=PLACE.device)
+    slots = head.supports.numel()
+    with PeakMemory([head.weight, head.supports, head.born]) as memory:
+        assert head.rewire(0.25, step=10, protected=2, in_each_group=in_each_group) == slots // 4 == 2**16
+    assert 5 * slots < memory.peak <= 6 * slots + 40 * piece
 
 
 def test_where_inputs_run_out_fewer_are_given() -> None:
