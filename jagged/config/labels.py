@@ -19,7 +19,7 @@ class LabelDataOptions(Section):
     )
     test: str | None = option(None, "test rows, such a file; none to hold rows of data.path out")
     format: Literal["auto", "text", "parquet", "arff"] = option("auto", "format of the data; auto by file name")
-    labels_column: str = option("labels", "of parquet, the column of lists of labels")
+    labels_column: str = option("labels", "of parquet, the column of lists of labels, ids or text")
     features_column: str = option("features", "of parquet, the column of lists of features")
     values_column: str | None = option("values", "of parquet, the column of lists of the features' values; none, or not there: 1")
     embeddings_column: str | None = option(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jagged.data.label_batches import LabelBatch as LabelBatch
     from jagged.data.label_batches import label_loader as label_loader
     from jagged.data.label_features import label_embeddings as label_embeddings
+    from jagged.data.label_tables import label_names_of_table as label_names_of_table
     from jagged.data.label_tables import read_label_table as read_label_table
     from jagged.data.multilabel import LabelTruth as LabelTruth
     from jagged.data.multilabel import synthetic_labels as synthetic_labels
@@ -65,6 +66,7 @@ _WHERE = {
     "MultiLabelRows": "xmc",
     "label_embeddings": "label_features",
     "read_arff": "arff",
+    "label_names_of_table": "label_tables",
     "read_label_table": "label_tables",
     "label_loader": "label_batches",
     "Part": "table_batches",
@@ -111,6 +113,7 @@ __all__ = [
     "inspect_table",
     "label_embeddings",
     "label_loader",
+    "label_names_of_table",
     "leaks",
     "read_arff",
     "read_batches",

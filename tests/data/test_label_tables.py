@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jagged.data import DataError, MultiLabelRows, read_arff, read_label_table
+from jagged.data import DataError, MultiLabelRows, label_names_of_table, read_arff, read_label_table
 
 Row = tuple[list[int], dict[int, float]]
 ROWS: list[Row] = [([3, 0], {1: 0.5, 7: -2.0}), ([], {0: 1.0}), ([2], {})]
@@ -113,7 +113,12 @@ def test_embeddings_that_are_refused() -> None:
         ({"labels": [[1]]}, "table: found the columns ['labels'], expected a column 'features'; name the right one"),
         (
             {"labels": [["a"]], "features": [[1]]},
-            "table: labels: found list<item: string>, expected lists of whole numbers; number the ids from 0 on",
+            "table: labels: found list<item: string>, expected lists of whole numbers; give names, as label_names_of_table finds "
+            "them, or number the ids from 0 on",
+        ),
+        (
+            {"labels": [[1]], "features": [["a"]]},
+            "table: features: found list<item: string>, expected lists of whole numbers; number the ids from 0 on",
         ),
         (
             {"labels": [1], "features": [[1]]},
@@ -145,6 +150,99 @@ def test_tables_that_are_refused(table: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as found:
         read_label_table(pa.table(table))
     assert str(found.value) == message
+
+
+TEXTS = ["red", "ä b", " red", "0", "RED", "x" * 300, "a,b", "z", "y", "w"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=drawn_rows,
+    kind=st.sampled_from([pa.string(), pa.large_string(), pa.string_view()]),
+    pieces=st.integers(1, 3),
+    embedded=st.booleans(),
+)
+def test_labels_that_are_text(rows: list[Row], kind: Any, pieces: int, embedded: bool) -> None:
+    """Numbered by where they come first they are the rows of a table of these numbers."""
+    order = list(dict.fromkeys(label for labels, _ in rows for label in labels))
+    texts = pa.array([[TEXTS[label] for label in labels] for labels, _ in rows], pa.list_(kind))
+    numbered = [([order.index(label) for label in labels], features) for labels, features in rows]
+    table, ids = (table_of(one) for one in (rows, numbered))
+    table = table.set_column(0, "labels", texts)
+    options: dict[str, Any] = {}
+    if embedded:
+        numbers_ = pa.array([[0.5, float(row)] for row in range(len(rows))], pa.list_(pa.float64()))
+        table, ids = (one.append_column("of", numbers_) for one in (table, ids))
+        options = {"embeddings": "of"}
+    step = -(-len(rows) // pieces) or 1
+    table = pa.concat_tables([table.slice(0, 0), *(table.slice(begin, step) for begin in range(0, len(rows), step))])
+    names = label_names_of_table(table)
+    assert names is not None
+    assert names.type == pa.large_string()
+    assert names.to_pylist() == [TEXTS[label] for label in order]
+    found, expected = read_label_table(table, names=names, **options), read_label_table(ids, **options)
+    assert said(found) == said(expected)
+    assert (found.num_labels, found.num_features) == (len(names), expected.num_features)
+    assert label_names_of_table(ids) is None
+    # Names may be more, and in another order.
+    more = pa.array(["none has it", *reversed(names.to_pylist())], pa.large_string())
+    again = read_label_table(table, names=more, **options)
+    assert again.num_labels == len(names) + 1
+    assert again.labels.tolist() == [len(names) - label for label in found.labels.tolist()]
+
+
+def test_many_labels_of_a_file_are_text(tmp_path: Path) -> None:
+    table = pa.table(
+        {"tags": [[f"t{row % 97}", f"u{row % 89}"] for row in range(3000)], "features": [[row % 5] for row in range(3000)]}
+    )
+    pq.write_table(table, tmp_path / "rows.parquet", row_group_size=500)
+    names = label_names_of_table(tmp_path / "rows.parquet", labels="tags")
+    assert names is not None
+    assert names.to_pylist() == list(dict.fromkeys(text for row in table["tags"].to_pylist() for text in row))
+    rows = read_label_table(tmp_path / "rows.parquet", labels="tags", names=names)
+    texts = np.array(names.to_pylist())[rows.labels].reshape(-1, 2).tolist()
+    assert texts == table["tags"].to_pylist()
+
+
+@pytest.mark.parametrize(
+    ("labels", "names", "message"),
+    [
+        ([["a"], ["b", "c"]], ["a", "b"], "table:row 2: found the label 'c', expected one of the 2 of names; leave it out"),
+        (
+            [["a"], ["b", "a", "b"]],
+            ["a", "b"],
+            "table:row 2: found the label 'b' twice, expected each once; leave one of them out",
+        ),
+        ([["a"], ["b", None]], ["a", "b"], "table:row 2: found nothing in the list 'labels', expected text alone; leave it out"),
+        ([["a"]], ["a", "b", "a"], "names: found 'a' twice, expected each label once; leave one of them out"),
+        ([[1]], ["a"], "table: labels: found list<item: int64>, expected lists of text, as names are for; leave names out"),
+    ],
+)
+def test_text_that_is_refused(labels: list[Any], names: list[str], message: str) -> None:
+    with pytest.raises(DataError) as found:
+        read_label_table(pa.table({"labels": labels, "features": [[0]] * len(labels)}), names=pa.array(names, pa.large_string()))
+    assert str(found.value) == message
+
+
+def test_labels_that_cannot_be_names() -> None:
+    for text, message in (
+        (" ", "table: labels: found the label ' ', expected a name; write another one"),
+        ("a\nb", "table: labels: found the label 'a\\nb', expected a name without control characters; write another one"),
+    ):
+        with pytest.raises(DataError) as found:
+            label_names_of_table(pa.table({"labels": [["a"], [text]]}))
+        assert str(found.value) == message
+    with pytest.raises(DataError) as found:
+        label_names_of_table(pa.table({"tags": [["a"]]}))
+    assert str(found.value) == "table: found the columns ['tags'], expected a column 'labels'; name the right one"
+    # No list has anything: there are no numbers either.
+    assert label_names_of_table(pa.table({"labels": [[], []]})) is None
+    assert (
+        read_label_table(
+            pa.table({"labels": [[], []], "features": [[0], [1]]}), names=pa.array(["a"], pa.large_string())
+        ).num_labels
+        == 1
+    )
 
 
 def test_other_sources(tmp_path: Path) -> None:

@@ -574,6 +574,112 @@ def test_a_run_on_embeddings(tmp_path: Path) -> None:
         jagged.train(config_of(tmp_path / "text", data={**data, "path": str(tmp_path / "rows.txt")}), progress=False)
 
 
+def test_a_run_on_labels_that_are_text(tmp_path: Path) -> None:
+    """It is the run on their numbers by first appearance, training before test, with a file of their names."""
+    rng = np.random.default_rng(1)
+    texts = [f"tag <{number}>" for number in range(12)]
+
+    def rows_of(count: int, labels: int) -> tuple[list[list[str]], Any]:
+        found = [[texts[label] for label in rng.choice(labels, rng.integers(1, 4), replace=False)] for _ in range(count)]
+        return found, rng.standard_normal((count, 6)).astype(np.float32).tolist()
+
+    train, test = rows_of(120, 9), rows_of(30, 12)
+    names = list(dict.fromkeys(text for tags, _ in (train, test) for row in tags for text in row))
+    assert sorted(names) == sorted(texts)
+    assert names != texts
+    tables = [pa.table({"tags": tags, "text": text}) for tags, text in (train, test)]
+    ids = [pa.table({"tags": [[names.index(tag) for tag in row] for row in tags], "text": text}) for tags, text in (train, test)]
+    data = {"embeddings_column": "text", "labels_column": "tags"}
+    for name, table in zip(("train", "test"), tables, strict=True):
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=50)
+    files = {"path": str(tmp_path / "train.parquet"), "test": str(tmp_path / "test.parquet")}
+    jagged.train(config_of(tmp_path / "files", data={**data, **files}), progress=False)
+    jagged.train(config_of(tmp_path / "tables", data=data), tables, progress=False)
+    jagged.train(config_of(tmp_path / "ids", data={**data, **named(tmp_path, names)}), ids, progress=False)
+    (tmp_path / "Y.txt").unlink()
+    for file in ("train.parquet", "test.parquet"):
+        (tmp_path / file).unlink()
+    of_ids = LabelRun.open(tmp_path / "ids")
+    expected = of_ids.predict(ids[1], k=3, progress=False)
+    for output in ("files", "tables"):
+        assert outcome(tmp_path / output) == outcome(tmp_path / "ids")
+        run = LabelRun.open(tmp_path / output)
+        assert run.label_names is not None
+        assert run.label_names.to_pylist() == names
+        assert run.parts.test.num_labels == len(names)
+        assert run.predict(tables[1].drop_columns("tags"), k=3, progress=False).equals(expected)
+        assert str(evaluate_labels(run, tables[1], progress=False)) == str(evaluate_labels(of_ids, ids[1], progress=False))
+        assert (
+            gather_labels(run.directory, progress=False).frequencies
+            == gather_labels(of_ids.directory, progress=False).frequencies
+        )
+    # Rows of later have labels by the same names, whatever comes first.
+    assert (
+        run.read(tables[1].slice(7), progress=False).labels.tolist()
+        == of_ids.read(ids[1].slice(7), progress=False).labels.tolist()
+    )
+    for given, message in (
+        (
+            pa.table({"tags": [[texts[0]], ["new"]], "text": [[0.0] * 6] * 2}),
+            "table:row 2: found the label 'new', expected one of the 12 of names; leave it out",
+        ),
+        (ids[1], "table: tags: found list<item: int64>, expected lists of text, as names are for; leave names out"),
+    ):
+        with pytest.raises(DataError) as found:
+            run.read(given, progress=False)
+        assert str(found.value) == message
+    with pytest.raises(DataError) as found:
+        of_ids.read(tables[1], progress=False)
+    cure = "give names, as label_names_of_table finds them, or number the ids from 0 on"
+    assert str(found.value) == f"table: tags: found list<item: string>, expected lists of whole numbers; {cure}"
+
+
+def test_labels_that_are_text_in_one_part_alone(tmp_path: Path) -> None:
+    tables = [pa.table({"labels": labels, "features": [[0]] * 60}) for labels in ([["a", "b"]] * 60, [[0, 1]] * 60)]
+    text, numbers = tables
+    write_xmc(ROWS, tmp_path / "rows.txt")
+    as_training = "expected text, as the rows of training have"
+    numbered = "expected lists of whole numbers; give names, as label_names_of_table finds them, or number the ids from 0 on"
+    for parts, message in (
+        ((text, numbers), "table: labels: found list<item: int64>, expected lists of text, as names are for; leave names out"),
+        ((text, TEST), f"test: found labels that are numbers, {as_training}; give a table"),
+        ((text, tmp_path / "rows.txt"), f"{tmp_path / 'rows.txt'}: found labels that are numbers, {as_training}; write a table"),
+        ((numbers, text), f"table: labels: found list<item: string>, {numbered}"),
+        ((ROWS, text), f"table: labels: found list<item: string>, {numbered}"),
+    ):
+        with pytest.raises(DataError) as found:
+            jagged.train(config_of(tmp_path / "run"), parts, progress=False)
+        assert str(found.value) == message
+    with pytest.raises(ConfigError) as refused:
+        jagged.train(config_of(tmp_path / "run", data=named(tmp_path)), text, progress=False)
+    told = "expected none: the labels of the rows are text, and so have names"
+    assert str(refused.value) == f"data.label_names: got {tmp_path / 'Y.txt'}, {told}"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_on_text_goes_on_with_these_labels_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def table(names: str) -> pa.Table:
+        return pa.table(
+            {"labels": [[names[row % 5], names[5 + row % 3]] for row in range(90)], "features": [[row % 7] for row in range(90)]}
+        )
+
+    config = config_of(tmp_path / "run", training={"max_epochs": 4})
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, kill_self(15))
+        with pytest.raises(TrainingInterrupted):
+            jagged.train(config, table("abcdefgh"), progress=False)
+    with pytest.raises(TrainingError) as found:
+        jagged.train(config, table("abcdefgx"), resume=True, progress=False)
+    told = "names of labels than those that are given; choose another output, or delete it"
+    assert str(found.value) == f"data: {tmp_path / 'run' / 'dataset'} holds other {told}"
+    jagged.train(config, table("abcdefgh"), resume=True, progress=False)
+    jagged.train(config_of(tmp_path / "whole", training={"max_epochs": 4}), table("abcdefgh"), progress=False)
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
+    run = LabelRun.open(tmp_path / "run")
+    assert run.label_names is not None
+    assert run.label_names.to_pylist() == list("afbgchde")
+
+
 def test_arff_trains(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     lines = [

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from jagged.artifacts import MANIFEST, errors_as, new_directory, read_tensors, save_tensors, verify, write_manifest
 from jagged.config import ConfigError, LabelDataOptions, MultiLabelConfig
-from jagged.data import DataError, MultiLabelRows, read_arff, read_label_table, read_xmc, synthetic_labels
+from jagged.data import DataError, MultiLabelRows, label_names_of_table, read_arff, read_label_table, read_xmc, synthetic_labels
 from jagged.data.errors import refuse
 from jagged.data.label_names import LABEL_NAMES, read_label_names, write_label_names
 from jagged.data.sources import is_table
@@ -69,17 +70,28 @@ class LabelRows:
     def of(cls, rows: Any, test: Any, data: LabelDataOptions, *, progress: bool = True) -> LabelRows:
         """Rows of training and, unless None, of test, each as it is, a table in memory, or a file.
 
-        What says no numbers of features and labels has those of both together, and where labels have names as many labels.
+        What says no numbers of features and labels has those of both together, and where labels have names as many labels. Labels
+        that are text are those of training and, behind them, those that the test alone has.
 
         Raises:
+            ConfigError: names for labels that are text.
             DataError: malformed rows or names, or two that do not fit one another.
         """
-        of_rows, counted = read_rows(rows, data, data.filter, progress=progress)
+        texts = text_labels(rows, data, progress=progress)
+        if texts is not None:
+            if data.label_names is not None:
+                told = "expected none: the labels of the rows are text, and so have names"
+                raise ConfigError(f"data.label_names: got {data.label_names}, {told}")
+            if isinstance(test, MultiLabelRows):
+                raise refuse("test", "labels that are numbers", "text, as the rows of training have", "give a table")
+            more = None if test is None else text_labels(test, data, progress=progress)
+            texts = texts if more is None else pc.unique(pa.concat_arrays([texts, more]))
+        of_rows, counted = read_rows(rows, data, data.filter, names=texts, progress=progress)
         if test is not None:
-            of_test, of_test_counted = read_rows(test, data, data.test_filter, progress=progress)
+            of_test, of_test_counted = read_rows(test, data, data.test_filter, names=texts, progress=progress)
             counted = counted & of_test_counted
             of_rows = replace(of_rows, **{name: max(getattr(of_rows, name), getattr(of_test, name)) for name in counted})
-        names = None
+        names = texts
         if data.label_names is not None:
             names = read_label_names(data.label_names, of_rows.num_labels, or_more="num_labels" in counted)
             of_rows = replace(of_rows, num_labels=len(names))
@@ -203,12 +215,29 @@ def check_sizes(rows: MultiLabelRows, num_features: int, num_labels: int, what: 
             raise refuse(what, f"{found:,} {name}", f"{expected:,}, as the rows of training have them", cure)
 
 
+def text_labels(source: Any, data: LabelDataOptions, *, progress: bool = True) -> pa.LargeStringArray | None:
+    """The labels of a table or a parquet file that has text for them, large_string, each once; None of all else.
+
+    Raises:
+        DataError: malformed labels.
+    """
+    if not is_table(source) and (not isinstance(source, (str, os.PathLike)) or _format(source, data) != "parquet"):
+        return None
+    return label_names_of_table(source, labels=data.labels_column, progress=progress)
+
+
 def read_rows(
-    source: Any, data: LabelDataOptions, filter_path: str | None = None, *, has_labels: bool = True, progress: bool = True
+    source: Any,
+    data: LabelDataOptions,
+    filter_path: str | None = None,
+    *,
+    names: pa.LargeStringArray | None = None,
+    has_labels: bool = True,
+    progress: bool = True,
 ) -> tuple[MultiLabelRows, AbstractSet[str]]:
     """Rows of a file, of a table in memory, or as they are; and which of `num_features` and `num_labels` were counted.
 
-    Tables need no labels where none are asked for.
+    Tables need no labels where none are asked for; where they are text they are some of `names`.
 
     Raises:
         DataError: malformed rows.
@@ -217,18 +246,20 @@ def read_rows(
         return source, set()
     columns: dict[str, Any] = {"features": data.features_column, "values": data.values_column}
     columns |= {"labels": data.labels_column if has_labels else None, "embeddings": data.embeddings_column}
+    columns |= {"names": names if has_labels else None}
     # Embeddings have the width that they have.
     of_tables = {"num_labels"} if data.embeddings_column is not None else {"num_features", "num_labels"}
     if is_table(source):
         return read_label_table(source, **columns, progress=progress), of_tables
     if not isinstance(source, (str, os.PathLike)):
         raise DataError(f"rows: got a {type(source).__name__}, expected a file, a table in memory, or MultiLabelRows")
-    suffix = Path(source).suffix.lower()
-    kind = {".parquet": "parquet", ".arff": "arff"}.get(suffix, "text") if data.format == "auto" else data.format
+    kind = _format(source, data)
     if kind != "text" and data.on_error != "stop":
         raise DataError(f"data.on_error: got {data.on_error}, expected stop: rows of text files alone are skipped")
     if kind != "parquet" and data.embeddings_column is not None:
         raise DataError(f"data.embeddings_column: got {data.embeddings_column}, expected none: parquet files alone have columns")
+    if kind != "parquet" and has_labels and names is not None:
+        raise refuse(source, "labels that are numbers", "text, as the rows of training have", "write a table")
     counted: AbstractSet[str] = set()
     if kind == "text":
         rows = read_xmc(source, on_error=data.on_error, progress=progress)
@@ -245,3 +276,8 @@ def read_rows(
         raise refuse(filter_path, error.strerror or str(error), "a file of pairs of a row and a label") from None
     filtered: dict[str, Any] = {"filtered": found.labels.numpy().astype(np.int32), "filtered_offsets": found.offsets.numpy()}
     return replace(rows, **filtered), counted
+
+
+def _format(path: str | os.PathLike[str], data: LabelDataOptions) -> str:
+    kind = {".parquet": "parquet", ".arff": "arff"}.get(Path(path).suffix.lower(), "text")
+    return kind if data.format == "auto" else data.format

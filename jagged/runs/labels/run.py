@@ -88,12 +88,12 @@ class LabelRun:
 
     @cached_property
     def label_names(self) -> pa.LargeStringArray | None:
-        """The names of labels, large_string `[L]`, in the order of their ids; None where training was given none.
+        """The names of labels, large_string `[L]`, in the order of their ids; None where training had none.
 
         Raises:
             DataError: they are not there, or not as many as there are labels.
         """
-        if self.config.data.label_names is None:
+        if self.config.data.label_names is None and not (self.directory / LABEL_NAMES).exists():
             return None
         return read_label_names(self.directory / LABEL_NAMES, self.model.head.num_labels)
 
@@ -105,7 +105,9 @@ class LabelRun:
         Raises:
             DataError: malformed rows, or rows of other numbers of features or labels.
         """
-        found, counted = read_rows(rows, self.config.data, has_labels=has_labels, progress=progress)
+        # Where labels were text no file had their names.
+        names = self.label_names if self.config.data.label_names is None else None
+        found, counted = read_rows(rows, self.config.data, names=names, has_labels=has_labels, progress=progress)
         what = os.fspath(rows) if isinstance(rows, (str, os.PathLike)) else "rows"
         sizes = {"num_features": self.model.config["num_features"], "num_labels": self.model.head.num_labels}
         return fitted(found, counted, what=what, **sizes)
