@@ -632,8 +632,8 @@ def _means(of_labels: Tensor, offsets: Tensor) -> Tensor:
 def _smallest(scores: Tensor, count: int) -> Tensor:
     """Return which are the `count` smallest of each row of float32 numbers from 0, the first ones of equals, in a byte each.
 
-    A sort takes several times the memory of the numbers. Such numbers are in the order of their bits as integers, of which the largest that
-    is chosen is found by halves.
+    A sort takes several times the memory of the numbers. Such numbers are in the order of their bits as integers, of which the
+    largest that is chosen is found by halves.
     """
     bits = scores.view(torch.int32)
     low = bits.new_zeros(bits.shape[0], 1)
