@@ -100,7 +100,7 @@ def test_the_nearest_tests() -> None:
         ("jagged/data/table_leaks.py", ["data/test_table_leaks", "data/test_table_splits"]),
         ("jagged/artifacts/files.py", ["test_artifacts"]),
         # By the imports of tests, and by what imports the file.
-        ("jagged/data/files.py", ["data/test_csv_rows", "data/test_label_tables", "data/test_sources"]),
+        ("jagged/data/files.py", ["data/test_csv_rows", "data/test_sources", "data/test_label_tables"]),
         ("jagged/data/staging.py", ["data/test_records"]),
         ("jagged/data/logs.py", ["data/test_rows", "data/test_table_batches", "data/test_table_splits", "data/test_records"]),
         ("jagged/data/values.py", ["data/test_inference", "data/test_inspection"]),
