@@ -223,6 +223,21 @@ def test_a_weight_that_is_no_number_keeps_its_slot() -> None:
     assert head.supports[1, 2] == supports[1, 2]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_births_of_other_dtypes(dtype: torch.dtype, autocast: bool) -> None:
+    """Slots are chosen by means in float32, whatever weights are and wherever it is called."""
+    head = head_of(23).to(dtype)
+    assert head.weight.dtype == dtype
+    assert head.born.dtype == torch.int32
+    means = torch.stack([part.mean(0) for part in head.weight.detach().abs().float().split(head.group_offsets.diff().tolist())])
+    expected = torch.zeros(means.numel(), dtype=torch.bool, device=PLACE.device)
+    expected[means.flatten().sort(stable=True).indices[:7]] = True
+    with torch.autocast(torch.device(PLACE.device).type, torch.bfloat16, enabled=autocast):
+        assert head.rewire(7 / means.numel(), step=3) == 7
+    assert torch.equal(head.born == 3, expected.view_as(means))
+
+
 @pytest.mark.parametrize("in_each_group", [False, True])
 def test_births_take_little_memory_beside_the_layer(monkeypatch: pytest.MonkeyPatch, in_each_group: bool) -> None:
     """A float32 and two bytes a slot, and what a piece needs, of which a layer has many."""

@@ -10,19 +10,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 import jagged
 from jagged.data import DataError, write_xmc
 from jagged.runs.labels import LabelRun
 from jagged.runs.labels.evaluating import evaluate_labels
+from jagged.runs.labels.rows import LabelRows
 from jagged.training import TrainingError
 from tests.processes import fork
 from tests.runs.test_label_runs import ROWS, TEST, config_of, named
 
 
 def main(root: Path) -> dict[str, Any]:
-    """Figures by one process and by two, the names that two keep, and what they say of a file that is not there."""
+    """Figures by one process and by two, the names that two keep, also of text, and what they say of a file that is not there."""
     for name, rows in (("train.txt", ROWS), ("test.txt", TEST)):
         write_xmc(rows, root / name)
     names = named(root)
@@ -45,6 +48,15 @@ def main(root: Path) -> dict[str, Any]:
         except TrainingError as error:
             (root / f"sgd.{torch.distributed.get_rank()}").write_text(str(error))
 
+    def train_on_text() -> None:
+        config = config_of(root / "text", data={"path": str(root / "text.parquet")}, training={"batch_size": 25, "max_epochs": 1})
+        jagged.train(config, progress=False)
+
+    texts = [[f"tag {row * 7 % 31}", f"tag {31 + row % 5}"] for row in range(200)]
+    table = pa.table({"labels": texts, "features": [[row % 9] for row in range(200)]})
+    pq.write_table(table, root / "text.parquet")
+    fork(train_on_text, 2, root / "store-text")
+    on_text = LabelRun.open(root / "text")
     fork(lambda: train(1))
     fork(lambda: train(2), 2, root / "store-2")
     fork(refused, 2, root / "store-refused")
@@ -55,6 +67,9 @@ def main(root: Path) -> dict[str, Any]:
     return {
         "again": dict(again),
         "names": None if run.label_names is None else run.label_names.to_pylist(),
+        "texts": None if on_text.label_names is None else on_text.label_names.to_pylist(),
+        "expected_texts": list(dict.fromkeys(text for row in texts for text in row)),
+        "fingerprint_of_text": [on_text.split["fingerprint"], LabelRows.of(table, None, on_text.config.data).fingerprint],
         "metrics": [json.loads((folder / "metrics.json").read_text()) for folder in folders],
         "refused": [(root / f"refused.{rank}").read_text() for rank in (0, 1)],
         "sgd": [(root / f"sgd.{rank}").read_text() for rank in (0, 1)],

@@ -879,6 +879,9 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     # What two processes added up is what one finds of their model, each row once.
     assert two["test"]["labels"] == told["again"]
     assert told["names"] == NAMES
+    # Labels that are text have one order in both, that of one process.
+    assert told["texts"] == told["expected_texts"]
+    assert told["fingerprint_of_text"][0] == told["fingerprint_of_text"][1]
     # Rows come in another order, as by another seed.
     for name in ("p@1", "p@5", "ndcg@5"):
         assert two["test"]["labels"][name] == pytest.approx(one["test"]["labels"][name], abs=0.06)
