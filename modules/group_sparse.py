@@ -37,8 +37,7 @@ _OPTIMIZER_OPTIONS = ("learning_rate", "momentum", "weight_decay", "stochastic_r
 # A slot that was there from the start.
 _ALWAYS = -(2**30)
 # Numbers that are drawn or multiplied at once where slots are given new inputs.
-_PIECE_ELEMENTS = 2**23
-_MOST_LABELS = 2**31 - 1
+_PIECE_ELEMENTS = 2**24
 
 
 class GroupSparseHead(JaggedModule):
@@ -77,8 +76,8 @@ class GroupSparseHead(JaggedModule):
             module of it as another device would have.
 
     Attributes:
-        labels: `[num_labels]`, int32, the label at each place: those with a dense layer, then the groups'.
-        places: `[num_labels]`, int32, the place of each label.
+        labels: `[num_labels]`, the label at each place: those with a dense layer, then the groups'.
+        places: `[num_labels]`, the place of each label.
         supports: `[K, fan_in]`, int32, the features that each group reads, different ones.
         group_offsets: `[K + 1]`, the first place of each group, counted from the first one without a dense layer.
         born: `[K, fan_in]`, int32, the step at which each slot of a group got its input.
@@ -171,8 +170,8 @@ class GroupSparseHead(JaggedModule):
             at_first -= (num_rows - counts.double() + 0.5).log() if loss == "bce" else at_first.logsumexp(0)
         self.loss: Literal["bce", "softmax"] = loss
         self.num_groups, self.tail_dim = groups.offsets.shape[0] - 1, width
-        self.register_buffer("labels", labels.to(device, torch.int32))
-        self.register_buffer("places", labels.argsort().to(device, torch.int32))
+        self.register_buffer("labels", labels.to(device))
+        self.register_buffer("places", labels.argsort().to(device))
         self.register_buffer("group_offsets", groups.offsets.to(device))
         self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
         self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
@@ -419,7 +418,7 @@ class GroupSparseHead(JaggedModule):
                 best, of_head = catalogue_topk(hidden, self.head_weight, k, bias=self.head_bias)
                 scores, order = torch.cat([best, scores], 1).topk(k, 1)
                 places = torch.cat([of_head, places], 1).gather(1, order)
-        return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)].long())
+        return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)])
 
     @torch.no_grad()
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -637,29 +636,21 @@ def _smallest(scores: Tensor, count: int) -> Tensor:
     largest that is chosen is found by halves.
     """
     bits = scores.view(torch.int32)
-    step = max(1, _PIECE_ELEMENTS // max(1, scores.shape[0]))
     low = bits.new_zeros(bits.shape[0], 1)
     high = low + torch.tensor(torch.inf).view(torch.int32)
     for _ in range(31):
         middle = low + (high - low) // 2
-        is_enough = _count(bits <= middle, step) >= count
+        is_enough = (bits <= middle).sum(1, keepdim=True) >= count
         low, high = torch.where(is_enough, low, middle + 1), torch.where(is_enough, middle, high)
     chosen = bits < high
-    left = count - _count(chosen, step)
+    left = count - chosen.sum(1, keepdim=True)
+    step = max(1, _PIECE_ELEMENTS // max(1, scores.shape[0]))
     for some in (slice(first, first + step) for first in range(0, scores.shape[1], step)):
         is_equal = bits[:, some] == high
         rank = is_equal.cumsum(1, dtype=torch.int32)
         chosen[:, some] |= is_equal & (rank <= left)
         left = left - rank[:, -1:]
     return chosen
-
-
-def _count(flags: Tensor, step: int) -> Tensor:
-    """Return how many of each row are true, `[rows, 1]`, by pieces: of bytes a GPU makes integers of eight bytes first."""
-    found = flags.new_zeros(flags.shape[0], 1, dtype=torch.int64)
-    for some in flags.split(step, 1):
-        found += some.sum(1, keepdim=True)
-    return found
 
 
 def _pieces(num_groups: int, width: int) -> Iterator[slice]:
@@ -671,9 +662,6 @@ def _checked_counts(label_counts: Tensor, num_rows: int) -> Tensor:
     if label_counts.dim() != 1 or label_counts.dtype != torch.int64 or not label_counts.shape[0]:
         kind = str(label_counts.dtype).removeprefix("torch.")
         raise ValueError(f"label_counts: expected int64 of shape [num_labels], got {kind} of shape {list(label_counts.shape)}")
-    if label_counts.shape[0] > _MOST_LABELS:
-        found = f"{label_counts.shape[0]:,}"
-        raise ValueError(f"label_counts: expected at most {_MOST_LABELS:,} labels, whose ids are int32, got {found}")
     if label_counts.is_meta:
         raise ValueError("label_counts: got a tensor on the meta device, expected one with numbers; make it on another device")
     counts = label_counts.cpu()
@@ -693,13 +681,13 @@ def _head_labels(head: int | float, num_labels: int) -> int:
 
 def _groups(labels: Tensor, counts: Tensor, group_size: int, grouping: str | Tensor | LabelGroups, seed: int) -> LabelGroups:
     if isinstance(grouping, LabelGroups):
-        of, offsets = grouping.labels.cpu().long(), grouping.offsets.cpu().long()
+        of, offsets = grouping.labels.cpu(), grouping.offsets.cpu()
         if not torch.equal(of.sort().values, labels):
             raise ValueError(
                 f"grouping: expected each of the {labels.shape[0]} labels without a dense layer once, got {of.shape[0]} others"
             )
         validate_offsets(offsets, of.shape[0])
-        return LabelGroups(of, offsets)
+        return LabelGroups(of.long(), offsets.long())
     if isinstance(grouping, Tensor):
         if grouping.dim() != 2 or grouping.shape[0] != counts.shape[0]:
             raise ValueError(

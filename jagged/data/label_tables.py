@@ -116,7 +116,7 @@ def label_names_of_table(source: Any, *, labels: str = "labels", progress: bool 
     names, waiting, count = pa.array([], pa.large_string()), list[pa.LargeStringArray](), 0
     with _bar(table, progress) as bar:
         for batch in table.batches([labels], bar.update):
-            waiting.append(_decoded(pc.unique(batch.column(0).flatten())).cast(pa.large_string()))
+            waiting.append(pc.unique(batch.column(0).flatten()).cast(pa.large_string()))
             count += len(waiting[-1])
             # As seldom as the names that wait have become as many as those that are known.
             if count > len(names):
@@ -182,13 +182,7 @@ def _bar(table: _Table, progress: bool) -> Any:
 
 def _is_text(kind: pa.DataType) -> bool:
     item = kind.value_type if is_list(kind) else pa.null()
-    item = item.value_type if pa.types.is_dictionary(item) else item
     return bool(pa.types.is_string(item) or pa.types.is_large_string(item) or pa.types.is_string_view(item))
-
-
-def _decoded(elements: Any) -> Any:
-    """Text itself, where it is encoded by a dictionary."""
-    return elements.dictionary_decode() if pa.types.is_dictionary(elements.type) else elements
 
 
 def _is_empty(kind: pa.DataType) -> bool:
@@ -213,7 +207,7 @@ def _lists(name: str, batches: Iterable[pa.RecordBatch], wanted: list[str]) -> I
         for column in wanted:
             lists = batch.column(batch.schema.get_field_index(column))
             lengths = np.asarray(pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False), dtype=np.int64)
-            elements = _decoded(lists.flatten())
+            elements = lists.flatten()
             if elements.null_count:
                 place = row + _row_of(lengths, elements.is_null())
                 expected = "text alone" if _is_text(lists.type) else "numbers alone"
@@ -232,8 +226,7 @@ def _row_of(lengths: IntArray, odd: Any) -> int:
 def _numbered(name: str, parts: list[list[tuple[IntArray, Any]]], names: pa.LargeStringArray) -> list[list[tuple[IntArray, Any]]]:
     """The same with places in `names` for the text of the last column."""
     if pc.count_distinct(names).as_py() != len(names):
-        counts = pc.value_counts(names)
-        repeated = counts.filter(pc.greater(counts.field("counts"), 1))
+        repeated = pc.value_counts(names).filter(pc.greater(pc.value_counts(names).field("counts"), 1))
         raise refuse("names", f"{shown(repeated[0]['values'].as_py())} twice", "each label once", "leave one of them out")
     texts = pa.concat_arrays([pa.array([], names.type), *(elements.cast(names.type) for *_, (_, elements) in parts)])
     ids = pc.index_in(texts, value_set=names)

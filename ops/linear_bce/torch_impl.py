@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype, slope_scales
-from jagged.ops.linear_bce import spec
 from jagged.ops.linear_bce.spec import Inputs, chunk_of
 
 
@@ -56,10 +55,7 @@ def backward(
             found["bias"][chunk.labels] = slopes.sum(0) * unscale
         slopes = slopes.to(features.dtype)
         if "weight" in found:
-            # Sums have more bits than the gradient: in pieces, of which the memory is small.
-            most = max(1, spec.CHUNK_BYTES // (counting.shape[1] * torch.finfo(dtype).bits // 8 or 1))
-            for piece, of_piece in zip(found["weight"][chunk.labels].split(most), slopes.t().split(most), strict=True):
-                piece.copy_(_product(of_piece, counting, dtype).mul_(unscale))
+            found["weight"][chunk.labels] = _product(slopes.t(), counting, dtype) * unscale
         if "features" in found:
             found["features"] += _product(slopes, weight[chunk.labels], dtype)
     if "features" in found:

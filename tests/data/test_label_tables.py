@@ -158,17 +158,14 @@ TEXTS = ["red", "ä b", " red", "0", "RED", "x" * 300, "a,b", "z", "y", "w"]
 @settings(max_examples=40, deadline=None)
 @given(
     rows=drawn_rows,
-    kind=st.sampled_from([pa.string(), pa.large_string(), pa.string_view(), "encoded"]),
+    kind=st.sampled_from([pa.string(), pa.large_string(), pa.string_view()]),
     pieces=st.integers(1, 3),
     embedded=st.booleans(),
 )
 def test_labels_that_are_text(rows: list[Row], kind: Any, pieces: int, embedded: bool) -> None:
     """Numbered by where they come first they are the rows of a table of these numbers."""
     order = list(dict.fromkeys(label for labels, _ in rows for label in labels))
-    is_encoded = kind == "encoded"
-    texts = pa.array([[TEXTS[label] for label in labels] for labels, _ in rows], pa.list_(pa.string() if is_encoded else kind))
-    if is_encoded:
-        texts = pa.ListArray.from_arrays(texts.offsets, texts.values.dictionary_encode())
+    texts = pa.array([[TEXTS[label] for label in labels] for labels, _ in rows], pa.list_(kind))
     numbered = [([order.index(label) for label in labels], features) for labels, features in rows]
     table, ids = (table_of(one) for one in (rows, numbered))
     table = table.set_column(0, "labels", texts)
