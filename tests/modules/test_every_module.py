@@ -56,7 +56,11 @@ from tests.places import PLACE
 
 DIM, ITEMS, TARGETS = 8, 11, 2
 
-pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+pytestmark = [
+    pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend"),
+    # Marks what runs on a GPU, too.
+    pytest.mark.usefixtures("place"),
+]
 
 
 @dataclass(frozen=True)

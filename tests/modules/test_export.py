@@ -13,7 +13,11 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from tests.modules.test_every_module import CASES, DIM, ITEMS, TARGETS, Case, Inputs, seeded
 from tests.places import PLACE
 
-pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+pytestmark = [
+    pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend"),
+    # Marks what runs on a GPU, too.
+    pytest.mark.usefixtures("place"),
+]
 
 # A jagged history and one candidate a sample.
 KEYS = ["history", "candidate"]

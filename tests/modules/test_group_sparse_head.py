@@ -24,7 +24,11 @@ from tests.processes import told_by
 from tests.reference import group_sparse as reference
 from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, seeds
 
-pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+pytestmark = [
+    pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend"),
+    # Marks what runs on a GPU, too.
+    pytest.mark.usefixtures("place"),
+]
 
 ROWS = 100
 

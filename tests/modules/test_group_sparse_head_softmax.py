@@ -21,7 +21,11 @@ from tests.places import PLACE, Place
 from tests.reference import group_sparse as reference
 from tests.strategies import Jagged, jagged_batches, jagged_of, random_tensor, seeds
 
-pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
+pytestmark = [
+    pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend"),
+    # Marks what runs on a GPU, too.
+    pytest.mark.usefixtures("place"),
+]
 
 
 def softmax_head(**options: Any) -> GroupSparseHead:

@@ -218,6 +218,7 @@ def test_several_processes_are_refused(place: Place) -> None:
             head(features, positives)
 
 
+@pytest.mark.usefixtures("place")
 def test_messages_name_option_and_cure() -> None:
     rate = {"learning_rate": 0.1}
     cases: list[tuple[dict[str, Any], str]] = [

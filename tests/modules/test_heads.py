@@ -328,6 +328,7 @@ def test_losses_of_a_blind_model_say_nothing_but_how_many_could_be_right(place: 
     torch.testing.assert_close(found.exp(), torch.tensor(1.0 + count if loss == "softmax" else 2.0, device=place.device))
 
 
+@pytest.mark.usefixtures("place")
 def test_what_cannot_rank_items_so_is_refused() -> None:
     """And can be had by saying so."""
     for build, message in [
@@ -351,6 +352,7 @@ def test_what_cannot_rank_items_so_is_refused() -> None:
         assert build(correction="none").correction == "none"
 
 
+@pytest.mark.usefixtures("place")
 def test_messages() -> None:
     in_batch, split = InBatchSampler(), cast(RowSplit, object())
     items = JaggedTensor(values=torch.zeros(3, 2), offsets=torch.tensor([0, 3]))
