@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-MODULES = Path(__file__).parent / "modules"
-FILES = sorted(MODULES.glob("test_*.py"))
+TESTS = Path(__file__).parent
+FILES = sorted(file for file in TESTS.rglob("test_*.py") if file != Path(__file__))
+# A mark that asks for the place, or that says which other one the test is of.
+ON_A_GPU = "'place'", "mark.gpu"
+ON_A_CPU = "ON_CPU", "PLACE.name != 'cpu'", "PLACE.backend != 'torch'"
 
 
 def left_out(source: str) -> list[str]:
-    """Return the tests that use `PLACE.device`, by themselves or by functions of their file, and are not marked by `place`."""
+    """Return the tests that use `PLACE.device`, by themselves or by functions of their file, and are marked for no place."""
     body = ast.parse(source).body
     functions = [node for node in body if isinstance(node, ast.FunctionDef)]
     names = {node.name: {one.id for one in ast.walk(node) if isinstance(one, ast.Name)} for node in functions}
@@ -27,17 +30,17 @@ def left_out(source: str) -> list[str]:
         for node in functions
         if node.name.startswith("test") and node.name in using
         if "place" not in [one.arg for one in node.args.args]
-        if not any(mark in text for text in [*marks, *map(ast.unparse, node.decorator_list)] for mark in ("'place'", "mark.gpu"))
+        if not any(mark in text for text in [*marks, *map(ast.unparse, node.decorator_list)] for mark in (*ON_A_GPU, *ON_A_CPU))
     ]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(TESTS)))
 def test_what_uses_the_device_runs_on_it(file: Path) -> None:
     assert left_out(file.read_text()) == []
 
 
 def test_what_is_found() -> None:
-    """By the test itself, by what it calls, and not where it asks."""
+    """By the test itself, by what it calls, and not where a mark names a place."""
     source = """
 def made(): return zeros(PLACE.device)
 def other(): return made()
@@ -47,6 +50,10 @@ def test_asks(place): other()
 def test_is_marked(): made()
 @pytest.mark.gpu
 def test_on_a_gpu(): PLACE.device
+@ON_CPU
+def test_on_a_cpu(): made()
+@pytest.mark.skipif(PLACE.name != "cpu", reason="")
+def test_on_a_cpu_alone(): made()
 def test_of_none(): pass
 """
     assert left_out(source) == ["test_left_out"]

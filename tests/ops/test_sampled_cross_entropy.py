@@ -744,7 +744,7 @@ def test_philox_has_its_known_answer() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_draws_have_their_distribution(kind: str) -> None:
+def test_draws_have_their_distribution(place: Place, kind: str) -> None:
     """Chi-squared of 60,000 numbers at most six deviations above its mean; draws differ from one another."""
     items, count = 40, 30
     draw = draw_of(kind, count, items, 11, 1)
@@ -766,7 +766,7 @@ def test_draws_have_their_distribution(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("count", "items"), [(1, 1), (2, 2), (5, 5), (64, 64), (65, 65), (50, 1000)])
-def test_without_replacement_no_item_comes_twice(count: int, items: int) -> None:
+def test_without_replacement_no_item_comes_twice(place: Place, count: int, items: int) -> None:
     draw = Draw("uniform", count, seed_of(3), replacement=False)
     ids = drawn_negatives(draw, 50, items).sort(1).values
     assert (ids.diff(dim=1) > 0).all()
@@ -776,7 +776,7 @@ def test_without_replacement_no_item_comes_twice(count: int, items: int) -> None
 
 @pytest.mark.parametrize("items", [1, 2**20 + 7, 2**31 - 1])
 @pytest.mark.parametrize("kind", ["uniform", "log_uniform", "permuted"])
-def test_draws_reach_the_whole_catalogue(kind: str, items: int) -> None:
+def test_draws_reach_the_whole_catalogue(place: Place, kind: str, items: int) -> None:
     draw = draw_of(kind, 1 if items == 1 else 2000, items, 5, None)
     ids = drawn_negatives(draw, 7, items)
     assert ids.shape == (1, draw.count)
