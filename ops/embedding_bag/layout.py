@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature, OfPart, OfPlace, OfTable
@@ -168,7 +169,7 @@ class BagLayout:
         """
         # Kept here and not by an ordinary cache, which would hash thousands of numbers in every call.
         if device not in self._tensors:
-            with _outside_transforms():
+            with _as_real_tensors():
                 self._tensors[device] = self._tensors[torch.device("cpu")].to(device)
         return self._tensors[device]
 
@@ -250,14 +251,20 @@ def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.
         rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin)))
         first += count
         begin += count * width
-    with _outside_transforms():
+    with _as_real_tensors():
         host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
         return Batches(host, host.to(device), begin)
 
 
-def _outside_transforms() -> AbstractContextManager[object]:
-    """Make tensors that are kept: in `torch.func`'s transforms they would be wrapped, and dead when the transform ends."""
-    return nullcontext() if torch.compiler.is_compiling() else torch._C._DisableFuncTorch()
+def _as_real_tensors() -> AbstractContextManager[object]:
+    """Make tensors that are kept: of `torch.func`'s transforms, an export or a fake mode they would last as long as these."""
+    return nullcontext() if torch.compiler.is_dynamo_compiling() else _without_modes()
+
+
+@contextmanager
+def _without_modes() -> Iterator[None]:
+    with torch._C._DisableFuncTorch(), _disable_current_modes():
+        yield
 
 
 def class_of(width: int) -> int:

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from jagged.ops import BagLayout, BagOptimizer, BagSchedules, embedding_bags
 from jagged.ops.embedding_bag import torch_impl
@@ -1192,18 +1193,36 @@ def test_layouts_pickle_their_tuples_alone() -> None:
     assert b"torch" not in pickle.dumps(layout)
 
 
-def test_what_a_layout_keeps_belongs_to_no_transform() -> None:
-    """What it makes for a device, or for batches of some sizes, inside of `torch.func.grad` is read again outside."""
+def in_fake_mode(function: Callable[[Tensor], Tensor]) -> None:
+    with FakeTensorMode():
+        function(torch.ones(2))
+
+
+def in_an_export(function: Callable[[Tensor], Tensor]) -> None:
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    torch.export.export(Model(), (torch.ones(2),), strict=False)
+
+
+@pytest.mark.parametrize("call", [lambda function: torch.func.grad(function)(torch.ones(2)), in_fake_mode, in_an_export])
+def test_what_a_layout_keeps_belongs_to_no_transform_and_no_mode(call: Callable[[Callable[[Tensor], Tensor]], None]) -> None:
+    """What it makes for a device, or for batches of some sizes, is read again outside."""
     layout, device = BagLayout((5, 3), (4, 4)), torch.device("meta")
 
     def function(x: Tensor) -> Tensor:
-        kept.extend((layout.tensor(device), *layout.batches((2, 1), device)[:2]))
+        kept.append(layout.tensor(device))
+        # A graph for all sizes keeps nothing by them.
+        kept.extend([] if torch.compiler.is_compiling() else layout.batches((2, 1), device)[:2])
         return x.sum()
 
     kept: list[Tensor] = []
-    torch.func.grad(function)(torch.ones(2))
+    call(function)
     again = (layout.tensor(device), *layout.batches((2, 1), device)[:2])
-    assert all(one is other for one, other in zip(kept, again, strict=True))
+    assert all(one is other for one, other in zip(kept, again, strict=False))
+    assert len(kept) == (1 if call is in_an_export else 3)
+    assert all(type(tensor) is Tensor for tensor in kept)
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(tensor) for tensor in kept)
 
 
