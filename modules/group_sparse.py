@@ -37,7 +37,8 @@ _OPTIMIZER_OPTIONS = ("learning_rate", "momentum", "weight_decay", "stochastic_r
 # A slot that was there from the start.
 _ALWAYS = -(2**30)
 # Numbers that are drawn or multiplied at once where slots are given new inputs.
-_PIECE_ELEMENTS = 2**24
+_PIECE_ELEMENTS = 2**23
+_MOST_LABELS = 2**31 - 1
 
 
 class GroupSparseHead(JaggedModule):
@@ -76,8 +77,8 @@ class GroupSparseHead(JaggedModule):
             module of it as another device would have.
 
     Attributes:
-        labels: `[num_labels]`, the label at each place: those with a dense layer, then the groups'.
-        places: `[num_labels]`, the place of each label.
+        labels: `[num_labels]`, int32, the label at each place: those with a dense layer, then the groups'.
+        places: `[num_labels]`, int32, the place of each label.
         supports: `[K, fan_in]`, int32, the features that each group reads, different ones.
         group_offsets: `[K + 1]`, the first place of each group, counted from the first one without a dense layer.
         born: `[K, fan_in]`, int32, the step at which each slot of a group got its input.
@@ -170,8 +171,8 @@ class GroupSparseHead(JaggedModule):
             at_first -= (num_rows - counts.double() + 0.5).log() if loss == "bce" else at_first.logsumexp(0)
         self.loss: Literal["bce", "softmax"] = loss
         self.num_groups, self.tail_dim = groups.offsets.shape[0] - 1, width
-        self.register_buffer("labels", labels.to(device))
-        self.register_buffer("places", labels.argsort().to(device))
+        self.register_buffer("labels", labels.to(device, torch.int32))
+        self.register_buffer("places", labels.argsort().to(device, torch.int32))
         self.register_buffer("group_offsets", groups.offsets.to(device))
         self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
         self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
@@ -418,7 +419,7 @@ class GroupSparseHead(JaggedModule):
                 best, of_head = catalogue_topk(hidden, self.head_weight, k, bias=self.head_bias)
                 scores, order = torch.cat([best, scores], 1).topk(k, 1)
                 places = torch.cat([of_head, places], 1).gather(1, order)
-        return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)])
+        return scores, torch.where(places < 0, -1, self.labels[places.clamp(min=0)].long())
 
     @torch.no_grad()
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -537,8 +538,7 @@ class GroupSparseHead(JaggedModule):
             scores[groups] = means.masked_fill_(~is_free, torch.inf)
         if not in_each_group:
             scores = scores.view(1, -1)
-        chosen = _smallest(scores, round(fraction * scores.shape[1]))
-        return chosen.logical_and_(scores < torch.inf).view(self.num_groups, self.fan_in)
+        return _smallest(scores, round(fraction * scores.shape[1])).view(self.num_groups, self.fan_in)
 
     def _group_of_label(self) -> Tensor:
         return torch.repeat_interleave(self.group_offsets.diff(), output_size=self.weight.shape[0])
@@ -630,25 +630,26 @@ def _means(of_labels: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _smallest(scores: Tensor, count: int) -> Tensor:
-    """Return which are the `count` smallest of each row of float32 numbers from 0, the first ones of equals, in a byte each.
+    """Return which are the `count` smallest of each row of float32 numbers from 0, the first ones of equals; infinite ones never.
 
     A sort takes several times the memory of the numbers. Such numbers are in the order of their bits as integers, of which the
-    largest that is chosen is found by halves.
+    largest that is chosen is found by halves; a piece of them at a time, as a GPU makes integers of bytes before it adds them.
     """
-    bits = scores.view(torch.int32)
+    bits, infinity = scores.view(torch.int32), torch.tensor(torch.inf).view(torch.int32)
+    size = max(1, _PIECE_ELEMENTS // max(1, bits.shape[0]))
+    pieces = bits.split(size, 1)
     low = bits.new_zeros(bits.shape[0], 1)
-    high = low + torch.tensor(torch.inf).view(torch.int32)
+    high = low + infinity
     for _ in range(31):
         middle = low + (high - low) // 2
-        is_enough = (bits <= middle).sum(1, keepdim=True) >= count
-        low, high = torch.where(is_enough, low, middle + 1), torch.where(is_enough, middle, high)
+        at_most = sum(((piece <= middle).sum(1, keepdim=True) for piece in pieces), torch.zeros_like(low))
+        low, high = torch.where(at_most >= count, low, middle + 1), torch.where(at_most >= count, middle, high)
     chosen = bits < high
-    left = count - chosen.sum(1, keepdim=True)
-    step = max(1, _PIECE_ELEMENTS // max(1, scores.shape[0]))
-    for some in (slice(first, first + step) for first in range(0, scores.shape[1], step)):
-        is_equal = bits[:, some] == high
+    left = count - sum((piece.sum(1, keepdim=True) for piece in chosen.split(size, 1)), torch.zeros_like(low))
+    for piece, of_piece in zip(pieces, chosen.split(size, 1), strict=True):
+        is_equal = (piece == high) & (high < infinity)
         rank = is_equal.cumsum(1, dtype=torch.int32)
-        chosen[:, some] |= is_equal & (rank <= left)
+        of_piece |= is_equal & (rank <= left)
         left = left - rank[:, -1:]
     return chosen
 
@@ -662,6 +663,9 @@ def _checked_counts(label_counts: Tensor, num_rows: int) -> Tensor:
     if label_counts.dim() != 1 or label_counts.dtype != torch.int64 or not label_counts.shape[0]:
         kind = str(label_counts.dtype).removeprefix("torch.")
         raise ValueError(f"label_counts: expected int64 of shape [num_labels], got {kind} of shape {list(label_counts.shape)}")
+    if label_counts.shape[0] > _MOST_LABELS:
+        found = f"{label_counts.shape[0]:,}"
+        raise ValueError(f"label_counts: expected at most {_MOST_LABELS:,} labels, whose ids are int32, got {found}")
     if label_counts.is_meta:
         raise ValueError("label_counts: got a tensor on the meta device, expected one with numbers; make it on another device")
     counts = label_counts.cpu()
@@ -681,13 +685,13 @@ def _head_labels(head: int | float, num_labels: int) -> int:
 
 def _groups(labels: Tensor, counts: Tensor, group_size: int, grouping: str | Tensor | LabelGroups, seed: int) -> LabelGroups:
     if isinstance(grouping, LabelGroups):
-        of, offsets = grouping.labels.cpu(), grouping.offsets.cpu()
+        of, offsets = grouping.labels.cpu().long(), grouping.offsets.cpu().long()
         if not torch.equal(of.sort().values, labels):
             raise ValueError(
                 f"grouping: expected each of the {labels.shape[0]} labels without a dense layer once, got {of.shape[0]} others"
             )
         validate_offsets(offsets, of.shape[0])
-        return LabelGroups(of.long(), offsets.long())
+        return LabelGroups(of, offsets)
     if isinstance(grouping, Tensor):
         if grouping.dim() != 2 or grouping.shape[0] != counts.shape[0]:
             raise ValueError(

@@ -78,7 +78,7 @@ def read_label_table(
         elif name == labels and names is not None and not _is_empty(column.type):
             raise refuse(f"{table.name}: {name}", str(column.type), "lists of text, as names are for", "leave names out")
         else:
-            _check_type(table.name, column, is_number=name == (embeddings or values))
+            _check_type(table.name, column, is_number=name == (embeddings or values), is_label=name == labels)
     with _bar(table, progress) as bar:
         parts = list(_lists(table.name, table.batches(wanted, bar.update), wanted))
     if labels is not None and names is not None:
@@ -116,7 +116,7 @@ def label_names_of_table(source: Any, *, labels: str = "labels", progress: bool 
     names, waiting, count = pa.array([], pa.large_string()), list[pa.LargeStringArray](), 0
     with _bar(table, progress) as bar:
         for batch in table.batches([labels], bar.update):
-            waiting.append(pc.unique(batch.column(0).flatten()).cast(pa.large_string()))
+            waiting.append(_decoded(pc.unique(batch.column(0).flatten())).cast(pa.large_string()))
             count += len(waiting[-1])
             # As seldom as the names that wait have become as many as those that are known.
             if count > len(names):
@@ -182,15 +182,21 @@ def _bar(table: _Table, progress: bool) -> Any:
 
 def _is_text(kind: pa.DataType) -> bool:
     item = kind.value_type if is_list(kind) else pa.null()
+    item = item.value_type if pa.types.is_dictionary(item) else item
     return bool(pa.types.is_string(item) or pa.types.is_large_string(item) or pa.types.is_string_view(item))
+
+
+def _decoded(elements: Any) -> Any:
+    """Text itself, where it is encoded by a dictionary."""
+    return elements.dictionary_decode() if pa.types.is_dictionary(elements.type) else elements
 
 
 def _is_empty(kind: pa.DataType) -> bool:
     return is_list(kind) and bool(pa.types.is_null(kind.value_type))
 
 
-def _check_type(name: str, column: pa.Field, *, is_number: bool) -> None:
-    expected = "lists of numbers" if is_number else "lists of whole numbers"
+def _check_type(name: str, column: pa.Field, *, is_number: bool, is_label: bool) -> None:
+    expected = "lists of numbers" if is_number else f"lists of whole numbers{', or of text' if is_label else ''}"
     item = column.type.value_type if is_list(column.type) else pa.null()
     fits = pa.types.is_integer(item) or (is_number and pa.types.is_floating(item)) or pa.types.is_null(item)
     if not is_list(column.type) or not fits:
@@ -207,7 +213,7 @@ def _lists(name: str, batches: Iterable[pa.RecordBatch], wanted: list[str]) -> I
         for column in wanted:
             lists = batch.column(batch.schema.get_field_index(column))
             lengths = np.asarray(pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False), dtype=np.int64)
-            elements = lists.flatten()
+            elements = _decoded(lists.flatten())
             if elements.null_count:
                 place = row + _row_of(lengths, elements.is_null())
                 expected = "text alone" if _is_text(lists.type) else "numbers alone"
@@ -226,7 +232,8 @@ def _row_of(lengths: IntArray, odd: Any) -> int:
 def _numbered(name: str, parts: list[list[tuple[IntArray, Any]]], names: pa.LargeStringArray) -> list[list[tuple[IntArray, Any]]]:
     """The same with places in `names` for the text of the last column."""
     if pc.count_distinct(names).as_py() != len(names):
-        repeated = pc.value_counts(names).filter(pc.greater(pc.value_counts(names).field("counts"), 1))
+        counts = pc.value_counts(names)
+        repeated = counts.filter(pc.greater(counts.field("counts"), 1))
         raise refuse("names", f"{shown(repeated[0]['values'].as_py())} twice", "each label once", "leave one of them out")
     texts = pa.concat_arrays([pa.array([], names.type), *(elements.cast(names.type) for *_, (_, elements) in parts)])
     ids = pc.index_in(texts, value_set=names)

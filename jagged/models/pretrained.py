@@ -345,7 +345,7 @@ def _read_model(directory: Path) -> SASRec:
 def _check_heads(model: nn.Module, where: Path) -> None:
     """Refuse places and inputs of labels that there are none of: kernels would read them from other memory."""
     for head in (module for module in model.modules() if isinstance(module, GroupSparseHead)):
-        offsets, labels = head.group_offsets, torch.arange(head.num_labels, device=head.labels.device)
+        offsets, labels = head.group_offsets, torch.arange(head.num_labels, device=head.labels.device, dtype=head.labels.dtype)
         is_permutation = torch.equal(head.labels.sort().values, labels)
         fits = {
             "labels": is_permutation and torch.equal(head.places[head.labels], labels),

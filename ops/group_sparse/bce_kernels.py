@@ -15,7 +15,7 @@ from torch import Tensor
 from jagged.ops._shared.device import load_segment
 from jagged.ops._shared.label_loss import LossOptions, LossOutputs, slope_scales
 from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import aligned, products_of
+from jagged.ops._shared.matrices import aligned, gpu, products_of
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
 from jagged.ops.group_sparse.gradient_kernels import KernelUpdate, gradients
@@ -184,7 +184,8 @@ def kernel_can_update(x: UpdateInputs, o: UpdateOptions) -> bool:
     sizes = x.weight.shape[0], x.supports.shape[0], x.features.shape[0], x.weight.shape[1], x.features.element_size()
     others = (x.weight_momentum, *((x.bias, x.bias_momentum) if o.changes_bias else ()))
     has_no_gaps = all(tensor is None or tensor.is_contiguous() for tensor in others)
-    return all(sizes) and 0 not in x.weight.stride() and configurations.has_one_tile(*sizes) and has_no_gaps
+    is_one_tile = all(sizes) and configurations.has_one_tile(*sizes, gpu(x.features.device).capability)
+    return is_one_tile and 0 not in x.weight.stride() and has_no_gaps
 
 
 def _gradients(

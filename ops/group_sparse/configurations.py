@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 
-# Programs that add up the gradient of features, for each multiprocessor.
+# Programs that add up the gradient of features, for each multiprocessor; of losses, where registers hold so many.
 PROGRAMS = 4
 # The most programs of a multiprocessor whose sums are in shared memory: each has sums of all columns.
 MOST_PROGRAMS = 4
@@ -94,12 +94,22 @@ def bce_forward_configuration(num_labels: int, num_groups: int, batch_size: int,
     return chosen._replace(block_l=block_l, block_b=64, num_warps=num_warps)
 
 
-def loss_backward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
-    """Choose for the gradients of a loss: three products of each tile, logits among them."""
+def loss_backward_configuration(
+    num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int, capability: int
+) -> Configuration:
+    """Choose for the gradients of a loss: three products of each tile, logits among them.
+
+    A tile has all slots of a group up to 128. It is of 32 labels where registers hold that, which the matrix instructions of
+    capabilities 9 and 10 (major) leave free, and addresses of even rows. Otherwise logits are computed again for each 64 slots.
+    """
     if itemsize == 2 and width <= 64:
         block_l, block_f = _labels(num_labels, num_groups, 32), _power(width, 64)
         block_b = 64 if block_f == 64 and block_l < 32 else 32
         return Configuration(0, block_l, block_f, block_b, 2 if block_f < 64 else 4, 3)
+    has_registers, is_even = capability in (9, 10), width % 16 == 0
+    if itemsize == 2 and (has_registers or is_even):
+        block_l = _labels(num_labels, num_groups, 32 if has_registers and is_even else 16)
+        return Configuration(0, block_l, 128, 32, 4 if has_registers else 8, 3)
     return Configuration(0, 16, _power(width, 64), 16, 4, 1)
 
 
@@ -108,14 +118,23 @@ def softmax_forward_configuration(num_labels: int, num_groups: int, batch_size: 
     return bce_forward_configuration(num_labels, num_groups, batch_size, width, itemsize)._replace(groups=0, num_warps=4)
 
 
-def has_one_tile(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> bool:
+def has_one_tile(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int, capability: int) -> bool:
     """Return whether one tile of the backward pass of a loss has all slots of a group, as its updates need."""
-    return width <= loss_backward_configuration(num_labels, num_groups, batch_size, width, itemsize).block_f
+    return width <= loss_backward_configuration(num_labels, num_groups, batch_size, width, itemsize, capability).block_f
 
 
 def loss_tiles(batch_size: int, width: int, chosen: Configuration) -> int:
     """Return the tiles of samples in a block of `loss_backward_configuration`'s: two where the batch has more than one."""
     return 2 if batch_size > chosen.block_b and width <= chosen.block_f else 1
+
+
+def loss_programs(chosen: Configuration) -> int:
+    """Return the programs of a multiprocessor in the backward pass of a loss: as many as its registers hold.
+
+    A program more would run alone at the end, and has sums of its own in the L2. A tile of 2,048 features or more takes all
+    registers that a thread can have.
+    """
+    return PROGRAMS if chosen.block_f * chosen.block_b < 2048 else 2
 
 
 def _groups(num_groups: int) -> int:

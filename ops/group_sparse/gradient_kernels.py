@@ -323,10 +323,9 @@ def gradients(
         for tensor in (row_weight, x.positive_offsets, x.bias, label_weight, *rows_of_softmax)
     ]
     sizes = num_labels, num_groups, batch_size, width, features.element_size()
-    chosen = configurations.loss_backward_configuration(*sizes)
+    chosen = configurations.loss_backward_configuration(*sizes, device.capability)
     num_tiles = configurations.loss_tiles(batch_size, width, chosen)
-    # All at once: a program more would run alone at the end.
-    num_parts = min(num_groups, configurations.PROGRAMS * device.multiprocessors)
+    num_parts = min(num_groups, configurations.loss_programs(chosen) * device.multiprocessors)
     sums = None
     if "features" in wanted:
         sums = torch.zeros(num_parts, num_features, filled_size, dtype=torch.float32, device=features.device)

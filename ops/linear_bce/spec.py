@@ -10,8 +10,8 @@ from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
 from jagged.ops._shared.operator import Differentiable, Operator, operator
 from jagged.ops._shared.sizes import cdiv
 
-# Of the logits that there are at once, in bytes.
-CHUNK_BYTES = 2**26
+# Of the logits that there are at once, and of a gradient of weights before it is rounded, in bytes.
+CHUNK_BYTES = 2**25
 
 
 class Inputs(NamedTuple):

@@ -46,6 +46,8 @@ def backward(
     scale, unscale = slope_scales(features, x.row_weight, x.label_weight, grads.loss)
     row_weight = (x.row_weight.to(dtype) * scale)[:, None]
     found = {name: torch.zeros_like(getattr(x, name), dtype=dtype if name == "features" else wanted[name]) for name in wanted}
+    # Of weights' sums as many bytes as of logits.
+    rows = chunk_of(features.shape[1], weight.shape[0], torch.finfo(dtype).bits // 8)
     for chunk in _chunks(x):
         slopes = torch.sigmoid(chunk.signed).sub_(0.5 * o.label_smoothing).mul_(chunk.signs).mul_(row_weight)
         if x.label_weight is not None:
@@ -55,7 +57,9 @@ def backward(
             found["bias"][chunk.labels] = slopes.sum(0) * unscale
         slopes = slopes.to(features.dtype)
         if "weight" in found:
-            found["weight"][chunk.labels] = _product(slopes.t(), counting, dtype) * unscale
+            # Sums have more bits than the gradient: in pieces, of which the memory is small.
+            for piece, of_piece in zip(found["weight"][chunk.labels].split(rows), slopes.t().split(rows), strict=True):
+                piece.copy_(_product(of_piece, counting, dtype).mul_(unscale))
         if "features" in found:
             found["features"] += _product(slopes, weight[chunk.labels], dtype)
     if "features" in found:

@@ -122,7 +122,7 @@ def test_embeddings_that_are_refused() -> None:
         ),
         (
             {"labels": [1], "features": [[1]]},
-            "table: labels: found int64, expected lists of whole numbers; write a list in each row",
+            "table: labels: found int64, expected lists of whole numbers, or of text; write a list in each row",
         ),
         (
             {"labels": [[1], [0, -2]], "features": [[1], []]},
@@ -158,14 +158,17 @@ TEXTS = ["red", "ä b", " red", "0", "RED", "x" * 300, "a,b", "z", "y", "w"]
 @settings(max_examples=40, deadline=None)
 @given(
     rows=drawn_rows,
-    kind=st.sampled_from([pa.string(), pa.large_string(), pa.string_view()]),
+    kind=st.sampled_from([pa.string(), pa.large_string(), pa.string_view(), "encoded"]),
     pieces=st.integers(1, 3),
     embedded=st.booleans(),
 )
 def test_labels_that_are_text(rows: list[Row], kind: Any, pieces: int, embedded: bool) -> None:
     """Numbered by where they come first they are the rows of a table of these numbers."""
     order = list(dict.fromkeys(label for labels, _ in rows for label in labels))
-    texts = pa.array([[TEXTS[label] for label in labels] for labels, _ in rows], pa.list_(kind))
+    is_encoded = kind == "encoded"
+    texts = pa.array([[TEXTS[label] for label in labels] for labels, _ in rows], pa.list_(pa.string() if is_encoded else kind))
+    if is_encoded:
+        texts = pa.ListArray.from_arrays(texts.offsets, texts.values.dictionary_encode())
     numbered = [([order.index(label) for label in labels], features) for labels, features in rows]
     table, ids = (table_of(one) for one in (rows, numbered))
     table = table.set_column(0, "labels", texts)

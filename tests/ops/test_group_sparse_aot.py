@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="interpreted k
 
 # Of the eighth generation the smaller GPUs, 8.6 and 8.9.
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, AMD: AMD_SHARED_BYTES}
+CAPABILITIES: dict[int | str, int] = {80: 8, 90: 9, 100: 10, AMD: 9}
 SIZES = (
     "num_groups", "num_labels", "batch_size", "num_parts", "num_positives", "logit_stride", "filled_size", "num_features",
     "feature_stride", "grad_column_stride", "weight_stride", "sums_stride",
@@ -59,8 +60,7 @@ def test_kernels(arch: int | str, dtype: str, itemsize: int, labels: int, width:
     # Few groups and a larger batch, many and a small one.
     for num_groups, batch_size in ((1000, 100), (2**20, 64)):
         sizes = labels * num_groups, num_groups, batch_size, width, itemsize
-        choose = f"{KERNELS[name][0]}_configuration"
-        chosen = getattr(configurations, choose)(*sizes)
+        chosen = configuration(KERNELS[name][0], arch, *sizes)
         for is_whole in (True, False):
             used = compile_one(name, arch, dtype, width, batch_size, chosen, is_whole)
             check(used, arch, f"{name}, {labels} labels x {width} {dtype}, {batch_size} samples, {is_whole=}, for {arch}")
@@ -68,6 +68,13 @@ def test_kernels(arch: int | str, dtype: str, itemsize: int, labels: int, width:
             # The weights' gradients alone are less of the same kernel.
             used = compile_one(name, arch, dtype, width, batch_size, chosen, True, of_features=False)
             check(used, arch, f"{name}, of weights alone, {labels} labels x {width} {dtype}, for {arch}")
+
+
+def configuration(kind: str, arch: int | str, *sizes: int) -> configurations.Configuration:
+    """Return what is launched on a GPU of compute capability `arch` / 10, or of AMD, whose driver calls it 9."""
+    further = (CAPABILITIES[arch],) if kind == "loss_backward" else ()
+    chosen: configurations.Configuration = getattr(configurations, f"{kind}_configuration")(*sizes, *further)
+    return chosen
 
 
 def compile_one(
@@ -196,23 +203,33 @@ def flow_of(ptx: str, events: dict[str, str]) -> dict[str, tuple[str, list[str]]
     return blocks
 
 
-@pytest.mark.parametrize(("labels", "width", "batch_size"), [(32, 32, 64), (16, 64, 128)])
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(("labels", "width", "batch_size"), [(32, 96, 64), (32, 256, 64), (16, 128, 128)])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_losses_of_many_slots(arch: int, labels: int, width: int, batch_size: int, name: str) -> None:
+    chosen = configuration("loss_backward", arch, labels * 2**14, 2**14, batch_size, width, 2)
+    assert chosen.block_f == 128
+    used = compile_one(name, arch, "bf16", width, batch_size, chosen, True)
+    check(used, arch, f"{name}, {labels} labels x {width}, {batch_size} samples, for {arch}: {used}, {chosen}")
+
+
+@pytest.mark.parametrize(("labels", "width", "batch_size"), [(32, 32, 64), (16, 64, 128), (32, 96, 64)])
 @pytest.mark.parametrize("momentum", [True, False])
 @pytest.mark.parametrize("arch", TARGETS)
 def test_updates(arch: int, momentum: bool, labels: int, width: int, batch_size: int) -> None:
-    """Both sizes that are timed, in bfloat16, rounded at random: tiles are loaded ahead."""
-    chosen = configurations.loss_backward_configuration(labels * 2**18, 2**18, batch_size, width, 2)
+    """Both sizes that are timed and a wider one, in bfloat16, rounded at random: tiles are loaded ahead."""
+    chosen = configuration("loss_backward", arch, labels * 2**18, 2**18, batch_size, width, 2)
     used = compile_one("bce_backward", arch, "bf16", width, batch_size, chosen, True, update=momentum)
     check(used, arch, f"bce_backward: {used}, {chosen}")
     assert re.search(r"cp\.async\.wait_group\s+[1-9]", used.assembly), used
 
 
 @pytest.mark.parametrize("name", BACKWARD)
-@pytest.mark.parametrize(("labels", "width"), [(32, 32), (16, 64), (64, 64)])
+@pytest.mark.parametrize(("labels", "width"), [(32, 32), (16, 64), (64, 64), (32, 128), (32, 256)])
 def test_threads_wait_between_the_sums_of_two_tiles(name: str, labels: int, width: int) -> None:
     """What makes the gradient of features the same bits each time: no two tiles' sums lie between two barriers."""
     for num_groups, batch_size in ((2**20, 64), (2**20, 128), (1000, 300)):
-        chosen = configurations.loss_backward_configuration(labels * num_groups, num_groups, batch_size, width, 2)
+        chosen = configuration("loss_backward", 90, labels * num_groups, num_groups, batch_size, width, 2)
         used = compile_one(name, 90, "bf16", width, batch_size, chosen, True)
         of_a_tile = chosen.block_f * chosen.block_b // (4 * 32 * chosen.num_warps)
         between = [piece.count("atom.global.gpu.relaxed.add.v4.f32") for piece in used.assembly.split("bar.sync")]
@@ -225,9 +242,9 @@ def test_threads_wait_between_the_sums_of_two_tiles(name: str, labels: int, widt
 @pytest.mark.parametrize("name", ["softmax_forward", *BACKWARD])
 def test_sums_over_threads_are_of_no_product(name: str) -> None:
     """What each thread adds to another's is no product that could be contracted, so that all have the same bits of the sum."""
-    for labels, width, dtype, itemsize in ((32, 32, "bf16", 2), (16, 64, "bf16", 2), (40, 129, "bf16", 2), (64, 64, "fp32", 4)):
-        sizes = labels * 1000, 1000, 100, width, itemsize
-        chosen = getattr(configurations, f"{KERNELS[name][0]}_configuration")(*sizes)
+    of_bf16 = ((32, 32, "bf16", 2), (16, 64, "bf16", 2), (40, 129, "bf16", 2), (32, 96, "bf16", 2))
+    for labels, width, dtype, itemsize in (*of_bf16, (64, 64, "fp32", 4)):
+        chosen = configuration(KERNELS[name][0], 90, labels * 1000, 1000, 100, width, itemsize)
         found = sources_of_exchanges(compile_one(name, 90, dtype, width, 100, chosen, True).assembly)
         assert found
         assert not any(word.startswith(("mul.f32", "fma", "mul.rn.f32")) for word in found), found

@@ -20,8 +20,8 @@ from tests.reference import group_sparse as reference
 from tests.strategies import Jagged, float_dtypes, jagged_batches, jagged_of, random_tensor, seeds
 
 ON_GPU = pytest.mark.gpu
-# Slots of a group, and how many columns more the features have.
-WIDTHS = st.tuples(st.sampled_from([1, 16, 33]), st.sampled_from([0, 1, 30]))
+# Slots of a group, of one tile of the backward pass or two, and how many columns more the features have.
+WIDTHS = st.tuples(st.sampled_from([1, 16, 33, 80, 144]), st.sampled_from([0, 1, 30]))
 
 
 def positives_of(batch_size: int, num_labels: int, seed: int, most: int = 5) -> tuple[Tensor, Tensor]:
@@ -188,9 +188,10 @@ def test_positives_that_are_no_label(place: Place) -> None:
 
 
 @ONE_ORDER
+@pytest.mark.parametrize("width", [40, 96, 160])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_at_every_repeat(place: Place, dtype: torch.dtype) -> None:
-    layer = layer_of(jagged_of((32, 7, 0, 128, 1) * 20), 100, 40, 50, dtype)
+def test_the_same_bits_at_every_repeat(place: Place, dtype: torch.dtype, width: int) -> None:
+    layer = layer_of(jagged_of((32, 7, 0, 128, 1) * 20), 100, width, width + 10, dtype)
     positives, offsets = positives_of(100, layer.weight.shape[0], 1)
 
     def run() -> list[Tensor]:

@@ -251,9 +251,10 @@ def test_positives_that_are_no_label_and_labels_twice(place: Place) -> None:
 
 
 @ONE_ORDER
+@pytest.mark.parametrize("width", [40, 96, 160])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_at_every_repeat(place: Place, dtype: torch.dtype) -> None:
-    layer = layer_of(jagged_of((32, 7, 0, 128, 1) * 20), 100, 40, 50, dtype)
+def test_the_same_bits_at_every_repeat(place: Place, dtype: torch.dtype, width: int) -> None:
+    layer = layer_of(jagged_of((32, 7, 0, 128, 1) * 20), 100, width, width + 10, dtype)
     positives, offsets = positives_of(100, layer.weight.shape[0], 1)
 
     def run() -> list[Tensor]:

@@ -226,9 +226,11 @@ IN_FLOAT32 = torch.float32, True, {"weight_decay": 0.1}
 
 @pytest.mark.skipif(PLACE.name == "cpu", reason="where updates are made is the kernels' choice")
 @pytest.mark.parametrize("batch_size", [20, 70, 130])
-@pytest.mark.parametrize("rule", [ROUNDED, WITH_ALL, WITHOUT_BIAS, IN_FLOAT32])
+@pytest.mark.parametrize(
+    ("rule", "width"), [(ROUNDED, 16), (WITH_ALL, 16), (WITHOUT_BIAS, 16), (IN_FLOAT32, 16), (WITH_ALL, 96), (ROUNDED, 128)]
+)
 def test_updates_in_the_kernel(
-    place: Place, batch_size: int, rule: tuple[torch.dtype, bool, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    place: Place, batch_size: int, rule: tuple[torch.dtype, bool, dict[str, Any]], width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are those that PyTorch's operations make of its gradients, to the bit where nothing contracts a product with a sum.
 
@@ -237,18 +239,19 @@ def test_updates_in_the_kernel(
     from jagged.ops.group_sparse import bce_kernels
 
     dtype, changes_bias, options = rule
-    layer = layer_of(jagged_of((3, 0, 1, 40, 17), torch.int32), batch_size, 16, 100, dtype)
+    layer = layer_of(jagged_of((3, 0, 1, 40, 17), torch.int32), batch_size, width, 150, dtype)
     given = positives_of(batch_size, 61, 0)
     found = []
     for in_kernel in (True, False):
         if not in_kernel:
             monkeypatch.setattr(bce_kernels, "kernel_can_update", lambda x, o: False)
-        weight = random_tensor((61, 16), dtype, 1, strided=True).requires_grad_()
+        weight = random_tensor((61, width), dtype, 1, strided=True).requires_grad_()
         assert not weight.is_contiguous()
         bias = layer.bias.clone().requires_grad_(changes_bias)
         optimizer = GroupSparseOptimizer(weight, bias, learning_rate=0.5, **options)
         # What lies between the weights stays.
-        storage, gaps = weight.detach().as_strided((61, 33), (33, 1), 0), torch.ones(33, dtype=torch.bool, device=place.device)
+        row = 2 * width + 1
+        storage, gaps = weight.detach().as_strided((61, row), (row, 1), 0), torch.ones(row, dtype=torch.bool, device=place.device)
         gaps[1::2] = False
         before = storage[:, gaps].clone()
         for _ in range(2):

@@ -13,6 +13,7 @@ from torch import Tensor
 from jagged.ops import linear_bce
 from jagged.ops.linear_bce import spec
 from tests.graphs import captured
+from tests.memory import PeakMemory
 from tests.ops.test_group_sparse import BATCH_SIZES, FLAGS
 from tests.ops.test_group_sparse_bce import positives_of, targets_of
 from tests.oracle import check_three_way
@@ -64,6 +65,17 @@ def test_linear_bce(
         if in_chunks:
             patch.setattr(spec, "CHUNK_BYTES", 8 * max(1, batch_size) * 7)
         check(place, inputs, *positives_of(batch_size, labels, seed), wanted, **options)
+
+
+@pytest.mark.skipif(PLACE.name != "cpu", reason="every device has the same operations")
+def test_gradients_take_little_memory_beside_them(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few chunks, also where a row has more features than the batch has rows."""
+    monkeypatch.setattr(spec, "CHUNK_BYTES", 2**14)
+    features, weight = (random_tensor(shape, torch.float32, 1).requires_grad_() for shape in ((4, 256), (4096, 256)))
+    loss = linear_bce(features, weight, *positives_of(4, 4096, 1), backend=place.backend)
+    with PeakMemory([features, weight]) as memory:
+        _, gradient = torch.autograd.grad(loss, (features, weight))
+    assert gradient.nbytes < memory.peak < gradient.nbytes + 16 * spec.CHUNK_BYTES
 
 
 def test_ignored_positives_and_rows(place: Place) -> None:

@@ -206,7 +206,7 @@ def _made_of(config: MultiLabelConfig) -> dict[str, Any]:
 
 def _keep_groups(config: MultiLabelConfig, model: MultiLabelModel, place: Path) -> None:
     head = model.head
-    tensors = {"labels": head.labels[head.num_head_labels :], "offsets": head.group_offsets}
+    tensors = {"labels": head.labels[head.num_head_labels :].long(), "offsets": head.group_offsets}
     with artifacts.writing(place, "make room, or choose another output", CheckpointError):
         if place.is_dir():
             # Of a start with other options, before the first checkpoint.
