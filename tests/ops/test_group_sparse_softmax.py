@@ -69,6 +69,9 @@ def test_group_sparse_cross_entropy(
     groups = jagged_of((*groups.lengths, 9), groups.offsets.dtype)
     width, further = widths
     layer = layer_of(groups, batch_size, width, width + further, dtype, seed, strided=more[2])
+    if width > 40:
+        # At logits of 40 a rounding of the products is 3e-6 of a probability, and which order of sums errs more is luck.
+        layer.weight.mul_(width**-0.5)
     mask = torch.rand(batch_size, generator=torch.Generator().manual_seed(seed)) < 0.7
     row_mask = mask.to(place.device) if more[1] else None
     given = positives_of(batch_size, groups.total, seed)
