@@ -371,6 +371,8 @@ class Holder(JaggedModule):
         return self.held(features)  # type: ignore[no-any-return]
 
 
+# FBGEMM's own, on a GPU.
+@pytest.mark.filterwarnings("ignore:TBE B200 optimization:UserWarning")
 @pytest.mark.parametrize(
     ("build", "path"),
     [(Recommender, "embeddings"), (OfSASRec, "model.item_embeddings"), (lambda: nn.Sequential(Holder()), "0.held.embeddings")],
