@@ -556,10 +556,12 @@ def sparse_output_curves(result: dict[str, Any], path: Path) -> None:
     last.set_yscale("log")
     last.set_xlabel("labels", fontsize=8)
     last.set_title("memory, GB", fontsize=9)
-    last.legend(fontsize=7)
+    # Room for the legend above the lines.
+    last.set_ylim(top=30 * last.get_ylim()[1])
+    last.legend(fontsize=7, loc="upper left")
     axes[0][0].set_ylabel("milliseconds", fontsize=8)
     for axis in axes[0]:
-        axis.tick_params(labelsize=7)
+        axis.tick_params(which="both", labelsize=7)
         axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Line2D([], [], color=colour) for colour, _ in PASSES.values()]
     handles.append(plt.Line2D([], [], color="black", linestyle="--"))
