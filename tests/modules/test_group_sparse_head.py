@@ -578,6 +578,18 @@ def test_biases_follow_the_labels_that_are_loaded() -> None:
     assert torch.equal(torch.cat([second.head_bias, second.bias])[second.places].detach(), expected)
 
 
+def test_labels_and_places_of_eight_bytes_are_loaded() -> None:
+    """As heads were saved that had them in int64; they score as before."""
+    head, other = head_of(23, head=3, seed=1), head_of(23, head=3, seed=2)
+    state = {name: x.long() if name in ("labels", "places") else x for name, x in head.state_dict().items()}
+    other.load_state_dict(state)
+    assert other.labels.dtype == other.places.dtype == torch.int32
+    features = random_tensor((4, 12), torch.float32, 1)
+    for found, expected in zip(other.topk(features, 5), head.topk(features, 5), strict=True):
+        assert torch.equal(found, expected)
+    assert other.topk(features, 5)[1].dtype == torch.int64
+
+
 @pytest.mark.parametrize("wrong", [-1, -100, 23])
 def test_an_unchecked_label_that_is_none_is_not_taken_for_another(place: Place, wrong: int) -> None:
     """On a GPU, and where values are trusted, nobody looks: a negative id would be a label counted from the end."""
