@@ -126,11 +126,10 @@ def test_more_columns_than_a_tile_has(place: Place) -> None:
 @pytest.mark.xfail(
     PLACE.backend == "triton", strict=True, reason="forward adds 32 float32 products at once and backward 64, to other logits"
 )
-@pytest.mark.parametrize(("width", "seed"), [(80, 1), (144, 0)])
-def test_probabilities_of_large_logits(place: Place, width: int, seed: int) -> None:
+def test_probabilities_of_large_logits(place: Place) -> None:
     """At logits of 40, those of the log-sum-exp and of its gradient have to be the same to the bit."""
-    layer = layer_of(jagged_of((9,), torch.int32), 1, width, width + 30, torch.float32, seed)
-    check(place, layer, *positives_of(1, 9, seed), (False, True, False), has_bias=False)
+    layer = layer_of(jagged_of((9,), torch.int32), 1, 80, 110, torch.float32, 1)
+    check(place, layer, *positives_of(1, 9, 1), (False, True, False), has_bias=False)
 
 
 def test_pieces_do_not_change_the_result(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
