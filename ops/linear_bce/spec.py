@@ -10,8 +10,8 @@ from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
 from jagged.ops._shared.operator import Differentiable, Operator, operator
 from jagged.ops._shared.sizes import cdiv
 
-# Of the logits that there are at once, and of a gradient of weights before it is rounded, in bytes.
-CHUNK_BYTES = 2**25
+# Of the logits that there are at once, in bytes; a gradient of weights before it is rounded has half as many.
+CHUNK_BYTES = 2**26
 
 
 class Inputs(NamedTuple):
@@ -30,9 +30,13 @@ class Inputs(NamedTuple):
 
 
 def chunk_of(batch_size: int, num_labels: int, itemsize: int) -> int:
-    """Return how many labels come at once: equal chunks, as few as keep logits of one below `CHUNK_BYTES`."""
+    """Return how many labels come at once: equal chunks, as few as keep logits of one below `CHUNK_BYTES`.
+
+    Where there are as many, they are a multiple of 64: rows of logits begin where fast matrix products need them to.
+    """
     most = max(1, CHUNK_BYTES // max(1, batch_size * itemsize))
-    return cdiv(num_labels, max(1, cdiv(num_labels, most))) if num_labels else 1
+    step = 64 if most >= 64 else 1
+    return cdiv(cdiv(num_labels, max(1, cdiv(num_labels, most // step * step))), step) * step if num_labels else 1
 
 
 LINEAR_BCE: Operator[Inputs, LossOptions, LossOutputs] = operator(

@@ -67,6 +67,15 @@ def test_linear_bce(
         check(place, inputs, *positives_of(batch_size, labels, seed), wanted, **options)
 
 
+@given(st.integers(1, 300), st.integers(1, 100_000), st.sampled_from([4, 8]))
+def test_chunks_are_equal_and_below_their_bytes(batch_size: int, num_labels: int, itemsize: int) -> None:
+    size = spec.chunk_of(batch_size, num_labels, itemsize)
+    assert size * batch_size * itemsize <= spec.CHUNK_BYTES
+    assert size % 64 == 0
+    # One fewer of 64 labels would be a chunk more.
+    assert size == 64 or -(-num_labels // (size - 64)) > -(-num_labels // size)
+
+
 @pytest.mark.skipif(PLACE.name != "cpu", reason="every device has the same operations")
 def test_gradients_take_little_memory_beside_them(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """A few chunks, also where a row has more features than the batch has rows."""
