@@ -38,6 +38,8 @@ _OPTIMIZER_OPTIONS = ("learning_rate", "momentum", "weight_decay", "stochastic_r
 _ALWAYS = -(2**30)
 # Numbers that are drawn or multiplied at once where slots are given new inputs.
 _PIECE_ELEMENTS = 2**23
+# Flags that are counted at once.
+_COUNTED_ELEMENTS = 2**20
 _MOST_LABELS = 2**31 - 1
 
 
@@ -500,7 +502,7 @@ class GroupSparseHead(JaggedModule):
             raise ValueError("batch: expected features and positives, which by='gradient' takes gradients of, got None")
         of_rows = self._rows_of_softmax(*batch) if by == "gradient" and batch is not None and self.loss == "softmax" else None
         lost = self._lost(fraction, step, protected, in_each_group)
-        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
+        generator, done = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63), 0
         for some in _pieces(self.num_groups, self.tail_dim):
             here = lost[some]
             if by == "random":
@@ -515,6 +517,7 @@ class GroupSparseHead(JaggedModule):
             rank = (here.cumsum(1) - 1).clamp_(min=0)
             here &= new.values.gather(1, rank) > -torch.inf
             self.supports[some] = torch.where(here, new.indices.gather(1, rank).to(torch.int32), self.supports[some])
+            done += int(here.sum())
         self.born.masked_fill_(lost, step)
         states = [] if optimizer is None else list(optimizer.state.get(self.weight, {}).values())
         states += self.optimizer_state_dict().values()
@@ -526,7 +529,7 @@ class GroupSparseHead(JaggedModule):
             if new_weights == "uniform":
                 drawn = (torch.rand(int(of_labels.sum()), generator=generator) * 2 - 1) * self.fan_in**-0.5
                 self.weight[labels].masked_scatter_(of_labels, drawn.to(self.weight))
-        return int(lost.sum())
+        return done
 
     def _lost(self, fraction: float, step: int, protected: int, in_each_group: bool) -> Tensor:
         """Return which slots `[K, fan_in]` get another input: the smallest scores among those that are old enough."""
@@ -636,7 +639,7 @@ def _smallest(scores: Tensor, count: int) -> Tensor:
     largest that is chosen is found by halves; a piece of them at a time, as a GPU makes integers of bytes before it adds them.
     """
     bits, infinity = scores.view(torch.int32), torch.tensor(torch.inf).view(torch.int32)
-    size = max(1, _PIECE_ELEMENTS // max(1, bits.shape[0]))
+    size = max(1, _COUNTED_ELEMENTS // max(1, bits.shape[0]))
     pieces = bits.split(size, 1)
     low = bits.new_zeros(bits.shape[0], 1)
     high = low + infinity

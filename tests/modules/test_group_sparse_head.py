@@ -210,7 +210,7 @@ def test_young_slots_are_protected() -> None:
 def test_the_smallest_scores_are_those_of_a_stable_sort(rows: list[list[float]], count: int, piece: int) -> None:
     scores = torch.tensor(rows, device=PLACE.device).view(-1, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jagged.modules.group_sparse._PIECE_ELEMENTS", piece)
+        patch.setattr("jagged.modules.group_sparse._COUNTED_ELEMENTS", piece)
         found = _smallest(scores, count)
     first = scores.sort(dim=1, stable=True).indices[:, :count]
     assert torch.equal(found, torch.zeros_like(scores, dtype=torch.bool).scatter_(1, first, True) & (scores < torch.inf))
@@ -246,7 +246,8 @@ def test_births_of_other_dtypes(dtype: torch.dtype, autocast: bool) -> None:
 def test_births_take_little_memory_beside_the_layer(monkeypatch: pytest.MonkeyPatch, in_each_group: bool) -> None:
     """A float32 and two bytes a slot, and what a piece needs, of which a layer has many."""
     piece = 2**12
-    monkeypatch.setattr("jagged.modules.group_sparse._PIECE_ELEMENTS", piece)
+    for name in ("_PIECE_ELEMENTS", "_COUNTED_ELEMENTS"):
+        monkeypatch.setattr(f"jagged.modules.group_sparse.{name}", piece)
     head = GroupSparseHead(64, torch.ones(2**15, dtype=torch.int64), ROWS, fan_in=32, group_size=4, device=PLACE.device)
     slots = head.supports.numel()
     with PeakMemory([head.weight, head.supports, head.born]) as memory:
