@@ -20,7 +20,7 @@ from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
 from jagged.ops.group_sparse.gradient_kernels import KernelUpdate, gradients
 from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions, UpdatingInputs, UpdatingOptions
-from jagged.ops.group_sparse.tiles import LOG2_E, VARYING, groups_of, load_positives, logits_of_tile, signs_of
+from jagged.ops.group_sparse.tiles import LN_2, LOG2_E, VARYING, groups_of, load_positives, logits_of_tile, signs_of
 from jagged.ops.group_sparse.update import loss_inputs, update_by
 
 
@@ -53,31 +53,36 @@ def log1p(x):
 @triton.jit
 def losses_of_labels(
     features, weight, supports, positives, rows, positive_offsets, bias, label_weight, group, first, end, first_sample, counts,
-    smoothing, num_positives, filled_size, num_features, feature_stride, weight_stride, weight_column_stride,
+    is_plain, smoothing, num_positives, filled_size, num_features, feature_stride, weight_stride, weight_column_stride,
     WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Return `[BLOCK_L]`, the losses of a group's labels from `first` on, summed over the samples that count.
 
     log(1 + exp(z)) = max(z, 0) + log(1 + u), u = exp(-|z|), and the sum of log(1 + u) over samples is the logarithm of a product:
-    one logarithm a label. At most 64 factors of at most 2 are within float32.
+    one logarithm a label. At most 64 factors of at most 2 are within float32. Six instructions a logit are what bounds the
+    kernel, so `z` is in powers of two, and masks are met where not all samples count (`is_plain` is False), or smoothing.
     """
     label, sample = first + tl.arange(0, BLOCK_L), first_sample + tl.arange(0, BLOCK_B)
     z = logits_of_tile(
         features, weight, supports, group, label, end, sample, filled_size, num_features, feature_stride, weight_stride,
         weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
-    )  # fmt: skip
+    ) * LOG2_E  # fmt: skip
     if bias is not None:
-        z += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
+        z += (tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32) * LOG2_E)[:, None]
     bits, any_bit = load_positives(positives, rows, positive_offsets, group, num_positives, label, first_sample, BLOCK_B)
     if any_bit:
         z *= signs_of(bits, BLOCK_B)
-    # Of rows that do not count nothing counts, not even what is no number.
-    exists = (label < end)[:, None] & counts[None, :]
-    product = tl.reduce(tl.where(exists, tl.exp2(tl.abs(z) * -LOG2_E), 0.0), 1, product_less_1)
-    losses = log1p(product) + tl.sum(tl.where(exists, tl.maximum(z, 0.0) - 0.5 * smoothing * z, 0.0), 1)
+    if is_plain:
+        product = tl.reduce(tl.exp2(-tl.abs(z)), 1, product_less_1)
+        linear = tl.sum(tl.maximum(z, 0.0), 1)
+    else:
+        # Of rows that do not count nothing counts, not even what is no number.
+        product = tl.reduce(tl.where(counts[None, :], tl.exp2(-tl.abs(z)), 0.0), 1, product_less_1)
+        linear = tl.sum(tl.where(counts[None, :], tl.maximum(z, 0.0) - 0.5 * smoothing * z, 0.0), 1)
+    losses = log1p(product) + linear * LN_2
     if label_weight is not None:
         losses *= tl.load(label_weight + label, mask=label < end, other=0.0).to(tl.float32)
-    return losses
+    return tl.where(label < end, losses, 0.0)
 
 
 @triton.jit(do_not_specialize=[*VARYING, "num_positives"])
@@ -97,20 +102,21 @@ def group_sparse_bce_forward_kernel(
     first_sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B
     sample = first_sample + tl.arange(0, BLOCK_B)
     of_row = tl.load(row_weight + sample, mask=sample < batch_size, other=0.0)
+    is_plain = (tl.min((of_row != 0).to(tl.int32), 0) == 1) & (smoothing == 0)
     total = tl.zeros([BLOCK_L], tl.float32)
     for group in tl.range(first_group, last_group, num_stages=NUM_STAGES):
         start, end = load_segment(group_offsets, group, num_labels)
         total += losses_of_labels(
             features, weight, supports, positives, rows, positive_offsets, bias, label_weight, group, start, end, first_sample,
-            of_row != 0, smoothing, num_positives, filled_size, num_features, feature_stride, weight_stride, weight_column_stride,
-            WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, PRECISION,
+            of_row != 0, is_plain, smoothing, num_positives, filled_size, num_features, feature_stride, weight_stride,
+            weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, PRECISION,
         )  # fmt: skip
         if end > start + BLOCK_L:
             for first in tl.range(start + BLOCK_L, end, BLOCK_L, num_stages=1):
                 total += losses_of_labels(
                     features, weight, supports, positives, rows, positive_offsets, bias, label_weight, group, first, end,
-                    first_sample, of_row != 0, smoothing, num_positives, filled_size, num_features, feature_stride, weight_stride,
-                    weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, PRECISION,
+                    first_sample, of_row != 0, is_plain, smoothing, num_positives, filled_size, num_features, feature_stride,
+                    weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, PRECISION,
                 )  # fmt: skip
     tl.store(sums + tl.program_id(0), tl.sum(total) * tl.max(of_row))
 

@@ -10,6 +10,7 @@ from jagged.ops._shared.device import dot, load_segment
 # Arguments that compile nothing anew.
 VARYING = ["num_groups", "num_labels", "num_parts"]
 LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
