@@ -502,7 +502,8 @@ class GroupSparseHead(JaggedModule):
             raise ValueError("batch: expected features and positives, which by='gradient' takes gradients of, got None")
         of_rows = self._rows_of_softmax(*batch) if by == "gradient" and batch is not None and self.loss == "softmax" else None
         lost = self._lost(fraction, step, protected, in_each_group)
-        generator, done = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63), 0
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + step) % 2**63)
+        done = torch.zeros((), dtype=torch.int64, device=lost.device)
         for some in _pieces(self.num_groups, self.tail_dim):
             here = lost[some]
             if by == "random":
@@ -517,7 +518,7 @@ class GroupSparseHead(JaggedModule):
             rank = (here.cumsum(1) - 1).clamp_(min=0)
             here &= new.values.gather(1, rank) > -torch.inf
             self.supports[some] = torch.where(here, new.indices.gather(1, rank).to(torch.int32), self.supports[some])
-            done += int(here.sum())
+            done += here.sum()
         self.born.masked_fill_(lost, step)
         states = [] if optimizer is None else list(optimizer.state.get(self.weight, {}).values())
         states += self.optimizer_state_dict().values()
@@ -529,7 +530,7 @@ class GroupSparseHead(JaggedModule):
             if new_weights == "uniform":
                 drawn = (torch.rand(int(of_labels.sum()), generator=generator) * 2 - 1) * self.fan_in**-0.5
                 self.weight[labels].masked_scatter_(of_labels, drawn.to(self.weight))
-        return done
+        return int(done)
 
     def _lost(self, fraction: float, step: int, protected: int, in_each_group: bool) -> Tensor:
         """Return which slots `[K, fan_in]` get another input: the smallest scores among those that are old enough."""

@@ -44,7 +44,7 @@ class GroupSparseOptimizer:
         weight_momentum, bias_momentum: v, of the shapes of weight and bias; empty without momentum, or without a bias.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range; a weight or bias of which two elements lie at one place.
         TypeError: a `state_dtype` that is no floating one.
 
     Example:
@@ -68,6 +68,12 @@ class GroupSparseOptimizer:
         check_number("learning_rate", learning_rate, learning_rate >= 0, "a number of at least 0")
         check_number("momentum", momentum, 0 <= momentum < 1, "a number in [0, 1)")
         check_number("weight_decay", weight_decay, weight_decay >= 0, "a number of at least 0")
+        for name, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None and _overlaps(tensor):
+                raise ValueError(
+                    f"{name}: expected a place in memory for each element, which an update changes, got strides "
+                    f"{list(tensor.stride())} of shape {list(tensor.shape)}; clone it"
+                )
         dtype = weight.dtype if state_dtype is None else state_dtype
         if not dtype.is_floating_point:
             raise TypeError(f"state_dtype: expected a floating dtype, got {dtype}")
@@ -90,3 +96,13 @@ class GroupSparseOptimizer:
         for name, tensor in self.state().items():
             setattr(self, name, tensor.to(device))
         return self
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Tell whether elements may lie at one place: where a step is no longer than all that smaller steps reach."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False

@@ -303,17 +303,21 @@ def test_what_the_kernel_leaves_to_pytorch(place: Place, why: str, monkeypatch: 
         torch.testing.assert_close(new.detach(), leaf.detach() - grad)
 
 
-def test_an_expanded_weight_is_refused(place: Place) -> None:
-    """All its labels lie at one place, which each would change."""
-    layer = layer_of(jagged_of((3, 2)), 6, 5, 7)
-    weight, bias = layer.weight[:1].clone().expand(5, 5).requires_grad_(), layer.bias.clone().requires_grad_()
-    optimizer = GroupSparseOptimizer(weight, bias, learning_rate=1.0)
-    loss = group_sparse_bce(
-        layer.features, weight, layer.supports, layer.offsets, *positives_of(6, 5, 0), bias, optimizer=optimizer,
-        backend=place.backend,
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory location"):
-        loss.backward()
+def test_weights_that_lie_on_one_another_are_refused() -> None:
+    """Each of their labels would change the others'."""
+    numbers = torch.zeros(12)
+    for weight, bias, message in (
+        (numbers[:4].expand(3, 4), None, "weight: {} strides [0, 1] of shape [3, 4]; clone it"),
+        (numbers.as_strided((3, 4), (2, 1)), None, "weight: {} strides [2, 1] of shape [3, 4]; clone it"),
+        (numbers.as_strided((3, 4), (1, 2)), None, "weight: {} strides [1, 2] of shape [3, 4]; clone it"),
+        (numbers.view(3, 4), numbers[:1].expand(3), "bias: {} strides [0] of shape [3]; clone it"),
+    ):
+        expected = message.format("expected a place in memory for each element, which an update changes, got")
+        with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+            GroupSparseOptimizer(weight, bias, learning_rate=1.0)
+    for weight in (numbers.view(3, 4), numbers.view(4, 3).t(), numbers.view(3, 4)[:, :3], numbers.as_strided((1, 4), (0, 1))):
+        GroupSparseOptimizer(weight, learning_rate=1.0)
+    GroupSparseOptimizer(numbers[:0].view(0, 4), numbers[:0], learning_rate=1.0)
 
 
 def test_pieces_do_not_change_the_result(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
