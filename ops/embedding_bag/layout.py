@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from jagged.ops._shared.sizes import cdiv
@@ -257,8 +258,14 @@ def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.
 
 
 def _as_real_tensors() -> AbstractContextManager[object]:
-    """Make tensors that are kept: of `torch.func`'s transforms, an export or a fake mode they would last as long as these."""
-    return nullcontext() if torch.compiler.is_dynamo_compiling() else _without_modes()
+    """Make tensors that are kept: of `torch.func`'s transforms, an export or a fake mode they would last as long as these.
+
+    Where there are none, leaving them would take more time than making the tensors.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return nullcontext()
+    is_plain = not (torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch())
+    return nullcontext() if is_plain and torch._C._functorch.peek_interpreter_stack() is None else _without_modes()
 
 
 @contextmanager

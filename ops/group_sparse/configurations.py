@@ -16,6 +16,8 @@ PROGRAMS = 4
 MOST_PROGRAMS = 4
 # Programs that walk the labels for their log-sum-exp, for each multiprocessor.
 SOFTMAX_PROGRAMS = 16
+# Slots of a tile in both passes of a softmax in float32, at most.
+LOSS_SLOTS = 64
 
 
 class Configuration(NamedTuple):
@@ -110,12 +112,17 @@ def loss_backward_configuration(
     if itemsize == 2 and (has_registers or is_even):
         block_l = _labels(num_labels, num_groups, 32 if has_registers and is_even else 16)
         return Configuration(0, block_l, 128, 32, 4 if has_registers else 8, 3)
-    return Configuration(0, 16, _power(width, 64), 16, 4, 1)
+    return Configuration(0, 16, _power(width, LOSS_SLOTS), 16, 4, 1)
 
 
 def softmax_forward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
-    """Choose for the log-sum-exp of logits that are not stored: a thread holds its part of a tile three times over."""
-    return bce_forward_configuration(num_labels, num_groups, batch_size, width, itemsize)._replace(groups=0, num_warps=4)
+    """Choose for the log-sum-exp of logits that are not stored: a thread holds its part of a tile three times over.
+
+    In float32 it adds as many products at once as the backward pass: a probability is of a logit and of this sum of logits, and
+    of large ones it shows in which order products were added.
+    """
+    chosen = bce_forward_configuration(num_labels, num_groups, batch_size, width, itemsize)
+    return chosen._replace(groups=0, block_f=_power(width, LOSS_SLOTS), num_warps=4)
 
 
 def has_one_tile(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int, capability: int) -> bool:
