@@ -63,7 +63,9 @@ def backward(
         name: torch.empty_like(getattr(x, name), dtype=wanted[name], memory_format=torch.contiguous_format) for name in wanted
     }
     of_features = torch.zeros_like(features, dtype=dtype) if "features" in wanted else None
-    # Sums of weights' gradients have more bits than these: half as many bytes at once as of logits.
+    # A GPU's products have sums in float32, and round once. Elsewhere sums of weights' gradients have more bits than these: half
+    # as many bytes at once as of logits.
+    is_direct = factor is None and wanted.get("weight") == features.dtype and (features.is_cuda or features.dtype == dtype)
     rows = chunk_of(features.shape[1], weight.shape[0], torch.finfo(dtype).bits // 4)
     for chunk in _chunks(x, counting):
         slopes = chunk.logits.sigmoid_()
@@ -77,7 +79,9 @@ def backward(
         if "bias" in found:
             _write(found["bias"][chunk.labels], slopes.sum(0), factor)
         slopes = slopes.to(features.dtype)
-        if "weight" in found:
+        if "weight" in found and is_direct:
+            torch.mm(slopes.t(), counting, out=found["weight"][chunk.labels])
+        elif "weight" in found:
             for piece, of_piece in zip(found["weight"][chunk.labels].split(rows), slopes.t().split(rows), strict=True):
                 _write(piece, _product(of_piece, counting, dtype), factor)
         if of_features is not None:
