@@ -55,7 +55,7 @@ def test_help_needs_no_torch_and_less_than_a_second() -> None:
         "print(sorted(heavy), time.process_time() - began)\n"
     )
     for command in ([], *([command] for command in COMMANDS)):
-        took = []
+        took: list[float] = []
         # The best of three: a machine that others keep busy, or that reads the modules for the first time, is slow now and then.
         while not took or (len(took) < 3 and min(took) >= 1):
             began = time.monotonic()
