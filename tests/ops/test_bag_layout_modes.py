@@ -23,11 +23,17 @@ def counted(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return run
 
 
+def inferred(function: Callable[[Tensor], Tensor], weights: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return function(weights)
+
+
 WAYS: dict[str, Callable[..., Any]] = {
     "compiled": lambda function, weights: torch.compile(function, backend="aot_eager", fullgraph=True)(weights),
     "traced": lambda function, weights: make_fx(function)(weights)(weights),
     "vmap": lambda function, weights: torch.vmap(function)(weights[None])[0],
     "counted": lambda function, weights: counted(function)(weights),
+    "inferred": inferred,
 }
 
 
@@ -48,3 +54,12 @@ def test_eager_calls_afterwards_are_as_without(place: Place, way: Callable[..., 
     found = run(weights)
     assert type(found) is Tensor
     assert torch.equal(found, expected)
+    # And they train: what the layout keeps may be saved for a backward pass.
+    gradients = []
+    for of in (layout, fresh):
+        leaf = weights.clone().requires_grad_()
+        embedding_bags(leaf, of, indices, offsets).square().sum().backward()
+        gradients.append(leaf.grad)
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    assert torch.equal(*gradients)

@@ -320,6 +320,19 @@ def test_weights_that_lie_on_one_another_are_refused() -> None:
     GroupSparseOptimizer(numbers[:0].view(0, 4), numbers[:0], learning_rate=1.0)
 
 
+def test_an_expanded_weight_beside_an_optimizer_of_another_is_refused(place: Place) -> None:
+    """All its labels lie at one place, which each would change; the optimizer has not seen it."""
+    layer = layer_of(jagged_of((3, 2)), 6, 5, 7)
+    weight, bias = layer.weight[:1].clone().expand(5, 5).requires_grad_(), layer.bias.clone().requires_grad_()
+    optimizer = GroupSparseOptimizer(layer.weight.clone(), bias, learning_rate=1.0)
+    loss = group_sparse_bce(
+        layer.features, weight, layer.supports, layer.offsets, *positives_of(6, 5, 0), bias, optimizer=optimizer,
+        backend=place.backend,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory location"):
+        loss.backward()
+
+
 def test_pieces_do_not_change_the_result(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = layer_of(jagged_of((3, 0, 1, 9, 9)), 16, 5, 7, torch.bfloat16)
     results = []

@@ -87,6 +87,23 @@ def test_gradients_take_little_memory_beside_them(place: Place, monkeypatch: pyt
     assert gradient.nbytes < memory.peak < gradient.nbytes + 16 * spec.CHUNK_BYTES
 
 
+def test_memory_that_nobody_has_written(place: Place) -> None:
+    """PyTorch fills it with what is no number under deterministic algorithms; a number to spare is in no result."""
+    inputs = [random_tensor(shape, torch.float32, 1) for shape in ((6, 5), (70, 5), (70,))]
+    given, found = positives_of(6, 70, 1), []
+    for is_deterministic in (False, True):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        torch.use_deterministic_algorithms(is_deterministic)
+        try:
+            loss = linear_bce(*leaves[:2], *given, leaves[2], backend=place.backend)
+            found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+        finally:
+            torch.use_deterministic_algorithms(False)
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+        assert bool(ours.isfinite().all())
+
+
 def test_ignored_positives_and_rows(place: Place) -> None:
     """Numbers that are no label count as none; whatever stands in rows that do not count, neither do they."""
     features, weight = random_tensor((4, 5), torch.float32, 1), random_tensor((6, 5), torch.float32, 2)
