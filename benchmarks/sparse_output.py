@@ -13,7 +13,8 @@ Beside them `loss`: binary cross-entropy of all labels by `group_sparse_bce`, fo
 row; and `softmax`: the same by `group_sparse_cross_entropy`.
 
 `labels`, `sparsity` and `groups`: the same along the number of labels, the columns that a group reads and the labels of a group,
-as the figures 4 and 5 of the HASTE paper have them, with the bytes of weights and supports of its figure 3.
+as the figures 4 and 5 of the HASTE paper have them, with the bytes of weights and supports of its figure 3. `adjacent`: the sizes
+of `layers`, where groups read blocks of adjacent columns, drawn at random.
 
 `steps`: loss, all gradients and an update by SGD (ours in the backward pass), beside the same of a dense layer of all features,
 unfused and by `linear_bce`, and beside a step of an encoder of DistilBERT's size; and the most memory that a step of a whole head
@@ -42,7 +43,10 @@ TOLERANCE = 2e-2
 
 
 class Size(NamedTuple):
-    """Labels, samples, features, labels of a group and columns that it reads; asked times of the three passes in milliseconds."""
+    """Labels, samples, features, labels of a group and columns that it reads; asked times of the three passes in milliseconds.
+
+    `adjacent`: whether a group's columns are a block.
+    """
 
     labels: int
     batch: int
@@ -50,9 +54,11 @@ class Size(NamedTuple):
     group: int
     width: int
     asked: tuple[float, ...] = ()
+    adjacent: bool = False
 
     def __str__(self) -> str:
-        return f"{self.labels / 1e6:g} M, {self.batch}, {self.features}, {self.group}, {self.width}"
+        kind = ", adjacent" if self.adjacent else ""
+        return f"{self.labels / 1e6:g} M, {self.batch}, {self.features}, {self.group}, {self.width}{kind}"
 
 
 SIZES = (
@@ -66,6 +72,7 @@ CURVES = {
     "labels": tuple(Size(labels, 64, 768, 32, 32) for labels in (65_536, 262_144, 1_048_576, 2_810_000, 8_620_000)),
     "sparsity": tuple(Size(670_000, 64, 768, 32, width) for width in (32, 64, 96, 128)),
     "groups": tuple(Size(670_000, 64, 768, group, 64) for group in (1, 2, 4, 8, 16, 32, 64, 128)),
+    "adjacent": tuple(size._replace(asked=(), adjacent=True) for size in SIZES),
 }
 PARTS = ("layers", *CURVES, "steps")
 
@@ -90,14 +97,25 @@ def layer_of(size: Size, seed: int = 0, device: str = "cuda") -> Layer:
     offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
     labels, pieces = int(offsets[-1]), []
     for first in range(0, groups, 20_000):
-        drawn = torch.rand(min(20_000, groups - first), size.features, generator=generator, device=device)
-        pieces.append(drawn.topk(size.width).indices.sort(1).values.to(torch.int32))
+        some = min(20_000, groups - first)
+        if size.adjacent:
+            blocks = torch.randint(size.features // size.width, (some,), generator=generator, device=device)
+            pieces.append((blocks * size.width).to(torch.int32))
+        else:
+            drawn = torch.rand(some, size.features, generator=generator, device=device)
+            pieces.append(drawn.topk(size.width).indices.sort(1).values.to(torch.int32))
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
     weight = normal(labels, size.width).mul_(size.width**-0.5)
     return Layer(normal(size.batch, size.features), weight, torch.cat(pieces), offsets, normal(labels, size.batch).t())
+
+
+def columns_of(layer: Layer) -> Tensor:
+    """The columns `[K, F]` that groups read, int64."""
+    columns = layer.supports.long()
+    return columns if columns.dim() == 2 else columns[:, None] + torch.arange(layer.weight.shape[1], device=columns.device)
 
 
 def passes(layer: Layer) -> dict[str, Callable[[], Callable[[], Any]]]:
@@ -162,14 +180,14 @@ def errors_of(size: Size, layer: Layer) -> dict[str, float]:
     errors = {"forward": 0.0, "weight": 0.0}
     for group in torch.linspace(0, layer.supports.shape[0] - 1, 10).long().tolist():
         labels = slice(*layer.group_offsets[group : group + 2].tolist())
-        gathered = features[:, layer.supports[group].long()]
+        gathered = features[:, columns_of(layer)[group]]
         errors["forward"] = max(errors["forward"], relative(logits[:, labels], gathered @ layer.weight[labels].double().t()))
         exact = layer.grad[:, labels].double().t() @ gathered
         errors["weight"] = max(errors["weight"], relative(of_weight[labels], exact))
     few = layer_of(size._replace(labels=1000 * size.group), device=str(layer.weight.device))
     dense = torch.zeros(few.weight.shape[0], size.features, dtype=torch.float64, device=few.weight.device)
     group_of = torch.repeat_interleave(few.group_offsets.diff())
-    dense.scatter_(1, few.supports.long()[group_of], few.weight.double())
+    dense.scatter_(1, columns_of(few)[group_of], few.weight.double())
     leaf = few.features.detach().requires_grad_()
     (of_features,) = torch.autograd.grad(group_sparse_linear(leaf, *few[1:4]), leaf, few.grad)
     return {**errors, "features": relative(of_features, few.grad.double() @ dense)}

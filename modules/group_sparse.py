@@ -72,7 +72,7 @@ class GroupSparseHead(JaggedModule):
         loss: "bce", a yes or no for each label, or "softmax", one choice among all.
         label_smoothing: as for `jagged.ops.group_sparse_bce`; "softmax" has none.
         optimizer: "sgd": the backward pass updates the groups' `weight` and `bias` (`jagged.ops.GroupSparseOptimizer`), which get
-            no gradients; None: they have gradients. Of "bce" alone. The dense layer and projections have gradients either way.
+            no gradients; None: they have gradients. The dense layer and projections have gradients either way.
         optimizer_options: `learning_rate`, and any of `momentum`, `weight_decay`, `stochastic_rounding`, `state_dtype`.
         seed: of groups, inputs and `rewire`.
         device, dtype: of parameters. On the meta device nothing is allocated; `to_empty` and `reset_parameters` make the same
@@ -81,9 +81,9 @@ class GroupSparseHead(JaggedModule):
     Attributes:
         labels: `[num_labels]`, int32, the label at each place: those with a dense layer, then the groups'.
         places: `[num_labels]`, int32, the place of each label.
-        supports: `[K, fan_in]`, int32, the features that each group reads, different ones.
+        supports: `[K, fan_in]`, int32, the features that each group reads, different ones; `[K]`, of adjacent ones the first.
         group_offsets: `[K + 1]`, the first place of each group, counted from the first one without a dense layer.
-        born: `[K, fan_in]`, int32, the step at which each slot of a group got its input.
+        born: `[K, fan_in]`, int32, the step at which each slot of a group got its input; `[0]` of adjacent ones.
         weight, bias, head_weight, head_bias: parameters of groups `[n, fan_in]`, `[n]`, and of the dense layer.
         optimizer: what updates `weight` and `bias` in the backward pass, or None; a schedule fills its `learning_rate`.
 
@@ -159,10 +159,6 @@ class GroupSparseHead(JaggedModule):
             raise ValueError(f"label_smoothing: expected 0 for loss='softmax', which has none, got {label_smoothing}")
         if optimizer not in (None, "sgd"):
             raise ValueError(f"optimizer: got {optimizer!r}, expected 'sgd' or None")
-        if optimizer is not None and loss != "bce":
-            raise ValueError(
-                f"optimizer: expected None for loss={loss!r}, whose backward pass makes gradients, got {optimizer!r}"
-            )
         self._optimizer_options = checked_options(optimizer, optimizer_options, _OPTIMIZER_OPTIONS)
         with torch.device("cpu"):
             by_frequency = counts.argsort(descending=True, stable=True)
@@ -176,8 +172,9 @@ class GroupSparseHead(JaggedModule):
         self.register_buffer("labels", labels.to(device, torch.int32))
         self.register_buffer("places", labels.argsort().to(device, torch.int32))
         self.register_buffer("group_offsets", groups.offsets.to(device))
-        self.register_buffer("supports", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
-        self.register_buffer("born", torch.empty(self.num_groups, fan_in, dtype=torch.int32, device=device))
+        slots = (self.num_groups, fan_in)
+        self.register_buffer("supports", torch.empty(slots[:1] if adjacent else slots, dtype=torch.int32, device=device))
+        self.register_buffer("born", torch.empty(0 if adjacent else slots, dtype=torch.int32, device=device))
         # What `reset_parameters` takes, by label, where no device and no `torch.load` moves it; and the groups of a module on the
         # meta device, until it has memory.
         self._first_biases = at_first.float().numpy()
@@ -235,8 +232,8 @@ class GroupSparseHead(JaggedModule):
             generator = torch.Generator().manual_seed(self.seed)
             for some in _pieces(self.num_groups, self.tail_dim):
                 if self.adjacent:
-                    blocks = torch.randint(self.tail_dim // self.fan_in, (some.stop - some.start, 1), generator=generator)
-                    inputs = blocks * self.fan_in + torch.arange(self.fan_in)
+                    blocks = torch.randint(self.tail_dim // self.fan_in, (some.stop - some.start,), generator=generator)
+                    inputs = blocks * self.fan_in
                 else:
                     keys = torch.rand(some.stop - some.start, self.tail_dim, generator=generator)
                     inputs = keys.topk(self.fan_in).indices.sort(1).values
@@ -297,8 +294,14 @@ class GroupSparseHead(JaggedModule):
                 losses = torch.where(counted, lse - target / counts.clamp(min=1), 0)
                 loss = losses.sum() / counted.sum().clamp(min=1)
             else:
-                loss = self._binary(features, places, offsets, row_mask, is_wrong)
-        return loss + torch.where(is_wrong, torch.nan, 0.0).to(loss.dtype)
+                loss = self._binary(features, places, offsets, row_mask)
+        return self._no_number_if(is_wrong, loss)
+
+    def _no_number_if(self, is_wrong: Tensor, loss: Tensor) -> Tensor:
+        """Return the loss, NaN if there is a label that is none; so is its gradient where an update would learn from it."""
+        if self._updates() is None:
+            return loss + torch.where(is_wrong, torch.nan, 0.0).to(loss.dtype)
+        return loss * torch.where(is_wrong, torch.nan, 1.0).to(loss.dtype)
 
     def target_loss(self, features: Tensor, targets: Tensor) -> HeadOutput:
         """Return the softmax cross-entropy of rows that have one label each, its mean, and the labels' scores `[B]`.
@@ -324,18 +327,22 @@ class GroupSparseHead(JaggedModule):
             ones = torch.ones_like(places)
             lse, target, _ = self._parts_of_softmax(features, places, offsets, counted, (ones > 0, ones))
         loss = torch.where(counted, lse - target, 0).sum() / counted.sum().clamp(min=1)
-        return HeadOutput(loss + torch.where(wrong.any(), torch.nan, 0.0), torch.where(counted, target, 0).detach())
+        return HeadOutput(self._no_number_if(wrong.any(), loss), torch.where(counted, target, 0).detach())
 
-    def _binary(self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None, is_wrong: Tensor) -> Tensor:
-        """Return the binary cross-entropy of all labels."""
-        is_frequent = places < self.num_head_labels
-        options: dict[str, Any] = {"row_mask": row_mask, "label_smoothing": self.label_smoothing, "ignore_index": _IGNORED}
+    def _updates(self) -> GroupSparseOptimizer | None:
+        """Return the optimizer if this call is to learn by it."""
         optimizer = self.optimizer if self.weight.requires_grad and torch.is_grad_enabled() else None
         if optimizer is not None and _num_processes() > 1:
             raise RuntimeError(
                 f"optimizer: a head's own updates by the gradients of one process, got {_num_processes()} processes, which would "
                 "learn apart; make the head without an optimizer"
             )
+        return optimizer
+
+    def _binary(self, features: Tensor, places: Tensor, offsets: Tensor, row_mask: Tensor | None) -> Tensor:
+        """Return the binary cross-entropy of all labels."""
+        is_frequent = places < self.num_head_labels
+        options: dict[str, Any] = {"row_mask": row_mask, "label_smoothing": self.label_smoothing, "ignore_index": _IGNORED}
         loss = group_sparse_bce(
             self.tail_projection(features),
             self.weight,
@@ -344,12 +351,9 @@ class GroupSparseHead(JaggedModule):
             torch.where(is_frequent, _IGNORED, places - self.num_head_labels),
             offsets,
             self.bias,
-            optimizer=optimizer,
+            optimizer=self._updates(),
             **options,
         )
-        if optimizer is not None:
-            # By the gradient, too, so that nothing is learnt from a batch with a label that is none.
-            loss = loss * torch.where(is_wrong, torch.nan, 1.0).to(loss.dtype)
         if self.num_head_labels:
             of_head = torch.where(is_frequent, places, _IGNORED)
             hidden = self.head_projection(features)
@@ -380,6 +384,7 @@ class GroupSparseHead(JaggedModule):
             self.bias,
             row_mask=row_mask,
             ignore_index=_IGNORED,
+            optimizer=self._updates(),
             return_parts=True,
         )
         if not self.num_head_labels:
@@ -437,11 +442,16 @@ class GroupSparseHead(JaggedModule):
         for begin in range(0, self.weight.shape[0], step):
             some = slice(begin, begin + step)
             of_tail = weight.new_zeros(groups[some].shape[0], self.tail_dim)
-            of_tail.scatter_(1, self.supports[groups[some]].long(), self.weight[some])
+            of_tail.scatter_(1, self._inputs_of(groups[some]), self.weight[some])
             labels = others[some]
             weight[labels], bias[labels] = _behind(self.tail_projection, of_tail, self.bias[some])
         weight[frequent], bias[frequent] = _behind(self.head_projection, self.head_weight, self.head_bias)
         return weight, bias
+
+    def _inputs_of(self, groups: Tensor) -> Tensor:
+        """Return the features that some groups read, `[n, fan_in]`, int64."""
+        inputs = self.supports[groups].long()
+        return inputs[:, None] + torch.arange(self.fan_in, device=inputs.device) if self.adjacent else inputs
 
     @torch.no_grad()
     def probabilities(self, features: Tensor, scores: Tensor) -> Tensor:

@@ -625,6 +625,11 @@ def test_output_layers_and_their_steps(monkeypatch: pytest.MonkeyPatch, tmp_path
     )
     assert sparse_output.line_of(size, found).endswith("; loss 1.000 / 1.000, softmax 1.000 / 1.000 ms")
     other = sparse_output.measure(size._replace(labels=100, width=12, group=4), device="cpu")
+    blocks = size._replace(adjacent=True)
+    assert str(blocks) == f"{size}, adjacent"
+    found = sparse_output.measure(blocks, device="cpu")
+    assert all(error < sparse_output.TOLERANCE for error in found["errors"].values())
+    assert found["bytes"]["supports"] == 4 * found["groups"]
     rows = {"a": found, "b": other}
     for parts_ in ({"labels": rows, "sparsity": rows, "groups": rows}, {"labels": rows}):
         figures.sparse_output_curves({"environment": {"device": "cpu"}, **parts_}, tmp_path / "curves.png")

@@ -84,7 +84,6 @@ class SparseLabelHead(LabelHead):
         "adamw",
         "what trains labels of few inputs: AdamW with all else, or SGD in the backward pass, which keeps no gradient and is not "
         "clipped",
-        when={"loss": ("bce",)},
     )
     sgd_learning_rate: float = option(
         0.5, "peak learning rate of that SGD, on the schedule of all", when={"optimizer": ("sgd",)}, gt=0

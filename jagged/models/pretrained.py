@@ -352,7 +352,9 @@ def _check_heads(model: nn.Module, where: Path) -> None:
             "group_offsets": bool(offsets[0] == 0)
             and bool(offsets[-1] == len(head.weight))
             and bool((offsets.diff() >= 0).all()),
-            "supports": bool(((head.supports >= 0) & (head.supports < head.tail_dim)).all()),
+            "supports": bool(
+                ((head.supports >= 0) & (head.supports <= head.tail_dim - (head.fan_in if head.adjacent else 1))).all()
+            ),
         }
         for name, is_right in fits.items():
             if not is_right:

@@ -187,5 +187,8 @@ def _check_output(output: GroupSparseHead, num_items: int, width: int) -> None:
             f"output: got a head of {output.num_labels} labels that reads {output.input_dim} features, expected {num_items} and "
             f"{width}, num_items and embedding_dim"
         )
-    if output.loss != "softmax" or output.adjacent or any(isinstance(module, nn.Linear) for module in output.modules()):
-        raise ValueError("output: expected a head of loss='softmax', without projections and not adjacent, got another one")
+    has_projections = any(isinstance(module, nn.Linear) for module in output.modules())
+    if output.loss != "softmax" or output.adjacent or output.optimizer is not None or has_projections:
+        raise ValueError(
+            "output: expected a head of loss='softmax', without projections and an optimizer, and not adjacent, got another one"
+        )

@@ -17,10 +17,12 @@ from jagged.ops.group_sparse.spec import (
     GROUP_SPARSE_BCE,
     GROUP_SPARSE_BCE_UPDATING,
     GROUP_SPARSE_SOFTMAX,
+    GROUP_SPARSE_SOFTMAX_UPDATING,
     Inputs,
     LossInputs,
     Options,
     SoftmaxInputs,
+    SoftmaxUpdatingInputs,
     UpdatingInputs,
     UpdatingOptions,
 )
@@ -45,7 +47,8 @@ def group_sparse_linear(
         features: `[B, H]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device).
         weight: `[L, F]`, of the dtype and device of `features`; F from 1 to H.
         supports: `[K, F]`, int32 or int16: the columns of features that a group reads, from 0 to H - 1 and none of them twice. On
-            a CPU those in rising order are checked fastest.
+            a CPU those in rising order are checked fastest. Or `[K]`, of groups that read F adjacent columns the first one, from
+            0 to H - F: a block-sparse layer, whose gradient of features takes less time.
         group_offsets: `[K + 1]`, int32 or int64, from 0 to L: labels `group_offsets[g]` to `group_offsets[g + 1] - 1` are those
             of group g, which may have none.
         bias: `[L]`, of the dtype and device of `features`: added to the sums before they are rounded. None adds nothing.
@@ -101,7 +104,7 @@ def group_sparse_bce(
     Args:
         features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`.
         weight: `[L, F]`.
-        supports: `[K, F]`.
+        supports: `[K, F]` or `[K]`.
         group_offsets: `[K + 1]`.
         positives: `[P]`, int32 or int64: the labels of row 0, then those of row 1, in any order, from 0 to L - 1. A label that a
             row has twice counts once.
@@ -146,33 +149,39 @@ def group_sparse_bce(
     inputs = LossInputs(features, weight, supports, group_offsets, *sets, positive_offsets, bias, label_weight)
     if optimizer is None or not torch.is_grad_enabled():
         return GROUP_SPARSE_BCE(inputs, LossOptions(label_smoothing), backend).loss
+    states, options = _updating(optimizer, weight, bias, label_smoothing)
+    return GROUP_SPARSE_BCE_UPDATING(UpdatingInputs(*inputs, *states), options, backend).loss
+
+
+def _updating(
+    optimizer: GroupSparseOptimizer, weight: Tensor, bias: Tensor | None, label_smoothing: float
+) -> tuple[tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None], UpdatingOptions]:
+    """Return what a loss with an optimizer is given beside the loss's own: the end of `UpdatingInputs`, and options."""
     check_optimizer(optimizer, weight, bias)
     is_compiling, has_momentum = torch.compiler.is_compiling(), bool(optimizer.rule.momentum)
-    updating = UpdatingInputs(
-        *inputs,
+    states = (
         optimizer.weight_momentum if has_momentum else None,
         optimizer.bias_momentum if has_momentum else None,
         optimizer.step,
         optimizer.learning_rate,
         optimizer.step.clone() if is_compiling else None,
     )
-    options = UpdatingOptions(label_smoothing, *optimizer.rule, None if is_compiling else weight._version)
-    return GROUP_SPARSE_BCE_UPDATING(updating, options, backend).loss
+    return states, UpdatingOptions(label_smoothing, *optimizer.rule, None if is_compiling else weight._version)
 
 
 @overload
 def group_sparse_cross_entropy(
     features: Tensor, weight: Tensor, supports: Tensor, group_offsets: Tensor, positives: Tensor, offsets: Tensor,
     bias: Tensor | None = ..., *, row_mask: Tensor | None = ..., ignore_index: int = ...,
-    return_parts: Literal[False] = ..., backend: str | None = ...,
+    optimizer: GroupSparseOptimizer | None = ..., return_parts: Literal[False] = ..., backend: str | None = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def group_sparse_cross_entropy(
     features: Tensor, weight: Tensor, supports: Tensor, group_offsets: Tensor, positives: Tensor, offsets: Tensor,
-    bias: Tensor | None = ..., *, row_mask: Tensor | None = ..., ignore_index: int = ..., return_parts: Literal[True],
-    backend: str | None = ...,
+    bias: Tensor | None = ..., *, row_mask: Tensor | None = ..., ignore_index: int = ...,
+    optimizer: GroupSparseOptimizer | None = ..., return_parts: Literal[True], backend: str | None = ...,
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -187,6 +196,7 @@ def group_sparse_cross_entropy(
     *,
     row_mask: Tensor | None = None,
     ignore_index: int = -100,
+    optimizer: GroupSparseOptimizer | None = None,
     return_parts: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
@@ -200,7 +210,7 @@ def group_sparse_cross_entropy(
     Args:
         features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`.
         weight: `[L, F]`.
-        supports: `[K, F]`.
+        supports: `[K, F]` or `[K]`.
         group_offsets: `[K + 1]`.
         positives: `[P]`, int32 or int64: the labels of row 0, then those of row 1, in any order, from 0 to L - 1. A label that a
             row has twice counts once.
@@ -209,6 +219,7 @@ def group_sparse_cross_entropy(
         row_mask: `[B]`, bool: rows that count, as far as they have positives; the mean is over these, and 0 where there is none.
             None counts all.
         ignore_index: a negative number that among positives is no label.
+        optimizer: as for `group_sparse_bce`.
         return_parts: also return what the loss is made of: with the log-sum-exp of other labels, `torch.logaddexp` of both is
             that of one softmax over all.
         backend: `"torch"`, `"triton"`, or None to choose by device.
@@ -219,9 +230,11 @@ def group_sparse_cross_entropy(
         `row_mask` leaves out; without labels the log-sum-exp is -inf, and without positives the sum is 0.
 
     Raises:
-        ValueError: shapes that do not fit, tensors on different devices, an unknown backend; on a CPU, unless values are trusted,
-            and with `JAGGED_VALIDATE=1` everywhere, also wrong values of offsets, supports or positives.
+        ValueError: shapes that do not fit, tensors on different devices, an unknown backend; an optimizer of another layer, or
+            for weights that require no gradient, where gradients are recorded; on a CPU, unless values are trusted, and with
+            `JAGGED_VALIDATE=1` everywhere, also wrong values of offsets, supports or positives.
         TypeError: dtypes other than those above, or different ones outside of autocast.
+        RuntimeError: in a backward pass with an optimizer, weights that have changed since the loss was computed.
 
     Source:
         HASTE, as for `group_sparse_linear`; the log-sum-exp of logits that are not stored: Wijmans et al., Cut Your Losses in
@@ -236,13 +249,19 @@ def group_sparse_cross_entropy(
         >>> group_sparse_cross_entropy(features, weight, supports, torch.tensor([0, 2, 3]), positives, offsets)
         tensor(1.5489)
     """
+    if optimizer is not None and autocast_dtype(features.device.type) is not None:
+        features = features.to(weight.dtype)
     check_layer(features, weight, supports, group_offsets, bias)
     check_label_loss(features, weight, positives, offsets, None, row_mask, 0.0, ignore_index)
     sets = label_sets(features, positives, offsets, row_mask)
     positive_offsets = torch.searchsorted(sets.positives, group_offsets.to(torch.int64).contiguous())
     layer = (features, weight, supports, group_offsets)
     inputs = SoftmaxInputs(*layer, sets.positives, sets.rows, positive_offsets, bias, row_mask)
-    lse, target = GROUP_SPARSE_SOFTMAX(inputs, Options(), backend)
+    if optimizer is None or not torch.is_grad_enabled():
+        lse, target = GROUP_SPARSE_SOFTMAX(inputs, Options(), backend)
+    else:
+        states, options = _updating(optimizer, weight, bias, 0.0)
+        lse, target = GROUP_SPARSE_SOFTMAX_UPDATING(SoftmaxUpdatingInputs(*inputs, *states), options, backend)
     counts = distinct_labels(sets, weight.shape[0])
     counted = counts > 0 if row_mask is None else (counts > 0) & row_mask
     losses = torch.where(counted, lse - target / counts.clamp(min=1), 0)
@@ -269,7 +288,7 @@ def group_sparse_topk(
     Args:
         features: `[B, H]`, as for `group_sparse_linear`, and so are `weight`, `supports`, `group_offsets` and `bias`.
         weight: `[L, F]`.
-        supports: `[K, F]`.
+        supports: `[K, F]` or `[K]`.
         group_offsets: `[K + 1]`.
         k: how many labels, at least 1; may exceed L.
         bias: `[L]`.

@@ -6,6 +6,7 @@ The forward pass has a sum for each program and changes nothing; the backward pa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import triton
@@ -15,13 +16,21 @@ from torch import Tensor
 from jagged.ops._shared.device import load_segment
 from jagged.ops._shared.label_loss import LossOptions, LossOutputs, slope_scales
 from jagged.ops._shared.launch import Launcher
-from jagged.ops._shared.matrices import aligned, gpu, products_of
+from jagged.ops._shared.matrices import aligned, products_of
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.group_sparse import configurations
+from jagged.ops.group_sparse import configurations, gradient_kernels
 from jagged.ops.group_sparse.gradient_kernels import KernelUpdate, gradients
-from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions, UpdatingInputs, UpdatingOptions
+from jagged.ops.group_sparse.spec import (
+    FeatureGradient,
+    LossInputs,
+    UpdateInputs,
+    UpdateOptions,
+    UpdatingInputs,
+    UpdatingOptions,
+    columns_of_groups,
+)
 from jagged.ops.group_sparse.tiles import LN_2, LOG2_E, VARYING, groups_of, load_positives, logits_of_tile, signs_of
-from jagged.ops.group_sparse.update import loss_inputs, update_by
+from jagged.ops.group_sparse.update import loss_inputs
 
 
 @triton.jit
@@ -147,8 +156,6 @@ def backward(
     grads: LossOutputs, x: LossInputs, out: LossOutputs, o: LossOptions, wanted: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
     """Make all gradients that are wanted, `gradients`."""
-    if not (x.features.shape[0] and x.weight.shape[0] and x.supports.shape[0]):
-        return {name: torch.zeros_like(getattr(x, name), dtype=dtype) for name, dtype in wanted.items()}
     assert grads.loss is not None
     return _gradients(grads.loss, x, o.label_smoothing, wanted)
 
@@ -159,45 +166,16 @@ def updating_forward(x: UpdatingInputs, o: UpdatingOptions) -> LossOutputs:
 
 
 def update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
-    """Return the gradient of features, and change weights and biases by theirs, inside of the kernel where it can.
-
-    Elsewhere `update_by` does, with gradients that take the memory of the layer in float32: of groups with more slots than a tile
-    has, whose logits need all weights as they were.
-    """
-    if not kernel_can_update(x, o):
-        return update_by(backward, x, o)
-    changes = KernelUpdate(
-        x.bias if o.changes_bias else None,
-        x.weight_momentum,
-        x.bias_momentum if o.changes_bias else None,
-        x.learning_rate,
-        x.step if o.stochastic_rounding and x.weight.dtype == torch.bfloat16 else None,
-        (x.loss.isfinite() & x.grad.isfinite()).to(torch.int32),
-        o.momentum,
-        # No weight that is infinite meets a decay of 0.
-        o.weight_decay or None,
-    )
-    wanted = {"features": x.features.dtype} if o.of_features else {}
-    found = _gradients(x.grad, loss_inputs(x), o.label_smoothing, wanted, changes)
-    return FeatureGradient(found["features"] if o.of_features else x.features.new_empty(0))
-
-
-def kernel_can_update(x: UpdateInputs, o: UpdateOptions) -> bool:
-    """Return whether there is anything to launch it for, one tile has all slots of a group, and what else changes has no gaps.
-
-    A weight that is expanded goes to PyTorch's operations, which refuse to write it: threads would write one place.
-    """
-    sizes = x.weight.shape[0], x.supports.shape[0], x.features.shape[0], x.weight.shape[1], x.features.element_size()
-    others = (x.weight_momentum, *((x.bias, x.bias_momentum) if o.changes_bias else ()))
-    has_no_gaps = all(tensor is None or tensor.is_contiguous() for tensor in others)
-    is_one_tile = all(sizes) and configurations.has_one_tile(*sizes, gpu(x.features.device).capability)
-    return is_one_tile and 0 not in x.weight.stride() and has_no_gaps
+    """Return the gradient of features, and change weights and biases, `gradient_kernels.update`."""
+    return gradient_kernels.update(x, o, partial(_gradients, x.grad, loss_inputs(x), o.label_smoothing))
 
 
 def _gradients(
     grad: Tensor, x: LossInputs, smoothing: float, wanted: Mapping[str, torch.dtype], changes: KernelUpdate | None = None
 ) -> dict[str, Tensor]:
-    """Give `gradients` what it needs of a batch that is not empty; `grad` is that of the loss."""
+    """Give `gradients` what it needs; `grad` is that of the loss."""
+    if not (x.features.shape[0] and x.weight.shape[0] and x.supports.shape[0]):
+        return {name: torch.zeros_like(getattr(x, name), dtype=dtype) for name, dtype in wanted.items()}
     # Of rows that do not count no feature enters a product, where zero times what is no number would. A copy, without gaps.
     columns = aligned(torch.where((x.row_weight != 0)[:, None], x.features, 0).t())
     scales = slope_scales(x.features, x.row_weight, x.label_weight, grad)
@@ -209,5 +187,5 @@ def _gradients(
 
 def _read(x: LossInputs) -> tuple[Tensor | None, ...]:
     """Return what the kernel reads after the features, side by side in memory but for the weights."""
-    rest = (None if tensor is None else tensor.contiguous() for tensor in x[2:])
-    return (x.weight, *rest)
+    rest = (None if tensor is None else tensor.contiguous() for tensor in x[3:])
+    return (x.weight, columns_of_groups(x), *rest)

@@ -22,14 +22,15 @@ def check_layer(features: Tensor, weight: Tensor, supports: Tensor, group_offset
     """Check shapes, dtypes and devices, and the values of offsets and supports where these are checked."""
     check_tensor("features", features, "[B, H]", FLOATS)
     check_tensor("weight", weight, "[L, F]", FLOATS)
-    check_tensor("supports", supports, "[K, F]", (torch.int32, torch.int16))
+    is_adjacent = isinstance(supports, Tensor) and supports.dim() == 1
+    check_tensor("supports", supports, "[K]" if is_adjacent else "[K, F]", (torch.int32, torch.int16))
     check_factors("weight", weight, "features", features)
     check_device("supports", supports, "features", features)
     if not (holds(weight.shape[1] >= 1) and holds(weight.shape[1] <= features.shape[1])):
         raise ValueError(
             f"weight: expected shape [L, F], F from 1 to {features.shape[1]}, the columns of features, got {list(weight.shape)}"
         )
-    if not holds(supports.shape[1] == weight.shape[1]):
+    if not is_adjacent and not holds(supports.shape[1] == weight.shape[1]):
         raise ValueError(
             f"supports: expected shape [K, {weight.shape[1]}], a column of features for each column of weight "
             f"{list(weight.shape)}, got {list(supports.shape)}"
@@ -43,7 +44,9 @@ def check_layer(features: Tensor, weight: Tensor, supports: Tensor, group_offset
     if bias is not None:
         check_vector("bias", bias, "[L]", weight.shape[0], "row of weight", weight)
         check_factors("bias", bias, "features", features)
-    if validation_is_on(supports):
+    if validation_is_on(supports) and is_adjacent:
+        _validate_first_columns(supports, features.shape[1], weight.shape[1])
+    elif validation_is_on(supports):
         _validate_supports(supports, features.shape[1])
 
 
@@ -92,4 +95,16 @@ def _validate_supports(supports: Tensor, num_features: int) -> None:
         raise ValueError(
             f"supports[{group}]: expected columns that differ, got {int(columns[group, slot])} twice; "
             "put another in its place, with weights of 0 if none is to count"
+        )
+
+
+def _validate_first_columns(supports: Tensor, num_features: int, width: int) -> None:
+    """Check that groups which read adjacent columns read such that there are."""
+    last = num_features - width
+    wrong = torch.nonzero((supports < 0) | (supports > last))
+    if wrong.numel():
+        group = int(wrong[0])
+        raise ValueError(
+            f"supports[{group}]: expected the first of {width} adjacent columns of features, from 0 to {last}, "
+            f"got {int(supports[group])}; columns are counted from 0"
         )

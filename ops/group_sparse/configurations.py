@@ -1,7 +1,8 @@
 """Tile sizes of group-sparse linear layers. Nothing else decides how they are launched.
 
 Every row compiles for compute capabilities 8.0, 9.0 and 10.0 without a spill in 16 bits, but for a few numbers that a loop keeps,
-and in the backward pass of losses for up to 41 of a thread, which the assembler puts aside where one program more fits then.
+and in the backward pass of losses and the gradient of features of adjacent columns for up to 42 of a thread, under 8.0 64, which
+the assembler puts aside where one program more fits then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ PROGRAMS = 4
 MOST_PROGRAMS = 4
 # Programs that walk the labels for their log-sum-exp, for each multiprocessor.
 SOFTMAX_PROGRAMS = 16
+# Sums of a loss's gradient of features, beyond which it is made apart from that of weights, by programs of some samples each.
+MOST_SUM_BYTES = 2**28
 # Slots of a tile in both passes of a softmax in float32, at most.
 LOSS_SLOTS = 64
 
@@ -80,6 +83,15 @@ def shared_feature_configuration(
     return Configuration(0, block_l, block_f, 64, 4, 1), 0
 
 
+def adjacent_feature_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
+    """Choose for the same of groups that read adjacent columns, whose sum is in registers, with five groups ahead, or two."""
+    if itemsize == 2:
+        block_l, block_f = _labels(num_labels, num_groups, 64), _power(width, 64)
+        num_warps, num_stages = (4, 5) if block_l == 64 else (2, 11)
+        return Configuration(0, block_l, block_f, min(64, _power(batch_size, 64)), num_warps, num_stages)
+    return Configuration(0, _labels(num_labels, num_groups, 32), _power(width, 32), 32, 4, 1)
+
+
 def bytes_ahead(chosen: Configuration, groups: int) -> int:
     """Return the shared memory that Triton needs for tiles of so many groups on their way, their columns and offsets."""
     tiles = 2 * chosen.block_l * (chosen.block_f + chosen.block_b)
@@ -113,6 +125,14 @@ def loss_backward_configuration(
         block_l = _labels(num_labels, num_groups, 32 if has_registers and is_even else 16)
         return Configuration(0, block_l, 128, 32, 4 if has_registers else 8, 3)
     return Configuration(0, 16, _power(width, LOSS_SLOTS), 16, 4, 1)
+
+
+def softmax_backward_configuration(
+    num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int, capability: int
+) -> Configuration:
+    """Choose for the gradients of a softmax, which has more numbers of rows: capability 8 has registers for 32 samples."""
+    chosen = loss_backward_configuration(num_labels, num_groups, batch_size, width, itemsize, capability)
+    return chosen if capability in (9, 10) else chosen._replace(block_b=min(chosen.block_b, 32))
 
 
 def softmax_forward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:

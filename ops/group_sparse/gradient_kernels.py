@@ -7,7 +7,7 @@ writing a group's gradients it may update the group by them: they are whole ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +18,17 @@ from torch import Tensor
 from jagged.ops._shared.device import dot, exp_of_difference, load_segment, rounded_at_random
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu, products_of
+from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
-from jagged.ops.group_sparse.spec import LossInputs, SoftmaxInputs
+from jagged.ops.group_sparse.spec import (
+    FeatureGradient,
+    LossInputs,
+    SoftmaxInputs,
+    SoftmaxUpdateInputs,
+    UpdateInputs,
+    UpdateOptions,
+    columns_of_groups,
+)
 from jagged.ops.group_sparse.tiles import (
     LOG2_E,
     VARYING,
@@ -30,6 +39,7 @@ from jagged.ops.group_sparse.tiles import (
     logits_of_tile,
     signs_of,
 )
+from jagged.ops.group_sparse.update import may_change, update_by
 
 
 @triton.jit
@@ -116,13 +126,14 @@ def update_values(values, old, states, old_states, place, first_element, slope, 
 def gradients_of_labels(
     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse, grad_target,
     grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum, weight_decay, sums,
-    rows_of_tiles, of_labels, scale, unscale, group, first, end, smoothing, num_labels, num_positives, batch_size, filled_size,
-    num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    rows_of_tiles, of_labels, scale, unscale, group, first, end, smoothing, num_labels, num_positives, first_block, last_block,
+    batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES:
+    tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Write the gradients of BLOCK_L labels of a group from `first` on, and add to the sums of the columns they read.
 
+    Samples are those of some blocks, of all where gradients of labels are wanted.
     With a `rate` the labels are updated if `counts` says so, and no gradient is written. `of_labels` is of `load_of_labels`.
     """
     label = first + tl.arange(0, BLOCK_L)
@@ -140,7 +151,7 @@ def gradients_of_labels(
             transposed = load_block(weight, slot, weight_column_stride, slot < WIDTH, label, weight_stride, label < end)
         of_weight = tl.zeros([BLOCK_L, BLOCK_F], tl.float32)
         of_bias = tl.zeros([BLOCK_L], tl.float32)
-        for block in tl.range(0, tl.cdiv(batch_size, BLOCK_B * TILES) if BLOCKS == 0 else BLOCKS, num_stages=1):
+        for block in tl.range(0 if BLOCKS else first_block, BLOCKS if BLOCKS else last_block, num_stages=1):
             for tile in tl.static_range(TILES):
                 first_sample = (block * TILES + tile) * BLOCK_B
                 sample = first_sample + tl.arange(0, BLOCK_B).to(tl.int64)
@@ -204,14 +215,14 @@ def gradients_of_labels(
                 tl.store(grad_bias + label, (of_bias * unscale).to(grad_bias.dtype.element_ty), mask=(label < end) & (slots == 0))
 
 
-@triton.jit(do_not_specialize=[*VARYING, "num_positives"])
+@triton.jit(do_not_specialize=[*VARYING, "num_positives", "row_programs"])
 def group_sparse_loss_backward_kernel(
     features, weight, supports, group_offsets, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
     grad_target, scales, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, learning_rate, step, counts,
-    momentum, weight_decay, sums, smoothing, num_groups, num_labels, num_positives, num_parts, batch_size, filled_size,
-    num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr,
-    BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES: tl.constexpr,
-    PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+    momentum, weight_decay, sums, smoothing, num_groups, num_labels, num_positives, num_parts, row_programs, batch_size,
+    filled_size, num_features, weight_stride, weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_F:
+    tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS: tl.constexpr, OF_WEIGHT: tl.constexpr, OF_FEATURES:
+    tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """With d[l, b] = label_weight[l] slope[l, b] scales[0], for all labels l of a part's groups g:
 
@@ -222,12 +233,17 @@ def group_sparse_loss_backward_kernel(
     is 0: a part is one program's, so nobody else reads a group's weights, and it does only before.
 
     Slopes are of binary cross-entropy, or where `lse` is given of a softmax. Samples come in blocks of TILES tiles. BLOCKS is 1
-    where there is one block, so that tiles of the next groups can be loaded ahead, and 0 where a program walks several.
+    where there is one block, so that tiles of the next groups can be loaded ahead, and 0 where a program walks several. Without
+    OF_WEIGHT `row_programs` programs may share the samples of a part, each with its own blocks.
     A part's sums are in the L2, zeros before; threads add to them there and wait for nothing but each other. Slopes become a
     factor of products through shared memory, so all wait between the sums of two tiles; a sum's terms come in one order, and
     results are the same bits each time. Labels past the first BLOCK_L of a group, which few groups have, come last.
     """
-    part = tl.program_id(0).to(tl.int64)
+    part, first_block, last_block = tl.program_id(0).to(tl.int64), 0, BLOCKS
+    if BLOCKS == 0:
+        blocks, own = tl.cdiv(batch_size, BLOCK_B * TILES), (part % row_programs).to(tl.int32)
+        part //= row_programs
+        first_block, last_block = own * blocks // row_programs, (own + 1) * blocks // row_programs
     scale, unscale = tl.load(scales), tl.load(scales + 1)
     if OF_FEATURES:
         sums += part * num_features * filled_size
@@ -254,8 +270,8 @@ def group_sparse_loss_backward_kernel(
             features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
             grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts, momentum,
             weight_decay, sums, rows_of_tiles, of_labels, scale, unscale, group, start, end, smoothing, num_labels, num_positives,
-            batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES,
-            BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
+            first_block, last_block, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH, BLOCK_L,
+            BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
         )  # fmt: skip
     for skipped in range(BLOCK_L, longest, BLOCK_L):
         for group in range(first_group, last_group):
@@ -268,8 +284,8 @@ def group_sparse_loss_backward_kernel(
                     features, weight, supports, positives, rows, row_weight, positive_offsets, bias, label_weight, lse, grad_lse,
                     grad_target, grad_weight, grad_bias, updated_bias, weight_momentum, bias_momentum, rate, step, counts,
                     momentum, weight_decay, sums, rows_of_tiles, of_labels, scale, unscale, group, first, end, smoothing,
-                    num_labels, num_positives, batch_size, filled_size, num_features, weight_stride, weight_column_stride, WIDTH,
-                    BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
+                    num_labels, num_positives, first_block, last_block, batch_size, filled_size, num_features, weight_stride,
+                    weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, BLOCK_B, TILES, BLOCKS, OF_WEIGHT, OF_FEATURES, PRECISION,
                 )  # fmt: skip
 
 
@@ -317,28 +333,79 @@ def gradients(
         found["weight"] = weight.new_empty(num_labels, width, dtype=wanted.get("weight", weight.dtype))
         if x.bias is not None:
             found["bias"] = weight.new_empty(num_labels, dtype=wanted.get("bias", weight.dtype))
-    read = [tensor.contiguous() for tensor in (x.supports, x.group_offsets, x.positives, x.rows)]
+    read = [columns_of_groups(x), *(tensor.contiguous() for tensor in (x.group_offsets, x.positives, x.rows))]
     rest = [
         None if tensor is None else tensor.contiguous()
         for tensor in (row_weight, x.positive_offsets, x.bias, label_weight, *rows_of_softmax)
     ]
     sizes = num_labels, num_groups, batch_size, width, features.element_size()
-    chosen = configurations.loss_backward_configuration(*sizes, device.capability)
+    is_softmax = rows_of_softmax[0] is not None
+    choose = configurations.softmax_backward_configuration if is_softmax else configurations.loss_backward_configuration
+    chosen = choose(*sizes, device.capability)
     num_tiles = configurations.loss_tiles(batch_size, width, chosen)
-    num_parts = min(num_groups, configurations.loss_programs(chosen) * device.multiprocessors)
-    sums = None
+    num_blocks = cdiv(batch_size, chosen.block_b * num_tiles)
+    programs = configurations.loss_programs(chosen) * device.multiprocessors
+
+    def launch(sums: Tensor | None, num_parts: int, row_programs: int, *, of_weight: bool) -> None:
+        of_labels = (found.get("weight"), found.get("bias")) if of_weight else (None, None)
+        changes: tuple[Any, ...] = (None,) * len(KernelUpdate._fields) if update is None or not of_weight else update
+        _launch(
+            (num_parts * row_programs,),
+            columns, weight, *read, *rest, scales, *of_labels, *changes, sums, smoothing, num_groups, num_labels,
+            x.positives.shape[0], num_parts, row_programs, batch_size, filled_size, num_features, *weight.stride(), WIDTH=width,
+            BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, TILES=num_tiles, BLOCKS=int(num_blocks == 1),
+            OF_WEIGHT=of_weight, OF_FEATURES=sums is not None, PRECISION=products_of(features.dtype),
+            NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        )  # fmt: skip
+
+    num_parts, row_programs, sums = min(num_groups, programs), 1, None
+    of_weight = bool(found) or update is not None
     if "features" in wanted:
+        is_alone = 4 * num_parts * num_features * filled_size > configurations.MOST_SUM_BYTES
+        if is_alone:
+            # Programs that have some samples each have sums of these alone. An update comes after them.
+            row_programs = min(num_blocks, programs)
+            num_parts = min(num_groups, max(1, programs // row_programs))
         sums = torch.zeros(num_parts, num_features, filled_size, dtype=torch.float32, device=features.device)
-    changes: tuple[Any, ...] = (None,) * len(KernelUpdate._fields) if update is None else update
-    _launch(
-        (num_parts,),
-        columns, weight, *read, *rest, scales, found.get("weight"), found.get("bias"), *changes, sums, smoothing, num_groups,
-        num_labels, x.positives.shape[0], num_parts, batch_size, filled_size, num_features, *weight.stride(), WIDTH=width,
-        BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, TILES=num_tiles,
-        BLOCKS=int(batch_size <= chosen.block_b * num_tiles), OF_WEIGHT=bool(found) or update is not None,
-        OF_FEATURES=sums is not None, PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages,
-        num_warps=chosen.num_warps,
-    )  # fmt: skip
+        launch(sums, num_parts, row_programs, of_weight=of_weight and not is_alone)
+        of_weight = of_weight and is_alone
+    if of_weight:
+        launch(None, min(num_groups, programs), 1, of_weight=True)
     if sums is not None:
         found["features"] = (sums.sum(0)[:, :batch_size] * scales[1]).t().to(wanted["features"]).contiguous()
     return {name: found[name] for name in wanted}
+
+
+def update(x: UpdateInputs | SoftmaxUpdateInputs, o: UpdateOptions, make: Callable[..., dict[str, Tensor]]) -> FeatureGradient:
+    """Return the gradient of features, and change weights and biases by theirs, inside of the kernel where it can.
+
+    Elsewhere `update_by` does, with gradients that take the memory of the layer in float32: of groups with more slots than a tile
+    has, whose logits need all weights as they were. `make` is given what is wanted, and a `KernelUpdate`.
+    """
+    if not kernel_can_update(x, o):
+        return update_by(make, x, o)
+    changes = KernelUpdate(
+        x.bias if o.changes_bias else None,
+        x.weight_momentum,
+        x.bias_momentum if o.changes_bias else None,
+        x.learning_rate,
+        x.step if o.stochastic_rounding and x.weight.dtype == torch.bfloat16 else None,
+        may_change(x).to(torch.int32),
+        o.momentum,
+        # No weight that is infinite meets a decay of 0.
+        o.weight_decay or None,
+    )
+    found = make({"features": x.features.dtype} if o.of_features else {}, changes)
+    return FeatureGradient(found["features"] if o.of_features else x.features.new_empty(0))
+
+
+def kernel_can_update(x: UpdateInputs | SoftmaxUpdateInputs, o: UpdateOptions) -> bool:
+    """Return whether there is anything to launch it for, one tile has all slots of a group, and what else changes has no gaps.
+
+    A weight that is expanded goes to PyTorch's operations, which refuse to write it: threads would write one place.
+    """
+    sizes = x.weight.shape[0], x.supports.shape[0], x.features.shape[0], x.weight.shape[1], x.features.element_size()
+    others = (x.weight_momentum, *((x.bias, x.bias_momentum) if o.changes_bias else ()))
+    has_no_gaps = all(tensor is None or tensor.is_contiguous() for tensor in others)
+    is_one_tile = all(sizes) and configurations.has_one_tile(*sizes, gpu(x.features.device).capability)
+    return is_one_tile and 0 not in x.weight.stride() and has_no_gaps

@@ -22,7 +22,7 @@ from jagged.ops._shared.matrices import aligned, gpu, products_of
 from jagged.ops._shared.shared_memory import add_to_columns, set_to_zero, shared_sums, sums_of_program, write_sums
 from jagged.ops._shared.sizes import cdiv
 from jagged.ops.group_sparse import configurations
-from jagged.ops.group_sparse.spec import Inputs, Options, Outputs
+from jagged.ops.group_sparse.spec import Inputs, Options, Outputs, columns_of_groups
 from jagged.ops.group_sparse.tiles import VARYING, add_to_sums, groups_of, load_block, load_columns, logits_of_tile
 
 
@@ -242,16 +242,73 @@ def group_sparse_feature_gradient_in_shared_memory_kernel(
     write_sums(own, sums + part * num_features * sums_stride, sums_stride, num_features, first_sample, sums_stride, BLOCK_B)
 
 
+@triton.jit
+def load_of_group(
+    grad, weight, segments, group, skipped, slot, sample, num_labels, batch_size, grad_stride, grad_column_stride, weight_stride,
+    weight_column_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """Load weights, transposed, and gradients of BLOCK_L labels of a group after some skipped ones; and return all labels."""
+    start, end = load_segment(segments, 2 * group, num_labels)
+    label = start + skipped + tl.arange(0, BLOCK_L)
+    left = load_block(weight, slot, weight_column_stride, slot < WIDTH, label, weight_stride, label < end)
+    right = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, sample < batch_size)
+    return left, right, end - start
+
+
+@triton.jit(do_not_specialize=VARYING)
+def group_sparse_adjacent_feature_gradient_kernel(
+    grad, weight, first_columns, run_ends, segments, sums, num_groups, num_labels, batch_size, num_parts, num_features,
+    grad_stride, grad_column_stride, weight_stride, weight_column_stride, sums_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    """The sums of `group_sparse_feature_gradient_kernel` where group g reads the columns `first_columns[g]` and WIDTH - 1 more.
+
+    Groups come in the order of their first columns, so that the sum of one block of columns stays in registers until another
+    block begins, at `run_ends[g]`; labels of group g are `segments[g, 0]` to `segments[g, 1] - 1`. Blocks may overlap, so one
+    program has all slots of its part and samples, a tile of them after the other.
+    """
+    blocks = tl.cdiv(batch_size, BLOCK_B)
+    part = (tl.program_id(0) // blocks).to(tl.int64)
+    sample = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_B + tl.arange(0, BLOCK_B)
+    sums += part * num_features * sums_stride
+    first, last = part * num_groups // num_parts, (part + 1) * num_groups // num_parts
+    while first < last:
+        end_of_run = tl.minimum(tl.load(run_ends + first), last)
+        # Inside of `[0, H)` whatever supports say.
+        column = tl.minimum(tl.maximum(tl.load(first_columns + first).to(tl.int64), 0), num_features - WIDTH)
+        for slots in tl.range(0, WIDTH, BLOCK_F, num_stages=1):
+            slot = slots + tl.arange(0, BLOCK_F)
+            total, longest = tl.zeros([BLOCK_F, BLOCK_B], tl.float32), tl.zeros([], tl.int64)
+            for group in tl.range(first, end_of_run, num_stages=NUM_STAGES):
+                left, right, labels = load_of_group(
+                    grad, weight, segments, group, 0, slot, sample, num_labels, batch_size, grad_stride, grad_column_stride,
+                    weight_stride, weight_column_stride, WIDTH, BLOCK_L,
+                )  # fmt: skip
+                total = dot(left, right, total, PRECISION)
+                longest = tl.maximum(longest, labels)
+            # Few groups have more labels than a tile.
+            for skipped in range(BLOCK_L, longest, BLOCK_L):
+                for group in tl.range(first, end_of_run, num_stages=1):
+                    left, right, labels = load_of_group(
+                        grad, weight, segments, group, skipped, slot, sample, num_labels, batch_size, grad_stride,
+                        grad_column_stride, weight_stride, weight_column_stride, WIDTH, BLOCK_L,
+                    )  # fmt: skip
+                    total = dot(left, right, total, PRECISION)
+            add_to_sums(sums, total, column + slot, slot < WIDTH, sample, sums_stride)
+        first = end_of_run
+
+
 _launch_forward = Launcher(group_sparse_forward_kernel)
 _launch_weight_gradient = Launcher(group_sparse_weight_gradient_kernel)
 _launch_feature_gradient = Launcher(group_sparse_feature_gradient_kernel)
 _launch_in_shared_memory = Launcher(group_sparse_feature_gradient_in_shared_memory_kernel)
+_launch_of_adjacent = Launcher(group_sparse_adjacent_feature_gradient_kernel)
 
 
 def forward(x: Inputs, o: Options) -> Outputs:
     """Launch `group_sparse_forward_kernel`."""
-    features, weight, supports, group_offsets, bias = x
-    (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, supports.shape[0]
+    features, weight, _, group_offsets, bias = x
+    (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, x.supports.shape[0]
     if not (batch_size and num_labels and num_groups):
         return Outputs(features.new_zeros(num_labels, batch_size).t())
     logits = features.new_empty(num_labels, batch_size)
@@ -259,7 +316,7 @@ def forward(x: Inputs, o: Options) -> Outputs:
     columns = aligned(features.t())
     _launch_forward(
         (cdiv(num_groups, chosen.groups) * cdiv(batch_size, chosen.block_b),),
-        columns, weight, supports.contiguous(), group_offsets.contiguous(), None if bias is None else bias.contiguous(), logits,
+        columns, weight, columns_of_groups(x), group_offsets.contiguous(), None if bias is None else bias.contiguous(), logits,
         num_groups, num_labels, batch_size, columns.shape[1], num_features, columns.stride(0), *weight.stride(), batch_size,
         WIDTH=width, GROUPS=chosen.groups, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b,
         PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
@@ -277,7 +334,8 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
     x = x._replace(supports=supports.contiguous(), group_offsets=group_offsets.contiguous())
     found = {}
     if "features" in wanted:
-        found["features"] = _feature_gradient(grad, x, wanted["features"])
+        make = _feature_gradient if x.supports.dim() == 2 else _feature_gradient_of_adjacent
+        found["features"] = make(grad, x, wanted["features"])
     if "weight" in wanted:
         found |= _weight_gradients(grad, x, wanted)
     elif "bias" in wanted:
@@ -287,8 +345,8 @@ def backward(grads: Outputs, x: Inputs, out: Outputs, o: Options, wanted: Mappin
 
 def _weight_gradients(grad: Tensor, x: Inputs, wanted: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Launch `group_sparse_weight_gradient_kernel`; what it has beside is the gradient of a bias."""
-    features, weight, supports, group_offsets, _ = x
-    (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, supports.shape[0]
+    features, weight, _, group_offsets, _ = x
+    (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, x.supports.shape[0]
     found = {"weight": weight.new_empty(num_labels, width, dtype=wanted["weight"])}
     if "bias" in wanted:
         found["bias"] = weight.new_empty(num_labels, dtype=wanted["bias"])
@@ -296,8 +354,8 @@ def _weight_gradients(grad: Tensor, x: Inputs, wanted: Mapping[str, torch.dtype]
     columns = aligned(features.t())
     _launch_weight_gradient(
         (cdiv(num_groups, chosen.groups) * cdiv(width, chosen.block_f),),
-        grad, columns, supports, group_offsets, found["weight"], found.get("bias"), num_groups, num_labels, batch_size,
-        columns.shape[1], num_features, *grad.stride(), columns.stride(0), WIDTH=width, GROUPS=chosen.groups,
+        grad, columns, columns_of_groups(x), group_offsets, found["weight"], found.get("bias"), num_groups, num_labels,
+        batch_size, columns.shape[1], num_features, *grad.stride(), columns.stride(0), WIDTH=width, GROUPS=chosen.groups,
         BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, BLOCKS=int(batch_size <= chosen.block_b),
         PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
     )  # fmt: skip
@@ -332,5 +390,27 @@ def _feature_gradient(grad: Tensor, x: Inputs, dtype: torch.dtype) -> Tensor:
         weight_stride=weight.stride(0), weight_column_stride=weight.stride(1), sums_stride=stride, WIDTH=width,
         BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, PRECISION=products_of(features.dtype),
         num_warps=chosen.num_warps, **named,
+    )  # fmt: skip
+    return sums.sum(0)[:, :batch_size].t().to(dtype).contiguous()
+
+
+def _feature_gradient_of_adjacent(grad: Tensor, x: Inputs, dtype: torch.dtype) -> Tensor:
+    """Launch `group_sparse_adjacent_feature_gradient_kernel` and add up the parts' sums in their order."""
+    features, weight = x.features, x.weight
+    (batch_size, num_features), (num_labels, width), num_groups = features.shape, weight.shape, x.supports.shape[0]
+    stride = cdiv(batch_size, 16) * 16
+    chosen = configurations.adjacent_feature_configuration(num_labels, num_groups, batch_size, width, features.element_size())
+    blocks = cdiv(batch_size, chosen.block_b)
+    programs = configurations.PROGRAMS * gpu(features.device).multiprocessors
+    num_parts = min(num_groups, max(1, programs // blocks))
+    sums = features.new_zeros(num_parts, num_features, stride, dtype=torch.float32)
+    first_columns, order = x.supports.sort(stable=True)
+    run_ends = torch.searchsorted(first_columns, first_columns, right=True)
+    segments = torch.stack([x.group_offsets[order], x.group_offsets[order + 1]], 1)
+    _launch_of_adjacent(
+        (num_parts * blocks,),
+        grad, weight, first_columns, run_ends, segments, sums, num_groups, num_labels, batch_size, num_parts, num_features,
+        *grad.stride(), *weight.stride(), stride, WIDTH=width, BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f,
+        BLOCK_B=chosen.block_b, PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
     )  # fmt: skip
     return sums.sum(0)[:, :batch_size].t().to(dtype).contiguous()

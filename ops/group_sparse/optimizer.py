@@ -19,13 +19,13 @@ class Rule(NamedTuple):
 
 
 class GroupSparseOptimizer:
-    """Update a layer's weights and biases in the backward pass of `group_sparse_bce`, by SGD, and make no gradient of them.
+    """Update a layer's weights and biases in the backward pass of its loss, by SGD, and make no gradient of them.
 
-    Passed to `group_sparse_bce`, whose backward pass then changes `weight`, `bias` and the states in place. With g the gradient,
-    in float32 (float64 for float64): `v = momentum * v + g + weight_decay * w; w -= learning_rate * v`, as `torch.optim.SGD` has
-    it; biases have no decay. Where the loss, or the gradient that comes to it, is infinite or NaN, nothing is changed. What acts
-    on gradients after the backward pass does not see these: neither clipping nor the unscaling of a `torch.amp.GradScaler`, whose
-    scaled loss would scale the update.
+    Passed to `group_sparse_bce` or `group_sparse_cross_entropy`, whose backward pass then changes `weight`, `bias` and the states
+    in place. With g the gradient, in float32 (float64 for float64): `v = momentum * v + g + weight_decay * w`, and
+    `w -= learning_rate * v`, as `torch.optim.SGD` has it; biases have no decay. Where the loss, or the gradient that comes to it,
+    is infinite or NaN, nothing is changed. What acts on gradients after the backward pass does not see these: neither clipping
+    nor the unscaling of a `torch.amp.GradScaler`, whose scaled loss would scale the update.
 
     Args:
         weight: `[L, F]`, of the layer.

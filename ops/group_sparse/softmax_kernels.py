@@ -7,6 +7,7 @@ to it; the parts' are brought together afterwards. The backward pass is in `grad
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 import triton
@@ -17,11 +18,22 @@ from jagged.ops._shared.device import exp_of_difference, load_segment
 from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import aligned, gpu, inverse_scale_of, products_of
 from jagged.ops._shared.sizes import cdiv
-from jagged.ops.group_sparse import configurations
-from jagged.ops.group_sparse.gradient_kernels import gradients
-from jagged.ops.group_sparse.spec import Options, SoftmaxInputs, SoftmaxOutputs
+from jagged.ops.group_sparse import configurations, gradient_kernels
+from jagged.ops.group_sparse.gradient_kernels import KernelUpdate, gradients
+from jagged.ops.group_sparse.spec import (
+    FeatureGradient,
+    Options,
+    SoftmaxInputs,
+    SoftmaxOutputs,
+    SoftmaxUpdateInputs,
+    SoftmaxUpdatingInputs,
+    UpdateOptions,
+    UpdatingOptions,
+    columns_of_groups,
+)
 from jagged.ops.group_sparse.tiles import VARYING, are_positives, load_positives, logits_of_tile
 from jagged.ops.group_sparse.torch_impl import counting_features, softmax_rows
+from jagged.ops.group_sparse.update import softmax_inputs
 
 # Below every logit, and finite: the difference of two infinities is no number.
 LOWEST = tl.constexpr(-1.0e38)
@@ -127,6 +139,29 @@ def backward(
     grads: SoftmaxOutputs, x: SoftmaxInputs, out: SoftmaxOutputs, o: Options, wanted: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
     """Make all gradients that are wanted, `gradients`."""
+    return _gradients(grads, x, out, wanted)
+
+
+def updating_forward(x: SoftmaxUpdatingInputs, o: UpdatingOptions) -> SoftmaxOutputs:
+    """Compute what `forward` does."""
+    return forward(softmax_inputs(x), Options())
+
+
+def update(x: SoftmaxUpdateInputs, o: UpdateOptions) -> FeatureGradient:
+    """Return the gradient of features, and change weights and biases, `gradient_kernels.update`."""
+    # The sum of the positives' logits is in no gradient.
+    given = SoftmaxOutputs(x.grad_lse, x.grad_target), softmax_inputs(x), SoftmaxOutputs(x.lse, x.lse)
+    return gradient_kernels.update(x, o, partial(_gradients, *given))
+
+
+def _gradients(
+    grads: SoftmaxOutputs,
+    x: SoftmaxInputs,
+    out: SoftmaxOutputs,
+    wanted: Mapping[str, torch.dtype],
+    changes: KernelUpdate | None = None,
+) -> dict[str, Tensor]:
+    """Give `gradients` what it needs."""
     features = x.features
     if not (features.shape[0] and x.weight.shape[0] and x.supports.shape[0]):
         return {name: torch.zeros_like(getattr(x, name), dtype=dtype) for name, dtype in wanted.items()}
@@ -135,7 +170,8 @@ def backward(
     if features.dtype == torch.float16:
         unscale = inverse_scale_of(lse != torch.inf, of_lse, of_target)
     scales = torch.stack([torch.ones_like(unscale), unscale])
-    return gradients(x, _columns(x), scales, wanted, rows_of_softmax=(lse, of_lse / unscale, of_target / unscale))
+    rows_of_softmax = lse, of_lse / unscale, of_target / unscale
+    return gradients(x, _columns(x), scales, wanted, rows_of_softmax=rows_of_softmax, update=changes)
 
 
 def _columns(x: SoftmaxInputs) -> Tensor:
@@ -152,5 +188,5 @@ def _masked(x: SoftmaxInputs, lse: Tensor, target: Tensor) -> SoftmaxOutputs:
 
 def _read(x: SoftmaxInputs) -> tuple[Tensor | None, ...]:
     """Return what the kernel reads after the features, side by side in memory but for the weights."""
-    rest = (None if tensor is None else tensor.contiguous() for tensor in x[2:-1])
-    return (x.weight, *rest)
+    rest = (None if tensor is None else tensor.contiguous() for tensor in x[3:-1])
+    return (x.weight, columns_of_groups(x), *rest)

@@ -23,12 +23,15 @@ from jagged.ops.group_sparse.spec import (
     Outputs,
     SoftmaxInputs,
     SoftmaxOutputs,
+    SoftmaxUpdateInputs,
+    SoftmaxUpdatingInputs,
     UpdateInputs,
     UpdateOptions,
     UpdatingInputs,
     UpdatingOptions,
+    columns_of_groups,
 )
-from jagged.ops.group_sparse.update import loss_inputs, update_by
+from jagged.ops.group_sparse.update import loss_inputs, softmax_inputs, update_by
 
 Layer = Inputs | LossInputs | SoftmaxInputs
 
@@ -131,7 +134,8 @@ def updating_forward(x: UpdatingInputs, o: UpdatingOptions) -> LossOutputs:
 
 def bce_update(x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
     """Return the gradient of features, and change weights and biases."""
-    return update_by(bce_backward, x, o)
+    given = LossOutputs(x.grad), loss_inputs(x), LossOutputs(x.loss), LossOptions(o.label_smoothing)
+    return update_by(lambda wanted: bce_backward(*given, wanted), x, o)
 
 
 def softmax_forward(x: SoftmaxInputs, o: Options) -> SoftmaxOutputs:
@@ -180,6 +184,18 @@ def softmax_backward(
     if of_bias is not None:
         found["bias"] = of_bias
     return _finished(found, wanted)
+
+
+def softmax_updating_forward(x: SoftmaxUpdatingInputs, o: UpdatingOptions) -> SoftmaxOutputs:
+    """Return what the softmax does."""
+    return softmax_forward(softmax_inputs(x), Options())
+
+
+def softmax_update(x: SoftmaxUpdateInputs, o: UpdateOptions) -> FeatureGradient:
+    """Return the gradient of features, and change weights and biases."""
+    # The sum of the positives' logits is in no gradient.
+    given = SoftmaxOutputs(x.grad_lse, x.grad_target), softmax_inputs(x), SoftmaxOutputs(x.lse, x.lse), Options()
+    return update_by(lambda wanted: softmax_backward(*given, wanted), x, o)
 
 
 def softmax_rows(grads: SoftmaxOutputs, x: SoftmaxInputs, out: SoftmaxOutputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,7 +313,7 @@ def _pieces(x: Layer) -> Iterator[Piece]:
         return
     limits = covering(x.group_offsets, num_labels)
     sizes, order = limits.diff().sort(stable=True)
-    starts, columns = limits[order], x.supports[order].to(torch.int64).clamp_(0, num_features - 1)
+    starts, columns = limits[order], columns_of_groups(x)[order].to(torch.int64).clamp_(0, num_features - 1)
     found, samples, width = sizes.tolist(), min(PIECE_SAMPLES, x.features.shape[0]), x.weight.shape[1]
     last = num_groups
     # From the largest on, to which its piece is padded.

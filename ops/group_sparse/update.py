@@ -7,11 +7,20 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.label_loss import LossOptions, LossOutputs, loss_dtype
+from jagged.ops._shared.label_loss import loss_dtype
 from jagged.ops._shared.rounding import rounded
-from jagged.ops.group_sparse.spec import FeatureGradient, LossInputs, UpdateInputs, UpdateOptions, UpdatingInputs
+from jagged.ops.group_sparse.spec import (
+    FeatureGradient,
+    LossInputs,
+    SoftmaxInputs,
+    SoftmaxUpdateInputs,
+    SoftmaxUpdatingInputs,
+    UpdateInputs,
+    UpdateOptions,
+    UpdatingInputs,
+)
 
-Backward = Callable[[LossOutputs, LossInputs, LossOutputs, LossOptions, Mapping[str, torch.dtype]], dict[str, Tensor]]
+Layer = UpdateInputs | SoftmaxUpdateInputs
 
 # Numbers that are changed at once: a few copies of so many in float32.
 PIECE_ELEMENTS = 2**24
@@ -22,29 +31,41 @@ def loss_inputs(x: UpdatingInputs | UpdateInputs) -> LossInputs:
     return LossInputs(**{name: getattr(x, name) for name in LossInputs._fields})
 
 
-def update_by(backward: Backward, x: UpdateInputs, o: UpdateOptions) -> FeatureGradient:
-    """Return the gradient of features that `backward` makes, and change weights and biases by theirs."""
+def softmax_inputs(x: SoftmaxUpdatingInputs | SoftmaxUpdateInputs) -> SoftmaxInputs:
+    """Return what the softmax alone is made of."""
+    return SoftmaxInputs(**{name: getattr(x, name) for name in SoftmaxInputs._fields})
+
+
+def may_change(x: Layer) -> Tensor:
+    """Return whether all that the gradients come from are numbers, `[]` (bool); else nothing is to change."""
+    if isinstance(x, UpdateInputs):
+        return x.loss.isfinite() & x.grad.isfinite()
+    # A row whose logits are all -inf has no gradient.
+    return (x.grad_lse.isfinite() & x.grad_target.isfinite() & (x.lse.isfinite() | (x.lse == -torch.inf))).all()
+
+
+def update_by(make: Callable[[Mapping[str, torch.dtype]], dict[str, Tensor]], x: Layer, o: UpdateOptions) -> FeatureGradient:
+    """Return the gradient of features, and change weights and biases by theirs; `make` makes those that are wanted."""
     wide = loss_dtype(x.features.dtype)
     wanted = {"weight": wide}
     if o.of_features:
         wanted["features"] = x.features.dtype
     if o.changes_bias:
         wanted["bias"] = wide
-    found = backward(LossOutputs(x.grad), loss_inputs(x), LossOutputs(x.loss), LossOptions(o.label_smoothing), wanted)
-    _change(x, o, x.weight, x.weight_momentum, found["weight"], o.weight_decay, 0)
+    found, counts = make(wanted), may_change(x)
+    _change(x, o, counts, x.weight, x.weight_momentum, found["weight"], o.weight_decay, 0)
     if o.changes_bias:
         assert x.bias is not None
         momentum = None if x.bias_momentum is None else x.bias_momentum[:, None]
-        _change(x, o, x.bias[:, None], momentum, found["bias"][:, None], 0.0, x.weight.numel())
+        _change(x, o, counts, x.bias[:, None], momentum, found["bias"][:, None], 0.0, x.weight.numel())
     return FeatureGradient(found["features"] if o.of_features else x.features.new_empty(0))
 
 
 def _change(
-    x: UpdateInputs, o: UpdateOptions, values: Tensor, states: Tensor | None, gradient: Tensor, decay: float, first: int
+    x: Layer, o: UpdateOptions, counts: Tensor, values: Tensor, states: Tensor | None, gradient: Tensor, decay: float, first: int
 ) -> None:
     """Change `[L, n]` values and states in place, piece by piece; `first` counts the first one for rounding."""
-    counts, rate = x.loss.isfinite() & x.grad.isfinite(), x.learning_rate.to(gradient.dtype)
-    width = values.shape[1]
+    rate, width = x.learning_rate.to(gradient.dtype), values.shape[1]
     rows = max(1, PIECE_ELEMENTS // max(1, width))
     for begin in range(0, values.shape[0], rows):
         some = slice(begin, min(begin + rows, values.shape[0]))

@@ -316,8 +316,18 @@ def test_an_output_layer_is_kept_and_checked() -> None:
         ({"items": 49}, expected),
         ({"width": 8}, expected.replace("49", "50").replace("reads 12", "reads 8")),
         *(
-            (options, "output: expected a head of loss='softmax', without projections and not adjacent, got another one")
-            for options in ({"loss": "bce"}, {"tail_dim": 6}, {"head_dim": 6}, {"adjacent": True})
+            (
+                options,
+                "output: expected a head of loss='softmax', without projections and an optimizer, and not adjacent, got another "
+                "one",
+            )
+            for options in (
+                {"loss": "bce"},
+                {"tail_dim": 6},
+                {"head_dim": 6},
+                {"adjacent": True},
+                {"optimizer": "sgd", "optimizer_options": {"learning_rate": 0.1}},
+            )
         ),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

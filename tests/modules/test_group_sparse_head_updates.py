@@ -24,6 +24,9 @@ RULE = {"learning_rate": 0.3, "momentum": 0.8, "weight_decay": 0.1}
 BATCH = jagged_of((2, 1, 0, 4))
 
 
+OF_BOTH = pytest.mark.parametrize("loss", ["bce", "softmax"])
+
+
 def updated_head(**options: Any) -> GroupSparseHead:
     return head_of(23, head=3, tail_dim=9, optimizer="sgd", **{"optimizer_options": dict(RULE), **options})
 
@@ -42,9 +45,10 @@ def check_equal(left: GroupSparseHead, right: GroupSparseHead) -> None:
         assert torch.equal(tensor, others[name]), name
 
 
-def test_it_trains_as_with_an_optimizer_of_pytorch(place: Place) -> None:
+@OF_BOTH
+def test_it_trains_as_with_an_optimizer_of_pytorch(place: Place, loss: str) -> None:
     """The groups by SGD, all else by Adam."""
-    head, plain = updated_head(), head_of(23, head=3, tail_dim=9)
+    head, plain = updated_head(loss=loss), head_of(23, head=3, tail_dim=9, loss=loss)
     plain.load_state_dict(head.state_dict())
     ours = torch.optim.Adam(head.parameters(), lr=0.1)
     groups = {"weight", "bias"}
@@ -54,9 +58,9 @@ def test_it_trains_as_with_an_optimizer_of_pytorch(place: Place) -> None:
     for features, positives in batches(5):
         head.zero_grad()
         plain.zero_grad()
-        loss, expected = head(features, positives), plain(features, positives)
-        torch.testing.assert_close(loss, expected)
-        loss.backward()
+        ours_of, expected = head(features, positives), plain(features, positives)
+        torch.testing.assert_close(ours_of, expected)
+        ours_of.backward()
         expected.backward()
         assert head.weight.grad is None
         assert head.bias.grad is None
@@ -67,11 +71,12 @@ def test_it_trains_as_with_an_optimizer_of_pytorch(place: Place) -> None:
         torch.testing.assert_close(tensor, other, msg=name)
 
 
-def test_what_records_no_gradient_changes_nothing(place: Place) -> None:
+@OF_BOTH
+def test_what_records_no_gradient_changes_nothing(place: Place, loss: str) -> None:
     """Scores, losses without a graph, and a head whose weights are frozen, which is a head like any other."""
-    head, (features, positives) = updated_head(), batches(1)[0]
+    head, (features, positives) = updated_head(loss=loss), batches(1)[0]
     before = copy.deepcopy(head)
-    head.topk(features, 3)
+    head.probabilities(features, head.topk(features, 3)[0])
     with torch.no_grad():
         head(features, positives)
     head.requires_grad_(False)
@@ -81,14 +86,33 @@ def test_what_records_no_gradient_changes_nothing(place: Place) -> None:
     check_equal(head, before)
 
 
-def test_nothing_is_learnt_from_a_label_that_is_none(place: Place) -> None:
-    head, (features, _) = updated_head(), batches(1)[0]
+@OF_BOTH
+def test_nothing_is_learnt_from_a_label_that_is_none(place: Place, loss: str) -> None:
+    head, (features, _) = updated_head(loss=loss), batches(1)[0]
     before, bad = copy.deepcopy(head), positives_for(BATCH, 23, 0)
     bad.values()[1] = 23
     with trust_values():
-        loss = head(features, bad)
-    assert bool(loss.isnan())
-    loss.backward()
+        wrong = head(features, bad)
+    assert bool(wrong.isnan())
+    wrong.backward()
+    for name, tensor in tensors_of(before).items():
+        assert name == "step" or torch.equal(tensors_of(head)[name], tensor), name
+
+
+def test_a_target_of_each_row_is_learnt_from(place: Place) -> None:
+    """As next-item models have them: rows without one do not count, and a target that is no label changes nothing."""
+    head, plain = updated_head(loss="softmax"), head_of(23, head=3, tail_dim=9, loss="softmax")
+    plain.load_state_dict(head.state_dict())
+    features, targets = batches(1)[0][0], torch.tensor([22, -100, 0, 5], device=place.device)
+    head.target_loss(features, targets).loss.backward()
+    plain.target_loss(features, targets).loss.backward()
+    assert plain.weight.grad is not None
+    assert head.weight.grad is None
+    gradient = plain.weight.grad + RULE["weight_decay"] * plain.weight
+    torch.testing.assert_close(head.weight, plain.weight - RULE["learning_rate"] * gradient)
+    before = copy.deepcopy(head)
+    with trust_values():
+        head.target_loss(features, targets + 9).loss.backward()
     for name, tensor in tensors_of(before).items():
         assert name == "step" or torch.equal(tensors_of(head)[name], tensor), name
 
@@ -152,16 +176,17 @@ def test_it_is_made_on_the_meta_device(place: Place) -> None:
     assert not head.optimizer.weight_momentum.any()
 
 
-def test_layers_before_it_under_autocast_and_checkpointing(place: Place) -> None:
+@OF_BOTH
+def test_layers_before_it_under_autocast_and_checkpointing(place: Place, loss: str) -> None:
     layer, (features, positives) = nn.Linear(12, 12, device=place.device), batches(1)[0]
-    heads = [updated_head() for _ in range(2)]
+    heads = [updated_head(loss=loss) for _ in range(2)]
     for head, is_again in zip(heads, (False, True), strict=True):
         with torch.autocast(place.device.type, dtype=torch.bfloat16):
 
-            def loss(x: Tensor, head: GroupSparseHead = head) -> Tensor:
+            def run(x: Tensor, head: GroupSparseHead = head) -> Tensor:
                 return head(layer(x), positives)  # type: ignore[no-any-return]
 
-            value = checkpoint(loss, features, use_reentrant=False) if is_again else loss(features)
+            value = checkpoint(run, features, use_reentrant=False) if is_again else run(features)
         assert value is not None
         value.backward()
     check_equal(*heads)
@@ -205,8 +230,9 @@ def test_an_exported_loss_is_the_same_and_changes_nothing(place: Place) -> None:
     check_equal(model.head, before)
 
 
-def test_several_processes_are_refused(place: Place) -> None:
-    head, (features, positives) = updated_head(), batches(1)[0]
+@OF_BOTH
+def test_several_processes_are_refused(place: Place, loss: str) -> None:
+    head, (features, positives) = updated_head(loss=loss), batches(1)[0]
     message = (
         "optimizer: a head's own updates by the gradients of one process, got 2 processes, which would learn apart; "
         "make the head without an optimizer"
@@ -224,10 +250,6 @@ def test_messages_name_option_and_cure() -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"optimizer_options": rate}, "optimizer_options: expected None without an optimizer; name one with optimizer"),
         ({"optimizer": "adam", "optimizer_options": rate}, "optimizer: got 'adam', expected 'sgd' or None"),
-        (
-            {"optimizer": "sgd", "optimizer_options": rate, "loss": "softmax"},
-            "optimizer: expected None for loss='softmax', whose backward pass makes gradients, got 'sgd'",
-        ),
         (
             {"optimizer": "sgd", "optimizer_options": {**rate, "betas": 1}},
             "optimizer_options: got 'betas', expected some of learning_rate, momentum, weight_decay, stochastic_rounding, "

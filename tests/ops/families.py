@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import pkgutil
 from collections.abc import Callable, Iterator, Sequence
@@ -269,8 +270,11 @@ def group_sparse(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
     def forward(features: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
         with_bias = group_sparse_linear(features, weight, supports, batch.offsets, bias, backend=PLACE.backend)
         without = group_sparse_linear(features, weight, supports.short(), batch.offsets, backend=PLACE.backend)
+        # Blocks that are the same, that overlap, and others.
+        first = supports[:, 0] % (columns - width + 1)
+        adjacent = group_sparse_linear(features, weight, first, batch.offsets, bias, backend=PLACE.backend)
         given = (features, weight, supports, batch.offsets, *_positives(batch, 70), bias)
-        return [with_bias, without, group_sparse_bce(*given, label_smoothing=0.1, backend=PLACE.backend)]
+        return [with_bias, without, adjacent, group_sparse_bce(*given, label_smoothing=0.1, backend=PLACE.backend)]
 
     return Step(forward, _leaves(dtype, (70, columns), (batch.total, width), (batch.total,)))
 
@@ -384,8 +388,9 @@ def long_step() -> Step:
 
 
 def update_steps() -> Iterator[Step]:
-    """Yield the loss over groups that changes its weights in the backward pass: features are its only leaf."""
-    for dtype, momentum in ((torch.float32, 0.0), (torch.bfloat16, 0.9)):
+    """Yield losses over groups that change their weights in the backward pass: features are their only leaf."""
+    losses = group_sparse_bce, group_sparse_cross_entropy
+    for loss, (dtype, momentum) in itertools.product(losses, ((torch.float32, 0.0), (torch.bfloat16, 0.9))):
         batch, width = jagged_of((3, 0, 40, 1)), 32
         supports, columns = _supports(batch, width)
         weight, bias = (leaf.detach().requires_grad_() for leaf in _leaves(dtype, (batch.total, width), (batch.total,)))
@@ -393,8 +398,13 @@ def update_steps() -> Iterator[Step]:
         optimizer = GroupSparseOptimizer(weight, bias, learning_rate=0.1, **options)
         given = (weight, supports, batch.offsets, *_positives(batch, 70), bias)
 
-        def forward(features: Tensor, given: tuple[Tensor, ...] = given, own: GroupSparseOptimizer = optimizer) -> list[Tensor]:
-            return [group_sparse_bce(features, *given, optimizer=own, backend=PLACE.backend)]
+        def forward(
+            features: Tensor,
+            given: tuple[Tensor, ...] = given,
+            own: GroupSparseOptimizer = optimizer,
+            loss: Callable[..., Tensor] = loss,
+        ) -> list[Tensor]:
+            return [loss(features, *given, optimizer=own, backend=PLACE.backend)]
 
         yield Step(forward, _leaves(dtype, (70, columns)))
 

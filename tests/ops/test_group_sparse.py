@@ -52,11 +52,14 @@ def layer_of(
     *,
     strided: bool = False,
     of_supports: torch.dtype = torch.int32,
+    adjacent: bool = False,
 ) -> Layer:
-    """Return random numbers; columns of each group in an order of their own."""
+    """Return random numbers; columns of each group in an order of their own, or adjacent ones."""
     generator = torch.Generator().manual_seed(seed)
     columns = [torch.randperm(num_features, generator=generator)[:width] for _ in range(groups.batch_size)]
     supports = torch.stack(columns) if columns else torch.zeros(0, width)
+    if adjacent:
+        supports = torch.randint(0, num_features - width + 1, (groups.batch_size,), generator=generator)
     shapes = (batch_size, num_features), (groups.total, width), (groups.total,)
     features, weight, bias = (random_tensor(shape, dtype, seed + k, strided=strided) for k, shape in enumerate(shapes))
     return Layer(features, weight, supports.to(of_supports).to(PLACE.device), groups.offsets, bias, groups.lengths)
@@ -108,16 +111,37 @@ def test_without_a_bias(
     check(place, layer_of(groups, batch_size, width, width + more, dtype, seed, strided=strided), wanted, has_bias=False)
 
 
+@given(jagged_batches(), BATCH_SIZES, WIDTHS, float_dtypes(), seeds(), st.booleans(), FLAGS, INT_DTYPES)
+def test_adjacent_columns(
+    place: Place,
+    groups: Jagged,
+    batch_size: int,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    seed: int,
+    strided: bool,
+    wanted: tuple[bool, bool, bool],
+    of_supports: torch.dtype,
+) -> None:
+    """Blocks of columns that are the same, that overlap, and that have none in common."""
+    groups = jagged_of((*groups.lengths, 9, 3, 9), groups.offsets.dtype)
+    width, more = widths
+    given: dict[str, Any] = {"strided": strided, "of_supports": of_supports, "adjacent": True}
+    check(place, layer_of(groups, batch_size, width, width + more, dtype, seed, **given), wanted)
+
+
+@pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("wanted", [(a, b, c) for a in (True, False) for b in (True, False) for c in (True, False)])
-def test_every_subset_of_gradients(place: Place, wanted: tuple[bool, bool, bool]) -> None:
+def test_every_subset_of_gradients(place: Place, wanted: tuple[bool, bool, bool], adjacent: bool) -> None:
     """Also where groups share columns, in several parts whose sums are added up."""
-    check(place, layer_of(jagged_of((3, 0, 1, 40, 17) * 3), 20, 5, 7), wanted)
+    check(place, layer_of(jagged_of((3, 0, 1, 40, 17) * 3), 20, 5, 7, adjacent=adjacent), wanted)
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 0), (1,), (1, 1, 1), (0, 1, 128, 0)])
 @pytest.mark.parametrize("batch_size", [0, 3])
-def test_few_labels_and_none(place: Place, sizes: tuple[int, ...], batch_size: int) -> None:
-    layer = layer_of(jagged_of(sizes, torch.int32), batch_size, 4, 6)
+@pytest.mark.parametrize("adjacent", [False, True])
+def test_few_labels_and_none(place: Place, sizes: tuple[int, ...], batch_size: int, adjacent: bool) -> None:
+    layer = layer_of(jagged_of(sizes, torch.int32), batch_size, 4, 6, adjacent=adjacent)
     leaves = [x.clone().requires_grad_() for x in (layer.features, layer.weight, layer.bias)]
     out = group_sparse_linear(*leaves[:2], layer.supports, layer.offsets, leaves[2], backend=place.backend)
     expected = reference.group_sparse_linear(*leaves[:2], layer.supports, sizes, leaves[2])
@@ -234,6 +258,10 @@ def test_wrong_values_reach_no_foreign_memory(place: Place) -> None:
                 of_features, of_weight = torch.autograd.grad(out, (features, weight), torch.ones_like(out))
                 assert bool(of_features.isfinite().all())
                 assert set(of_weight[~of_weight.isnan()].tolist()) <= {0.0, 6.0}
+                first = torch.tensor([-32768, 9, 32767], dtype=of_supports, device=place.device)
+                out = group_sparse_linear(features, weight, first, offsets, backend=place.backend)
+                assert set(out[~out.isnan()].tolist()) <= {0.0, 4.0}
+                assert bool(torch.autograd.grad(out, features, torch.ones_like(out))[0].isfinite().all())
 
 
 def test_strided_supports_and_offsets(place: Place) -> None:
@@ -245,10 +273,11 @@ def test_strided_supports_and_offsets(place: Place) -> None:
 
 
 @ONE_ORDER
+@pytest.mark.parametrize("adjacent", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_at_every_repeat(place: Place, dtype: torch.dtype) -> None:
+def test_the_same_bits_at_every_repeat(place: Place, dtype: torch.dtype, adjacent: bool) -> None:
     """Groups that share columns, whose gradients are added up in one order."""
-    layer = layer_of(jagged_of((32, 7, 0, 128, 1) * 20), 100, 40, 50, dtype)
+    layer = layer_of(jagged_of((32, 7, 0, 128, 1) * 20), 100, 40, 50, dtype, adjacent=adjacent)
 
     def run() -> list[Tensor]:
         leaves = [x.clone().requires_grad_() for x in (layer.features, layer.weight, layer.bias)]
@@ -290,7 +319,12 @@ def test_messages_name_argument_and_cure(place: Place) -> None:
             ValueError,
             "weight: expected shape [L, F], F from 1 to 2, the columns of features, got [5, 3]",
         ),
-        ({"supports": supports[0]}, ValueError, "supports: expected shape [K, F], got [3]"),
+        ({"supports": supports[None]}, ValueError, "supports: expected shape [K, F], got [1, 2, 3]"),
+        (
+            {"supports": supports[0]},
+            ValueError,
+            "group_offsets: expected shape [4], one more than the groups of supports [3], got [3]",
+        ),
         (
             {"supports": supports.long()},
             TypeError,
@@ -350,6 +384,16 @@ def test_values_are_checked_on_demand(place: Place, monkeypatch: pytest.MonkeyPa
             right_offsets,
             "supports[1]: expected columns that differ, got 3 twice; put another in its place, with weights of 0 if none is to "
             "count",
+        ),
+        (
+            [0, 4],
+            right_offsets,
+            "supports[1]: expected the first of 3 adjacent columns of features, from 0 to 3, got 4; columns are counted from 0",
+        ),
+        (
+            [-1, 3],
+            right_offsets,
+            "supports[0]: expected the first of 3 adjacent columns of features, from 0 to 3, got -1; columns are counted from 0",
         ),
         (
             right_supports,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from jagged.ops import group_sparse_bce
-from jagged.ops.group_sparse import torch_impl
+from jagged.ops.group_sparse import configurations, torch_impl
 from tests.graphs import captured
 from tests.ops.test_group_sparse import BATCH_SIZES, FLAGS, Layer, layer_of
 from tests.oracle import check_three_way
@@ -98,6 +98,13 @@ def test_every_subset_of_gradients(place: Place, wanted: tuple[bool, bool, bool]
     check(place, layer, *positives_of(20, layer.weight.shape[0], 3), wanted)
 
 
+@pytest.mark.parametrize("width", [5, 40, 140])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adjacent_columns(place: Place, dtype: torch.dtype, width: int) -> None:
+    layer = layer_of(jagged_of((3, 0, 1, 70, 17) * 3), 20, width, width + 20, dtype, adjacent=True)
+    check(place, layer, *positives_of(20, layer.weight.shape[0], 3), (True, True, True))
+
+
 @pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 0), (1,), (0, 1, 40, 0)])
 @pytest.mark.parametrize("batch_size", [0, 3])
 def test_few_labels_and_none(place: Place, sizes: tuple[int, ...], batch_size: int) -> None:
@@ -116,6 +123,16 @@ def test_few_labels_and_none(place: Place, sizes: tuple[int, ...], batch_size: i
 def test_one_feature_of_a_whole_step_of_samples(place: Place) -> None:
     """A matrix of one row has whatever stride."""
     check(place, layer_of(jagged_of((9,)), 16, 1, 1), *positives_of(16, 9, 1), (True, True, True))
+
+
+@pytest.mark.parametrize("width", [5, 140])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_programs_of_some_samples_each(place: Place, dtype: torch.dtype, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch for which sums of all samples would take too much memory: groups longer than a tile, too."""
+    monkeypatch.setattr(configurations, "MOST_SUM_BYTES", 0)
+    layer = layer_of(jagged_of((3, 0, 1, 70, 17) * 3), 150, width, width + 20, dtype)
+    check(place, layer, *positives_of(150, layer.weight.shape[0], 3), (True, True, True))
+    check(place, layer, *positives_of(150, layer.weight.shape[0], 3), (True, False, False))
 
 
 def test_pieces_do_not_change_the_result(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +328,21 @@ def test_captured(place: Place) -> None:
         graph.replay()
         for ours, expected in zip(results, run(), strict=True):
             assert torch.equal(ours, expected)
+
+
+@ON_GPU
+def test_memory_does_not_grow_with_samples_and_parts(place: Place) -> None:
+    """16,384 samples of 128 features: sums of all samples for each part would take 4 GB."""
+    labels, batch = 20_000, 16_384
+    offsets = torch.arange(0, labels + 1, 32, device=place.device)
+    supports = torch.arange(16, dtype=torch.int32, device=place.device).expand(labels // 32, 16).contiguous()
+    features = random_tensor((batch, 128), torch.bfloat16, 1).requires_grad_()
+    weight = random_tensor((labels, 16), torch.bfloat16, 2).requires_grad_()
+    positives, of_rows = positives_of(batch, labels, 3)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    group_sparse_bce(features, weight, supports, offsets, positives, of_rows).backward()
+    assert torch.cuda.max_memory_allocated() - before < 300e6
 
 
 @ON_GPU

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from jagged.ops import GroupSparseOptimizer, group_sparse_bce
+from jagged.ops import GroupSparseOptimizer, group_sparse_bce, group_sparse_cross_entropy
 from jagged.ops._shared.matrices import gpu
 from jagged.ops.group_sparse import configurations, update
 from tests.ops.test_embedding_bag import Recorder
@@ -36,11 +37,15 @@ ONE_GRAPH = pytest.mark.skipif(
 )
 
 
+LOSSES: dict[str, Callable[..., Tensor]] = {"bce": group_sparse_bce, "softmax": group_sparse_cross_entropy}
+OF_BOTH = pytest.mark.parametrize("loss", LOSSES)
+
+
 class Run:
     """A layer with an optimizer of its own, and batches for it."""
 
-    def __init__(self, layer: Layer, *, learns: tuple[bool, bool] = (True, True), **rule: Any) -> None:
-        self.layer = layer
+    def __init__(self, layer: Layer, loss: str = "bce", *, learns: tuple[bool, bool] = (True, True), **rule: Any) -> None:
+        self.layer, self.loss_of = layer, LOSSES[loss]
         self.weight, self.bias = (
             x.detach().clone().requires_grad_(of) for x, of in zip((layer.weight, layer.bias), learns, strict=True)
         )
@@ -49,7 +54,7 @@ class Run:
     def loss(self, features: Tensor, seed: int = 0, **options: Any) -> Tensor:
         given = positives_of(features.shape[0], self.weight.shape[0], seed)
         layer = self.layer
-        return group_sparse_bce(
+        return self.loss_of(
             features, self.weight, layer.supports, layer.offsets, *given, self.bias, optimizer=self.optimizer,
             backend=PLACE.backend, **options,
         )  # fmt: skip
@@ -60,12 +65,14 @@ class Run:
 
 # Of a logit below -88 the kernel means the exponential to be infinite, which the interpreter warns of.
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
+@OF_BOTH
 @given(
     jagged_batches(), st.sampled_from([1, 7, 20]), st.sampled_from([1, 5, 70]), float_dtypes(), seeds(),
     st.sampled_from(range(len(RULES))), st.sampled_from(["features", "weight", "bias", "weight_momentum", "bias_momentum"]),
 )  # fmt: skip
 def test_an_update_is_one_of_sgd(
     place: Place,
+    loss: str,
     groups: Jagged,
     batch_size: int,
     width: int,
@@ -79,6 +86,7 @@ def test_an_update_is_one_of_sgd(
     layer = layer_of(groups, batch_size, width, width + 3, dtype, seed)
     given = positives_of(batch_size, groups.total, seed)
     targets, options = targets_of(*given, groups.total), RULES[rule]
+    smoothing: dict[str, Any] = {"label_smoothing": 0.1} if loss == "bce" else {}
     if of.endswith("momentum") and not options.get("momentum"):
         return
 
@@ -87,9 +95,9 @@ def test_an_update_is_one_of_sgd(
         optimizer = GroupSparseOptimizer(weight, bias, **options)
         for _ in range(2):
             features.grad = None
-            group_sparse_bce(
-                features, weight, layer.supports, layer.offsets, *given, bias, label_smoothing=0.1, optimizer=optimizer,
-                backend=place.backend,
+            LOSSES[loss](
+                features, weight, layer.supports, layer.offsets, *given, bias, optimizer=optimizer, backend=place.backend,
+                **smoothing,
             ).backward()  # fmt: skip
             assert weight.grad is None
             assert bias.grad is None
@@ -109,7 +117,11 @@ def test_an_update_is_one_of_sgd(
             optimizer.zero_grad()
             logits = reference.group_sparse_linear(features, weight, layer.supports, layer.sizes, bias)
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            reference.group_sparse_bce(wide, targets, label_smoothing=0.1).backward()
+            (
+                reference.group_sparse_bce(wide, targets, **smoothing)
+                if loss == "bce"
+                else reference.group_sparse_cross_entropy(wide, targets)[0]
+            ).backward()
             optimizer.step()
         assert features.grad is not None
         found = {"features": features.grad, "weight": weight.detach(), "bias": bias.detach()}
@@ -121,19 +133,20 @@ def test_an_update_is_one_of_sgd(
     check_three_way(ours, expected, [layer.features, layer.weight, layer.bias], requires_grad=[False] * 3)
 
 
+@OF_BOTH
 @pytest.mark.parametrize("dtype", PLACE.dtypes, ids=str)
-def test_the_gradient_is_that_without_an_optimizer(place: Place, dtype: torch.dtype) -> None:
+def test_the_gradient_is_that_without_an_optimizer(place: Place, dtype: torch.dtype, loss: str) -> None:
     """Of features, to the bit; and a step without momentum is the gradient of weights times the rate, as far as it is rounded."""
     layer = layer_of(jagged_of((3, 0, 1, 70, 17)), 20, 5, 7, dtype)
     given = positives_of(20, layer.weight.shape[0], 0)
     leaves = [x.clone().requires_grad_() for x in (layer.features, layer.weight, layer.bias)]
-    plain = group_sparse_bce(*leaves[:2], layer.supports, layer.offsets, *given, leaves[2], backend=place.backend)
+    plain = LOSSES[loss](*leaves[:2], layer.supports, layer.offsets, *given, leaves[2], backend=place.backend)
     of_features, of_weight, of_bias = torch.autograd.grad(plain, leaves)
-    run = Run(layer, learning_rate=1.0)
+    run = Run(layer, loss, learning_rate=1.0)
     features = layer.features.clone().requires_grad_()
-    loss = run.loss(features)
-    assert torch.equal(loss.detach(), plain.detach())
-    loss.backward()
+    ours = run.loss(features)
+    assert torch.equal(ours.detach(), plain.detach())
+    ours.backward()
     assert features.grad is not None
     assert torch.equal(features.grad, of_features)
     for new, old, grad in ((run.weight, layer.weight, of_weight), (run.bias, layer.bias, of_bias)):
@@ -144,28 +157,30 @@ def test_the_gradient_is_that_without_an_optimizer(place: Place, dtype: torch.dt
     assert int(run.optimizer.step) == 1
 
 
-def test_what_does_not_learn_stays(place: Place) -> None:
+@OF_BOTH
+def test_what_does_not_learn_stays(place: Place, loss: str) -> None:
     """A bias that requires no gradient, and all without a graph. Who asks for a gradient of features updates weights, too."""
     layer = layer_of(jagged_of((3, 5)), 6, 4, 9)
-    run = Run(layer, learns=(True, False), learning_rate=0.5, momentum=0.9)
+    run = Run(layer, loss, learns=(True, False), learning_rate=0.5, momentum=0.9)
     features = layer.features.clone().requires_grad_()
     (grad,) = torch.autograd.grad(run.loss(features), features)
     assert grad.any()
     assert torch.equal(run.bias, layer.bias)
     assert not torch.equal(run.weight, layer.weight)
     before = run.tensors()
-    loss = run.loss(features)
+    recorded = run.loss(features)
     with torch.no_grad():
-        assert torch.equal(run.loss(features), loss)
+        assert torch.equal(run.loss(features), recorded)
     for now, then in zip(run.tensors(), before, strict=True):
         assert torch.equal(now, then)
 
 
+@OF_BOTH
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_nothing_changes_by_what_is_no_number(place: Place, where: str) -> None:
+def test_nothing_changes_by_what_is_no_number(place: Place, where: str, loss: str) -> None:
     """Neither weights nor states, whatever the batch; the next one is learnt from."""
     layer = layer_of(jagged_of((3, 5, 20)), 6, 4, 9)
-    run = Run(layer, learning_rate=0.5, momentum=0.9, weight_decay=0.1)
+    run = Run(layer, loss, learning_rate=0.5, momentum=0.9, weight_decay=0.1)
     run.loss(layer.features).backward()
     before = run.tensors()
     features = layer.features.clone()
@@ -224,19 +239,25 @@ WITHOUT_BIAS = torch.float16, False, {"momentum": 0.5}
 IN_FLOAT32 = torch.float32, True, {"weight_decay": 0.1}
 
 
+@OF_BOTH
 @pytest.mark.skipif(PLACE.name == "cpu", reason="where updates are made is the kernels' choice")
 @pytest.mark.parametrize("batch_size", [20, 70, 130])
 @pytest.mark.parametrize(
     ("rule", "width"), [(ROUNDED, 16), (WITH_ALL, 16), (WITHOUT_BIAS, 16), (IN_FLOAT32, 16), (WITH_ALL, 96), (ROUNDED, 128)]
 )
 def test_updates_in_the_kernel(
-    place: Place, batch_size: int, rule: tuple[torch.dtype, bool, dict[str, Any]], width: int, monkeypatch: pytest.MonkeyPatch
+    place: Place,
+    batch_size: int,
+    rule: tuple[torch.dtype, bool, dict[str, Any]],
+    width: int,
+    loss: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """They are those that PyTorch's operations make of its gradients, to the bit where nothing contracts a product with a sum.
 
     Weights have gaps, and groups more labels than a tile, or none; a program has all samples, or walks them.
     """
-    from jagged.ops.group_sparse import bce_kernels
+    from jagged.ops.group_sparse import gradient_kernels
 
     dtype, changes_bias, options = rule
     layer = layer_of(jagged_of((3, 0, 1, 40, 17), torch.int32), batch_size, width, 150, dtype)
@@ -244,7 +265,7 @@ def test_updates_in_the_kernel(
     found = []
     for in_kernel in (True, False):
         if not in_kernel:
-            monkeypatch.setattr(bce_kernels, "kernel_can_update", lambda x, o: False)
+            monkeypatch.setattr(gradient_kernels, "kernel_can_update", lambda x, o: False)
         weight = random_tensor((61, width), dtype, 1, strided=True).requires_grad_()
         assert not weight.is_contiguous()
         bias = layer.bias.clone().requires_grad_(changes_bias)
@@ -256,7 +277,7 @@ def test_updates_in_the_kernel(
         before = storage[:, gaps].clone()
         for _ in range(2):
             features = layer.features.clone().requires_grad_()
-            group_sparse_bce(
+            LOSSES[loss](
                 features, weight, layer.supports, layer.offsets, *given, bias, optimizer=optimizer, backend=place.backend
             ).backward()
             assert features.grad is not None
@@ -272,10 +293,24 @@ def test_updates_in_the_kernel(
             torch.testing.assert_close(ours, expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3 * largest)
 
 
+@OF_BOTH
+def test_programs_of_some_samples_each(place: Place, loss: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of features, which is made apart there, is of weights as they were."""
+    layer = layer_of(jagged_of((3, 0, 1, 40, 17)), 130, 16, 50)
+    found = []
+    for most in (configurations.MOST_SUM_BYTES, 0):
+        monkeypatch.setattr(configurations, "MOST_SUM_BYTES", most)
+        run, features = Run(layer, loss, learning_rate=2.0, momentum=0.9), layer.features.clone().requires_grad_()
+        run.loss(features).backward()
+        found.append([features.grad, *run.tensors()])
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
 @pytest.mark.skipif(PLACE.name == "cpu", reason="where updates are made is the kernels' choice")
 @pytest.mark.parametrize("why", ["more slots than a tile", "a bias with gaps"])
 def test_what_the_kernel_leaves_to_pytorch(place: Place, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from jagged.ops.group_sparse import bce_kernels
+    from jagged.ops.group_sparse import gradient_kernels
 
     calls = []
 
@@ -283,7 +318,7 @@ def test_what_the_kernel_leaves_to_pytorch(place: Place, why: str, monkeypatch: 
         calls.append(1)
         return update.update_by(*arguments)
 
-    monkeypatch.setattr(bce_kernels, "update_by", recorded)
+    monkeypatch.setattr(gradient_kernels, "update_by", recorded)
     width = 100 if why == "more slots than a tile" else 5
     layer = layer_of(jagged_of((3, 0, 20)), 6, width, 120)
     weight, bias = layer.weight.clone().requires_grad_(), layer.bias.clone()
@@ -374,10 +409,11 @@ def test_under_autocast_all_is_in_the_dtype_of_weights(place: Place) -> None:
     assert torch.equal(plain.bias, cast.bias)
 
 
-def test_under_checkpointing(place: Place) -> None:
+@OF_BOTH
+def test_under_checkpointing(place: Place, loss: str) -> None:
     """Forward runs twice there, and the update once."""
     layer = layer_of(jagged_of((3, 5)), 6, 4, 9)
-    plain, again = (Run(layer, learning_rate=0.5, momentum=0.9) for _ in range(2))
+    plain, again = (Run(layer, loss, learning_rate=0.5, momentum=0.9) for _ in range(2))
     for _ in range(2):
         leaves = [layer.features.clone().requires_grad_() for _ in range(2)]
         plain.loss(leaves[0]).backward()
@@ -401,21 +437,22 @@ def test_an_optimizer_is_copied_and_pickled(place: Place) -> None:
 
 @ONE_GRAPH
 @pytest.mark.skipif(PLACE.name == "interpret", reason="the compiler cannot run the interpreter")
-def test_in_one_graph(place: Place) -> None:
+@OF_BOTH
+def test_in_one_graph(place: Place, loss: str) -> None:
     layer = layer_of(jagged_of((3, 0, 1, 9)), 6, 4, 9)
-    plain, other = (Run(layer, learning_rate=0.5, momentum=0.9, weight_decay=0.1) for _ in range(2))
+    plain, other = (Run(layer, loss, learning_rate=0.5, momentum=0.9, weight_decay=0.1) for _ in range(2))
     given = positives_of(6, 13, 0)
 
-    def loss(run: Run, features: Tensor) -> Tensor:
-        return group_sparse_bce(
+    def of(run: Run, features: Tensor) -> Tensor:
+        return LOSSES[loss](
             features, run.weight, layer.supports, layer.offsets, *given, run.bias, optimizer=run.optimizer, backend=place.backend
         )
 
     torch._dynamo.reset()
-    compiled = torch.compile(lambda features: loss(other, features), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda features: of(other, features), fullgraph=True, backend="aot_eager")
     for _ in range(3):
         leaves = [layer.features.clone().requires_grad_() for _ in range(2)]
-        loss(plain, leaves[0]).backward()
+        of(plain, leaves[0]).backward()
         compiled(leaves[1]).backward()
         assert leaves[0].grad is not None
         assert torch.equal(leaves[0].grad, leaves[1].grad)  # type: ignore[arg-type]
@@ -425,14 +462,15 @@ def test_in_one_graph(place: Place) -> None:
 
 CHANGED = (
     "weight: it has changed since the loss was computed, whose gradient needs it as it was; call backward of one loss before the "
-    "next is computed, or put all rows into one call of group_sparse_bce"
+    "next is computed, or put all rows into one call of "
 )
 
 
+@OF_BOTH
 @pytest.mark.parametrize("how", ["two losses", "twice", "by hand"])
-def test_weights_that_have_changed_since_are_refused(place: Place, how: str) -> None:
+def test_weights_that_have_changed_since_are_refused(place: Place, how: str, loss: str) -> None:
     layer = layer_of(jagged_of((3, 5)), 6, 4, 9)
-    run = Run(layer, learning_rate=0.5)
+    run = Run(layer, loss, learning_rate=0.5)
     first, second = run.loss(layer.features), run.loss(layer.features)
     if how == "by hand":
         with torch.no_grad():
@@ -443,7 +481,7 @@ def test_weights_that_have_changed_since_are_refused(place: Place, how: str) -> 
     else:
         first.backward()
     before = run.tensors()
-    with pytest.raises(RuntimeError, match=f"^{re.escape(CHANGED)}$"):
+    with pytest.raises(RuntimeError, match=f"^{re.escape(CHANGED)}{LOSSES[loss].__name__}$"):
         second.backward()
     for now, then in zip(run.tensors(), before, strict=True):
         assert torch.equal(now, then)
@@ -465,22 +503,23 @@ def test_weights_that_have_changed_since_are_refused_in_one_graph(place: Place) 
         return of[0] + of[1]
 
     torch._dynamo.reset()
-    with pytest.raises(RuntimeError, match=f"^{re.escape(CHANGED)}"):
+    with pytest.raises(RuntimeError, match=f"^{re.escape(CHANGED)}group_sparse_bce"):
         torch.compile(losses, fullgraph=True, backend="aot_eager")(layer.features).backward()
 
 
-def test_opcheck(place: Place) -> None:
+@OF_BOTH
+def test_opcheck(place: Place, loss: str) -> None:
     """With momentum and a bias, and without either."""
     calls: list[tuple[Any, tuple[Any, ...]]] = []
     layer = layer_of(jagged_of((3, 5)), 6, 4, 9)
     given = positives_of(6, 8, 0)
-    with Recorder(calls, "group_sparse_bce"):
-        Run(layer, learning_rate=0.5, momentum=0.9).loss(layer.features.clone().requires_grad_()).backward()
+    with Recorder(calls, LOSSES[loss].__name__):
+        Run(layer, loss, learning_rate=0.5, momentum=0.9).loss(layer.features.clone().requires_grad_()).backward()
         weight = layer.weight.clone().requires_grad_()
         optimizer = GroupSparseOptimizer(weight, learning_rate=0.5)
         layered = (layer.features, weight, layer.supports, layer.offsets)
-        group_sparse_bce(*layered, *given, optimizer=optimizer, backend=place.backend).backward()
-    names = [f"jagged::group_sparse_bce_{name}" for name in ("updating", "update")]
+        LOSSES[loss](*layered, *given, optimizer=optimizer, backend=place.backend).backward()
+    names = [f"jagged::{LOSSES[loss].__name__}_{name}" for name in ("updating", "update")]
     assert [operator._schema.name for operator, _ in calls] == names * 2
     for operator, arguments in calls:
         plain = tuple(x.detach().clone() if isinstance(x, Tensor) else x for x in arguments)
@@ -534,13 +573,14 @@ def test_an_optimizer_of_another_layer(place: Place) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_updates_at_every_replay(place: Place) -> None:
+@OF_BOTH
+def test_a_graph_updates_at_every_replay(place: Place, loss: str) -> None:
     layer = layer_of(jagged_of((3, 0, 1, 70, 17)), 20, 5, 7, torch.bfloat16)
-    runs = [Run(layer, learning_rate=0.5, momentum=0.9, stochastic_rounding=True) for _ in range(2)]
+    runs = [Run(layer, loss, learning_rate=0.5, momentum=0.9, stochastic_rounding=True) for _ in range(2)]
     given, features = positives_of(20, layer.weight.shape[0], 0), layer.features
 
     def step(run: Run) -> None:
-        group_sparse_bce(
+        LOSSES[loss](
             features, run.weight, layer.supports, layer.offsets, *given, run.bias, optimizer=run.optimizer, backend=place.backend
         ).backward()
 
@@ -578,3 +618,25 @@ def test_an_update_takes_no_memory_of_the_layer(place: Place, momentum: float) -
     group_sparse_bce(features, weight, supports, offsets, *given, bias, optimizer=optimizer, backend=place.backend).backward()
     assert torch.cuda.max_memory_allocated() - base < sums + weight.nbytes // 8
     assert not torch.equal(weight, before)
+
+
+def test_parts_of_a_softmax_update_by_what_comes_to_them(place: Place) -> None:
+    """One softmax over a layer that updates itself and another's logits; a part that nothing comes to adds nothing."""
+    layer = layer_of(jagged_of((3, 0, 5, 20)), 6, 4, 9)
+    head, given = random_tensor((6, 7), torch.float32, 5), positives_of(6, 28, 1)
+    plain, updated = layer.weight.clone().requires_grad_(), layer.weight.clone().requires_grad_()
+    bias = layer.bias.clone()
+    optimizer = GroupSparseOptimizer(updated, bias, learning_rate=1.0)
+    for uses_target in (True, False):
+        with torch.no_grad():
+            plain.copy_(updated)
+        for weight, of in ((plain, None), (updated, optimizer)):
+            _, lse, target = group_sparse_cross_entropy(
+                layer.features, weight, layer.supports, layer.offsets, *given, bias, optimizer=of, return_parts=True,
+                backend=place.backend,
+            )  # fmt: skip
+            weight.grad = None
+            (torch.logaddexp(lse, head.logsumexp(1)).sum() - (0.3 * target.sum() if uses_target else 0)).backward()
+        assert plain.grad is not None
+        assert updated.grad is None
+        torch.testing.assert_close(updated.detach(), plain.detach() - plain.grad)
