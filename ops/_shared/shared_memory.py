@@ -43,14 +43,30 @@ def sums_of_program(buffer, SHARED_BYTES: tl.constexpr):
 
 
 @triton.jit
+def begin_of(column, SAMPLES: tl.constexpr):
+    """Return at which byte of the sums a column (int32) begins; what is added to it is added by `^`."""
+    tl.static_assert(SAMPLES >= 16)
+    begin = column * (4 * SAMPLES)
+    if SAMPLES >= 32:
+        begin += (column & 1) * 64
+    return begin
+
+
+@triton.jit
 def places_of(sums, column, SAMPLES: tl.constexpr):
     """Return where the quads of some columns (int32) lie, `[COLUMN, SAMPLES / 4]`."""
-    tl.static_assert(SAMPLES >= 16)
-    of_column = column * (4 * SAMPLES)
-    if SAMPLES >= 32:
-        of_column += (column & 1) * 64
-    place = of_column[:, None] ^ (tl.arange(0, SAMPLES // 4) * 16)[None, :]
+    place = begin_of(column, SAMPLES)[:, None] ^ (tl.arange(0, SAMPLES // 4) * 16)[None, :]
     return sums + (place // 4 if INTERPRETED else place)
+
+
+@triton.jit
+def load_number(sums, place):
+    """Return the numbers at some bytes of the sums."""
+    if INTERPRETED:
+        number = tl.load(sums + place // 4)
+    else:
+        number = tl.inline_asm_elementwise("ld.shared.f32 $0, [$1];", "=f,r", [sums + place], tl.float32, False, 1)
+    return number
 
 
 @triton.jit
@@ -135,17 +151,17 @@ def set_to_zero(sums, num_columns, SAMPLES: tl.constexpr, BLOCK: tl.constexpr = 
 
 @triton.jit
 def write_sums(sums, output, stride, num_columns, first_sample, end_sample, SAMPLES: tl.constexpr, BLOCK: tl.constexpr = 32):
-    """Write the sums of samples before `end_sample` to rows of columns, of which sample 0's place is `output`."""
+    """Write the sums of samples before `end_sample` to rows of columns, of which sample 0's place is `output`.
+
+    By single numbers, in the order in which they are written: threads with quads would write four bytes here and there.
+    """
     tl.debug_barrier()
-    pair = first_sample + 2 * tl.arange(0, SAMPLES // 4)
+    index = tl.arange(0, SAMPLES)
+    in_half, sample = index % (SAMPLES // 2), first_sample + index
+    in_column = in_half // 2 * 16 + index // (SAMPLES // 2) * 8 + in_half % 2 * 4
     for first in range(0, num_columns, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        places = places_of(sums, tl.minimum(column, num_columns - 1), SAMPLES)
-        a, b, c, d = load_quads(places, tl.zeros([BLOCK, SAMPLES // 4], tl.float32), None)
-        exists = (column < num_columns)[:, None]
-        places = output + column.to(tl.int64)[:, None] * stride + pair[None, :]
-        half: tl.constexpr = SAMPLES // 2
-        tl.store(places, a, mask=exists & (pair < end_sample)[None, :])
-        tl.store(places + 1, b, mask=exists & (pair + 1 < end_sample)[None, :])
-        tl.store(places + half, c, mask=exists & (pair + half < end_sample)[None, :])
-        tl.store(places + half + 1, d, mask=exists & (pair + half + 1 < end_sample)[None, :])
+        begin = begin_of(tl.minimum(column, num_columns - 1), SAMPLES)
+        number = load_number(sums, begin[:, None] ^ in_column[None, :])
+        exists = (column < num_columns)[:, None] & (sample < end_sample)[None, :]
+        tl.store(output + column.to(tl.int64)[:, None] * stride + sample[None, :], number, mask=exists)

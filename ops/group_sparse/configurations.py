@@ -1,8 +1,8 @@
 """Tile sizes of group-sparse linear layers. Nothing else decides how they are launched.
 
 Every row compiles for compute capabilities 8.0, 9.0 and 10.0 without a spill in 16 bits, but for a few numbers that a loop keeps,
-and in the backward pass of losses and the gradient of features of adjacent columns for up to 42 of a thread, under 8.0 64, which
-the assembler puts aside where one program more fits then.
+and in losses and the gradients of weights and of features of adjacent columns for up to 42 of a thread, under 8.0 64, which the
+assembler puts aside where one program more fits then.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ class Configuration(NamedTuple):
 
 
 def forward_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
-    """Choose for `[L, F] x [F, B]`, group by group."""
+    """Choose for `[L, F] x [F, B]`, group by group.
+
+    In 16 bits a tile has all slots up to 128: of further ones nothing is loaded ahead.
+    """
     if itemsize == 2:
-        block_l, block_f, block_b = _labels(num_labels, num_groups, 64), _power(width, 64), 128 if batch_size > 64 else 64
+        block_l, block_f, block_b = _labels(num_labels, num_groups, 64), _power(width, 128), 128 if batch_size > 64 else 64
+        block_b = block_b if width <= 64 else 64
         return Configuration(_groups(num_groups), block_l, block_f, block_b, _warps(block_l, block_f, block_b, width), 3)
     return Configuration(_groups(num_groups), _labels(num_labels, num_groups, 32), _power(width, 32), 32, 4, 1)
 
@@ -45,9 +49,20 @@ def forward_configuration(num_labels: int, num_groups: int, batch_size: int, wid
 def weight_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
     """Choose for `[L, B] x [B, F]`, group by group."""
     if itemsize == 2:
-        block_l, block_f, block_b = _labels(num_labels, num_groups, 64), _power(width, 64), 128 if batch_size > 64 else 64
-        return Configuration(_groups(num_groups), block_l, block_f, block_b, _warps(block_l, block_f, block_b, width), 3)
+        block_l, block_f = _labels(num_labels, num_groups, 64), _power(width, 64)
+        num_warps = _warps(block_l, block_f, 64, width)
+        if batch_size > 64 and width % 16 == 0:
+            num_warps = max(1, block_l * block_f // 1024)
+        return Configuration(_groups(num_groups), block_l, block_f, 64, num_warps, 3)
     return Configuration(_groups(num_groups), _labels(num_labels, num_groups, 32), _power(width, 32), 32, 4, 1)
+
+
+def weight_tiles(batch_size: int, chosen: Configuration) -> int:
+    """Return the tiles of samples in a block of `weight_configuration`'s: two where the batch has more than one, in 16 bits.
+
+    One of twice the size takes more registers: their addresses differ by a constant.
+    """
+    return 2 if chosen.block_b == 64 and batch_size > chosen.block_b else 1
 
 
 def feature_configuration(num_labels: int, num_groups: int, batch_size: int, width: int, itemsize: int) -> Configuration:
@@ -142,6 +157,9 @@ def softmax_forward_configuration(num_labels: int, num_groups: int, batch_size: 
     of large ones it shows in which order products were added.
     """
     chosen = bce_forward_configuration(num_labels, num_groups, batch_size, width, itemsize)
+    if itemsize == 2 and width % 16 == 0:
+        return chosen._replace(groups=0, num_warps=2 if chosen.block_l * chosen.block_f <= 2048 else 4)
+    # Addresses of odd rows leave no registers for more slots.
     return chosen._replace(groups=0, block_f=_power(width, LOSS_SLOTS), num_warps=4)
 
 

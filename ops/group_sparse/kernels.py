@@ -74,20 +74,21 @@ def group_sparse_forward_kernel(
 @triton.jit
 def write_weight_gradient(
     grad, features, grad_weight, grad_bias, column, first, end, slot, batch_size, filled_size, grad_stride, grad_column_stride,
-    feature_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_B: tl.constexpr, BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    feature_stride, WIDTH: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr,
+    BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute and write the gradients of BLOCK_L labels of a group from `first` on, for some slots; BLOCKS as in the kernel."""
     label = first + tl.arange(0, BLOCK_L)
     result = tl.zeros([BLOCK_L, slot.shape[0]], tl.float32)
     of_bias = tl.zeros([BLOCK_L], tl.float32)
-    for block in tl.range(0, tl.cdiv(batch_size, BLOCK_B) if BLOCKS == 0 else BLOCKS, num_stages=1):
-        sample = block * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
-        left = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, sample < batch_size)
-        right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
-        result = dot(left, tl.trans(right), result, PRECISION)
-        if grad_bias is not None:
-            of_bias += tl.sum(left.to(tl.float32), 1)
+    for block in tl.range(0, tl.cdiv(batch_size, BLOCK_B * TILES) if BLOCKS == 0 else BLOCKS, num_stages=1):
+        for tile in tl.static_range(TILES):
+            sample = (block * TILES + tile) * BLOCK_B + tl.arange(0, BLOCK_B).to(tl.int64)
+            left = load_block(grad, label, grad_column_stride, label < end, sample, grad_stride, sample < batch_size)
+            right = load_block(features, column, feature_stride, slot < WIDTH, sample, 1, sample < filled_size)
+            result = dot(left, tl.trans(right), result, PRECISION)
+            if grad_bias is not None:
+                of_bias += tl.sum(left.to(tl.float32), 1)
     addresses = grad_weight + label[:, None] * WIDTH + slot[None, :]
     tl.store(addresses, result.to(grad_weight.dtype.element_ty), mask=(label < end)[:, None] & (slot < WIDTH)[None, :])
     if grad_bias is not None:
@@ -98,13 +99,13 @@ def write_weight_gradient(
 def group_sparse_weight_gradient_kernel(
     grad, features, supports, group_offsets, grad_weight, grad_bias, num_groups, num_labels, batch_size, filled_size,
     num_features, grad_stride, grad_column_stride, feature_stride, WIDTH: tl.constexpr, GROUPS: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, BLOCKS: tl.constexpr, PRECISION: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_B: tl.constexpr, TILES: tl.constexpr, BLOCKS:
+    tl.constexpr, PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
     """grad_weight[l, f] = sum_b grad[b, l] * features[supports[g, f], b], for the labels l of GROUPS groups and BLOCK_F slots.
 
-    The program of the first slots has grad_bias[l] = sum_b grad[b, l] beside it. BLOCKS is 1 where the batch fits into BLOCK_B
-    samples, so that the tiles of the next groups can be loaded ahead, and 0 for larger batches.
+    The program of the first slots has grad_bias[l] = sum_b grad[b, l] beside it. Samples come in blocks of TILES tiles. BLOCKS is
+    1 where there is one block, so that the tiles of the next groups can be loaded ahead, and 0 for larger batches.
     """
     SLOT_BLOCKS: tl.constexpr = (WIDTH + BLOCK_F - 1) // BLOCK_F
     first_group, last_group = groups_of(tl.program_id(0) // SLOT_BLOCKS, num_groups, GROUPS)
@@ -114,13 +115,13 @@ def group_sparse_weight_gradient_kernel(
         column = load_columns(supports, group, slot, num_features, WIDTH)
         write_weight_gradient(
             grad, features, grad_weight, grad_bias, column, start, end, slot, batch_size, filled_size, grad_stride,
-            grad_column_stride, feature_stride, WIDTH, BLOCK_L, BLOCK_B, BLOCKS, PRECISION,
+            grad_column_stride, feature_stride, WIDTH, BLOCK_L, BLOCK_B, TILES, BLOCKS, PRECISION,
         )  # fmt: skip
         if end > start + BLOCK_L:
             for first in tl.range(start + BLOCK_L, end, BLOCK_L, num_stages=1):
                 write_weight_gradient(
                     grad, features, grad_weight, grad_bias, column, first, end, slot, batch_size, filled_size, grad_stride,
-                    grad_column_stride, feature_stride, WIDTH, BLOCK_L, BLOCK_B, BLOCKS, PRECISION,
+                    grad_column_stride, feature_stride, WIDTH, BLOCK_L, BLOCK_B, TILES, BLOCKS, PRECISION,
                 )  # fmt: skip
 
 
@@ -351,13 +352,15 @@ def _weight_gradients(grad: Tensor, x: Inputs, wanted: Mapping[str, torch.dtype]
     if "bias" in wanted:
         found["bias"] = weight.new_empty(num_labels, dtype=wanted["bias"])
     chosen = configurations.weight_configuration(num_labels, num_groups, batch_size, width, features.element_size())
+    num_tiles = configurations.weight_tiles(batch_size, chosen)
     columns = aligned(features.t())
     _launch_weight_gradient(
         (cdiv(num_groups, chosen.groups) * cdiv(width, chosen.block_f),),
         grad, columns, columns_of_groups(x), group_offsets, found["weight"], found.get("bias"), num_groups, num_labels,
         batch_size, columns.shape[1], num_features, *grad.stride(), columns.stride(0), WIDTH=width, GROUPS=chosen.groups,
-        BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, BLOCKS=int(batch_size <= chosen.block_b),
-        PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages, num_warps=chosen.num_warps,
+        BLOCK_L=chosen.block_l, BLOCK_F=chosen.block_f, BLOCK_B=chosen.block_b, TILES=num_tiles,
+        BLOCKS=int(batch_size <= chosen.block_b * num_tiles), PRECISION=products_of(features.dtype), NUM_STAGES=chosen.num_stages,
+        num_warps=chosen.num_warps,
     )  # fmt: skip
     return found
 

@@ -39,6 +39,18 @@ from jagged.ops.group_sparse.update import softmax_inputs
 LOWEST = tl.constexpr(-1.0e38)
 
 
+@triton.constexpr_function
+def unit_of(dtype):
+    """Return by what logits are multiplied: log2(e), for which exponentials are one instruction; in float32 that adds errors."""
+    return 1.0 if dtype == tl.float32 else 1.4426950408889634
+
+
+@triton.jit
+def exp_of_units(difference, UNIT: tl.constexpr):
+    """Return e to the power of a difference of logits in units of `unit_of`, which is not far above 0."""
+    return exp_of_difference(difference, True) if UNIT == 1.0 else tl.exp2(difference)
+
+
 @triton.jit
 def with_labels(
     features, weight, supports, positives, rows, positive_offsets, bias, group, first, end, first_sample, highest, total, target,
@@ -47,20 +59,26 @@ def with_labels(
 ):  # fmt: skip
     """Return `highest`, `total` and `target` of the kernel with BLOCK_L more labels of a group, from `first` on.
 
-    One exponential a logit: of the old maximum and the logit one is the new maximum, and the other's is relative to it.
+    One exponential a logit: of the old maximum and the logit one is the new maximum, and the other's is relative to it. Logits
+    are in units of `unit_of`, and of labels that do not exist -inf, with the bias in one addition.
     """
+    UNIT: tl.constexpr = unit_of(weight.dtype.element_ty)
     label, sample = first + tl.arange(0, BLOCK_L), first_sample + tl.arange(0, BLOCK_B)
     z = logits_of_tile(
         features, weight, supports, group, label, end, sample, filled_size, num_features, feature_stride, weight_stride,
         weight_column_stride, WIDTH, BLOCK_L, BLOCK_F, PRECISION,
     )  # fmt: skip
+    addend = tl.zeros([BLOCK_L], tl.float32)
     if bias is not None:
-        z += tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32)[:, None]
+        addend = tl.load(bias + label, mask=label < end, other=0.0).to(tl.float32) * UNIT
+    z = z * UNIT + tl.where(label < end, addend, float("-inf"))[:, None]
     bits, any_bit = load_positives(positives, rows, positive_offsets, group, num_positives, label, first_sample, BLOCK_B)
     if any_bit:
+        bits = tl.where(label < end, bits, 0)
+        # Wrong positives may name a label that does not exist.
+        bits = tl.where(label < end, bits, 0)
         target += tl.sum(tl.where(are_positives(bits, BLOCK_B), z, 0.0), 0)
-    z = tl.where((label < end)[:, None], z, float("-inf"))
-    smaller = exp_of_difference(-tl.abs(z - highest), weight.dtype.element_ty == tl.float32)
+    smaller = exp_of_units(-tl.abs(z - highest), UNIT)
     total = tl.where(z > highest, total * smaller + 1.0, total + smaller)
     return tl.maximum(highest, z), total, target
 
@@ -103,11 +121,12 @@ def group_sparse_softmax_forward_kernel(
     sample = first_sample + tl.arange(0, BLOCK_B)
     of_sample = tl.max(highest, 0)
     # The choice keeps the compiler from contracting the products with the sum, otherwise in every thread that has it.
-    relative = total * exp_of_difference(highest - of_sample[None, :], weight.dtype.element_ty == tl.float32)
+    UNIT: tl.constexpr = unit_of(weight.dtype.element_ty)
+    relative = total * exp_of_units(highest - of_sample[None, :], UNIT)
     places = found + part * 3 * batch_size + sample
-    tl.store(places, of_sample, mask=sample < batch_size)
+    tl.store(places, of_sample / UNIT, mask=sample < batch_size)
     tl.store(places + batch_size, tl.sum(tl.where(total == 0.0, 0.0, relative), 0), mask=sample < batch_size)
-    tl.store(places + 2 * batch_size, target, mask=sample < batch_size)
+    tl.store(places + 2 * batch_size, target / UNIT, mask=sample < batch_size)
 
 
 _launch_forward = Launcher(group_sparse_softmax_forward_kernel)

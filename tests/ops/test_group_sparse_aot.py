@@ -37,7 +37,7 @@ BACKWARD = "bce_backward", "softmax_backward"
 
 def check(used: Resources, arch: int | str, where: str) -> None:
     # Offsets and strides that a loop keeps; no tile. Elsewhere the assembler puts aside more, for one program more.
-    has_more = where.startswith(("bce", "softmax", "adjacent"))
+    has_more = where.startswith(("bce", "softmax", "adjacent", "weight"))
     assert used.spills <= ((256 if arch == 80 else 168) if has_more else 48), f"{where}: {used}"
     assert used.shared_bytes <= SHARED_BYTES[arch], f"{where}: {used}"
 
@@ -112,6 +112,9 @@ def compile_one(
         "BLOCKS": int(batch_size <= chosen.block_b), "buffer": None,
         "SHARED_BYTES": 4 * 128 * chosen.block_b * (name == IN_SHARED_MEMORY),
     }  # fmt: skip
+    if name == "weight_gradient":
+        num_tiles = configurations.weight_tiles(batch_size, chosen)
+        constants |= {"TILES": num_tiles, "BLOCKS": int(batch_size <= chosen.block_b * num_tiles)}
     if name in BACKWARD:
         num_tiles = configurations.loss_tiles(batch_size, width, chosen)
         constants |= {"TILES": num_tiles, "BLOCKS": int(batch_size <= chosen.block_b * num_tiles)}
