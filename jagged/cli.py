@@ -183,7 +183,7 @@ def _with_config_options(command: Callable[..., None]) -> Callable[..., None]:
 
     def wrapper(**arguments: Any) -> None:
         given = {name: arguments.pop(key) for key, name in names.items() if arguments.get(key) is not None}
-        rest = {key: value for key, value in arguments.items() if key not in names}
+        rest = {key: arguments[key] for key in arguments if key not in names}
         command({name: value(name, of) for name, of in given.items()}, **rest)
 
     parameters = [*generated, *(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import symtable
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -188,3 +189,38 @@ def test_types_of_public_signatures_are_public(package: Any) -> None:
         if not any(named is known or (type(named) is type(known) and named == known) for known in public)
     ]
     assert private == []
+
+
+def comprehension_clashes(table: symtable.SymbolTable) -> Iterator[tuple[str, int, str]]:
+    """(function, line, name) where one comprehension of a function binds a name that another reads from outside of it.
+
+    Python 3.12 and 3.13 keep a comprehension's names among the function's, where the other then finds no value. 3.11 does not,
+    so a run there shows nothing.
+    """
+    inner = [child for child in table.get_children() if child.get_name() in ("listcomp", "setcomp", "dictcomp")]
+    bound = {symbol.get_name() for child in inner for symbol in child.get_symbols() if symbol.is_local()}
+    read = {symbol.get_name() for child in inner for symbol in child.get_symbols() if symbol.is_free()}
+    own = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_local()}
+    yield from ((table.get_name(), table.get_lineno(), name) for name in sorted((bound & read) - own))
+    for child in table.get_children():
+        yield from comprehension_clashes(child)
+
+
+def test_no_comprehension_hides_a_name_that_another_reads() -> None:
+    found = []
+    for path, _ in [of for folder in ("ops", "modules", "jagged") for of in files(folder)]:
+        found += [(path.name, *clash) for clash in comprehension_clashes(symtable.symtable(path.read_text(), str(path), "exec"))]
+    assert found == []
+
+
+def test_a_hidden_name_is_found() -> None:
+    source = """
+def outer():
+    def value(given): return given
+    def wrapper(arguments):
+        rest = {key: value for key, value in arguments.items()}
+        return {name: value(name) for name in rest}
+    def one_after_the_other(arguments):
+        return [value(name) for name in arguments], [value(name) for name in arguments]
+"""
+    assert list(comprehension_clashes(symtable.symtable(source, "", "exec"))) == [("wrapper", 4, "value")]
