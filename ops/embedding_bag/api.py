@@ -93,6 +93,29 @@ def embedding_bags(
         >>> pooled.shape, pooled[1, :4].count_nonzero().item()
         (torch.Size([2, 7]), 0)
     """
+    inputs, options = prepared(
+        weights, layout, indices, offsets, scales, per_sample_weights, batch_sizes, sequence_totals, optimizer, output_dtype, schedules,
+        backend,
+    )  # fmt: skip
+    output = EMBEDDING_BAGS(inputs, options, backend).output
+    return output.flatten() if layout.has_sequences else output
+
+
+def prepared(
+    weights: Tensor,
+    layout: BagLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    per_sample_weights: Tensor | None,
+    batch_sizes: Sequence[int] | None,
+    sequence_totals: Sequence[int] | None,
+    optimizer: BagOptimizer | None,
+    output_dtype: torch.dtype,
+    schedules: BagSchedules | None,
+    backend: str | None,
+) -> tuple[Inputs, Options]:
+    """Check the arguments of `embedding_bags` and return what its operator takes."""
     check_tensor("weights", weights, "[E]", (*FLOATS, torch.uint8))
     check_tensor("indices", indices, "[S]", IDS)
     check_offsets(offsets, indices, total=indices.shape[0])
@@ -148,5 +171,4 @@ def embedding_bags(
         weights, scales, indices.contiguous(), offsets.contiguous(), per_sample_weights, layout.tensor(weights.device), batches,
         codes, *states, layout.fields, host_batches,
     )  # fmt: skip
-    output = EMBEDDING_BAGS(inputs, options, backend).output
-    return output.flatten() if layout.has_sequences else output
+    return inputs, options

@@ -843,7 +843,7 @@ def layout(*arguments: Any, **options: Any) -> Callable[[], object]:
             "per_sample_weights: only sums are weighted, but bags of feature 1 are means",
         ),
         (call(output_dtype=torch.bfloat16), TypeError, "output_dtype: expected torch.float32 or the dtype of weights.*bfloat16"),
-        (call(optimizer=OTHER), ValueError, "optimizer: expected one of the same layout, got one of another"),
+        (call(optimizer=OTHER), ValueError, "optimizer: expected one of a layout with the same tables, got one of others"),
         (
             call(optimizer=BagOptimizer("sgd", LAYOUT, learning_rate=0.1, device="meta")),
             ValueError,
