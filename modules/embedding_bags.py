@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import MutableMapping
 from typing import Any, cast
 
 import torch
@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules.bag_collection import BagCollection, KeyOrder
-from jagged.modules.table_storage import TableStorage
+from jagged.modules.table_storage import Table, TableStorage
 from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker
 from jagged.ops import BagLayout, BagOptimizerKind, BagPlan, PlanMismatch
 
@@ -139,8 +139,8 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
                 counts[part] += 1
 
     @property
-    def _modules_of_tables(self) -> nn.ModuleDict:
-        return self.embedding_bags
+    def _modules_of_tables(self) -> MutableMapping[str, Table]:
+        return cast("MutableMapping[str, Table]", self.embedding_bags)
 
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""

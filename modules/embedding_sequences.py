@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from itertools import groupby
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from jagged.modules.bag_collection import KeyOrder, as_leaf, lookups_of, refuse_malformed
 from jagged.modules.embedding_bags import DTYPES, OUTPUT_DTYPES
-from jagged.modules.table_storage import TableStorage
+from jagged.modules.table_storage import Table, TableStorage
 from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker
 from jagged.ops import BagLayout, BagOptimizerKind
 
@@ -47,8 +48,8 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
 
     Shape:
         KeyedJaggedTensor of int32 or int64 ids in, also with a batch size for each key and of no samples; keys that no table
-        reads are ignored. For each feature a JaggedTensor of rows `[its ids, embedding_dim]` out, in the order of the tables and of
-        their features; a feature of several tables is named `feature@table`.
+        reads are ignored. For each feature a JaggedTensor of rows `[its ids, embedding_dim]` out, in the order of the tables and
+        of their features; a feature of several tables is named `feature@table`.
 
     Example:
         >>> import torch
@@ -116,8 +117,8 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
             self.embeddings[table.name] = made[table.name]
 
     @property
-    def _modules_of_tables(self) -> nn.ModuleDict:
-        return self.embeddings
+    def _modules_of_tables(self) -> MutableMapping[str, Table]:
+        return cast("MutableMapping[str, Table]", self.embeddings)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
@@ -200,11 +201,12 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
 
 
 def _lists_of(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-    """The ids of each key; of a single one without waiting for the device."""
-    keys = features.keys()
-    if len(keys) > 1 or features.variable_stride_per_key():
-        return cast("dict[str, JaggedTensor]", features.to_dict())
-    return {key: JaggedTensor(features.values(), lengths=features.lengths(), offsets=features.offsets()) for key in keys}
+    """The ids of each key, of a batch without samples too; of a single key without waiting for the device."""
+    keys, values, lengths = features.keys(), features.values(), features.lengths()
+    if len(keys) == 1:
+        return {keys[0]: JaggedTensor(values, lengths=lengths, offsets=features.offsets())}
+    of_keys = zip(keys, values.split(features.length_per_key()), lengths.split(features.stride_per_key()), strict=True)
+    return {key: JaggedTensor(ids, lengths=of) for key, ids, of in of_keys}
 
 
 def _check_tables(tables: list[EmbeddingConfig], output_dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -73,14 +73,16 @@ def _replaced(module: nn.Module, options: dict[str, Any], done: dict[nn.Module, 
 
 
 def _scheduled(module: nn.Module, options: dict[str, Any]) -> nn.Module:
-    made: TrainedTables
+    made: ScheduledEmbeddingBagCollection | ScheduledEmbeddingCollection
     if type(module) is EmbeddingBagCollection:
-        made = ScheduledEmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), "meta", **options)
-        tables = module.embedding_bags
+        bags = cast(EmbeddingBagCollection, module)
+        made = ScheduledEmbeddingBagCollection(bags.embedding_bag_configs(), bags.is_weighted(), "meta", **options)
+        tables = bags.embedding_bags
     elif type(module) is EmbeddingCollection:
+        rows = cast(EmbeddingCollection, module)
         own = {name: option for name, option in options.items() if name not in OF_BAGS}
-        made = ScheduledEmbeddingCollection(module.embedding_configs(), "meta", module.need_indices(), **own)
-        tables = module.embeddings
+        made = ScheduledEmbeddingCollection(rows.embedding_configs(), "meta", rows.need_indices(), **own)
+        tables = rows.embeddings
     else:
         return module
     for name, table in tables.items():

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any
 
-from torch import nn
-
-from jagged.modules.table_storage import TableStorage
+from jagged.modules.table_storage import Table, TableStorage
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagLayout
 
@@ -36,7 +35,7 @@ def share_tables(*collections: TrainedTables) -> None:
         >>> bags.embedding_bags["item"].weight is rows.embeddings["item"].weight
         True
     """
-    for first, other in zip(collections, collections[1:], strict=False):
+    for first, other in pairwise(collections):
         for name, module in other._modules_of_tables.items():
             if name not in first._modules_of_tables:
                 continue
@@ -55,12 +54,12 @@ def put_together(collections: Sequence[TrainedTables], key_of: Callable[[Trained
     optimizers = [None if of._optimizer is None else of._optimizer.args for of in collections]
     if optimizers.count(optimizers[0]) != len(optimizers):
         raise ValueError("collections: expected one optimizer for tables that are shared, got several; make all with the same")
-    modules: dict[Hashable, nn.Module] = {}
+    modules: dict[Hashable, Table] = {}
     for collection in collections:
         for name in collection._modules_of_tables:
             module = modules.setdefault(key_of(collection, name), collection._modules_of_tables[name])
             collection._modules_of_tables[name] = module
-    by_dtype: dict[Any, list[nn.Module]] = {}
+    by_dtype: dict[Any, list[Table]] = {}
     for module in modules.values():
         by_dtype.setdefault(module.weight.dtype, []).append(module)
     storages = {dtype: _storage_of(of, collections[0]) for dtype, of in by_dtype.items()}
@@ -78,7 +77,7 @@ def put_together(collections: Sequence[TrainedTables], key_of: Callable[[Trained
             collection._parts[number] = part._replace(names=names, tables=storage, layout=layout)
 
 
-def _storage_of(modules: list[nn.Module], first: TrainedTables) -> TableStorage:
+def _storage_of(modules: list[Table], first: TrainedTables) -> TableStorage:
     rows, widths = (tuple(module.weight.shape[dim] for module in modules) for dim in (0, 1))
     return TableStorage(BagLayout(rows, widths), modules, first._optimizer)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags
+
+#: What has the `weight` of a table.
+Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
 _weight_of = operator.itemgetter("weight")
 _requires_grad = operator.attrgetter("requires_grad")
@@ -41,8 +44,8 @@ def _refuse_copies() -> None:
     if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
         raise RuntimeError(
             f"optimizer: would update the tables of this process alone, of {size} processes in the group, so that their copies "
-            "part; shard the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder, or leave the optimizer "
-            "out"
+            "part; shard the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder, or leave the "
+            "optimizer out"
         )
 
 
@@ -90,8 +93,8 @@ class _Slots(dict[str, Any]):
 class TableStorage:
     """The weights of embedding tables of one dtype, one after the other in one tensor, however they are read.
 
-    Each table's module keeps its parameter, whose data are a view of that tensor: optimizers, checkpoints and initialisers see ordinary
-    parameters, and the operator sees one tensor. Nothing is copied from the one to the other.
+    Each table's module keeps its parameter, whose data are a view of that tensor: optimizers, checkpoints and initialisers see
+    ordinary parameters, and the operator sees one tensor. Nothing is copied from the one to the other.
 
     Gradients go to the parameters through one autograd node, which is made once and stays in use: made anew in every forward, a
     node of a thousand inputs costs some 400 microseconds. It saves no tensors, so that it can run backward any number of times.
@@ -120,7 +123,7 @@ class TableStorage:
     def __init__(
         self,
         layout: BagLayout,
-        bags: Sequence[nn.Module],
+        bags: Sequence[Table],
         optimizer: Callable[[BagLayout, torch.device], BagOptimizer] | None = None,
     ) -> None:
         self.layout = layout
@@ -130,7 +133,7 @@ class TableStorage:
         self.gather()
 
     def lookup(self, layout: BagLayout, ids: Tensor, offsets: Tensor, **options: Any) -> Tensor:
-        """Return what `embedding_bags` reads by a layout of these tables; with an optimizer, backward updates the rows once.
+        """Return what `embedding_bags` reads by a layout of these tables; an optimizer updates each row once in backward.
 
         Raises:
             RuntimeError: an optimizer would update the tables of this process alone, of a group of several.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import MutableMapping
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.bag_collection import KeyOrder
-from jagged.modules.table_storage import TableStorage
+from jagged.modules.table_storage import Table, TableStorage
 from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind
 
 OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
@@ -37,7 +38,7 @@ class TrainedTables(nn.Module):
     _optimizer: functools.partial[BagOptimizer] | None
 
     @property
-    def _modules_of_tables(self) -> nn.ModuleDict:
+    def _modules_of_tables(self) -> MutableMapping[str, Table]:
         """By a table's name what has its `weight`."""
         raise NotImplementedError
 
@@ -83,9 +84,10 @@ class TrainedTables(nn.Module):
         for part in self._parts:
             for parameter, copied in part.tables.copies() if id(part.tables) not in memo else ():
                 memo.setdefault(id(parameter), copied)
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
+        other: Self = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return other
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -93,6 +95,11 @@ class TrainedTables(nn.Module):
 
 
 def optimizer_maker(kind: BagOptimizerKind | None, options: dict[str, Any] | None) -> functools.partial[BagOptimizer] | None:
+    """Return what makes the optimizer of a storage's layout on a device; None without a kind.
+
+    Raises:
+        ValueError: options that are unknown or missing, or out of their ranges.
+    """
     checked = checked_options(kind, options, OPTIMIZER_OPTIONS)
     if kind is None or checked is None:
         return None

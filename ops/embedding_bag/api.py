@@ -75,9 +75,9 @@ def embedding_bags(
 
     Raises:
         ValueError: shapes, sizes or devices that do not fit, schedules of another layout among them; weights of lookups in a
-            layout with means; totals of sequences that are not theirs; an optimizer for weights that require no gradient, where gradients are recorded; uint8 weights
-            with an optimizer, or with what wants a gradient; on a CPU, elsewhere with `JAGGED_VALIDATE=1`, wrong offsets and
-            ids out of range, named by their places.
+            layout with means; totals of sequences that are not theirs; an optimizer for weights that require no gradient, where
+            gradients are recorded; uint8 weights with an optimizer, or with what wants a gradient; on a CPU, elsewhere with
+            `JAGGED_VALIDATE=1`, wrong offsets and ids out of range, named by their places.
         TypeError: dtypes other than those above.
 
     Source:
@@ -94,8 +94,8 @@ def embedding_bags(
         (torch.Size([2, 7]), 0)
     """
     inputs, options = prepared(
-        weights, layout, indices, offsets, scales, per_sample_weights, batch_sizes, sequence_totals, optimizer, output_dtype, schedules,
-        backend,
+        weights, layout, indices, offsets, scales, per_sample_weights, batch_sizes, sequence_totals, optimizer, output_dtype,
+        schedules, backend,
     )  # fmt: skip
     output = EMBEDDING_BAGS(inputs, options, backend).output
     return output.flatten() if layout.has_sequences else output

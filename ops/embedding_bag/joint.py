@@ -34,15 +34,19 @@ class _Call(NamedTuple):
 
     grad: Tensor
     layout: BagLayout
-    inputs: Inputs
-    options: Options
+    indices: Tensor
+    offsets: Tensor
+    samples: Tensor | None
+    batches: Tensor | None
+    host_batches: Tensor | None
+    counted_rows: int | None
     backend: str | None
 
 
 class JointUpdate:
     """One update of tables for all lookups that a call of backward reaches, whichever calls and layouts they are of.
 
-    `embedding_bags(..., optimizer=...)` changes rows as soon as backward comes to it, so that a row that two calls read is changed
+    `embedding_bags(..., optimizer=...)` changes rows as soon as backward comes to it, so that a row of two calls is changed
     twice, and the second call's gradient of ids' weights finds other tables. Here lookups hand their gradients over, and the rows
     are changed when all have done so: once each, by the sum of all their gradients.
 
@@ -99,8 +103,8 @@ class JointUpdate:
         """
         weights = self.weights.requires_grad_(torch.is_grad_enabled())
         inputs, options = prepared(
-            weights, layout, indices, offsets, None, per_sample_weights, batch_sizes, sequence_totals, self.optimizer, output_dtype,
-            schedules, backend,
+            weights, layout, indices, offsets, None, per_sample_weights, batch_sizes, sequence_totals, self.optimizer,
+            output_dtype, schedules, backend,
         )  # fmt: skip
         if not torch.is_grad_enabled():
             output = EMBEDDING_BAGS(inputs, options, backend).output
@@ -137,7 +141,7 @@ class JointUpdate:
         of_optimizer = self.weights, optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate
         spec.UPDATE(
             UpdateInputs(*of_optimizer, grad, *lookups),
-            UpdateOptions(*optimizer.rule, calls[0].options.counted_rows),
+            UpdateOptions(*optimizer.rule, calls[0].counted_rows),
             calls[0].backend,
         )
         # Kernels count no change of their own.
@@ -170,12 +174,12 @@ class _Lookup(torch.autograd.Function):
         ctx: Any, _: Tensor, samples: Tensor | None, of: JointUpdate, layout: BagLayout, inputs: Inputs, options: Options,
         backend: str | None,
     ) -> Tensor:  # fmt: skip
-        ctx.of, ctx.layout, ctx.options, ctx.backend = of, layout, options, backend
+        ctx.of, ctx.layout, ctx.backend, ctx.counted_rows = of, layout, backend, options.counted_rows
         # A graph that is made inside a call of backward is computed again, and is not differentiated, or by one of its own.
         ctx.task = torch._C._current_graph_task_id()
         ctx.version = of.weights._version
         ctx.save_for_backward(inputs.indices, inputs.offsets, samples)
-        ctx.inputs = inputs._replace(indices=None, offsets=None, per_sample_weights=None, weights=None)
+        ctx.batches = inputs.batches, inputs.host_batches
         return EMBEDDING_BAGS(inputs._replace(weights=of.weights.detach()), options, backend).output
 
     @staticmethod
@@ -187,64 +191,58 @@ class _Lookup(torch.autograd.Function):
                 "embedding_bags: an optimizer in the backward pass cannot be told when reentrant checkpointing is done; use "
                 "checkpoint(..., use_reentrant=False)"
             )
-        inputs = ctx.inputs._replace(indices=indices, offsets=offsets, per_sample_weights=samples)
-        grad, of_samples = grad.contiguous(), None
+        batches, host_batches = ctx.batches
+        call = _Call(
+            grad.contiguous(), ctx.layout, indices, offsets, samples, batches, host_batches, ctx.counted_rows, ctx.backend
+        )  # fmt: skip
+        of_samples = None
         if ctx.needs_input_grad[1]:
             if of.weights._version != ctx.version:
                 raise RuntimeError(CHANGED)
-            of_layout = inputs.layout, inputs.batches, inputs.host_layout, inputs.host_batches
-            of_samples = SAMPLES_BACKWARD(
-                SamplesInputs(grad, of.weights, indices, offsets, *of_layout), SamplesOptions(samples.dtype), ctx.backend
-            ).gradient
-        of._hand_over(_Call(grad, ctx.layout, inputs, ctx.options, ctx.backend))
+            inputs = SamplesInputs(call.grad, of.weights, indices, offsets, *_of_layout(call))
+            of_samples = SAMPLES_BACKWARD(inputs, SamplesOptions(samples.dtype), ctx.backend).gradient
+        of._hand_over(call)
         return None, of_samples, None, None, None, None, None
 
 
+def _of_layout(call: _Call) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    return call.layout.tensor(call.grad.device), call.batches, call.layout.fields, call.host_batches
+
+
 def _of_one(call: _Call) -> tuple[Tensor, tuple[Any, ...]]:
-    x = call.inputs
-    return call.grad, (x.indices, x.offsets, x.per_sample_weights, x.layout, x.batches, x.host_layout, x.host_batches)
+    return call.grad, (call.indices, call.offsets, call.samples, *_of_layout(call))
 
 
 def _joined(calls: list[_Call]) -> tuple[Tensor, tuple[Any, ...]]:
     """Return the gradient and the lookups of all calls as those of one, whose features are theirs one after the other."""
-    layout = _all_features(tuple(call.layout for call in calls))
-    dtype = functools.reduce(torch.promote_types, (call.grad.dtype for call in calls))
-    index_dtype = functools.reduce(torch.promote_types, (call.inputs.indices.dtype for call in calls))
-    offset_dtype = functools.reduce(torch.promote_types, (call.inputs.offsets.dtype for call in calls))
+    layout, device = _all_features(tuple(call.layout for call in calls)), calls[0].grad.device
     rows: list[tuple[int, ...]] = []
     offsets, first_bag, begin, first_id = [], 0, 0, 0
     for call in calls:
-        x = call.inputs
         for of in _bags_of(call):
             rows.append(tuple(of._replace(first_bag=of.first_bag + first_bag, output_begin=of.output_begin + begin)))
-        offsets.append(x.offsets[:-1].to(offset_dtype) + first_id)
-        first_bag += x.offsets.shape[0] - 1
+        is_last = call is calls[-1]
+        offsets.append((call.offsets if is_last else call.offsets[:-1]) + first_id)
+        first_bag += call.offsets.shape[0] - 1
         begin += call.grad.numel()
-        first_id += x.indices.shape[0]
-    last = calls[-1].inputs
-    offsets.append(last.offsets[-1:].to(offset_dtype) + (first_id - last.indices.shape[0]))
+        first_id += call.indices.shape[0]
     samples = None
-    if any(call.inputs.per_sample_weights is not None for call in calls):
-        samples = torch.cat([_samples_of(call).float() for call in calls])
-    device = calls[0].grad.device
+    if any(call.samples is not None for call in calls):
+        ones = (call.grad.new_ones(call.indices.shape, dtype=torch.float32) for call in calls)
+        samples = torch.cat([one if of.samples is None else of.samples for of, one in zip(calls, ones, strict=True)])
+    # What has several dtypes, `cat` brings to one that holds them.
+    grad, indices = torch.cat([call.grad.flatten() for call in calls]), torch.cat([call.indices for call in calls])
     host_batches, batches = _on_both(tuple(rows), device)
-    grad = torch.cat([call.grad.flatten().to(dtype) for call in calls])
-    indices = torch.cat([call.inputs.indices.to(index_dtype) for call in calls])
     return grad, (indices, torch.cat(offsets), samples, layout.tensor(device), batches, layout.fields, host_batches)
 
 
 def _bags_of(call: _Call) -> list[OfBatch]:
     """Return where each feature's bags are in the call's gradient."""
-    if call.inputs.host_batches is not None:
-        return [OfBatch._make(row) for row in call.inputs.host_batches.tolist()]
+    if call.host_batches is not None:
+        return [OfBatch._make(row) for row in call.host_batches.tolist()]
     layout, count = call.layout, call.grad.shape[0]
     columns = (0,) if layout.has_sequences else layout.columns[:-1]
     return [OfBatch(feature * count, count, column, call.grad.shape[1]) for feature, column in enumerate(columns)]
-
-
-def _samples_of(call: _Call) -> Tensor:
-    samples = call.inputs.per_sample_weights
-    return torch.ones(call.inputs.indices.shape, device=call.grad.device) if samples is None else samples
 
 
 @functools.lru_cache(maxsize=64)

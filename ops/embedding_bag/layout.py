@@ -97,7 +97,17 @@ class BagLayout:
             if is_mean and is_sequence:
                 raise ValueError(f"sequences: expected bags that are means to be pooled, got both for feature {feature}")
         # Now, for a compiled region cannot compute cached properties.
-        for name in ("starts", "first_rows", "feature_widths", "columns", "has_means", "has_sequences", "fields", "_tensors", "_batches"):
+        for name in (
+            "starts",
+            "first_rows",
+            "feature_widths",
+            "columns",
+            "has_means",
+            "has_sequences",
+            "fields",
+            "_tensors",
+            "_batches",
+        ):
             getattr(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:

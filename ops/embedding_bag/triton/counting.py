@@ -26,7 +26,6 @@ from jagged.ops.embedding_bag.triton.columns import (
     OUTPUT_COLUMN,
     OUTPUT_STRIDE,
     ROWS,
-    WIDTH,
 )
 from jagged.ops.embedding_bag.triton.schedules import span_of
 from jagged.ops.embedding_bag.triton.shared_memory import add32, clear, load16, load32, reserve, store16, store32, sync_warp

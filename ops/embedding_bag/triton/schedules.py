@@ -34,7 +34,6 @@ from jagged.ops.embedding_bag.triton.columns import (
     OUTPUT_STRIDE,
     PLACE_FEATURE,
     PLACE_WIDTH,
-    WIDTH,
 )
 
 # Columns are 4 to 128, a power of two; wider rows take several programs.
