@@ -1265,3 +1265,19 @@ def test_huge_pages_are_for_large_gradients_on_a_cpu(place: Place, monkeypatch: 
     assert torch_impl.new_in_huge_pages(torch.empty(0, device="meta"), count, torch.float32).shape == (count,)
     with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         torch_impl.new_in_huge_pages(torch.empty(0), count, torch.float32)
+
+
+@ON_TRITON
+@pytest.mark.parametrize("longest", [1, 2, 40])
+def test_lookups_of_many_single_bags(place: Place, monkeypatch: pytest.MonkeyPatch, longest: int) -> None:
+    """Where bags are single, each has a lane; one that is longer sends its block the other way, and says the same."""
+    from jagged.ops.embedding_bag.triton import sorting
+
+    lengths = [[1] * 70 + [0] * 30, [1] * 99 + [longest], [1] * 100]
+    layout = BagLayout((9, 40, 7), (4, 5, 8), (0, 1, 2), sequences=(False, False, True))
+    weights, batch = weights_of(layout, torch.float32), batch_of(layout, lengths)
+    with gathering("sorted"):
+        expected = run(place, batch, weights)
+        monkeypatch.setattr(sorting, "MANY_SINGLES", 1)
+        assert all(map(torch.equal, run(place, batch, weights), expected))
+        check(place, batch, torch.float32)

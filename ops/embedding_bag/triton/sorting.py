@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 
 from jagged.ops.embedding_bag.triton.columns import BY_WIDTH, FIELDS, FIRST_ROW, IS_MEAN, ROWS, START, WIDTH
-from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, bags_of, group_of, take_unit
+from jagged.ops.embedding_bag.triton.schedules import MOST_COLUMNS, bags_of, group_of, span_of, take_unit
 from jagged.ops.embedding_bag.triton.updates import NUM_WIDTHS, NUMBERS, apply_sums, columns_by, joined_run, schedule_of
 
 # Bags, and lookups of each, that a program of the kernel of keys takes at once.
 BLOCK_BAGS, BLOCK_LOOKUPS = 16, 16
+# From so many bags on, of one lookup and a half in the mean at most, it takes `BLOCK_LOOKUPS` times as many.
+MANY_SINGLES = 1 << 16
 # Sorted lookups that a group of lanes takes, and of a block, at whose end a row's sum is cut, so that none has very many of them:
 # in batches of fewer than `MANY_LOOKUPS`, and in others.
 STREAM, SPLIT, MANY_LOOKUPS = (16, 32), (64, 128), 1 << 18
@@ -27,16 +29,12 @@ BLOCK_TABLES = 1024
 JOINING = 16
 
 
-@triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride", "no_row", "most_counted"])
-def embedding_bags_lookups_kernel(
-    indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups, num_all_bags, num_bags,
-    output_stride, no_row, most_counted, BAGS: tl.constexpr, LOOKUPS: tl.constexpr,
+@triton.jit
+def store_lookups(
+    bag, indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups, num_all_bags, num_bags,
+    output_stride, no_row, most_counted, LOOKUPS: tl.constexpr,
 ):  # fmt: skip
-    """Key, source and factor of every lookup of some bags.
-
-    An id that its table does not have gets the key `no_row`, and so do all of tables of no more than `most_counted` rows.
-    """
-    bag = tl.program_id(0).to(tl.int64) * BAGS + tl.arange(0, BAGS)
+    """Store key, source and factor of every lookup of some bags, `LOOKUPS` of each at a time."""
     begin, end, feature, source, exists = bags_of(
         bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_bags, num_bags, output_stride
     )
@@ -54,10 +52,41 @@ def embedding_bags_lookups_kernel(
         tl.store(keys + place, key.to(keys.dtype.element_ty), mask=is_live)
         tl.store(sources + place, (source[:, None] + tl.zeros_like(row)).to(sources.dtype.element_ty), mask=is_live)
         if factors is not None:
-            of_place = factor[:, None] + tl.zeros((BAGS, LOOKUPS), tl.float32)
+            of_place = factor[:, None] + tl.zeros((bag.shape[0], LOOKUPS), tl.float32)
             if scales is not None:
                 of_place *= tl.load(scales + place, mask=is_live, other=0.0).to(tl.float32)
             tl.store(factors + place, of_place, mask=is_live)
+
+
+@triton.jit(do_not_specialize=["num_lookups", "num_all_bags", "num_bags", "output_stride", "no_row", "most_counted"])
+def embedding_bags_lookups_kernel(
+    indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups, num_all_bags, num_bags,
+    output_stride, no_row, most_counted, BAGS: tl.constexpr, LOOKUPS: tl.constexpr, SINGLES: tl.constexpr,
+):  # fmt: skip
+    """Key, source and factor of every lookup of some bags: `BAGS` together, `LOOKUPS` of each at a time.
+
+    With `SINGLES` a program has `LOOKUPS` times as many bags, which have a lane each where none has more than one lookup, as those
+    of sequences. An id that its table does not have gets the key `no_row`, and so do all of tables of no more than `most_counted`
+    rows.
+    """
+    ALL: tl.constexpr = BAGS * LOOKUPS if SINGLES else BAGS
+    first = tl.program_id(0).to(tl.int64) * ALL
+    is_single = False
+    if SINGLES:
+        bag = first + tl.arange(0, ALL)
+        begin, end = span_of(offsets, bag, bag < num_all_bags, num_lookups)
+        is_single = tl.max(end - begin, 0) <= 1
+        if is_single:
+            store_lookups(
+                bag, indices, offsets, scales, layout, batches, feature_of_bag, keys, sources, factors, num_lookups,
+                num_all_bags, num_bags, output_stride, no_row, most_counted, 1,
+            )  # fmt: skip
+    if not is_single:
+        for start in range(0, ALL, BAGS):
+            store_lookups(
+                first + start + tl.arange(0, BAGS), indices, offsets, scales, layout, batches, feature_of_bag, keys, sources,
+                factors, num_lookups, num_all_bags, num_bags, output_stride, no_row, most_counted, LOOKUPS,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -99,20 +128,11 @@ def embedding_bags_rows_map_kernel(
 
 
 @triton.jit
-def lookups_at(
-    grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width, columns,
-    most_source, KIND: tl.constexpr, ALIGNED: tl.constexpr,
+def rows_at(
+    grad, factors, weights, key, source, place, is_own, is_last, start, first_row, width, columns, most_source,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Load one sorted lookup of each group of lanes, and its rows of the gradient and, where a run ends, of the weights.
-
-    Returns keys, whether a run begins and ends here and is the group's, and both rows, `[groups, columns]`.
-    """
-    exists = is_alive & (place < limit)
-    key = tl.load(keys + place, mask=exists, other=-1)
-    is_first = tl.load(keys + place - 1, mask=exists & (place > 0), other=-3) != key
-    is_own = exists & ((place < last) | (key == last_key)) & (key != not_own)
-    is_last = is_own & (tl.load(keys + place + 1, mask=exists & (place + 1 < limit), other=-3) != key)
-    source = tl.load(sources + place, mask=is_own, other=0)
+    """Load for one sorted lookup of each group of lanes the row of the gradient and, where a run ends, that of the weights."""
     if ALIGNED:
         # It is; said so that the compiler sees it, and makes loads of 16 bytes.
         source = source // 4 * 4
@@ -127,7 +147,7 @@ def lookups_at(
     if KIND != "none":
         element = start + (key.to(tl.int64) - first_row) * width
         old = tl.load(weights + (element[:, None] + columns[None, :]), mask=is_last[:, None] & in_row, other=0.0).to(tl.float32)
-    return key, is_first, is_own, is_last, tile, old
+    return tile, old
 
 
 # Called and not inlined: what one branch computes holds no registers in another.
@@ -172,17 +192,32 @@ def row_unit(
     if KIND != "none":
         learning_rate = tl.load(rate)
     total = tl.zeros((GROUPS, COLUMNS), tl.float32)
+    # Keys and sources of a turn's two lookups, the key before them and the one after: they are loaded a turn ahead.
+    key_before = tl.load(keys + place - 1, mask=is_alive & (place > 0), other=-3)
+    key0 = tl.load(keys + place, mask=is_alive & (place < limit), other=-3)
+    key1 = tl.load(keys + place + 1, mask=is_alive & (place + 1 < limit), other=-3)
+    key_after = tl.load(keys + place + 2, mask=is_alive & (place + 2 < limit), other=-3)
+    source0 = tl.load(sources + place, mask=is_alive & (place < limit), other=0)
+    source1 = tl.load(sources + place + 1, mask=is_alive & (place + 1 < limit), other=0)
     is_more = tl.max(is_alive.to(tl.int32), 0)
     while is_more != 0:
+        is_own0 = is_alive & (place < limit) & ((place < last) | (key0 == last_key)) & (key0 != not_own)
+        is_own1 = is_alive & (place + 1 < limit) & ((place + 1 < last) | (key1 == last_key)) & (key1 != not_own)
+        is_first0, is_first1 = key_before != key0, key0 != key1
+        is_last0, is_last1 = is_own0 & (key1 != key0), is_own1 & (key_after != key1)
         # All loads of a turn are under way together.
-        key0, is_first0, _, is_last0, tile0, old0 = lookups_at(
-            grad, sources, factors, keys, weights, place, is_alive, last, last_key, not_own, limit, start, first_row, width,
-            columns, most_source, KIND, ALIGNED,
+        tile0, old0 = rows_at(
+            grad, factors, weights, key0, source0, place, is_own0, is_last0, start, first_row, width, columns, most_source, KIND,
+            ALIGNED,
         )  # fmt: skip
-        key1, is_first1, is_own1, is_last1, tile1, old1 = lookups_at(
-            grad, sources, factors, keys, weights, place + 1, is_alive, last, last_key, not_own, limit, start, first_row, width,
-            columns, most_source, KIND, ALIGNED,
+        tile1, old1 = rows_at(
+            grad, factors, weights, key1, source1, place + 1, is_own1, is_last1, start, first_row, width, columns, most_source,
+            KIND, ALIGNED,
         )  # fmt: skip
+        next1 = tl.load(keys + place + 3, mask=is_alive & (place + 3 < limit), other=-3)
+        next_after = tl.load(keys + place + 4, mask=is_alive & (place + 4 < limit), other=-3)
+        source0 = tl.load(sources + place + 2, mask=is_alive & (place + 2 < limit), other=0)
+        source1 = tl.load(sources + place + 3, mask=is_alive & (place + 3 < limit), other=0)
         for i in tl.static_range(2):
             key, is_first, is_last = (key1, is_first1, is_last1) if i else (key0, is_first0, is_last0)
             total = tl.where(is_first[:, None], 0.0, total) + (tile1 if i else tile0)
@@ -202,6 +237,7 @@ def row_unit(
             )  # fmt: skip
         # A group ends with its part, or with the run that goes on beyond it.
         place += 2
+        key_before, key0, key1, key_after = key1, key_after, next1, next_after
         is_alive &= (place < last) | (is_own1 & (is_last1 == 0))
         is_more = tl.max(is_alive.to(tl.int32), 0)
 

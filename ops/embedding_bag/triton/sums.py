@@ -197,10 +197,12 @@ class _Sums:
         keys = torch.full((num_lookups,), no_row, dtype=narrow if no_row < 2**31 - 1 else wide, device=self.device)
         sources = self._empty(num_lookups, dtype=narrow if self.grad.numel() < 2**31 else wide)
         factors = self._empty(num_lookups, dtype=torch.float32) if self.has_factors else None
+        is_single = self.num_all >= sorting.MANY_SINGLES and 2 * num_lookups <= 3 * self.num_all
+        of_program = sorting.BLOCK_BAGS * (sorting.BLOCK_LOOKUPS if is_single else 1)
         _launch_lookups(
-            (cdiv(self.num_all, sorting.BLOCK_BAGS),),
+            (cdiv(self.num_all, of_program),),
             *self.of_lookups, self.feature_of_bag, keys, sources, factors, *self.sizes, no_row, most, BAGS=sorting.BLOCK_BAGS,
-            LOOKUPS=sorting.BLOCK_LOOKUPS, num_warps=4,
+            LOOKUPS=sorting.BLOCK_LOOKUPS, SINGLES=is_single, num_warps=4,
         )  # fmt: skip
         keys, order = keys.sort(stable=True)
         sources = sources[order]
