@@ -45,13 +45,14 @@ class ScheduledEmbeddingBagCollection(BagCollection):
 
     Takes the same configurations, gives the same KeyedTensor and has the same parameters, `embedding_bags.<table>.weight`, so
     that a state dict of the one loads into the other. The parameters are views of one tensor for each data type of the
-    configurations; moving, converting, copying, pickling and loading keep them so. Save a single table as `weight.clone()`:
-    `torch.save` writes all of the tensor that a view belongs to.
+    configurations; moving, converting, copying, pickling and loading keep them so. Copy values into a parameter: a tensor given
+    to its `.data` is not looked up. Save a single table as `weight.clone()`: `torch.save` writes all of the tensor that a view
+    belongs to.
 
     Where the KeyedJaggedTensor's keys are the tables' features in the tables' order, forward reads it as it is and never waits
     for the device. For another order ids are copied first. If keys are left out, or read by several tables, or tables are of
     several data types, the number of ids to copy has to be read from the device, unless the KeyedJaggedTensor knows its lengths
-    per key (`features.sync()`).
+    per key (`features.sync()`). Of keys that stand twice the last one is read, as TorchRec does.
 
     Args:
         tables: of float32, float16 or bfloat16 (which TorchRec's keeps as float16); sums or means. `init_fn` initialises.
@@ -68,8 +69,8 @@ class ScheduledEmbeddingBagCollection(BagCollection):
 
     Raises:
         ValueError: no tables, two of one name, another data type or pooling, weighted means, options of the optimizer that are
-            unknown or missing, a file that is no plan, a plan that does not fit; in forward, keys that are missing or batches of
-            several sizes without inverse indices.
+            unknown or missing, a file that is no plan, a plan that does not fit; in forward, keys or weights that are missing,
+            batches of several sizes without inverse indices, and on a CPU lengths, ids and inverse indices that are wrong.
         OSError: a plan that cannot be read.
         TypeError: another output dtype.
 
@@ -211,11 +212,17 @@ class ScheduledEmbeddingBagCollection(BagCollection):
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
+        is_elsewhere = False
         with torch.no_grad():
             for table in self._embedding_bag_configs:
                 weight = cast(Tensor, self.embedding_bags[table.name].weight)
                 if not weight.is_meta and table.init_fn is not None:
+                    before = weight.untyped_storage()._cdata
                     table.init_fn(weight)
+                    is_elsewhere |= weight.untyped_storage()._cdata != before
+        if is_elsewhere:
+            # One gave the parameter another tensor for its data.
+            self._gather()
 
     def _gather(self) -> None:
         for part in self._parts:
