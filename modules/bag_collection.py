@@ -6,6 +6,7 @@ import functools
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -181,6 +182,8 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
     def follow(self, plan: BagPlan | str | os.PathLike[str] | None) -> None:
         """Take a plan, or its file, in place of the one before; None for none. A CUDA graph keeps what it was captured with.
 
+        A plan without any of the features is none, but for its `counted_rows`.
+
         Raises:
             OSError, ValueError: a plan that cannot be read or does not fit the tables, as `plan_mismatch` says.
         """
@@ -191,8 +194,10 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
             for name, table in zip(names, part.layout.tables or (), strict=True)
         }
         # With an empty one `plan_mismatch` is still checked.
-        fitting = (plan or BagPlan("", {})).fitting(shapes, mismatch=self._mismatch)
-        self._plan = None if plan is None else fitting
+        plan = plan or BagPlan("", {})
+        if not any(name in plan.features for name in shapes):
+            plan = replace(plan, features={})
+        self._plan = plan.fitting(shapes, mismatch=self._mismatch)
         self._schedules.clear()
 
     def feature_names(self) -> list[list[str]]:

@@ -62,8 +62,8 @@ class ScheduledEmbeddingBagCollection(BagCollection):
             that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters get dense gradients.
         optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`.
         output_dtype: of the pooled embeddings.
-        plan: schedules that `jagged tune` has measured, or their file, by the features' names in the output; None: the lengths of
-            each batch choose, as for features that the plan does not have. Followed on a GPU.
+        plan: schedules that `jagged tune-bags` has measured, or their file, by the features' names in the output; None, or one
+            without features: the lengths of each batch choose, as for features that the plan does not have. Followed on a GPU.
         plan_mismatch: what a plan for tables of other shapes, or in forward for another GPU, does: `"refuse"` raises, `"warn"`
             warns once and does without.
 

@@ -541,6 +541,36 @@ def test_a_plan_is_followed(place: Place, tmp_path: Path) -> None:
     assert ours._plan == SOME_PLAN
 
 
+@pytest.mark.parametrize("features", [{}, {"other": BagSchedule(1, 1, "one", 1)}])
+def test_a_plan_without_features_is_none(place: Place, monkeypatch: pytest.MonkeyPatch, features: dict[str, BagSchedule]) -> None:
+    from jagged.modules import embedding_bags as lookups_of
+
+    handed: list[Any] = []
+    own = lookups_of.embedding_bags
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        handed.append(options["schedules"])
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(lookups_of, "embedding_bags", noted)
+    twin = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    # Of a GPU that there is none of.
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device, plan=BagPlan("another", features, programs=8))
+    assert repr(ours) == repr(twin)
+    ours(Lookups().features())
+    ours.follow(plan_of(c=BagSchedule(5, 8, "few", 1)))
+    ours(Lookups().features())
+    ours.follow(BagPlan("another", features, programs=8))
+    ours(Lookups().features())
+    twin(Lookups().features())
+    assert [of is None for of in handed] == [True, False, True, True]
+    assert ours._schedules == twin._schedules == {}
+    # What it counts is not of the forward pass.
+    ours.follow(replace(plan_of(**features), counted_rows=6))
+    ours(Lookups().features())
+    assert handed[-1] == (None, 32, 6)
+
+
 def test_what_a_plan_counts_is_handed_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     from jagged.ops.embedding_bag import spec
 
