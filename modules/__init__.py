@@ -6,9 +6,10 @@ if __name__ != "jagged.modules":
     )
 
 from jagged.modules.attention import JaggedCrossAttention, JaggedSelfAttention
-from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection, replace_embedding_bags
+from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
 from jagged.modules.embedding_bags_quantized import QuantizedEmbeddingBagCollection
 from jagged.modules.embedding_bags_sharding import ScheduledEmbeddingBagCollectionSharder
+from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
 from jagged.modules.group_sparse import GroupSparseHead
 from jagged.modules.heads import CutCrossEntropyHead, HeadOutput, SampledCrossEntropyHead
 from jagged.modules.hstu import HSTUBlock
@@ -19,6 +20,7 @@ from jagged.modules.label_groups import LabelGroups, group_at_random, group_by_e
 from jagged.modules.mlp import JaggedMLP
 from jagged.modules.pooling import JaggedPooling
 from jagged.modules.positions import PositionalEncoding, TimeEncoding
+from jagged.modules.replacing import replace_embeddings
 from jagged.modules.sampling import (
     InBatchSampler,
     LogUniformSampler,
@@ -29,6 +31,7 @@ from jagged.modules.sampling import (
     UniformSampler,
 )
 from jagged.modules.scalable import ScalableCrossEntropyHead
+from jagged.modules.shared_tables import share_tables
 from jagged.modules.split import RowSplit, SplitEmbeddingCollection
 from jagged.modules.target_attention import TargetAttention
 from jagged.modules.targets import ItemMasking, MaskedItems, next_item_targets
@@ -64,6 +67,7 @@ __all__ = [
     "ScalableCrossEntropyHead",
     "ScheduledEmbeddingBagCollection",
     "ScheduledEmbeddingBagCollectionSharder",
+    "ScheduledEmbeddingCollection",
     "SplitEmbeddingCollection",
     "TargetAttention",
     "TimeEncoding",
@@ -72,6 +76,7 @@ __all__ = [
     "group_by_embedding",
     "group_by_frequency",
     "next_item_targets",
-    "replace_embedding_bags",
+    "replace_embeddings",
+    "share_tables",
     "with_values",
 ]

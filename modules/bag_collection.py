@@ -116,7 +116,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled embeddings of every feature."""
         if isinstance(features, Proxy):
-            return _as_leaf(self, features)
+            return as_leaf(self, features)
         features = maybe_td_to_kjt(features, None)
         try:
             pooled = [self._pooled(number, features) for number in range(len(self._parts))]
@@ -137,15 +137,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         weights = None
         if self._is_weighted and (weights := features.weights_or_none()) is None:
             raise ValueError("features: expected weights, as is_weighted says, got none; give KeyedJaggedTensor weights")
-        sizes = features.stride_per_key() if features.variable_stride_per_key() else None
-        lookups = Lookups(features.values(), features.offsets(), weights, sizes)
-        places = part.order.places(features.keys())
-        if places is None:
-            return lookups
-        if lookups.ids.is_cpu and not values_are_trusted():
-            # Of what is selected the operator sees no more.
-            validate_offsets(lookups.offsets, lookups.ids.shape[0])
-        return _selected(lookups, places, features)
+        return lookups_of(features, part.order, weights)
 
     def _interleaved(self, pooled: list[Tensor]) -> Tensor:
         """The parts' columns in the order of the tables."""
@@ -240,12 +232,25 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         return ", ".join(shown)
 
 
-def _as_leaf(module: nn.Module, features: Proxy) -> Any:
+def as_leaf(module: nn.Module, features: Proxy) -> Any:
     """What a tracer records that does not take the module for a leaf by itself."""
     path = features.tracer.path_of_module(module)  # type: ignore[attr-defined]
     if not path:
         raise TypeError("features: got a proxy; the module is a leaf, so trace a model that holds it")
     return features.tracer.create_proxy("call_module", path, (features,), {})
+
+
+def lookups_of(features: KeyedJaggedTensor, order: KeyOrder, weights: Tensor | None) -> Lookups:
+    """Return the lookups of a batch's features in an order; as they are where the batch has no others and the same order."""
+    sizes = features.stride_per_key() if features.variable_stride_per_key() else None
+    lookups = Lookups(features.values(), features.offsets(), weights, sizes)
+    places = order.places(features.keys())
+    if places is None:
+        return lookups
+    if lookups.ids.is_cpu and not values_are_trusted():
+        # Of what is selected the operator sees no more.
+        validate_offsets(lookups.offsets, lookups.ids.shape[0])
+    return _selected(lookups, places, features)
 
 
 def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -> Lookups:

@@ -2,45 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import os
-from typing import Any, NamedTuple, cast
+from collections.abc import MutableMapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType, pooling_type_to_str
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.bag_collection import BagCollection, KeyOrder
-from jagged.modules.table_storage import TableStorage
-from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind, BagPlan, PlanMismatch, embedding_bags
+from jagged.modules.table_storage import Table, TableStorage
+from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker
+from jagged.ops import BagLayout, BagOptimizerKind, BagPlan, PlanMismatch
 
 DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-OPTIONS = ("optimizer", "optimizer_options", "output_dtype", "plan", "plan_mismatch")
-OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
 
 
-class _Part(NamedTuple):
-    """The tables of one dtype, and the features that read them, in the order of the tables."""
-
-    names: list[str]
-    tables: TableStorage
-    features: list[str]
-    order: KeyOrder
-
-    @property
-    def layout(self) -> BagLayout:
-        """Where the tables lie."""
-        return self.tables.layout
-
-
-class ScheduledEmbeddingBagCollection(BagCollection):
+class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
     """TorchRec's `EmbeddingBagCollection` with all tables of a dtype looked up in one launch.
 
     Takes the same configurations, gives the same KeyedTensor and has the same parameters, `embedding_bags.<table>.weight`, so
@@ -118,13 +98,13 @@ class ScheduledEmbeddingBagCollection(BagCollection):
         check_tables(tables, is_weighted, output_dtype)
         self._describe(tables, is_weighted, output_dtype)
         self._kind = optimizer
-        self._optimizer = _optimizer_maker(optimizer, optimizer_options)
+        self._optimizer = optimizer_maker(optimizer, optimizer_options)
         self.embedding_bags = nn.ModuleDict()
-        self._parts: list[_Part] = []
+        self._parts: list[TablesPart] = []
         self._places = []
         self._make_parts(device)
         self._plan_with(plan, plan_mismatch)
-        self.register_load_state_dict_post_hook(_gather)
+        self.register_load_state_dict_post_hook(gather)
         self.reset_parameters()
 
     def _make_parts(self, device: torch.device | str | None) -> None:
@@ -150,7 +130,7 @@ class ScheduledEmbeddingBagCollection(BagCollection):
                 )
             storage = TableStorage(layout, [made[table.name] for table in own], self._optimizer)
             features = [name for table in own for name in table.feature_names]
-            self._parts.append(_Part([table.name for table in own], storage, features, KeyOrder(features)))
+            self._parts.append(TablesPart([table.name for table in own], storage, layout, features, KeyOrder(features)))
         counts = [0] * len(data_types)
         for table in configs:
             self.embedding_bags[table.name] = made[table.name]
@@ -159,56 +139,25 @@ class ScheduledEmbeddingBagCollection(BagCollection):
                 self._places.append((part, counts[part]))
                 counts[part] += 1
 
+    @property
+    def _modules_of_tables(self) -> MutableMapping[str, Table]:
+        return cast("MutableMapping[str, Table]", self.embedding_bags)
+
     def _pooled(self, number: int, features: KeyedJaggedTensor) -> Tensor:
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""
         part = self._parts[number]
         ids, offsets, weights, batch_sizes = self._lookups(part, features)
-        tables = part.tables
-        storage = tables.weights()
-        learns = tables.optimizer is not None and tables.learns()
-        dtype = self._output_dtype
-        pooled = embedding_bags(
-            storage,
-            tables.layout,
+        tables, dtype = part.tables, self._output_dtype
+        pooled = tables.lookup(
+            part.layout,
             ids,
             offsets,
             per_sample_weights=weights,
             batch_sizes=batch_sizes,
-            optimizer=tables.optimizer if learns else None,
-            output_dtype=dtype if dtype in (torch.float32, storage.dtype) else torch.float32,
-            schedules=None if self._plan is None else self._schedules_on(storage.device)[number],
+            output_dtype=dtype if dtype in (torch.float32, tables.dtype) else torch.float32,
+            schedules=None if self._plan is None else self._schedules_on(tables.device)[number],
         )
-        if learns and pooled.grad_fn is not None:
-            pooled.grad_fn.register_prehook(tables.check_all_learn)
-        elif weights is not None and weights.requires_grad:
-            tables.watch(storage, pooled)
         return pooled if pooled.dtype == dtype else pooled.to(dtype)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tables are."""
-        return self._parts[0].tables.device
-
-    @property
-    def optimizers(self) -> list[BagOptimizer]:
-        """The fused optimizers, one for each data type in the order in which it first occurs; none on the meta device.
-
-        A schedule fills their `learning_rate`, a tensor.
-        """
-        return [part.tables.optimizer for part in self._parts if part.tables.optimizer is not None]
-
-    def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """The fused optimizers' tensors, for a checkpoint beside the state dict, which has the tables alone."""
-        states = (optimizer.state().items() for optimizer in self.optimizers)
-        return {f"{number}.{name}": state for number, of in enumerate(states) for name, state in of}
-
-    def load_optimizer_state_dict(self, state_dict: dict[str, Tensor]) -> None:
-        """Copy what `optimizer_state_dict` gave into the optimizers.
-
-        Raises:
-            ValueError: other names or shapes than this module's.
-        """
-        load_state(self.optimizer_state_dict(), state_dict, "tables")
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
@@ -224,85 +173,9 @@ class ScheduledEmbeddingBagCollection(BagCollection):
             # One gave the parameter another tensor for its data.
             self._gather()
 
-    def _gather(self) -> None:
-        for part in self._parts:
-            part.tables.gather()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ScheduledEmbeddingBagCollection:
-        # All that there is to move are the children's parameters.
-        if recurse:
-            for part in self._parts:
-                part.tables.apply(fn)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScheduledEmbeddingBagCollection:
-        # A parameter by itself would be copied out of the storage, and then once more into the copy's.
-        for part in self._parts:
-            for parameter, copied in part.tables.copies():
-                memo.setdefault(id(parameter), copied)
-        copied = memo[id(self)] = type(self).__new__(type(self))
-        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return copied
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._gather()
-
     def extra_repr(self) -> str:
         """Show the options; the tables follow as modules."""
         return self._shown() if self._kind is None else self._shown(f"optimizer={self._kind!r}")
-
-
-def replace_embedding_bags(module: nn.Module, **options: Any) -> nn.Module:
-    """Exchange every `EmbeddingBagCollection` in a model for a `ScheduledEmbeddingBagCollection` with the same weights.
-
-    The new modules take over the parameters themselves, whose values are copied once, table after table, into one storage: an
-    optimizer that was made before, names and state dicts stay right. Subclasses, which may do something else, stay as they are.
-
-    Args:
-        module: a model, changed in place, or an `EmbeddingBagCollection`.
-        options: `optimizer`, `optimizer_options`, `output_dtype`, `plan` and `plan_mismatch` of
-            `ScheduledEmbeddingBagCollection`.
-
-    Returns:
-        The model; for an `EmbeddingBagCollection` what takes its place.
-
-    Raises:
-        TypeError: another option.
-        ValueError: a collection that `ScheduledEmbeddingBagCollection` does not take.
-
-    Example:
-        >>> from torch import nn
-        >>> from torchrec.modules.embedding_configs import EmbeddingBagConfig
-        >>> from torchrec.modules.embedding_modules import EmbeddingBagCollection
-        >>> from jagged.modules import replace_embedding_bags
-        >>> table = EmbeddingBagConfig(name="item", embedding_dim=8, num_embeddings=100, feature_names=["clicked"])
-        >>> model = nn.ModuleDict({"bags": EmbeddingBagCollection([table]), "over": nn.Linear(8, 1)})
-        >>> type(replace_embedding_bags(model)["bags"]).__name__
-        'ScheduledEmbeddingBagCollection'
-    """
-    if unknown := [name for name in options if name not in OPTIONS]:
-        raise TypeError(f"{unknown[0]}: not an option; expected one of {', '.join(OPTIONS)}")
-    return _replaced(module, options, {})
-
-
-def _replaced(module: nn.Module, options: dict[str, Any], done: dict[nn.Module, nn.Module]) -> nn.Module:
-    """The module in a module's place, the same one wherever the model has it."""
-    if module not in done:
-        done[module] = _scheduled(module, options) if type(module) is EmbeddingBagCollection else module
-        if done[module] is module:
-            for name, child in module._modules.items():
-                if child is not None:
-                    module._modules[name] = _replaced(child, options, done)
-    return done[module]
-
-
-def _scheduled(module: EmbeddingBagCollection, options: dict[str, Any]) -> ScheduledEmbeddingBagCollection:
-    made = ScheduledEmbeddingBagCollection(module.embedding_bag_configs(), module.is_weighted(), "meta", **options)
-    for name, bag in module.embedding_bags.items():
-        made.embedding_bags[name].weight = bag.weight
-    made._gather()
-    return made.train(module.training)
 
 
 def check_tables(
@@ -325,22 +198,3 @@ def check_tables(
             raise ValueError(f"tables: expected SUM or MEAN pooling, got {table.pooling.name} for {table.name!r}")
         if is_weighted and table.pooling == PoolingType.MEAN:
             raise ValueError(f"is_weighted: only sums are weighted, but {table.name!r} has MEAN pooling")
-
-
-def _optimizer_maker(kind: BagOptimizerKind | None, options: dict[str, Any] | None) -> functools.partial[BagOptimizer] | None:
-    checked = checked_options(kind, options, OPTIMIZER_OPTIONS)
-    if kind is None or checked is None:
-        return None
-    maker = functools.partial(_bag_optimizer, kind, checked)
-    # So that what is wrong shows now, on the meta device too.
-    maker(BagLayout((1,), (1,)), torch.device("cpu"))
-    return maker
-
-
-def _bag_optimizer(kind: BagOptimizerKind, options: dict[str, Any], layout: BagLayout, device: torch.device) -> BagOptimizer:
-    return BagOptimizer(kind, layout, device=device, **options)
-
-
-def _gather(module: ScheduledEmbeddingBagCollection, _: Any) -> None:
-    # Loading may have assigned parameters.
-    module._gather()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from jagged.ops import BagLayout, BagOptimizer
+from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags
+
+#: What has the `weight` of a table.
+Table: TypeAlias = nn.Embedding | nn.EmbeddingBag
 
 _weight_of = operator.itemgetter("weight")
 _requires_grad = operator.attrgetter("requires_grad")
@@ -33,6 +37,16 @@ class _WholeFunction(torch.autograd.Function):
         of_tables = zip(layout.rows, layout.widths, layout.starts[:-1], strict=True)
         # For a thousand tables half the time of slices.
         return None, None, *(grad.as_strided((rows, width), (width, 1), start) for rows, width, start in of_tables)
+
+
+def _refuse_copies() -> None:
+    """Refuse an update that no other process of a group learns of."""
+    if dist.is_available() and dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        raise RuntimeError(
+            f"optimizer: would update the tables of this process alone, of {size} processes in the group, so that their copies "
+            "part; shard the model by DistributedModelParallel with ScheduledEmbeddingBagCollectionSharder, or leave the "
+            "optimizer out"
+        )
 
 
 class _Changes:
@@ -77,10 +91,10 @@ class _Slots(dict[str, Any]):
 
 
 class TableStorage:
-    """The weights of embedding bags of one dtype, one after the other in one tensor.
+    """The weights of embedding tables of one dtype, one after the other in one tensor, however they are read.
 
-    Each bag keeps its parameter, whose data are a view of that tensor: optimizers, checkpoints and initialisers see ordinary
-    parameters, and the operator sees one tensor. Nothing is copied from the one to the other.
+    Each table's module keeps its parameter, whose data are a view of that tensor: optimizers, checkpoints and initialisers see
+    ordinary parameters, and the operator sees one tensor. Nothing is copied from the one to the other.
 
     Gradients go to the parameters through one autograd node, which is made once and stays in use: made anew in every forward, a
     node of a thousand inputs costs some 400 microseconds. It saves no tensors, so that it can run backward any number of times.
@@ -91,7 +105,7 @@ class TableStorage:
     the parameters in every call, a copy, until `gather` has made them views again.
 
     Args:
-        layout: the tables, and the features that read them.
+        layout: the tables; what features it has is of no matter.
         bags: for each table a module with its `weight`.
         optimizer: makes the fused optimizer, given layout and device; None: parameters get gradients.
     """
@@ -103,13 +117,13 @@ class TableStorage:
     _seen: list[None]
     _learner: nn.Parameter | None
     _whole: Tensor | None
-    _leaf: Tensor | None
+    _updates: JointUpdate | None
     _stream: int
 
     def __init__(
         self,
         layout: BagLayout,
-        bags: Sequence[nn.EmbeddingBag],
+        bags: Sequence[Table],
         optimizer: Callable[[BagLayout, torch.device], BagOptimizer] | None = None,
     ) -> None:
         self.layout = layout
@@ -118,17 +132,28 @@ class TableStorage:
         self._make_optimizer = optimizer
         self.gather()
 
+    def lookup(self, layout: BagLayout, ids: Tensor, offsets: Tensor, **options: Any) -> Tensor:
+        """Return what `embedding_bags` reads by a layout of these tables; an optimizer updates each row once in backward.
+
+        Raises:
+            RuntimeError: an optimizer would update the tables of this process alone, of a group of several.
+        """
+        if self._updates is not None and self.learns() and self._is_unchanged():
+            _refuse_copies()
+            return self._updates.embedding_bags(layout, ids, offsets, **options)
+        weights, samples = self.weights(), options.get("per_sample_weights")
+        found = embedding_bags(weights, layout, ids, offsets, **options)
+        if samples is not None and samples.requires_grad:
+            self.watch(weights, found)
+        return found
+
     def weights(self) -> Tensor:
         """The tensor for a forward pass, tied to the parameters' gradients where they need any."""
         if not self._is_unchanged():
             return self._joined()
         assert self._storage is not None
-        if not self.learns():
+        if self.optimizer is not None or not self.learns():
             return self._storage
-        if self.optimizer is not None:
-            if self._leaf is None:
-                self._leaf = self._storage.detach().requires_grad_()
-            return self._leaf
         # Autograd runs a node on the stream that it was made on, which must be the one that is captured in a CUDA graph.
         stream = torch.cuda.current_stream(self._storage.device).cuda_stream if self._storage.is_cuda else 0
         if self._whole is None or self._stream != stream:
@@ -147,7 +172,7 @@ class TableStorage:
             self._learner = learner = next(filter(_requires_grad, self._parameters), None)
         return learner is not None
 
-    def check_all_learn(self, *_: Any) -> None:
+    def check_all_learn(self) -> None:
         """Refuse an update of all tables where some are frozen; called in the backward pass, before the update."""
         frozen = len(self._parameters) - sum(map(_requires_grad, self._parameters))
         if frozen:
@@ -251,6 +276,7 @@ class TableStorage:
             self.optimizer = self._make_optimizer(self.layout, storage.device)
         for name, state in self.optimizer.state().items():
             setattr(self.optimizer, name, state.to(storage.device))
+        self._updates = JointUpdate(storage, self.optimizer, self.check_all_learn)
 
     def _found(self) -> list[nn.Parameter]:
         return [cast(nn.Parameter, bag.weight) for bag in self._bags]
@@ -263,7 +289,7 @@ class TableStorage:
         self._seen = self._changes.latest
         self._learner = None
         self._whole = None
-        self._leaf = None
+        self._updates = None
         self._stream = 0
 
     def _is_unchanged(self) -> bool:
@@ -326,7 +352,7 @@ class TableStorage:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what `gather` makes."""
-        made = {"_storage", "_parameters", "_slots", "_changes", "_seen", "_learner", "_whole", "_leaf", "_stream"}
+        made = {"_storage", "_parameters", "_slots", "_changes", "_seen", "_learner", "_whole", "_updates", "_stream"}
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """Pooled embeddings of many features, from tables of many shapes, in one launch."""
 
 from jagged.ops.embedding_bag.api import embedding_bags
+from jagged.ops.embedding_bag.joint import JointUpdate
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.optimizers import Kind as BagOptimizerKind
@@ -15,6 +16,7 @@ __all__ = [
     "BagPlan",
     "BagSchedule",
     "BagSchedules",
+    "JointUpdate",
     "PlanMismatch",
     "embedding_bags",
     "quantize_rows",

@@ -21,6 +21,7 @@ from jagged.ops.embedding_bag.checks import (
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.plans import PROGRAMS, BagSchedules
+from jagged.ops.embedding_bag.sequences import one_by_one
 from jagged.ops.embedding_bag.spec import EMBEDDING_BAGS, Inputs, Options, States
 
 IDS = (torch.int64, torch.int32)
@@ -35,12 +36,13 @@ def embedding_bags(
     scales: Tensor | None = None,
     per_sample_weights: Tensor | None = None,
     batch_sizes: Sequence[int] | None = None,
+    sequence_totals: Sequence[int] | None = None,
     optimizer: BagOptimizer | None = None,
     output_dtype: torch.dtype = torch.float32,
     schedules: BagSchedules | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Sum or average, for every feature and bag, the rows that its ids name in the feature's table. Deterministic.
+    """Sum or average, for every feature and bag, the rows that its ids name in the feature's table, or list them. Deterministic.
 
     One launch for tables of all widths and numbers of rows, which lie in one storage. Lookups stand feature after feature, and
     within a feature bag after bag, as in a KeyedJaggedTensor. An empty bag is 0.
@@ -48,15 +50,17 @@ def embedding_bags(
     Args:
         weights: `[layout.num_elements]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device): the tables,
             of which `layout.views(weights)` are the matrices. Or uint8, quantised by `quantize_rows`, for inference.
-        layout: the tables, the features that read them, and which bags are means.
+        layout: the tables, the features that read them, which bags are means, and which features are sequences.
         indices: `[S]`, int32 or int64: rows, `0 <= id < rows` of the feature's table. On a GPU others count as rows of zeros
             without a gradient; `JAGGED_VALIDATE=1` refuses them.
         offsets: `[sum of batch_sizes + 1]`, int32 or int64, from 0 to S: where each bag begins, feature after feature.
         scales: `[layout.first_rows[-1], 2]` float32, for uint8 weights and those alone: of each row of all tables what its
             integers are multiplied by and what is added.
-        per_sample_weights: `[S]`, any float of those above: what each row is multiplied by, of sums alone; differentiable unless
+        per_sample_weights: `[S]`, any float of those above: what each row is multiplied by, but of means; differentiable unless
             weights are uint8.
         batch_sizes: number of bags of each feature; None: the same for all. On a GPU each new list is copied there once.
+        sequence_totals: number of ids of each sequence, in the features' order; None: read from offsets, which waits for a GPU
+            but where the one feature is a sequence. On a GPU each new list is copied there once.
         optimizer: update the rows that were read in the backward pass, in place, and make no gradient of `weights`, which must
             require one all the same. Without effect where no gradients are recorded.
         output_dtype: float32, or the dtype of weights; of uint8 weights bfloat16 or float16, too.
@@ -66,13 +70,14 @@ def embedding_bags(
 
     Returns:
         `[B, layout.width]`, the features' pooled rows side by side; with `batch_sizes` flat, `[sum of B_f * width_f]`, feature
-        after feature. Sums are accumulated in float32.
+        after feature. Where there are sequences flat: this, then of each sequence its rows, `[N_f * width_f]`. Sums are
+        accumulated in float32.
 
     Raises:
         ValueError: shapes, sizes or devices that do not fit, schedules of another layout among them; weights of lookups in a
-            layout with means; an optimizer for weights that require no gradient, where gradients are recorded; uint8 weights
-            with an optimizer, or with what wants a gradient; on a CPU, elsewhere with `JAGGED_VALIDATE=1`, wrong offsets and
-            ids out of range, named by their places.
+            layout with means; totals of sequences that are not theirs; an optimizer for weights that require no gradient, where
+            gradients are recorded; uint8 weights with an optimizer, or with what wants a gradient; on a CPU, elsewhere with
+            `JAGGED_VALIDATE=1`, wrong offsets and ids out of range, named by their places.
         TypeError: dtypes other than those above.
 
     Source:
@@ -88,6 +93,29 @@ def embedding_bags(
         >>> pooled.shape, pooled[1, :4].count_nonzero().item()
         (torch.Size([2, 7]), 0)
     """
+    inputs, options = prepared(
+        weights, layout, indices, offsets, scales, per_sample_weights, batch_sizes, sequence_totals, optimizer, output_dtype,
+        schedules, backend,
+    )  # fmt: skip
+    output = EMBEDDING_BAGS(inputs, options, backend).output
+    return output.flatten() if layout.has_sequences else output
+
+
+def prepared(
+    weights: Tensor,
+    layout: BagLayout,
+    indices: Tensor,
+    offsets: Tensor,
+    scales: Tensor | None,
+    per_sample_weights: Tensor | None,
+    batch_sizes: Sequence[int] | None,
+    sequence_totals: Sequence[int] | None,
+    optimizer: BagOptimizer | None,
+    output_dtype: torch.dtype,
+    schedules: BagSchedules | None,
+    backend: str | None,
+) -> tuple[Inputs, Options]:
+    """Check the arguments of `embedding_bags` and return what its operator takes."""
     check_tensor("weights", weights, "[E]", (*FLOATS, torch.uint8))
     check_tensor("indices", indices, "[S]", IDS)
     check_offsets(offsets, indices, total=indices.shape[0])
@@ -125,12 +153,22 @@ def embedding_bags(
     if (backend == "triton" or not offsets.is_cpu) and validation_is_on(offsets):
         check_ids(layout, indices, offsets, batch_sizes)
     size, batches, host_batches = num_bags // max(1, num_features), None, None
-    if batch_sizes is not None:
+    if layout.has_sequences:
+        sizes, offsets = one_by_one(layout, indices, offsets, batch_sizes, sequence_totals)
+        if len(sizes) > 1:
+            num_samples = size if batch_sizes is None else None
+            host_batches, batches, size = layout.batches(sizes, weights.device, num_samples)
+        else:
+            size = sizes[0]
+    elif sequence_totals is not None:
+        raise ValueError("sequence_totals: expected None for a layout without sequences; name them with BagLayout(sequences=...)")
+    elif batch_sizes is not None:
         host_batches, batches, size = layout.batches(tuple(batch_sizes), weights.device)
+    width = layout.feature_widths[0] if layout.has_sequences and batches is None else layout.width
     name = str(output_dtype).removeprefix("torch.")
-    options = Options(size, layout.width, name, programs, counted_rows, version, *rule)
+    options = Options(size, width, name, programs, counted_rows, version, *rule)
     inputs = Inputs(
         weights, scales, indices.contiguous(), offsets.contiguous(), per_sample_weights, layout.tensor(weights.device), batches,
         codes, *states, layout.fields, host_batches,
     )  # fmt: skip
-    return EMBEDDING_BAGS(inputs, options, backend).output
+    return inputs, options

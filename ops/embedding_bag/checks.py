@@ -79,8 +79,8 @@ def check_per_sample_weights(per_sample_weights: Tensor, indices: Tensor, layout
 
 def check_optimizer(optimizer: BagOptimizer, weights: Tensor, layout: BagLayout) -> None:
     """Check that an optimizer is of this layout and device, and that the tables may learn where gradients are recorded."""
-    if optimizer.layout is not layout and optimizer.layout != layout:
-        raise ValueError("optimizer: expected one of the same layout, got one of another")
+    if optimizer.layout is not layout and (optimizer.layout.rows, optimizer.layout.widths) != (layout.rows, layout.widths):
+        raise ValueError("optimizer: expected one of a layout with the same tables, got one of others")
     if optimizer.step.device != weights.device:
         raise ValueError(
             f"optimizer: expected its states on the device of weights, {weights.device}, got {optimizer.step.device}; "

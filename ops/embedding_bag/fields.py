@@ -57,14 +57,17 @@ class OfPart(NamedTuple):
 
 
 class OfBatch(NamedTuple):
-    """The bags of a feature where features have batches of their own, and the element of the output that they begin at."""
+    """The bags of a feature where features have batches of their own, and where the output has them: its first one's element and
+    how many lie from one to the next.
+    """
 
     first_bag: int
     num_bags: int
     output_begin: int
+    output_stride: int
 
 
 # In which column each stands: `FEATURE.width` is that of a feature's width. What has one name has one column, of features and of
 # tables.
 FEATURE, TABLE, PLACE = OfFeature(*range(8)), OfTable(*range(8)), OfPlace(*range(4))
-PART, BATCH = OfPart(*range(3)), OfBatch(*range(3))
+PART, BATCH = OfPart(*range(3)), OfBatch(*range(4))

@@ -45,9 +45,11 @@ class BagLayout:
         widths: of each table, at least 1: its embedding dimension.
         tables: for each feature the table that it reads; None: one feature for each table.
         means: for each feature whether its bags are means; None: all are sums.
+        sequences: for each feature whether its rows are not pooled: they come out one by one, in order. None: all are pooled.
 
     Raises:
-        ValueError: lengths that do not fit, a table without rows or columns, or a feature of a table that is not there.
+        ValueError: lengths that do not fit, a table without rows or columns, a feature of a table that is not there, or one that
+            is a mean and a sequence.
 
     Example:
         >>> from jagged.ops import BagLayout
@@ -63,9 +65,10 @@ class BagLayout:
     widths: tuple[int, ...]
     tables: tuple[int, ...] | None = None
     means: tuple[bool, ...] | None = None
+    sequences: tuple[bool, ...] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("rows", "widths", "tables", "means"):
+        for name in ("rows", "widths", "tables", "means", "sequences"):
             value: Sequence[int] | None = getattr(self, name)
             if value is not None and not isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(value))
@@ -83,18 +86,33 @@ class BagLayout:
             raise ValueError(
                 f"tables: expected a table from 0 to {len(self.rows) - 1}, got {self.tables[feature]} for feature {feature}"
             )
-        if self.means is None:
-            object.__setattr__(self, "means", (False,) * len(self.tables))
+        for name in ("means", "sequences"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, (False,) * len(self.tables))
+            if (got := len(getattr(self, name))) != len(self.tables):
+                raise ValueError(f"{name}: expected one for each of the {len(self.tables)} features, got {got}")
         assert self.means is not None
-        if len(self.means) != len(self.tables):
-            raise ValueError(f"means: expected one for each of the {len(self.tables)} features, got {len(self.means)}")
+        assert self.sequences is not None
+        for feature, (is_mean, is_sequence) in enumerate(zip(self.means, self.sequences, strict=True)):
+            if is_mean and is_sequence:
+                raise ValueError(f"sequences: expected bags that are means to be pooled, got both for feature {feature}")
         # Now, for a compiled region cannot compute cached properties.
-        for name in ("starts", "first_rows", "feature_widths", "columns", "has_means", "fields", "_tensors", "_batches"):
+        for name in (
+            "starts",
+            "first_rows",
+            "feature_widths",
+            "columns",
+            "has_means",
+            "has_sequences",
+            "fields",
+            "_tensors",
+            "_batches",
+        ):
             getattr(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Tensors that are mapped to another device with a module's own would no longer be what kernels read.
-        return BagLayout, (self.rows, self.widths, self.tables, self.means)
+        return BagLayout, (self.rows, self.widths, self.tables, self.means, self.sequences)
 
     def __hash__(self) -> int:
         # Of thousands of numbers it takes longer than a launch.
@@ -102,7 +120,7 @@ class BagLayout:
 
     @functools.cached_property
     def _hash(self) -> int:
-        return hash((self.rows, self.widths, self.tables, self.means))
+        return hash((self.rows, self.widths, self.tables, self.means, self.sequences))
 
     @property
     def num_features(self) -> int:
@@ -137,12 +155,14 @@ class BagLayout:
 
     @functools.cached_property
     def columns(self) -> tuple[int, ...]:
-        """For each feature the column of the output that it begins at, and the number of all."""
-        return (0, *accumulate(self.feature_widths))
+        """For each feature the column of the output that it begins at, and the number of all; sequences have none."""
+        assert self.sequences is not None
+        of_features = zip(self.feature_widths, self.sequences, strict=True)
+        return (0, *accumulate(0 if is_sequence else width for width, is_sequence in of_features))
 
     @property
     def width(self) -> int:
-        """Columns of the output."""
+        """Columns of the pooled features, side by side."""
         return self.columns[-1]
 
     @functools.cached_property
@@ -151,12 +171,35 @@ class BagLayout:
         assert self.means is not None
         return any(self.means)
 
+    @functools.cached_property
+    def has_sequences(self) -> bool:
+        """Tell whether any feature's rows are not pooled."""
+        assert self.sequences is not None
+        return any(self.sequences)
+
     def views(self, storage: Tensor) -> list[Tensor]:
         """Return each table as a view `[rows, width]` of a storage `[num_elements]`."""
         return [
             storage[start : start + rows * width].view(rows, width)
             for start, rows, width in zip(self.starts[:-1], self.rows, self.widths, strict=True)
         ]
+
+    def split(self, output: Tensor, sequence_totals: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
+        """Return the pooled part of what `embedding_bags` returns for features of which some are sequences, and each one's rows.
+
+        Args:
+            output: flat.
+            sequence_totals: number of ids of each sequence, in the features' order.
+
+        Returns:
+            Views: the pooled part, flat, which is `[B, width]` but where features have batches of their own; and for each
+            sequence `[N_f, width_f]`.
+        """
+        assert self.sequences is not None
+        of_sequences = [width for width, is_sequence in zip(self.feature_widths, self.sequences, strict=True) if is_sequence]
+        lengths = [total * width for total, width in zip(sequence_totals, of_sequences, strict=True)]
+        pooled, *rows = output.split([output.shape[0] - sum(lengths), *lengths])
+        return pooled, [of.view(-1, width) for of, width in zip(rows, of_sequences, strict=True)]
 
     @functools.cached_property
     def fields(self) -> Tensor:
@@ -174,16 +217,19 @@ class BagLayout:
                 self._tensors[device] = self._tensors[torch.device("cpu")].to(device)
         return self._tensors[device]
 
-    def batches(self, sizes: tuple[int, ...], device: torch.device) -> Batches:
-        """Return what is known of features with so many bags each."""
+    def batches(self, sizes: tuple[int, ...], device: torch.device, num_samples: int | None = None) -> Batches:
+        """Return what is known of features with so many bags each, of which a sequence has one for each id.
+
+        With `num_samples` the pooled features, which have so many, lie side by side; else each lies by itself.
+        """
         if torch.compiler.is_compiling():
             # A graph for all sizes looks nothing up by them.
-            return _new_batches(self.feature_widths, sizes, device)
-        return self._batches(sizes, device)
+            return self._new_batches(sizes, device, num_samples)
+        return self._batches(sizes, device, num_samples)
 
     @functools.cached_property
-    def _batches(self) -> Callable[[tuple[int, ...], torch.device], Batches]:
-        return functools.lru_cache(maxsize=256)(functools.partial(_new_batches, self.feature_widths))
+    def _batches(self) -> Callable[[tuple[int, ...], torch.device, int | None], Batches]:
+        return functools.lru_cache(maxsize=256)(self._new_batches)
 
     @functools.cached_property
     def _tensors(self) -> dict[torch.device, Tensor]:
@@ -191,6 +237,24 @@ class BagLayout:
         # All as wide as a feature's.
         padded = [(*row, *(0,) * (len(FEATURE) - len(row))) for row in rows]
         return {torch.device("cpu"): torch.tensor(padded, dtype=torch.int64, device="cpu")}
+
+    def _new_batches(self, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
+        assert self.sequences is not None
+        of_features = list(zip(sizes, self.feature_widths, self.columns[:-1], self.sequences, strict=True))
+        pooled = sum(count * width for count, width, _, is_sequence in of_features if not is_sequence)
+        # Where the next one begins: a pooled feature, a sequence.
+        first, rows, ends = 0, [], [0, pooled]
+        for count, width, column, is_sequence in of_features:
+            begin, stride = ends[is_sequence], width
+            ends[is_sequence] += count * width
+            if num_samples is not None and not is_sequence:
+                begin, stride = column, self.width
+            # A named tuple would make Dynamo compile for each number.
+            rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin, output_stride=stride)))
+            first += count
+        with _as_real_tensors():
+            host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
+            return Batches(host, host.to(device), ends[1])
 
     def _of_features(self) -> list[OfFeature]:
         assert self.tables is not None
@@ -243,18 +307,6 @@ class BagLayout:
     def _of_parts(self) -> list[OfPart]:
         widths = ((feature, self.feature_widths[feature]) for feature in self._widest_first)
         return [OfPart(feature, part, width) for feature, width in widths for part in range(cdiv(width, PART_COLUMNS))]
-
-
-def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Batches:
-    rows, first, begin = [], 0, 0
-    for count, width in zip(sizes, widths, strict=True):
-        # A named tuple would make Dynamo compile for each number.
-        rows.append(tuple(OfBatch(first_bag=first, num_bags=count, output_begin=begin)))
-        first += count
-        begin += count * width
-    with _as_real_tensors():
-        host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
-        return Batches(host, host.to(device), begin)
 
 
 def _as_real_tensors() -> AbstractContextManager[object]:

@@ -189,7 +189,7 @@ UPDATE = operator(
 )
 
 
-_CHANGED = (
+CHANGED = (
     "per_sample_weights: their gradient needs the tables as forward read them, but an update has changed them since; "
     "look all ids up in one call of embedding_bags, or call backward of one lookup before the next is made"
 )
@@ -203,9 +203,9 @@ def _gradient(
     of_layout = x.layout, x.batches, x.host_layout, x.host_batches
     if "per_sample_weights" in wanted:
         if x.step is not None and x.step_before is not None:
-            torch._assert_async(torch.eq(x.step, x.step_before), _CHANGED)
+            torch._assert_async(torch.eq(x.step, x.step_before), CHANGED)
         elif o.kind is not None and x.weights._version != o.version:
-            raise RuntimeError(_CHANGED)
+            raise RuntimeError(CHANGED)
         # With the weights that forward read, so before they change.
         samples = SamplesInputs(grad, x.weights, x.indices, x.offsets, *of_layout)
         found["per_sample_weights"] = SAMPLES_BACKWARD(samples, SamplesOptions(wanted["per_sample_weights"]), backend).gradient

@@ -16,7 +16,7 @@ from torch import Tensor
 from jagged.ops._shared.offsets import covering
 from jagged.ops._shared.rounding import rounded
 from jagged.ops.embedding_bag.checks import refuse_wrong_ids
-from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfFeature
+from jagged.ops.embedding_bag.fields import BATCH, FEATURE, OfBatch, OfFeature
 from jagged.ops.embedding_bag.spec import (
     Gradient,
     Inputs,
@@ -74,12 +74,16 @@ def features_of(x: Lookups, *, with_offsets: bool = False) -> Iterator[Feature]:
 
 def parts_of(x: WeightsInputs | SamplesInputs | UpdateInputs) -> Sequence[Tensor]:
     """Return each feature's part `[B, width]` of the output's gradient."""
-    widths = x.host_layout[:, FEATURE.width].tolist()
     if x.host_batches is None:
-        return x.grad.split_with_sizes(widths, 1)
-    counts = x.host_batches[:, BATCH.num_bags].tolist()
-    sizes = [count * width for count, width in zip(counts, widths, strict=True)]
-    return [of.view(count, width) for of, count, width in zip(x.grad.split_with_sizes(sizes), counts, widths, strict=True)]
+        return x.grad.split_with_sizes(x.host_layout[:, FEATURE.width].tolist(), 1)
+    return bags_in(x.grad, x.host_layout, x.host_batches)
+
+
+def bags_in(flat: Tensor, layout: Tensor, batches: Tensor) -> list[Tensor]:
+    """Return each feature's bags `[B, width]` as a view of the flat output, or of its gradient."""
+    widths, begin = layout[:, FEATURE.width].tolist(), flat.storage_offset()
+    shapes = zip(map(OfBatch._make, batches.tolist()), widths, strict=True)
+    return [flat.as_strided((of.num_bags, width), (of.output_stride, 1), begin + of.output_begin) for of, width in shapes]
 
 
 def bag_of_places(feature: Feature) -> Tensor:
@@ -123,8 +127,12 @@ def forward(x: Inputs, o: Options) -> Outputs:
             raise
     if not outputs:
         return Outputs(o.new_output(x))
-    flat = torch.cat(outputs, 1) if x.batches is None else torch.cat([pooled.view(-1) for pooled in outputs])
-    return Outputs(flat.to(getattr(torch, o.output_dtype)))
+    if x.host_batches is None:
+        return Outputs(torch.cat(outputs, 1).to(getattr(torch, o.output_dtype)))
+    output = o.new_output(x)
+    for of_feature, pooled in zip(bags_in(output, x.host_layout, x.host_batches), outputs, strict=True):
+        of_feature.copy_(pooled)
+    return Outputs(output)
 
 
 def _pooled(

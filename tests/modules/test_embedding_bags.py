@@ -18,7 +18,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, Poo
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from jagged.modules import ScheduledEmbeddingBagCollection, replace_embedding_bags
+from jagged.modules import ScheduledEmbeddingBagCollection, replace_embeddings
 from jagged.modules.table_storage import TableStorage
 from jagged.ops import BagPlan, BagSchedule
 from tests.modules.lookups import FEATURES, MEAN, SUM, Lookups, Pair, check_both, some_tables, table
@@ -454,7 +454,7 @@ class Special(EmbeddingBagCollection):
     """One that does something of its own."""
 
 
-def test_replace_embedding_bags(place: Place) -> None:
+def test_replace_embeddings(place: Place) -> None:
     torch.manual_seed(0)
     twin = Ranker().eval()
     twin.over = nn.Linear(24, 1, device=place.device)
@@ -462,7 +462,7 @@ def test_replace_embedding_bags(place: Place) -> None:
     model.bags.embedding_bags["y"].weight.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = list(model.named_parameters())
-    assert replace_embedding_bags(model) is model
+    assert replace_embeddings(model) is model
     assert type(model.bags) is type(model.inner["other"]) is ScheduledEmbeddingBagCollection
     assert model.inner["again"] is model.bags
     assert type(model.special) is Special
@@ -480,7 +480,7 @@ def test_replace_embedding_bags(place: Place) -> None:
             of(features).backward()
             its.step()
     check_parameters(model, twin)
-    assert replace_embedding_bags(model).bags is model.bags
+    assert replace_embeddings(model).bags is model.bags
 
 
 def test_replace_a_collection_itself(place: Place) -> None:
@@ -490,7 +490,7 @@ def test_replace_a_collection_itself(place: Place) -> None:
         table("z", 5, 2, "c", data_type=DataType.FP16),
     ]
     twin = EmbeddingBagCollection(configs, device=torch.device(place.device))
-    ours = replace_embedding_bags(
+    ours = replace_embeddings(
         copy.deepcopy(twin), optimizer="sgd", optimizer_options={"learning_rate": 0.1}, output_dtype=torch.float64
     )
     # TorchRec's keeps bfloat16 tables as float16, and so does what takes its place.
@@ -499,10 +499,10 @@ def test_replace_a_collection_itself(place: Place) -> None:
         assert torch.equal(mine, theirs)
     assert ours(Lookups().features()).values().dtype == torch.float64
     assert len(ours.optimizers) == 3
-    meta = replace_embedding_bags(EmbeddingBagCollection(configs, device=torch.device("meta")))
+    meta = replace_embeddings(EmbeddingBagCollection(configs, device=torch.device("meta")))
     assert all(parameter.is_meta for parameter in meta.parameters())
     with pytest.raises(TypeError, match="optimiser: not an option; expected one of optimizer, optimizer_options, output_dtype"):
-        replace_embedding_bags(nn.Linear(1, 1), optimiser="sgd")
+        replace_embeddings(nn.Linear(1, 1), optimiser="sgd")
 
 
 def plan_of(**features: BagSchedule) -> BagPlan:
@@ -543,16 +543,14 @@ def test_a_plan_is_followed(place: Place, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("features", [{}, {"other": BagSchedule(1, 1, "one", 1)}])
 def test_a_plan_without_features_is_none(place: Place, monkeypatch: pytest.MonkeyPatch, features: dict[str, BagSchedule]) -> None:
-    from jagged.modules import embedding_bags as lookups_of
-
     handed: list[Any] = []
-    own = lookups_of.embedding_bags
+    own = TableStorage.lookup
 
     def noted(*arguments: Any, **options: Any) -> Tensor:
         handed.append(options["schedules"])
         return own(*arguments, **options)
 
-    monkeypatch.setattr(lookups_of, "embedding_bags", noted)
+    monkeypatch.setattr(TableStorage, "lookup", noted)
     twin = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
     # Of a GPU that there is none of.
     ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device, plan=BagPlan("another", features, programs=8))
@@ -600,7 +598,7 @@ def test_plans_that_do_not_fit(place: Place, monkeypatch: pytest.MonkeyPatch) ->
     message = "plan: expected the tables' shapes, got 'd' of 6 rows and width 8 for a table of 6 rows and width 5"
     for make in (
         lambda **options: ScheduledEmbeddingBagCollection(some_tables(), device=place.device, **options),
-        lambda **options: replace_embedding_bags(EmbeddingBagCollection(some_tables(), device=place.device), **options),
+        lambda **options: replace_embeddings(EmbeddingBagCollection(some_tables(), device=place.device), **options),
     ):
         with pytest.raises(ValueError, match=message):
             make(plan=plan)

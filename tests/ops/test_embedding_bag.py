@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ class Batch:
     offsets: Tensor
     sizes: tuple[int, ...]
     has_sizes: bool = False
+    has_totals: bool = False
+
+    @property
+    def totals(self) -> list[int]:
+        """Number of ids of each sequence."""
+        ends, firsts = self.offsets.tolist(), [sum(self.sizes[:feature]) for feature in range(len(self.sizes) + 1)]
+        totals = [ends[last] - ends[first] for first, last in pairwise(firsts)]
+        return [total for total, is_sequence in zip(totals, self.layout.sequences or (), strict=True) if is_sequence]
 
     @property
     def arguments(self) -> tuple[BagLayout, Tensor, Tensor]:
@@ -68,7 +77,8 @@ class Batch:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"batch_sizes": self.sizes} if self.has_sizes else {}
+        sizes = {"batch_sizes": self.sizes} if self.has_sizes else {}
+        return sizes | ({"sequence_totals": self.totals} if self.has_totals else {})
 
 
 def batch_of(
@@ -101,6 +111,7 @@ def batches(draw: st.DrawFn) -> Batch:
     rows = [draw(st.integers(1, 40)) for _ in widths]
     reading = draw(st.lists(st.integers(0, len(widths) - 1), min_size=1, max_size=features))
     means = [draw(st.booleans()) for _ in reading] if draw(st.booleans()) else [False] * len(reading)
+    sequences = [not is_mean and draw(st.booleans()) for is_mean in means] if draw(st.booleans()) else None
     has_sizes = draw(st.booleans())
     counts = st.integers(0, bags)
     sizes = [draw(counts) for _ in reading] if has_sizes else [draw(counts)] * len(reading)
@@ -109,25 +120,43 @@ def batches(draw: st.DrawFn) -> Batch:
     lengths = [torch.randint(5, (size,), generator=generator).tolist() for size in sizes]
     if longest and lengths[-1]:
         lengths[-1][-1] = longest
-    return batch_of(
-        BagLayout(rows, widths, reading, means),  # type: ignore[arg-type]
+    batch = batch_of(
+        BagLayout(rows, widths, reading, means, sequences),  # type: ignore[arg-type]
         lengths,
         draw(seeds()),
         index_dtype=draw(st.sampled_from(INDEX_DTYPES)),
         offset_dtype=draw(st.sampled_from(INDEX_DTYPES)),
         has_sizes=has_sizes,
     )
+    return replace(batch, has_totals=batch.layout.has_sequences and draw(st.booleans()))
 
 
 def written_out(batch: Batch, weights: Tensor, per_sample_weights: Tensor | None = None, num_bad: int = 0) -> Tensor:
-    """Return the reference's bags as the function returns them; ids from a table's rows on read zeros."""
-    layout = batch.layout
+    """Return the reference's bags as the function returns them; ids from a table's rows on read zeros.
+
+    Each id of a sequence is a bag of its own.
+    """
+    layout, ends, sizes, begins = batch.layout, batch.offsets.tolist(), [], []
     assert layout.tables is not None
     assert layout.means is not None
     tables = [torch.cat([x, x.new_zeros(num_bad, x.shape[1])]) for x in layout.views(weights)]
     features = list(zip(layout.tables, layout.means, strict=True))
-    pooled = reference(tables, features, batch.indices, batch.offsets, batch.sizes, per_sample_weights)
-    return torch.cat([x.reshape(-1) for x in pooled]) if batch.has_sizes else torch.cat(pooled, 1)
+    assert layout.sequences is not None
+    for feature, is_sequence in enumerate(layout.sequences):
+        first = sum(batch.sizes[:feature])
+        of_bags = ends[first : first + batch.sizes[feature] + 1]
+        own = list(range(of_bags[0], of_bags[-1])) if is_sequence else of_bags[:-1]
+        begins += own
+        sizes.append(len(own))
+    offsets = torch.tensor([*begins, ends[-1]])
+    outputs = reference(tables, features, batch.indices, offsets, sizes, per_sample_weights)
+    pooled = [x for x, is_sequence in zip(outputs, layout.sequences, strict=True) if not is_sequence]
+    rows = [x.reshape(-1) for x, is_sequence in zip(outputs, layout.sequences, strict=True) if is_sequence]
+    if not rows and not batch.has_sizes:
+        return torch.cat(pooled, 1)
+    if pooled and not batch.has_sizes:
+        pooled = [torch.cat(pooled, 1)]
+    return torch.cat([x.reshape(-1) for x in (*pooled, *rows)])
 
 
 def weights_of(layout: BagLayout, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -814,7 +843,7 @@ def layout(*arguments: Any, **options: Any) -> Callable[[], object]:
             "per_sample_weights: only sums are weighted, but bags of feature 1 are means",
         ),
         (call(output_dtype=torch.bfloat16), TypeError, "output_dtype: expected torch.float32 or the dtype of weights.*bfloat16"),
-        (call(optimizer=OTHER), ValueError, "optimizer: expected one of the same layout, got one of another"),
+        (call(optimizer=OTHER), ValueError, "optimizer: expected one of a layout with the same tables, got one of others"),
         (
             call(optimizer=BagOptimizer("sgd", LAYOUT, learning_rate=0.1, device="meta")),
             ValueError,

@@ -20,4 +20,4 @@ PLACE_FEATURE, PLACE_WIDTH, CLASS_BEGIN, CLASS_END = map(tl.constexpr, PLACE)
 PART_FEATURE, PART_NUMBER, PART_WIDTH = map(tl.constexpr, PART)
 # Of features with batches of their own.
 BATCH_FIELDS = tl.constexpr(len(BATCH))
-FIRST_BAG, NUM_BAGS, OUTPUT_BEGIN = map(tl.constexpr, BATCH)
+FIRST_BAG, NUM_BAGS, OUTPUT_BEGIN, OUTPUT_STRIDE = map(tl.constexpr, BATCH)

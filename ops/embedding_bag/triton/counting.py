@@ -24,8 +24,8 @@ from jagged.ops.embedding_bag.triton.columns import (
     NUM_BAGS,
     OUTPUT_BEGIN,
     OUTPUT_COLUMN,
+    OUTPUT_STRIDE,
     ROWS,
-    WIDTH,
 )
 from jagged.ops.embedding_bag.triton.schedules import span_of
 from jagged.ops.embedding_bag.triton.shared_memory import add32, clear, load16, load32, reserve, store16, store32, sync_warp
@@ -441,7 +441,7 @@ def embedding_bags_sources_kernel(
         if batches is not None:
             of_batch = batches + feature * BATCH_FIELDS
             first_bag, first_source = tl.load(of_batch + FIRST_BAG), tl.load(of_batch + OUTPUT_BEGIN)
-            num_bags, stride = tl.load(of_batch + NUM_BAGS).to(tl.int32), tl.load(fields + WIDTH)
+            num_bags, stride = tl.load(of_batch + NUM_BAGS).to(tl.int32), tl.load(of_batch + OUTPUT_STRIDE)
         offsets += first_bag
         in_feature = (block - tl.load(block_begins + at)) * BLOCK_PLACES
         begin += in_feature

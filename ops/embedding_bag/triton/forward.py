@@ -20,6 +20,7 @@ from jagged.ops.embedding_bag.triton.columns import (
     NUM_BAGS,
     OUTPUT_BEGIN,
     OUTPUT_COLUMN,
+    OUTPUT_STRIDE,
     PART_FEATURE,
     PART_NUMBER,
     PART_WIDTH,
@@ -125,7 +126,7 @@ def feature_of(
         offsets += tl.load(of_batch + FIRST_BAG)
         num_bags = tl.load(of_batch + NUM_BAGS)
         column = tl.load(of_batch + OUTPUT_BEGIN)
-        output_stride = width
+        output_stride = tl.load(of_batch + OUTPUT_STRIDE)
     if ALIGNED:
         # All widths are multiples of 4, and so is what is counted in them; said so that the compiler sees it, for stores of 16.
         width, column, output_stride = width // 4 * 4, column // 4 * 4, output_stride // 4 * 4

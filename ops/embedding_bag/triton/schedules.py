@@ -31,9 +31,9 @@ from jagged.ops.embedding_bag.triton.columns import (
     FIRST_BAG,
     OUTPUT_BEGIN,
     OUTPUT_COLUMN,
+    OUTPUT_STRIDE,
     PLACE_FEATURE,
     PLACE_WIDTH,
-    WIDTH,
 )
 
 # Columns are 4 to 128, a power of two; wider rows take several programs.
@@ -352,7 +352,8 @@ def bags_of(bag, offsets, layout, batches, feature_of_bag, num_lookups, num_all_
         source += tl.load(layout + feature * FIELDS + OUTPUT_COLUMN, mask=exists, other=0)
     else:
         feature = tl.load(feature_of_bag + bag, mask=exists, other=0).to(tl.int64)
-        width = tl.load(layout + feature * FIELDS + WIDTH, mask=exists, other=0)
-        source = (bag - tl.load(batches + feature * BATCH_FIELDS + FIRST_BAG, mask=exists, other=0)) * width
-        source += tl.load(batches + feature * BATCH_FIELDS + OUTPUT_BEGIN, mask=exists, other=0)
+        of_batch = batches + feature * BATCH_FIELDS
+        stride = tl.load(of_batch + OUTPUT_STRIDE, mask=exists, other=0)
+        source = (bag - tl.load(of_batch + FIRST_BAG, mask=exists, other=0)) * stride
+        source += tl.load(of_batch + OUTPUT_BEGIN, mask=exists, other=0)
     return begin, end, feature, source, exists

@@ -1,0 +1,118 @@
+"""What collections of embeddings have in common: tables in storages, the optimizers that update them, and how both move."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+from jagged.modules.backward_updates import checked_options, load_state
+from jagged.modules.bag_collection import KeyOrder
+from jagged.modules.table_storage import Table, TableStorage
+from jagged.ops import BagLayout, BagOptimizer, BagOptimizerKind
+
+OPTIMIZER_OPTIONS = ("learning_rate", "eps", "betas", "weight_decay", "stochastic_rounding")
+
+
+class TablesPart(NamedTuple):
+    """The tables of one dtype, and the features of a collection that read them, in the order of its tables.
+
+    `names` are those of all tables of the storage, `layout` is of these and of the collection's features.
+    """
+
+    names: list[str]
+    tables: TableStorage
+    layout: BagLayout
+    features: list[str]
+    order: KeyOrder
+
+
+class TrainedTables(nn.Module):
+    """Parts of a collection whose parameters are views of storages, which an optimizer may update in the backward pass."""
+
+    _parts: list[TablesPart]
+    _optimizer: functools.partial[BagOptimizer] | None
+
+    @property
+    def _modules_of_tables(self) -> MutableMapping[str, Table]:
+        """By a table's name what has its `weight`."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tables are."""
+        return self._parts[0].tables.device
+
+    @property
+    def optimizers(self) -> list[BagOptimizer]:
+        """The fused optimizers, one for each data type in the order in which it first occurs; none on the meta device.
+
+        A schedule fills their `learning_rate`, a tensor.
+        """
+        return [part.tables.optimizer for part in self._parts if part.tables.optimizer is not None]
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """The fused optimizers' tensors, for a checkpoint beside the state dict, which has the tables alone."""
+        states = (optimizer.state().items() for optimizer in self.optimizers)
+        return {f"{number}.{name}": state for number, of in enumerate(states) for name, state in of}
+
+    def load_optimizer_state_dict(self, state_dict: dict[str, Tensor]) -> None:
+        """Copy what `optimizer_state_dict` gave into the optimizers.
+
+        Raises:
+            ValueError: other names or shapes than this module's.
+        """
+        load_state(self.optimizer_state_dict(), state_dict, "tables")
+
+    def _gather(self) -> None:
+        for part in self._parts:
+            part.tables.gather()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        # All that there is to move are the children's parameters.
+        if recurse:
+            for part in self._parts:
+                part.tables.apply(fn)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A parameter by itself would be copied out of the storage, and then once more into the copy's.
+        for part in self._parts:
+            for parameter, copied in part.tables.copies() if id(part.tables) not in memo else ():
+                memo.setdefault(id(parameter), copied)
+        other: Self = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._gather()
+
+
+def optimizer_maker(kind: BagOptimizerKind | None, options: dict[str, Any] | None) -> functools.partial[BagOptimizer] | None:
+    """Return what makes the optimizer of a storage's layout on a device; None without a kind.
+
+    Raises:
+        ValueError: options that are unknown or missing, or out of their ranges.
+    """
+    checked = checked_options(kind, options, OPTIMIZER_OPTIONS)
+    if kind is None or checked is None:
+        return None
+    maker = functools.partial(_bag_optimizer, kind, checked)
+    # So that what is wrong shows now, on the meta device too.
+    maker(BagLayout((1,), (1,)), torch.device("cpu"))
+    return maker
+
+
+def _bag_optimizer(kind: BagOptimizerKind, options: dict[str, Any], layout: BagLayout, device: torch.device) -> BagOptimizer:
+    return BagOptimizer(kind, layout, device=device, **options)
+
+
+def gather(module: TrainedTables, _: Any) -> None:
+    """Make parameters views of their storages again; after loading, which may have assigned others."""
+    module._gather()

@@ -1,0 +1,260 @@
+"""Lookups of several calls, in the same tables, whose rows one update changes together."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from jagged.ops.embedding_bag import spec
+from jagged.ops.embedding_bag.api import prepared
+from jagged.ops.embedding_bag.fields import BATCH, OfBatch
+from jagged.ops.embedding_bag.layout import BagLayout
+from jagged.ops.embedding_bag.optimizers import BagOptimizer
+from jagged.ops.embedding_bag.plans import BagSchedules
+from jagged.ops.embedding_bag.spec import (
+    CHANGED,
+    EMBEDDING_BAGS,
+    SAMPLES_BACKWARD,
+    Inputs,
+    Options,
+    SamplesInputs,
+    SamplesOptions,
+    UpdateInputs,
+    UpdateOptions,
+)
+
+
+class _Call(NamedTuple):
+    """What a lookup hands over in the backward pass: the gradient of its output, and what its operator took."""
+
+    grad: Tensor
+    layout: BagLayout
+    indices: Tensor
+    offsets: Tensor
+    samples: Tensor | None
+    batches: Tensor | None
+    host_batches: Tensor | None
+    counted_rows: int | None
+    backend: str | None
+
+
+class JointUpdate:
+    """One update of tables for all lookups that a call of backward reaches, whichever calls and layouts they are of.
+
+    `embedding_bags(..., optimizer=...)` changes rows as soon as backward comes to it, so that a row of two calls is changed
+    twice, and the second call's gradient of ids' weights finds other tables. Here lookups hand their gradients over, and the rows
+    are changed when all have done so: once each, by the sum of all their gradients.
+
+    Every lookup depends on one node of the graph, which autograd reaches when it has come through all lookups of this call of
+    backward. What it does not reach changes nothing.
+
+    Args:
+        weights: `[layout.num_elements]`, the tables.
+        optimizer: of a layout with the same tables.
+        check: called before each update, may raise.
+
+    Raises:
+        RuntimeError: in backward, where the tables have changed since a lookup whose ids' weights want a gradient; inside
+            reentrant checkpointing, whose calls of backward are several for one.
+
+    Example:
+        >>> import torch
+        >>> from jagged.ops import BagLayout, BagOptimizer, JointUpdate
+        >>> pooled = BagLayout(rows=(10,), widths=(4,))
+        >>> listed = BagLayout(rows=(10,), widths=(4,), sequences=(True,))
+        >>> weights = torch.zeros(pooled.num_elements)
+        >>> tables = JointUpdate(weights, BagOptimizer("sgd", pooled, learning_rate=1.0))
+        >>> sums = tables.embedding_bags(pooled, torch.tensor([3, 7]), torch.tensor([0, 2]))
+        >>> rows = tables.embedding_bags(listed, torch.tensor([3]), torch.tensor([0, 1]))
+        >>> (sums.sum() + rows.sum()).backward()
+        >>> pooled.views(weights)[0][:, 0]
+        tensor([ 0.,  0.,  0., -2.,  0.,  0.,  0., -1.,  0.,  0.])
+    """
+
+    def __init__(self, weights: Tensor, optimizer: BagOptimizer, check: Callable[[], None] | None = None) -> None:
+        self.weights, self.optimizer, self._check = weights.detach(), optimizer, check
+        self._token: Tensor | None = None
+        self._stream = 0
+        self._calls: list[_Call] = []
+        self._backward = -1
+
+    def embedding_bags(
+        self,
+        layout: BagLayout,
+        indices: Tensor,
+        offsets: Tensor,
+        *,
+        per_sample_weights: Tensor | None = None,
+        batch_sizes: Sequence[int] | None = None,
+        sequence_totals: Sequence[int] | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        schedules: BagSchedules | None = None,
+        backend: str | None = None,
+    ) -> Tensor:
+        """Return what `jagged.ops.embedding_bags` returns; its arguments are described there.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
+        weights = self.weights.requires_grad_(torch.is_grad_enabled())
+        inputs, options = prepared(
+            weights, layout, indices, offsets, None, per_sample_weights, batch_sizes, sequence_totals, self.optimizer,
+            output_dtype, schedules, backend,
+        )  # fmt: skip
+        if not torch.is_grad_enabled():
+            output = EMBEDDING_BAGS(inputs, options, backend).output
+        else:
+            output = _Lookup.apply(self._node(), inputs.per_sample_weights, self, layout, inputs, options, backend)
+        return output.flatten() if layout.has_sequences else output
+
+    def _node(self) -> Tensor:
+        """What each lookup depends on; autograd runs a node on the stream that it was made on."""
+        stream = torch.cuda.current_stream(self.weights.device).cuda_stream if self.weights.is_cuda else 0
+        if self._token is None or self._stream != stream:
+            with torch.inference_mode(False), torch.enable_grad():
+                self._token = _Update.apply(torch.zeros((), device=self.weights.device, requires_grad=True), self)
+            self._stream = stream
+        assert self._token is not None
+        return self._token
+
+    def _hand_over(self, call: _Call) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._backward:
+            # What another call of backward left was given up by an error, or nobody wanted it.
+            self._backward, self._calls = task, []
+        self._calls.append(call)
+
+    def _take(self) -> None:
+        calls, self._calls = self._calls, []
+        if not calls or self._backward != torch._C._current_graph_task_id():
+            return
+        if self._check is not None:
+            self._check()
+        optimizer = self.optimizer
+        optimizer.step.add_(1)
+        grad, lookups = _joined(calls) if len(calls) > 1 else _of_one(calls[0])
+        of_optimizer = self.weights, optimizer.first, optimizer.second, optimizer.step, optimizer.learning_rate
+        spec.UPDATE(
+            UpdateInputs(*of_optimizer, grad, *lookups),
+            UpdateOptions(*optimizer.rule, calls[0].counted_rows),
+            calls[0].backend,
+        )
+        # Kernels count no change of their own.
+        torch.autograd.graph.increment_version(self.weights)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_token": None, "_calls": [], "_backward": -1}
+
+
+class _Update(torch.autograd.Function):
+    """The node behind all lookups."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, of: JointUpdate) -> Tensor:
+        ctx.of = of
+        ctx.set_materialize_grads(False)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None) -> tuple[None, None]:
+        ctx.of._take()
+        return None, None
+
+
+class _Lookup(torch.autograd.Function):
+    """A lookup, whose backward pass hands its gradient over."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _: Tensor, samples: Tensor | None, of: JointUpdate, layout: BagLayout, inputs: Inputs, options: Options,
+        backend: str | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.of, ctx.layout, ctx.backend, ctx.counted_rows = of, layout, backend, options.counted_rows
+        # A graph that is made inside a call of backward is computed again, and is not differentiated, or by one of its own.
+        ctx.task = torch._C._current_graph_task_id()
+        ctx.version = of.weights._version
+        ctx.save_for_backward(inputs.indices, inputs.offsets, samples)
+        ctx.batches = inputs.batches, inputs.host_batches
+        return EMBEDDING_BAGS(inputs._replace(weights=of.weights.detach()), options, backend).output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        of, (indices, offsets, samples) = ctx.of, ctx.saved_tensors
+        if ctx.task != -1 and ctx.task != torch._C._current_graph_task_id():
+            raise RuntimeError(
+                "embedding_bags: an optimizer in the backward pass cannot be told when reentrant checkpointing is done; use "
+                "checkpoint(..., use_reentrant=False)"
+            )
+        batches, host_batches = ctx.batches
+        call = _Call(
+            grad.contiguous(), ctx.layout, indices, offsets, samples, batches, host_batches, ctx.counted_rows, ctx.backend
+        )  # fmt: skip
+        of_samples = None
+        if ctx.needs_input_grad[1]:
+            if of.weights._version != ctx.version:
+                raise RuntimeError(CHANGED)
+            inputs = SamplesInputs(call.grad, of.weights, indices, offsets, *_of_layout(call))
+            of_samples = SAMPLES_BACKWARD(inputs, SamplesOptions(samples.dtype), ctx.backend).gradient
+        of._hand_over(call)
+        return None, of_samples, None, None, None, None, None
+
+
+def _of_layout(call: _Call) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    return call.layout.tensor(call.grad.device), call.batches, call.layout.fields, call.host_batches
+
+
+def _of_one(call: _Call) -> tuple[Tensor, tuple[Any, ...]]:
+    return call.grad, (call.indices, call.offsets, call.samples, *_of_layout(call))
+
+
+def _joined(calls: list[_Call]) -> tuple[Tensor, tuple[Any, ...]]:
+    """Return the gradient and the lookups of all calls as those of one, whose features are theirs one after the other."""
+    layout, device = _all_features(tuple(call.layout for call in calls)), calls[0].grad.device
+    rows: list[tuple[int, ...]] = []
+    offsets, first_bag, begin, first_id = [], 0, 0, 0
+    for call in calls:
+        for of in _bags_of(call):
+            rows.append(tuple(of._replace(first_bag=of.first_bag + first_bag, output_begin=of.output_begin + begin)))
+        is_last = call is calls[-1]
+        offsets.append((call.offsets if is_last else call.offsets[:-1]) + first_id)
+        first_bag += call.offsets.shape[0] - 1
+        begin += call.grad.numel()
+        first_id += call.indices.shape[0]
+    samples = None
+    if any(call.samples is not None for call in calls):
+        ones = (call.grad.new_ones(call.indices.shape, dtype=torch.float32) for call in calls)
+        samples = torch.cat([one if of.samples is None else of.samples for of, one in zip(calls, ones, strict=True)])
+    # What has several dtypes, `cat` brings to one that holds them.
+    grad, indices = torch.cat([call.grad.flatten() for call in calls]), torch.cat([call.indices for call in calls])
+    host_batches, batches = _on_both(tuple(rows), device)
+    return grad, (indices, torch.cat(offsets), samples, layout.tensor(device), batches, layout.fields, host_batches)
+
+
+def _bags_of(call: _Call) -> list[OfBatch]:
+    """Return where each feature's bags are in the call's gradient."""
+    if call.host_batches is not None:
+        return [OfBatch._make(row) for row in call.host_batches.tolist()]
+    layout, count = call.layout, call.grad.shape[0]
+    columns = (0,) if layout.has_sequences else layout.columns[:-1]
+    return [OfBatch(feature * count, count, column, call.grad.shape[1]) for feature, column in enumerate(columns)]
+
+
+@functools.lru_cache(maxsize=64)
+def _all_features(layouts: tuple[BagLayout, ...]) -> BagLayout:
+    """Return the tables of layouts that differ in their features, with all of these."""
+    first = layouts[0]
+    tables = [table for layout in layouts for table in layout.tables or ()]
+    means = [is_mean for layout in layouts for is_mean in layout.means or ()]
+    return BagLayout(first.rows, first.widths, tuple(tables), tuple(means))
+
+
+@functools.lru_cache(maxsize=256)
+def _on_both(rows: tuple[tuple[int, ...], ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
+    return host, host.to(device)

@@ -1,0 +1,305 @@
+"""One update for all lookups that a call of backward reaches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from jagged.ops import BagLayout, BagOptimizer, JointUpdate, embedding_bags
+from tests.gathering import GATHERINGS, gathering
+from tests.graphs import captured
+from tests.places import PLACE, Place
+from tests.strategies import random_tensor
+
+ROWS, WIDTHS = (9, 40), (4, 5)
+#: Two pooled features, one of them a mean; two sequences of one table; a sequence beside a pooled feature of the other table.
+POOLED = BagLayout(ROWS, WIDTHS, (0, 1), (False, True))
+LISTED = BagLayout(ROWS, WIDTHS, (0, 0), sequences=(True, True))
+MIXED = BagLayout(ROWS, WIDTHS, (1, 0), sequences=(False, True))
+LAYOUTS = (POOLED, LISTED, MIXED)
+BAGS = 3
+
+
+def lookups_of(layout: BagLayout, seed: int, dtype: torch.dtype = torch.int64) -> tuple[Tensor, Tensor]:
+    """Ids and offsets of three samples; rows come again and again, the last third of each table is never read."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, (layout.num_features, BAGS), generator=generator)
+    ids = [
+        torch.randint(2 * layout.rows[table] // 3, (int(of.sum()),), generator=generator)
+        for table, of in zip(layout.tables or (), lengths, strict=True)
+    ]
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
+    return torch.cat(ids).to(dtype).to(PLACE.device), offsets.to(dtype).to(PLACE.device)
+
+
+def made(kind: Any = "sgd", weights: Tensor | None = None, **options: Any) -> JointUpdate:
+    weights = random_tensor((POOLED.num_elements,), torch.float32, 0) if weights is None else weights.clone()
+    return JointUpdate(weights, BagOptimizer(kind, POOLED, learning_rate=0.125, device=PLACE.device), **options)
+
+
+def samples_of(ids: Tensor, place: int) -> Tensor | None:
+    """Weights of the lookups of one of the calls: of sums, and not of all."""
+    return random_tensor((ids.shape[0],), torch.float32, 7).abs() + 0.5 if place == 2 else None
+
+
+def losses(found: Sequence[Tensor]) -> Tensor:
+    return torch.stack([(of * of.detach().sign() + of.square() / 2).sum() for of in found]).sum()
+
+
+def look_up(tables: JointUpdate, seed: int, layouts: Sequence[BagLayout] = LAYOUTS) -> list[Tensor]:
+    outputs = []
+    for place, layout in enumerate(layouts):
+        ids, offsets = lookups_of(layout, seed + place, (torch.int64, torch.int32)[place % 2])
+        samples = samples_of(ids, place) if layout is MIXED else None
+        outputs.append(tables.embedding_bags(layout, ids, offsets, per_sample_weights=samples, backend=PLACE.backend))
+    return outputs
+
+
+def by_hand(kind: str, weights: Tensor, steps: int) -> Tensor:
+    """The tables after steps of which each has one dense gradient, by torch's own optimizers on the rows that were read."""
+    table = weights.double().clone()
+    states = [torch.zeros_like(table), torch.zeros_like(table)]
+    for step in range(steps):
+        leaf, read = table.clone().requires_grad_(), torch.zeros_like(table)
+        outputs = []
+        for place, layout in enumerate(LAYOUTS):
+            ids, offsets = lookups_of(layout, 10 * step + place)
+            samples = samples_of(ids, place)
+            samples = None if samples is None else samples.double()
+            outputs.append(embedding_bags(leaf, layout, ids, offsets, per_sample_weights=samples, output_dtype=torch.float64))
+            of_features = offsets[::BAGS].tolist()
+            for number, of in enumerate(layout.tables or ()):
+                layout.views(read)[of][ids[of_features[number] : of_features[number + 1]].long()] = 1
+        (grad,) = torch.autograd.grad(losses(outputs), leaf)
+        for of, is_read, g, first, second in zip(*map(POOLED.views, (table, read, grad, *states)), strict=True):
+            touched = is_read.bool()
+            by_row = kind.startswith("rowwise")
+            square = g.square().mean(1, keepdim=True).expand_as(g) if by_row else g.square()
+            if kind == "sgd":
+                change = g
+            elif kind.endswith("adagrad"):
+                first += torch.where(touched, square, 0)
+                change = g / (first.sqrt() + 1e-8)
+            else:
+                first.copy_(torch.where(touched, 0.9 * first + 0.1 * g, first))
+                second.copy_(torch.where(touched, 0.999 * second + 0.001 * square, second))
+                change = first / (1 - 0.9 ** (step + 1)) / ((second / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8)
+            of -= torch.where(touched, 0.125 * change, 0)
+    return table
+
+
+@pytest.mark.parametrize("gathered", GATHERINGS)
+@pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
+def test_a_row_is_updated_once_by_the_sum_over_all_calls(place: Place, kind: str, gathered: str) -> None:
+    tables = made(kind)
+    before = tables.weights.clone()
+    with gathering(gathered):
+        for step in range(2):
+            losses(look_up(tables, 10 * step)).backward()
+    assert int(tables.optimizer.step) == 2
+    expected = by_hand(kind, before, 2)
+    assert not torch.equal(tables.weights, before)
+    torch.testing.assert_close(tables.weights.double(), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_one_call_is_what_the_operator_does(place: Place) -> None:
+    """To the bit."""
+    tables, ids_and_offsets = made("adam"), lookups_of(POOLED, 3)
+    table = tables.weights.clone().requires_grad_()
+    optimizer = made("adam").optimizer
+    for output in (
+        tables.embedding_bags(POOLED, *ids_and_offsets, backend=place.backend),
+        embedding_bags(table, POOLED, *ids_and_offsets, optimizer=optimizer, backend=place.backend),
+    ):
+        output.square().sum().backward()
+    assert torch.equal(tables.weights, table)
+    for name, state in optimizer.state().items():
+        assert torch.equal(state, tables.optimizer.state()[name])
+
+
+def test_what_backward_does_not_reach_changes_nothing(place: Place) -> None:
+    tables = made("adagrad")
+    before = tables.weights.clone()
+    pooled, listed, _ = look_up(tables, 0)
+    with torch.no_grad():
+        look_up(tables, 5)
+    torch.autograd.grad(pooled.sum() * torch.ones((), device=PLACE.device).requires_grad_(), pooled)
+    assert int(tables.optimizer.step) == 0
+    assert torch.equal(tables.weights, before)
+    listed.sum().backward()
+    only = made("adagrad")
+    ids, offsets = lookups_of(LISTED, 1, torch.int32)
+    only.embedding_bags(LISTED, ids, offsets, backend=place.backend).sum().backward()
+    assert torch.equal(tables.weights, only.weights)
+    assert int(tables.optimizer.step) == 1
+
+
+class FailsError(Exception): ...
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Tensor:
+        raise FailsError
+
+
+def test_what_an_error_leaves_is_given_up(place: Place) -> None:
+    """A backward pass that fails half way changes nothing, and the next one takes nothing of what was handed over before."""
+    tables, again = made(), made()
+    for of in (tables, again):
+        look_up(of, 0)[0].sum().backward()
+    before = tables.weights.clone()
+    # Made before the lookups and after the node behind them, so that autograd comes to it between both.
+    fails = _Fails.apply(torch.ones((), device=PLACE.device, requires_grad=True))
+    with pytest.raises(FailsError):
+        (losses(look_up(tables, 10)) + fails).backward()
+    assert torch.equal(tables.weights, before)
+    assert int(tables.optimizer.step) == 1
+    for of in (tables, again):
+        look_up(of, 20)[0].sum().backward()
+    assert torch.equal(tables.weights, again.weights)
+
+
+def test_ids_weights_of_several_calls_have_gradients(place: Place) -> None:
+    """All are taken from the tables that forward read, where updates one after the other find other tables."""
+    tables = made()
+    before, calls = tables.weights.clone(), []
+    for seed in (1, 2):
+        ids, offsets = lookups_of(LISTED, seed)
+        leaf = random_tensor((ids.shape[0],), torch.float32, seed).requires_grad_()
+        calls.append((leaf, ids, offsets))
+    outputs = [
+        tables.embedding_bags(LISTED, ids, offsets, per_sample_weights=leaf, backend=place.backend)
+        for leaf, ids, offsets in calls
+    ]
+    losses(outputs).backward()
+    copies = [leaf.detach().clone().requires_grad_() for leaf, _, _ in calls]
+    apart = [
+        embedding_bags(before, LISTED, ids, offsets, per_sample_weights=copied, backend=place.backend)
+        for copied, (_, ids, offsets) in zip(copies, calls, strict=True)
+    ]
+    losses(apart).backward()
+    for copied, (leaf, _, _) in zip(copies, calls, strict=True):
+        assert copied.grad is not None
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, copied.grad)
+
+
+def test_tables_that_changed_since_forward_are_refused(place: Place) -> None:
+    tables, (ids, offsets) = made(), lookups_of(LISTED, 1)
+    leaf = torch.ones(ids.shape[0], device=PLACE.device, requires_grad=True)
+    late = tables.embedding_bags(LISTED, ids, offsets, per_sample_weights=leaf, backend=place.backend)
+    look_up(tables, 0)[0].sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        late.sum().backward()
+    assert str(caught.value) == (
+        "per_sample_weights: their gradient needs the tables as forward read them, but an update has changed them since; look "
+        "all ids up in one call of embedding_bags, or call backward of one lookup before the next is made"
+    )
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(place: Place, use_reentrant: bool) -> None:
+    """Computed again, a lookup is in two graphs, and one of them is differentiated; reentrant ones cannot be told apart."""
+    tables, plain = made("adagrad"), made("adagrad")
+    scale = torch.tensor(2.0, device=PLACE.device, requires_grad=True)
+
+    def loss(of: JointUpdate, scale: Tensor) -> Tensor:
+        return losses(look_up(of, 0)) * scale
+
+    total = checkpoint(loss, tables, scale, use_reentrant=use_reentrant) + look_up(tables, 3)[0].sum()
+    if use_reentrant:
+        with pytest.raises(RuntimeError) as caught:
+            total.backward()
+        assert str(caught.value) == (
+            "embedding_bags: an optimizer in the backward pass cannot be told when reentrant checkpointing is done; use "
+            "checkpoint(..., use_reentrant=False)"
+        )
+        return
+    total.backward()
+    (loss(plain, scale) + look_up(plain, 3)[0].sum()).backward()
+    torch.testing.assert_close(tables.weights, plain.weights)
+    assert int(tables.optimizer.step) == 1
+
+
+def test_a_graph_may_be_differentiated_twice(place: Place) -> None:
+    tables = made()
+    before, total = tables.weights.clone(), losses(look_up(tables, 0))
+    total.backward(retain_graph=True)
+    once = tables.weights - before
+    total.backward()
+    torch.testing.assert_close(tables.weights, before + 2 * once)
+    assert int(tables.optimizer.step) == 2
+
+
+def test_a_check_that_refuses_leaves_all_as_it_was(place: Place) -> None:
+    def refuse() -> None:
+        raise ValueError("frozen")
+
+    tables = made("adam", check=refuse)
+    before = tables.weights.clone()
+    with pytest.raises(ValueError, match="frozen"):
+        losses(look_up(tables, 0)).backward()
+    assert torch.equal(tables.weights, before)
+    assert int(tables.optimizer.step) == 0
+
+
+def test_pickled(place: Place) -> None:
+    tables = made("adam")
+    losses(look_up(tables, 0)).backward()
+    copied = pickle.loads(pickle.dumps(tables))
+    for of in (tables, copied):
+        losses(look_up(of, 1)).backward()
+    assert torch.equal(tables.weights, copied.weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_of_sixteen_bits(place: Place, dtype: torch.dtype) -> None:
+    """The sum over calls is rounded once: by SGD at a rate of a power of two, as that of all ids in one call."""
+    weights = random_tensor((POOLED.num_elements,), dtype, 0)
+    tables = made("sgd", weights)
+    ids, offsets = lookups_of(LISTED, 1)
+    both = BagLayout(ROWS, WIDTHS, (0, 0, 0, 0), sequences=(True,) * 4)
+    for _ in range(2):
+        found = [tables.embedding_bags(LISTED, ids, offsets, backend=place.backend) for _ in range(2)]
+        losses(found).backward()
+    table, optimizer = weights.clone().requires_grad_(), BagOptimizer("sgd", both, learning_rate=0.125, device=PLACE.device)
+    joined = torch.cat([offsets[:-1], offsets + ids.shape[0]])
+    for _ in range(2):
+        out = embedding_bags(table, both, torch.cat([ids, ids]), joined, optimizer=optimizer, backend=place.backend)
+        losses(out.chunk(2)).backward()
+    assert torch.equal(tables.weights, table.detach())
+
+
+@pytest.mark.gpu
+def test_in_a_captured_graph(place: Place) -> None:
+    """With totals that the host knows nothing waits for the device."""
+    eager, graphed = made("rowwise_adagrad"), made("rowwise_adagrad")
+    calls = []
+    for layout in LAYOUTS:
+        ids, offsets = lookups_of(layout, 1)
+        ends = offsets[::BAGS].tolist()
+        totals = [ends[place + 1] - ends[place] for place, of in enumerate(layout.sequences or ()) if of]
+        calls.append((layout, ids, offsets, {"sequence_totals": totals} if totals else {}))
+
+    def step(of: JointUpdate) -> Tensor:
+        total = losses([of.embedding_bags(*call[:3], backend=place.backend, **call[3]) for call in calls])
+        total.backward()
+        return total.detach()
+
+    graph, _ = captured(lambda: step(graphed))
+    graph.replay()
+    for _ in range(4):
+        step(eager)
+    torch.testing.assert_close(graphed.weights, eager.weights)
+    assert int(graphed.optimizer.step) == int(eager.optimizer.step) == 4
