@@ -259,8 +259,7 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
     `KeyedJaggedTensor.permute` gives weights no right gradient where keys repeat or have batches of their own, and always has to
     know the lengths per key.
     """
-    if not torch.compiler.is_compiling():
-        _refuse_uneven(features)
+    _refuse_uneven(features)
     ids, offsets, weights, sizes = lookups
     num_keys, chosen = len(features.keys()), tuple(order)
     if sizes is None:
@@ -271,8 +270,7 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
         bags = _ragged_bags(chosen, tuple(sizes), offsets.device)
         sizes = [sizes[key] for key in order]
     is_permutation = len(order) == num_keys == len(set(order))
-    # Of no samples a KeyedJaggedTensor that has offsets alone cannot tell its lengths per key.
-    lengths = None if is_permutation or offsets.shape[0] == 1 else features.length_per_key()
+    lengths = None if is_permutation else lengths_per_key(features)
     total = ids.shape[0] if lengths is None else max(0, sum(lengths[key] for key in order))
     new_offsets = torch.cat([offsets.new_zeros(1), offsets.diff()[bags].cumsum(0, dtype=offsets.dtype)])
     # Whatever wrong offsets say, nothing is read or written outside.
@@ -281,8 +279,21 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
     return Lookups(ids[places], new_offsets, None if weights is None else weights[places], sizes)
 
 
+def lengths_per_key(features: KeyedJaggedTensor) -> list[int]:
+    """Return how many ids each key has, read from the device where the batch does not know it.
+
+    Raises:
+        ValueError: a wrong number of lengths.
+    """
+    _refuse_uneven(features)
+    # Of no samples a KeyedJaggedTensor that has offsets alone cannot tell.
+    return [0] * len(features.keys()) if features.offsets().shape[0] == 1 else features.length_per_key()
+
+
 def _refuse_uneven(features: KeyedJaggedTensor) -> None:
     """Refuse lengths, or weights of ids, of another number than the batch has of them."""
+    if torch.compiler.is_compiling():
+        return
     num_keys, num_bags = len(features.keys()), features.offsets().shape[0] - 1
     sizes = features.stride_per_key() if features.variable_stride_per_key() else None
     if num_bags % max(1, num_keys) if sizes is None else num_bags != sum(sizes):

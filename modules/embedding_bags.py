@@ -161,17 +161,7 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
-        is_elsewhere = False
-        with torch.no_grad():
-            for table in self._embedding_bag_configs:
-                weight = cast(Tensor, self.embedding_bags[table.name].weight)
-                if not weight.is_meta and table.init_fn is not None:
-                    before = weight.untyped_storage()._cdata
-                    table.init_fn(weight)
-                    is_elsewhere |= weight.untyped_storage()._cdata != before
-        if is_elsewhere:
-            # One gave the parameter another tensor for its data.
-            self._gather()
+        self._draw(self._embedding_bag_configs)
 
     def extra_repr(self) -> str:
         """Show the options; the tables follow as modules."""
