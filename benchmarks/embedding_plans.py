@@ -1,4 +1,4 @@
-"""Our operator by a plan that is tuned, by one of classes that are tuned each alone, and by the cost model, which is no plan."""
+"""Our operator by a plan that is tuned, by one of classes that are tuned each alone, and without a plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _make(alone: bool | None, w: Workload, kind: Kind | None) -> Planned:
     return Planned(w, kind, alone)
 
 
-# By the names that results have: ours first, then what it is to beat.
+# By the names that results have: ours first, then classes tuned alone, then no plan.
 PLANS: dict[str, Method] = {
     name: Method(functools.partial(_make, alone), ("forward",))
     for name, alone in (("jagged", False), ("alone", True), ("cost_model", None))

@@ -545,7 +545,7 @@ EMBEDDING = {
     "per_table": "PyTorch, table by table",
     "better": "the better of FBGEMM's",
     "alone": "jagged, each class tuned alone",
-    "cost_model": "jagged, a plan without features",
+    "cost_model": "jagged, no plan",
 }
 EMBEDDING_PARTS = {
     "models": "RecFlex's models, 512 samples, float32, int32 ids, SGD inside the backward pass:",
@@ -560,7 +560,9 @@ EMBEDDING_PARTS = {
         "Module and perceptron (1,024, 256 and 128 wide, TF32), 512 samples: inference (forward) and a training step with SGD, "
         "eager calls by the wall clock, and the GPU's time alone:"
     ),
-    "tuning": "By plans for the batch, 512 samples; jagged is by the tuned one:",
+    "tuning": (
+        "By plans for the batch, 512 samples; jagged is by the tuned one, and without a plan the lengths of each batch choose:"
+    ),
     "cpu": "float32, int32 ids, dense gradients:",
 }
 EMBEDDING_WAYS = {
@@ -596,7 +598,7 @@ def embedding_page(result: dict[str, Any], machine: str = "") -> str:
             rows = result[title]["rows"]
             blocks += [words, *_embedding_times(rows), *under_load(rows, EMBEDDING), *_embedding_ratios(result[title])]
             if title == "tuning" and _on_gpu(facts):
-                blocks.append(_embedding_gains(rows, result["models"]["rows"]))
+                blocks.append(_embedding_gains(rows))
     return "\n\n".join(blocks) + "\n"
 
 
@@ -635,7 +637,9 @@ def _embedding_ratios(part: dict[str, Any]) -> list[str]:
     for of_peer in part["asked_ratios"]:
         way, who = of_peer["way"], of_peer["who"]
         found = part["summary"]["means" if of_peer["by"] == "mean" else "cases"]
-        ratios = {name: of[way][who] for name, of in found.items() if who in of.get(way, {})}
+        ratios = {
+            name: of[way][who] for name, of in found.items() if who in of.get(way, {}) and _has_plan(part["rows"].get(name, {}))
+        }
         if not ratios or who == "cost_model":
             continue
         if of_peer["by"] == "mean":
@@ -646,14 +650,25 @@ def _embedding_ratios(part: dict[str, Any]) -> list[str]:
     return ["\n".join(lines)] if lines else []
 
 
-def _embedding_gains(tuned: dict[str, Any], untuned: dict[str, Any]) -> str:
-    """What tuned plans gain over no plan, which the models' own part has measured."""
-    gains = [
-        f"{name} {untuned[name]['jagged']['forward']['median'] / row['jagged']['forward']['median'] - 1:+.1%}"
+def _has_plan(row: dict[str, Any]) -> bool:
+    """Tell whether ours went by a plan, where it was to; one without features is none."""
+    return row.get("jagged", {}).get("planned_features") != 0
+
+
+def _embedding_gains(tuned: dict[str, Any]) -> str:
+    """What tuned plans gain over the same calls without one, timed after them."""
+    gains = {
+        name: row["cost_model"]["forward"]["median"] / row["jagged"]["forward"]["median"] - 1
         for name, row in tuned.items()
-        if "forward" in row.get("jagged", {}) and "forward" in untuned.get(name, {}).get("jagged", {})
-    ]
-    return f"Speed that a tuned plan adds to calls without a plan, of which the first table tells: {', '.join(gains)}."
+        if all("forward" in row.get(who, {}) for who in ("jagged", "cost_model"))
+    }
+    planned = [f"{name} {gain:+.1%}" for name, gain in gains.items() if _has_plan(tuned[name])]
+    words = f"Speed that a tuned plan adds to calls without a plan, one seed a model: {', '.join(planned) or 'none has one'}."
+    for name, gain in gains.items():
+        if not _has_plan(tuned[name]):
+            words += f" For {name} no schedule was faster: its plan is none, and two timings of the same calls differ by "
+            words += f"{abs(gain):.1%}."
+    return words
 
 
 def write_embedding_bags() -> None:

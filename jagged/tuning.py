@@ -98,8 +98,8 @@ class Tuned(NamedTuple):
 
     Args:
         plan: what `ScheduledEmbeddingBagCollection` takes.
-        before: microseconds of all batches' launches without a plan.
-        after: with it.
+        before: microseconds of all batches' launches without a plan, where the lengths of each batch choose.
+        after: with it; the same where no schedule was faster.
         choices: the classes, those that read most first, and their schedules, -1 where the map chooses.
         seconds: that tuning took.
         backward: microseconds of all batches' forward and backward passes with the rule of what is counted, and with the plan's
@@ -131,8 +131,12 @@ class Tuned(NamedTuple):
             lines.append(
                 f"forward and backward of all batches: {before:,.1f} us by the rule, {after:,.1f} us with the plan's number"
             )
-        lines.append(f"programs for each multiprocessor: {self.plan.programs}")
-        lines.append(f"launches of all batches: {self.before:,.1f} us without the plan, {self.after:,.1f} us with it")
+        if self.plan.features:
+            lines.append(f"programs for each multiprocessor: {self.plan.programs}")
+            lines.append(f"launches of all batches: {self.before:,.1f} us without the plan, {self.after:,.1f} us with it")
+        else:
+            lines.append(f"launches of all batches: {self.before:,.1f} us without a plan")
+            lines.append("no schedule was faster than the batch-driven choice")
         return "\n".join(lines)
 
 
@@ -161,7 +165,8 @@ def tune(
         progress: show a progress bar.
 
     Returns:
-        A plan that is faster than none by more than the noise, or an empty one.
+        A plan that is faster than none by more than the noise, or one without features, which is no plan: no schedule was
+        faster than what the lengths of each batch choose.
 
     Raises:
         TuningError: no batches, or without a timer tables that are not on a GPU.
@@ -408,7 +413,10 @@ class _Search:
         return statistics.median(before), statistics.median(after)
 
     def compared(self, *, keep_slower: bool) -> tuple[float, float]:
-        """Median times without and with what was found, which goes where it is no faster."""
+        """Median times without and with what was found, which goes where it is no faster or has no schedule."""
+        if all(code == BY_MAP for code in self.codes):
+            # Another number of programs by itself is no plan.
+            self.programs = PROGRAMS
         before, after = self._confirmed(self._without_plan, self._whole(self.programs))
         if not keep_slower and not is_faster(after, before):
             self.codes, self.programs, after = list(self._without_plan.codes), PROGRAMS, before

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 from torch.utils._python_dispatch import _get_current_dispatch_mode
-from torchrec.modules.embedding_configs import EmbeddingBagConfig
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import (
     EmbeddingBagCollectionInterface,
     get_embedding_names_by_table,
@@ -42,15 +44,17 @@ class KeyOrder:
 
     def __init__(self, features: list[str]) -> None:
         self._features = features
+        # Of keys that stand twice in a batch the last one counts, so that a feature of two tables is read by both from there.
+        self._repeats = len(set(features)) < len(features)
         # One attribute, so that another thread with other keys does no harm.
-        self._last: tuple[list[str], list[int] | None] = list(features), None
+        self._last: tuple[list[str], list[int] | None] = list(features), self._found(features) if self._repeats else None
 
     def places(self, keys: list[str]) -> list[int] | None:
         """Return the place of each feature among the keys; None where the keys are the features."""
         known, places = self._last
         is_known = keys == known
         if not is_known:
-            places = None if keys == self._features else self._found(keys)
+            places = None if keys == self._features and not self._repeats else self._found(keys)
         # Strings are compared faster with themselves, so the batch's own are kept.
         if not is_known or (keys and keys[0] is not known[0]):
             self._last = list(keys), places
@@ -58,7 +62,7 @@ class KeyOrder:
 
     def _found(self, keys: list[str]) -> list[int]:
         places = {key: place for place, key in enumerate(keys)}
-        if missing := [name for name in self._features if name not in places]:
+        if missing := list(dict.fromkeys(name for name in self._features if name not in places)):
             raise ValueError(f"features: expected a key for every feature of the tables, got none for {', '.join(missing)}")
         return [places[name] for name in self._features]
 
@@ -120,6 +124,7 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
             # The operator knows no keys.
             if features.values().is_cpu:
                 refuse_malformed(features)
+                refuse_unknown_ids(features, self._embedding_bag_configs)
             raise
         is_ragged, inverse = features.variable_stride_per_key(), features.inverse_indices_or_none()
         if is_ragged or inverse is not None:
@@ -157,15 +162,19 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
                 rows.append(values.split(widths, 1))
         ordered = [rows[part][place] for part, place in self._places]
         inverse = features.inverse_indices_or_none()
-        if inverse is None and len({sizes[name] for name in names}) > 1:
+        if (inverse is None or not inverse[1].numel()) and len({sizes[name] for name in names}) > 1:
             raise ValueError(
                 "features: expected inverse_indices where keys have batches of several sizes, got none; without them their rows "
                 "do not stand side by side"
             )
+        if inverse is not None:
+            _refuse_wrong_inverse(*inverse, {name: sizes[name] for name in names})
         return process_pooled_embeddings(ordered, reorder_inverse_indices(inverse, names))
 
     def follow(self, plan: BagPlan | str | os.PathLike[str] | None) -> None:
         """Take a plan, or its file, in place of the one before; None for none. A CUDA graph keeps what it was captured with.
+
+        A plan without any of the features is none, but for its `counted_rows`.
 
         Raises:
             OSError, ValueError: a plan that cannot be read or does not fit the tables, as `plan_mismatch` says.
@@ -177,8 +186,10 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
             for name, table in zip(names, part.layout.tables or (), strict=True)
         }
         # With an empty one `plan_mismatch` is still checked.
-        fitting = (plan or BagPlan("", {})).fitting(shapes, mismatch=self._mismatch)
-        self._plan = None if plan is None else fitting
+        plan = plan or BagPlan("", {})
+        if not any(name in plan.features for name in shapes):
+            plan = replace(plan, features={})
+        self._plan = plan.fitting(shapes, mismatch=self._mismatch)
         self._schedules.clear()
 
     def feature_names(self) -> list[list[str]]:
@@ -248,6 +259,7 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
     `KeyedJaggedTensor.permute` gives weights no right gradient where keys repeat or have batches of their own, and always has to
     know the lengths per key.
     """
+    _refuse_uneven(features)
     ids, offsets, weights, sizes = lookups
     num_keys, chosen = len(features.keys()), tuple(order)
     if sizes is None:
@@ -258,7 +270,7 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
         bags = _ragged_bags(chosen, tuple(sizes), offsets.device)
         sizes = [sizes[key] for key in order]
     is_permutation = len(order) == num_keys == len(set(order))
-    lengths = None if is_permutation else features.length_per_key()
+    lengths = None if is_permutation else lengths_per_key(features)
     total = ids.shape[0] if lengths is None else max(0, sum(lengths[key] for key in order))
     new_offsets = torch.cat([offsets.new_zeros(1), offsets.diff()[bags].cumsum(0, dtype=offsets.dtype)])
     # Whatever wrong offsets say, nothing is read or written outside.
@@ -267,8 +279,38 @@ def _selected(lookups: Lookups, order: list[int], features: KeyedJaggedTensor) -
     return Lookups(ids[places], new_offsets, None if weights is None else weights[places], sizes)
 
 
+def lengths_per_key(features: KeyedJaggedTensor) -> list[int]:
+    """Return how many ids each key has, read from the device where the batch does not know it.
+
+    Raises:
+        ValueError: a wrong number of lengths.
+    """
+    _refuse_uneven(features)
+    # Of no samples a KeyedJaggedTensor that has offsets alone cannot tell.
+    return [0] * len(features.keys()) if features.offsets().shape[0] == 1 else features.length_per_key()
+
+
+def _refuse_uneven(features: KeyedJaggedTensor) -> None:
+    """Refuse lengths, or weights of ids, of another number than the batch has of them."""
+    if torch.compiler.is_compiling():
+        return
+    num_keys, num_bags = len(features.keys()), features.offsets().shape[0] - 1
+    sizes = features.stride_per_key() if features.variable_stride_per_key() else None
+    if num_bags % max(1, num_keys) if sizes is None else num_bags != sum(sizes):
+        expected = f"a multiple of the {num_keys} keys" if sizes is None else f"{sum(sizes)}, the sum of the keys' batch sizes"
+        raise ValueError(f"features: expected {expected} as the number of lengths, got {num_bags}")
+    weights, num_ids = features.weights_or_none(), features.values().shape[0]
+    if weights is not None and weights.shape[0] != num_ids:
+        raise ValueError(f"features: expected a weight for each of {num_ids} ids, got {weights.shape[0]}")
+
+
 def refuse_malformed(features: KeyedJaggedTensor) -> None:
-    """Refuse lengths, or offsets, that no batch has, and name the key."""
+    """Refuse lengths, or offsets, that no batch has, and name the key. Reads them from the device.
+
+    Raises:
+        ValueError: for the first one.
+    """
+    _refuse_uneven(features)
     keys, ends, num_ids = features.keys(), features.offsets().tolist(), features.values().shape[0]
     if ends[0] != 0:
         raise ValueError(f"features: expected offsets from 0 on, got {ends[0]} for key {keys[0]!r}") from None
@@ -286,6 +328,46 @@ def refuse_malformed(features: KeyedJaggedTensor) -> None:
             f"features: expected lengths with the sum {num_ids}, the number of ids, got {ends[-1]} for keys "
             f"{', '.join(map(repr, keys[:_SHOWN]))}{more}"
         ) from None
+
+
+def refuse_unknown_ids(features: KeyedJaggedTensor, tables: Sequence[BaseEmbeddingConfig]) -> None:
+    """Refuse an id that is no row of a table that reads it, and name key and table. Reads ids and lengths from the device.
+
+    Raises:
+        ValueError: for the first one, table by table.
+    """
+    ends, firsts = features.offsets().tolist(), [0, *accumulate(features.stride_per_key())]
+    # Of keys that stand twice the last one is read.
+    bags_of = {key: ends[first : last + 1] for key, (first, last) in zip(features.keys(), pairwise(firsts), strict=True)}
+    for table in tables:
+        for name in table.feature_names:
+            if (bags := bags_of.get(name)) is None:
+                continue
+            ids = features.values()[bags[0] : bags[-1]]
+            wrong = ((ids < 0) | (ids >= table.num_embeddings)).nonzero()
+            if wrong.numel():
+                place = int(wrong[0])
+                raise ValueError(
+                    f"features: expected ids from 0 to {table.num_embeddings - 1}, the rows of table {table.name!r}, got "
+                    f"{int(ids[place])} for key {name!r} in sample {bisect_right(bags, bags[0] + place) - 1}"
+                ) from None
+
+
+def _refuse_wrong_inverse(keys: list[str], inverse: Tensor, sizes: Mapping[str, int]) -> None:
+    """Refuse inverse indices that a feature does not have, and on a CPU those of rows that it does not have."""
+    places = {key: place for place, key in enumerate(keys)}
+    if missing := [name for name in sizes if name not in places]:
+        raise ValueError(f"features: expected inverse_indices for every feature of the tables, got none for {', '.join(missing)}")
+    if not inverse.is_cpu or values_are_trusted():
+        return
+    rows, names = inverse[[places[name] for name in sizes]], list(sizes)
+    wrong = ((rows < 0) | (rows >= torch.tensor(list(sizes.values()))[:, None])).nonzero().tolist()
+    if wrong:
+        number, sample = wrong[0]
+        raise ValueError(
+            f"features: expected inverse_indices from 0 on and below {sizes[names[number]]}, the batch size of key "
+            f"{names[number]!r}, got {int(rows[number, sample])} in sample {sample}"
+        )
 
 
 def _kept(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -25,13 +25,14 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
 
     Takes the same configurations, gives the same KeyedTensor and has the same parameters, `embedding_bags.<table>.weight`, so
     that a state dict of the one loads into the other. The parameters are views of one tensor for each data type of the
-    configurations; moving, converting, copying, pickling and loading keep them so. Save a single table as `weight.clone()`:
-    `torch.save` writes all of the tensor that a view belongs to.
+    configurations; moving, converting, copying, pickling and loading keep them so. Copy values into a parameter: a tensor given
+    to its `.data` is not looked up. Save a single table as `weight.clone()`: `torch.save` writes all of the tensor that a view
+    belongs to.
 
     Where the KeyedJaggedTensor's keys are the tables' features in the tables' order, forward reads it as it is and never waits
     for the device. For another order ids are copied first. If keys are left out, or read by several tables, or tables are of
     several data types, the number of ids to copy has to be read from the device, unless the KeyedJaggedTensor knows its lengths
-    per key (`features.sync()`).
+    per key (`features.sync()`). Of keys that stand twice the last one is read, as TorchRec does.
 
     Args:
         tables: of float32, float16 or bfloat16 (which TorchRec's keeps as float16); sums or means. `init_fn` initialises.
@@ -41,15 +42,15 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
             that were read and leaves no gradients; see `jagged.ops.BagOptimizer`. None: parameters get dense gradients.
         optimizer_options: `learning_rate`, and any of `eps`, `betas`, `weight_decay`, `stochastic_rounding`.
         output_dtype: of the pooled embeddings.
-        plan: schedules that `jagged tune` has measured, or their file, by the features' names in the output; None: the lengths of
-            each batch choose, as for features that the plan does not have. Followed on a GPU.
+        plan: schedules that `jagged tune-bags` has measured, or their file, by the features' names in the output; None, or one
+            without features: the lengths of each batch choose, as for features that the plan does not have. Followed on a GPU.
         plan_mismatch: what a plan for tables of other shapes, or in forward for another GPU, does: `"refuse"` raises, `"warn"`
             warns once and does without.
 
     Raises:
         ValueError: no tables, two of one name, another data type or pooling, weighted means, options of the optimizer that are
-            unknown or missing, a file that is no plan, a plan that does not fit; in forward, keys that are missing or batches of
-            several sizes without inverse indices.
+            unknown or missing, a file that is no plan, a plan that does not fit; in forward, keys or weights that are missing,
+            batches of several sizes without inverse indices, and on a CPU lengths, ids and inverse indices that are wrong.
         OSError: a plan that cannot be read.
         TypeError: another output dtype.
 
@@ -160,11 +161,7 @@ class ScheduledEmbeddingBagCollection(TrainedTables, BagCollection):
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
-        with torch.no_grad():
-            for table in self._embedding_bag_configs:
-                weight = cast(Tensor, self.embedding_bags[table.name].weight)
-                if not weight.is_meta and table.init_fn is not None:
-                    table.init_fn(weight)
+        self._draw(self._embedding_bag_configs)
 
     def extra_repr(self) -> str:
         """Show the options; the tables follow as modules."""

@@ -14,7 +14,7 @@ from torchrec.modules.embedding_modules import EmbeddingCollectionInterface, get
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from jagged.modules.bag_collection import KeyOrder, as_leaf, lookups_of, refuse_malformed
+from jagged.modules.bag_collection import KeyOrder, as_leaf, lengths_per_key, lookups_of, refuse_malformed, refuse_unknown_ids
 from jagged.modules.embedding_bags import DTYPES, OUTPUT_DTYPES
 from jagged.modules.table_storage import Table, TableStorage
 from jagged.modules.trained_tables import TablesPart, TrainedTables, gather, optimizer_maker
@@ -26,7 +26,8 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
 
     Takes the same configurations, gives the same dictionary of JaggedTensors and has the same parameters,
     `embeddings.<table>.weight`, so that a state dict of the one loads into the other. The parameters are views of one tensor for
-    each data type of the configurations; moving, converting, copying, pickling and loading keep them so.
+    each data type of the configurations; moving, converting, copying, pickling and loading keep them so. Copy values into a
+    parameter: a tensor given to its `.data` is not looked up. Of keys that stand twice the last one is read, as TorchRec does.
 
     Where the KeyedJaggedTensor has one key, forward never waits for the device. With several it has to know how many ids each has
     (`features.sync()` ahead of time), as TorchRec's does.
@@ -136,6 +137,7 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
             # The operator knows no keys.
             if features.values().is_cpu:
                 refuse_malformed(features)
+                refuse_unknown_ids(features, self._embedding_configs)
             raise
         lists = _lists_of(features)
         return {
@@ -149,7 +151,7 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
         ids, offsets, _, sizes = lookups_of(features, part.order, None)
         totals = None
         if len(part.features) > 1:
-            of_keys = dict(zip(features.keys(), features.length_per_key(), strict=True))
+            of_keys = dict(zip(features.keys(), lengths_per_key(features), strict=True))
             totals = [of_keys[name] for name in part.features]
         dtype = self._output_dtype
         found = part.tables.lookup(
@@ -186,11 +188,7 @@ class ScheduledEmbeddingCollection(TrainedTables, EmbeddingCollectionInterface):
 
     def reset_parameters(self) -> None:
         """Draw new tables by their `init_fn`; nothing on the meta device."""
-        with torch.no_grad():
-            for table in self._embedding_configs:
-                weight = cast(Tensor, self.embeddings[table.name].weight)
-                if not weight.is_meta and table.init_fn is not None:
-                    table.init_fn(weight)
+        self._draw(self._embedding_configs)
 
     def extra_repr(self) -> str:
         """Show the options; the tables follow as modules."""
@@ -205,7 +203,7 @@ def _lists_of(features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
     keys, values, lengths = features.keys(), features.values(), features.lengths()
     if len(keys) == 1:
         return {keys[0]: JaggedTensor(values, lengths=lengths, offsets=features.offsets())}
-    of_keys = zip(keys, values.split(features.length_per_key()), lengths.split(features.stride_per_key()), strict=True)
+    of_keys = zip(keys, values.split(lengths_per_key(features)), lengths.split(features.stride_per_key()), strict=True)
     return {key: JaggedTensor(ids, lengths=of) for key, ids, of in of_keys}
 
 

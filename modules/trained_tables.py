@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from jagged.modules.backward_updates import checked_options, load_state
 from jagged.modules.bag_collection import KeyOrder
@@ -67,6 +68,20 @@ class TrainedTables(nn.Module):
             ValueError: other names or shapes than this module's.
         """
         load_state(self.optimizer_state_dict(), state_dict, "tables")
+
+    def _draw(self, configs: Sequence[BaseEmbeddingConfig]) -> None:
+        """Draw new tables by their `init_fn`; nothing on the meta device."""
+        is_elsewhere = False
+        with torch.no_grad():
+            for table in configs:
+                weight = self._modules_of_tables[table.name].weight
+                if not weight.is_meta and table.init_fn is not None:
+                    before = weight.untyped_storage()._cdata
+                    table.init_fn(weight)
+                    is_elsewhere |= weight.untyped_storage()._cdata != before
+        if is_elsewhere:
+            # One gave the parameter another tensor for its data.
+            self._gather()
 
     def _gather(self) -> None:
         for part in self._parts:

@@ -6,6 +6,7 @@ FBGEMM and TorchRec run on the CPU as they would on a GPU.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -397,6 +398,27 @@ def test_no_figure_of_a_model_that_was_not_measured(result: dict[str, Any], tmp_
     assert not (tmp_path / "figure.png").exists()
 
 
+def test_a_plan_without_features_counts_as_none(result: dict[str, Any]) -> None:
+    found = copy.deepcopy(result)
+    found["environment"]["bf16_matmul_tflops"] = 1.0
+    for name, row in found["tuning"]["rows"].items():
+        for who, took in (("jagged", 100.0), ("alone", 103.0), ("cost_model", 102.0 if name == "B" else 99.0)):
+            row[who]["forward"] |= {"median": took, "of_limit": 1.0, "gathered_gb_per_s": 1.0}
+        row["jagged"]["planned_features"] = 0 if name == "B" else 2
+    found["tuning"]["summary"] = summary(found["tuning"]["rows"])
+    lines = tables.embedding_page(found).splitlines()
+    assert "- forward, times as fast as jagged, each class tuned alone: 1.03 to 1.03 in 4 cases." in lines
+    assert (
+        "Speed that a tuned plan adds to calls without a plan, one seed a model: A -1.0%, C -1.0%, D -1.0%, E -1.0%. For B no "
+        "schedule was faster: its plan is none, and two timings of the same calls differ by 2.0%."
+    ) in lines
+    for row in found["tuning"]["rows"].values():
+        row["jagged"]["planned_features"] = 0
+    assert "one seed a model: none has one. For A no schedule" in tables.embedding_page(found)
+    # Nothing is asked of a plan against none.
+    assert [ratio.who for ratio in embedding_bags.RATIOS["tuning"]] == ["alone"]
+
+
 def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = tables.embedding_page(result)
     rows = result["models"]["rows"]
@@ -411,9 +433,9 @@ def test_tables(result: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "- forward, times as fast as TorchRec, fused: 2.00 on the mean of models." in page
     assert "| A, 8 samples | host |" in page
     assert "| A, Adam | backward and update |" in page
-    assert "| jagged | jagged, each class tuned alone | jagged, a plan without features |" in page
+    assert "| jagged | jagged, each class tuned alone | jagged, no plan |" in page
     assert "times as fast as jagged, each class tuned alone: 1.00 to 1.00 in 5 cases." in page
-    assert "times as fast as jagged, a plan" not in page
+    assert "times as fast as jagged, no plan" not in page
     # The page stands without a result, and shows figures where there are some.
     monkeypatch.setattr(tables, "FOLDER", tmp_path / "pages")
     monkeypatch.setattr(tables, "ROOT", tmp_path)

@@ -175,10 +175,24 @@ def test_what_is_no_better_is_not_taken() -> None:
     clock.cost = once
     tuned = tune(module(), [batch()], timer=clock, repeats=1, progress=False)
     assert tuned.plan == BagPlan("CPU", {})
-    assert "without the plan, 100.0 us with it" in str(tuned)
+    check_none(tuned, 100.0)
     # Savings within the noise.
     noise = Clock(lambda trial: 100.0 - 0.01 * sum(trial.codes), [0, 7, -7, 3, -5, 1, 6, -2, 4, -6, 2])
     assert tune(module(), [batch()], timer=noise, progress=False).plan == BagPlan("CPU", {})
+    # Another number of programs by itself is no plan.
+    fewer = tune(module(), [batch()], timer=Clock(lambda trial: 80.0 + trial.programs), progress=False)
+    assert fewer.plan == BagPlan("CPU", {})
+    check_none(fewer, 112.0)
+
+
+def check_none(tuned: tuning.Tuned, time: float) -> None:
+    assert tuned.before == tuned.after == time
+    lines = str(tuned).splitlines()
+    assert lines[-2:] == [
+        f"launches of all batches: {time} us without a plan",
+        "no schedule was faster than the batch-driven choice",
+    ]
+    assert not any("with it" in line or "programs" in line for line in lines)
 
 
 def test_a_plan_that_is_no_faster_in_the_end_is_left() -> None:
@@ -187,7 +201,7 @@ def test_a_plan_that_is_no_faster_in_the_end_is_left() -> None:
     second = Clock(lambda trial: separate(trial) if second.calls < first.trials - 2 else 100.0)
     left = tune(module(), [batch()], timer=second, progress=False)
     assert left.plan == BagPlan("CPU", {})
-    assert left.before == left.after == 100.0
+    check_none(left, 100.0)
     # What each class alone has come to is shown as it is.
     alone = tune(module(), [batch()], timer=Clock(worse_together), alone=True, progress=False)
     assert alone.after > alone.before
@@ -220,6 +234,7 @@ def test_chooses_what_backward_counts() -> None:
     # Also where no schedule is better.
     only = tune(module(), [batch()], timer=Clock(lambda trial: counted(trial) if trial.is_backward else 1.0), progress=False)
     assert only.plan == BagPlan("CPU", {}, counted_rows=900)
+    check_none(only, 1.0)
     # Who only infers does without.
     clock = Clock(lambda trial: 1 / 0 if trial.is_backward else separate(trial))
     without = tune(module(), [batch()], backward=False, timer=clock, progress=False)

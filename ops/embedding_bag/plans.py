@@ -94,10 +94,11 @@ def code_of(kind: str, steps: int) -> int:
 
 @dataclass(frozen=True)
 class BagPlan:
-    """Schedules of features by name, and how many programs run, as `jagged tune` measures them.
+    """Schedules of features by name, and how many programs run, as `jagged tune-bags` measures them.
 
     Features that a plan does not have keep the schedules that the lengths of each batch give, so that a new feature asks for no
-    other plan.
+    other plan. One without features is no plan: forward goes as without, whatever `programs` and `gpu` are. Its `counted_rows`
+    count still, for a GPU of that name.
 
     Args:
         gpu: the name of the GPU that it was measured on.
@@ -181,7 +182,7 @@ class BagPlan:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)}: expected a plan in JSON: {error}") from None
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise ValueError(f"{os.fspath(path)}: expected a plan, which `jagged tune` writes, got something else")
+            raise ValueError(f"{os.fspath(path)}: expected a plan, which `jagged tune-bags` writes, got something else")
         if found.get("version") != VERSION:
             raise ValueError(f"{os.fspath(path)}: expected a plan of version {VERSION}, got {found.get('version')!r}; tune again")
         try:
@@ -195,7 +196,7 @@ class BagPlan:
     def fitting(
         self, shapes: Mapping[str, tuple[int, int]], gpu: str | None = None, mismatch: Mismatch = "refuse"
     ) -> BagPlan | None:
-        """Return the plan without features that have another shape here; None for a plan of another GPU.
+        """Return the plan without features that have another shape here; None for a plan of another GPU, or that says nothing.
 
         Args:
             shapes: of features' tables by name, (rows, width).
@@ -208,6 +209,8 @@ class BagPlan:
         """
         if mismatch not in ("refuse", "warn"):
             raise ValueError(f"mismatch: expected 'refuse' or 'warn', got {mismatch!r}")
+        if self._says_nothing:
+            return None
         if gpu is not None and gpu != self.gpu:
             _mismatch(f"plan: expected one for {gpu}, got one for {self.gpu}", mismatch)
             return None
@@ -220,9 +223,13 @@ class BagPlan:
             ]
             more = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
             _mismatch(f"plan: expected the tables' shapes, got {'; '.join(words)}{more}", mismatch)
-            left = {name: of for name, of in self.features.items() if name not in set(others)}
-            return replace(self, features=left)
+            left = replace(self, features={name: of for name, of in self.features.items() if name not in set(others)})
+            return None if left._says_nothing else left
         return self
+
+    @property
+    def _says_nothing(self) -> bool:
+        return not self.features and self.counted_rows is None
 
     def schedules(
         self,
@@ -232,7 +239,9 @@ class BagPlan:
         names: Sequence[str] | None = None,
         mismatch: Mismatch = "refuse",
     ) -> BagSchedules | None:
-        """Return what `embedding_bags` takes for a layout on a device; None where the plan is another GPU's and that is allowed.
+        """Return what `embedding_bags` takes for a layout on a device.
+
+        None, which is no plan, where the plan has no features, or is another GPU's and that is allowed.
 
         Args:
             layout: the tables, and the features that read them.
@@ -253,7 +262,7 @@ class BagPlan:
         if plan is None:
             return None
         codes = [plan.features[name].code if name in plan.features else BY_MAP for name in names]
-        if plan.programs == PROGRAMS and all(code == BY_MAP for code in codes):
+        if not plan.features or (plan.programs == PROGRAMS and all(code == BY_MAP for code in codes)):
             return BagSchedules(None, PROGRAMS, plan.counted_rows)
         of_features = torch.tensor(codes, dtype=torch.int32, device="cpu").to(device)
         return BagSchedules(of_features, plan.programs, plan.counted_rows)

@@ -4,189 +4,34 @@ from __future__ import annotations
 
 import copy
 import io
-import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
-from tensordict import TensorDict
 from torch import Tensor, nn
-from torchrec.fx import Tracer
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules import ScheduledEmbeddingBagCollection, replace_embeddings
 from jagged.modules.table_storage import TableStorage
-from jagged.ops import BagPlan, BagSchedule, trust_values
+from jagged.ops import BagPlan, BagSchedule
+from tests.modules.lookups import FEATURES, MEAN, SUM, Lookups, Pair, check_both, some_tables, table
 from tests.places import PLACE, Place
-from tests.strategies import seeds
-
-SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
-FEATURES = ("a", "b", "c", "d")
 
 pytestmark = pytest.mark.skipif(PLACE.name == "interpret", reason="modules run on the place's own backend")
 
 
-def table(name: str, rows: int, width: int, *features: str, **options: Any) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(name=name, num_embeddings=rows, embedding_dim=width, feature_names=list(features), **options)
-
-
-def some_tables() -> list[EmbeddingBagConfig]:
-    """A table of two features, a feature of two tables, and poolings that take turns."""
-    return [
-        table("x", 7, 3, "a", "b"),
-        table("y", 5, 8, "c", pooling=MEAN),
-        table("z", 11, 1, "a"),
-        table("w", 6, 5, "d", pooling=MEAN),
-    ]
-
-
-def pair(configs: list[EmbeddingBagConfig], **options: Any) -> tuple[ScheduledEmbeddingBagCollection, EmbeddingBagCollection]:
-    """Ours and TorchRec's with the same weights."""
-    torch.manual_seed(0)
-    twin = EmbeddingBagCollection(copy.deepcopy(configs), options.get("is_weighted", False), torch.device(PLACE.device))
-    ours = ScheduledEmbeddingBagCollection(configs, device=PLACE.device, **options)
-    ours.load_state_dict(twin.state_dict())
-    return ours, twin
-
-
-@dataclass(frozen=True)
-class Lookups:
-    """What a batch is made of."""
-
-    keys: tuple[str, ...] = FEATURES
-    batch_size: int = 3
-    longest: int = 4
-    seed: int = 0
-    ids_dtype: torch.dtype = torch.int64
-    rows: int = 5
-
-    def features(self, weights: bool = False, sizes: tuple[int, ...] | None = None) -> KeyedJaggedTensor:
-        generator = torch.Generator().manual_seed(self.seed)
-        bags = len(self.keys) * self.batch_size if sizes is None else sum(sizes)
-        lengths = torch.randint(self.longest + 1, (bags,), generator=generator)
-        total = int(lengths.sum())
-        ids = torch.randint(self.rows, (total,), generator=generator).to(self.ids_dtype)
-        of_ids = torch.randn(total, generator=generator).to(PLACE.device).requires_grad_() if weights else None
-        extra: dict[str, Any] = {}
-        if sizes is not None:
-            samples = 4
-            inverse = [torch.randint(max(1, size), (samples,), generator=generator) for size in sizes]
-            extra["stride_per_key_per_rank"] = torch.tensor(sizes)[:, None]
-            extra["inverse_indices"] = (list(self.keys), torch.stack(inverse).to(PLACE.device))
-        return KeyedJaggedTensor(
-            keys=list(self.keys), values=ids.to(PLACE.device), lengths=lengths.to(PLACE.device), weights=of_ids, **extra
-        )
-
-
-@st.composite
-def collections(draw: st.DrawFn) -> tuple[list[EmbeddingBagConfig], bool]:
-    weighted = draw(st.booleans())
-    made = []
-    for name in ("x", "y", "z", "w")[: draw(st.integers(1, 4))]:
-        names = draw(st.lists(st.sampled_from(FEATURES), min_size=1, max_size=3, unique=True))
-        pooling = SUM if weighted else draw(st.sampled_from([SUM, MEAN]))
-        data_type = draw(st.sampled_from([DataType.FP32, DataType.FP32, DataType.FP16]))
-        made.append(table(name, draw(st.integers(5, 12)), draw(st.integers(1, 9)), *names, pooling=pooling, data_type=data_type))
-    return made, weighted
-
-
-lookups = st.builds(
-    Lookups,
-    keys=st.permutations((*FEATURES, "unread")).map(tuple),
-    batch_size=st.integers(0, 5),
-    longest=st.sampled_from([0, 1, 4, 30]),
-    seed=seeds(),
-    ids_dtype=st.sampled_from([torch.int32, torch.int64]),
-)
-
-
-def check_same(ours: KeyedTensor, wanted: KeyedTensor) -> None:
-    assert ours.keys() == wanted.keys()
-    assert ours.length_per_key() == wanted.length_per_key()
-    assert ours.values().dtype == torch.float32
-    torch.testing.assert_close(ours.values(), wanted.values())
-
-
-def check_both(
-    ours: ScheduledEmbeddingBagCollection, twin: EmbeddingBagCollection, features: KeyedJaggedTensor, seed: int
-) -> None:
-    """Outputs and gradients against TorchRec's in float64, which it gives out as float32."""
-    exact = copy.deepcopy(twin).double()
-    weights = features.weights_or_none()
-    of_twin = None if weights is None else weights.detach().double().requires_grad_()
-    twins = KeyedJaggedTensor(
-        keys=features.keys(),
-        values=features.values(),
-        lengths=features.lengths(),
-        weights=of_twin,
-        stride_per_key_per_rank=features._stride_per_key_per_rank,
-        inverse_indices=features.inverse_indices_or_none(),
-    )
-    got, wanted = ours(features), exact(twins)
-    check_same(got, wanted)
-    grad = torch.randn(wanted.values().shape, generator=torch.Generator().manual_seed(seed)).to(PLACE.device)
-    got.values().backward(grad)
-    wanted.values().backward(grad)
-    for (name, mine), theirs in zip(ours.named_parameters(), exact.parameters(), strict=True):
-        expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-        torch.testing.assert_close(mine.grad, expected.to(mine.dtype), msg=lambda text, name=name: f"{name}: {text}")
-    if weights is not None:
-        torch.testing.assert_close(weights.grad, of_twin.grad.float())
+pair = Pair(EmbeddingBagCollection, ScheduledEmbeddingBagCollection).make
 
 
 def storages(module: ScheduledEmbeddingBagCollection) -> set[int]:
     return {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-
-
-@given(collections(), lookups, seeds())
-def test_as_torchrec(place: Place, drawn: tuple[list[EmbeddingBagConfig], bool], batch: Lookups, seed: int) -> None:
-    configs, weighted = drawn
-    ours, twin = pair(configs, is_weighted=weighted)
-    if batch.batch_size:
-        check_both(ours, twin, batch.features(weighted), seed)
-        return
-    # Of this TorchRec's cannot make a dictionary.
-    pooled = ours(batch.features(weighted))
-    assert pooled.values().shape == (0, sum(pooled.length_per_key()))
-    pooled.values().sum().backward()
-    assert not any(parameter.grad.any() for parameter in ours.parameters())
-
-
-@given(collections(), lookups, st.lists(st.integers(1, 4), min_size=5, max_size=5), seeds())
-def test_batches_of_their_own(
-    place: Place, drawn: tuple[list[EmbeddingBagConfig], bool], batch: Lookups, sizes: list[int], seed: int
-) -> None:
-    configs, weighted = drawn
-    ours, twin = pair(configs, is_weighted=weighted)
-    check_both(ours, twin, batch.features(weighted, tuple(sizes)), seed)
-
-
-def test_batches_without_inverse_indices(place: Place) -> None:
-    ours, twin = pair([table("x", 5, 3, "a"), table("y", 5, 2, "b", pooling=MEAN)])
-    values, lengths = torch.tensor([0, 1, 2, 3], device=place.device), torch.tensor([1, 0, 2, 1], device=place.device)
-    for sizes in ([[2], [2]], [[1, 1], [0, 2]]):
-        given = {"keys": ["a", "b"], "values": values, "lengths": lengths, "stride_per_key_per_rank": torch.tensor(sizes)}
-        check_same(ours(KeyedJaggedTensor(**given)), twin(KeyedJaggedTensor(**given)))
-    ragged = KeyedJaggedTensor(keys=["a", "b"], values=values, lengths=lengths, stride_per_key_per_rank=torch.tensor([[1], [3]]))
-    with pytest.raises(ValueError, match="features: expected inverse_indices where keys have batches of several sizes"):
-        ours(ragged)
-
-
-def test_inverse_indices_of_a_plain_batch(place: Place) -> None:
-    ours, twin = pair(some_tables())
-    plain = Lookups().features()
-    inverse = (["d", "c", "b", "a"], torch.tensor([[0, 0, 2, 1, 1]] * 4, device=place.device))
-    features = KeyedJaggedTensor(keys=plain.keys(), values=plain.values(), lengths=plain.lengths(), inverse_indices=inverse)
-    check_both(ours, twin, features, 0)
 
 
 def test_poolings_that_take_turns_keep_their_features(place: Place) -> None:
@@ -251,23 +96,6 @@ def test_matching_and_permuted_keys_do_not_read_lengths(place: Place) -> None:
         features = Lookups(keys).features()
         ours(features)
         assert (features.length_per_key_or_none() is not None) == reads
-
-
-def test_takes_a_tensor_dict(place: Place) -> None:
-    ours, twin = pair([table("x", 5, 3, "a"), table("y", 5, 2, "b", pooling=MEAN)])
-    features = Lookups(("b", "a")).features()
-    parts = {name: JaggedTensor(values=of.values(), lengths=of.lengths()) for name, of in features.to_dict().items()}
-    check_same(ours(TensorDict(parts)), twin(features))
-
-
-def test_state_dicts_go_both_ways(place: Place) -> None:
-    ours, twin = pair(some_tables())
-    assert list(ours.state_dict()) == list(twin.state_dict())
-    assert [name for name, _ in ours.named_parameters()] == [f"embedding_bags.{name}.weight" for name in "xyzw"]
-    ours.reset_parameters()
-    assert not torch.equal(ours.embedding_bags["x"].weight, twin.embedding_bags["x"].weight)
-    twin.load_state_dict(ours.state_dict())
-    check_both(ours, twin, Lookups().features(), 0)
 
 
 def _saved(module: ScheduledEmbeddingBagCollection) -> ScheduledEmbeddingBagCollection:
@@ -465,27 +293,6 @@ def test_exchanged_parameters(place: Place) -> None:
     gathered = ours(features).values()
     nn.utils.parametrize.register_parametrization(ours.embedding_bags["z"], "weight", nn.Identity())
     torch.testing.assert_close(ours(features).values(), gathered)
-
-
-def test_tracing_makes_it_a_leaf(place: Place) -> None:
-    class Model(nn.Module):
-        def __init__(self, bags: nn.Module) -> None:
-            super().__init__()
-            self.inner = nn.ModuleDict({"bags": bags})
-
-        def forward(self, features: KeyedJaggedTensor) -> Tensor:
-            return self.inner["bags"](features).values() * 2
-
-    ours, twin = pair(some_tables())
-    features = Lookups().features()
-    model = Model(ours)
-    for tracer in (Tracer(leaf_modules=["ScheduledEmbeddingBagCollection"]), Tracer(), torch.fx.Tracer()):
-        graph = tracer.trace(model)
-        assert [node.target for node in graph.nodes if node.op == "call_module"] == ["inner.bags"]
-        traced = torch.fx.GraphModule(model, graph)
-        torch.testing.assert_close(traced(features), twin(features).values() * 2)
-    with pytest.raises(TypeError, match="features: got a proxy; the module is a leaf, so trace a model that holds it"):
-        torch.fx.symbolic_trace(ours)
 
 
 # Dynamo's own, about any tensor with a gradient function that goes from one graph to the next.
@@ -734,6 +541,34 @@ def test_a_plan_is_followed(place: Place, tmp_path: Path) -> None:
     assert ours._plan == SOME_PLAN
 
 
+@pytest.mark.parametrize("features", [{}, {"other": BagSchedule(1, 1, "one", 1)}])
+def test_a_plan_without_features_is_none(place: Place, monkeypatch: pytest.MonkeyPatch, features: dict[str, BagSchedule]) -> None:
+    handed: list[Any] = []
+    own = TableStorage.lookup
+
+    def noted(*arguments: Any, **options: Any) -> Tensor:
+        handed.append(options["schedules"])
+        return own(*arguments, **options)
+
+    monkeypatch.setattr(TableStorage, "lookup", noted)
+    twin = ScheduledEmbeddingBagCollection(some_tables(), device=place.device)
+    # Of a GPU that there is none of.
+    ours = ScheduledEmbeddingBagCollection(some_tables(), device=place.device, plan=BagPlan("another", features, programs=8))
+    assert repr(ours) == repr(twin)
+    ours(Lookups().features())
+    ours.follow(plan_of(c=BagSchedule(5, 8, "few", 1)))
+    ours(Lookups().features())
+    ours.follow(BagPlan("another", features, programs=8))
+    ours(Lookups().features())
+    twin(Lookups().features())
+    assert [of is None for of in handed] == [True, False, True, True]
+    assert ours._schedules == twin._schedules == {}
+    # What it counts is not of the forward pass.
+    ours.follow(replace(plan_of(**features), counted_rows=6))
+    ours(Lookups().features())
+    assert handed[-1] == (None, 32, 6)
+
+
 def test_what_a_plan_counts_is_handed_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     from jagged.ops.embedding_bag import spec
 
@@ -788,20 +623,15 @@ def test_plans_that_do_not_fit(place: Place, monkeypatch: pytest.MonkeyPatch) ->
         assert warning._schedules_on(torch.device("cuda", 0)) == [None]
 
 
-def test_interface(place: Place) -> None:
+def test_what_it_shows(place: Place) -> None:
     configs = [table("x", 7, 3), table("y", 5, 2, "b", "b")]
     ours = ScheduledEmbeddingBagCollection(configs, True, place.device)
-    assert ours.embedding_bag_configs() is configs
-    assert configs[0].feature_names == ["x"]
-    assert ours.is_weighted()
-    assert ours.device.type == place.device.type
     assert "(\n  features=3, width=7, is_weighted=True\n" in repr(ours)
     fused = ScheduledEmbeddingBagCollection(
         configs, device="meta", optimizer="adam", optimizer_options={"learning_rate": 1}, output_dtype=torch.bfloat16
     )
     assert "is_weighted=False, optimizer='adam', output_dtype=torch.bfloat16" in repr(fused)
     assert "EmbeddingBag(7, 3, mode='sum'" in repr(fused)
-    assert ours(Lookups(("x", "b")).features(weights=True)).keys() == ["x", "b@y", "b@y"]
 
 
 @pytest.mark.parametrize(
@@ -836,14 +666,9 @@ def test_options_that_are_refused(tables: list[EmbeddingBagConfig], options: dic
         ScheduledEmbeddingBagCollection(tables, device="meta", **options)
 
 
-def test_dtypes_and_batches_that_are_refused(place: Place) -> None:
+def test_output_dtypes_that_are_refused() -> None:
     with pytest.raises(TypeError, match=r"output_dtype: expected one of torch.float32, .*, got torch.int64"):
         ScheduledEmbeddingBagCollection([table("x", 5, 3)], output_dtype=torch.int64)
-    ours = ScheduledEmbeddingBagCollection([table("x", 5, 3, "a"), table("y", 5, 3, "e")], True, device=place.device)
-    with pytest.raises(ValueError, match="features: expected a key for every feature of the tables, got none for e"):
-        ours(Lookups().features(weights=True))
-    with pytest.raises(ValueError, match="features: expected weights, as is_weighted says, got none"):
-        ours(Lookups(("a", "e")).features())
 
 
 @pytest.mark.gpu
@@ -883,34 +708,3 @@ def test_the_storage_is_what_the_layout_says(place: Place) -> None:
         for view, parameter in zip(tables.layout.views(weights), ours.parameters(), strict=True):
             assert view.data_ptr() == parameter.data_ptr()
     assert (tables.dtype, tables.device.type) == (torch.float32, place.device.type)
-
-
-MALFORMED = [
-    ({"lengths": [1, 0]}, "features: expected lengths with the sum 4, the number of ids, got 1 for keys 'a', 'b'"),
-    ({"lengths": [-2, 6]}, "features: expected lengths of at least 0, got -2 for key 'a' in sample 0"),
-    ({"lengths": [5, 5]}, "features: expected lengths with the sum 4, the number of ids, got 10 for keys 'a', 'b'"),
-    ({"offsets": [0, 4, 2]}, "features: expected lengths of at least 0, got -2 for key 'b' in sample 0"),
-    ({"offsets": [1, 2, 4]}, "features: expected offsets from 0 on, got 1 for key 'a'"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "message"), MALFORMED)
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("features_of", [["a", "b"], ["b", "a"], ["a", "a"]])
-def test_malformed_batches(
-    place: Place, wrong: dict[str, list[int]], message: str, is_weighted: bool, features_of: list[str]
-) -> None:
-    """Refused on a CPU, by the key; elsewhere, and where values are trusted, nothing outside is read."""
-    tables = [table("x", 9, 4, features_of[0]), table("y", 9, 4, features_of[1])]
-    ours = ScheduledEmbeddingBagCollection(tables, is_weighted, place.device)
-    features = KeyedJaggedTensor(
-        keys=["a", "b"],
-        values=torch.arange(4, device=place.device),
-        weights=torch.ones(4, device=place.device) if is_weighted else None,
-        **{name: torch.tensor(numbers, device=place.device) for name, numbers in wrong.items()},
-    )
-    if place.name == "cpu":
-        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-            ours(features)
-    with trust_values():
-        assert ours(features).values().isfinite().all()

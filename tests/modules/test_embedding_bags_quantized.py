@@ -20,15 +20,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from jagged.modules import QuantizedEmbeddingBagCollection, ScheduledEmbeddingBagCollection
-from tests.modules.test_embedding_bags import (
-    MEAN,
-    SOME_PLAN,
-    Lookups,
-    collections,
-    lookups,
-    some_tables,
-    table,
-)
+from tests.modules.lookups import MEAN, Lookups, collections, lookups, some_tables, table
+from tests.modules.test_embedding_bags import SOME_PLAN
 from tests.places import PLACE, Place
 from tests.reference.embedding_bag import dequantised
 

@@ -363,13 +363,17 @@ def test_what_is_counted_goes_into_the_file_and_to_the_operator(tmp_path: Path, 
     schedules = plan.schedules(BagLayout((10,), (4,)), "cpu", names=("a",))
     assert schedules is not None
     assert (schedules.programs, schedules.counted_rows) == (24, counted_rows)
-    # One that says nothing of forward takes no way from it.
-    alone = BagPlan("any", {}, counted_rows=counted_rows).schedules(BagLayout((10,), (4,)), "cpu")
-    assert alone == BagSchedules(None, PROGRAMS, counted_rows)
-    fewer = BagPlan("any", {}, 24, counted_rows).schedules(BagLayout((10,), (4,)), "cpu")
-    assert fewer is not None
-    assert fewer.codes is not None
-    assert fewer.codes.tolist() == [BY_MAP]
+    # One that says nothing of forward takes no way from it, whatever its number of programs.
+    for programs in (PROGRAMS, 24):
+        alone = BagPlan("any", {}, programs, counted_rows)
+        assert alone.fitting({"a": (10, 4)}) is (None if counted_rows is None else alone)
+        schedules = alone.schedules(BagLayout((10,), (4,)), "cpu")
+        assert schedules == (None if counted_rows is None else BagSchedules(None, PROGRAMS, counted_rows))
+    # A plan of other features alone is one of a part of the tables, whose launches have its number of programs.
+    others = PLAN.schedules(BagLayout((10,), (4,)), "cpu")
+    assert others is not None
+    assert others.codes is not None
+    assert (others.codes.tolist(), others.programs) == ([BY_MAP], 24)
 
 
 def _without(name: str) -> Callable[[dict[str, Any]], None]:
@@ -377,7 +381,7 @@ def _without(name: str) -> Callable[[dict[str, Any]], None]:
 
 
 CHANGES: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda plan: plan.update(format="another"), "expected a plan, which `jagged tune` writes"),
+    (lambda plan: plan.update(format="another"), "expected a plan, which `jagged tune-bags` writes"),
     (lambda plan: plan.update(version=2), "expected a plan of version 1, got 2; tune again"),
     (_without("version"), "expected a plan of version 1, got None"),
     (_without("gpu"), "expected 'gpu' in a plan"),
@@ -496,6 +500,9 @@ def test_other_shapes() -> None:
     assert left is not None
     assert set(left.features) == {"b", "gone"}
     assert left.fitting(shapes) is left
+    # Without what does not fit nothing is left.
+    with pytest.warns(UserWarning, match=message):
+        assert BagPlan("any", {"a": plan.features["a"]}, 24).fitting(shapes, mismatch="warn") is None
     with pytest.raises(ValueError, match="mismatch: expected 'refuse' or 'warn', got 'ignore'"):
         plan.fitting(shapes, mismatch="ignore")  # type: ignore[arg-type]
     many = BagPlan("any", {str(i): BagSchedule(1, 1, "one", 1) for i in range(9)})
@@ -510,6 +517,10 @@ def test_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert PLAN.fitting({}, "NVIDIA A100", "warn") is None
     assert len(warned) == 1
     assert PLAN.fitting({}, "NVIDIA H200") is PLAN
+    # A plan without features is none, on every GPU; what it counts was measured on its own.
+    assert BagPlan("NVIDIA H200", {}, 24).fitting({}, "NVIDIA A100") is None
+    with pytest.raises(ValueError, match="plan: expected one for NVIDIA A100, got one for NVIDIA H200; tune again"):
+        BagPlan("NVIDIA H200", {}, counted_rows=6).fitting({}, "NVIDIA A100")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {device.index}")
     with pytest.warns(UserWarning, match="expected one for GPU 3"):
         assert PLAN.schedules(BagLayout((10,), (4,)), "cuda:3", names=("a",), mismatch="warn") is None
