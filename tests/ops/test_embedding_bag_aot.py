@@ -135,8 +135,8 @@ def test_sums_of_rows(kind: str, arch: int) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "map", "planned", "large_map", "large_planned", "rows_map", "lookups", "chunks", "orders", "bounds", "sources",
-        "factors", "samples",
+        "map", "planned", "large_map", "large_planned", "rows_map", "lookups", "singles", "chunks", "orders", "bounds",
+        "sources", "factors", "samples",
     ],
 )  # fmt: skip
 def test_small_kernels(name: str, arch: int | str) -> None:
@@ -152,7 +152,8 @@ def test_small_kernels(name: str, arch: int | str) -> None:
             {"STREAM": sorting.STREAM[1], "SPLIT": sorting.SPLIT[1], "WHOLE_ROWS": False, "BLOCK": sorting.BLOCK_TABLES},
             16,
         ),
-        "lookups": (sorting, {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS}, 4),
+        "lookups": (sorting, {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS, "SINGLES": False}, 4),
+        "singles": (sorting, {"BAGS": sorting.BLOCK_BAGS, "LOOKUPS": sorting.BLOCK_LOOKUPS, "SINGLES": True}, 4),
         "chunks": (counting, {"BLOCK": counting.BLOCK_FEATURES}, 16),
         "orders": (
             counting,
@@ -174,7 +175,7 @@ def test_small_kernels(name: str, arch: int | str) -> None:
             2,
         ),
     }[name]
-    of_kernel = "map" if module is schedules else "sources" if name == "factors" else name
+    of_kernel = "map" if module is schedules else {"factors": "sources", "singles": "lookups"}.get(name, name)
     kernel = getattr(module, f"embedding_bags_{of_kernel}_kernel")
     # A map of up to 2,048 features at once stores a few numbers of each thread, which costs less than to loop twice.
     resources = compile_one(kernel, constants, arch, num_warps=num_warps)
