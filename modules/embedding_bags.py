@@ -164,7 +164,8 @@ class ScheduledEmbeddingBagCollection(BagCollection):
         ids, offsets, weights, batch_sizes = self._lookups(part, features)
         tables = part.tables
         storage = tables.weights()
-        learns = tables.optimizer is not None and tables.learns()
+        of_tables = storage if isinstance(storage, Tensor) else storage[0]
+        learns = tables.optimizer is not None and of_tables is storage and tables.learns()
         dtype = self._output_dtype
         pooled = embedding_bags(
             storage,
@@ -174,12 +175,12 @@ class ScheduledEmbeddingBagCollection(BagCollection):
             per_sample_weights=weights,
             batch_sizes=batch_sizes,
             optimizer=tables.optimizer if learns else None,
-            output_dtype=dtype if dtype in (torch.float32, storage.dtype) else torch.float32,
-            schedules=None if self._plan is None else self._schedules_on(storage.device)[number],
+            output_dtype=dtype if dtype in (torch.float32, of_tables.dtype) else torch.float32,
+            schedules=None if self._plan is None else self._schedules_on(of_tables.device)[number],
         )
         if learns and pooled.grad_fn is not None:
             pooled.grad_fn.register_prehook(tables.check_all_learn)
-        elif weights is not None and weights.requires_grad:
+        elif weights is not None and weights.requires_grad and isinstance(storage, Tensor):
             tables.watch(storage, pooled)
         return pooled if pooled.dtype == dtype else pooled.to(dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -113,11 +113,7 @@ class BagLayout:
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
         """For each table the element of the storage that it begins at, and the length of the storage."""
-        sizes = (cdiv(rows * width, ALIGNMENT) * ALIGNMENT for rows, width in zip(self.rows, self.widths, strict=True))
-        starts = (0, *accumulate(sizes))
-        # The last one ends where its rows do.
-        last = 0 if not self.rows else starts[-2] + self.rows[-1] * self.widths[-1]
-        return (*starts[:-1], last)
+        return starts_of(rows * width for rows, width in zip(self.rows, self.widths, strict=True))
 
     @property
     def num_elements(self) -> int:
@@ -246,6 +242,8 @@ class BagLayout:
 
 
 def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Batches:
+    if any(isinstance(size, torch.SymInt) for size in sizes) and not torch.compiler.is_dynamo_compiling():
+        return _traced_batches(widths, sizes, device)
     rows, first, begin = [], 0, 0
     for count, width in zip(sizes, widths, strict=True):
         # A named tuple would make Dynamo compile for each number.
@@ -255,6 +253,14 @@ def _new_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.
     with _as_real_tensors():
         host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
         return Batches(host, host.to(device), begin)
+
+
+def _traced_batches(widths: tuple[int, ...], sizes: tuple[int, ...], device: torch.device) -> Batches:
+    """Return the same of sizes that an exporter knows only when the program runs."""
+    counts = torch.stack([torch.scalar_tensor(size, dtype=torch.int64, device="cpu") for size in sizes])
+    elements = counts * torch.tensor(widths, device="cpu")
+    host = torch.stack([counts.cumsum(0) - counts, counts, elements.cumsum(0) - elements], 1)
+    return Batches(host, host.to(device), sum(size * width for size, width in zip(sizes, widths, strict=True)))
 
 
 def _as_real_tensors() -> AbstractContextManager[object]:
@@ -272,6 +278,16 @@ def _as_real_tensors() -> AbstractContextManager[object]:
 def _without_modes() -> Iterator[None]:
     with torch._C._DisableFuncTorch(), _disable_current_modes():
         yield
+
+
+def starts_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """For tables of so many elements those of a storage that they begin at, and the storage's length."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(cdiv(end, ALIGNMENT) * ALIGNMENT)
+        # The last one ends where its rows do.
+        end = starts[-1] + size
+    return (*starts, end)
 
 
 def class_of(width: int) -> int:
