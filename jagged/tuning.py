@@ -302,7 +302,7 @@ def _launches(module: ScheduledEmbeddingBagCollection, batches: Sequence[KeyedJa
     launches = []
     with torch.no_grad():
         for part in module._parts:
-            storage, dtype = part.tables.weights(), module._output_dtype
+            storage, dtype = part.tables.whole(), module._output_dtype
             lookups = [_Lookups(*module._lookups(part, features)) for features in batches]
             launches.append(
                 _Launch(storage, part.tables.layout, lookups, dtype if dtype in (torch.float32, storage.dtype) else torch.float32)

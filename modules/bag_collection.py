@@ -112,7 +112,9 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         """The output of one part: `[B, W]`, or flat where features have batches of their own."""
         raise NotImplementedError
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="a collection runs between compiled graphs; compile without fullgraph, export with strict=False"
+    )
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Return the pooled embeddings of every feature."""
         if isinstance(features, Proxy):
@@ -132,6 +134,13 @@ class BagCollection(EmbeddingBagCollectionInterface):  # type: ignore[misc]
         else:
             values = pooled[0] if len(pooled) == 1 else self._interleaved(pooled)
         return KeyedTensor(keys=self._embedding_names, length_per_key=self._widths, values=values)
+
+    def __prepare_scriptable__(self) -> BagCollection:
+        """Refuse `torch.jit.script`, of the collection or of a model that holds it."""
+        raise TypeError(
+            f"torch.jit.script: got a {type(self).__name__}, whose lookups are an operator written in Python, which TorchScript "
+            "cannot compile; export the model with torch.export.export"
+        )
 
     def _lookups(self, part: Part, features: KeyedJaggedTensor) -> Lookups:
         weights = None

@@ -6,12 +6,14 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import pairwise
 from typing import Any
 
+from jagged.modules.embedding_bags import ScheduledEmbeddingBagCollection
+from jagged.modules.embedding_sequences import ScheduledEmbeddingCollection
 from jagged.modules.table_storage import Table, TableStorage
 from jagged.modules.trained_tables import TrainedTables
 from jagged.ops import BagLayout
 
 
-def share_tables(*collections: TrainedTables) -> None:
+def share_tables(*collections: ScheduledEmbeddingBagCollection | ScheduledEmbeddingCollection) -> None:
     """Let collections have the tables together that go by one name in several of them: each becomes one parameter.
 
     All tables of the collections, of each data type, come to lie in one storage; the first collection's values and optimizer

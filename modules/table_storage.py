@@ -101,8 +101,8 @@ class TableStorage:
 
     A tensor given to a parameter's `.data` shows when `gather` comes next: loading, moving and copying the collection call it.
 
-    Where a parameter has been exchanged (by `torch.func.functional_call` or by an assignment), the tensor is put together from
-    the parameters in every call, a copy, until `gather` has made them views again.
+    Where a parameter has been exchanged (by `torch.export`, by `torch.func.functional_call` or by an assignment), the operator
+    sees the parameters one by one, and reads them where they lie, until `gather` has made them views again.
 
     Args:
         layout: the tables; what features it has is of no matter.
@@ -143,14 +143,14 @@ class TableStorage:
             return self._updates.embedding_bags(layout, ids, offsets, **options)
         weights, samples = self.weights(), options.get("per_sample_weights")
         found = embedding_bags(weights, layout, ids, offsets, **options)
-        if samples is not None and samples.requires_grad:
+        if samples is not None and samples.requires_grad and isinstance(weights, Tensor):
             self.watch(weights, found)
         return found
 
-    def weights(self) -> Tensor:
-        """The tensor for a forward pass, tied to the parameters' gradients where they need any."""
+    def weights(self) -> Tensor | tuple[Tensor, ...]:
+        """What a forward pass reads: the tensor, tied to parameters' gradients where they need any, or exchanged parameters."""
         if not self._is_unchanged():
-            return self._joined()
+            return self._exchanged()
         assert self._storage is not None
         if self.optimizer is not None or not self.learns():
             return self._storage
@@ -161,6 +161,18 @@ class TableStorage:
             self._whole = None
             self._whole, self._stream = self._tied(), stream
         return self._whole
+
+    def whole(self) -> Tensor:
+        """The tables in one tensor, without a gradient; a copy where parameters were exchanged."""
+        with torch.no_grad():
+            weights = self.weights()
+            if isinstance(weights, Tensor):
+                return weights
+            # Nothing is left unwritten between the tables.
+            storage = weights[0].new_zeros(self.layout.num_elements)
+            for view, weight in zip(self.layout.views(storage), weights, strict=True):
+                view.copy_(weight)
+            return storage
 
     def learns(self) -> bool:
         """Tell whether this call is to be differentiated by, or to update, any of the tables."""
@@ -320,10 +332,12 @@ class TableStorage:
             parameter.requires_grad_(flag)
         return whole
 
-    def _joined(self) -> Tensor:
-        """The tables put together by copying, differentiable by whatever stands in the parameters' places."""
-        weights = [bag.weight for bag in self._bags]
-        if self.optimizer is not None:
+    def _exchanged(self) -> tuple[Tensor, ...]:
+        """Whatever stands in the parameters' places."""
+        weights = tuple([bag.weight for bag in self._bags])
+        # An exported program updates nothing.
+        is_inferred = not torch.is_grad_enabled() or torch.compiler.is_exporting()
+        if self.optimizer is not None and not is_inferred and any(weight.requires_grad for weight in weights):
             raise ValueError(
                 "embedding_bags: a fused optimizer updates the parameters in place, but some were exchanged; copy values into "
                 "them, or use load_state_dict"
@@ -334,11 +348,7 @@ class TableStorage:
                 f"embedding_bags: expected one dtype and device for tables that were made of one data type, got {found}; "
                 "move the whole collection"
             )
-        parts, starts = [], self.layout.starts
-        for weight, start, end in zip(weights, starts[:-1], starts[1:], strict=True):
-            gap = end - start - weight.numel()
-            parts += [weight.reshape(-1), weight.new_zeros(gap)] if gap else [weight.reshape(-1)]
-        return torch.cat(parts)
+        return weights
 
     def _storage_of(self, parameters: list[nn.Parameter]) -> Tensor | None:
         """The tensor that all parameters are views of, as the layout has them, or None."""

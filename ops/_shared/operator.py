@@ -51,6 +51,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from jagged.ops._shared.backends import resolve_backend
 from jagged.ops._shared.validation import autocast_dtype
@@ -151,7 +152,7 @@ class Operator(Generic[In, Op, Out]):
         if backend.__class__ is _Direct:
             return self.functions[backend]()(x, o)  # type: ignore[no-any-return, index]
         first, wants_grad, is_plain = None, False, True
-        for tensor in _spread(x) if rules.is_many else x[: rules.num_on_device]:
+        for tensor in (_spread(x) if rules.is_many else x)[: rules.end_on_device]:
             if tensor is None:
                 continue
             if first is None:
@@ -197,7 +198,7 @@ class Operator(Generic[In, Op, Out]):
         return _outputs(results, rules)  # type: ignore[no-any-return]
 
     def _refuse_devices(self, x: In, device: torch.device) -> None:
-        given = dict(zip(self.rules.inputs._fields, x[: self.rules.num_on_device], strict=False))  # type: ignore[attr-defined]
+        given = dict(zip(self.rules.inputs._fields, x[: self.rules.end_on_device], strict=False))  # type: ignore[attr-defined]
         names = [name for name, value in given.items() if value is not None]
         for name, value in given.items():
             for tensor in _each(value):
@@ -214,7 +215,7 @@ class _Rules(NamedTuple):
     options: type
     outputs: type
     num_inputs: int
-    num_on_device: int | None  # of the inputs those before the first that stays on the host
+    end_on_device: int | None  # of the inputs, counted from behind: the first that stays on the host
     is_many: bool  # the first field of inputs is a tuple of tensors
     gives_many: bool  # the only field of outputs is one
     fields: tuple[str, ...]  # of inputs, then of outputs
@@ -310,8 +311,8 @@ def operator(
         raise TypeError(f"{name}: expected other names for outputs than for inputs and options, got {sorted(shared)} twice")
     names: tuple[str, ...] = inputs._fields + outputs._fields  # type: ignore[attr-defined]
     on_host = [place for place, field in enumerate(of_inputs) if field.is_on_host]
-    if on_host and (is_many or on_host != list(range(on_host[0], count))):
-        raise TypeError(f"{name}: expected inputs that stay on the host behind all others, and no tuple of tensors")
+    if on_host and on_host != list(range(on_host[0], count)):
+        raise TypeError(f"{name}: expected inputs that stay on the host behind all others")
     saved = names if saved is None else saved if callable(saved) else tuple(saved)
     unchecked = unchecked if callable(unchecked) else tuple(unchecked)
 
@@ -338,7 +339,7 @@ def operator(
         x, o, _ = packed(flat)
         return _returned(shapes(x, o))
 
-    dispatched = _define(name, f"({', '.join(arguments)}) -> ({returns})", implementation, fake)
+    dispatched = _define(name, f"({', '.join(arguments)}) -> ({returns})", implementation, fake, is_many=is_many)
     run_backward = dispatched_backward = None
     if has_backward:
         run_backward = _implementation({"torch": backwards[0], "triton": backwards[1]})
@@ -356,7 +357,7 @@ def operator(
         options=options,
         outputs=outputs,
         num_inputs=count,
-        num_on_device=on_host[0] if on_host else None,
+        end_on_device=on_host[0] - count if on_host else None,
         is_many=is_many,
         gives_many=gives_many,
         fields=names,
@@ -437,7 +438,9 @@ def _define_backward(
     return _define(f"{name}_backward", f"({', '.join(arguments)}) -> ({returns})", implementation, fake)
 
 
-def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+def _define(
+    name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, is_many: bool = False
+) -> Callable[..., Any]:
     def without_graph(*arguments: Any) -> Any:
         # An exported program calls an operator outside of its autograd function, where an implementation could not run.
         with torch.no_grad():
@@ -448,7 +451,21 @@ def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Ca
     torch.library.impl(qualified, ("cpu", "cuda"), without_graph)
     torch.library.register_fake(qualified, fake)
     defined: Callable[..., Any] = getattr(torch.ops.jagged, name).default
+    if is_many:
+        # PyTorch's loop over a batch takes no tuples of tensors.
+        torch.library.register_vmap(qualified, functools.partial(_one_by_one, defined))
     return defined
+
+
+def _one_by_one(run: Callable[..., Any], info: Any, axes: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """Run an operator for each of a batch, which tensors have along an axis of theirs, or None, and stack the results."""
+    leaves, structure = tree_flatten(arguments)
+    results = []
+    for number in range(info.batch_size):
+        own = [leaf if axis is None else leaf.select(axis, number) for leaf, axis in zip(leaves, tree_leaves(axes), strict=True)]
+        results.append(tree_flatten(run(*tree_unflatten(own, structure))))
+    stacked = [torch.stack(of) for of in zip(*[flat for flat, _ in results], strict=True)]
+    return tree_unflatten(stacked, results[0][1]), tree_unflatten([0] * len(stacked), results[0][1])
 
 
 def _functions_of(path: str) -> tuple[_Importer, _Importer | None]:

@@ -16,19 +16,28 @@ from jagged.ops.embedding_bag.checks import (
     check_per_sample_weights,
     check_quantised,
     check_schedules,
+    check_tables,
     check_weights,
 )
 from jagged.ops.embedding_bag.layout import BagLayout
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.plans import PROGRAMS, BagSchedules
 from jagged.ops.embedding_bag.sequences import one_by_one
-from jagged.ops.embedding_bag.spec import EMBEDDING_BAGS, Inputs, Options, States
+from jagged.ops.embedding_bag.spec import (
+    EMBEDDING_BAGS,
+    SEPARATE_EMBEDDING_BAGS,
+    Inputs,
+    Options,
+    SeparateInputs,
+    SeparateOptions,
+    States,
+)
 
 IDS = (torch.int64, torch.int32)
 
 
 def embedding_bags(
-    weights: Tensor,
+    weights: Tensor | tuple[Tensor, ...] | list[Tensor],
     layout: BagLayout,
     indices: Tensor,
     offsets: Tensor,
@@ -44,12 +53,15 @@ def embedding_bags(
 ) -> Tensor:
     """Sum or average, for every feature and bag, the rows that its ids name in the feature's table, or list them. Deterministic.
 
-    One launch for tables of all widths and numbers of rows, which lie in one storage. Lookups stand feature after feature, and
-    within a feature bag after bag, as in a KeyedJaggedTensor. An empty bag is 0.
+    One launch for tables of all widths and numbers of rows, which lie in one storage, or anywhere. Lookups stand feature after
+    feature, and within a feature bag after bag, as in a KeyedJaggedTensor. An empty bag is 0.
 
     Args:
         weights: `[layout.num_elements]`, float32, bfloat16, float16 or float64 (computed by PyTorch on every device): the tables,
-            of which `layout.views(weights)` are the matrices. Or uint8, quantised by `quantize_rows`, for inference.
+            of which `layout.views(weights)` are the matrices. Or uint8, quantised by `quantize_rows`, for inference. Or a list of
+            the tables, `[rows, width]` each, which are read where they lie. On a GPU each new list of places is copied there
+            once, and tables of which one begins at no multiple of 16 elements from the others, as a view may, are copied in
+            every call, as on AMD's GPUs all are.
         layout: the tables, the features that read them, which bags are means, and which features are sequences.
         indices: `[S]`, int32 or int64: rows, `0 <= id < rows` of the feature's table. On a GPU others count as rows of zeros
             without a gradient; `JAGGED_VALIDATE=1` refuses them.
@@ -62,7 +74,7 @@ def embedding_bags(
         sequence_totals: number of ids of each sequence, in the features' order; None: read from offsets, which waits for a GPU
             but where the one feature is a sequence. On a GPU each new list is copied there once.
         optimizer: update the rows that were read in the backward pass, in place, and make no gradient of `weights`, which must
-            require one all the same. Without effect where no gradients are recorded.
+            require one all the same. Without effect where no gradients are recorded. For weights in one storage.
         output_dtype: float32, or the dtype of weights; of uint8 weights bfloat16 or float16, too.
         schedules: of a plan for this layout, `BagPlan.schedules(layout, device)`; None: by the lengths of the batch. Triton's
             kernels alone follow them. The order in which rows are added up, and so a sum's last bits, may differ.
@@ -76,8 +88,8 @@ def embedding_bags(
     Raises:
         ValueError: shapes, sizes or devices that do not fit, schedules of another layout among them; weights of lookups in a
             layout with means; totals of sequences that are not theirs; an optimizer for weights that require no gradient, where
-            gradients are recorded; uint8 weights with an optimizer, or with what wants a gradient; on a CPU, elsewhere with
-            `JAGGED_VALIDATE=1`, wrong offsets and ids out of range, named by their places.
+            gradients are recorded, or for separate tables; uint8 weights with an optimizer, or with what wants a gradient; on a
+            CPU, elsewhere with `JAGGED_VALIDATE=1`, wrong offsets and ids out of range, named by their places.
         TypeError: dtypes other than those above.
 
     Source:
@@ -93,16 +105,16 @@ def embedding_bags(
         >>> pooled.shape, pooled[1, :4].count_nonzero().item()
         (torch.Size([2, 7]), 0)
     """
-    inputs, options = prepared(
+    operator, inputs, options = prepared(
         weights, layout, indices, offsets, scales, per_sample_weights, batch_sizes, sequence_totals, optimizer, output_dtype,
         schedules, backend,
     )  # fmt: skip
-    output = EMBEDDING_BAGS(inputs, options, backend).output
+    output: Tensor = operator(inputs, options, backend).output
     return output.flatten() if layout.has_sequences else output
 
 
 def prepared(
-    weights: Tensor,
+    weights: Tensor | Sequence[Tensor],
     layout: BagLayout,
     indices: Tensor,
     offsets: Tensor,
@@ -114,12 +126,22 @@ def prepared(
     output_dtype: torch.dtype,
     schedules: BagSchedules | None,
     backend: str | None,
-) -> tuple[Inputs, Options]:
-    """Check the arguments of `embedding_bags` and return what its operator takes."""
-    check_tensor("weights", weights, "[E]", (*FLOATS, torch.uint8))
+) -> tuple[Any, Any, Any]:
+    """Check the arguments of `embedding_bags` and return its operator and what it takes."""
+    tables = None
+    if isinstance(weights, (tuple, list)):
+        tables = tuple(weights)
+        check_tables(tables, layout)
+        # Of all that is asked of it below each of them would say the same.
+        weights = tables[0]
+    assert isinstance(weights, Tensor)
+    check_tensor("weights", weights, "[E]" if tables is None else "[rows, width]", (*FLOATS, torch.uint8))
     check_tensor("indices", indices, "[S]", IDS)
     check_offsets(offsets, indices, total=indices.shape[0])
-    check_weights(weights, layout)
+    if tables is None:
+        check_weights(weights, layout)
+    elif optimizer is not None:
+        raise ValueError("optimizer: expected None for separate tables, which are not updated in place; give one storage of all")
     if weights.device != indices.device:
         raise ValueError(f"indices: expected the device of weights, {weights.device}, got {indices.device}; move them")
     if weights.dtype == torch.uint8 or scales is not None:
@@ -166,9 +188,17 @@ def prepared(
         host_batches, batches, size = layout.batches(tuple(batch_sizes), weights.device)
     width = layout.feature_widths[0] if layout.has_sequences and batches is None else layout.width
     name = str(output_dtype).removeprefix("torch.")
+    on_device = layout.tensor(weights.device)
+    if tables is not None:
+        separate = SeparateInputs(
+            tables, scales, indices.contiguous(), offsets.contiguous(), per_sample_weights, on_device, batches, codes,
+            layout.fields, host_batches,
+        )  # fmt: skip
+        of_separate = SeparateOptions(size, width, name, programs, counted_rows, version is not None)
+        return SEPARATE_EMBEDDING_BAGS, separate, of_separate
     options = Options(size, width, name, programs, counted_rows, version, *rule)
     inputs = Inputs(
-        weights, scales, indices.contiguous(), offsets.contiguous(), per_sample_weights, layout.tensor(weights.device), batches,
+        weights, scales, indices.contiguous(), offsets.contiguous(), per_sample_weights, on_device, batches,
         codes, *states, layout.fields, host_batches,
     )  # fmt: skip
-    return inputs, options
+    return EMBEDDING_BAGS, inputs, options

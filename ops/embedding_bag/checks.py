@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from jagged.ops._shared.validation import FLOATS, check_tensor
+from jagged.ops._shared.validation import FLOATS, check_tensor, holds
 from jagged.ops.embedding_bag.layout import MOST_COUNTED, BagLayout
 from jagged.ops.embedding_bag.optimizers import BagOptimizer
 from jagged.ops.embedding_bag.plans import MOST_PROGRAMS, BagSchedules
@@ -19,6 +19,25 @@ def check_weights(weights: Tensor, layout: BagLayout) -> None:
         raise ValueError(f"weights: expected the {layout.num_elements} elements of the layout, got shape {list(weights.shape)}")
     if not weights.is_contiguous():
         raise ValueError(f"weights: expected adjacent elements, got stride {weights.stride(0)}; pass weights.contiguous()")
+
+
+def check_tables(tables: tuple[Tensor, ...], layout: BagLayout) -> None:
+    """Check that separate tables are those of the layout, of one dtype and device."""
+    if len(tables) != len(layout.rows) or not tables:
+        raise ValueError(
+            f"weights: expected a tensor for each of the layout's {len(layout.rows)} tables, and one at least, got {len(tables)}"
+        )
+    first = tables[0]
+    for number, (table, rows, width) in enumerate(zip(tables, layout.rows, layout.widths, strict=True)):
+        check_tensor(f"weights[{number}]", table, "[rows, width]", (*FLOATS, torch.uint8))
+        if table.shape != (rows, width):
+            raise ValueError(f"weights: expected shape {[rows, width]} for table {number}, got {list(table.shape)}")
+        if table.dtype != first.dtype:
+            raise TypeError(f"weights: expected tables of one dtype, got {first.dtype} and, for table {number}, {table.dtype}")
+        if table.device != first.device:
+            raise ValueError(
+                f"weights: expected tables on one device, got {first.device} and, for table {number}, {table.device}; move them"
+            )
 
 
 def check_quantised(
@@ -57,10 +76,19 @@ def check_batch_sizes(batch_sizes: Sequence[int] | None, num_bags: int, num_feat
                 f"offsets: expected a multiple of the {num_features} features, and one, got {num_bags + 1}; "
                 "pass batch_sizes where features have batches of their own"
             )
-    elif len(batch_sizes) != num_features or sum(batch_sizes) != num_bags or min((0, *batch_sizes)) < 0:
+    elif (
+        len(batch_sizes) != num_features
+        or not holds(sum(batch_sizes) == num_bags)
+        or (not _are_counts(batch_sizes) if torch.compiler.is_compiling() else min((0, *batch_sizes)) < 0)
+    ):
         raise ValueError(
             f"batch_sizes: expected {num_features} sizes with the sum {num_bags}, as offsets have bags, got {list(batch_sizes)}"
         )
+
+
+def _are_counts(sizes: Sequence[int]) -> bool:
+    """Tell whether none is below 0, also of those that an exporter does not know yet."""
+    return all(holds(size >= 0) for size in sizes)
 
 
 def check_per_sample_weights(per_sample_weights: Tensor, indices: Tensor, layout: BagLayout) -> None:

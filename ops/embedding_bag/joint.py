@@ -102,7 +102,7 @@ class JointUpdate:
             ValueError, TypeError: as there.
         """
         weights = self.weights.requires_grad_(torch.is_grad_enabled())
-        inputs, options = prepared(
+        _, inputs, options = prepared(
             weights, layout, indices, offsets, None, per_sample_weights, batch_sizes, sequence_totals, self.optimizer,
             output_dtype, schedules, backend,
         )  # fmt: skip

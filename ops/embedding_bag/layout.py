@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
@@ -131,11 +131,7 @@ class BagLayout:
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
         """For each table the element of the storage that it begins at, and the length of the storage."""
-        sizes = (cdiv(rows * width, ALIGNMENT) * ALIGNMENT for rows, width in zip(self.rows, self.widths, strict=True))
-        starts = (0, *accumulate(sizes))
-        # The last one ends where its rows do.
-        last = 0 if not self.rows else starts[-2] + self.rows[-1] * self.widths[-1]
-        return (*starts[:-1], last)
+        return starts_of(rows * width for rows, width in zip(self.rows, self.widths, strict=True))
 
     @property
     def num_elements(self) -> int:
@@ -240,6 +236,8 @@ class BagLayout:
 
     def _new_batches(self, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
         assert self.sequences is not None
+        if any(isinstance(size, torch.SymInt) for size in sizes) and not torch.compiler.is_dynamo_compiling():
+            return self._traced_batches(sizes, device, num_samples)
         of_features = list(zip(sizes, self.feature_widths, self.columns[:-1], self.sequences, strict=True))
         pooled = sum(count * width for count, width, _, is_sequence in of_features if not is_sequence)
         # Where the next one begins: a pooled feature, a sequence.
@@ -255,6 +253,20 @@ class BagLayout:
         with _as_real_tensors():
             host = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, len(BATCH))
             return Batches(host, host.to(device), ends[1])
+
+    def _traced_batches(self, sizes: tuple[int, ...], device: torch.device, num_samples: int | None) -> Batches:
+        """Return the same of sizes that an exporter knows only when the program runs."""
+        counts = torch.stack([torch.scalar_tensor(size, dtype=torch.int64, device="cpu") for size in sizes])
+        widths, is_sequence = (torch.tensor(of, device="cpu") for of in (self.feature_widths, self.sequences))
+        of_pooled, of_sequences = ((counts * widths).masked_fill(of, 0) for of in (is_sequence, ~is_sequence))
+        begins, strides, pooled = of_pooled.cumsum(0) - of_pooled, widths, of_pooled.sum()
+        if num_samples is not None:
+            begins, strides = torch.tensor(self.columns[:-1], device="cpu"), widths.where(is_sequence, self.width)
+            pooled = torch.scalar_tensor(num_samples * self.width, dtype=torch.int64, device="cpu")
+        begins = (pooled + of_sequences.cumsum(0) - of_sequences).where(is_sequence, begins)
+        host = torch.stack([counts.cumsum(0) - counts, counts, begins, strides], 1)
+        size = sum(size * width for size, width in zip(sizes, self.feature_widths, strict=True))
+        return Batches(host, host.to(device), size)
 
     def _of_features(self) -> list[OfFeature]:
         assert self.tables is not None
@@ -324,6 +336,16 @@ def _as_real_tensors() -> AbstractContextManager[object]:
 def _without_modes() -> Iterator[None]:
     with torch._C._DisableFuncTorch(), _disable_current_modes():
         yield
+
+
+def starts_of(sizes: Iterable[int]) -> tuple[int, ...]:
+    """For tables of so many elements those of a storage that they begin at, and the storage's length."""
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(cdiv(end, ALIGNMENT) * ALIGNMENT)
+        # The last one ends where its rows do.
+        end = starts[-1] + size
+    return (*starts, end)
 
 
 def class_of(width: int) -> int:

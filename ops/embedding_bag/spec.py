@@ -1,13 +1,15 @@
-"""The operators of embedding bags: pooled bags, the gradients of tables and of ids' weights, and the update of rows."""
+"""The operators of embedding bags: pooled bags, of one storage or of separate tables, gradients, and the update of rows."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from jagged.ops._shared.operator import Differentiable, OnHost, operator
+from jagged.ops.embedding_bag.layout import starts_of
 from jagged.ops.embedding_bag.optimizers import Rule
 from jagged.ops.embedding_bag.plans import PROGRAMS
 
@@ -60,10 +62,37 @@ class Options(NamedTuple):
     weight_decay: float | None = None
     stochastic_rounding: bool | None = None
 
-    def new_output(self, x: Inputs) -> Tensor:
-        """Return a tensor for the pooled rows, not filled."""
-        shape = (self.size, self.width) if x.batches is None else (self.size,)
-        return x.weights.new_empty(shape, dtype=getattr(torch, self.output_dtype))
+
+class SeparateInputs(NamedTuple):
+    """Tables that lie anywhere, `[rows, width]` each, and what `Inputs` has beside its own, less an optimizer's tensors."""
+
+    tables: tuple[Differentiable, ...]
+    scales: Tensor | None
+    indices: Tensor
+    offsets: Tensor
+    per_sample_weights: Differentiable | None
+    layout: Tensor
+    batches: Tensor | None
+    plan: Tensor | None
+    host_layout: OnHost
+    host_batches: OnHost | None
+
+
+class SeparateOptions(NamedTuple):
+    """As of `Options`; and whether the gradient of ids' weights is to read the tables."""
+
+    size: int
+    width: int
+    output_dtype: str
+    programs: int = PROGRAMS
+    counted_rows: int | None = None
+    reads_again: bool = False
+
+
+def new_output(x: Inputs | SeparateInputs, o: Options | SeparateOptions) -> Tensor:
+    """Return a tensor for the pooled rows, not filled."""
+    shape = (o.size, o.width) if x.batches is None else (o.size,)
+    return x.indices.new_empty(shape, dtype=getattr(torch, o.output_dtype))
 
 
 class Outputs(NamedTuple):
@@ -155,7 +184,7 @@ class Nothing(NamedTuple):
 #: An optimizer's tensors among the inputs: its states, `step`, `learning_rate` and `step_before`.
 States: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 #: What an implementation knows of a batch's lookups.
-Lookups: TypeAlias = Inputs | WeightsInputs | SamplesInputs | UpdateInputs
+Lookups: TypeAlias = Inputs | SeparateInputs | WeightsInputs | SamplesInputs | UpdateInputs
 
 _TORCH, _TRITON = "jagged.ops.embedding_bag.torch_impl", "jagged.ops.embedding_bag.triton"
 
@@ -237,7 +266,7 @@ EMBEDDING_BAGS = operator(
     Inputs,
     Options,
     Outputs,
-    shapes=lambda x, o: Outputs(o.new_output(x)),
+    shapes=lambda x, o: Outputs(new_output(x, o)),
     torch=f"{_TORCH}:forward",
     triton=f"{_TRITON}.launch:forward",
     gradient=_gradient,
@@ -245,4 +274,51 @@ EMBEDDING_BAGS = operator(
     saved=lambda o: _LOOKUPS if o.version is None or o.kind is not None else (*_LOOKUPS, "weights"),
     # What nothing changes, and what updates change: that of a batch before must not be taken for a mistake.
     unchecked=lambda o: _OF_LAYOUT if o.kind is None else (*_OF_LAYOUT, *_OF_OPTIMIZER),
+)
+
+
+def joined(tables: Sequence[Tensor]) -> Tensor:
+    """Return tables in one storage, where a layout has them: a copy."""
+    starts = starts_of(table.numel() for table in tables)
+    parts = []
+    for table, start, end in zip(tables, starts[:-1], starts[1:], strict=True):
+        gap = end - start - table.numel()
+        parts += [table.reshape(-1), table.new_zeros(gap)] if gap else [table.reshape(-1)]
+    return torch.cat(parts)
+
+
+def _gradient_of_separate(
+    grads: Outputs, x: SeparateInputs, out: Outputs, o: SeparateOptions, wanted: dict[str, torch.dtype], backend: str
+) -> dict[str, Any]:
+    """Return gradients: those of the tables are views of a storage's."""
+    found: dict[str, Any] = {}
+    grad = grads.output.contiguous()
+    of_layout = x.layout, x.batches, x.host_layout, x.host_batches
+    if "per_sample_weights" in wanted:
+        samples = SamplesInputs(grad, joined(x.tables), x.indices, x.offsets, *of_layout)
+        found["per_sample_weights"] = SAMPLES_BACKWARD(samples, SamplesOptions(wanted["per_sample_weights"]), backend).gradient
+    if "tables" in wanted:
+        shapes = [tuple(table.shape) for table in x.tables]
+        starts = starts_of(rows * width for rows, width in shapes)
+        options = WeightsOptions(starts[-1], wanted["tables"], o.counted_rows)
+        lookups = x.indices, x.offsets, x.per_sample_weights, *of_layout
+        whole = WEIGHTS_BACKWARD(WeightsInputs(grad, *lookups), options, backend).gradient
+        of_tables = zip(shapes, starts[:-1], strict=True)
+        found["tables"] = tuple([whole.as_strided((rows, width), (width, 1), start) for (rows, width), start in of_tables])
+    return found
+
+
+SEPARATE_EMBEDDING_BAGS = operator(
+    "separate_embedding_bags",
+    SeparateInputs,
+    SeparateOptions,
+    Outputs,
+    shapes=lambda x, o: Outputs(new_output(x, o)),
+    torch=f"{_TORCH}:forward_of_separate",
+    triton=f"{_TRITON}.separate:forward",
+    gradient=_gradient_of_separate,
+    is_first_order=True,
+    saved=lambda o: (*_LOOKUPS[:3], "tables") if o.reads_again else _LOOKUPS[:3],
+    unchecked=_OF_LAYOUT,
+    title="embedding_bags",
 )

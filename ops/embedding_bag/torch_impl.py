@@ -26,10 +26,13 @@ from jagged.ops.embedding_bag.spec import (
     Outputs,
     SamplesInputs,
     SamplesOptions,
+    SeparateInputs,
+    SeparateOptions,
     UpdateInputs,
     UpdateOptions,
     WeightsInputs,
     WeightsOptions,
+    new_output,
 )
 
 # From here on glibc gives what is freed back to the kernel at once; smaller blocks are used again as they are.
@@ -114,33 +117,40 @@ def scales_of(row_scales: Tensor, feature: Feature) -> tuple[Tensor, Tensor]:
 def forward(x: Inputs, o: Options) -> Outputs:
     """Pool bags; a plan says nothing to PyTorch."""
     # Views of what requires a gradient cost the host twice as much, a graph or none.
-    weights, samples = x.weights.detach(), x.per_sample_weights
+    weights = x.weights.detach()
+    return _forward(x, o, lambda feature: table_of(weights, feature))
+
+
+def forward_of_separate(x: SeparateInputs, o: SeparateOptions) -> Outputs:
+    """Pool bags of tables that lie anywhere."""
+    return _forward(x, o, lambda feature: x.tables[feature.of.table].detach().contiguous())
+
+
+def _forward(x: Inputs | SeparateInputs, o: Options | SeparateOptions, table_of: Callable[[Feature], Tensor]) -> Outputs:
+    samples, outputs = x.per_sample_weights, []
     samples = None if samples is None else samples.detach()
-    wide, outputs = torch.promote_types(weights.dtype, torch.float32), []
     for number, feature in enumerate(features_of(x, with_offsets=True)):
         scales = None if samples is None else samples[feature.places]
         try:
-            outputs.append(_pooled(weights, x.scales, feature, x.indices[feature.places], scales, wide))
+            outputs.append(_pooled(table_of(feature), x.scales, feature, x.indices[feature.places], scales))
         except (RuntimeError, IndexError):
             # PyTorch says neither which feature it was nor where.
             refuse_wrong_ids(x.indices[feature.places], feature.of.rows, number, feature.places.start)
             raise
     if not outputs:
-        return Outputs(o.new_output(x))
+        return Outputs(new_output(x, o))
     if x.host_batches is None:
         return Outputs(torch.cat(outputs, 1).to(getattr(torch, o.output_dtype)))
-    output = o.new_output(x)
+    output = new_output(x, o)
     for of_feature, pooled in zip(bags_in(output, x.host_layout, x.host_batches), outputs, strict=True):
         of_feature.copy_(pooled)
     return Outputs(output)
 
 
-def _pooled(
-    weights: Tensor, row_scales: Tensor | None, feature: Feature, ids: Tensor, scales: Tensor | None, wide: torch.dtype
-) -> Tensor:
-    """Return the pooled bags of a feature, `[B, width]` in the dtype `wide`."""
-    table, ends = table_of(weights, feature), feature.bags
-    if weights.dtype != wide:
+def _pooled(table: Tensor, row_scales: Tensor | None, feature: Feature, ids: Tensor, scales: Tensor | None) -> Tensor:
+    """Return the pooled bags of a feature, `[B, width]` in float32, or float64 of tables of it."""
+    wide, ends = torch.promote_types(table.dtype, torch.float32), feature.bags
+    if table.dtype != wide:
         # PyTorch rounds what it pools to the dtype of the table. Of a table's rows or of the lookups' whichever are fewer.
         scale, bias = (None, None) if row_scales is None else scales_of(row_scales, feature)
         if feature.of.rows > ids.shape[0]:

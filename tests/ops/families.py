@@ -217,6 +217,8 @@ def embedding_bag(batch: Jagged, dtype: torch.dtype, width: int) -> Step:
         outputs = [
             embedding_bags(weights, sums, indices, offsets, per_sample_weights=samples, backend=PLACE.backend),
             embedding_bags(weights, means, indices, offsets, schedules=counted, backend=PLACE.backend),
+            # Of tables one by one, which lie in one storage here.
+            embedding_bags(sums.views(weights), sums, indices, offsets, per_sample_weights=samples, backend=PLACE.backend),
         ]
         if hot is not None:
             outputs.append(embedding_bags(weights[:8], pair, hot, whole, backend=PLACE.backend))

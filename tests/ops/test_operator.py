@@ -149,12 +149,15 @@ def test_functional_transforms() -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_vmap_runs_the_operator_for_one_after_the_other() -> None:
-    several = _values(0, 2, 5, 3).detach()
+    several, constant = _values(0, 2, 5, 3).detach(), _values(1).detach()
 
     def gradient(values: Tensor) -> Tensor:
         return torch.func.grad(lambda v: _segment_sum(v, mean=True).square().sum())(values)
 
-    for function in (_segment_sum, gradient):
+    def joined(values: Tensor) -> Tensor:
+        return JOIN(Parts((values, constant, values), values[0]), NoOptions()).joined
+
+    for function in (_segment_sum, gradient, joined, torch.func.grad(lambda values: joined(values).square().sum())):
         torch.testing.assert_close(torch.vmap(function)(several), torch.stack([function(values) for values in several]))
     # What requires a gradient gets it through the transform.
     leaves = [several.clone().requires_grad_() for _ in range(2)]
@@ -308,7 +311,7 @@ def test_a_tensor_may_stay_on_the_host() -> None:
         factor: OnHost
         values: Tensor
 
-    expected = "example_wrong: expected inputs that stay on the host behind all others, and no tuple of tensors"
+    expected = "example_wrong: expected inputs that stay on the host behind all others"
     with pytest.raises(TypeError, match=f"^{expected}$"):
         operator("example_wrong", Before, NoOptions, examples.Scaled, shapes=lambda x, o: o, torch="m:f", triton="m:f")
 

@@ -12,7 +12,7 @@ from jagged.ops._shared.launch import Launcher
 from jagged.ops._shared.matrices import gpu
 from jagged.ops._shared.sizes import cdiv, next_power_of_2
 from jagged.ops.embedding_bag.fields import BATCH
-from jagged.ops.embedding_bag.spec import Gradient, Inputs, Options, Outputs, SamplesInputs, SamplesOptions
+from jagged.ops.embedding_bag.spec import Gradient, Inputs, Options, Outputs, SamplesInputs, SamplesOptions, new_output
 from jagged.ops.embedding_bag.triton import schedules
 from jagged.ops.embedding_bag.triton.forward import embedding_bags_forward_kernel, embedding_bags_small_kernel
 from jagged.ops.embedding_bag.triton.samples import embedding_bags_samples_kernel
@@ -59,7 +59,7 @@ def turns_of_units(num_bags: int, num_lookups: int, num_features: int) -> int:
 def forward(x: Inputs, o: Options) -> Outputs:
     """Launch `embedding_bags_small_kernel`, or the map and `embedding_bags_forward_kernel`."""
     weights, batches, scales = x.weights, x.batches, x.scales
-    output = o.new_output(x)
+    output = new_output(x, o)
     if not output.numel():
         return Outputs(output)
     if scales is not None:
